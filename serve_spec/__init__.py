@@ -1,0 +1,27 @@
+"""serve_spec: adaptive speculative decoding for LLM serving.
+
+The public names load on first use, so that importing the package pulls in neither torch nor Ray.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from serve_spec.config import ServeSpecConfig as ServeSpecConfig
+    from serve_spec.core.request import SamplingParams as SamplingParams
+    from serve_spec.engine.llm import LLM as LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "SamplingParams", "ServeSpecConfig", "__version__"]
+
+_HOMES = {
+    "LLM": "serve_spec.engine.llm",
+    "SamplingParams": "serve_spec.core.request",
+    "ServeSpecConfig": "serve_spec.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'serve_spec' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

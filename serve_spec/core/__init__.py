@@ -1,0 +1,1 @@
+"""The nouns every room shares: requests, sequences, plans, batches. Data only."""

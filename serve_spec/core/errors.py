@@ -1,0 +1,25 @@
+"""Errors a user can cause. Each names the field, the value and the way out."""
+
+
+class InvalidRequest(ValueError):
+    """A request that cannot run. The HTTP layer answers 400 (413 when `too_long`), naming `field`."""
+
+    def __init__(self, field: str, value: object, fix: str, *, too_long: bool = False) -> None:
+        super().__init__(f"{field}={value!r}: {fix}")
+        self.field = field
+        self.value = value
+        self.fix = fix
+        self.too_long = too_long
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # The default reduction replays `args` (the finished message) into __init__, which takes
+        # three arguments; the error crosses process boundaries, so it must survive pickling.
+        return (_rebuild, (self.field, self.value, self.fix, self.too_long))
+
+
+def _rebuild(field: str, value: object, fix: str, too_long: bool) -> InvalidRequest:
+    return InvalidRequest(field, value, fix, too_long=too_long)
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be used: names file or tensor, what was found and what to do."""

@@ -1,0 +1,138 @@
+"""What a caller asks for and what it gets back."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_spec.core.errors import InvalidRequest
+
+
+class FinishReason(StrEnum):
+    """Why a text ended, in the words of the OpenAI API (`abort`: the caller went away)."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+
+
+@dataclass(frozen=True)
+class SpeculativeOptions:
+    """What one request says about speculation: switch it off, or cap its depth."""
+
+    enabled: bool = True
+    max_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_steps is not None and self.max_steps < 0:
+            raise InvalidRequest("speculative.max_steps", self.max_steps, "use an integer ≥ 0")
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens. Names and meanings are those of the OpenAI API and of vLLM.
+
+    `temperature=0` is greedy. The filters act jointly on the tempered distribution: a token
+    survives if it is among the `top_k` likeliest, inside the smallest set of mass `top_p`, and at
+    least `min_p` times as likely as the likeliest. `seed` fixes the text; without one a random
+    seed is drawn on arrival.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_k: int = -1
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        object.__setattr__(self, "stop", tuple(self.stop))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name, ok, fix in (
+            ("max_tokens", self.max_tokens >= 1, "use an integer ≥ 1"),
+            ("temperature", _in_range(self.temperature, 0, 100), "use a number in [0, 100]"),
+            ("top_k", self.top_k >= -1, "use an integer ≥ 1, or -1 (or 0) for no limit"),
+            ("top_p", _in_range(self.top_p, 0, 1) and self.top_p > 0, "use a number in (0, 1]"),
+            ("min_p", _in_range(self.min_p, 0, 1), "use a number in [0, 1]"),
+            ("stop", all(self.stop), "a stop string must not be empty"),
+        ):
+            if not ok:
+                raise InvalidRequest(name, getattr(self, name), fix)
+
+    @property
+    def filters(self) -> bool:
+        """Whether any of top-k, top-p, min-p can remove a token."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+def _in_range(value: float, low: float, high: float) -> bool:
+    return math.isfinite(value) and low <= value <= high
+
+
+@dataclass
+class SpeculationStats:
+    """What speculation did for one request; sums over its decode rounds.
+
+    `num_draft_tokens` counts drafts really verified, `num_correct_drafts` those kept and emitted.
+    """
+
+    num_rounds: int = 0
+    num_draft_tokens: int = 0
+    num_correct_drafts: int = 0
+    rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per decode round: kept drafts plus the final token (1.0 without speculation)."""
+        return 1.0 + self.num_correct_drafts / self.num_rounds if self.num_rounds else 1.0
+
+    def observe(self, num_steps: int, num_correct_drafts: int) -> None:
+        """Counts one round of `num_steps` verified drafts."""
+        self.num_rounds += 1
+        self.num_draft_tokens += num_steps
+        self.num_correct_drafts += num_correct_drafts
+        self.rounds_by_num_steps[num_steps] = self.rounds_by_num_steps.get(num_steps, 0) + 1
+
+    def as_dict(self) -> dict[str, object]:
+        """The JSON form: `usage.speculation` of the HTTP API."""
+        return {
+            "num_rounds": self.num_rounds,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_correct_drafts": self.num_correct_drafts,
+            "accept_length": round(self.accept_length, 4),
+            "rounds_by_num_steps": {str(k): n for k, n in sorted(self.rounds_by_num_steps.items())},
+        }
+
+
+@dataclass(frozen=True)
+class TokenDelta:
+    """What one engine round adds to one request: new tokens and the text they complete.
+
+    Text is held back while a character or a stop string is incomplete, so `text` may be empty.
+    `finish_reason` is set on the last delta only.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason | None = None
+    speculation: SpeculationStats | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished request."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    speculation: SpeculationStats
