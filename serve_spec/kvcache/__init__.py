@@ -1,0 +1,1 @@
+"""Pages: who owns them (host), and the tensors they address (device)."""

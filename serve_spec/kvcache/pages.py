@@ -1,0 +1,61 @@
+"""Pages of the KV cache: a free list and reference counts. Host only, no tensors."""
+
+from __future__ import annotations
+
+
+class OutOfPages(RuntimeError):
+    """More pages were asked for than are free; the caller decides who gives way."""
+
+
+class PageAllocator:
+    """Hands out page ids `0 .. num_pages-1`; a page returns when its last reference goes."""
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 1:
+            raise ValueError(f"num_pages={num_pages}: a cache needs at least one page")
+        self.num_pages = num_pages
+        # A stack: the page freed last is used next, while its memory is still warm.
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._references = [0] * num_pages
+
+    @property
+    def num_free(self) -> int:
+        """Pages nobody holds."""
+        return len(self._free)
+
+    def allocate(self, count: int) -> list[int]:
+        """Takes `count` pages, one reference each.
+
+        Raises:
+            OutOfPages: fewer are free; nothing was taken.
+        """
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_pages} free")
+        pages = [self._free.pop() for _ in range(count)]
+        for page in pages:
+            self._references[page] = 1
+        return pages
+
+    def release(self, pages: list[int]) -> None:
+        """Drops one reference of each page."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} released without a reference"
+            self._references[page] -= 1
+            if self._references[page] == 0:
+                self._free.append(page)
+
+    def check_integrity(self, held: dict[str, list[int]]) -> None:
+        """Every page is either free or held as often as it is counted.
+
+        held: pages by owner. Raises AssertionError naming the page and its owners.
+        """
+        owners: dict[int, list[str]] = {}
+        for owner, pages in held.items():
+            for page in pages:
+                owners.setdefault(page, []).append(owner)
+        free = set(self._free)
+        assert len(free) == len(self._free), "a page is twice in the free list"
+        for page, references in enumerate(self._references):
+            named = owners.get(page, [])
+            assert references == len(named), f"page {page}: {references} references, held by {named}"
+            assert (page in free) == (references == 0), f"page {page}: free and held by {named}"

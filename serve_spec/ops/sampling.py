@@ -1,0 +1,113 @@
+"""The sampling law: one ordered pipeline from logits to a token, for plain and verified rows alike.
+
+temperature → top-k → top-p → min-p (joint on the tempered distribution) → argmax(score + noise).
+
+A row's token depends on its logits, its parameters and (seed, position) alone: never on the other
+rows of the batch. Greedy rows are argmax; ties go to the smallest token id.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.request import SamplingParams
+from serve_spec.ops.noise import gumbel_noise, row_keys
+
+
+@dataclass(frozen=True)
+class SamplingRows:
+    """The parameters of R logits rows, and the noise of each, drawn once for draft and target.
+
+    `inverse_temperature` and `is_random` are [R, 1] float32; greedy rows hold 1 and 0.
+    `noise` [R, V] is None when every row is greedy. `filtered` lists the rows with filters.
+    """
+
+    params: tuple[SamplingParams, ...]
+    inverse_temperature: Tensor
+    is_random: Tensor
+    noise: Tensor | None
+    filtered: tuple[int, ...]
+
+    @classmethod
+    def create(
+        cls,
+        params: list[SamplingParams],
+        seeds: list[int],
+        positions: list[int],
+        vocab_size: int,
+        device: torch.device,
+    ) -> SamplingRows:
+        """Rows that draw the token at `positions[r]` (absolute) under `params[r]`, `seeds[r]`."""
+        temperature = [p.temperature for p in params]
+        noise = None
+        if any(temperature):
+            noise = gumbel_noise(row_keys(seeds, positions).to(device), vocab_size)
+        return cls(
+            params=tuple(params),
+            inverse_temperature=torch.tensor(
+                [[1.0 / t if t else 1.0] for t in temperature], device=device
+            ),
+            is_random=torch.tensor([[float(t > 0)] for t in temperature], device=device),
+            noise=noise,
+            filtered=tuple(r for r, p in enumerate(params) if p.filters and p.temperature > 0),
+        )
+
+
+def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
+    """The law. logits: float32 [R, V]. Returns token ids int64 [R]."""
+    if rows.noise is None:
+        return logits.argmax(dim=-1)
+    scores = logits * rows.inverse_temperature
+    if rows.filtered:
+        index = torch.tensor(rows.filtered, device=logits.device)
+        kept = filter_scores(scores[index], [rows.params[r] for r in rows.filtered])
+        scores = scores.index_copy(0, index, kept)
+    # -inf + finite noise stays -inf: a filtered token can not win.
+    return (scores + rows.noise * rows.is_random).argmax(dim=-1)
+
+
+def sample_coupled(
+    logits: Tensor, rows: SamplingRows, index: Tensor, sharpness: float, target_ids: Tensor | None
+) -> Tensor:
+    """A draft's choice under the target's own noise: argmax(log q / τ + noise), τ = sharpness·T.
+
+    logits: float32 [B, Vd], draft row b proposes what logits row `index[b]` of `rows` will decide.
+    target_ids: [Vd] target id of each draft id, or None for a full vocabulary.
+    Returns target token ids int64 [B]. Any choice keeps the output exact; this one is likely kept
+    (Gumbel coupling, arXiv 2408.07978; τ slightly below T measured better than T).
+    """
+    scores = logits
+    if rows.noise is not None:
+        scores = logits * (rows.inverse_temperature[index] / sharpness)
+        noise = rows.noise[index]
+        noise = noise if target_ids is None else noise[:, target_ids]
+        scores = scores + noise * rows.is_random[index]
+    choice = scores.argmax(dim=-1)
+    return choice if target_ids is None else target_ids[choice]
+
+
+def filter_scores(scores: Tensor, params: list[SamplingParams]) -> Tensor:
+    """Tempered scores [R, V] with the tokens that top-k, top-p or min-p remove set to -inf.
+
+    The three act jointly on softmax(scores): rank < top_k, mass of the likelier tokens < top_p,
+    p ≥ min_p · max p. The likeliest token always survives. Equal scores rank by token id.
+    """
+    device = scores.device
+    top_k = torch.tensor([[p.top_k if p.top_k > 0 else scores.shape[-1]] for p in params])
+    top_p = torch.tensor([[p.top_p] for p in params])
+    min_p = torch.tensor([[p.min_p] for p in params])
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    probs = ordered.softmax(dim=-1)
+    rank = torch.arange(scores.shape[-1], device=device)
+    keep = rank < top_k.to(device)
+    # top_p = 1 keeps all: a cumulative sum that rounds to 1 early must not cut the tail.
+    mass_before = probs.cumsum(dim=-1) - probs
+    top_p = top_p.to(device)
+    keep &= (mass_before < top_p) | (top_p >= 1.0)
+    keep &= probs >= min_p.to(device) * probs[:, :1]
+    keep[:, 0] = True
+    keep = torch.zeros_like(keep).scatter(1, order, keep)
+    return scores.masked_fill(~keep, float("-inf"))

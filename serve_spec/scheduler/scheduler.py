@@ -1,0 +1,236 @@
+"""Continuous batching: admit, plan a round, commit its result. Plain host code, no tensors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from serve_spec.core.plan import RowPlan, StepPlan, StepResult
+from serve_spec.core.request import FinishReason
+from serve_spec.core.sequence import Sequence
+from serve_spec.kvcache.manager import KVCacheManager
+
+ChooseSteps = Callable[[int], int]
+CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
+
+
+@dataclass(frozen=True)
+class SchedulerLimits:
+    """Bounds of one round. Without chunked prefill a prompt is computed whole, in one round."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    chunked_prefill: bool
+
+
+@dataclass(frozen=True)
+class CommittedRow:
+    """What a round did to one sequence: the tokens it really gained and the drafts among them.
+
+    `num_correct_drafts` is what the target kept of `num_steps` drafts, before any stop.
+    """
+
+    seq: Sequence
+    token_ids: list[int]
+    num_steps: int
+    num_correct_drafts: int
+    was_decoding: bool
+
+
+class Scheduler:
+    """Runs the oldest sequences first; when pages run out, the youngest gives way.
+
+    A preempted sequence keeps its tokens and recomputes its caches later. Since every draw is a
+    function of (prefix, seed, position), the text does not notice.
+    """
+
+    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager) -> None:
+        self.limits = limits
+        self.cache = cache
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.num_preemptions = 0
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a new sequence."""
+        self.waiting.append(seq)
+
+    def abort(self, request_id: str) -> Sequence | None:
+        """Drops a sequence at any moment between rounds; None if it is not (or no longer) here."""
+        seq = next((s for s in self.sequences() if s.request_id == request_id), None)
+        if seq is not None:
+            self._finish(seq, FinishReason.ABORT)
+        return seq
+
+    def sequences(self) -> Iterator[Sequence]:
+        """Every sequence that is not finished."""
+        yield from self.running
+        yield from self.waiting
+
+    @property
+    def has_work(self) -> bool:
+        """Whether any sequence is unfinished."""
+        return bool(self.running or self.waiting)
+
+    def plan(self, choose_steps: ChooseSteps) -> StepPlan | None:
+        """The next round: every decoding row, then prefill within the token budget.
+
+        choose_steps: batch size (decode rows) → num_steps, asked once, before anything is drafted.
+        """
+        self._admit()
+        batch_size = sum(seq.is_decoding for seq in self.running)
+        num_steps = choose_steps(batch_size) if batch_size else 0
+        rows: list[RowPlan] = []
+        budget = self.limits.max_num_batched_tokens
+        # Sorting is stable: decode rows first, the oldest first within each kind.
+        for seq in sorted(self.running, key=lambda seq: not seq.is_decoding):
+            if seq not in self.running:
+                continue  # preempted for an older row of this very round
+            row = self._plan_row(seq, num_steps, budget)
+            if row is not None:
+                rows.append(row)
+                budget -= row.query_len
+        if not rows:
+            return None
+        # A row planned before its sequence was preempted must not run.
+        running = {seq.request_id for seq in self.running}
+        rows = [row for row in rows if row.request_id in running]
+        return StepPlan(tuple(rows), num_steps, batch_size)
+
+    def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
+        """Appends what the round drew, ends what is done, returns surplus pages.
+
+        cut: how many of the drawn tokens the text keeps, and why it ends (stop, length), if so.
+        """
+        by_id = {seq.request_id: seq for seq in self.running}
+        drawn = iter(result.token_ids)
+        committed = []
+        for row in plan.rows:
+            tokens = next(drawn) if row.samples else None
+            seq = by_id.get(row.request_id)
+            if seq is None:
+                continue  # aborted while the round ran
+            if tokens is None:
+                seq.num_computed = row.length
+            else:
+                committed.append(self._commit_row(seq, row, tokens, cut))
+        return committed
+
+    def check_integrity(self) -> None:
+        """Every page owned once, every length consistent. Raises AssertionError."""
+        self.cache.check_integrity(self.sequences())
+        assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
+        assert len(self.running) <= self.limits.max_num_seqs, "more sequences run than allowed"
+
+    def _admit(self) -> None:
+        """Moves waiting sequences in while their whole text so far fits the free pages."""
+        while self.waiting and len(self.running) < self.limits.max_num_seqs:
+            seq = self.waiting[0]
+            if not self.cache.can_reserve(seq, len(seq) + 1):
+                break  # first come, first served: nobody overtakes
+            self.cache.reserve(seq, len(seq))
+            self.running.append(self.waiting.popleft())
+
+    def _plan_row(self, seq: Sequence, num_steps: int, budget: int) -> RowPlan | None:
+        if not seq.is_decoding:
+            return self._plan_prefill(seq, budget)
+        steps = self._allowed_steps(seq, min(num_steps, budget - 1))
+        while not self.cache.can_reserve(seq, len(seq) + steps):
+            if steps:
+                steps -= 1  # drafts are optional; somebody else's text is not
+                continue
+            if not self._preempt_younger_than(seq):
+                self._preempt(seq)
+                return None
+        self.cache.reserve(seq, len(seq) + steps)
+        return _decode_row(seq, steps)
+
+    def _plan_prefill(self, seq: Sequence, budget: int) -> RowPlan | None:
+        count = seq.num_pending
+        if self.limits.chunked_prefill:
+            count = min(count, budget)
+        elif count > budget and budget < self.limits.max_num_batched_tokens:
+            count = 0  # wait for a round with the whole budget
+        if count <= 0:
+            return None
+        start = seq.num_computed
+        return RowPlan(
+            request_id=seq.request_id,
+            token_ids=tuple(seq.token_ids[start : start + count]),
+            start=start,
+            samples=count == seq.num_pending,
+            page_ids=tuple(seq.page_ids),
+            params=seq.params,
+            seed=seq.seed,
+        )
+
+    def _allowed_steps(self, seq: Sequence, num_steps: int) -> int:
+        """`num_steps` clamped by what the request wants and can still use."""
+        options = seq.params.speculative
+        if not options.enabled:
+            return 0
+        if options.max_steps is not None:
+            num_steps = min(num_steps, options.max_steps)
+        # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
+        return max(0, min(num_steps, seq.num_remaining - 1))
+
+    def _commit_row(
+        self, seq: Sequence, row: RowPlan, tokens: list[int], cut: CutOutput
+    ) -> CommittedRow:
+        num_kept, reason = cut(seq, tokens)
+        kept = tokens[:num_kept]
+        was_decoding = seq.is_decoding
+        if was_decoding:
+            # The last emitted token of a round is its final token, also where a stop cut the run.
+            seq.stats.observe(row.num_steps, len(kept) - 1)
+        seq.token_ids += kept
+        seq.num_computed = len(seq) - 1
+        if row.num_steps:
+            # Catch-up made the entries before the root; those of the drafting itself are stale.
+            seq.num_draft_computed = row.start
+        if reason is not None:
+            self._finish(seq, reason)
+        else:
+            self.cache.trim(seq, len(seq))
+        return CommittedRow(seq, kept, row.num_steps, len(tokens) - 1, was_decoding)
+
+    def _preempt_younger_than(self, seq: Sequence) -> bool:
+        """Preempts the youngest running sequence; False if `seq` itself is the youngest."""
+        youngest = self.running[-1]
+        if youngest is seq:
+            return False
+        self._preempt(youngest)
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.cache.release(seq)
+        seq.forget_computed()
+        self.waiting.appendleft(seq)
+        self.num_preemptions += 1
+
+    def _finish(self, seq: Sequence, reason: FinishReason) -> None:
+        seq.finish_reason = reason
+        self.cache.release(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
+
+
+def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:
+    last = len(seq) - 1
+    return RowPlan(
+        request_id=seq.request_id,
+        token_ids=(seq.token_ids[last],),
+        start=last,
+        samples=True,
+        page_ids=tuple(seq.page_ids),
+        params=seq.params,
+        seed=seq.seed,
+        num_steps=num_steps,
+        draft_start=seq.num_draft_computed if num_steps else 0,
+        # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
+        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if num_steps else (),
+    )

@@ -1,0 +1,206 @@
+"""Laws of continuous batching, with a worker that only pretends to compute."""
+
+import random
+
+import pytest
+
+from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.core.sequence import Sequence
+from serve_spec.kvcache.manager import KVCacheManager
+from serve_spec.scheduler.scheduler import Scheduler, SchedulerLimits
+
+
+def token_at(seed: int, position: int) -> int:
+    """The only token the pretended target ever draws there."""
+    return hash((seed, position)) % 1000
+
+
+class PretendedWorker:
+    """Executes plans by arithmetic and checks what a real worker would rely on."""
+
+    def __init__(self, page_size: int, rng: random.Random) -> None:
+        self.page_size = page_size
+        self.rng = rng
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        owners: dict[int, str] = {}
+        drawn = []
+        for row in plan.rows:
+            assert row.token_ids, "an empty row"
+            assert row.length + row.num_steps <= len(row.page_ids) * self.page_size
+            for page in row.page_ids:
+                assert owners.setdefault(page, row.request_id) == row.request_id
+            if row.num_steps:
+                assert len(row.catch_up_ids) == row.start - row.draft_start >= 1
+            if row.samples:
+                count = self.rng.randint(0, row.num_steps) + 1
+                drawn.append([token_at(row.seed, row.length + i) for i in range(count)])
+        return StepResult(drawn, 0.0, 0.0)
+
+
+def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
+    for count, token in enumerate(tokens, start=1):
+        if token in seq.params.stop_token_ids:
+            return count, FinishReason.STOP
+        if seq.num_output_tokens + count == seq.params.max_tokens:
+            return count, FinishReason.LENGTH
+    return len(tokens), None
+
+
+def make(num_pages: int = 64, **limits: int | bool) -> Scheduler:
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunked_prefill": True}
+    return Scheduler(SchedulerLimits(**{**settings, **limits}), KVCacheManager(num_pages, 4))
+
+
+def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
+    seed = int(name)
+    ids = [token_at(seed, p) for p in range(num_prompt)]
+    return Sequence(name, SamplingParams(**params), ids, num_prompt, seed)
+
+
+def run_to_the_end(scheduler: Scheduler, worker: PretendedWorker, num_steps: int) -> None:
+    while scheduler.has_work:
+        plan = scheduler.plan(lambda _: num_steps)
+        assert plan is not None, "work is left, but no round can run"
+        scheduler.commit(plan, worker.execute(plan), cut)
+        scheduler.check_integrity()
+
+
+def test_two_thousand_random_rounds_keep_integrity_and_return_every_page() -> None:
+    """Admissions, cancellations, preemptions, stops and tier changes in any order."""
+    rng = random.Random(0)
+    scheduler = make(num_pages=24, max_num_batched_tokens=24)
+    worker = PretendedWorker(4, rng)
+    everyone: list[Sequence] = []
+    finished = cancelled = 0
+    for step in range(2000):
+        if rng.random() < 0.25 and len(scheduler.waiting) < 6:
+            stops = (rng.randrange(1000),) if rng.random() < 0.5 else ()
+            options = SpeculativeOptions(rng.random() < 0.8, rng.choice([None, 0, 2]))
+            seq = sequence(
+                str(step),
+                rng.randint(1, 40),
+                max_tokens=rng.randint(1, 40),
+                stop_token_ids=stops,
+                speculative=options,
+            )
+            everyone.append(seq)
+            scheduler.add(seq)
+        if rng.random() < 0.03 and scheduler.has_work:
+            victim = rng.choice(list(scheduler.sequences()))
+            assert scheduler.abort(victim.request_id) is victim
+            cancelled += 1
+            scheduler.check_integrity()
+        plan = scheduler.plan(lambda _: rng.choice([0, 1, 3, 7]))
+        if plan is None:
+            assert not scheduler.has_work
+            continue
+        committed = scheduler.commit(plan, worker.execute(plan), cut)
+        finished += sum(row.seq.finished for row in committed)
+        scheduler.check_integrity()
+    run_to_the_end(scheduler, worker, 3)
+    assert scheduler.cache.num_free_pages == 24
+    assert finished > 100
+    assert cancelled > 20
+    assert scheduler.num_preemptions > 20, "the pool must be small enough to force preemption"
+    for seq in everyone:
+        expected = [token_at(seq.seed, p) for p in range(len(seq))]
+        assert seq.token_ids == expected, "a token was lost or repeated"
+        assert seq.num_output_tokens <= seq.params.max_tokens
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
+def test_no_text_ever_exceeds_max_tokens(num_steps: int) -> None:
+    scheduler = make()
+    sequences = [sequence(str(i), 5, max_tokens=i + 1) for i in range(10)]
+    for seq in sequences:
+        scheduler.add(seq)
+    run_to_the_end(scheduler, PretendedWorker(4, random.Random(1)), num_steps)
+    assert [seq.num_output_tokens for seq in sequences] == [i + 1 for i in range(10)]
+    assert all(seq.finish_reason is FinishReason.LENGTH for seq in sequences)
+
+
+def test_a_stop_token_inside_an_accepted_run_ends_the_text_there() -> None:
+    scheduler = make()
+    seq = sequence("3", 4, max_tokens=50, stop_token_ids=(token_at(3, 9),))
+    scheduler.add(seq)
+    run_to_the_end(scheduler, PretendedWorker(4, random.Random(2)), 7)
+    assert seq.finish_reason is FinishReason.STOP
+    assert seq.token_ids[-1] == token_at(3, 9)
+    assert seq.token_ids.count(token_at(3, 9)) == 1
+
+
+def test_chunked_prefill_mixes_with_decoding_inside_the_token_budget() -> None:
+    scheduler = make(max_num_batched_tokens=16)
+    worker = PretendedWorker(4, random.Random(3))
+    scheduler.add(sequence("1", 3, max_tokens=30))
+    plan = scheduler.plan(lambda _: 3)
+    assert plan is not None
+    scheduler.commit(plan, worker.execute(plan), cut)
+    scheduler.add(sequence("2", 40, max_tokens=3))
+    plan = scheduler.plan(lambda _: 3)
+    assert plan is not None
+    decode, prefill = plan.rows
+    assert (decode.num_steps, decode.samples, plan.batch_size) == (3, True, 1)
+    assert (len(prefill.token_ids), prefill.samples) == (12, False)
+
+
+def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
+    scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
+    for name in ("1", "2"):
+        scheduler.add(sequence(name, 40, max_tokens=2))
+    plan = scheduler.plan(lambda _: 3)
+    assert plan is not None
+    assert [len(row.token_ids) for row in plan.rows] == [40]
+    assert plan.rows[0].samples
+
+
+def test_prefill_rows_do_not_count_in_the_batch_size_the_policy_sees() -> None:
+    scheduler = make(max_num_batched_tokens=8)
+    for name in ("1", "2", "3"):
+        scheduler.add(sequence(name, 20, max_tokens=4))
+    asked: list[int] = []
+    plan = scheduler.plan(lambda batch_size: asked.append(batch_size) or 3)
+    assert plan is not None
+    assert asked == []
+    assert plan.batch_size == 0
+
+
+def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
+    """Two texts that just fit: rounds shrink their drafts instead of evicting."""
+    scheduler = make(num_pages=6)
+    for name in ("1", "2"):
+        scheduler.add(sequence(name, 4, max_tokens=8))
+    run_to_the_end(scheduler, PretendedWorker(4, random.Random(4)), 7)
+    assert scheduler.num_preemptions == 0
+
+
+def test_a_request_can_cap_or_refuse_speculation_for_itself_alone() -> None:
+    scheduler = make()
+    worker = PretendedWorker(4, random.Random(5))
+    options = [None, SpeculativeOptions(max_steps=2), SpeculativeOptions(enabled=False)]
+    for i, option in enumerate(options):
+        scheduler.add(sequence(str(i), 4, max_tokens=40, speculative=option or SpeculativeOptions()))
+    for _ in range(2):
+        plan = scheduler.plan(lambda _: 7)
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+    assert [row.num_steps for row in plan.rows] == [7, 2, 0]
+
+
+def test_aborting_while_a_round_runs_drops_its_result() -> None:
+    scheduler = make()
+    worker = PretendedWorker(4, random.Random(6))
+    first, second = sequence("1", 4, max_tokens=9), sequence("2", 4, max_tokens=9)
+    scheduler.add(first)
+    scheduler.add(second)
+    plan = scheduler.plan(lambda _: 3)
+    assert plan is not None
+    result = worker.execute(plan)
+    scheduler.abort("1")
+    committed = scheduler.commit(plan, result, cut)
+    assert [row.seq for row in committed] == [second]
+    assert first.finish_reason is FinishReason.ABORT
+    assert first.num_output_tokens == 0
+    scheduler.check_integrity()
