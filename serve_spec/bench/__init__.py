@@ -1,0 +1,1 @@
+"""Measurements: each prints a table for people and, last, one JSON line for machines."""

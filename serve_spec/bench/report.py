@@ -1,0 +1,81 @@
+"""Tables, the machine line, plots: what every benchmark shares."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def environment() -> dict[str, Any]:
+    """Hardware, versions and commit: what a figure is worthless without."""
+    cuda = torch.cuda.is_available()
+    versions = {name: _version(name) for name in ("torch", "triton", "flashinfer-python", "ray")}
+    return {
+        "gpu": torch.cuda.get_device_name() if cuda else None,
+        "cpu": _cpu_name(),
+        "torch_threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "versions": {name: version for name, version in versions.items() if version},
+        "commit": _commit(),
+        "command": "serve-spec " + " ".join(sys.argv[1:]),
+    }
+
+
+def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """An aligned text table; floats with two decimals."""
+    cells = [[_cell(value) for value in row] for row in rows]
+    widths = [max(len(c), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
+    lines = [
+        "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True))
+        for line in [list(columns), *cells]
+    ]
+    return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+def emit(result: Mapping[str, Any], path: Path | None) -> None:
+    """Prints the JSON line, the last of the output, and writes it to `path` if given."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def _cell(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _cpu_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0]} ({len(names)} cores)" if names else platform.processor()
+
+
+def _commit() -> str | None:
+    """The commit of the source tree the package runs from, with `+` when it has changes."""
+    root = Path(__file__).parents[2]
+    try:
+        run = subprocess.run(
+            ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+            cwd=root, capture_output=True, text=True, check=True,
+        )
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return run.stdout.strip()

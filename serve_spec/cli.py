@@ -1,0 +1,46 @@
+"""`serve-spec COMMAND ...`: one word, one room. Each room's command module loads only when asked."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+_COMMANDS = {
+    "serve": "start Ray Serve with a model and print how to call it",
+    "generate": "complete prompts from the command line",
+    "train": "train a tokenizer, a target and its drafts from a corpus on this machine",
+    "bench": "measure: offline",
+    "check-config": "print a configuration as resolved, or say what is wrong with it",
+}
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs one command; the process exit status."""
+    args = sys.argv[1:] if argv is None else argv
+    if not args or args[0] in ("-h", "--help"):
+        print(_usage())
+        return 0
+    command = args[0]
+    if command not in _COMMANDS:
+        print(f"serve-spec: {command!r} is not a command\n\n{_usage()}", file=sys.stderr)
+        return 2
+    return _load(command)(args[1:])
+
+
+def _load(command: str) -> Callable[[list[str]], int]:
+    if command == "serve":
+        from serve_spec.serving.command import main as run
+    elif command == "generate":
+        from serve_spec.engine.command import main as run
+    elif command == "train":
+        from serve_spec.training.cli import main as run
+    elif command == "bench":
+        from serve_spec.bench.command import main as run
+    else:
+        from serve_spec.config.command import main as run
+    return run
+
+
+def _usage() -> str:
+    lines = [f"  {name:<14}{text}" for name, text in _COMMANDS.items()]
+    return "usage: serve-spec COMMAND [ARGUMENTS]\n\n" + "\n".join(lines)

@@ -1,0 +1,30 @@
+"""What the worker asks of any drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from serve_spec.core.plan import RowPlan
+from serve_spec.ops.sampling import SamplingRows
+from serve_spec.runtime.spec_state import SpecRuntimeState
+
+
+class Drafter(Protocol):
+    """Proposes chains. Drafts decide how many tokens a round commits, never which."""
+
+    def propose(
+        self,
+        rows: Sequence[RowPlan],
+        root_draws: Sequence[int],
+        sampling: SamplingRows,
+        tier: SpecRuntimeState,
+    ) -> Tensor:
+        """Draft tokens int64 [B, K] for rows with `num_steps >= 1`, K the largest of them.
+
+        root_draws: for each row, its root's index in `sampling`; draft s of the row is decided by
+        the draw `root_draws[b] + s`. Entries past a row's own num_steps are padding.
+        """
+        ...

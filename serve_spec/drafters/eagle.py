@@ -1,0 +1,141 @@
+"""EAGLE and EAGLE-3 chains (arXiv 2401.15077, 2503.01840): one small head that extrapolates features.
+
+Draft entry j = (token j+1, feature of position j) at position j; its output predicts token j+2.
+Entries built from the target's own features are kept; entries made while drafting (from the head's
+own features) are always overwritten by the next catch-up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.context import AttentionBackend, ForwardContext
+from serve_spec.core.plan import RowPlan
+from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
+from serve_spec.models.draft import DraftHead
+from serve_spec.ops.sampling import SamplingRows, sample_coupled
+from serve_spec.runtime.layout import ragged_batch, slot_table
+from serve_spec.runtime.spec_state import SpecRuntimeState
+
+
+class EagleDrafter:
+    """Proposes chains with an EAGLE or EAGLE-3 head over its own paged cache.
+
+    sharpness: the draft draws at temperature sharpness · T (see `sample_coupled`).
+    max_tokens: entries computed in one forward while catching up, a bound on memory.
+    """
+
+    def __init__(
+        self,
+        head: DraftHead,
+        pool: PagedKVPool,
+        features: FeaturePool,
+        *,
+        page_size: int,
+        sharpness: float,
+        max_tokens: int,
+    ) -> None:
+        self.head = head
+        self.pool = pool
+        self.features = features
+        self.page_size = page_size
+        self.sharpness = sharpness
+        self.max_tokens = max_tokens
+
+    def propose(
+        self,
+        rows: Sequence[RowPlan],
+        root_draws: Sequence[int],
+        sampling: SamplingRows,
+        tier: SpecRuntimeState,
+    ) -> Tensor:
+        """See `Drafter.propose`: catch up, then one head forward per further draft."""
+        device = self.features.values.device
+        slots = slot_table([row.page_ids for row in rows], self.page_size, device)
+        hidden = self._catch_up(rows, slots, tier.extend)
+        depth = max(row.num_steps for row in rows)
+        chain = torch.zeros(len(rows), depth, dtype=torch.int64, device=device)
+        alive = list(range(len(rows)))
+        draws = torch.tensor(root_draws, device=device)
+        for step in range(depth):
+            tokens = sample_coupled(
+                self.head.logits(hidden),
+                sampling,
+                draws + step,
+                self.sharpness,
+                self.head.target_ids,
+            )
+            chain[alive, step] = tokens
+            staying = [i for i, b in enumerate(alive) if rows[b].num_steps > step + 1]
+            if not staying:
+                break
+            if len(staying) < len(alive):
+                alive = [alive[i] for i in staying]
+                tokens, hidden, draws = tokens[staying], hidden[staying], draws[staying]
+                slots = slots[staying]
+            starts = [rows[b].start + step for b in alive]
+            hidden = self._forward(tokens, hidden, slots, starts, [1] * len(alive), tier.draft)
+        return chain
+
+    def _catch_up(
+        self, rows: Sequence[RowPlan], slots: Tensor, attention: AttentionBackend
+    ) -> Tensor:
+        """Makes the missing entries of every row; the hidden state of each row's last one [B, H].
+
+        After a drafting round that is the accepted run; after a prompt or rounds without
+        speculation it is everything since, in pieces of at most `max_tokens` entries.
+        """
+        share = max(1, self.max_tokens // len(rows))
+        begin = [self._long_catch_up(row, slots[b : b + 1], share, attention)
+                 for b, row in enumerate(rows)]
+        lens = [row.start - first for row, first in zip(rows, begin, strict=True)]
+        tokens = [t for row, n in zip(rows, lens, strict=True) for t in row.catch_up_ids[-n:]]
+        hidden = self._entries(tokens, slots, begin, lens, attention)
+        last = torch.tensor(lens, device=hidden.device).cumsum(0) - 1
+        return hidden[last]
+
+    def _long_catch_up(
+        self, row: RowPlan, slots: Tensor, share: int, attention: AttentionBackend
+    ) -> int:
+        """Works off one row's backlog until at most `share` entries are left; where they begin."""
+        begin = row.draft_start
+        while row.start - begin > share:
+            count = min(self.max_tokens, row.start - begin - 1)
+            offset = begin - row.draft_start
+            tokens = row.catch_up_ids[offset : offset + count]
+            self._entries(tokens, slots, [begin], [count], attention)
+            begin += count
+        return begin
+
+    def _entries(
+        self,
+        tokens: Sequence[int],
+        slots: Tensor,
+        starts: Sequence[int],
+        lens: Sequence[int],
+        attention: AttentionBackend,
+    ) -> Tensor:
+        """Entries from target features: hidden [T, H]."""
+        device = self.features.values.device
+        batch = ragged_batch(slots, starts, lens)
+        hidden = self.head.encode(self.features.values[batch.slots])
+        context = ForwardContext(batch, attention.plan(batch, self.pool))
+        ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+        return self.head.forward(ids, hidden, context)
+
+    def _forward(
+        self,
+        tokens: Tensor,
+        hidden: Tensor,
+        slots: Tensor,
+        starts: Sequence[int],
+        lens: Sequence[int],
+        attention: AttentionBackend,
+    ) -> Tensor:
+        """Entries from the head's own features: hidden [B, H]."""
+        batch = ragged_batch(slots, starts, lens)
+        context = ForwardContext(batch, attention.plan(batch, self.pool))
+        return self.head.forward(tokens, hidden, context)

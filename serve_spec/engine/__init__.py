@@ -1,0 +1,1 @@
+"""The process: one scheduler, one worker, one controller, and the ways in."""

@@ -1,0 +1,180 @@
+"""From a configuration to a ready engine: load, size the caches, build the tiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.attention import create_attention_backend
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.context import torch_dtype
+from serve_spec.drafters.base import Drafter
+from serve_spec.drafters.eagle import EagleDrafter
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.kvcache.manager import KVCacheManager
+from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
+from serve_spec.log import get_logger
+from serve_spec.models import load_target
+from serve_spec.models.draft import DraftHead, load_draft
+from serve_spec.models.llama import Llama
+from serve_spec.models.shape import ModelShape
+from serve_spec.runtime.target import TargetRunner
+from serve_spec.scheduler.scheduler import Scheduler, SchedulerLimits
+from serve_spec.worker.worker import SpecWorker
+
+logger = get_logger(__name__)
+
+
+def build_engine(config: ServeSpecConfig) -> SpecEngine:
+    """Loads target, draft and tokenizer and makes an engine that is ready for its first request.
+
+    Raises:
+        CheckpointError: a file that can not be used.
+        ValueError: sizes that do not fit together; names the fields.
+    """
+    device = _device(config.model.device)
+    dtype = torch_dtype(_dtype_name(config.model.dtype, device))
+    if config.replica.torch_num_threads is not None:
+        torch.set_num_threads(config.replica.torch_num_threads)
+    folder = Path(config.model.path)
+    target = load_target(folder, dtype, device, config.model.max_model_len)
+    head = _load_head(config, target)
+    controller = AdaptiveController.create(config.speculative)
+    num_pages = _num_pages(config, target, head, dtype, device)
+    max_model_len = config.model.max_model_len or target.shape.max_position_embeddings
+    _check_sizes(config, num_pages, max_model_len)
+    worker = _build_worker(config, target, head, num_pages, dtype, device)
+    attention = create_attention_backend(config.model.attention_backend, target.shape)
+    worker.init_states(controller.candidate_steps, attention)
+    scheduler = Scheduler(
+        SchedulerLimits(
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            chunked_prefill=config.scheduler.chunked_prefill,
+        ),
+        KVCacheManager(num_pages, config.cache.page_size),
+    )
+    return SpecEngine(
+        scheduler,
+        worker,
+        controller,
+        Tokenizer(folder),
+        eos_token_ids=target.shape.eos_token_ids,
+        max_model_len=max_model_len,
+        max_waiting_seqs=config.scheduler.max_waiting_seqs,
+    )
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch sees no GPU here; use device='cpu' or 'auto'")
+    return torch.device(name)
+
+
+def _dtype_name(name: str, device: torch.device) -> str:
+    if name != "auto":
+        return name
+    return "bfloat16" if device.type == "cuda" else "float32"
+
+
+def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
+    speculative = config.speculative
+    if speculative.speculative_algorithm == "NONE":
+        return None
+    assert speculative.speculative_draft_model_path is not None, "config checked this"
+    return load_draft(
+        Path(speculative.speculative_draft_model_path),
+        target,
+        algorithm=speculative.speculative_algorithm,
+    )
+
+
+def _build_worker(
+    config: ServeSpecConfig,
+    target: Llama,
+    head: DraftHead | None,
+    num_pages: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> SpecWorker:
+    page_size = config.cache.page_size
+
+    def pool(shape: ModelShape) -> PagedKVPool:
+        return PagedKVPool(
+            num_layers=shape.num_layers,
+            num_pages=num_pages,
+            page_size=page_size,
+            num_kv_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            dtype=dtype,
+            device=device,
+        )
+
+    features = None
+    drafter: Drafter | None = None
+    if head is not None:
+        features = FeaturePool(num_pages * page_size, head.feature_dim, dtype, device)
+        drafter = EagleDrafter(
+            head,
+            pool(head.shape),
+            features,
+            page_size=page_size,
+            sharpness=config.speculative.speculative_draft_sharpness,
+            max_tokens=config.scheduler.max_num_batched_tokens,
+        )
+    runner = TargetRunner(
+        target, pool(target.shape), capture=head.capture if head else None, features=features
+    )
+    return SpecWorker(
+        runner, drafter, page_size=page_size, vocab_size=target.shape.vocab_size, device=device
+    )
+
+
+def _num_pages(
+    config: ServeSpecConfig,
+    target: Llama,
+    head: DraftHead | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> int:
+    """Pages the memory budget holds, or what the configuration says."""
+    if config.cache.num_pages is not None:
+        return config.cache.num_pages
+    values_per_token = _kv_values(target.shape)
+    if head is not None:
+        values_per_token += _kv_values(head.shape) + head.feature_dim
+    page_bytes = values_per_token * dtype.itemsize * config.cache.page_size
+    if device.type == "cuda":
+        free_bytes, _ = torch.cuda.mem_get_info(device)
+        budget = free_bytes * config.cache.memory_fraction
+    else:
+        budget = config.cache.cpu_cache_gb * 2**30
+    num_pages = int(budget // page_bytes)
+    logger.info("KV cache: %d pages of %d tokens", num_pages, config.cache.page_size)
+    return num_pages
+
+
+def _kv_values(shape: ModelShape) -> int:
+    """Key and value numbers of one token over all layers."""
+    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def _check_sizes(config: ServeSpecConfig, num_pages: int, max_model_len: int) -> None:
+    room = num_pages * config.cache.page_size
+    if room < max_model_len:
+        raise ValueError(
+            f"num_pages={num_pages} of page_size={config.cache.page_size} hold {room} tokens, "
+            f"less than max_model_len={max_model_len}: raise num_pages (or cpu_cache_gb, "
+            "memory_fraction) or lower max_model_len"
+        )
+    budget = config.scheduler.max_num_batched_tokens
+    if not config.scheduler.chunked_prefill and budget < max_model_len:
+        raise ValueError(
+            f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} while "
+            "chunked_prefill is off: no round could hold the longest prompt; raise it"
+        )

@@ -1,0 +1,31 @@
+"""`serve-spec generate`: prompts in, texts out, on the command line."""
+
+from __future__ import annotations
+
+import argparse
+
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine.llm import LLM
+
+
+def main(argv: list[str]) -> int:
+    """Completes each prompt and prints text and speculation counts."""
+    parser = argparse.ArgumentParser(prog="serve-spec generate", description=__doc__)
+    parser.add_argument("prompts", nargs="+", help="one or more prompts")
+    parser.add_argument("--config", default="configs/tiny.yaml", help="configuration file")
+    parser.add_argument("--max-tokens", type=int, default=64)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    llm = LLM(args.config)
+    params = SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
+    )
+    for prompt, output in zip(args.prompts, llm.generate(args.prompts, params), strict=True):
+        print(prompt + output.text)
+        stats = output.speculation
+        print(
+            f"[{len(output.token_ids)} tokens in {stats.num_rounds} rounds, "
+            f"accept length {stats.accept_length:.2f}]\n"
+        )
+    return 0

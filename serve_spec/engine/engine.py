@@ -1,0 +1,183 @@
+"""The loop: admit, plan, execute, commit, learn."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.sequence import Sequence
+from serve_spec.engine.output import OutputText
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
+from serve_spec.worker.worker import SpecWorker
+
+
+@dataclass
+class EngineCounters:
+    """Sums since start. Rounds and tokens of decoding only; times in milliseconds."""
+
+    num_steps_executed: int = 0
+    num_decode_rounds: int = 0
+    num_decode_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_correct_drafts: int = 0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per decode row and round."""
+        return self.num_decode_tokens / self.num_decode_rounds if self.num_decode_rounds else 1.0
+
+    def observe(self, plan: StepPlan, result: StepResult, committed: list[CommittedRow]) -> None:
+        """Adds one executed round."""
+        self.num_steps_executed += 1
+        self.draft_ms += result.draft_ms
+        self.verify_ms += result.verify_ms
+        decoded = [row for row in committed if row.was_decoding]
+        self.num_decode_rounds += len(decoded)
+        self.num_decode_tokens += sum(len(row.token_ids) for row in decoded)
+        self.num_draft_tokens += sum(row.num_steps for row in decoded)
+        self.num_correct_drafts += sum(row.num_correct_drafts for row in decoded)
+        if decoded:
+            rounds = self.rounds_by_num_steps
+            rounds[plan.num_steps] = rounds.get(plan.num_steps, 0) + 1
+
+
+class SpecEngine:
+    """Runs requests to their end, one round per `step`. Single-threaded; see `EngineLoop`."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        worker: SpecWorker,
+        controller: AdaptiveController,
+        tokenizer: Tokenizer,
+        *,
+        eos_token_ids: Collection[int],
+        max_model_len: int,
+        max_waiting_seqs: int,
+    ) -> None:
+        self.scheduler = scheduler
+        self.worker = worker
+        self.controller = controller
+        self.tokenizer = tokenizer
+        self.eos_token_ids = frozenset(eos_token_ids)
+        self.max_model_len = max_model_len
+        self.max_waiting_seqs = max_waiting_seqs
+        self.counters = EngineCounters()
+        self._outputs: dict[str, OutputText] = {}
+
+    def step(self) -> list[TokenDelta]:
+        """One round over every running sequence: plan, execute, commit, learn."""
+        plan = self.scheduler.plan(self.controller.choose_steps)
+        if plan is None:
+            return []
+        result = self.worker.execute(plan)
+        committed = self.scheduler.commit(plan, result, self._cut)
+        self._learn(plan, committed)
+        self.counters.observe(plan, result, committed)
+        return [self._delta(row) for row in committed]
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `step` has anything to do."""
+        return self.scheduler.has_work
+
+    def new_sequence(
+        self, request_id: str, prompt: str | list[int], params: SamplingParams
+    ) -> Sequence:
+        """A validated sequence. Pure: safe to call from any thread, before `add`.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long, or not of this vocabulary.
+        """
+        is_text = isinstance(prompt, str)
+        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        shown = f"<{len(token_ids)} tokens>"
+        if not token_ids:
+            raise InvalidRequest("prompt", prompt, "give at least one token of text")
+        if not is_text and not all(0 <= t < self.worker.vocab_size for t in token_ids):
+            fix = f"token ids must be in [0, {self.worker.vocab_size})"
+            raise InvalidRequest("prompt", shown, fix)
+        if len(token_ids) >= self.max_model_len:
+            fix = f"shorten it to at most {self.max_model_len - 1} tokens (max_model_len - 1)"
+            raise InvalidRequest("prompt", shown, fix, too_long=True)
+        if len(token_ids) + params.max_tokens > self.max_model_len:
+            room = self.max_model_len - len(token_ids)
+            fix = f"a prompt of {len(token_ids)} tokens leaves {room} of max_model_len; ask for less"
+            raise InvalidRequest("max_tokens", params.max_tokens, fix)
+        seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
+        return Sequence(request_id, params, token_ids, len(token_ids), seed)
+
+    def add(self, seq: Sequence) -> None:
+        """Queues a sequence made by `new_sequence`."""
+        self._outputs[seq.request_id] = OutputText(self.tokenizer, seq, self.eos_token_ids)
+        self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> TokenDelta | None:
+        """Ends a request between rounds and frees its pages; None if it already ended."""
+        seq = self.scheduler.abort(request_id)
+        if seq is None:
+            return None
+        del self._outputs[request_id]
+        return TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats)
+
+    def snapshot(self) -> dict[str, object]:
+        """The state an operator looks at, JSON-able: the replica's part of `/server_info`."""
+        counters, cache = self.counters, self.scheduler.cache
+        policy = self.controller.snapshot()
+        return {
+            **policy,
+            "avg_spec_accept_length": round(counters.accept_length, 4),
+            "batch_size": sum(seq.is_decoding for seq in self.scheduler.running),
+            "num_running": len(self.scheduler.running),
+            "num_waiting": len(self.scheduler.waiting),
+            "num_preemptions": self.scheduler.num_preemptions,
+            "kv": {"free_pages": cache.num_free_pages, "total_pages": cache.num_pages},
+            "counters": {
+                "steps": counters.num_steps_executed,
+                "decode_rounds": counters.num_decode_rounds,
+                "decode_tokens": counters.num_decode_tokens,
+                "draft_tokens": counters.num_draft_tokens,
+                "correct_drafts": counters.num_correct_drafts,
+                "draft_ms": round(counters.draft_ms, 3),
+                "verify_ms": round(counters.verify_ms, 3),
+                "rounds_by_num_steps": {
+                    str(k): n for k, n in sorted(counters.rounds_by_num_steps.items())
+                },
+            },
+        }
+
+    def reconfigure(self, settings: Mapping[str, object]) -> None:
+        """Changes policy knobs between rounds; refused as a whole when invalid."""
+        self.controller.reconfigure(settings)
+
+    def _cut(self, seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
+        output = self._outputs[seq.request_id]
+        return output.push(token_ids), output.finish_reason
+
+    def _learn(self, plan: StepPlan, committed: list[CommittedRow]) -> None:
+        """Feeds the policy: live rows that drafted the tier's full depth, nothing past a stop."""
+        observed = [
+            row.num_correct_drafts
+            for row in committed
+            if row.was_decoding and row.num_steps == plan.num_steps and not row.seq.finished
+        ]
+        if observed:
+            self.controller.on_verify_complete(observed, plan.batch_size, plan.num_steps)
+
+    def _delta(self, row: CommittedRow) -> TokenDelta:
+        seq = row.seq
+        output = self._outputs[seq.request_id]
+        text = output.take()
+        if seq.finished:
+            del self._outputs[seq.request_id]
+        stats = seq.stats if seq.finished else None
+        return TokenDelta(seq.request_id, tuple(row.token_ids), text, seq.finish_reason, stats)

@@ -1,0 +1,84 @@
+"""The offline API: prompts in, finished texts out."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
+from serve_spec.core.sequence import Sequence
+from serve_spec.engine.build import build_engine
+
+
+class LLM:
+    """A target with its draft and controller, in this process.
+
+    config: a YAML file, a mapping or a `ServeSpecConfig`; keyword arguments override leaf keys,
+    for example ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
+    """
+
+    def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
+        self.config = ServeSpecConfig.load(config, **overrides)
+        self.engine = build_engine(self.config)
+        self._num_requests = 0
+
+    def generate(
+        self,
+        prompts: str | Iterable[str | Iterable[int]],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+    ) -> list[RequestOutput]:
+        """Completes every prompt (text or token ids); outputs in the order of the prompts.
+
+        sampling_params: one for all, or one per prompt.
+
+        Raises:
+            InvalidRequest: a prompt or a parameter can not be served; nothing was run.
+        """
+        batch = [prompts] if isinstance(prompts, str) else list(prompts)
+        params = self._params_for(len(batch), sampling_params)
+        sequences = []
+        for prompt, p in zip(batch, params, strict=True):
+            self._num_requests += 1
+            ids = prompt if isinstance(prompt, str) else list(prompt)
+            sequences.append(self.engine.new_sequence(f"offline-{self._num_requests}", ids, p))
+        deltas: dict[str, list[TokenDelta]] = {seq.request_id: [] for seq in sequences}
+        for seq in sequences:
+            self.engine.add(seq)
+        while self.engine.has_work:
+            for delta in self.engine.step():
+                deltas[delta.request_id].append(delta)
+        return [
+            _finished(seq, "".join(delta.text for delta in deltas[seq.request_id]))
+            for seq in sequences
+        ]
+
+    def shutdown(self) -> None:
+        """Frees the model; the object can not be used afterwards."""
+        del self.engine
+
+    @staticmethod
+    def _params_for(
+        num_prompts: int, params: SamplingParams | Iterable[SamplingParams] | None
+    ) -> list[SamplingParams]:
+        if params is None or isinstance(params, SamplingParams):
+            return [params or SamplingParams()] * num_prompts
+        each = list(params)
+        if len(each) != num_prompts:
+            fix = f"give one SamplingParams, or {num_prompts}, one per prompt"
+            raise InvalidRequest("sampling_params", f"<{len(each)} of them>", fix)
+        return each
+
+
+def _finished(seq: Sequence, text: str) -> RequestOutput:
+    assert seq.finish_reason is not None, "the engine stopped before the sequence ended"
+    return RequestOutput(
+        request_id=seq.request_id,
+        prompt_token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]),
+        token_ids=tuple(seq.output_token_ids),
+        text=text,
+        finish_reason=seq.finish_reason,
+        speculation=seq.stats,
+    )

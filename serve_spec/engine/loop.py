@@ -1,0 +1,176 @@
+"""The engine in its own thread; requests and streams on the asyncio side."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.engine.build import build_engine
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.log import get_logger
+
+logger = get_logger(__name__)
+
+# A round of any supported model ends well inside this; longer means a hung device.
+_STUCK_AFTER_S = 60.0
+
+
+class EngineOverloaded(RuntimeError):
+    """More requests wait than `max_waiting_seqs` allows; try again later."""
+
+
+class TokenStream:
+    """The deltas of one request, in order; the last one carries the finish reason."""
+
+    def __init__(self, request_id: str, num_prompt_tokens: int) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self._loop = asyncio.get_running_loop()
+        self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+
+    def put(self, item: TokenDelta | Exception) -> None:
+        """Hands over one item from the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
+        except RuntimeError:  # the listener's event loop is closed: nobody is left to tell
+            logger.debug("stream %s lost its listener", self.request_id)
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        finished = False
+        while not finished:
+            item = await self._items.get()
+            if isinstance(item, Exception):
+                raise item
+            finished = item.finish_reason is not None
+            yield item
+
+
+class EngineLoop:
+    """Owns a `SpecEngine` and its thread. Everything that touches the engine goes through it."""
+
+    def __init__(self, config: ServeSpecConfig) -> None:
+        self.config = config
+        self._engine: SpecEngine = build_engine(config)
+        self.tokenizer = self._engine.tokenizer
+        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._streams: dict[str, TokenStream] = {}
+        self._failure: BaseException | None = None
+        self._stopping = False
+        self._round_started: float | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    async def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str
+    ) -> TokenStream:
+        """Queues a request and returns its stream.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter can not be served.
+            EngineOverloaded: too many requests wait.
+            RuntimeError: the engine thread has died.
+        """
+        self.check_health()
+        engine = self._engine
+        if len(engine.scheduler.waiting) >= engine.max_waiting_seqs:
+            raise EngineOverloaded(f"max_waiting_seqs={engine.max_waiting_seqs} requests wait")
+        seq = engine.new_sequence(request_id, prompt, params)
+        stream = TokenStream(request_id, seq.num_prompt_tokens)
+
+        def add() -> None:
+            self._streams[request_id] = stream
+            engine.add(seq)
+
+        self._inbox.put(add)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Ends a request and frees its pages before the next round; harmless if it has ended."""
+
+        def abort() -> None:
+            delta = self._engine.abort(request_id)
+            if delta is not None:
+                self._deliver(delta)
+
+        self._inbox.put(abort)
+
+    def reconfigure(self, settings: Mapping[str, object]) -> None:
+        """Changes policy knobs between rounds.
+
+        Raises:
+            ValueError: the settings are invalid; nothing changed.
+        """
+        done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def apply() -> None:
+            try:
+                self._engine.reconfigure(settings)
+            except ValueError as error:
+                done.put(error)
+            else:
+                done.put(None)
+
+        self._inbox.put(apply)
+        error = done.get(timeout=_STUCK_AFTER_S)
+        if error is not None:
+            raise error
+
+    def snapshot(self) -> dict[str, object]:
+        """The engine's state for operators, JSON-able; read without stopping it."""
+        return self._engine.snapshot()
+
+    def check_health(self) -> None:
+        """Raises RuntimeError when the engine thread has died or hangs inside a round."""
+        if self._failure is not None:
+            raise RuntimeError(f"the engine thread died: {self._failure!r}") from self._failure
+        started = self._round_started
+        if started is not None and time.monotonic() - started > _STUCK_AFTER_S:
+            raise RuntimeError(f"a round has been running for over {_STUCK_AFTER_S:.0f} s")
+
+    def shutdown(self) -> None:
+        """Stops the thread after the round in progress; unfinished streams are aborted."""
+        self._stopping = True
+        self._inbox.put(lambda: None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._serve_inbox(wait=not self._engine.has_work)
+                self._round_started = time.monotonic()
+                for delta in self._engine.step():
+                    self._deliver(delta)
+                self._round_started = None
+            for request_id in list(self._streams):
+                delta = self._engine.abort(request_id)
+                if delta is not None:
+                    self._deliver(delta)
+        except BaseException as error:  # the thread's last words: every stream must hear them
+            logger.exception("the engine thread died")
+            self._failure = error
+            for stream in self._streams.values():
+                stream.put(RuntimeError(f"the engine thread died: {error!r}"))
+
+    def _serve_inbox(self, *, wait: bool) -> None:
+        """Runs what callers asked for; with `wait`, sleeps until there is something."""
+        if wait:
+            self._inbox.get()()
+        while True:
+            try:
+                command = self._inbox.get_nowait()
+            except queue.Empty:
+                return
+            command()
+
+    def _deliver(self, delta: TokenDelta) -> None:
+        stream = self._streams.get(delta.request_id)
+        if stream is None:
+            return
+        if delta.finish_reason is not None:
+            del self._streams[delta.request_id]
+        stream.put(delta)

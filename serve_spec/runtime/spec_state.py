@@ -1,0 +1,26 @@
+"""One tier: everything shaped by one choice of num_steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from serve_spec.core.context import AttentionBackend
+
+
+@dataclass(frozen=True)
+class SpecRuntimeState:
+    """A tier, built once at start. Choosing it is one dictionary look-up, changing it one reference.
+
+    The three stages are the drafter's chain steps, the target's verification and the drafter's
+    catch-up over accepted tokens ("extend"); each owns its attention state.
+    """
+
+    num_steps: int
+    draft: AttentionBackend
+    verify: AttentionBackend
+    extend: AttentionBackend
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Rows the target verifies per sequence: root and drafts."""
+        return self.num_steps + 1
