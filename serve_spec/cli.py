@@ -1,4 +1,4 @@
-"""`serve-spec COMMAND ...`: one word, one room. Each room's command module loads only when asked."""
+"""`serve-spec COMMAND ...`: one word, one room. A room loads only when it is asked for."""
 
 from __future__ import annotations
 

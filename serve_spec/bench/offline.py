@@ -12,6 +12,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from serve_spec.bench.plots import plot_offline
 from serve_spec.bench.report import emit, environment, table
 from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
 from serve_spec.core.request import RequestOutput, SamplingParams
@@ -67,17 +68,15 @@ def main(argv: list[str]) -> int:
             _measure(arms, prompts, temperature, batch_size, args.output_tokens, args.repetitions)
             cells += _cells(arms, temperature, batch_size)
     print(_table(cells))
-    config = arms[0].llm.config
-    emit(
-        {
-            "bench": "offline",
-            "environment": environment(),
-            "arguments": {k: v for k, v in vars(args).items() if k != "json"},
-            "model": str(config.model.path),
-            "cells": [asdict(cell) for cell in cells],
-        },
-        args.json,
-    )
+    result = {
+        "bench": "offline",
+        "environment": environment(),
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "plot")},
+        "cells": [asdict(cell) for cell in cells],
+    }
+    if args.plot is not None:
+        plot_offline(result, args.plot)
+    emit(result, args.json)
     return 0 if all(cell.same_text for cell in cells) or args.allow_differences else 1
 
 
@@ -100,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
         help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
     )
     parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--plot", type=Path, help="draw the result here (PNG)")
     return parser
 
 
@@ -146,9 +146,7 @@ def _measure(
             _run(arm, prompts, params, batch_size)
 
 
-def _run(
-    arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch_size: int
-) -> None:
+def _run(arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch_size: int) -> None:
     counters = arm.llm.engine.counters
     before = (counters.draft_ms, counters.verify_ms, counters.num_steps_executed)
     outputs: list[RequestOutput] = []

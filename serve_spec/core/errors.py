@@ -2,7 +2,7 @@
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot run. The HTTP layer answers 400 (413 when `too_long`), naming `field`."""
+    """A request that cannot run: HTTP 400 (413 when `too_long`) naming `field`."""
 
     def __init__(self, field: str, value: object, fix: str, *, too_long: bool = False) -> None:
         super().__init__(f"{field}={value!r}: {fix}")

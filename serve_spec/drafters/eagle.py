@@ -1,4 +1,4 @@
-"""EAGLE and EAGLE-3 chains (arXiv 2401.15077, 2503.01840): one small head that extrapolates features.
+"""EAGLE and EAGLE-3 chains (arXiv 2401.15077, 2503.01840): a small head extrapolates features.
 
 Draft entry j = (token j+1, feature of position j) at position j; its output predicts token j+2.
 Entries built from the target's own features are kept; entries made while drafting (from the head's
@@ -44,6 +44,7 @@ class EagleDrafter:
         self.page_size = page_size
         self.sharpness = sharpness
         self.max_tokens = max_tokens
+        self.device = pool.keys.device
 
     def propose(
         self,
@@ -53,13 +54,14 @@ class EagleDrafter:
         tier: SpecRuntimeState,
     ) -> Tensor:
         """See `Drafter.propose`: catch up, then one head forward per further draft."""
-        device = self.features.values.device
-        slots = slot_table([row.page_ids for row in rows], self.page_size, device)
+        assert tier.draft is not None, "a tier built without a drafter can not draft"
+        assert tier.extend is not None, "a tier built without a drafter can not catch up"
+        slots = slot_table([row.page_ids for row in rows], self.page_size, self.device)
         hidden = self._catch_up(rows, slots, tier.extend)
         depth = max(row.num_steps for row in rows)
-        chain = torch.zeros(len(rows), depth, dtype=torch.int64, device=device)
+        chain = torch.zeros(len(rows), depth, dtype=torch.int64, device=self.device)
         alive = list(range(len(rows)))
-        draws = torch.tensor(root_draws, device=device)
+        draws = torch.tensor(root_draws, device=self.device)
         for step in range(depth):
             tokens = sample_coupled(
                 self.head.logits(hidden),
@@ -89,8 +91,10 @@ class EagleDrafter:
         speculation it is everything since, in pieces of at most `max_tokens` entries.
         """
         share = max(1, self.max_tokens // len(rows))
-        begin = [self._long_catch_up(row, slots[b : b + 1], share, attention)
-                 for b, row in enumerate(rows)]
+        begin = [
+            self._long_catch_up(row, slots[b : b + 1], share, attention)
+            for b, row in enumerate(rows)
+        ]
         lens = [row.start - first for row, first in zip(rows, begin, strict=True)]
         tokens = [t for row, n in zip(rows, lens, strict=True) for t in row.catch_up_ids[-n:]]
         hidden = self._entries(tokens, slots, begin, lens, attention)
@@ -119,11 +123,10 @@ class EagleDrafter:
         attention: AttentionBackend,
     ) -> Tensor:
         """Entries from target features: hidden [T, H]."""
-        device = self.features.values.device
         batch = ragged_batch(slots, starts, lens)
-        hidden = self.head.encode(self.features.values[batch.slots])
+        hidden = self.head.encode(self.features.read(batch.slots))
         context = ForwardContext(batch, attention.plan(batch, self.pool))
-        ids = torch.tensor(tokens, dtype=torch.int64, device=device)
+        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
         return self.head.forward(ids, hidden, context)
 
     def _forward(

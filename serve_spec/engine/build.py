@@ -9,7 +9,7 @@ import torch
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.context import torch_dtype
+from serve_spec.core.context import AttentionBackend, torch_dtype
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.engine import SpecEngine
@@ -17,10 +17,7 @@ from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
-from serve_spec.models import load_target
-from serve_spec.models.draft import DraftHead, load_draft
-from serve_spec.models.llama import Llama
-from serve_spec.models.shape import ModelShape
+from serve_spec.models import DraftHead, Llama, ModelShape, load_draft, load_target
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.scheduler.scheduler import Scheduler, SchedulerLimits
 from serve_spec.worker.worker import SpecWorker
@@ -47,8 +44,7 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
     max_model_len = config.model.max_model_len or target.shape.max_position_embeddings
     _check_sizes(config, num_pages, max_model_len)
     worker = _build_worker(config, target, head, num_pages, dtype, device)
-    attention = create_attention_backend(config.model.attention_backend, target.shape)
-    worker.init_states(controller.candidate_steps, attention)
+    worker.init_states(controller.candidate_steps)
     scheduler = Scheduler(
         SchedulerLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -131,8 +127,19 @@ def _build_worker(
         target, pool(target.shape), capture=head.capture if head else None, features=features
     )
     return SpecWorker(
-        runner, drafter, page_size=page_size, vocab_size=target.shape.vocab_size, device=device
+        runner,
+        drafter,
+        target_attention=_attention(config, target.shape),
+        draft_attention=_attention(config, head.shape) if head else None,
+        page_size=page_size,
+        vocab_size=target.shape.vocab_size,
+        device=device,
     )
+
+
+def _attention(config: ServeSpecConfig, shape: ModelShape) -> AttentionBackend:
+    name = config.model.attention_backend
+    return create_attention_backend("torch" if name == "auto" else name, shape)
 
 
 def _num_pages(

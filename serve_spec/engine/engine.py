@@ -111,7 +111,7 @@ class SpecEngine:
             raise InvalidRequest("prompt", shown, fix, too_long=True)
         if len(token_ids) + params.max_tokens > self.max_model_len:
             room = self.max_model_len - len(token_ids)
-            fix = f"a prompt of {len(token_ids)} tokens leaves {room} of max_model_len; ask for less"
+            fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
             raise InvalidRequest("max_tokens", params.max_tokens, fix)
         seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
         return Sequence(request_id, params, token_ids, len(token_ids), seed)

@@ -57,5 +57,5 @@ class PageAllocator:
         assert len(free) == len(self._free), "a page is twice in the free list"
         for page, references in enumerate(self._references):
             named = owners.get(page, [])
-            assert references == len(named), f"page {page}: {references} references, held by {named}"
+            assert references == len(named), f"page {page}: {references} references, of {named}"
             assert (page in free) == (references == 0), f"page {page}: free and held by {named}"

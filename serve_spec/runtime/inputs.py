@@ -27,9 +27,9 @@ def verify_inputs(
 ) -> VerifyInputs:
     """Lays out the rows of a round: committed tokens, then drafts, sequence after sequence.
 
-        row A  decode, 2 drafts   [x, d1, d2]   draws at rows 0 1 2
-        row B  prefill chunk      [p0 p1 p2]    draws at none (more prompt to come)
-        row C  last chunk         [q0 q1]       draws at row 7
+    row A  decode, 2 drafts   [x, d1, d2]   draws at rows 0 1 2
+    row B  prefill chunk      [p0 p1 p2]    draws at none (more prompt to come)
+    row C  last chunk         [q0 q1]       draws at row 7
     """
     token_ids: list[int] = []
     draw_rows: list[int] = []

@@ -22,9 +22,7 @@ def slot_table(page_ids: Sequence[Sequence[int]], page_size: int, device: torch.
     return (pages * page_size + offsets).reshape(len(padded), width * page_size)
 
 
-def ragged_batch(
-    slots: Tensor, starts: Sequence[int], query_lens: Sequence[int]
-) -> RaggedBatch:
+def ragged_batch(slots: Tensor, starts: Sequence[int], query_lens: Sequence[int]) -> RaggedBatch:
     """Rows at positions `starts[b] .. starts[b] + query_lens[b] - 1` of each sequence b.
 
     slots: [B, >= max end] from `slot_table`.

@@ -9,16 +9,17 @@ from serve_spec.core.context import AttentionBackend
 
 @dataclass(frozen=True)
 class SpecRuntimeState:
-    """A tier, built once at start. Choosing it is one dictionary look-up, changing it one reference.
+    """A tier, built once at start. Choosing it is one look-up, changing it one reference.
 
     The three stages are the drafter's chain steps, the target's verification and the drafter's
-    catch-up over accepted tokens ("extend"); each owns its attention state.
+    catch-up over accepted tokens ("extend"); each owns its attention state. Without a drafter
+    there is only verification.
     """
 
     num_steps: int
-    draft: AttentionBackend
+    draft: AttentionBackend | None
     verify: AttentionBackend
-    extend: AttentionBackend
+    extend: AttentionBackend | None
 
     @property
     def num_draft_tokens(self) -> int:

@@ -32,7 +32,7 @@ class TargetRunner:
         output = self.model.forward(token_ids, context, self.capture)
         if self.features is not None:
             assert output.features is not None, "a drafter waits for features"
-            self.features.values[batch.slots] = output.features
+            self.features.write(batch.slots, output.features)
         return output.hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -19,9 +19,13 @@ def test_the_walk_stops_at_the_first_draft_the_target_did_not_draw(
     data: st.DataObject, depth: int, batch: int
 ) -> None:
     token = st.integers(0, 1)
-    drafts = data.draw(st.lists(st.lists(token, min_size=depth, max_size=depth), min_size=batch, max_size=batch))
+    drafts = data.draw(
+        st.lists(st.lists(token, min_size=depth, max_size=depth), min_size=batch, max_size=batch)
+    )
     drawn = data.draw(
-        st.lists(st.lists(token, min_size=depth + 1, max_size=depth + 1), min_size=batch, max_size=batch)
+        st.lists(
+            st.lists(token, min_size=depth + 1, max_size=depth + 1), min_size=batch, max_size=batch
+        )
     )
     steps = data.draw(st.lists(st.integers(0, depth), min_size=batch, max_size=batch))
     found = accept_chain(

@@ -39,5 +39,10 @@ def test_neighbouring_rows_and_tokens_are_uncorrelated() -> None:
     """10^6 pairs: a correlation above 5 standard errors (0.005) has odds below 1e-6 per lag."""
     noise = gumbel_noise(row_keys([5] * 1000, list(range(1000))), 1000)
     noise = (noise - noise.mean()) / noise.std()
-    for shifted in (noise.roll(1, 0), noise.roll(1, 1), noise.roll(7, 1), noise.roll((1, 1), (0, 1))):
+    for shifted in (
+        noise.roll(1, 0),
+        noise.roll(1, 1),
+        noise.roll(7, 1),
+        noise.roll((1, 1), (0, 1)),
+    ):
         assert abs((noise * shifted).mean().item()) < 5 / math.sqrt(noise.numel())

@@ -181,7 +181,9 @@ def test_a_request_can_cap_or_refuse_speculation_for_itself_alone() -> None:
     worker = PretendedWorker(4, random.Random(5))
     options = [None, SpeculativeOptions(max_steps=2), SpeculativeOptions(enabled=False)]
     for i, option in enumerate(options):
-        scheduler.add(sequence(str(i), 4, max_tokens=40, speculative=option or SpeculativeOptions()))
+        scheduler.add(
+            sequence(str(i), 4, max_tokens=40, speculative=option or SpeculativeOptions())
+        )
     for _ in range(2):
         plan = scheduler.plan(lambda _: 7)
         assert plan is not None

@@ -1,0 +1,74 @@
+"""Self-attention around the KV cache: projections, optional head norms, rotation."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import Layer, parameter
+from serve_spec.layers.rope import Rotation, rotate
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """Sizes and options of one attention layer. `in_features`: width of what enters q/k/v."""
+
+    in_features: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    rms_norm_eps: float
+
+
+class Attention(Layer):
+    """o_proj(attend(rotate(q), rotate(k), v)) of layer `index` of its model's KV pool."""
+
+    def __init__(self, shape: AttentionShape, index: int) -> None:
+        super().__init__()
+        self.shape = shape
+        self.index = index
+        query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        parts = {"q_proj": query, "k_proj": key, "v_proj": key}
+        self.qkv = Linear(shape.in_features, parts, bias=shape.qkv_bias)
+        self.output = Linear(query, {"o_proj": shape.hidden_size}, bias=shape.output_bias)
+        # One gain for query heads, one for key heads; the index spreads them over all heads, so
+        # that queries and keys are normalised and rotated together.
+        self.qk_gain = parameter(2, shape.head_dim) if shape.qk_norm else None
+        self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
+
+    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """[T, in] -> [T, H]."""
+        shape = self.shape
+        num_rotated = shape.num_heads + shape.num_kv_heads
+        heads = self.qkv(x).view(-1, num_rotated + shape.num_kv_heads, shape.head_dim)
+        rotated = heads[:, :num_rotated]
+        if self.qk_gain is not None:
+            rotated = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
+            rotated = rotated * self.qk_gain.index_select(0, self._gain_of_head)
+        rotated = rotate(rotated, rotation)
+        attended = ctx.attention.run(
+            self.index,
+            rotated[:, : shape.num_heads],
+            rotated[:, shape.num_heads :],
+            heads[:, num_rotated:],
+        )
+        return self.output(attended.reshape(-1, shape.num_heads * shape.head_dim))
+
+    __call__ = forward
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Projections and, if any, the gains of query and key heads ([head_dim] each)."""
+        tensors = {**self.qkv.tensors(), **self.output.tensors()}
+        if self.qk_gain is not None:
+            tensors["q_norm.weight"] = self.qk_gain[0]
+            tensors["k_norm.weight"] = self.qk_gain[1]
+        return tensors

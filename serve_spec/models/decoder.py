@@ -1,0 +1,73 @@
+"""The decoder layer targets and drafts share."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.layers.attention import Attention, AttentionShape
+from serve_spec.layers.mlp import GatedMLP
+from serve_spec.layers.module import Layer, prefixed
+from serve_spec.layers.norm import RMSNorm
+from serve_spec.layers.rope import Rotation
+from serve_spec.models.shape import ModelShape
+
+
+class DecoderLayer(Layer):
+    """Pre-norm attention and feed-forward, with the residual addition fused into the norms.
+
+    `input_norm=False` is EAGLE-1's first layer, whose attention reads its input as it is.
+    """
+
+    def __init__(self, shape: ModelShape, index: int, input_norm: bool = True) -> None:
+        super().__init__()
+        hidden, eps = shape.hidden_size, shape.rms_norm_eps
+        self.input_norm = RMSNorm(hidden, eps) if input_norm else None
+        self.attention = Attention(attention_shape(shape, hidden), index)
+        self.post_attention_norm = RMSNorm(hidden, eps)
+        self.mlp = GatedMLP(hidden, shape.intermediate_size)
+
+    def forward(
+        self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
+    ) -> tuple[Tensor, Tensor]:
+        """(this layer's last addend, residual stream before it), both [T, H].
+
+        The stream entering the layer is `hidden + residual`; `residual=None` stands for zero.
+        """
+        if residual is None:
+            residual = hidden
+            normed = hidden if self.input_norm is None else self.input_norm(hidden)
+        else:
+            assert self.input_norm is not None, "only a first layer may go without input norm"
+            normed, residual = self.input_norm.add(hidden, residual)
+        attended = self.attention(normed, rotation, ctx)
+        normed, residual = self.post_attention_norm.add(attended, residual)
+        return self.mlp(normed), residual
+
+    __call__ = forward
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Hugging Face's names within one layer."""
+        tensors = {
+            **prefixed("self_attn.", self.attention.tensors()),
+            **prefixed("post_attention_layernorm.", self.post_attention_norm.tensors()),
+            **prefixed("mlp.", self.mlp.tensors()),
+        }
+        if self.input_norm is not None:
+            tensors |= prefixed("input_layernorm.", self.input_norm.tensors())
+        return tensors
+
+
+def attention_shape(shape: ModelShape, in_features: int) -> AttentionShape:
+    """The attention part of a model's shape, reading inputs of width `in_features`."""
+    return AttentionShape(
+        in_features=in_features,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        qkv_bias=shape.qkv_bias,
+        output_bias=shape.output_bias,
+        qk_norm=shape.qk_norm,
+        rms_norm_eps=shape.rms_norm_eps,
+    )

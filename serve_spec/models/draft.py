@@ -1,0 +1,89 @@
+"""What every trained draft head offers a drafter, and how one is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from torch import Tensor
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
+from serve_spec.models.eagle import load_eagle
+from serve_spec.models.eagle3 import load_eagle3
+from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.shape import ModelShape
+
+__all__ = ["DRAFTS", "DraftHead", "DraftOptions", "FeatureCapture", "load_draft"]
+
+
+class DraftHead(Protocol):
+    """A small autoregressive model over (next token, feature) pairs.
+
+    Entry j pairs token j+1 with the feature of position j, sits at position j of its own KV pool,
+    and predicts token j+2. Features of computed positions come from the target, through `encode`;
+    while drafting ahead, the hidden state `forward` returned takes their place as it is.
+    """
+
+    @property
+    def capture(self) -> FeatureCapture:
+        """What the target's forward must record."""
+        ...
+
+    @property
+    def feature_dim(self) -> int:
+        """Numbers per token of a target feature, F."""
+        ...
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the recurrent hidden state, H."""
+        ...
+
+    @property
+    def shape(self) -> ModelShape:
+        """Layers, heads and head size: what its KV pool and attention backend are made for."""
+        ...
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """int64 [Vd]: the target's id of each draft id; None when the vocabularies are the same."""
+        ...
+
+    def encode(self, features: Tensor) -> Tensor:
+        """Target features [T, F] -> hidden [T, H]."""
+        ...
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Target ids [T] and hidden [T, H], laid out as `ctx.batch` says -> next hidden [T, H]."""
+        ...
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden [R, H] as `forward` returned it -> float32 [R, Vd]."""
+        ...
+
+
+DRAFTS: dict[str, Callable[[DraftFile, Llama, DraftOptions], DraftHead]] = {
+    "EAGLE": load_eagle,
+    "EAGLE3": load_eagle3,
+}
+
+
+def load_draft(
+    path: Path | str, target: Llama, algorithm: str, options: DraftOptions | None = None
+) -> DraftHead:
+    """Loads the draft head in `path` for `target`, in its dtype and on its device.
+
+    `algorithm` is one of `DRAFTS`; the files decide what they are, and a disagreement is refused.
+
+    Raises:
+        ValueError: no such algorithm.
+        CheckpointError: what cannot be used, and the way out.
+    """
+    if algorithm not in DRAFTS:
+        raise ValueError(
+            f"speculative_algorithm={algorithm!r} has no draft head here; use one of "
+            f"{sorted(DRAFTS)}"
+        )
+    return DRAFTS[algorithm](open_draft(path, algorithm), target, options or DraftOptions())

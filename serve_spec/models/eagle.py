@@ -1,0 +1,123 @@
+"""EAGLE-1 / EAGLE-2 heads: one decoder layer over fc([embedding ; feature]), the target's lm_head.
+
+The feature is the target's hidden state after its final norm, and the head's output is the estimate
+of the next one: it is fed back, and read by the lm_head, as it is.
+Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.linear import Linear, pack_linears
+from serve_spec.layers.module import Layer, prefixed, tensor_defaults
+from serve_spec.layers.rope import RotaryTable
+from serve_spec.log import get_logger
+from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.draft_file import (
+    DraftFile,
+    DraftOptions,
+    draft_shape,
+    embedding_of,
+    own_embedding,
+)
+from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.shape import ModelShape
+
+_log = get_logger(__name__)
+
+
+class Eagle(Layer):
+    """See `DraftHead`. Uninitialised: `load_eagle` fills it.
+
+    `fc_bias`, `input_norm` (a norm before the first layer's attention) and `own_head` follow from
+    the tensors of the file.
+    """
+
+    target_ids: Tensor | None = None
+
+    def __init__(
+        self, shape: ModelShape, target: Llama, fc_bias: bool, input_norm: bool, own_head: bool
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.capture = FeatureCapture(layer_ids=None)
+        self.feature_dim = self.hidden_size = shape.hidden_size
+        self.embed_tokens = target.embed_tokens
+        self.fc = Linear(2 * shape.hidden_size, {"fc": shape.hidden_size}, bias=fc_bias)
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, index, input_norm=input_norm or index > 0)
+            for index in range(shape.num_layers)
+        )
+        self.own_head = own_head
+        self.lm_head = (
+            Linear(shape.hidden_size, {"lm_head": shape.vocab_size}) if own_head else target.lm_head
+        )
+        self.rope = RotaryTable(
+            shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
+        )
+
+    def encode(self, features: Tensor) -> Tensor:
+        """The feature is the hidden state: [T, H] -> [T, H]."""
+        return features
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T] target ids, [T, H] -> [T, H]."""
+        stream = self.fc(torch.cat((self.embed_tokens(token_ids), hidden), dim=-1))
+        residual: Tensor | None = None
+        rotation = self.rope.at(ctx.positions)
+        for layer in self.layers:
+            stream, residual = layer(stream, residual, rotation, ctx)
+        assert residual is not None, "a head has at least one layer"
+        return stream + residual
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] -> float32 [R, V], without a norm."""
+        return self.lm_head(hidden).float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The published names; what is shared with the target is not among them."""
+        tensors = self.fc.tensors()
+        for index, layer in enumerate(self.layers):
+            assert isinstance(layer, DecoderLayer)
+            tensors |= prefixed(f"layers.{index}.", layer.tensors())
+        return tensors | (self.lm_head.tensors() if self.own_head else {})
+
+
+def load_eagle(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle:
+    """Builds and fills the EAGLE head in `file` for `target`.
+
+    Raises:
+        CheckpointError: a head for another target, or tensors that do not fit.
+    """
+    shape = draft_shape(file, target, options, "EAGLE")
+    if shape.hidden_size != target.shape.hidden_size:
+        raise CheckpointError(
+            f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
+            f"{target.shape.hidden_size}; use a head trained for this target"
+        )
+    embedding = own_embedding(file, target, shape.hidden_size)
+    weight = target.embed_tokens.weight
+    with tensor_defaults(weight.dtype, weight.device):
+        head = Eagle(
+            shape,
+            target,
+            fc_bias="fc.bias" in file.checkpoint,
+            input_norm="layers.0.input_layernorm.weight" in file.checkpoint,
+            own_head="lm_head.weight" in file.checkpoint,
+        )
+    if embedding is not None:
+        head.embed_tokens = embedding_of(embedding)
+    file.checkpoint.load_into(head.tensors(), read_elsewhere=("embed_tokens.weight",))
+    pack_linears(head)
+    _log.info(
+        "EAGLE head %s: %d layers, theta %g, fc bias %s, own embedding %s",
+        file.path, shape.num_layers, shape.rope_theta, head.fc.bias is not None,
+        embedding is not None,
+    )  # fmt: skip
+    return head

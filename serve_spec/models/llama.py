@@ -1,0 +1,121 @@
+"""Llama and the models computed like it: Mistral, Qwen2, Qwen3 (`ModelShape` tells them apart)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.layers.embedding import Embedding
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import Layer, prefixed
+from serve_spec.layers.norm import RMSNorm
+from serve_spec.layers.rope import RotaryTable
+from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.shape import ModelShape
+
+
+@dataclass(frozen=True)
+class FeatureCapture:
+    """Which hidden states of the target a draft reads.
+
+    `layer_ids`: the residual stream (before any norm) entering each of these layers, concatenated
+    in this order; layer n of n stands for the stream before the final norm. None: the hidden state
+    after the final norm (EAGLE-1, Medusa).
+    """
+
+    layer_ids: tuple[int, ...] | None
+
+    def width(self, hidden_size: int) -> int:
+        """Numbers per token, F."""
+        return hidden_size * (1 if self.layer_ids is None else len(self.layer_ids))
+
+
+class TargetOutput(NamedTuple):
+    """`hidden` [T, H] after the final norm; `features` [T, F] if a capture was asked for."""
+
+    hidden: Tensor
+    features: Tensor | None
+
+
+class Llama(Layer):
+    """A decoder-only transformer over a paged KV pool.
+
+    Created with torch's default dtype and device, uninitialised: `load_target` fills it. With
+    tied embeddings `lm_head` reads the embedding's matrix.
+    """
+
+    def __init__(self, shape: ModelShape, max_model_len: int | None = None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(shape, index) for index in range(shape.num_layers))
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.lm_head = Linear(shape.hidden_size, {"lm_head": shape.vocab_size})
+        if shape.tie_word_embeddings:
+            self.lm_head.weight = self.embed_tokens.weight
+        self.max_model_len = max_model_len or shape.max_position_embeddings
+        self.rope = RotaryTable(
+            shape.head_dim, shape.rope_theta, shape.rope_scaling, self.max_model_len
+        )
+        # A plain tuple: iterating a ModuleList costs more than the loop it feeds.
+        self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
+
+    def forward(
+        self, token_ids: Tensor, ctx: ForwardContext, capture: FeatureCapture | None = None
+    ) -> TargetOutput:
+        """token_ids: [T] int64, laid out as `ctx.batch` says."""
+        hidden = self.embed_tokens(token_ids)
+        residual: Tensor | None = None
+        rotation = self.rope.at(ctx.positions)
+        recorder = _Recorder(capture, hidden)
+        for index, layer in enumerate(self._layers):
+            recorder.record(index, hidden, residual)
+            hidden, residual = layer(hidden, residual, rotation, ctx)
+        recorder.record(len(self._layers), hidden, residual)
+        assert residual is not None, "a model has at least one layer"
+        hidden, _ = self.norm.add(hidden, residual)
+        if capture is not None and capture.layer_ids is None:
+            return TargetOutput(hidden, hidden)
+        return TargetOutput(hidden, recorder.features)
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[R, H] after the final norm -> float32 [R, V]."""
+        return self.lm_head(hidden).float()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Hugging Face's names; `lm_head.weight` only where it has a matrix of its own."""
+        tensors = prefixed("model.embed_tokens.", self.embed_tokens.tensors())
+        for index, layer in enumerate(self._layers):
+            tensors |= prefixed(f"model.layers.{index}.", layer.tensors())
+        tensors |= prefixed("model.norm.", self.norm.tensors())
+        if self.lm_head.weight is not self.embed_tokens.weight:
+            tensors |= self.lm_head.tensors()
+        return tensors
+
+
+class _Recorder:
+    """Collects the captured streams of one forward into one [T, F] tensor."""
+
+    def __init__(self, capture: FeatureCapture | None, hidden: Tensor) -> None:
+        self.features: Tensor | None = None
+        self._columns: dict[int, list[Tensor]] = {}
+        if capture is None or capture.layer_ids is None:
+            return
+        num_rows, width = hidden.shape
+        self.features = hidden.new_empty(num_rows, capture.width(width))
+        for block, layer in zip(self.features.split(width, dim=1), capture.layer_ids, strict=True):
+            self._columns.setdefault(layer, []).append(block)
+
+    def record(self, layer: int, hidden: Tensor, residual: Tensor | None) -> None:
+        """Keeps the stream entering `layer` if it is captured: hidden + residual."""
+        for block in self._columns.get(layer, ()):
+            if residual is None:
+                block.copy_(hidden)
+            else:
+                torch.add(hidden, residual, out=block)

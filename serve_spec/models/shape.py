@@ -1,0 +1,279 @@
+"""From a Hugging Face `config.json` to the numbers a model is built from.
+
+The one place that reads foreign names. What this project does not compute is refused here, by name,
+before a single weight is read.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.rope import Llama3Scaling
+
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class _Family:
+    """What an architecture implies beyond the keys of its config (transformers' own defaults)."""
+
+    qkv_bias: bool = False
+    attention_bias_key: bool = False
+    qk_norm: bool = False
+    sliding_window_key: bool = False
+    default_sliding_window: int | None = None
+    use_sliding_window_key: bool = False
+
+
+FAMILIES = {
+    "LlamaForCausalLM": _Family(attention_bias_key=True),
+    "MistralForCausalLM": _Family(sliding_window_key=True, default_sliding_window=4096),
+    "Qwen2ForCausalLM": _Family(
+        qkv_bias=True,
+        sliding_window_key=True,
+        default_sliding_window=4096,
+        use_sliding_window_key=True,
+    ),
+    "Qwen3ForCausalLM": _Family(
+        attention_bias_key=True,
+        qk_norm=True,
+        sliding_window_key=True,
+        default_sliding_window=4096,
+        use_sliding_window_key=True,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Everything that fixes a Llama-like model's computation, weights aside.
+
+    `qkv_bias` / `output_bias`: the attention projections carry biases. `sliding_window`: each token
+    sees that many tokens, itself included; None for all. `eos_token_ids` joins `config.json` and
+    `generation_config.json`.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Llama3Scaling | None
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool
+    sliding_window: int | None
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.num_heads % self.num_kv_heads:
+            raise CheckpointError(
+                f"num_key_value_heads={self.num_kv_heads} does not divide "
+                f"num_attention_heads={self.num_heads}; fix config.json"
+            )
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
+
+    @staticmethod
+    def from_directory(path: Path | str) -> ModelShape:
+        """Reads `config.json` and, if present, `generation_config.json` of a target.
+
+        Raises:
+            CheckpointError: no readable config, or a model this project does not compute.
+        """
+        path = Path(path)
+        config = read_json(path / "config.json")
+        generation_path = path / "generation_config.json"
+        generation = read_json(generation_path) if generation_path.exists() else {}
+        return ModelShape.from_config(config, generation)
+
+    @staticmethod
+    def from_config(config: Config, generation: Config | None = None) -> ModelShape:
+        """The shape of a target from its parsed `config.json`.
+
+        Raises:
+            CheckpointError: names the key and value that is missing or not supported.
+        """
+        architecture = _architecture(config)
+        family = FAMILIES[architecture]
+        check_supported(config)
+        heads = whole(config, "num_attention_heads")
+        hidden = whole(config, "hidden_size")
+        attention_bias = bool(config.get("attention_bias")) and family.attention_bias_key
+        theta, scaling = read_rope(config)
+        return ModelShape(
+            architecture=architecture,
+            hidden_size=hidden,
+            num_layers=whole(config, "num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=whole(config, "num_key_value_heads", heads),
+            head_dim=whole(config, "head_dim", hidden // heads),
+            intermediate_size=whole(config, "intermediate_size"),
+            vocab_size=whole(config, "vocab_size"),
+            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+            qkv_bias=family.qkv_bias or attention_bias,
+            output_bias=attention_bias,
+            qk_norm=family.qk_norm,
+            sliding_window=_sliding_window(config, architecture, family),
+            max_position_embeddings=whole(config, "max_position_embeddings", 2048),
+            eos_token_ids=_eos_token_ids(config, generation or {}),
+        )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Parses a JSON object.
+
+    Raises:
+        CheckpointError: the file is absent, unreadable or not an object.
+    """
+    try:
+        content = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} does not exist; point at a checkpoint directory") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path} cannot be read as JSON ({error}); fetch it again") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds {type(content).__name__}, not a JSON object")
+    return content
+
+
+def whole(config: Config, key: str, default: int | None = None) -> int:
+    """A positive integer of the config; `default` when absent or null.
+
+    Raises:
+        CheckpointError: absent without a default, or not a positive integer.
+    """
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        found = "missing" if value is None else repr(value)
+        raise CheckpointError(f"config.json: {key} is {found}; a positive integer is needed")
+    return value
+
+
+def check_supported(config: Config) -> None:
+    """Refuses settings that change the computation and that no layer here implements."""
+    act = config.get("hidden_act", "silu")
+    if act != "silu":
+        raise CheckpointError(f"config.json: hidden_act={act!r} is not supported; only 'silu' is")
+    strange = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
+    if strange:
+        raise CheckpointError(
+            f"config.json: layer_types {sorted(strange)} are not supported; "
+            "only 'full_attention' and 'sliding_attention' are"
+        )
+    if config.get("mlp_bias"):
+        raise CheckpointError("config.json: mlp_bias=true is not supported; only false is")
+    if config.get("quantization_config"):
+        method = config["quantization_config"].get("quant_method", "unknown")
+        raise CheckpointError(
+            f"config.json: quantization_config.quant_method={method!r} is not supported; "
+            "use the float32, bfloat16 or float16 checkpoint"
+        )
+
+
+def read_rope(config: Config) -> tuple[float, Llama3Scaling | None]:
+    """Base frequency and scaling, from `rope_theta` + `rope_scaling` or from `rope_parameters`.
+
+    transformers 5 writes both into `rope_parameters`; earlier files keep them apart.
+
+    Raises:
+        CheckpointError: a rope type other than 'default' and 'llama3', or an incomplete one.
+    """
+    rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    theta = rope.get("rope_theta", config.get("rope_theta"))
+    partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
+    if partial != 1.0:
+        raise CheckpointError(
+            f"config.json: partial_rotary_factor={partial} is not supported; only 1.0 is"
+        )
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        kind = "per layer"
+    if kind not in ("default", "llama3"):
+        raise CheckpointError(
+            f"config.json: rope type {kind!r} is not supported; use 'default' or 'llama3'"
+        )
+    scaling = _llama3_scaling(rope) if kind == "llama3" else None
+    return 10000.0 if theta is None else float(theta), scaling
+
+
+def _llama3_scaling(rope: Config) -> Llama3Scaling:
+    try:
+        return Llama3Scaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_position_embeddings=int(rope["original_max_position_embeddings"]),
+        )
+    except KeyError as error:
+        raise CheckpointError(f"config.json: rope type 'llama3' lacks {error}; add it") from error
+
+
+def _architecture(config: Config) -> str:
+    names = config.get("architectures") or []
+    if len(names) == 1 and names[0] in FAMILIES:
+        return str(names[0])
+    raise CheckpointError(
+        f"config.json: architectures={names!r} is not supported; use one of {sorted(FAMILIES)}"
+    )
+
+
+def _sliding_window(config: Config, architecture: str, family: _Family) -> int | None:
+    """The window all layers share. Layers that differ from each other are refused."""
+    window: int | None = config.get("sliding_window", family.default_sliding_window)
+    if not family.sliding_window_key:
+        if window is None:
+            return None
+        raise CheckpointError(
+            f"config.json: sliding_window={window!r} is not supported for {architecture}; set null"
+        )
+    if family.use_sliding_window_key and not config.get("use_sliding_window", False):
+        window = None
+    if window is None:
+        return None
+    num_windowed = _num_windowed_layers(config, family)
+    if num_windowed == 0:
+        return None
+    if num_windowed != whole(config, "num_hidden_layers"):
+        raise CheckpointError(
+            f"config.json: sliding_window={window} holds for {num_windowed} of "
+            f"{config['num_hidden_layers']} layers (max_window_layers / layer_types), which is "
+            "not supported; use a model whose layers are all alike"
+        )
+    return whole(config, "sliding_window", window)
+
+
+def _num_windowed_layers(config: Config, family: _Family) -> int:
+    num_layers = whole(config, "num_hidden_layers")
+    if config.get("layer_types"):
+        return sum(kind == "sliding_attention" for kind in config["layer_types"])
+    if not family.use_sliding_window_key:
+        return num_layers
+    # transformers: layers max_window_layers .. n-1 use the window, those before it see everything.
+    return max(0, num_layers - int(config.get("max_window_layers", 28)))
+
+
+def _eos_token_ids(config: Config, generation: Config) -> tuple[int, ...]:
+    ids: dict[int, None] = {}
+    for source in (config, generation):
+        value = source.get("eos_token_id")
+        values = value if isinstance(value, list) else [value]
+        ids |= {int(token): None for token in values if token is not None}
+    return tuple(ids)

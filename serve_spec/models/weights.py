@@ -1,0 +1,230 @@
+"""Reading Hugging Face weight files into a model, strictly.
+
+Nothing is skipped in silence: a tensor that is missing, surplus or of another shape, and a file
+that is absent, damaged or at odds with its index, is refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Collection, Iterable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models.shape import read_json
+
+# Rotary frequencies some exporters store; they follow from the config.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_MAX_NAMED = 5
+
+
+class Checkpoint:
+    """The tensors of one directory, by name: shapes at once, contents when read."""
+
+    def __init__(self, files: Iterable[_TensorFile], directory: Path) -> None:
+        self.directory = directory
+        self._homes: dict[str, tuple[_TensorFile, str]] = {}
+        for file in files:
+            for name in file.shapes:
+                if name in self._homes:
+                    first = self._homes[name][0].path.name
+                    raise CheckpointError(
+                        f"{directory}: tensor {name} is in both {first} and {file.path.name}; "
+                        "remove the stale file"
+                    )
+                self._homes[name] = (file, name)
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every tensor, by name."""
+        return {name: file.shapes[stored] for name, (file, stored) in self._homes.items()}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._homes
+
+    def read(self, name: str) -> Tensor:
+        """One tensor, on the CPU, in its stored dtype.
+
+        Raises:
+            CheckpointError: the file holds no such tensor, or cannot be read.
+        """
+        if name not in self._homes:
+            raise CheckpointError(f"{self.directory}: tensor {name} is missing; fetch it again")
+        file, stored = self._homes[name]
+        return file.read(stored)
+
+    def rename(self, new_names: Mapping[str, str]) -> None:
+        """Makes tensors known by other names: `new_names[old] = new`.
+
+        Raises:
+            CheckpointError: two tensors would share a name.
+        """
+        homes: dict[str, tuple[_TensorFile, str]] = {}
+        for name, home in self._homes.items():
+            known_as = new_names.get(name, name)
+            if known_as in homes:
+                raise CheckpointError(
+                    f"{self.directory}: tensors {homes[known_as][1]} and {home[1]} both mean "
+                    f"{known_as}; keep one"
+                )
+            homes[known_as] = home
+        self._homes = homes
+
+    def load_into(
+        self, destinations: Mapping[str, Tensor], read_elsewhere: Collection[str] = ()
+    ) -> None:
+        """Copies every tensor to the destination of its name, cast to its dtype and device.
+
+        `read_elsewhere` names tensors the caller reads itself.
+
+        Raises:
+            CheckpointError: a tensor is missing, surplus, of another shape, or not of floats.
+        """
+        self.check(destinations, read_elsewhere)
+        for name, destination in destinations.items():
+            tensor = self.read(name)
+            if tensor.dtype not in _FLOATS:
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} is of {tensor.dtype}; quantised weights are "
+                    "not supported, use the float32, bfloat16 or float16 checkpoint"
+                )
+            destination.copy_(tensor)
+
+    def check(
+        self, destinations: Mapping[str, Tensor], read_elsewhere: Collection[str] = ()
+    ) -> None:
+        """The refusals of `load_into`, from names and shapes alone."""
+        shapes = self.shapes
+        missing = [name for name in destinations if name not in shapes]
+        if missing:
+            raise CheckpointError(
+                f"{self.directory}: missing {_listed(missing)}; "
+                "the files are incomplete or config.json describes another model"
+            )
+        surplus = [
+            name
+            for name in shapes
+            if name not in destinations
+            and name not in read_elsewhere
+            and not _HARMLESS.search(name)
+        ]
+        if surplus:
+            raise CheckpointError(
+                f"{self.directory}: surplus {_listed(surplus)}; the model would ignore what it was "
+                "trained with: correct config.json, or use a supported architecture"
+            )
+        for name, destination in destinations.items():
+            if shapes[name] != tuple(destination.shape):
+                raise CheckpointError(
+                    f"{self.directory}: tensor {name} is {list(shapes[name])}, expected "
+                    f"{list(destination.shape)}; correct config.json or fetch the right file"
+                )
+
+
+def open_checkpoint(path: Path | str) -> Checkpoint:
+    """Opens `model.safetensors`, the shards of its index, or `pytorch_model.bin`; reads no weight.
+
+    Raises:
+        CheckpointError: none of these is there, or one is damaged or incomplete.
+    """
+    directory = Path(path)
+    if (directory / "model.safetensors").exists():
+        return Checkpoint([_SafetensorsFile(directory / "model.safetensors")], directory)
+    if (directory / "model.safetensors.index.json").exists():
+        return Checkpoint(_shards(directory), directory)
+    if (directory / "pytorch_model.bin").exists():
+        return Checkpoint([_PickleFile(directory / "pytorch_model.bin")], directory)
+    found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no directory"
+    raise CheckpointError(
+        f"{directory}: no weights (found {found}); model.safetensors, "
+        "model.safetensors.index.json with its shards, or pytorch_model.bin is needed"
+    )
+
+
+class _TensorFile(Protocol):
+    path: Path
+    shapes: dict[str, tuple[int, ...]]
+
+    def read(self, name: str) -> Tensor: ...
+
+
+class _SafetensorsFile:
+    """One safetensors file, mapped into memory."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._file: Any = safe_open(path, framework="pt", device="cpu")
+            names = self._file.keys()
+            self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in names}
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path} is damaged or cut short ({error}); {_AGAIN}") from error
+
+    def read(self, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._file.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{self.path}: tensor {name}: {error}; {_AGAIN}") from error
+        return tensor
+
+
+class _PickleFile:
+    """One `torch.save` file of tensors. Code in it is never run (`weights_only`)."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            # Only the zip format (torch >= 1.6) can be mapped; older files are read whole.
+            content = torch.load(
+                path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path)
+            )
+        except (UnpicklingError, RuntimeError, EOFError, OSError, ValueError) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise CheckpointError(f"{path} cannot be read ({reason}); {_AGAIN}") from error
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} holds {type(content).__name__}, not named tensors")
+        strangers = [name for name, value in content.items() if not isinstance(value, Tensor)]
+        if strangers:
+            raise CheckpointError(
+                f"{path}: {_listed(strangers)} not tensors; save the model's state_dict alone"
+            )
+        self._tensors: dict[str, Tensor] = content
+        self.shapes = {name: tuple(tensor.shape) for name, tensor in content.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+_AGAIN = "fetch it again"
+
+
+def _shards(directory: Path) -> list[_SafetensorsFile]:
+    index_path = directory / "model.safetensors.index.json"
+    weight_map = read_json(index_path).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{index_path} has no weight_map; {_AGAIN}")
+    names = sorted({str(name) for name in weight_map.values()})
+    absent = [name for name in names if not (directory / name).exists()]
+    if absent:
+        raise CheckpointError(f"{index_path} points to absent {_listed(absent)}; fetch them")
+    shards = {name: _SafetensorsFile(directory / name) for name in names}
+    for tensor, shard in weight_map.items():
+        if tensor not in shards[shard].shapes:
+            raise CheckpointError(
+                f"{index_path} places tensor {tensor} in {shard}, which lacks it; {_AGAIN}"
+            )
+    return list(shards.values())
+
+
+def _listed(names: Collection[Any]) -> str:
+    """The first few of many names, and how many there are."""
+    shown = ", ".join(str(name) for name in list(names)[:_MAX_NAMED])
+    return shown if len(names) <= _MAX_NAMED else f"{shown}, ... ({len(names)} in all)"

@@ -1,0 +1,1 @@
+"""From target logits and drafts to the tokens a round emits."""

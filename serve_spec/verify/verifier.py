@@ -1,0 +1,28 @@
+"""The verdict of a round: what every sampling row emits."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.draft import DraftChain, VerifyResult
+from serve_spec.ops.acceptance import accept_chain
+from serve_spec.ops.sampling import SamplingRows, sample
+
+
+def judge(logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyResult:
+    """Draws a token from every logits row, then keeps the drafts the draws confirm.
+
+    logits: float32 [R, V], R = sum of (num_steps + 1) over the B sampling rows, in order.
+    The single host read-back of a round happens here: [B, K+2] integers.
+    """
+    device = logits.device
+    drawn = sample(logits, sampling)
+    num_steps = torch.tensor(drafts.num_steps, device=device)
+    first = (num_steps + 1).cumsum(0) - (num_steps + 1)
+    column = torch.arange(drafts.token_ids.shape[1] + 1, device=device)
+    # Padding columns repeat the row's last draw; accept_chain never looks past num_steps.
+    drawn = drawn[first.unsqueeze(1) + torch.minimum(column, num_steps.unsqueeze(1))]
+    correct = accept_chain(drafts.token_ids, drawn, num_steps)
+    table = torch.cat([correct.unsqueeze(1), drawn], dim=1).tolist()
+    return VerifyResult([row[1 : row[0] + 2] for row in table])

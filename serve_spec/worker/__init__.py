@@ -1,0 +1,1 @@
+"""One rank: target, drafter and verdict, composed into the execution of a plan."""

@@ -1,0 +1,106 @@
+"""Executes plans: draft, verify, accept. The paper's round, one verb per line."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from serve_spec.core.context import AttentionBackend
+from serve_spec.core.draft import DraftChain
+from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.drafters.base import Drafter
+from serve_spec.ops.sampling import SamplingRows
+from serve_spec.runtime.inputs import verify_inputs
+from serve_spec.runtime.spec_state import SpecRuntimeState
+from serve_spec.runtime.target import TargetRunner
+from serve_spec.runtime.timer import StageTimer
+from serve_spec.verify.verifier import judge
+
+
+class SpecWorker:
+    """A target, a drafter (or none) and one runtime state per tier."""
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafter: Drafter | None,
+        *,
+        target_attention: AttentionBackend,
+        draft_attention: AttentionBackend | None,
+        page_size: int,
+        vocab_size: int,
+        device: torch.device,
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.target_attention = target_attention
+        self.draft_attention = draft_attention
+        self.page_size = page_size
+        self.vocab_size = vocab_size
+        self.device = device
+        self.tiers: dict[int, SpecRuntimeState] = {}
+
+    def init_states(self, candidate_steps: Iterable[int]) -> None:
+        """Builds every tier the policy may choose, and the plain one, before the first round."""
+        for num_steps in {0, *candidate_steps}:
+            self.tiers[num_steps] = self.build_adaptive_runtime_state(num_steps)
+
+    def build_adaptive_runtime_state(self, num_steps: int) -> SpecRuntimeState:
+        """Everything shaped by `num_steps`. Eager attention has no shapes, so tiers share it."""
+        return SpecRuntimeState(
+            num_steps,
+            draft=self.draft_attention,
+            verify=self.target_attention,
+            extend=self.draft_attention,
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """One round: propose, run the target over every row, judge."""
+        tier = self.tiers[plan.num_steps]
+        timer = StageTimer(self.device)
+        timer.mark("start")
+        sampling = self._sampling_rows(plan)
+        drafts = self._propose(plan, sampling, tier)
+        timer.mark("drafted")
+        inputs = verify_inputs(plan, drafts, self.page_size, self.device)
+        hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
+        tokens: list[list[int]] = []
+        if drafts.num_steps:
+            logits = self.target.logits(hidden[inputs.draw_rows])
+            tokens = judge(logits, drafts, sampling).token_ids
+        timer.mark("verified")
+        return StepResult(
+            token_ids=tokens,
+            draft_ms=timer.ms("start", "drafted"),
+            verify_ms=timer.ms("drafted", "verified"),
+        )
+
+    def _sampling_rows(self, plan: StepPlan) -> SamplingRows:
+        """One row per draw of the round: row `r` of sequence b decides position length_b + r."""
+        draws = [(row, i) for row in plan.sampling_rows for i in range(row.num_steps + 1)]
+        return SamplingRows.create(
+            params=[row.params for row, _ in draws],
+            seeds=[row.seed for row, _ in draws],
+            positions=[row.length + i for row, i in draws],
+            vocab_size=self.vocab_size,
+            device=self.device,
+        )
+
+    def _propose(
+        self, plan: StepPlan, sampling: SamplingRows, tier: SpecRuntimeState
+    ) -> DraftChain:
+        rows = plan.sampling_rows
+        steps = tuple(row.num_steps for row in rows)
+        drafting = [b for b, num_steps in enumerate(steps) if num_steps]
+        if not drafting:
+            empty = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.device)
+            return DraftChain(empty, steps)
+        assert self.drafter is not None, "a plan with drafts needs a drafter"
+        root_draws = [sum(steps[:b]) + b for b in drafting]
+        tokens = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
+        if len(drafting) < len(rows):
+            padded = torch.zeros(len(rows), tokens.shape[1], dtype=torch.int64, device=self.device)
+            tokens = padded.index_copy(0, torch.tensor(drafting, device=self.device), tokens)
+        return DraftChain(tokens, steps)

@@ -1,0 +1,357 @@
+"""Tiny random checkpoints in the formats the world publishes. Seeded; nothing but files is shared.
+
+They are written directly (importing transformers costs seconds); `tests/unit/models` proves that
+transformers reads the targets and gives the same logits.
+
+`make_target(dir)` writes `config.json`, `model.safetensors` and a byte-level tokenizer.
+`make_eagle3(dir, target_dir)` / `make_eagle(dir, target_dir)` write heads for that target. A random
+head is hardly ever right: for tests that need drafts kept *sometimes*, give the target a small
+`layer_scale` (0.1 .. 1.0: it then nearly predicts from its last token alone) and the head
+`mimic=True` (it predicts from the last token alone).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+
+FAMILIES = ("llama2", "llama3", "mistral", "qwen2", "qwen3")
+BOS_ID, EOS_ID, PAD_ID = 256, 257, 258
+VOCAB = 288
+_ARCHITECTURE = {
+    "llama2": ("LlamaForCausalLM", "llama"),
+    "llama3": ("LlamaForCausalLM", "llama"),
+    "mistral": ("MistralForCausalLM", "mistral"),
+    "qwen2": ("Qwen2ForCausalLM", "qwen2"),
+    "qwen3": ("Qwen3ForCausalLM", "qwen3"),
+}
+_CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_target(
+    directory: Path | str,
+    family: str = "llama3",
+    hidden: int = 64,
+    layers: int = 6,
+    vocab: int = VOCAB,
+    seed: int = 0,
+    layer_scale: float = 1.0,
+    **config: Any,
+) -> Path:
+    """Writes a random float32 target of one of `FAMILIES` and its tokenizer; returns the directory.
+
+    `layer_scale` multiplies what every layer adds to the residual stream. Further keywords replace
+    or add keys of `config.json` before the weights are drawn (`num_key_value_heads=4`,
+    `sliding_window=8`, `tie_word_embeddings=False`, ...).
+    """
+    settings = {**target_config(family, hidden, layers, vocab), **config}
+    directory = Path(directory)
+    write_checkpoint(directory, settings, target_tensors(settings, seed, layer_scale))
+    if vocab > PAD_ID:
+        make_tokenizer(directory)
+    return directory
+
+
+def target_config(family: str, hidden: int, layers: int, vocab: int) -> dict[str, Any]:
+    """`config.json` of a tiny target, keyed as the family's published files are."""
+    architecture, model_type = _ARCHITECTURE[family]
+    config: dict[str, Any] = {
+        "architectures": [architecture],
+        "model_type": model_type,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4 if family == "llama2" else 2,
+        "vocab_size": vocab,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "hidden_act": "silu",
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": False,
+        "bos_token_id": BOS_ID if vocab > PAD_ID else None,
+        "eos_token_id": EOS_ID if vocab > PAD_ID else None,
+        "torch_dtype": "float32",
+    }
+    extra: dict[str, dict[str, Any]] = {
+        "llama2": {"rope_scaling": None},
+        "llama3": {
+            "tie_word_embeddings": True,
+            "rope_theta": 500000.0,
+            # A short original context, so that a 100-token test crosses all three bands.
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 64,
+            },
+        },
+        "mistral": {"sliding_window": None},
+        "qwen2": {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": layers},
+        "qwen3": {"head_dim": 32, "attention_bias": False, "use_sliding_window": False},
+    }
+    return {**config, **extra[family]}
+
+
+def target_tensors(config: Mapping[str, Any], seed: int, layer_scale: float) -> dict[str, Tensor]:
+    """Random tensors of a target, by their published names."""
+    draw = _Draw(seed)
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+    family = config["model_type"]
+    tied = config["tie_word_embeddings"]
+    embedding_scale = 2.0 if tied else hidden**0.5
+    tensors = {"model.embed_tokens.weight": draw.matrix(vocab, hidden, embedding_scale)}
+    for index in range(config["num_hidden_layers"]):
+        prefix = f"model.layers.{index}."
+        tensors |= _layer(draw, config, prefix, hidden, layer_scale)
+        tensors[prefix + "input_layernorm.weight"] = draw.norm(hidden)
+        if family == "qwen2":
+            tensors |= _qkv_bias(draw, config, prefix)
+        if family == "qwen3":
+            head_dim = _head_dim(config)
+            tensors[prefix + "self_attn.q_norm.weight"] = draw.norm(head_dim)
+            tensors[prefix + "self_attn.k_norm.weight"] = draw.norm(head_dim)
+    # A plain final norm: a mimic head, which has no norm of its own to copy it to, can then agree.
+    tensors["model.norm.weight"] = draw.norm(hidden) if layer_scale == 1.0 else torch.ones(hidden)
+    if not tied:
+        tensors["lm_head.weight"] = draw.matrix(vocab, hidden, 2.0)
+    return tensors
+
+
+def make_eagle3(
+    directory: Path | str,
+    target_dir: Path | str,
+    draft_vocab: int | None = None,
+    seed: int = 1,
+    fc_bias: bool = False,
+    mimic: bool = False,
+    layer_prefix: str = "midlayer.",
+    num_layers: int = 1,
+    own_embedding: bool = False,
+    **config: Any,
+) -> Path:
+    """Writes an EAGLE-3 head for the target in `target_dir`; returns the directory.
+
+    `draft_vocab` below the target's vocabulary adds `d2t` / `t2d`. Further keywords set keys of
+    `config.json` (`norm_before_residual=True`, `eagle_aux_hidden_state_layer_ids=[...]`, ...).
+    """
+    settings, target = _head_settings(target_dir, "LlamaForCausalLMEagle3", config)
+    settings.setdefault("draft_vocab_size", draft_vocab or settings["vocab_size"])
+    draw = _Draw(seed)
+    hidden, vocab, rows = (settings[k] for k in ("hidden_size", "vocab_size", "draft_vocab_size"))
+    ids = torch.randperm(vocab, generator=draw.generator)[:rows].sort().values
+    head = target.get("lm_head.weight", target["model.embed_tokens.weight"])
+    tensors = {
+        "fc.weight": draw.matrix(
+            hidden, 3 * settings["target_hidden_size"], 0.01 if mimic else 1.0
+        ),
+        "norm.weight": torch.ones(hidden) if mimic else draw.norm(hidden),
+        "lm_head.weight": head[ids].clone() if mimic else draw.matrix(rows, hidden, 2.0),
+    }
+    if fc_bias:
+        tensors["fc.bias"] = draw.matrix(1, hidden)[0]
+    if own_embedding:
+        tensors["embed_tokens.weight"] = draw.matrix(vocab, hidden, hidden**0.5)
+    if rows != vocab:
+        tensors["d2t"] = ids - torch.arange(rows)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill_(0, ids, True)
+    for index in range(num_layers):
+        prefix = layer_prefix if index == 0 else f"layers.{index}."
+        tensors |= _layer(draw, settings, prefix, 2 * hidden if index == 0 else hidden, 1.0)
+        tensors[prefix + "input_layernorm.weight"] = draw.norm(hidden)
+    tensors[layer_prefix + "hidden_norm.weight"] = draw.norm(hidden)
+    if mimic:
+        _mimic_attention(tensors, layer_prefix, hidden)
+    return write_checkpoint(directory, settings, tensors)
+
+
+def make_eagle(
+    directory: Path | str,
+    target_dir: Path | str,
+    seed: int = 1,
+    fc_bias: bool = True,
+    mimic: bool = False,
+    num_layers: int = 1,
+    own_embedding: bool = True,
+    **config: Any,
+) -> Path:
+    """Writes an EAGLE-1 head (pickle, as published) for the target; returns the directory."""
+    settings, target = _head_settings(target_dir, "LlamaForCausalLMEagle", config)
+    draw = _Draw(seed)
+    hidden = settings["hidden_size"]
+    tensors = {"fc.weight": draw.matrix(hidden, 2 * hidden)}
+    if mimic:
+        tensors["fc.weight"] = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    if fc_bias:
+        tensors["fc.bias"] = draw.matrix(1, hidden)[0] * (0.0 if mimic else 1.0)
+    if own_embedding:
+        tensors["embed_tokens.weight"] = target["model.embed_tokens.weight"].clone()
+    for index in range(num_layers):
+        prefix = f"layers.{index}."
+        tensors |= _layer(draw, settings, prefix, hidden, 0.01 if mimic else 1.0)
+        if index > 0:
+            tensors[prefix + "input_layernorm.weight"] = draw.norm(hidden)
+    return write_checkpoint(directory, settings, tensors, pickle=True)
+
+
+def write_checkpoint(
+    directory: Path | str,
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    pickle: bool = False,
+) -> Path:
+    """Writes `config.json` and one weight file (`pickle`: `pytorch_model.bin`)."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    if pickle:
+        torch.save(dict(tensors), directory / "pytorch_model.bin")
+    else:
+        contiguous = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def read_checkpoint(directory: Path | str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """`config.json` and all tensors of a directory written by this module."""
+    directory = Path(directory)
+    config = json.loads((directory / "config.json").read_text())
+    if (directory / "pytorch_model.bin").exists():
+        return config, torch.load(directory / "pytorch_model.bin", weights_only=True)
+    return config, load_file(directory / "model.safetensors")
+
+
+def make_tokenizer(directory: Path | str) -> Path:
+    """A byte-level tokenizer: token id = byte value, then `<bos>` 256, `<eos>` 257, `<pad>` 258."""
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    vocab = {character: byte for byte, character in _byte_characters().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<bos>", "<eos>", "<pad>"])
+    tokenizer.save(str(directory / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<bos>",
+        "eos_token": "<eos>",
+        "pad_token": "<pad>",
+        "chat_template": _CHAT_TEMPLATE,
+        "clean_up_tokenization_spaces": False,
+    }
+    (directory / "tokenizer_config.json").write_text(json.dumps(settings, indent=1))
+    return directory
+
+
+def _byte_characters() -> dict[int, str]:
+    """The printable character that stands for each byte in byte-level BPE files (GPT-2's map)."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    characters = {byte: chr(byte) for byte in printable}
+    hidden = [byte for byte in range(256) if byte not in characters]
+    return characters | {byte: chr(256 + rank) for rank, byte in enumerate(hidden)}
+
+
+class _Draw:
+    """Random tensors from one seeded stream."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def matrix(self, rows: int, columns: int, scale: float = 1.0) -> Tensor:
+        """[rows, columns] that maps a unit-variance vector to variance scale²."""
+        return torch.randn(rows, columns, generator=self.generator) * (scale / columns**0.5)
+
+    def norm(self, width: int) -> Tensor:
+        return 1.0 + 0.2 * torch.randn(width, generator=self.generator)
+
+
+def _head_dim(config: Mapping[str, Any]) -> int:
+    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+
+
+def _layer(
+    draw: _Draw, config: Mapping[str, Any], prefix: str, qkv_inputs: int, scale: float
+) -> dict[str, Tensor]:
+    """Attention, feed-forward and post-attention norm of one layer (no input norm)."""
+    hidden, inner = config["hidden_size"], config["intermediate_size"]
+    head_dim = _head_dim(config)
+    query = config["num_attention_heads"] * head_dim
+    key = config["num_key_value_heads"] * head_dim
+    tensors = {
+        # Sharper than chance, so that attention really selects and a wrong mask shows.
+        "self_attn.q_proj.weight": draw.matrix(query, qkv_inputs, 1.5),
+        "self_attn.k_proj.weight": draw.matrix(key, qkv_inputs, 1.5),
+        "self_attn.v_proj.weight": draw.matrix(key, qkv_inputs),
+        "self_attn.o_proj.weight": draw.matrix(hidden, query, scale),
+        "mlp.gate_proj.weight": draw.matrix(inner, hidden),
+        "mlp.up_proj.weight": draw.matrix(inner, hidden),
+        "mlp.down_proj.weight": draw.matrix(hidden, inner, scale),
+        "post_attention_layernorm.weight": draw.norm(hidden),
+    }
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def _qkv_bias(draw: _Draw, config: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
+    head_dim = _head_dim(config)
+    heads = {
+        "q_proj": config["num_attention_heads"],
+        "k_proj": config["num_key_value_heads"],
+        "v_proj": config["num_key_value_heads"],
+    }
+    return {
+        f"{prefix}self_attn.{name}.bias": 0.5 * draw.norm(count * head_dim)
+        for name, count in heads.items()
+    }
+
+
+def _head_settings(
+    target_dir: Path | str, architecture: str, config: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """A head's `config.json` as wide as the target, and the target's tensors."""
+    target_config, target = read_checkpoint(target_dir)
+    hidden = target_config["hidden_size"]
+    settings = {
+        "architectures": [architecture],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "target_hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+        "vocab_size": target_config["vocab_size"],
+        "rms_norm_eps": 1e-5,
+        "hidden_act": "silu",
+        # Shorter than any test's text: the draft must follow the target's positions regardless.
+        "max_position_embeddings": 16,
+        "tie_word_embeddings": False,
+        "torch_dtype": "float32",
+    }
+    return {**settings, **config}, target
+
+
+def _mimic_attention(tensors: dict[str, Tensor], prefix: str, hidden: int) -> None:
+    """Makes an EAGLE-3 layer copy the embedding of its own token to the output.
+
+    Equal query and key projections make every row attend to itself (a rotation by zero), values
+    pass the embedding half through, and the feed-forward adds nothing. Needs heads · d = H and as
+    many key heads as query heads.
+    """
+    select = torch.cat([torch.eye(hidden), torch.zeros(hidden, hidden)], dim=1)
+    tensors[prefix + "self_attn.q_proj.weight"] = 2.0 * select
+    tensors[prefix + "self_attn.k_proj.weight"] = 2.0 * select
+    tensors[prefix + "self_attn.v_proj.weight"] = select
+    tensors[prefix + "self_attn.o_proj.weight"] = torch.eye(hidden)
+    tensors[prefix + "mlp.down_proj.weight"].zero_()
+    tensors[prefix + "input_layernorm.weight"] = torch.ones(hidden)
