@@ -60,7 +60,6 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
         Tokenizer(folder),
         eos_token_ids=target.shape.eos_token_ids,
         max_model_len=max_model_len,
-        max_waiting_seqs=config.scheduler.max_waiting_seqs,
     )
 
 

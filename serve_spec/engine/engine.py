@@ -62,7 +62,6 @@ class SpecEngine:
         *,
         eos_token_ids: Collection[int],
         max_model_len: int,
-        max_waiting_seqs: int,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -70,7 +69,6 @@ class SpecEngine:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
-        self.max_waiting_seqs = max_waiting_seqs
         self.counters = EngineCounters()
         self._outputs: dict[str, OutputText] = {}
 

@@ -9,7 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.log import get_logger
@@ -21,7 +22,7 @@ _STUCK_AFTER_S = 60.0
 
 
 class EngineOverloaded(RuntimeError):
-    """More requests wait than `max_waiting_seqs` allows; try again later."""
+    """More requests are unfinished than the engine may hold; try again later."""
 
 
 class TokenStream:
@@ -59,6 +60,8 @@ class EngineLoop:
         self.tokenizer = self._engine.tokenizer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
+        limits = config.scheduler
+        self._max_unfinished = limits.max_num_seqs + limits.max_waiting_seqs
         self._failure: BaseException | None = None
         self._stopping = False
         self._round_started: float | None = None
@@ -72,21 +75,23 @@ class EngineLoop:
 
         Raises:
             InvalidRequest: the prompt or a parameter can not be served.
-            EngineOverloaded: too many requests wait.
+            EngineOverloaded: too many requests are unfinished.
             RuntimeError: the engine thread has died.
         """
         self.check_health()
-        engine = self._engine
-        if len(engine.scheduler.waiting) >= engine.max_waiting_seqs:
-            raise EngineOverloaded(f"max_waiting_seqs={engine.max_waiting_seqs} requests wait")
-        seq = engine.new_sequence(request_id, prompt, params)
+        if request_id in self._streams:
+            raise InvalidRequest("request_id", request_id, "is running already; use another")
+        if len(self._streams) >= self._max_unfinished:
+            raise EngineOverloaded(
+                f"{len(self._streams)} requests are unfinished, as many as max_num_seqs and "
+                "max_waiting_seqs allow; try again later"
+            )
+        seq = self._engine.new_sequence(request_id, prompt, params)
         stream = TokenStream(request_id, seq.num_prompt_tokens)
-
-        def add() -> None:
-            self._streams[request_id] = stream
-            engine.add(seq)
-
-        self._inbox.put(add)
+        self._streams[request_id] = stream
+        self._inbox.put(lambda: self._engine.add(seq))
+        # The thread may have died since the first check, before it could see this stream.
+        self.check_health()
         return stream
 
     def cancel(self, request_id: str) -> None:
@@ -147,13 +152,12 @@ class EngineLoop:
                     self._deliver(delta)
                 self._round_started = None
             for request_id in list(self._streams):
-                delta = self._engine.abort(request_id)
-                if delta is not None:
-                    self._deliver(delta)
+                ended = TokenDelta(request_id, (), "", FinishReason.ABORT)
+                self._deliver(self._engine.abort(request_id) or ended)
         except BaseException as error:  # the thread's last words: every stream must hear them
             logger.exception("the engine thread died")
             self._failure = error
-            for stream in self._streams.values():
+            for stream in list(self._streams.values()):
                 stream.put(RuntimeError(f"the engine thread died: {error!r}"))
 
     def _serve_inbox(self, *, wait: bool) -> None:

@@ -1,0 +1,175 @@
+"""Laws of the engine thread: streams, cancellation, failures."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.engine.loop import EngineLoop, EngineOverloaded, TokenStream
+from tests.unit.engine.conftest import MakeLLM, Pair
+
+PROMPT = [10, 20, 30]
+
+
+@pytest.fixture(scope="module")
+def config(pair: Pair) -> ServeSpecConfig:
+    settings: dict[str, Any] = {
+        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
+        },
+        "cache": {"num_pages": 64},
+        "scheduler": {"max_num_seqs": 4, "max_waiting_seqs": 3},
+    }
+    return ServeSpecConfig.load(settings)
+
+
+@pytest.fixture
+def loop(config: ServeSpecConfig) -> Iterator[EngineLoop]:
+    engine_loop = EngineLoop(config)
+    yield engine_loop
+    engine_loop.shutdown()
+
+
+async def collect(stream: TokenStream) -> list[TokenDelta]:
+    return [delta async for delta in stream]
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
+
+
+def pages_in_use(loop: EngineLoop) -> int:
+    cache = loop.snapshot()["kv"]
+    assert isinstance(cache, dict)
+    return int(cache["total_pages"] - cache["free_pages"])
+
+
+def test_streams_that_run_together_say_what_each_says_alone(
+    loop: EngineLoop, make_llm: MakeLLM
+) -> None:
+    async def together() -> list[list[TokenDelta]]:
+        streams = [await loop.submit(PROMPT, params(seed=i), str(i)) for i in range(3)]
+        return await asyncio.gather(*(collect(stream) for stream in streams))
+
+    alone = make_llm().generate([PROMPT] * 3, [params(seed=i) for i in range(3)])
+    for deltas, output in zip(asyncio.run(together()), alone, strict=True):
+        assert tuple(t for delta in deltas for t in delta.token_ids) == output.token_ids
+        assert "".join(delta.text for delta in deltas) == output.text
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[-1].speculation is not None
+
+
+def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody(
+    loop: EngineLoop, make_llm: MakeLLM
+) -> None:
+    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
+        staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
+        leaving = await loop.submit(PROMPT, params(max_tokens=100, seed=9), "leaving")
+        first = await anext(aiter(leaving))
+        loop.cancel("leaving")
+        loop.cancel("leaving")
+        rest = await collect(leaving)
+        return await collect(staying), [first, *rest]
+
+    stayed, left = asyncio.run(scenario())
+    alone = make_llm().generate([PROMPT], params(max_tokens=60))[0]
+    assert tuple(t for delta in stayed for t in delta.token_ids) == alone.token_ids
+    assert left[-1].finish_reason is FinishReason.ABORT
+    assert pages_in_use(loop) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "field", "too_long"),
+    [
+        ([], {}, "prompt", False),
+        ("", {}, "prompt", False),
+        ([-1], {}, "prompt", False),
+        ([10**6], {}, "prompt", False),
+        ([1] * 128, {}, "prompt", True),
+        ([1] * 100, {"max_tokens": 29}, "max_tokens", False),
+    ],
+)
+def test_a_request_that_can_not_run_is_refused_by_field_and_reaches_no_round(
+    loop: EngineLoop, prompt: Any, changes: dict[str, Any], field: str, too_long: bool
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        asyncio.run(loop.submit(prompt, params(**changes), "x"))
+    assert (refusal.value.field, refusal.value.too_long) == (field, too_long)
+    assert not loop._engine.has_work
+
+
+def test_a_full_engine_refuses_instead_of_growing(loop: EngineLoop) -> None:
+    """Four may run and three wait: the eighth unfinished request is one too many."""
+
+    async def scenario() -> None:
+        streams = [await loop.submit(PROMPT, params(max_tokens=100), str(i)) for i in range(7)]
+        with pytest.raises(EngineOverloaded, match="7 requests are unfinished"):
+            await loop.submit(PROMPT, params(), "one too many")
+        for stream in streams:
+            loop.cancel(stream.request_id)
+            await collect(stream)
+        await collect(await loop.submit(PROMPT, params(), "room again"))
+
+    asyncio.run(scenario())
+    assert pages_in_use(loop) == 0
+
+
+def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: EngineLoop) -> None:
+    async def scenario() -> list[TokenDelta]:
+        stream = await loop.submit(PROMPT, params(), "same")
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await loop.submit(PROMPT, params(), "same")
+        return await collect(stream)
+
+    assert asyncio.run(scenario())[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_dead_engine_tells_every_stream_and_the_health_check(
+    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = EngineLoop(config)
+
+    def explode(plan: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(loop._engine.worker, "execute", explode)
+
+    async def scenario() -> None:
+        stream = await loop.submit(PROMPT, params(), "1")
+        with pytest.raises(RuntimeError, match="device lost"):
+            await collect(stream)
+        with pytest.raises(RuntimeError, match="device lost"):
+            loop.check_health()
+        with pytest.raises(RuntimeError, match="device lost"):
+            await loop.submit(PROMPT, params(), "2")
+
+    asyncio.run(scenario())
+    loop.shutdown()
+
+
+def test_policy_knobs_change_between_rounds_or_not_at_all(loop: EngineLoop) -> None:
+    before = loop.snapshot()
+    with pytest.raises(ValueError, match="speculative_num_step"):
+        loop.reconfigure({"speculative_num_step": 3})
+    assert loop.snapshot()["strategy"] == before["strategy"]
+    loop.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 1})
+    assert loop.snapshot()["strategy"] == "static"
+
+
+def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
+    loop = EngineLoop(config)
+
+    async def scenario() -> list[TokenDelta]:
+        stream = await loop.submit(PROMPT, params(max_tokens=100), "1")
+        await anext(aiter(stream))
+        await asyncio.to_thread(loop.shutdown)
+        return await collect(stream)
+
+    assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
