@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from serve_spec import LLM
 from serve_spec.core.request import TokenDelta
@@ -57,8 +56,6 @@ class SwitchingController:
 @pytest.fixture(scope="session")
 def make_llm(pair: Pair) -> MakeLLM:
     """Builds engines on the pair; each checks its integrity after every round."""
-    torch.set_num_threads(1)
-
     def make(algorithm: str = "NONE", num_steps: int = 0, **overrides: Any) -> LLM:
         settings: dict[str, Any] = {
             "model": {"path": str(pair.target), "device": "cpu", "dtype": "float32"},

@@ -1,0 +1,74 @@
+"""Laws of the offline benchmark, run whole on a tiny random pair."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve_spec.bench.command import main
+from serve_spec.bench.workload import held_out_prompts
+from tests.helpers.checkpoints import make_eagle3, make_target
+
+
+def byte_ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_prompts_are_the_same_every_time_and_exactly_as_long_as_asked() -> None:
+    first, second = (held_out_prompts(byte_ids, count=5, num_tokens=60) for _ in range(2))
+    assert first == second
+    assert [len(prompt) for prompt in first] == [60] * 5
+    assert first != held_out_prompts(byte_ids, count=5, num_tokens=60, seed=1)
+
+
+def test_prompts_need_an_installed_package() -> None:
+    with pytest.raises(ValueError, match="no_such_package"):
+        held_out_prompts(byte_ids, count=1, num_tokens=10, packages=["no_such_package"])
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("bench")
+    target = make_target(root / "target", layer_scale=0.3)
+    head = make_eagle3(root / "eagle3", target, mimic=True)
+    settings = {
+        "model": {"path": str(target), "device": "cpu"},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(head),
+        },
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_every_arm_says_the_same_and_the_last_line_is_the_whole_result(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [
+        "offline",
+        "--config",
+        str(config),
+        "--num-prompts",
+        "3",
+        "--batch-sizes",
+        "1",
+        "2",
+    ]
+    arguments += ["--prompt-tokens", "20", "--output-tokens", "12", "--repetitions", "2"]
+    arguments += ["--num-steps", "1", "3", "--temperatures", "0", "1"]
+    arguments += ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    assert main(arguments) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "r.json").read_text())
+    cells = result["cells"]
+    assert [cell["arm"] for cell in cells[:4]] == ["off", "K=1", "K=3", "adaptive"]
+    assert len(cells) == 4 * 2 * 2
+    assert all(cell["same_text"] and cell["tokens_per_second"] > 0 for cell in cells)
+    by_arm = {cell["arm"]: cell for cell in cells if cell["batch_size"] == 1}
+    assert by_arm["off"]["accept_length"] == 1.0
+    assert 1.0 < by_arm["K=3"]["accept_length"] <= 4.0
+    assert {"cpu", "commit", "versions", "command"} <= set(result["environment"])
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
