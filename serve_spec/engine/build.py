@@ -10,6 +10,7 @@ from serve_spec.adaptive import AdaptiveController
 from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import AttentionBackend, torch_dtype
+from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.engine import SpecEngine
@@ -19,7 +20,7 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, Llama, ModelShape, load_draft, load_target
 from serve_spec.runtime.target import TargetRunner
-from serve_spec.scheduler.scheduler import Scheduler, SchedulerLimits
+from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
@@ -42,22 +43,17 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
     controller = AdaptiveController.create(config.speculative)
     num_pages = _num_pages(config, target, head, dtype, device)
     max_model_len = config.model.max_model_len or target.shape.max_position_embeddings
+    tokenizer = Tokenizer(folder)
+    _check_fit(target.shape, max_model_len, tokenizer)
     _check_sizes(config, num_pages, max_model_len)
     worker = _build_worker(config, target, head, num_pages, dtype, device)
     worker.init_states(controller.candidate_steps)
-    scheduler = Scheduler(
-        SchedulerLimits(
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
-            chunked_prefill=config.scheduler.chunked_prefill,
-        ),
-        KVCacheManager(num_pages, config.cache.page_size),
-    )
+    scheduler = Scheduler(config.scheduler, KVCacheManager(num_pages, config.cache.page_size))
     return SpecEngine(
         scheduler,
         worker,
         controller,
-        Tokenizer(folder),
+        tokenizer,
         eos_token_ids=target.shape.eos_token_ids,
         max_model_len=max_model_len,
     )
@@ -168,6 +164,19 @@ def _num_pages(
 def _kv_values(shape: ModelShape) -> int:
     """Key and value numbers of one token over all layers."""
     return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+
+
+def _check_fit(shape: ModelShape, max_model_len: int, tokenizer: Tokenizer) -> None:
+    if max_model_len > shape.max_position_embeddings:
+        raise ValueError(
+            f"max_model_len={max_model_len} is more than the model was made for: "
+            f"max_position_embeddings={shape.max_position_embeddings}; lower max_model_len"
+        )
+    if tokenizer.vocab_size > shape.vocab_size:
+        raise CheckpointError(
+            f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json says "
+            f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
+        )
 
 
 def _check_sizes(config: ServeSpecConfig, num_pages: int, max_model_len: int) -> None:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from serve_spec.config import SchedulerConfig
 from serve_spec.core.plan import RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
 from serve_spec.core.sequence import Sequence
@@ -13,15 +14,6 @@ from serve_spec.kvcache.manager import KVCacheManager
 
 ChooseSteps = Callable[[int], int]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
-
-
-@dataclass(frozen=True)
-class SchedulerLimits:
-    """Bounds of one round. Without chunked prefill a prompt is computed whole, in one round."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunked_prefill: bool
 
 
 @dataclass(frozen=True)
@@ -45,7 +37,7 @@ class Scheduler:
     function of (prefix, seed, position), the text does not notice.
     """
 
-    def __init__(self, limits: SchedulerLimits, cache: KVCacheManager) -> None:
+    def __init__(self, limits: SchedulerConfig, cache: KVCacheManager) -> None:
         self.limits = limits
         self.cache = cache
         self.waiting: deque[Sequence] = deque()

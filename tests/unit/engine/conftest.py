@@ -56,6 +56,7 @@ class SwitchingController:
 @pytest.fixture(scope="session")
 def make_llm(pair: Pair) -> MakeLLM:
     """Builds engines on the pair; each checks its integrity after every round."""
+
     def make(algorithm: str = "NONE", num_steps: int = 0, **overrides: Any) -> LLM:
         settings: dict[str, Any] = {
             "model": {"path": str(pair.target), "device": "cpu", "dtype": "float32"},

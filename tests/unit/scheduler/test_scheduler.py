@@ -4,11 +4,12 @@ import random
 
 import pytest
 
+from serve_spec.config import SchedulerConfig
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-from serve_spec.scheduler.scheduler import Scheduler, SchedulerLimits
+from serve_spec.scheduler.scheduler import Scheduler
 
 
 def token_at(seed: int, position: int) -> int:
@@ -50,7 +51,7 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
 
 def make(num_pages: int = 64, **limits: int | bool) -> Scheduler:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunked_prefill": True}
-    return Scheduler(SchedulerLimits(**{**settings, **limits}), KVCacheManager(num_pages, 4))
+    return Scheduler(SchedulerConfig(**{**settings, **limits}), KVCacheManager(num_pages, 4))
 
 
 def sequence(name: str, num_prompt: int, **params: object) -> Sequence:

@@ -1,0 +1,55 @@
+"""Laws of what a caller may ask for."""
+
+import math
+import pickle
+
+import pytest
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import SamplingParams, SpeculationStats, SpeculativeOptions
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", math.nan),
+        ("temperature", math.inf),
+        ("top_k", -2),
+        ("top_p", 0.0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 2.0),
+        ("stop", ("a", "")),
+    ],
+)
+def test_a_parameter_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match=field) as refusal:
+        SamplingParams(**{field: value})
+    assert refusal.value.field == field
+
+
+def test_a_negative_depth_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match=r"speculative\.max_steps=-1"):
+        SpeculativeOptions(max_steps=-1)
+
+
+def test_a_single_stop_string_means_a_list_of_one() -> None:
+    assert SamplingParams(stop="END").stop == ("END",)
+
+
+def test_a_refusal_survives_the_way_to_another_process() -> None:
+    error = InvalidRequest("prompt", "x", "shorten it", too_long=True)
+    copy = pickle.loads(pickle.dumps(error))
+    assert (str(copy), copy.field, copy.too_long) == (str(error), "prompt", True)
+
+
+def test_accept_length_is_the_tokens_a_round_emits() -> None:
+    stats = SpeculationStats()
+    assert stats.accept_length == 1.0
+    for num_steps, correct in ((3, 3), (3, 0), (0, 0), (7, 5)):
+        stats.observe(num_steps, correct)
+    assert stats.accept_length == (4 + 1 + 1 + 6) / 4
+    assert stats.as_dict()["rounds_by_num_steps"] == {"0": 1, "3": 2, "7": 1}
+    assert (stats.num_draft_tokens, stats.num_correct_drafts) == (13, 8)

@@ -1,0 +1,63 @@
+"""What an engine refuses to be built from: named, with the way out."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_spec import LLM
+from serve_spec.core.errors import CheckpointError
+from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.unit.engine.conftest import MakeLLM, Pair
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"max_model_len": 513}, "max_model_len=513 .* max_position_embeddings=512"),
+        ({"num_pages": 8}, "num_pages=8 .* hold 32 tokens, less than max_model_len=128"),
+        (
+            {"chunked_prefill": False, "max_num_batched_tokens": 64},
+            "max_num_batched_tokens=64 is below max_model_len=128",
+        ),
+        ({"speculative_num_step": 3}, "speculative_num_steps"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_refused_by_name(
+    make_llm: MakeLLM, overrides: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        make_llm(**overrides)
+
+
+def test_a_draft_of_another_hidden_size_or_vocabulary_is_refused(
+    make_llm: MakeLLM, pair: Pair, tmp_path: Path
+) -> None:
+    for name, shape in (("hidden", {"hidden": 32}), ("vocabulary", {"vocab": 300})):
+        other = make_target(tmp_path / name, **shape)
+        head = make_eagle3(tmp_path / f"{name}-head", other)
+        with pytest.raises(CheckpointError, match=r"hidden_size|vocab_size"):
+            make_llm("EAGLE3", 3, speculative_draft_model_path=str(head))
+
+
+def test_a_tokenizer_of_another_model_is_refused(pair: Pair, tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    path = target / "tokenizer.json"
+    tokenizer = json.loads(path.read_text())
+    for number in range(40):
+        added = {**tokenizer["added_tokens"][0], "id": 259 + number, "content": f"<{number}>"}
+        tokenizer["added_tokens"].append(added)
+    path.write_text(json.dumps(tokenizer))
+    with pytest.raises(CheckpointError, match="tokenizer.json has 299 tokens"):
+        LLM({"model": {"path": str(target), "device": "cpu"}})
+
+
+def test_a_missing_or_broken_tokenizer_is_refused(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    (target / "tokenizer.json").write_text("{")
+    with pytest.raises(CheckpointError, match="tokenizer.json can not be read"):
+        LLM({"model": {"path": str(target), "device": "cpu"}})
+    (target / "tokenizer.json").unlink()
+    with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
+        LLM({"model": {"path": str(target), "device": "cpu"}})
