@@ -1,7 +1,7 @@
 """Laws of incremental text: nothing shown can still change, and texts end where they must."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, SamplingParams
@@ -33,7 +33,6 @@ def feed(text: OutputText, tokens: list[int], sizes: list[int]) -> tuple[list[st
     return pieces, used
 
 
-@settings(deadline=None)
 @given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30))
 def test_pieces_join_to_the_whole_text_however_tokens_arrive(
     tokenizer: Tokenizer, text: str, sizes: list[int]

@@ -1,0 +1,56 @@
+# Everything from a bare machine: python 3.11 or newer and a package index are enough.
+#
+#   make serve    install, then serve the shipped model and print a curl line
+#   make test     install, then lint, types and the CPU tests (what .ci/run calls)
+#
+# torch comes from the index pip is configured with. For a small CPU build:
+#   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
+
+VENV ?= .venv
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := $(shell grep '^torch==' constraints.txt)
+EXTRAS ?= dev
+
+# Tests, Ray's workers and torch share few cores: one thread each, unless somebody says otherwise.
+export OMP_NUM_THREADS ?= 1
+export MKL_NUM_THREADS ?= 1
+export OPENBLAS_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.PHONY: install serve test lint types format bench clean
+
+install: $(STAMP)
+
+# torch alone first and by its plain version, so that the index decides between CPU and GPU builds.
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import sys; assert sys.version_info >= (3, 11), "serve_spec needs Python 3.11 or newer; make install PYTHON=..."'
+	$(BIN)/python -m pip install $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[$(EXTRAS)]'
+	touch $@
+
+serve: install
+	$(BIN)/serve-spec serve deploy/tiny.yaml
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: install
+	$(BIN)/serve-spec bench offline
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

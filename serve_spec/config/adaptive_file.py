@@ -1,0 +1,135 @@
+"""The adaptive config: which steps each batch-size slot may take, and how fast it moves.
+
+Both generations of SGLang's JSON file are read as they are:
+
+    flat   {"candidate_steps": [1, 3, 7], "ema_alpha": 0.2}            one slot for all sizes
+    slots  {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]},
+            "ema_alpha": 0.2}          integer keys are lower bounds, the rest are shared defaults
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from pydantic import Field, field_validator
+
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
+
+AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
+"""An adaptive config: the JSON file, the mapping it would hold, or slots parsed already."""
+
+_STEPS_FIX = "give a non-empty list of integers ≥ 0, for example [1, 3, 7]"
+
+
+class SlotConfig(StrictModel):
+    """How one batch-size slot adapts. Keys and defaults are those of SGLang's file."""
+
+    candidate_steps: tuple[int, ...] = Field(
+        (1, 3, 7), description="Tiers the slot may take, ascending; 0 is: do not speculate."
+    )
+    ema_alpha: float = Field(
+        0.2, gt=0, le=1, description="Weight of the newest round in the moving average."
+    )
+    update_interval: int = Field(5, ge=1, description="Rounds between two decisions.")
+    warmup_batches: int = Field(10, ge=0, description="Rounds before the first decision.")
+    down_hysteresis: float = Field(
+        -0.25, description="Drafts added to the average's threshold for stepping down."
+    )
+    up_hysteresis: float = Field(
+        0.0, description="Drafts added to the average's threshold for stepping up."
+    )
+    ceiling_coeff: float = Field(
+        0.0, description="Cap of ceil(average * this) on a tier that does not rise; ≤ 0: off."
+    )
+
+    @field_validator("candidate_steps", mode="before")
+    @classmethod
+    def _ladder(cls, value: object) -> object:
+        if not isinstance(value, list | tuple) or not value:
+            raise Refusal("candidate_steps", value, _STEPS_FIX)
+        if any(type(step) is not int or step < 0 for step in value):  # bool is an int, too
+            raise Refusal("candidate_steps", value, _STEPS_FIX)
+        return tuple(sorted(set(value)))
+
+
+def load_slots(source: AdaptiveSource) -> dict[int, SlotConfig]:
+    """The slots of an adaptive config by the lower bound of their batch sizes, ascending.
+
+    Raises:
+        ConfigError: unreadable, or anything in it is unknown or out of range.
+    """
+    if isinstance(source, Mapping):
+        return parse_slots(source)
+    file = Path(source)
+    text = read_text(file)
+    try:
+        return parse_slots(_parse_json_object(text))
+    except ConfigError as error:
+        raise ConfigError(*(f"{file}: {problem}" for problem in error.problems)) from None
+
+
+def _parse_json_object(text: str) -> dict[str, Any]:
+    try:
+        content = json.loads(text, object_pairs_hook=_without_repeats)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"holds {content!r}; an adaptive config is a JSON object")
+    return content
+
+
+def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[int, SlotConfig]:
+    """As `load_slots`, from the mapping itself."""
+    keyed = {str(key): value for key, value in config.items()}
+    slots = {key: value for key, value in keyed.items() if key.isdecimal()}
+    shared = {key: value for key, value in keyed.items() if key not in slots}
+    if not keyed:
+        example = '{"1": {"candidate_steps": [1, 3, 7]}}'
+        raise ConfigError(f"adaptive config={dict(config)!r}: holds no slot; give one: {example}")
+    defaults = judge(SlotConfig, shared)
+    if not slots:
+        return {1: defaults}
+    parsed: dict[int, SlotConfig] = {}
+    problems: list[str] = []
+    for key in sorted(slots, key=int):
+        try:
+            if int(key) in parsed:
+                raise ConfigError(f"{key}: batch size {int(key)} is given twice; keep one")
+            parsed[int(key)] = parse_slot(slots[key], shared, where=key)
+        except ConfigError as error:
+            problems += error.problems
+    if problems:
+        raise ConfigError(*problems)
+    return parsed
+
+
+def parse_slot(
+    own: object, shared: Mapping[str, Any] | None = None, *, where: str = ""
+) -> SlotConfig:
+    """One slot's config over the shared defaults; its own keys win.
+
+    Raises:
+        ConfigError: no mapping, without candidate_steps, or anything unknown or out of range.
+    """
+    if isinstance(own, SlotConfig):
+        return own
+    if not isinstance(own, Mapping):
+        example = '{"candidate_steps": [1, 3]}'
+        raise ConfigError(f"{where}={own!r}: a slot is an object like {example}")
+    if "candidate_steps" not in own:
+        name = ".".join(filter(None, [where, "candidate_steps"]))
+        raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
+    return judge(SlotConfig, {**(shared or {}), **own}, where=where)
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = sorted({key for key in keys if keys.count(key) > 1})
+        raise ConfigError(f"{', '.join(twice)}: given twice in one object; keep one")
+    return content

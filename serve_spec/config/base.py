@@ -1,0 +1,257 @@
+"""How configuration is read and judged: closed models, YAML, environment, paths, errors.
+
+Every refusal names the dotted field, the value and the way out; all of them are reported at once,
+in one `ConfigError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Self, TypeVar, get_args
+
+import yaml
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ValidationError,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+)
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+
+ASSETS = Path(__file__).parents[1] / "assets"
+"""Package data: what `asset:tiny/target` names lies below this folder."""
+
+_ASSET = "asset:"
+
+
+class ConfigError(ValueError):
+    """Everything wrong with a configuration, each problem naming field, value and way out."""
+
+    # The problems are `args` themselves, so that the error survives pickling.
+    def __init__(self, *problems: str) -> None:
+        super().__init__(*problems)
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        """One sentence per problem."""
+        return self.args
+
+    def __str__(self) -> str:
+        return "\n".join(self.problems)
+
+
+class Refusal(ValueError):
+    """One value that a validator of ours cannot take; `judge` adds where it was said."""
+
+    def __init__(self, field: str, value: object, fix: str) -> None:
+        super().__init__(f"{field}={value!r}: {fix}")
+        self.field = field
+
+
+class StrictModel(BaseModel):
+    """Frozen and closed: no unknown keys, no coercion (`"3"` and `true` are not integers).
+
+    Lists become tuples. A field typed `Path` holds something that exists: see `locate`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+    # Values this version can run, for fields that promise more than that; checked in one place.
+    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    @field_validator("*", mode="wrap")
+    @classmethod
+    def _read(
+        cls, value: object, judge_type: ValidatorFunctionWrapHandler, info: ValidationInfo
+    ) -> object:
+        name = str(info.field_name)
+        if isinstance(value, list):
+            value = tuple(value)
+        if isinstance(value, str | Path) and is_path(cls.model_fields[name]):
+            value = locate(name, value, (info.context or {}).get("folder", Path.cwd()))
+        judged = judge_type(value)
+        works = cls.works_now.get(name)
+        if works is not None and judged not in works:
+            shown = ", ".join(str(choice) for choice in works)
+            raise Refusal(name, judged, f"not available in this version; what works now: {shown}")
+        return judged
+
+    def said(self) -> dict[str, Any]:
+        """What was given, without what was derived or left at its default; nested, judgeable."""
+        return self.model_dump(exclude_unset=True)
+
+    def _settle(self, **derived: object) -> Self:
+        """Writes derived values while validating; they do not count as given (see `said`)."""
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+        return self
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def judge(
+    model: type[Model], data: object, *, where: str = "", folder: Path | None = None
+) -> Model:
+    """`data` as a `model`.
+
+    Args:
+        where: dotted place of `data`, put before every field in messages.
+        folder: where relative paths start; None is the current directory.
+
+    Raises:
+        ConfigError: all problems at once.
+    """
+    context = {"folder": folder or Path.cwd()}
+    try:
+        return model.model_validate(data, context=context)
+    except ValidationError as error:
+        problems = (p for e in error.errors() for p in _explain(model, e, where))
+        raise ConfigError(*problems) from None
+
+
+def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterator[str]:
+    place = [str(part) for part in error["loc"]]
+    dotted = ".".join([where, *place] if where else place)
+    if error["type"] == "extra_forbidden":
+        known = [".".join([where, key] if where else [key]) for key in dotted_keys(model)]
+        yield unknown_key(dotted, known)
+        return
+    cause = error.get("ctx", {}).get("error")
+    if isinstance(cause, ConfigError):  # a file this field names, judged with it
+        yield from (f"{dotted}: {problem}" for problem in cause.problems)
+    elif isinstance(cause, Refusal):
+        # A check over a whole section names its field itself.
+        prefix = dotted.removesuffix(cause.field).rstrip(".")
+        yield f"{prefix}.{cause}" if prefix else str(cause)
+    else:
+        field = _field_at(model, place)
+        hint = f" ({field.description})" if field is not None and field.description else ""
+        # What is a tuple here is a list to whoever writes YAML.
+        message = (error["msg"][:1].lower() + error["msg"][1:]).replace("valid tuple", "list")
+        secret = field is not None and not field.repr
+        given = "=<hidden>" if secret else f"={error['input']!r}"
+        if error["type"] == "missing":
+            given = ""
+        yield f"{dotted}{given}: {message}{hint}"
+
+
+def unknown_key(key: str, known: Iterable[str]) -> str:
+    """The sentence that refuses an unknown dotted key: names the nearest known one.
+
+    Without the value: a misspelt `api_keys` must not print a secret.
+    """
+    names = list(known)
+    leaf = key.rpartition(".")[2]
+    by_leaf = {name.rpartition(".")[2]: name for name in names}
+    # A right word in the wrong section first, then the nearest spelling anywhere.
+    close = [by_leaf[leaf]] if leaf in by_leaf else difflib.get_close_matches(key, names, 1, 0.0)
+    return f"{key}: unknown key; did you mean {close[0]}?"
+
+
+def dotted_keys(model: type[BaseModel]) -> list[str]:
+    """Every key a mapping for `model` may hold, nested ones dotted, sections themselves too."""
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(name)
+        section = section_model(field)
+        if section is not None:
+            keys += [f"{name}.{key}" for key in dotted_keys(section)]
+    return keys
+
+
+def section_model(field: FieldInfo) -> type[BaseModel] | None:
+    """The model of a field that is a section, else None."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+def _field_at(model: type[BaseModel], place: list[str]) -> FieldInfo | None:
+    field = model.model_fields.get(place[0]) if place else None
+    section = section_model(field) if field is not None else None
+    return _field_at(section, place[1:]) if section is not None and place[1:] else field
+
+
+def is_path(field: FieldInfo) -> bool:
+    """Whether a field names something on the disk."""
+    return Path in (field.annotation, *get_args(field.annotation))
+
+
+def locate(field: str, value: str | Path, folder: Path) -> Path:
+    """The absolute path `value` names: absolute, relative to `folder`, or `asset:` package data.
+
+    Raises:
+        Refusal: nothing is there; says which place was tried.
+    """
+    text = str(value)
+    is_asset = text.startswith(_ASSET)
+    base = ASSETS if is_asset else folder
+    # abspath, not resolve: a cache of links keeps the names its user knows.
+    found = Path(os.path.abspath(base / Path(text.removeprefix(_ASSET)).expanduser()))
+    if not found.exists():
+        fix = f"nothing at {found}; give an absolute path, one relative to {folder}, or 'asset:...'"
+        raise Refusal(field, text, fix)
+    return found
+
+
+def anchored(value: object, folder: Path) -> object:
+    """A relative path made absolute below `folder`; `asset:` names stay as they are."""
+    if not isinstance(value, str | Path) or str(value).startswith(_ASSET):
+        return value
+    return folder / Path(value).expanduser()
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """YAML without its two quiet traps: a repeated key is an error, and `1e-3` is a number."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"key {key!r} is given twice; keep one", key_node.start_mark
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_StrictLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"),
+    list("-+0123456789"),
+)
+
+
+def parse_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text.
+
+    Raises:
+        ConfigError: not YAML; says where in `name`.
+    """
+    try:
+        # The loader is a SafeLoader: it builds plain values only.
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{name}: not valid YAML: {' '.join(str(error).split())}") from None
+
+
+def read_text(path: Path) -> str:
+    """The text of a configuration file.
+
+    Raises:
+        ConfigError: it cannot be read; says which place was tried.
+    """
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        fix = "name a readable text file"
+        raise ConfigError(f"{path}: {reason}; tried {path.absolute()}; {fix}") from None

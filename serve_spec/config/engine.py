@@ -1,0 +1,77 @@
+"""What runs: the model, its caches, and how much of both one round may use."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from serve_spec.config.base import StrictModel
+
+
+class ModelConfig(StrictModel):
+    """The target model and the device it runs on."""
+
+    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "tensor_parallel_size": (1,),
+        "attention_backend": ("auto", "torch"),
+    }
+
+    path: Path = Field(
+        description="Checkpoint folder: absolute, relative to the config file, or 'asset:NAME'."
+    )
+    served_model_name: str = Field(
+        "", description="Name clients send as `model`; null: the last part of `path`."
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
+    )
+    max_model_len: int | None = Field(
+        None, ge=1, description="Most tokens of prompt and output; null: what the model allows."
+    )
+    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one model.")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        "auto", description="auto: a GPU when there is one."
+    )
+    attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
+        "auto", description="auto: the fastest one that runs on the device."
+    )
+
+    @field_validator("served_model_name", mode="before")
+    @classmethod
+    def _null_is_unnamed(cls, name: object) -> object:
+        return "" if name is None else name
+
+    @model_validator(mode="after")
+    def _resolve(self) -> Self:
+        return self._settle(served_model_name=self.served_model_name or self.path.name)
+
+
+class CacheConfig(StrictModel):
+    """Pages of keys and values, shared by target and draft."""
+
+    page_size: int = Field(16, ge=1, description="Tokens per page.")
+    num_pages: int | None = Field(
+        None, ge=1, description="Pages in all; null: what the memory budget holds."
+    )
+    memory_fraction: float = Field(
+        0.85, gt=0, lt=1, description="Share of the free GPU memory that the caches may take."
+    )
+    cpu_cache_gb: float = Field(1.0, gt=0, description="Memory for the caches on a CPU, in GiB.")
+
+
+class SchedulerConfig(StrictModel):
+    """How many sequences run together, and how much one round computes."""
+
+    max_num_seqs: int = Field(64, ge=1, description="Most sequences that run at once.")
+    max_num_batched_tokens: int = Field(
+        2048, ge=1, description="Most rows of one target forward, drafts included."
+    )
+    chunked_prefill: bool = Field(
+        True, description="Split long prompts over rounds, so that decoding rows keep moving."
+    )
+    max_waiting_seqs: int = Field(
+        1024, ge=1, description="Most sequences that wait in one engine before it refuses more."
+    )

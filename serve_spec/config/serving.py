@@ -1,0 +1,57 @@
+"""What surrounds the engine in Ray Serve: router, replicas, the fleet's statistics."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from serve_spec.config.base import StrictModel
+
+
+class RouterConfig(StrictModel):
+    """The HTTP door and the queue behind it."""
+
+    batch_wait_ms: float = Field(
+        0.0, ge=0, description="How long a request may wait for company, in ms; 0: not at all."
+    )
+    max_batch_size: int = Field(64, ge=1, description="Most requests handed over together.")
+    max_queued_requests: int = Field(
+        256, ge=1, description="Requests that may wait at the door; more are answered 429."
+    )
+    request_timeout_s: float = Field(
+        600.0, gt=0, description="Longest time from arrival to the last token, in seconds."
+    )
+    api_keys: tuple[str, ...] = Field(
+        (), repr=False, description="Accepted bearer tokens, a list of strings; empty: no check."
+    )
+    host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
+    port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on.")
+
+
+class ReplicaConfig(StrictModel):
+    """Engine replicas: how many, what each takes, and when one counts as dead."""
+
+    num_replicas: int = Field(1, ge=1, description="Engine replicas.")
+    num_cpus: float = Field(1.0, ge=0, description="Logical CPUs that Ray reserves per replica.")
+    num_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves per replica.")
+    max_ongoing_requests: int = Field(256, ge=1, description="Most requests inside one replica.")
+    torch_num_threads: int | None = Field(
+        None, ge=1, description="CPU threads of one replica's torch; null: torch decides."
+    )
+    health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
+    health_check_timeout_s: float = Field(
+        30.0, gt=0, description="Seconds until an unanswered health check counts as failed."
+    )
+    graceful_shutdown_timeout_s: float = Field(
+        120.0, ge=0, description="Seconds that running requests get to finish on shutdown."
+    )
+
+
+class StatsConfig(StrictModel):
+    """The named actor that gathers acceptance statistics of all replicas."""
+
+    actor_name: str = Field("SpecStats", min_length=1, description="Name of the actor.")
+    push_interval_s: float = Field(2.0, gt=0, description="Seconds between a replica's reports.")
+    stale_after_s: float = Field(
+        15.0, gt=0, description="Seconds of silence after which a replica's figures are stale."
+    )
+    history_s: float = Field(600.0, gt=0, description="Seconds of history that are kept.")

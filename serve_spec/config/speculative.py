@@ -1,0 +1,124 @@
+"""Whether and how to speculate. Keys carry the names SGLang users know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import ClassVar, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
+
+Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "NGRAM"]
+Strategy = Literal["ema", "goodput", "per_request", "static"]
+
+_STRATEGIES_NOW: tuple[object, ...] = ("ema", "static")
+_NEED_DRAFT = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE")
+
+
+class SpeculativeConfig(StrictModel):
+    """How drafts are made and how their number adapts."""
+
+    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3"),
+        "speculative_eagle_topk": (1,),
+        "speculative_adaptive_strategy": _STRATEGIES_NOW,
+    }
+
+    speculative_algorithm: Algorithm = Field(
+        "NONE", description="Who drafts; NONE: plain decoding."
+    )
+    speculative_draft_model_path: Path | None = Field(
+        None, description="Draft checkpoint folder; paths as in model.path."
+    )
+    speculative_num_steps: int = Field(
+        3, ge=0, description="Draft forwards per round; where an adaptive policy starts; 0: none."
+    )
+    speculative_eagle_topk: int = Field(
+        1, ge=1, description="Children per drafted token; 1 drafts a chain."
+    )
+    speculative_num_draft_tokens: int | None = Field(
+        None, ge=1, description="Rows the target verifies, root included; a chain has steps + 1."
+    )
+    speculative_adaptive: bool = Field(
+        True, description="Whether the number of steps follows what is measured."
+    )
+    speculative_adaptive_config: Path | None = Field(
+        None, description="JSON file of candidate steps per batch size; null: conservative."
+    )
+    speculative_adaptive_strategy: Strategy = Field(
+        "ema", description="Rule that picks the steps; static keeps speculative_num_steps."
+    )
+    speculative_draft_sharpness: float = Field(
+        0.85, gt=0, le=2, description="The draft draws at this * the request's temperature."
+    )
+
+    @field_validator("speculative_adaptive_config")
+    @classmethod
+    def _readable(cls, path: Path | None) -> Path | None:
+        if path is not None:
+            load_slots(path)  # judged at the door, not when the first replica starts
+        return path
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        algorithm, rows = self.speculative_algorithm, self.speculative_num_draft_tokens
+        if algorithm in _NEED_DRAFT and self.speculative_draft_model_path is None:
+            fix = f"{algorithm} needs a draft checkpoint; name its folder"
+            raise Refusal("speculative_draft_model_path", None, fix)
+        if rows is not None and rows != self.num_draft_tokens:
+            fix = (
+                f"a chain of speculative_num_steps={self.speculative_num_steps} has "
+                f"{self.num_draft_tokens} rows; give that, or leave the key out"
+            )
+            raise Refusal("speculative_num_draft_tokens", rows, fix)
+        # Without drafts there is nothing to adapt.
+        return self if self.enabled else self._settle(speculative_adaptive=False)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything drafts."""
+        return self.speculative_algorithm != "NONE"
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Rows the target verifies per sequence at the starting tier, root included."""
+        return self.speculative_num_steps + 1
+
+
+class PolicyUpdate(StrictModel):
+    """What may change while the engine runs. Keys left out keep their present value."""
+
+    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "speculative_adaptive_strategy": _STRATEGIES_NOW,
+    }
+
+    speculative_adaptive: bool = Field(True, description="Whether the number of steps adapts.")
+    speculative_adaptive_strategy: Strategy = Field("ema", description="Rule that picks the steps.")
+    speculative_num_steps: int = Field(3, ge=0, description="Steps of the static strategy.")
+    speculative_adaptive_config: Mapping[str, object] | Path | None = Field(
+        None, description="Candidate steps per batch size: the mapping itself, or its JSON file."
+    )
+    min_dwell_rounds: int = Field(8, ge=0, description="Fewest rounds between two switches.")
+
+    @field_validator("speculative_adaptive_config")
+    @classmethod
+    def _readable(
+        cls, source: Mapping[str, object] | Path | None
+    ) -> Mapping[str, object] | Path | None:
+        if source is not None:
+            load_slots(source)
+        return source
+
+
+def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
+    """A live change of policy, judged as a whole.
+
+    Raises:
+        ConfigError: anything in it is unknown or out of range; nothing is to be applied.
+    """
+    if not isinstance(settings, Mapping):
+        raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")
+    return judge(PolicyUpdate, dict(settings))

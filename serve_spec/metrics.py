@@ -1,0 +1,149 @@
+"""What the engine reports: names, units and meaning. How it travels is the sink's business.
+
+Names end in their unit; counters only grow; a label has few values (never a request id).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True)
+class Metric:
+    """One time series: how to declare it wherever metrics are kept."""
+
+    name: str
+    kind: Literal["counter", "gauge", "histogram"]
+    help: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StepStats:
+    """One executed round.
+
+    Rows and tokens count decoding only, except `num_prefill_tokens`. `num_steps` is the tier;
+    a row may draft less. Times in milliseconds, measured around the whole phase.
+    """
+
+    num_steps: int
+    batch_size: int
+    num_draft_tokens: int
+    num_correct_drafts: int
+    num_output_tokens: int
+    num_prefill_tokens: int
+    draft_ms: float
+    verify_ms: float
+    step_ms: float
+    num_running_seqs: int
+    num_waiting_seqs: int
+    num_used_pages: int
+    num_pages: int
+    switch_reason: str | None = None
+    """Why the tier differs from that of the round before; None when it does not."""
+    accept_lengths: tuple[int, ...] = field(default=(), repr=False)
+    """Tokens each decoding row emitted."""
+
+
+class MetricsSink(Protocol):
+    """Takes one round's figures. Must not block the engine and must not raise."""
+
+    def observe(self, stats: StepStats) -> None:
+        """Records a round."""
+        ...
+
+
+class NullSink:
+    """Keeps nothing: the offline API, tests."""
+
+    def observe(self, stats: StepStats) -> None:
+        """Drops the round."""
+
+
+_MS_BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
+
+NUM_STEPS = Metric("serve_spec_num_steps", "gauge", "Tier of the last round: drafts per sequence.")
+BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the last round.")
+ROUNDS = Metric("serve_spec_rounds", "counter", "Decode rounds by tier.", ("num_steps",))
+SWITCHES = Metric("serve_spec_tier_switches", "counter", "Tier changes by reason.", ("reason",))
+DRAFT_TOKENS = Metric("serve_spec_draft_tokens", "counter", "Drafts the target verified.")
+CORRECT_DRAFTS = Metric("serve_spec_correct_drafts", "counter", "Drafts the target kept.")
+OUTPUT_TOKENS = Metric("serve_spec_output_tokens", "counter", "Tokens emitted by decoding rows.")
+PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
+ACCEPT_LENGTH = Metric(
+    "serve_spec_accept_length_tokens",
+    "histogram",
+    "Tokens one sequence emits in one round: correct drafts and the final token.",
+    buckets=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0),
+)
+DRAFT_MS = Metric(
+    "serve_spec_draft_ms", "histogram", "Drafting of one round, in ms.", buckets=_MS_BUCKETS
+)
+VERIFY_MS = Metric(
+    "serve_spec_verify_ms", "histogram", "Target forward of one round, in ms.", buckets=_MS_BUCKETS
+)
+STEP_MS = Metric("serve_spec_step_ms", "histogram", "One whole round, in ms.", buckets=_MS_BUCKETS)
+RUNNING_SEQS = Metric("serve_spec_running_seqs", "gauge", "Sequences in the batch.")
+WAITING_SEQS = Metric("serve_spec_waiting_seqs", "gauge", "Sequences that wait for pages or rows.")
+KV_USAGE = Metric("serve_spec_kv_usage_ratio", "gauge", "Share of KV pages in use, 0..1.")
+
+METRICS = (
+    NUM_STEPS,
+    BATCH_SIZE,
+    ROUNDS,
+    SWITCHES,
+    DRAFT_TOKENS,
+    CORRECT_DRAFTS,
+    OUTPUT_TOKENS,
+    PREFILL_TOKENS,
+    ACCEPT_LENGTH,
+    DRAFT_MS,
+    VERIFY_MS,
+    STEP_MS,
+    RUNNING_SEQS,
+    WAITING_SEQS,
+    KV_USAGE,
+)
+"""Every metric, for whoever declares them."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One value for one metric: added to a counter, set on a gauge, put in a histogram."""
+
+    metric: Metric
+    value: float
+    labels: dict[str, str] = field(default_factory=dict)
+
+
+def readings(stats: StepStats) -> Iterator[Reading]:
+    """What one round adds. Counters get no zeros: several exporters refuse them."""
+    yield Reading(STEP_MS, stats.step_ms)
+    yield Reading(RUNNING_SEQS, stats.num_running_seqs)
+    yield Reading(WAITING_SEQS, stats.num_waiting_seqs)
+    yield Reading(KV_USAGE, stats.num_used_pages / stats.num_pages)
+    if stats.num_prefill_tokens:
+        yield Reading(PREFILL_TOKENS, stats.num_prefill_tokens)
+    if stats.batch_size:
+        yield from _decode_readings(stats)
+
+
+def _decode_readings(stats: StepStats) -> Iterator[Reading]:
+    yield Reading(NUM_STEPS, stats.num_steps)
+    yield Reading(BATCH_SIZE, stats.batch_size)
+    yield Reading(ROUNDS, 1, {"num_steps": str(stats.num_steps)})
+    yield Reading(VERIFY_MS, stats.verify_ms)
+    if stats.switch_reason is not None:
+        yield Reading(SWITCHES, 1, {"reason": stats.switch_reason})
+    if stats.num_draft_tokens:
+        yield Reading(DRAFT_TOKENS, stats.num_draft_tokens)
+        yield Reading(DRAFT_MS, stats.draft_ms)
+    if stats.num_correct_drafts:
+        yield Reading(CORRECT_DRAFTS, stats.num_correct_drafts)
+    if stats.num_output_tokens:
+        yield Reading(OUTPUT_TOKENS, stats.num_output_tokens)
+    for length in stats.accept_lengths:
+        yield Reading(ACCEPT_LENGTH, length)

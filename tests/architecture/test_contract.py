@@ -1,0 +1,163 @@
+"""The house rules, as tests: who may import whom, and which rooms may touch which libraries.
+
+Where this departs from the first floor plan, and why:
+
+- `engine` also reaches `attention`, `drafters` and `runtime`: `engine/build.py` is where the parts
+  of a process are put together, so that `worker` receives them instead of choosing them.
+- `drafters` reaches `kvcache`: a drafter owns its pool and reads the target's features by slot.
+- `parallel` is listed before it exists, with everyone who will use it: one rank per replica for
+  now, and a place for more.
+- Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
+- The torch-free rooms are imported for real as well: a library that comes in through a neighbour
+  counts like one that is named.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "serve_spec"
+FILES = sorted(PACKAGE.rglob("*.py"))
+# `__init__.py` and `__main__.py` of the package are its doors: they show rooms, lazily.
+IN_ROOMS = [path for path in FILES if path.parent != PACKAGE or not path.stem.startswith("__")]
+
+MAY_IMPORT = {
+    "log": [],
+    "core": [],
+    "config": [],
+    "metrics": [],
+    "parallel": ["core"],
+    "ops": ["core"],
+    "adaptive": ["config"],
+    "kvcache": ["core", "ops"],
+    "layers": ["core", "ops", "parallel"],
+    "verify": ["core", "ops"],
+    "attention": ["core", "ops", "kvcache"],
+    "models": ["core", "config", "parallel", "layers"],
+    "scheduler": ["core", "config", "kvcache"],
+    "runtime": ["core", "config", "parallel", "kvcache", "attention", "models"],
+    "drafters": ["core", "config", "ops", "kvcache", "models", "runtime"],
+    "worker": [
+        "core", "config", "parallel", "ops", "kvcache", "runtime", "drafters", "verify",
+    ],
+    "engine": [
+        "core", "config", "metrics", "adaptive", "attention", "drafters", "kvcache", "models",
+        "runtime", "scheduler", "worker",
+    ],
+    "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
+    "bench": ["core", "config", "engine"],
+    "training": ["core", "config", "layers", "models"],
+    "cli": ["config", "engine", "serving", "bench", "training"],
+}  # fmt: skip
+
+# library -> path fragments allowed to import it; every other file may not.
+CONFINED = {
+    "triton": ["_triton.py"],
+    "flashinfer": ["flashinfer"],
+    "ray": ["serving/"],
+    "fastapi": ["serving/"],
+    "starlette": ["serving/"],
+    "pydantic": ["config/", "serving/openai.py"],
+    "transformers": ["engine/tokenizer.py", "models/shape.py", "training/"],
+    "safetensors": ["models/weights.py", "training/"],
+}
+TORCH_FREE = ["config/", "adaptive/", "serving/", "metrics.py"]
+
+# Decisions are pure: time arrives as a number, files as a mapping, chance not at all.
+PURE = ["adaptive/"]
+IMPURE = {"asyncio", "datetime", "io", "json", "logging", "os", "pathlib", "random", "secrets",
+          "shutil", "socket", "subprocess", "tempfile", "threading", "time", "yaml"}  # fmt: skip
+
+
+def imports(path: Path) -> set[str]:
+    """Every module named by an import statement in `path`, lazy and TYPE_CHECKING ones included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: write absolute imports"
+            assert node.module is not None
+            names = {alias.name for alias in node.names if not alias.name.startswith("__")}
+            # `from serve_spec import adaptive` reaches the room as surely as its dotted name.
+            inside = {f"serve_spec.{name}" for name in names}
+            found |= inside if node.module == "serve_spec" else {node.module}
+    return found
+
+
+def where(path: Path) -> str:
+    """The path inside the package, as used in the tables above."""
+    return path.relative_to(PACKAGE).as_posix()
+
+
+def room_of(path: Path) -> str:
+    """The room of a file; a file of the package itself (`log.py`) is a room of its own."""
+    return where(path).split("/")[0].removesuffix(".py")
+
+
+def test_every_room_has_its_arrows() -> None:
+    unknown = {room_of(path) for path in IN_ROOMS} - set(MAY_IMPORT)
+    assert not unknown, f"say in MAY_IMPORT what {sorted(unknown)} may import"
+
+
+def test_the_arrows_have_no_cycle() -> None:
+    done: set[str] = set()
+    while len(done) < len(MAY_IMPORT):
+        ready = {r for r, below in MAY_IMPORT.items() if r not in done and set(below) <= done}
+        assert ready, f"cycle among {sorted(set(MAY_IMPORT) - done)}"
+        done |= ready
+
+
+@pytest.mark.parametrize("path", IN_ROOMS, ids=where)
+def test_rooms_import_only_downwards(path: Path) -> None:
+    room = room_of(path)
+    reached = {m.split(".")[1] for m in imports(path) if m.startswith("serve_spec.")}
+    upward = reached - {room, "log"} - set(MAY_IMPORT[room])
+    assert not upward, f"{room} must not import {sorted(upward)}; see MAY_IMPORT"
+
+
+@pytest.mark.parametrize("path", FILES, ids=where)
+def test_libraries_stay_in_their_rooms(path: Path) -> None:
+    roots = {m.split(".")[0] for m in imports(path)}
+    for library, homes in CONFINED.items():
+        if library in roots:
+            assert any(home in where(path) for home in homes), f"{library} is confined to {homes}"
+    if any(where(path).startswith(prefix) for prefix in TORCH_FREE):
+        assert "torch" not in roots, "policy, config and wire formats are plain Python"
+    if any(where(path).startswith(prefix) for prefix in PURE):
+        assert not roots & IMPURE, f"policy must not reach for {sorted(roots & IMPURE)}"
+
+
+@pytest.mark.parametrize(
+    "module", ["serve_spec", "serve_spec.config", "serve_spec.adaptive", "serve_spec.metrics"]
+)
+def test_policy_and_configuration_load_neither_torch_nor_ray(module: str) -> None:
+    code = (
+        f"import sys, {module}\n"
+        "heavy = {'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)\n"
+        "sys.exit(f'loaded: {sorted(heavy)}' if heavy else 0)"
+    )
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kernel", sorted(PACKAGE.rglob("*_triton.py")), ids=where)
+def test_every_kernel_has_a_reference_twin(kernel: Path) -> None:
+    def public(path: Path) -> dict[str, list[str]]:
+        defs = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+        return {
+            d.name: [a.arg for a in d.args.args]
+            for d in defs
+            if not d.name.startswith("_") and not d.decorator_list
+        }
+
+    twin = kernel.with_name(kernel.name.replace("_triton", ""))
+    reference = public(twin)
+    for name, args in public(kernel).items():
+        assert reference.get(name) == args, f"{twin.name} must define {name}({', '.join(args)})"

@@ -1,0 +1,312 @@
+"""What the engine relies on, and the known mistakes that must not come back."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive import AdaptiveController, Reason
+from serve_spec.adaptive.acceptance import PositionCounters
+from serve_spec.adaptive.controller import PolicySettings
+from serve_spec.config import ConfigError, SpeculativeConfig
+from serve_spec.config.adaptive_file import load_slots
+
+EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
+TWO_SLOTS = {**EAGER, "1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]}}
+
+
+def speculative(**keys: Any) -> SpeculativeConfig:
+    """A section that drafts; any folder that exists can stand for the checkpoint."""
+    drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": Path.cwd()}
+    return SpeculativeConfig(**(drafts | keys))
+
+
+def controller(
+    config: dict[str, Any], num_steps: int = 3, min_dwell_rounds: int = 0
+) -> AdaptiveController:
+    """An ema controller over the slots of `config`."""
+    return AdaptiveController(
+        PolicySettings(num_steps, True, "ema", load_slots(config), min_dwell_rounds)
+    )
+
+
+def play(target: AdaptiveController, batch_size: int, kept: Callable[[int], int]) -> int:
+    """One round in which every row keeps `kept(num_steps)` drafts; its tier."""
+    steps = target.choose_steps(batch_size)
+    target.on_verify_complete([kept(steps)] * batch_size, batch_size, steps)
+    return steps
+
+
+def everything(num_steps: int) -> int:
+    return num_steps
+
+
+def nothing(num_steps: int) -> int:
+    return 0
+
+
+def slot(target: AdaptiveController, key: str) -> dict[str, Any]:
+    slots: Any = target.snapshot()["slots"]
+    found: dict[str, Any] = slots[key]
+    return found
+
+
+def test_by_default_the_conservative_preset_adapts() -> None:
+    made = AdaptiveController.create(speculative())
+    assert made.candidate_steps == (1, 3, 7)
+    assert [made.choose_steps(bs) for bs in (1, 8, 32)] == [3, 3, 1]
+
+
+def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"candidate_steps": [0, 5]}))
+    made = AdaptiveController.create(speculative(speculative_adaptive_config=file))
+    assert made.candidate_steps == (0, 5)
+    assert made.choose_steps(1) == 5
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{"speculative_adaptive": False}, {"speculative_adaptive_strategy": "static"}],
+)
+@pytest.mark.parametrize("num_steps", [0, 2, 5])
+def test_a_static_tier_never_moves(keys: dict[str, Any], num_steps: int) -> None:
+    made = AdaptiveController.create(speculative(speculative_num_steps=num_steps, **keys))
+    assert made.candidate_steps == (num_steps,)
+    assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
+    assert made.snapshot()["strategy"] == "static"
+
+
+def test_without_a_draft_model_the_tier_is_zero() -> None:
+    made = AdaptiveController.create(SpeculativeConfig())
+    assert made.candidate_steps == (0,)
+    assert {play(made, bs, nothing) for bs in (1, 40)} == {0}
+
+
+def test_known_mistake_1_a_stale_result_changes_neither_average_nor_count() -> None:
+    made = controller(TWO_SLOTS, num_steps=7)
+    before = slot(made, "1")
+    for stale_tier in (0, 1, 3):
+        assert made.on_verify_complete([stale_tier] * 2, 2, stale_tier) is None
+    assert slot(made, "1") == before
+    assert made.snapshot()["num_stale_rounds"] == 3
+
+
+def test_known_mistake_1_a_result_that_arrives_after_the_switch_is_stale() -> None:
+    made = controller(TWO_SLOTS)
+    assert made.on_verify_complete([0, 0], 2, 3) == 1
+    average = slot(made, "1")["ema_accept_len"]
+    assert made.on_verify_complete([3, 3], 2, 3) is None  # the round that was under way
+    assert slot(made, "1")["ema_accept_len"] == average
+
+
+def test_known_mistake_2_a_round_without_live_rows_teaches_nothing() -> None:
+    made = controller(TWO_SLOTS)
+    before = slot(made, "1")
+    assert made.on_verify_complete([], 4, 3) is None
+    assert slot(made, "1") == before
+    assert made.snapshot()["accept_rate"] is None
+
+
+def test_known_mistake_3_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"candidate_steps": [0, 1]}))
+    made = AdaptiveController.create(speculative(speculative_adaptive_config=file))
+    tiers = [play(made, 4, nothing) for _ in range(2000)]
+    assert sum(tiers[-1000:]) <= 20, "at most two probes of ten rounds in the last thousand"
+    assert slot(made, "1")["probe_wait_rounds"] == 640
+
+
+def test_known_mistake_4_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
+    settings = PolicySettings(3, True, "ema", load_slots(TWO_SLOTS))
+    made = AdaptiveController(settings)
+    tiers = [play(made, 2, everything if n % 3 else nothing) for n in range(300)]
+    changes = [n for n in range(1, 300) if tiers[n] != tiers[n - 1]]
+    assert len(changes) > 10, "the input must make the slot want to move"
+    assert min(b - a for a, b in pairwise(changes)) >= 8
+
+
+def test_known_mistake_4_switches_are_counted_by_reason() -> None:
+    made = controller({**TWO_SLOTS, "8": {"candidate_steps": [0, 3]}})
+    for batch_size, kept in [
+        (2, everything),  # 3, and then up
+        (2, nothing),  # 7, and then down to 1
+        (2, nothing),  # 1
+        (8, nothing),  # 3: another slot, and then down to 0
+        (8, nothing),  # 0
+    ]:
+        play(made, batch_size, kept)
+    assert made.snapshot()["switches"] == {"gain": 1, "loss": 2, "range": 1}
+    while play(made, 8, nothing) == 0:
+        pass
+    assert made.snapshot()["switches"] == {"gain": 1, "loss": 2, "range": 1, "probe": 1}
+
+
+def test_known_mistake_8_each_round_teaches_the_slot_of_the_decode_rows_it_was_asked_with() -> None:
+    made = controller(TWO_SLOTS)
+    assert made.choose_steps(7) == 3
+    # Only four of the seven rows drafted in full; the round still belongs to batch size 7.
+    assert made.on_verify_complete([3, 3, 3, 3], 7, 3) == 7
+    assert slot(made, "8")["num_rounds"] == 0
+
+
+def test_known_mistake_9_the_accept_rate_divides_by_what_was_drafted() -> None:
+    made = controller({**EAGER, "candidate_steps": [1, 7]}, num_steps=1)
+    for _ in range(50):
+        play(made, 2, everything)
+    snapshot = made.snapshot()
+    assert snapshot["accept_rate"] == 1.0
+    assert snapshot["num_draft_tokens"] == 2 * (1 + 49 * 7)
+
+
+def test_known_mistake_10_positions_are_divided_by_the_rounds_that_reached_them() -> None:
+    counters = PositionCounters(7)
+    counters.observe([3, 1, 0, 0], num_steps=3)
+    counters.observe([1], num_steps=1)  # never drafted position 2: no miss there
+    assert [tuple(entry.values()) for entry in counters.snapshot()] == [
+        (1, 5, 5, 3, 0.6),
+        (2, 4, 2, 1, 0.5),
+        (3, 4, 1, 1, 1.0),
+    ]
+    assert counters.accept_length == 1 + 5 / 5
+
+
+@given(
+    rounds=st.lists(
+        st.integers(0, 6).flatmap(
+            lambda k: st.tuples(st.just(k), st.lists(st.integers(0, k), max_size=4))
+        ),
+        max_size=20,
+    )
+)
+def test_at_every_position_accepted_is_at_most_reached_is_at_most_drafted(
+    rounds: list[tuple[int, list[int]]],
+) -> None:
+    counters = PositionCounters(6)
+    for num_steps, kept in rounds:
+        counters.observe(kept, num_steps)
+    for d, r, a in zip(counters.drafted, counters.reached, counters.accepted, strict=True):
+        assert 0 <= a <= r <= d
+    # A position is reached as often as it was drafted and the one before it was accepted.
+    assert counters.num_correct_drafts == sum(sum(kept) for _, kept in rounds)
+    assert counters.num_draft_tokens == sum(k * len(kept) for k, kept in rounds)
+
+
+@pytest.mark.parametrize("counts", [[4], [-1], [0, 9]])
+def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -> None:
+    made = controller(TWO_SLOTS)
+    with pytest.raises(ValueError, match=r"each must lie in 0\.\.3"):
+        made.on_verify_complete(counts, 2, 3)
+    assert made.snapshot()["num_draft_tokens"] == 0
+
+
+def test_a_changed_tier_is_returned_once_and_used_by_the_next_round() -> None:
+    made = controller(TWO_SLOTS)
+    assert made.choose_steps(2) == 3
+    assert made.on_verify_complete([3, 3], 2, 3) == 7
+    assert made.choose_steps(2) == 7
+    assert made.on_verify_complete([7, 7], 2, 7) is None
+
+
+def test_a_batch_that_changes_slot_takes_its_tier_at_once() -> None:
+    made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
+    rounds = [(made.choose_steps(bs), made.switch_reason) for bs in (7, 8, 9, 7)]
+    assert rounds == [(7, None), (3, Reason.RANGE), (3, None), (7, Reason.RANGE)]
+    assert made.snapshot()["switches"] == {"range": 2}
+
+
+@given(
+    ladders=st.dictionaries(
+        st.sampled_from(["1", "4", "9"]),
+        st.lists(st.integers(0, 8), min_size=1, max_size=4),
+        min_size=1,
+    ),
+    rounds=st.lists(st.tuples(st.integers(1, 12), st.floats(0, 1)), max_size=60),
+    dwell=st.integers(0, 10),
+)
+def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker(
+    ladders: dict[str, list[int]], rounds: list[tuple[int, float]], dwell: int
+) -> None:
+    slots = {key: {"candidate_steps": ladder} for key, ladder in ladders.items()}
+    made = controller({**EAGER, **slots}, min_dwell_rounds=dwell)
+    for batch_size, share in rounds:
+        steps = play(made, batch_size, lambda k, share=share: round(share * k))
+        assert steps in ladders[str(made.snapshot()["slot"])]
+        assert steps in made.candidate_steps
+    counted: Any = made.snapshot()["rounds_by_num_steps"]
+    assert sum(counted.values()) == len(rounds)
+
+
+def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for() -> None:
+    made = controller(TWO_SLOTS, min_dwell_rounds=8)
+    for _ in range(12):
+        play(made, 2, everything)
+    snapshot = json.loads(json.dumps(made.snapshot()))
+    assert snapshot["speculative_num_steps"] == 7
+    assert snapshot["slot"] == "1"
+    assert snapshot["slots"]["1"]["ema_accept_len"] == 7.0
+    assert snapshot["slots"]["1"]["current_steps"] == 7
+    assert snapshot["last_reason"] == "dwell"
+    assert snapshot["switches"] == {"gain": 1}
+    assert snapshot["rounds_by_num_steps"] == {"3": 8, "7": 4}
+    assert snapshot["avg_spec_accept_length"] == round(1 + (8 * 3 + 4 * 7) / 12, 4)
+    assert [entry["position"] for entry in snapshot["positions"]] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
+    made = controller(TWO_SLOTS)
+    play(made, 2, everything)
+    play(made, 2, everything)
+    made.reconfigure({"speculative_adaptive_config": {"candidate_steps": [3, 7]}})
+    assert made.choose_steps(2) == 7
+    assert made.snapshot()["num_draft_tokens"] == 2 * (3 + 7)
+    made.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 3})
+    assert {play(made, 2, everything) for _ in range(30)} == {3}
+    assert made.snapshot()["switches"] == {"gain": 1, "reconfigured": 1}
+    made.reconfigure({"speculative_adaptive_strategy": "ema", "min_dwell_rounds": 0})
+    assert slot(made, "1")["candidate_steps"] == [3, 7], "keys left out keep their value"
+    made.reconfigure({"speculative_adaptive_config": None})
+    assert slot(made, "32")["candidate_steps"] == [1]
+
+
+def test_a_live_change_to_zero_steps_is_always_possible() -> None:
+    made = controller(TWO_SLOTS)
+    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 0})
+    assert play(made, 2, nothing) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        (
+            {"min_dwell_rounds": 0, "speculative_adaptive_config": {"candidate_steps": [1, 5]}},
+            r"no tier was built for \[5\]",
+        ),
+        ({"speculative_adaptive": False, "speculative_num_steps": 2}, r"built for \[2\]"),
+        ({"min_dwell_rounds": 0, "page_size": 3}, "page_size: unknown key"),
+        ({"speculative_num_steps": 1, "speculative_adaptive_strategy": "goodput"}, "goodput"),
+    ],
+)
+def test_an_invalid_live_change_is_refused_as_a_whole(
+    settings: dict[str, Any], complaint: str
+) -> None:
+    made, untouched = controller(TWO_SLOTS), controller(TWO_SLOTS)
+    with pytest.raises(ConfigError, match=complaint):
+        made.reconfigure(settings)
+    for n in range(60):
+        kept = everything if n % 7 else nothing
+        assert play(made, 1 + n % 9, kept) == play(untouched, 1 + n % 9, kept)
+    assert made.snapshot() == untouched.snapshot()
+
+
+def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
+    made = AdaptiveController.create(SpeculativeConfig())
+    with pytest.raises(ConfigError, match="no tier was built"):
+        made.reconfigure({"speculative_adaptive": True})

@@ -1,0 +1,248 @@
+"""The documented rule of one slot, to the letter."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive import AdaptiveStepSlot
+from serve_spec.config import ConfigError
+
+AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
+LADDERS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
+
+
+def slot(initial_steps: int, candidate_steps: list[int], **config: float) -> AdaptiveStepSlot:
+    return AdaptiveStepSlot(initial_steps, {"candidate_steps": candidate_steps, **config})
+
+
+def feed(target: AdaptiveStepSlot, mean: float, rounds: int = 1) -> list[int]:
+    """Rounds of ten rows that keep `mean` drafts on average, clipped to the tier; tiers after."""
+    tiers = []
+    for _ in range(rounds):
+        tenths = round(10 * min(mean, target.current_steps))
+        target.update([tenths // 10 + (row < tenths % 10) for row in range(10)])
+        tiers.append(target.current_steps)
+    return tiers
+
+
+@pytest.mark.parametrize(
+    ("initial", "start"), [(0, 1), (1, 1), (2, 1), (3, 3), (5, 3), (6, 7), (99, 7)]
+)
+def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(
+    initial: int, start: int
+) -> None:
+    fresh = slot(initial, [1, 3, 7])
+    assert fresh.current_steps == start
+    assert fresh.ema_accept_len == start - 1
+
+
+@pytest.mark.parametrize("initial", [-1, True, 1.0, "3"])
+def test_a_start_that_is_no_integer_from_zero_is_refused(initial: object) -> None:
+    with pytest.raises(ValueError, match="initial_steps="):
+        AdaptiveStepSlot(initial, {"candidate_steps": [1]})  # type: ignore[arg-type]
+
+
+def test_a_slot_without_a_ladder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^candidate_steps: every slot must hold it"):
+        AdaptiveStepSlot(3, {"ema_alpha": 0.5})
+
+
+def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows() -> None:
+    s = slot(3, [1, 3, 7])
+    s.update([3, 0, 3, 0])
+    assert s.ema_accept_len == pytest.approx(0.8 * 2.0 + 0.2 * 1.5)
+
+
+def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it() -> None:
+    s = slot(1, [1, 3, 7])
+    changes = [n for n in range(1, 31) if s.update([s.current_steps] * 4)]
+    # The average passes 0.5 by round 15, but reaches 2.33 by round 20 and 2.5 only later.
+    assert changes == [15, 25]
+    assert s.batch_count == 30
+
+
+@pytest.mark.parametrize(("warmup", "interval"), [(0, 1), (0, 4), (3, 1), (7, 5)])
+def test_decisions_are_due_every_interval_after_the_warm_up(warmup: int, interval: int) -> None:
+    s = slot(1, [1], warmup_batches=warmup, update_interval=interval)
+    due = []
+    for n in range(1, 30):
+        s.update([0])
+        if s.decision_due:
+            due.append(n)
+    assert due == list(range(warmup + interval, 30, interval))
+
+
+def test_an_empty_round_counts_for_nothing() -> None:
+    s = slot(3, [1, 3, 7], **AT_ONCE)
+    assert not s.update([])
+    assert (s.batch_count, s.ema_accept_len) == (0, 2.0)
+
+
+def test_worked_case_a_rise_is_strict() -> None:
+    s = slot(3, [1, 3, 7], **AT_ONCE)
+    assert not s.update([2, 3])
+    assert (s.current_steps, s.ema_accept_len) == (3, 2.5)
+    assert s.update([3, 3])
+    assert s.current_steps == 7
+
+
+def test_worked_case_a_drop_takes_several_levels_at_once() -> None:
+    s = slot(7, [1, 3, 7], **AT_ONCE)
+    assert s.update([0, 0])
+    assert s.current_steps == 1
+
+
+def test_worked_case_a_drop_is_inclusive() -> None:
+    s = slot(3, [1, 3, 7], down_hysteresis=0.0, up_hysteresis=0.5, **AT_ONCE)
+    assert s.update([0, 1])
+    assert (s.current_steps, s.ema_accept_len) == (1, 0.5)
+
+
+def test_a_rise_takes_several_levels_at_once() -> None:
+    # Only a stale result can show more than the tier drafted; the rule itself does not ask.
+    s = slot(1, [1, 3, 7], **AT_ONCE)
+    s.update([3, 3])
+    assert s.current_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("start", "mean", "end"),
+    [
+        (1, 0.5, 1),
+        (1, 0.6, 3),
+        (3, 2.5, 3),
+        (3, 2.6, 7),
+        (7, 2.3, 7),
+        (7, 2.2, 3),
+        (3, 0.3, 3),
+        (3, 0.2, 1),
+    ],
+)
+def test_the_default_thresholds(start: int, mean: float, end: int) -> None:
+    s = slot(start, [1, 3, 7], **AT_ONCE)
+    feed(s, mean)
+    assert s.current_steps == end
+
+
+def test_the_drop_to_no_drafts_compares_with_one_half() -> None:
+    for mean, end in [(0.2, 0), (0.3, 1)]:  # threshold 0.5 - 0.25
+        s = slot(1, [0, 1], **AT_ONCE)
+        feed(s, mean)
+        assert s.current_steps == end
+
+
+def test_at_zero_the_average_is_frozen_and_the_next_decision_moves_up() -> None:
+    s = slot(3, [0, 3], **AT_ONCE)
+    feed(s, 0.1)
+    assert (s.current_steps, s.ema_accept_len) == (0, pytest.approx(0.1))
+    assert s.update([0, 0])
+    assert (s.current_steps, s.ema_accept_len) == (3, pytest.approx(0.1))
+
+
+def test_the_first_probe_of_a_slot_that_never_drafted_starts_from_a_neutral_average() -> None:
+    s = slot(0, [0, 3], **AT_ONCE)
+    assert s.ema_accept_len == -1
+    s.update([0, 0])
+    assert (s.current_steps, s.ema_accept_len) == (3, 2.0)
+
+
+def test_a_slot_that_may_not_draft_stays_at_zero() -> None:
+    s = slot(3, [0], **AT_ONCE)
+    assert feed(s, 1.0, rounds=5) == [0] * 5
+    assert s.ema_accept_len == -1
+
+
+def test_the_ceiling_pulls_a_tier_down_that_does_not_rise() -> None:
+    # Average 2.4 keeps tier 7 by the thresholds; ceil(2.4 * 1.2) = 3 does not.
+    for coeff, end in [(0.0, 7), (1.2, 3), (3.0, 7), (-1.0, 7)]:
+        s = slot(7, [1, 3, 7], ceiling_coeff=coeff, **AT_ONCE)
+        feed(s, 2.4)
+        assert s.current_steps == end
+
+
+def test_the_ceiling_never_goes_below_one() -> None:
+    # The hysteresis forbids every drop by the average; ceil(0 * 3) = 0 would allow one.
+    s = slot(3, [0, 1, 3], ceiling_coeff=3.0, down_hysteresis=-9.0, **AT_ONCE)
+    feed(s, 0.0)
+    assert s.current_steps == 1
+
+
+def test_the_ceiling_never_blocks_a_rise() -> None:
+    s = slot(1, [1, 3], ceiling_coeff=1.0, **AT_ONCE)
+    feed(s, 1.0)
+    assert s.current_steps == 3  # though ceil(1.0 * 1.0) = 1
+
+
+@given(
+    ladder=LADDERS,
+    initial=st.integers(0, 15),
+    alpha=st.floats(0.01, 1.0),
+    down=st.floats(-3, 3),
+    up=st.floats(-3, 3),
+    ceiling=st.floats(0, 4),
+    kept=st.lists(st.lists(st.floats(0, 1), max_size=4), max_size=40),
+)
+def test_the_tier_is_always_a_candidate_and_the_average_stays_between_minus_one_and_the_largest(
+    ladder: list[int],
+    initial: int,
+    alpha: float,
+    down: float,
+    up: float,
+    ceiling: float,
+    kept: list[list[float]],
+) -> None:
+    s = slot(
+        initial,
+        ladder,
+        ema_alpha=alpha,
+        warmup_batches=1,
+        update_interval=2,
+        down_hysteresis=down,
+        up_hysteresis=up,
+        ceiling_coeff=ceiling,
+    )
+    for shares in kept:
+        before = s.current_steps
+        changed = s.update([round(share * before) for share in shares])
+        assert changed == (s.current_steps != before)
+        assert s.current_steps in ladder
+        assert -1 <= s.ema_accept_len <= max(ladder)
+
+
+@given(
+    ladder=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    initial=st.integers(0, 15),
+    alpha=st.floats(0.05, 1.0),
+    down=st.floats(-3, 3),
+    gap=st.floats(0, 3),
+    rows=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+)
+def test_constant_input_never_makes_a_slot_oscillate(
+    ladder: list[int], initial: int, alpha: float, down: float, gap: float, rows: list[int]
+) -> None:
+    """Where drops are not easier than rises (down ≤ up), the ceiling is off and 0 is no tier.
+
+    Rows keep the same number of drafts round after round, as far as the tier drafts that many.
+    """
+    s = slot(
+        initial,
+        ladder,
+        ema_alpha=alpha,
+        warmup_batches=0,
+        update_interval=1,
+        down_hysteresis=down,
+        up_hysteresis=down + gap,
+    )
+    moves = []
+    for _ in range(300):
+        before = s.current_steps
+        s.update([min(row, before) for row in rows])
+        if s.current_steps != before:
+            moves.append(s.current_steps > before)
+    turns = sum(first != second for first, second in pairwise(moves))
+    assert turns <= 1, "after one correction of the start it must settle"
+    assert len(moves) <= 2 * len(set(ladder))

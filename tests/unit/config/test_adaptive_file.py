@@ -1,0 +1,160 @@
+"""Both generations of SGLang's adaptive config, and everything it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_spec.config import ConfigError
+from serve_spec.config.adaptive_file import SlotConfig, load_slots, parse_slot
+
+LADDER = {"candidate_steps": [1, 3]}
+
+
+def refusal(config: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_slots(config)
+    return str(caught.value)
+
+
+def test_a_flat_config_is_one_slot_for_all_batch_sizes() -> None:
+    slots = load_slots({"candidate_steps": [2, 4], "ema_alpha": 0.5, "update_interval": 7})
+    assert slots == {
+        1: SlotConfig(candidate_steps=(2, 4), ema_alpha=0.5, update_interval=7),
+    }
+
+
+def test_a_flat_config_may_leave_the_ladder_to_its_default() -> None:
+    assert load_slots({"ema_alpha": 0.5}) == {1: SlotConfig(ema_alpha=0.5)}
+
+
+def test_the_documented_defaults() -> None:
+    (slot,) = load_slots({"candidate_steps": [1, 3, 7]}).values()
+    assert slot.model_dump() == {
+        "candidate_steps": (1, 3, 7),
+        "ema_alpha": 0.2,
+        "update_interval": 5,
+        "warmup_batches": 10,
+        "down_hysteresis": -0.25,
+        "up_hysteresis": 0.0,
+        "ceiling_coeff": 0.0,
+    }
+
+
+def test_keys_beside_the_slots_are_defaults_and_the_slot_wins() -> None:
+    slots = load_slots(
+        {
+            "ema_alpha": 0.5,
+            "warmup_batches": 3,
+            "64": {**LADDER, "ema_alpha": 1.0},
+            "8": LADDER,
+        }
+    )
+    assert list(slots) == [8, 64]
+    assert [(s.ema_alpha, s.warmup_batches) for s in slots.values()] == [(0.5, 3), (1.0, 3)]
+
+
+def test_the_ladder_is_sorted_and_duplicates_are_folded() -> None:
+    assert parse_slot({"candidate_steps": [7, 1, 3, 1, 0]}).candidate_steps == (0, 1, 3, 7)
+
+
+@pytest.mark.parametrize("ladder", [[], None, "1,3,7", 3, [-1], [1, True], [False], [1.0], ["1"]])
+@pytest.mark.parametrize("as_slot", [False, True])
+def test_a_ladder_must_be_a_non_empty_list_of_integers_from_zero(
+    ladder: object, as_slot: bool
+) -> None:
+    config = {"8": {"candidate_steps": ladder}} if as_slot else {"candidate_steps": ladder}
+    message = refusal(config)
+    assert message.startswith(f"{'8.' if as_slot else ''}candidate_steps={ladder!r}: ")
+    assert "for example [1, 3, 7]" in message
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ema_alpha", 0),
+        ("ema_alpha", 1.01),
+        ("ema_alpha", "0.2"),
+        ("ema_alpha", True),
+        ("update_interval", 0),
+        ("update_interval", 1.5),
+        ("warmup_batches", -1),
+        ("down_hysteresis", float("nan")),
+        ("up_hysteresis", None),
+        ("ceiling_coeff", float("inf")),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_key_and_value(key: str, value: object) -> None:
+    assert refusal({key: value}).startswith(f"{key}={value!r}: ")
+    assert refusal({"4": {**LADDER, key: value}}).startswith(f"4.{key}={value!r}: ")
+
+
+def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
+    assert refusal({"ema_alfa": 0.2, "1": LADDER}) == (
+        "ema_alfa: unknown key; did you mean ema_alpha?"
+    )
+    assert refusal({"1": {**LADDER, "ema_alfa": 0.2}}) == (
+        "1.ema_alfa: unknown key; did you mean 1.ema_alpha?"
+    )
+
+
+def test_a_config_without_any_slot_is_refused() -> None:
+    assert "holds no slot" in refusal({})
+
+
+def test_every_slot_must_hold_its_own_ladder() -> None:
+    message = refusal({"candidate_steps": [1, 3], "8": {"ema_alpha": 0.5}})
+    assert message.startswith("8.candidate_steps: every slot must hold it")
+
+
+def test_a_slot_must_be_an_object() -> None:
+    assert refusal({"8": [1, 3]}).startswith("8=[1, 3]: a slot is an object")
+
+
+def test_one_batch_size_given_twice_is_refused() -> None:
+    assert "batch size 8 is given twice" in refusal({"8": LADDER, "08": LADDER})
+
+
+def test_all_slots_are_judged_at_once() -> None:
+    message = refusal({"1": {**LADDER, "ema_alpha": 0}, "8": {}, "32": LADDER})
+    assert [line.partition(":")[0] for line in message.splitlines()] == [
+        "1.ema_alpha=0",
+        "8.candidate_steps",
+    ]
+
+
+def test_a_file_and_its_mapping_mean_the_same(tmp_path: Path) -> None:
+    config = {"1": LADDER, "8": LADDER, "ema_alpha": 0.5}
+    file = tmp_path / "adaptive.json"
+    file.write_text(json.dumps(config))
+    assert load_slots(file) == load_slots(str(file)) == load_slots(config)
+
+
+def test_slots_that_are_parsed_already_pass_unchanged() -> None:
+    slots = load_slots({"8": LADDER, "32": LADDER})
+    assert load_slots(slots) == slots
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("{", "not valid JSON"),
+        ("[1, 3]", "holds [1, 3]"),
+        ('{"1": {"candidate_steps": [1]}, "1": {"candidate_steps": [3]}}', "1: given twice"),
+    ],
+)
+def test_a_file_that_is_no_adaptive_config_is_refused_by_name(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    file = tmp_path / "adaptive.json"
+    file.write_text(text)
+    message = refusal(file)
+    assert message.startswith(f"{file}: ")
+    assert complaint in message
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
+    assert str(tmp_path / "none.json") in refusal(tmp_path / "none.json")

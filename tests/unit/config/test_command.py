@@ -1,0 +1,44 @@
+"""`serve-spec check-config`: the resolved configuration, or what is wrong with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.command import main
+
+
+@pytest.fixture
+def file(tmp_path: Path, minimal: dict[str, Any]) -> Path:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(minimal))
+    return file
+
+
+def test_the_printed_configuration_is_the_resolved_one(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(file), "page_size=4"]) == 0
+    printed = tmp_path / "printed.yaml"
+    printed.write_text(capsys.readouterr().out)
+    assert ServeSpecConfig.load(printed) == ServeSpecConfig.load(file, page_size=4)
+
+
+def test_a_refused_configuration_prints_its_problems_and_fails(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(file), "page_size=0"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("cache.page_size=0: ")
+
+
+def test_api_keys_are_not_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(file), "api_keys=[hunter2]"]) == 0
+    printed = capsys.readouterr().out
+    assert "hunter2" not in printed
+    assert "<hidden>" in printed

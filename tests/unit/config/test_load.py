@@ -1,0 +1,281 @@
+"""Who may say what, who wins, and what a refusal looks like."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from serve_spec.config import ConfigError, ServeSpecConfig, base
+from serve_spec.config.base import dotted_keys
+from serve_spec.config.root import leaf_sections, parse_override
+
+LEAVES = [key for key in dotted_keys(ServeSpecConfig) if "." in key]
+
+
+def problems(source: Any, **overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(source, **overrides)
+    return str(caught.value)
+
+
+def write(path: Path, content: object) -> Path:
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def test_every_leaf_key_name_is_unique_over_all_sections() -> None:
+    assert len(leaf_sections()) == len(LEAVES)
+
+
+def test_every_key_describes_itself() -> None:
+    sections = {name: base.section_model(f) for name, f in ServeSpecConfig.model_fields.items()}
+    for name, section in sections.items():
+        assert section is not None
+        for key, field in section.model_fields.items():
+            assert field.description, f"{name}.{key} needs a description"
+
+
+def test_no_default_lies_outside_its_own_bounds(minimal: dict[str, Any]) -> None:
+    config = ServeSpecConfig.load(minimal)
+    assert ServeSpecConfig.load(config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"),
+    [
+        ({"speculative": {"speculative_num_step": 3}}, "speculative.speculative_num_steps"),
+        ({"speculative": {"max_num_seqs": 3}}, "scheduler.max_num_seqs"),
+        ({"max_num_seqs": 3}, "scheduler.max_num_seqs"),
+        ({"schedular": {"max_num_seqs": 3}}, "scheduler"),
+        ({"cache": {"memory_fracton": 0.5}}, "cache.memory_fraction"),
+    ],
+)
+def test_an_unknown_key_is_refused_with_the_nearest_known_one(
+    minimal: dict[str, Any], given: dict[str, Any], nearest: str
+) -> None:
+    assert f"unknown key; did you mean {nearest}?" in problems(minimal | given)
+
+
+def test_an_unknown_keyword_is_refused_with_the_nearest_known_one(minimal: dict[str, Any]) -> None:
+    message = problems(minimal, speculative_num_step=3)
+    assert message == "speculative_num_step: unknown key; did you mean speculative_num_steps?"
+
+
+def test_a_refusal_names_field_value_and_way_out(minimal: dict[str, Any]) -> None:
+    message = problems(minimal, port=0)
+    assert message.startswith("router.port=0: input should be greater than or equal to 1")
+    assert "TCP port" in message
+
+
+def test_all_problems_are_reported_at_once(minimal: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(minimal, port=0, num_replicas=-1, dtype="float8")
+    assert [p.partition("=")[0] for p in caught.value.problems] == [
+        "model.dtype",
+        "router.port",
+        "replica.num_replicas",
+    ]
+
+
+def test_the_path_of_the_model_is_required() -> None:
+    assert problems({}).startswith("model.path: field required")
+
+
+@pytest.mark.parametrize("wrong", ["3", 3.0, True, None])
+def test_nothing_is_coerced_into_an_integer(minimal: dict[str, Any], wrong: object) -> None:
+    assert f"speculative_num_steps={wrong!r}" in problems(minimal, speculative_num_steps=wrong)
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_no_number_may_be_infinite_or_undefined(minimal: dict[str, Any], wrong: float) -> None:
+    assert "finite" in problems(minimal, batch_wait_ms=wrong)
+
+
+def test_an_integer_is_a_valid_real_number(minimal: dict[str, Any]) -> None:
+    assert ServeSpecConfig.load(minimal, request_timeout_s=30).router.request_timeout_s == 30.0
+
+
+def test_secrets_appear_neither_in_errors_nor_in_the_printed_object(
+    minimal: dict[str, Any],
+) -> None:
+    assert "hunter2" not in problems(minimal, api_keys="hunter2")
+    assert "hunter2" not in problems(minimal, api_keys=["ok", {"key": "hunter2"}])
+    assert "hunter2" not in problems(minimal, api_key="hunter2")
+    config = ServeSpecConfig.load(minimal, api_keys=["hunter2"])
+    assert config.router.api_keys == ("hunter2",)
+    assert "hunter2" not in repr(config)
+
+
+def test_a_configuration_never_changes(minimal: dict[str, Any]) -> None:
+    config = ServeSpecConfig.load(minimal)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.cache.page_size = 32  # type: ignore[misc]
+    with pytest.raises(ValidationError, match="frozen"):
+        config.cache = config.cache  # type: ignore[misc]
+
+
+def test_file_environment_and_keywords_win_in_this_order(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = {"page_size": 1, "num_pages": 1, "cpu_cache_gb": 1.5}
+    file = write(checkpoints / "c.yaml", {"model": {"path": "target"}, "cache": said})
+    monkeypatch.setenv("SERVE_SPEC_CACHE__NUM_PAGES", "2")
+    monkeypatch.setenv("SERVE_SPEC_CACHE__CPU_CACHE_GB", "2.5")
+    cache = ServeSpecConfig.load(file, cpu_cache_gb=3.5).cache
+    assert (cache.page_size, cache.num_pages, cache.cpu_cache_gb) == (1, 2, 3.5)
+
+
+@pytest.mark.parametrize("dotted", LEAVES)
+def test_every_leaf_key_can_be_said_in_the_environment(
+    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dotted: str
+) -> None:
+    # A list of maps is a value no key takes: the refusal shows that the key was reached.
+    monkeypatch.setenv("SERVE_SPEC_" + dotted.replace(".", "__").upper(), "[{reached: yes}]")
+    assert problems(minimal).startswith(dotted)
+
+
+def test_an_unknown_variable_is_refused_with_the_nearest_known_one(
+    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE__PAGESIZE", "2")
+    assert problems(minimal).endswith("did you mean SERVE_SPEC_CACHE__PAGE_SIZE?")
+
+
+def test_variables_without_a_section_are_not_configuration(
+    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = ServeSpecConfig.load(minimal)
+    monkeypatch.setenv("SERVE_SPEC_LOG_LEVEL", "INFO")
+    assert ServeSpecConfig.load(minimal) == expected
+
+
+def test_a_loaded_configuration_no_longer_listens_to_the_environment(
+    minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = ServeSpecConfig.load(minimal, page_size=4)
+    monkeypatch.setenv("SERVE_SPEC_CACHE__PAGE_SIZE", "8")
+    assert ServeSpecConfig.load(config).cache.page_size == 4
+
+
+def test_overriding_a_configuration_makes_a_new_one_and_derives_anew(
+    drafting: dict[str, Any], checkpoints: Path
+) -> None:
+    plain = ServeSpecConfig.load(drafting, speculative_algorithm="NONE")
+    assert not plain.speculative.speculative_adaptive
+    again = ServeSpecConfig.load(
+        plain, speculative_algorithm="EAGLE3", path=str(checkpoints / "draft")
+    )
+    assert again.speculative.speculative_adaptive
+    assert (plain.model.served_model_name, again.model.served_model_name) == ("target", "draft")
+
+
+def test_a_configuration_survives_pickling_with_what_was_said(drafting: dict[str, Any]) -> None:
+    config = ServeSpecConfig.load(drafting, speculative_algorithm="NONE")
+    copy = pickle.loads(pickle.dumps(config))
+    assert copy == config
+    assert copy.said() == config.said()
+
+
+def test_an_error_survives_pickling(minimal: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(minimal, port=0, page_size=0)
+    copy = pickle.loads(pickle.dumps(caught.value))
+    assert copy.problems == caught.value.problems
+    assert str(copy) == str(caught.value)
+
+
+def test_the_resolved_configuration_written_as_yaml_reads_back_the_same(
+    drafting: dict[str, Any], tmp_path: Path
+) -> None:
+    config = ServeSpecConfig.load(drafting, api_keys=["a"], max_model_len=64)
+    file = write(tmp_path / "out.yaml", config.model_dump(mode="json"))
+    assert ServeSpecConfig.load(file) == config
+
+
+@pytest.mark.parametrize("empty", ["", "cache:\n", "# nothing\n"])
+def test_an_empty_section_means_its_defaults(checkpoints: Path, empty: str) -> None:
+    file = checkpoints / "c.yaml"
+    file.write_text(empty + f"\nmodel:\n  path: {checkpoints / 'target'}\n")
+    assert ServeSpecConfig.load(file).cache.page_size == 16
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("model: [", "not valid YAML"),
+        ("- a\n- b\n", "give a mapping of sections"),
+        ("model: 3\n", "model=3: input should be a valid dictionary"),
+        ("cache: {page_size: 1, page_size: 2}\n", "'page_size' is given twice"),
+    ],
+)
+def test_a_malformed_file_is_refused_with_what_is_wrong(
+    tmp_path: Path, text: str, complaint: str
+) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(text)
+    assert complaint in problems(file)
+
+
+def test_a_missing_file_is_refused_with_what_was_tried(tmp_path: Path) -> None:
+    assert str(tmp_path / "none.yaml") in problems(tmp_path / "none.yaml")
+
+
+def test_exponents_without_a_point_are_numbers(minimal: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(yaml.safe_dump(minimal) + "router: {request_timeout_s: 6e2}\n")
+    assert ServeSpecConfig.load(file).router.request_timeout_s == 600.0
+
+
+def test_paths_start_at_the_folder_of_the_file_that_names_them(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (checkpoints / "sub").mkdir()
+    file = write(checkpoints / "sub" / "c.yaml", {"model": {"path": "../target"}})
+    monkeypatch.chdir("/")
+    assert ServeSpecConfig.load(file).model.path == checkpoints / "target"
+
+
+def test_paths_in_keywords_environment_and_mappings_start_at_the_current_directory(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    (elsewhere / "target").mkdir()
+    file = write(elsewhere / "c.yaml", {"model": {"path": "target"}})
+    monkeypatch.chdir(checkpoints)
+    expected = checkpoints / "target"
+    assert ServeSpecConfig.load({"model": {"path": "target"}}).model.path == expected
+    assert ServeSpecConfig.load(file, path="target").model.path == expected
+    monkeypatch.setenv("SERVE_SPEC_MODEL__PATH", "target")
+    assert ServeSpecConfig.load(file).model.path == expected
+
+
+def test_an_asset_is_found_in_the_package_whoever_names_it(
+    checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "ASSETS", checkpoints)
+    monkeypatch.chdir("/")
+    for config in (
+        ServeSpecConfig.load({"model": {"path": "asset:target"}}),
+        ServeSpecConfig.load({"model": {}}, path="asset:target"),
+    ):
+        assert config.model.path == checkpoints / "target"
+
+
+def test_a_path_that_does_not_exist_is_refused_with_what_was_tried(checkpoints: Path) -> None:
+    file = write(checkpoints / "c.yaml", {"model": {"path": "nope"}})
+    message = problems(file)
+    assert message.startswith("model.path='nope': ")
+    assert str(checkpoints / "nope") in message
+
+
+def test_command_line_overrides_are_read_as_yaml() -> None:
+    assert parse_override("num_pages=12") == ("num_pages", 12)
+    assert parse_override("api_keys=[a, b]") == ("api_keys", ["a", "b"])
+    assert parse_override("dtype=float32") == ("dtype", "float32")
+    with pytest.raises(ConfigError, match="key=value"):
+        parse_override("num_pages")

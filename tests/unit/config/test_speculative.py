@@ -1,0 +1,106 @@
+"""What the speculative section promises, and what it refuses at the door."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.speculative import parse_update
+
+
+def test_an_algorithm_that_needs_a_draft_is_refused_without_one(minimal: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^speculative\.speculative_draft_model_path=None: EAG"):
+        ServeSpecConfig.load(minimal, speculative_algorithm="EAGLE")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "works"),
+    [
+        ("speculative_algorithm", "MEDUSA", "NONE, EAGLE, EAGLE3"),
+        ("speculative_algorithm", "STANDALONE", "NONE, EAGLE, EAGLE3"),
+        ("speculative_algorithm", "NGRAM", "NONE, EAGLE, EAGLE3"),
+        ("speculative_adaptive_strategy", "goodput", "ema, static"),
+        ("speculative_adaptive_strategy", "per_request", "ema, static"),
+        ("speculative_eagle_topk", 2, "1"),
+        ("attention_backend", "flashinfer", "auto, torch"),
+        ("tensor_parallel_size", 2, "1"),
+    ],
+)
+def test_what_is_not_there_yet_is_refused_with_what_works_now(
+    drafting: dict[str, Any], key: str, value: object, works: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(drafting, **{key: value})
+    (problem,) = caught.value.problems
+    assert f".{key}={value!r}: not available in this version" in problem
+    assert problem.endswith(f"what works now: {works}")
+
+
+def test_without_drafts_nothing_adapts(minimal: dict[str, Any]) -> None:
+    config = ServeSpecConfig.load(minimal, speculative_adaptive=True).speculative
+    assert not config.enabled
+    assert not config.speculative_adaptive
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
+def test_a_chain_verifies_one_row_more_than_it_drafts(
+    drafting: dict[str, Any], num_steps: int
+) -> None:
+    for rows in (None, num_steps + 1):
+        config = ServeSpecConfig.load(
+            drafting, speculative_num_steps=num_steps, speculative_num_draft_tokens=rows
+        )
+        assert config.speculative.num_draft_tokens == num_steps + 1
+    with pytest.raises(ConfigError, match=rf"has {num_steps + 1} rows"):
+        ServeSpecConfig.load(
+            drafting, speculative_num_steps=num_steps, speculative_num_draft_tokens=num_steps + 2
+        )
+
+
+@pytest.mark.parametrize(("value", "ok"), [(0.0, False), (0.01, True), (2.0, True), (2.01, False)])
+def test_the_draft_sharpness_lies_in_zero_exclusive_to_two(
+    drafting: dict[str, Any], value: float, ok: bool
+) -> None:
+    if ok:
+        config = ServeSpecConfig.load(drafting, speculative_draft_sharpness=value)
+        assert config.speculative.speculative_draft_sharpness == value
+    else:
+        with pytest.raises(ConfigError, match="speculative_draft_sharpness"):
+            ServeSpecConfig.load(drafting, speculative_draft_sharpness=value)
+
+
+def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(
+    drafting: dict[str, Any], tmp_path: Path
+) -> None:
+    file = tmp_path / "adaptive.json"
+    file.write_text(json.dumps({"8": {"candidate_steps": [1], "ema_alpha": 2}}))
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(drafting, speculative_adaptive_config=str(file))
+    message = str(caught.value)
+    assert message.startswith("speculative.speculative_adaptive_config: ")
+    assert str(file) in message
+    assert "8.ema_alpha=2" in message
+
+
+def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
+    update = parse_update({"min_dwell_rounds": 4})
+    assert update.said() == {"min_dwell_rounds": 4}
+
+
+@pytest.mark.parametrize(
+    ("settings", "complaint"),
+    [
+        ({"dwell": 3}, "dwell: unknown key"),
+        ({"min_dwell_rounds": -1}, "min_dwell_rounds=-1"),
+        ({"speculative_adaptive_strategy": "goodput"}, "what works now: ema, static"),
+        ({"speculative_adaptive_config": {"1": {}}}, "1.candidate_steps: every slot must hold it"),
+        (["ema"], "give a mapping"),
+    ],
+)
+def test_an_invalid_live_update_is_refused(settings: Any, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=complaint):
+        parse_update(settings)
