@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.errors import InvalidRequest
@@ -13,41 +14,37 @@ from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.metrics import MetricsSink, NullSink, StepStats
 from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
 from serve_spec.worker.worker import SpecWorker
 
 
 @dataclass
 class EngineCounters:
-    """Sums since start. Rounds and tokens of decoding only; times in milliseconds."""
+    """Sums since start. Rows and tokens of decoding only; times in milliseconds."""
 
     num_steps_executed: int = 0
-    num_decode_rounds: int = 0
+    num_decode_rows: int = 0
     num_decode_tokens: int = 0
     num_draft_tokens: int = 0
     num_correct_drafts: int = 0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
-    rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
 
     @property
     def accept_length(self) -> float:
-        """Tokens per decode row and round."""
-        return self.num_decode_tokens / self.num_decode_rounds if self.num_decode_rounds else 1.0
+        """Tokens per decoding row and round."""
+        return self.num_decode_tokens / self.num_decode_rows if self.num_decode_rows else 1.0
 
-    def observe(self, plan: StepPlan, result: StepResult, committed: list[CommittedRow]) -> None:
+    def observe(self, stats: StepStats) -> None:
         """Adds one executed round."""
         self.num_steps_executed += 1
-        self.draft_ms += result.draft_ms
-        self.verify_ms += result.verify_ms
-        decoded = [row for row in committed if row.was_decoding]
-        self.num_decode_rounds += len(decoded)
-        self.num_decode_tokens += sum(len(row.token_ids) for row in decoded)
-        self.num_draft_tokens += sum(row.num_steps for row in decoded)
-        self.num_correct_drafts += sum(row.num_correct_drafts for row in decoded)
-        if decoded:
-            rounds = self.rounds_by_num_steps
-            rounds[plan.num_steps] = rounds.get(plan.num_steps, 0) + 1
+        self.num_decode_rows += len(stats.accept_lengths)
+        self.num_decode_tokens += stats.num_output_tokens
+        self.num_draft_tokens += stats.num_draft_tokens
+        self.num_correct_drafts += stats.num_correct_drafts
+        self.draft_ms += stats.draft_ms
+        self.verify_ms += stats.verify_ms
 
 
 class SpecEngine:
@@ -62,6 +59,7 @@ class SpecEngine:
         *,
         eos_token_ids: Collection[int],
         max_model_len: int,
+        metrics: MetricsSink | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -70,17 +68,19 @@ class SpecEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self.counters = EngineCounters()
+        self.metrics = metrics or NullSink()
         self._outputs: dict[str, OutputText] = {}
 
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
+        started = time.perf_counter()
         plan = self.scheduler.plan(self.controller.choose_steps)
         if plan is None:
             return []
         result = self.worker.execute(plan)
         committed = self.scheduler.commit(plan, result, self._cut)
         self._learn(plan, committed)
-        self.counters.observe(plan, result, committed)
+        self._report(plan, result, committed, (time.perf_counter() - started) * 1e3)
         return [self._delta(row) for row in committed]
 
     @property
@@ -141,15 +141,12 @@ class SpecEngine:
             "kv": {"free_pages": cache.num_free_pages, "total_pages": cache.num_pages},
             "counters": {
                 "steps": counters.num_steps_executed,
-                "decode_rounds": counters.num_decode_rounds,
+                "decode_rows": counters.num_decode_rows,
                 "decode_tokens": counters.num_decode_tokens,
                 "draft_tokens": counters.num_draft_tokens,
                 "correct_drafts": counters.num_correct_drafts,
                 "draft_ms": round(counters.draft_ms, 3),
                 "verify_ms": round(counters.verify_ms, 3),
-                "rounds_by_num_steps": {
-                    str(k): n for k, n in sorted(counters.rounds_by_num_steps.items())
-                },
             },
         }
 
@@ -170,6 +167,33 @@ class SpecEngine:
         ]
         if observed:
             self.controller.on_verify_complete(observed, plan.batch_size, plan.num_steps)
+
+    def _report(
+        self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], step_ms: float
+    ) -> None:
+        decoded = [row for row in committed if row.was_decoding]
+        num_rows = sum(len(row.token_ids) for row in plan.rows)
+        cache = self.scheduler.cache
+        reason = self.controller.switch_reason if plan.batch_size else None
+        stats = StepStats(
+            num_steps=plan.num_steps,
+            batch_size=plan.batch_size,
+            num_draft_tokens=sum(row.num_steps for row in decoded),
+            num_correct_drafts=sum(row.num_correct_drafts for row in decoded),
+            num_output_tokens=sum(len(row.token_ids) for row in decoded),
+            num_prefill_tokens=num_rows - plan.batch_size,
+            draft_ms=result.draft_ms,
+            verify_ms=result.verify_ms,
+            step_ms=step_ms,
+            num_running_seqs=len(self.scheduler.running),
+            num_waiting_seqs=len(self.scheduler.waiting),
+            num_used_pages=cache.num_pages - cache.num_free_pages,
+            num_pages=cache.num_pages,
+            switch_reason=None if reason is None else reason.value,
+            accept_lengths=tuple(len(row.token_ids) for row in decoded),
+        )
+        self.counters.observe(stats)
+        self.metrics.observe(stats)
 
     def _delta(self, row: CommittedRow) -> TokenDelta:
         seq = row.seq

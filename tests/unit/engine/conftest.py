@@ -41,6 +41,7 @@ class SwitchingController:
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.candidate_steps = tuple(sorted(set(steps)))
+        self.switch_reason = None
         self._steps = cycle(steps)
 
     def choose_steps(self, batch_size: int) -> int:

@@ -49,15 +49,15 @@ def test_a_tokenizer_of_another_model_is_refused(pair: Pair, tmp_path: Path) -> 
         added = {**tokenizer["added_tokens"][0], "id": 259 + number, "content": f"<{number}>"}
         tokenizer["added_tokens"].append(added)
     path.write_text(json.dumps(tokenizer))
-    with pytest.raises(CheckpointError, match="tokenizer.json has 299 tokens"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json has 299 tokens"):
         LLM({"model": {"path": str(target), "device": "cpu"}})
 
 
 def test_a_missing_or_broken_tokenizer_is_refused(tmp_path: Path) -> None:
     target = make_target(tmp_path / "target")
     (target / "tokenizer.json").write_text("{")
-    with pytest.raises(CheckpointError, match="tokenizer.json can not be read"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json can not be read"):
         LLM({"model": {"path": str(target), "device": "cpu"}})
     (target / "tokenizer.json").unlink()
-    with pytest.raises(CheckpointError, match="tokenizer.json is missing"):
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         LLM({"model": {"path": str(target), "device": "cpu"}})
