@@ -9,7 +9,7 @@ import pytest
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from tests.helpers.checkpoints import make_eagle3, make_target
-from tests.unit.engine.conftest import MakeLLM, Pair
+from tests.helpers.engines import MakeLLM, Pair
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
-from tests.unit.engine.conftest import MakeLLM, switch_every_round
+from tests.helpers.engines import MakeLLM, switch_every_round
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)

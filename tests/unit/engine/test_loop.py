@@ -10,7 +10,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.loop import EngineLoop, EngineOverloaded, TokenStream
-from tests.unit.engine.conftest import MakeLLM, Pair
+from tests.helpers.engines import MakeLLM, Pair
 
 PROMPT = [10, 20, 30]
 

@@ -1,0 +1,46 @@
+"""The promise on a GPU, in float32: the text is the plain text of the CPU's own engine."""
+
+import pytest
+
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+from tests.unit.engine.test_equality import SWITCHING, prompts_and_params, texts
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def make_llm(pair: Pair) -> MakeLLM:
+    return llm_maker(pair, "cuda")
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[tuple[int, ...]]:
+    prompts, params = prompts_and_params()
+    llm = llm_maker(pair, "cpu")()
+    return [texts(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "EAGLE"])
+@pytest.mark.parametrize("num_pages", [512, 32])
+def test_a_gpu_says_what_a_cpu_says_with_and_without_speculation(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str, num_pages: int
+) -> None:
+    prompts, params = prompts_and_params()
+    llm = make_llm(algorithm, 0 if algorithm == "NONE" else 7, num_pages=num_pages)
+    assert texts(llm.generate(prompts, params)) == plain
+    assert (llm.engine.scheduler.num_preemptions > 0) == (num_pages == 32)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_changing_the_tier_every_round_never_changes_the_text_on_a_gpu(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str
+) -> None:
+    prompts, params = prompts_and_params()
+    llm = make_llm(algorithm, 3, max_num_seqs=3, max_num_batched_tokens=19)
+    switch_every_round(llm, SWITCHING)
+    assert texts(llm.generate(prompts, params)) == plain
