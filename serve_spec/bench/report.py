@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -69,7 +70,10 @@ def _cpu_name() -> str:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree the package runs from, with `+` when it has changes."""
+    """The commit of the source tree the package runs from, with `+` when it has changes.
+
+    Where there is no repository (a container, a copy), SERVE_SPEC_COMMIT may say it.
+    """
     root = Path(__file__).parents[2]
     try:
         run = subprocess.run(
@@ -80,5 +84,5 @@ def _commit() -> str | None:
             check=True,
         )
     except (OSError, subprocess.CalledProcessError):
-        return None
+        return os.environ.get("SERVE_SPEC_COMMIT")
     return run.stdout.strip()

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from serve_spec.layers.module import Layer, parameter
 from serve_spec.log import get_logger
@@ -53,7 +53,7 @@ class Linear(Layer):
             start += rows
         return views
 
-    def pack(self) -> None:
+    def finish(self) -> None:
         """Lays the loaded weight out for small products on this processor; frees the plain one.
 
         On CPUs oneDNN's blocked layout makes 1 to 8 rows cost about the same (and 3 to 5 times less
@@ -64,14 +64,7 @@ class Linear(Layer):
         if not onednn_works(self.weight.dtype):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
-        self.weight = parameter(0)
-
-
-def pack_linears(model: Layer) -> None:
-    """Lets every loaded linear of `model` take the storage its products are fastest from."""
-    for module in model.modules():
-        if isinstance(module, Linear):
-            module.pack()
+        self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
 
 def _onednn_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:

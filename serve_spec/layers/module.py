@@ -20,6 +20,16 @@ class Layer(nn.Module):
         """Destinations by checkpoint name: each a parameter, or a view of a part of one."""
         raise NotImplementedError
 
+    def finish(self) -> None:
+        """Called once after loading: derives what this machine computes fastest with."""
+
+
+def finish_loading(model: Layer) -> None:
+    """Lets every layer of a loaded model prepare itself."""
+    for module in model.modules():
+        if isinstance(module, Layer):
+            module.finish()
+
 
 def parameter(*shape: int) -> nn.Parameter:
     """An uninitialised frozen parameter of the default dtype and device."""

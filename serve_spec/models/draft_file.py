@@ -57,8 +57,8 @@ class DraftFile:
 
     def setting(self, key: str) -> Any:
         """A key of the config, at the top or inside `eagle_config`; None when absent."""
-        nested = self.config.get("eagle_config") or {}
-        return self.config.get(key, nested.get(key))
+        value = self.config.get(key)
+        return (self.config.get("eagle_config") or {}).get(key) if value is None else value
 
 
 def open_draft(path: Path | str, algorithm: str) -> DraftFile:
@@ -204,14 +204,14 @@ def _current_name(name: str) -> str:
 def _family(file: DraftFile) -> str | None:
     shapes = file.checkpoint.shapes
     width = 2 * whole(file.config, "hidden_size")
-    query = shapes.get("layers.0.self_attn.q_proj.weight", (0, 0))
-    if "layers.0.hidden_norm.weight" in shapes or query[1] == width:
+    query = shapes.get("layers.0.self_attn.q_proj.weight", ())
+    if "layers.0.hidden_norm.weight" in shapes or query[1:] == (width,):
         return "EAGLE3"
-    if shapes.get("fc.weight", (0, 0))[1] == width:
+    if shapes.get("fc.weight", ())[1:] == (width,):
         return "EAGLE"
     return None
 
 
 def _count_layers(names: Iterable[str]) -> int:
     indices = {int(m[1]) for name in names if (m := re.match(r"layers\.(\d+)\.", name))}
-    return max(indices) + 1
+    return max(indices, default=0) + 1

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.linear import Linear, pack_linears
-from serve_spec.layers.module import Layer, prefixed, tensor_defaults
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
@@ -114,7 +114,7 @@ def load_eagle(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle:
     if embedding is not None:
         head.embed_tokens = embedding_of(embedding)
     file.checkpoint.load_into(head.tensors(), read_elsewhere=("embed_tokens.weight",))
-    pack_linears(head)
+    finish_loading(head)
     _log.info(
         "EAGLE head %s: %d layers, theta %g, fc bias %s, own embedding %s",
         file.path, shape.num_layers, shape.rope_theta, head.fc.bias is not None,

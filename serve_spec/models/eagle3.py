@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.layers.attention import Attention
-from serve_spec.layers.linear import Linear, pack_linears
+from serve_spec.layers.linear import Linear
 from serve_spec.layers.mlp import GatedMLP
-from serve_spec.layers.module import Layer, prefixed, tensor_defaults
+from serve_spec.layers.module import Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import RotaryTable, Rotation
 from serve_spec.log import get_logger
@@ -151,6 +151,6 @@ def load_eagle3(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3
         head.embed_tokens = embedding_of(embedding)
     shared = ("embed_tokens.weight", "d2t", "t2d")
     file.checkpoint.load_into(head.tensors(), read_elsewhere=shared)
-    pack_linears(head)
+    finish_loading(head)
     _log.info("EAGLE-3 head %s: %s, own embedding %s", file.path, shape, embedding is not None)
     return head

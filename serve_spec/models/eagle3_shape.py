@@ -148,6 +148,11 @@ def _capture(file: DraftFile, num_layers: int, options: DraftOptions) -> Feature
             "use a head trained on auxiliary hidden states"
         )
     ids = file.setting("eagle_aux_hidden_state_layer_ids")
+    if ids is not None and not (ids and isinstance(ids, list) and all(type(k) is int for k in ids)):
+        raise CheckpointError(
+            f"{file.path}: eagle_aux_hidden_state_layer_ids={ids!r}; a list of integers within "
+            f"0 .. {num_layers} is needed"
+        )
     layers = options.aux_layer_ids or capture_layers(ids, num_layers, options.aux_layers_mean)
     if not layers or min(layers) < 0 or max(layers) > num_layers:
         raise CheckpointError(

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from serve_spec.layers.linear import pack_linears
-from serve_spec.layers.module import tensor_defaults
+from serve_spec.layers.module import finish_loading, tensor_defaults
 from serve_spec.models.llama import Llama
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.weights import open_checkpoint
@@ -40,5 +39,5 @@ def load_target(
     with tensor_defaults(dtype, device):
         model = TARGETS[shape.architecture](shape, max_model_len)
     checkpoint.load_into(model.tensors())
-    pack_linears(model)
+    finish_loading(model)
     return model

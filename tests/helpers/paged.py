@@ -28,6 +28,7 @@ class PagedSequences:
         page_size: int = 4,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
+        device: str = "cpu",
     ) -> None:
         pages_each = -(-max_len // page_size)
         num_pages = num_sequences * pages_each + 1
@@ -38,7 +39,7 @@ class PagedSequences:
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
             dtype=dtype,
-            device="cpu",
+            device=device,
         )
         self.pool.keys.fill_(50.0)
         self.pool.values.fill_(50.0)
@@ -46,6 +47,7 @@ class PagedSequences:
         pages = 1 + torch.randperm(num_pages - 1, generator=generator)
         self.pages = pages.view(num_sequences, pages_each)
         self.page_size = page_size
+        self.device = device
         self.lengths = [0] * num_sequences
         self.backend = create_attention_backend("torch", shape)
 
@@ -65,11 +67,11 @@ class PagedSequences:
                 positions.append(position)
                 slots.append(int(table[position]))
         return RaggedBatch(
-            positions=torch.tensor(positions),
-            slots=torch.tensor(slots),
+            positions=torch.tensor(positions, device=self.device),
+            slots=torch.tensor(slots, device=self.device),
             query_lens=tuple(count for _, count in pieces),
             kv_lens=tuple(self.lengths[index] + count for index, count in pieces),
-            slot_table=torch.stack(tables),
+            slot_table=torch.stack(tables).to(self.device),
         )
 
     def _slots(self, index: int) -> Tensor:

@@ -1,0 +1,65 @@
+"""PNG plots from the files a run leaves behind: loss curves and survival by draft position."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from serve_spec.training.loop import read_log
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+_PHASES = ("target", "eagle3", "eagle", "medusa", "standalone")
+
+
+def plot_losses(logs: Path, out: Path) -> None:
+    """One panel per phase that has a log: training loss and held-out loss over tokens seen."""
+    found = [name for name in _PHASES if (logs / f"{name}.jsonl").exists()]
+    if not found:
+        raise FileNotFoundError(f"no phase log (*.jsonl) in {logs}; train a phase first")
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(3.6 * len(found), 3.2), squeeze=False, layout="constrained"
+    )
+    for axis, name in zip(axes[0], found, strict=True):
+        rows = list(read_log(logs / f"{name}.jsonl"))
+        axis.plot(*_curve(rows, "loss"), lw=0.7, label="training batch")
+        axis.plot(*_curve(rows, "heldout_loss"), "o-", ms=3, label="held-out packages")
+        axis.set_title(name)
+        axis.set_xlabel("tokens seen (millions)")
+        axis.set_ylabel("loss (nats)")
+        losses = _curve(rows, "loss")[1]
+        if losses:
+            tail = sorted(losses)[: max(1, int(0.9 * len(losses)))]
+            axis.set_ylim(top=tail[-1] * 1.05)
+        axis.grid(alpha=0.3)
+    axes[0][0].legend(fontsize=7)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)
+
+
+def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[float], list[float]]:
+    points = [(row["tokens"] / 1e6, row[key]) for row in rows if key in row]
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def plot_survival(record: dict[str, Any], out: Path) -> None:
+    """Share of rounds that keep at least k drafts, per drafter, at the coldest and hottest T."""
+    temperatures = list(record["temperatures"])
+    shown = [temperatures[0], temperatures[-1]]
+    figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
+    for axis, temperature in zip(axes, shown, strict=True):
+        for name, modes in record["temperatures"][temperature]["drafters"].items():
+            mode = "coupled" if "coupled" in modes else "greedy"
+            survival = modes[mode]["all"][-1]["survival"]
+            axis.plot(range(1, len(survival) + 1), survival, "o-", ms=3, label=name)
+        axis.set_title(f"T = {temperature}, {mode} drafts")
+        axis.set_xlabel("draft position k")
+        axis.grid(alpha=0.3)
+        axis.set_ylim(0, 1)
+    axes[0].set_ylabel("rounds keeping at least k drafts")
+    axes[0].legend(fontsize=8)
+    figure.savefig(out, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,306 @@
+"""Draft heads equal a plain recomputation, in every published variant, however entries arrive."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec.models import (
+    DraftHead,
+    DraftOptions,
+    FeatureCapture,
+    Llama,
+    load_draft,
+    load_target,
+)
+from tests.helpers.checkpoints import (
+    make_eagle,
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tests.helpers.paged import PagedSequences
+from tests.helpers.plain_heads import PlainHead
+
+TOLERANCE = 2e-5
+Tensors = dict[str, Tensor]
+
+
+def ones(*shape: int) -> Tensor:
+    return 1.0 + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(5))
+
+
+def add(**tensors: Tensor) -> Callable[[Tensors], None]:
+    """Adds tensors to a file; `__` in a keyword stands for a dot."""
+    return lambda file: file.update({k.replace("__", "."): v for k, v in tensors.items()})
+
+
+def with_prefix(file: Tensors) -> None:
+    for name in list(file):
+        file[f"model.{name}"] = file.pop(name)
+
+
+# name -> (arguments of make_eagle3, change to the tensors)
+EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], None] | None]] = {
+    "plain": ({}, None),
+    "reduced_vocabulary": ({"draft_vocab": 100}, None),
+    "fc_bias": ({"fc_bias": True}, None),
+    "norm_before_residual": ({"norm_before_residual": True}, None),
+    "norm_output": ({"norm_output": True, "draft_vocab": 50}, None),
+    "layers_0_names": ({"layer_prefix": "layers.0."}, None),
+    "model_prefix": ({}, with_prefix),
+    "two_layers": ({"num_layers": 2}, None),
+    "own_embedding": ({"own_embedding": True}, None),
+    "thin": ({"hidden_size": 16, "own_embedding": True, "head_dim": 8}, None),
+    "grouped_heads": ({"num_key_value_heads": 2}, None),
+    "wide_heads": ({"head_dim": 16}, None),
+    "config_theta": ({"rope_theta": 300.0}, None),
+    "input_norm": ({"norm_before_fc": True}, add(input_norm__weight=ones(96))),
+    "fc_norm": (
+        {"fc_norm": True},
+        add(fc_norm__0__weight=ones(32), fc_norm__1__weight=ones(32), fc_norm__2__weight=ones(32)),
+    ),
+    "legacy_fc_norm": (
+        {},
+        add(
+            aux_norm_low__weight=ones(32),
+            aux_norm_mid__weight=ones(32),
+            aux_norm_high__weight=ones(32),
+        ),
+    ),
+    "qkv_bias": (
+        {},
+        add(
+            midlayer__self_attn__q_proj__bias=ones(32),
+            midlayer__self_attn__k_proj__bias=ones(32),
+            midlayer__self_attn__v_proj__bias=ones(32),
+        ),
+    ),
+    "qk_norm": (
+        {},
+        add(
+            midlayer__self_attn__q_norm__weight=ones(8),
+            midlayer__self_attn__k_norm__weight=ones(8),
+        ),
+    ),
+    # A published config says 40 layers over a file of one; files carry maps that map nothing.
+    "lying_config": ({"num_hidden_layers": 40, "tie_word_embeddings": True}, None),
+    "idle_maps": (
+        {},
+        add(d2t=torch.zeros(288, dtype=torch.int64), t2d=torch.zeros(288, dtype=torch.bool)),
+    ),
+}
+EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], None] | None]] = {
+    "plain": ({}, None),
+    "no_fc_bias": ({"fc_bias": False, "bias": False}, None),
+    "no_embedding": ({"own_embedding": False}, None),
+    "two_layers": ({"num_layers": 2}, None),
+    "grouped_heads": ({"num_key_value_heads": 1}, None),
+    "input_norm": ({}, add(layers__0__input_layernorm__weight=ones(32))),
+    "config_theta": ({"rope_theta": 500000.0}, None),
+}
+
+
+class Duo:
+    """A head loaded by the package, and the plain one."""
+
+    def __init__(self, directory: Path, target_dir: Path, target: Llama, case: str) -> None:
+        family, name = case.split(":")
+        make, table = (make_eagle3, EAGLE3) if family == "EAGLE3" else (make_eagle, EAGLE)
+        arguments, change = table[name]
+        make(directory, target_dir, **arguments)
+        if change is not None:
+            config, tensors = read_checkpoint(directory)
+            change(tensors)
+            write_checkpoint(directory, config, tensors, pickle=family == "EAGLE")
+        self.ours = load_draft(directory, target, family)
+        self.plain = PlainHead(directory, target_dir)
+
+
+CASES = [f"EAGLE3:{name}" for name in EAGLE3] + [f"EAGLE:{name}" for name in EAGLE]
+DRAFTED = 4
+LENGTHS = (23, 6)
+
+
+@pytest.fixture(params=CASES)
+def duo(request: pytest.FixtureRequest, tmp_path: Path, target_dir: Path, target: Llama) -> Duo:
+    return Duo(tmp_path, target_dir, target, request.param)
+
+
+def scene(head: DraftHead, seed: int = 3) -> tuple[list[Tensor], list[Tensor]]:
+    """Tokens (entries and drafts) and target features of two sequences."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = [torch.randint(0, 288, (n + DRAFTED,), generator=generator) for n in LENGTHS]
+    features = [torch.randn(n + DRAFTED, head.feature_dim, generator=generator) for n in LENGTHS]
+    return tokens, features
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert (found - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
+def test_catching_up_in_pieces_then_drafting_equals_a_plain_unroll(duo: Duo) -> None:
+    head = duo.ours
+    tokens, features = scene(head)
+    plain = [
+        duo.plain.unroll(ids, rows[:n])
+        for ids, rows, n in zip(tokens, features, LENGTHS, strict=True)
+    ]
+    sequences = PagedSequences(head.shape, 2, max(LENGTHS) + DRAFTED)
+    hidden = [torch.empty(0, head.hidden_size) for _ in LENGTHS]
+    for pieces in ([(0, 17)], [(1, 3), (0, 5)], [(0, 1), (1, 3)]):
+        _catch_up(head, sequences, pieces, tokens, features, hidden)
+    for _ in range(DRAFTED):
+        ids = torch.stack([tokens[b][sequences.lengths[b]] for b in (0, 1)])
+        feedback = torch.stack([hidden[b][-1] for b in (0, 1)])
+        out = head.forward(ids, feedback, sequences.extend([(0, 1), (1, 1)]))
+        hidden = [torch.cat((hidden[b], out[b : b + 1])) for b in (0, 1)]
+    for found, (expected_hidden, expected_logits) in zip(hidden, plain, strict=True):
+        assert_close(found, expected_hidden)
+        assert_close(head.logits(found), expected_logits)
+
+
+def test_catching_up_overwrites_what_drafting_left_behind(duo: Duo) -> None:
+    head = duo.ours
+    tokens, features = scene(head)
+    n = LENGTHS[0]
+    sequences = PagedSequences(head.shape, 2, max(LENGTHS) + DRAFTED)
+    hidden = [torch.empty(0, head.hidden_size) for _ in LENGTHS]
+    _catch_up(head, sequences, [(0, n)], tokens, features, hidden)
+    for _ in range(3):
+        ctx = sequences.extend([(0, 1)])
+        head.forward(torch.tensor([7]), hidden[0][-1:], ctx)
+    sequences.lengths[0] = n
+    _catch_up(head, sequences, [(0, DRAFTED)], tokens, features, hidden)
+    expected, logits = duo.plain.unroll(tokens[0], features[0])
+    assert_close(hidden[0], expected)
+    assert_close(head.logits(hidden[0]), logits)
+
+
+def _catch_up(
+    head: DraftHead,
+    sequences: PagedSequences,
+    pieces: list[tuple[int, int]],
+    tokens: list[Tensor],
+    features: list[Tensor],
+    hidden: list[Tensor],
+) -> None:
+    spans = [(b, slice(sequences.lengths[b], sequences.lengths[b] + n)) for b, n in pieces]
+    ids = torch.cat([tokens[b][span] for b, span in spans])
+    encoded = head.encode(torch.cat([features[b][span] for b, span in spans]))
+    kept = encoded.clone()
+    out = head.forward(ids, encoded, sequences.extend(pieces))
+    assert torch.equal(encoded, kept), "forward must not change its inputs"
+    for (b, _), rows in zip(pieces, out.split([n for _, n in pieces]), strict=True):
+        hidden[b] = torch.cat((hidden[b], rows))
+
+
+def test_draft_ids_are_mapped_to_target_ids(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle3(tmp_path, target_dir, draft_vocab=100)
+    head = load_draft(tmp_path, target, "EAGLE3")
+    reached = read_checkpoint(tmp_path)[1]["t2d"].nonzero().view(-1)
+    assert head.target_ids is not None
+    assert torch.equal(head.target_ids, reached)
+    assert head.logits(torch.zeros(2, 32)).shape == (2, 100)
+
+
+def test_a_full_vocabulary_needs_no_map(tmp_path: Path, target_dir: Path, target: Llama) -> None:
+    make_eagle3(tmp_path, target_dir)
+    assert load_draft(tmp_path, target, "EAGLE3").target_ids is None
+
+
+# The target has 8 layers.
+@pytest.mark.parametrize(
+    ("ids", "options", "captured"),
+    [
+        (None, DraftOptions(), (2, 4, 5)),
+        ([1, 3, 4], DraftOptions(), (2, 4, 5)),
+        ([2, 4, 5], DraftOptions(), (2, 4, 5)),
+        ([2, 4, 8], DraftOptions(), (2, 4, 8)),
+        ([1, 4, 7], DraftOptions(), (2, 5, 8)),
+        ([3, 4, 6], DraftOptions(), (4, 5, 7)),
+        ([3, 4, 6], DraftOptions(aux_layers_mean="input"), (3, 4, 6)),
+        ([2, 4, 5], DraftOptions(aux_layers_mean="output"), (3, 5, 6)),
+        ([3, 4, 6], DraftOptions(aux_layer_ids=(0, 1, 8)), (0, 1, 8)),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_captured_layers_follow_either_convention(
+    tmp_path: Path,
+    target_dir: Path,
+    target: Llama,
+    ids: list[int] | None,
+    options: DraftOptions,
+    captured: tuple[int, ...],
+    nested: bool,
+) -> None:
+    entry = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+    make_eagle3(tmp_path, target_dir, **({"eagle_config": entry} if nested else entry))
+    head = load_draft(tmp_path, target, "EAGLE3", options)
+    assert head.capture == FeatureCapture(captured)
+
+
+def test_a_theta_given_by_the_user_wins(tmp_path: Path, target_dir: Path, target: Llama) -> None:
+    make_eagle3(tmp_path, target_dir, rope_theta=1000000.0)
+    assert load_draft(tmp_path, target, "EAGLE3").shape.rope_theta == 1000000.0
+    options = DraftOptions(rope_theta=10000.0)
+    assert load_draft(tmp_path, target, "EAGLE3", options).shape.rope_theta == 10000.0
+
+
+def test_switches_given_by_the_user_win(tmp_path: Path, target_dir: Path, target: Llama) -> None:
+    make_eagle3(tmp_path, target_dir, norm_before_residual=False)
+    options = DraftOptions(norm_before_residual=True, norm_output=True)
+    head = load_draft(tmp_path, target, "EAGLE3", options)
+    plain = PlainHead(tmp_path, target_dir, norm_before_residual=True, norm_output=True)
+    (ids, _), (features, _) = scene(head)
+    sequences = PagedSequences(head.shape, 1, len(ids))
+    hidden = head.forward(ids, head.encode(features), sequences.extend([(0, len(ids))]))
+    assert_close(head.logits(hidden), plain.unroll(ids, features)[1])
+
+
+def test_the_targets_embedding_is_shared_with_a_frozen_copy_of_it(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle(tmp_path, target_dir)
+    config, tensors = read_checkpoint(tmp_path)
+    tensors["embed_tokens.weight"] = tensors["embed_tokens.weight"].half()
+    write_checkpoint(tmp_path, config, tensors, pickle=True)
+    head: Any = load_draft(tmp_path, target, "EAGLE")
+    assert head.embed_tokens is target.embed_tokens
+
+
+def test_heads_take_the_dtype_of_their_target(tmp_path: Path, target_dir: Path) -> None:
+    make_eagle3(tmp_path, target_dir, draft_vocab=100)
+    half = load_target(target_dir, torch.bfloat16)
+    head: Any = load_draft(tmp_path, half, "EAGLE3")
+    assert {p.dtype for p in head.parameters()} == {torch.bfloat16}
+    sequences = PagedSequences(head.shape, 1, 5, dtype=torch.bfloat16)
+    encoded = head.encode(torch.ones(5, head.feature_dim, dtype=torch.bfloat16))
+    hidden = head.forward(torch.arange(5), encoded, sequences.extend([(0, 5)]))
+    assert head.logits(hidden).dtype == torch.float32
+
+
+@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
+def test_a_mimic_head_agrees_with_a_shallow_target_sometimes(
+    tmp_path: Path, make: Callable[..., Path]
+) -> None:
+    directory = make_target(tmp_path / "target", "llama2", hidden=32, layer_scale=0.3)
+    target = load_target(directory, torch.float32)
+    make(tmp_path / "head", directory, mimic=True)
+    head = load_draft(tmp_path / "head", target, "EAGLE3" if make is make_eagle3 else "EAGLE")
+    ids = torch.randint(0, 288, (300,), generator=torch.Generator().manual_seed(2))
+    ctx = PagedSequences(target.shape, 1, 300).extend([(0, 300)])
+    hidden, features = target.forward(ids, ctx, head.capture)
+    assert features is not None
+    ctx = PagedSequences(head.shape, 1, 299).extend([(0, 299)])
+    drafted = head.logits(head.forward(ids[1:], head.encode(features[:-1]), ctx)).argmax(dim=1)
+    agreement = (drafted == target.logits(hidden[1:]).argmax(dim=1)).float().mean()
+    assert 0.3 < agreement < 0.97

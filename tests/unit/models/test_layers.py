@@ -1,0 +1,144 @@
+"""The parts against their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from serve_spec.layers.linear import Linear, onednn_works
+from serve_spec.layers.module import tensor_defaults
+from serve_spec.layers.norm import RMSNorm
+from serve_spec.layers.rope import Llama3Scaling, RotaryTable, inverse_frequencies, rotate
+
+
+def filled(linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:
+    generator = torch.Generator().manual_seed(0)
+    for parameter in linear.parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=generator).to(dtype))
+    return linear
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("num_rows", [1, 2, 8, 9, 100])
+def test_a_packed_linear_is_the_same_linear(num_rows: int, bias: bool) -> None:
+    plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias)) for _ in range(2))
+    packed.finish()
+    assert packed.weight.numel() == 0 or not onednn_works(torch.float32)
+    x = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(1))
+    assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-4)
+
+
+def test_a_packed_linear_accepts_strided_rows() -> None:
+    plain, packed = (filled(Linear(256, {"a": 320})) for _ in range(2))
+    packed.finish()
+    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1))[:, :256]
+    assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-4)
+
+
+def test_finishing_twice_changes_nothing() -> None:
+    linear = filled(Linear(256, {"a": 320}))
+    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
+    linear.finish()
+    once = linear(x)
+    linear.finish()
+    assert torch.equal(linear(x), once)
+
+
+def test_small_linears_stay_plain() -> None:
+    linear = filled(Linear(16, {"a": 16}))
+    linear.finish()
+    assert linear.weight.shape == (16, 16)
+
+
+def test_bfloat16_products_accumulate_in_float32() -> None:
+    with tensor_defaults(torch.bfloat16, "cpu"):
+        linear = filled(Linear(1024, {"a": 256}), torch.bfloat16)
+    exact_weight = linear.weight.float()
+    linear.finish()
+    x = torch.randn(3, 1024, generator=torch.Generator().manual_seed(1)).bfloat16()
+    expected = x.float() @ exact_weight.T
+    assert ((linear(x).float() - expected).abs() / expected.abs().clamp_min(1.0)).max() < 1e-2
+
+
+def test_fused_parts_are_found_by_name() -> None:
+    linear = filled(Linear(8, {"q_proj": 4, "k_proj": 2}, bias=True))
+    tensors = linear.tensors()
+    assert list(tensors) == ["q_proj.weight", "q_proj.bias", "k_proj.weight", "k_proj.bias"]
+    assert torch.equal(tensors["k_proj.weight"], linear.weight[4:])
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-5, 1.0, 1e4])
+@pytest.mark.parametrize("finished", [False, True])
+def test_norms_follow_their_definition(scale: float, finished: bool) -> None:
+    norm = RMSNorm(48, 1e-5)
+    generator = torch.Generator().manual_seed(0)
+    norm.weight.copy_(torch.randn(48, generator=generator))
+    if finished:
+        norm.finish()
+    x = scale * torch.randn(5, 48, generator=generator)
+    exact = x.double()
+    exact = exact / (exact.square().mean(dim=-1, keepdim=True) + 1e-5).sqrt() * norm.weight
+    assert torch.allclose(norm(x).double(), exact, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_norms_are_computed_in_float32(finished: bool) -> None:
+    with tensor_defaults(torch.float16, "cpu"):
+        norm = RMSNorm(64, 1e-6)
+    norm.weight.fill_(1.0)
+    if finished:
+        norm.finish()
+    # Squares of 1000 overflow float16.
+    x = torch.full((1, 64), 1000.0, dtype=torch.float16)
+    assert torch.equal(norm(x), torch.ones(1, 64, dtype=torch.float16))
+
+
+def test_the_fused_norm_leaves_its_inputs_alone() -> None:
+    norm = RMSNorm(8, 1e-6)
+    norm.weight.fill_(2.0)
+    x, residual = torch.ones(3, 8), torch.full((3, 8), 2.0)
+    normed, total = norm.add(x, residual)
+    assert torch.equal(total, torch.full((3, 8), 3.0))
+    assert torch.equal(normed, norm(total))
+    assert torch.equal(x, torch.ones(3, 8))
+    assert torch.equal(residual, torch.full((3, 8), 2.0))
+
+
+def test_llama3_frequencies_are_transformers_bit_for_bit() -> None:
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, 8192)
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=parameters)
+    assert torch.equal(
+        inverse_frequencies(128, 500000.0, scaling), LlamaRotaryEmbedding(config).inv_freq
+    )
+
+
+def test_rotation_turns_pairs_by_position_times_frequency() -> None:
+    table = RotaryTable(head_dim=4, theta=100.0, scaling=None, max_len=10)
+    x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]]])
+    angles = torch.tensor([7.0, 0.7])
+    turned = torch.complex(x[..., :2], x[..., 2:]) * torch.polar(torch.ones(2), angles)
+    expected = torch.cat((turned.real, turned.imag), dim=-1)
+    assert torch.allclose(rotate(x, table.at(torch.tensor([7]))), expected, atol=1e-6)
+
+
+def test_rotation_keeps_the_dtype_of_its_input() -> None:
+    table = RotaryTable(head_dim=4, theta=100.0, scaling=None, max_len=10)
+    x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+    assert rotate(x, table.at(torch.tensor([0, 3]))).dtype == torch.bfloat16
+
+
+def test_defaults_are_restored_after_building() -> None:
+    before = torch.get_default_dtype()
+    with pytest.raises(RuntimeError, match="inside"), tensor_defaults(torch.bfloat16, "cpu"):
+        raise RuntimeError("inside")
+    assert torch.get_default_dtype() == before

@@ -1,0 +1,178 @@
+"""The targets compute what transformers computes, however the rows are cut and mixed."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from serve_spec.models import FeatureCapture, Llama, load_target
+from tests.helpers.checkpoints import make_target
+from tests.helpers.paged import PagedSequences
+
+TOLERANCE = 1e-4
+# Past 64 positions, llama3's rope scaling is at work in all three of its bands.
+LENGTHS = (90, 5, 21)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama2", {}),
+    "llama3": ("llama3", {}),
+    "llama_attention_bias": ("llama3", {"attention_bias": True}),
+    "mistral": ("mistral", {}),
+    "mistral_window": ("mistral", {"sliding_window": 7}),
+    "qwen2": ("qwen2", {}),
+    "qwen2_window": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    ),
+    "qwen3": ("qwen3", {}),
+    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}),
+}
+Pieces = list[tuple[int, int]]
+
+
+class Pair:
+    """One random model twice: transformers' and ours, and the former's answers."""
+
+    def __init__(self, directory: Path, name: str) -> None:
+        family, config = CASES[name]
+        make_target(directory / "made", family, layers=3, hidden=32, **config)
+        self.reference, report = AutoModelForCausalLM.from_pretrained(
+            directory / "made", attn_implementation="eager", output_loading_info=True
+        )
+        assert not any(report.values()), "the helper's names are not transformers'"
+        self.reference.save_pretrained(directory / "saved")
+        self.directory = directory
+        self.ours = load_target(directory / "saved", torch.float32)
+        generator = torch.Generator().manual_seed(1)
+        self.tokens = [torch.randint(0, 288, (n,), generator=generator) for n in LENGTHS]
+        self.logits = [self.reference(ids[None]).logits[0] for ids in self.tokens]
+
+
+@pytest.fixture(scope="module")
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    with torch.no_grad():
+        return Pair(tmp_path_factory.mktemp(request.param), request.param)
+
+
+every_family = pytest.mark.parametrize("pair", list(CASES), indirect=True, scope="module")
+
+
+def run(model: Llama, tokens: list[Tensor], rounds: list[Pieces]) -> list[Tensor]:
+    """Logits [length, V] of every sequence, computed in these rounds of (sequence, rows)."""
+    sequences = PagedSequences(model.shape, len(tokens), max(LENGTHS))
+    collected: list[list[Tensor]] = [[] for _ in tokens]
+    for pieces in rounds:
+        starts = [sequences.lengths[index] for index, _ in pieces]
+        ctx = sequences.extend(pieces)
+        parts = [
+            tokens[index][start : start + count]
+            for (index, count), start in zip(pieces, starts, strict=True)
+        ]
+        logits = model.logits(model.forward(torch.cat(parts), ctx).hidden)
+        counts = [count for _, count in pieces]
+        for (index, _), rows in zip(pieces, logits.split(counts), strict=True):
+            collected[index].append(rows)
+    return [torch.cat(rows) for rows in collected]
+
+
+def assert_same_logits(found: list[Tensor], expected: list[Tensor]) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.dtype == torch.float32
+        assert (ours - theirs).abs().max() <= TOLERANCE
+
+
+@every_family
+def test_a_whole_prompt_gives_transformers_logits(pair: Pair) -> None:
+    rounds = [[(index, length)] for index, length in enumerate(LENGTHS)]
+    assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
+
+
+@every_family
+def test_prompts_cut_into_chunks_give_transformers_logits(pair: Pair) -> None:
+    rounds: list[Pieces] = [[(0, 33)], [(1, 2), (0, 20)], [(0, 37), (2, 20)], [(1, 3), (2, 1)]]
+    assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
+
+
+@every_family
+def test_decoding_token_by_token_gives_transformers_logits(pair: Pair) -> None:
+    rounds: list[Pieces] = [[(0, 60), (2, 9)]]
+    rounds += [[(0, 1), (1, 1), (2, 1)] for _ in range(5)]
+    rounds += [[(0, 1), (2, 1)] for _ in range(7)] + [[(0, 1)] for _ in range(18)]
+    assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
+
+
+@every_family
+def test_any_ragged_mixture_gives_transformers_logits(pair: Pair) -> None:
+    draw = random.Random(7)
+    left = dict(enumerate(LENGTHS))
+    rounds: list[Pieces] = []
+    while left:
+        chosen = draw.sample(sorted(left), draw.randint(1, len(left)))
+        pieces = [(index, draw.randint(1, min(left[index], 24))) for index in chosen]
+        rounds.append(pieces)
+        for index, count in pieces:
+            left[index] -= count
+        left = {index: count for index, count in left.items() if count}
+    assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
+
+
+@every_family
+def test_both_config_dialects_describe_the_same_model(pair: Pair) -> None:
+    # "made" has rope_theta + rope_scaling, "saved" has transformers 5's rope_parameters.
+    made = load_target(pair.directory / "made", torch.float32)
+    assert made.shape == pair.ours.shape
+    rounds = [[(0, LENGTHS[0])]]
+    assert torch.equal(
+        run(made, pair.tokens[:1], rounds)[0], run(pair.ours, pair.tokens[:1], rounds)[0]
+    )
+
+
+@every_family
+def test_captured_features_are_transformers_hidden_states(pair: Pair) -> None:
+    ids = pair.tokens[2]
+    states = pair.reference(ids[None], output_hidden_states=True).hidden_states
+    num_layers = pair.ours.shape.num_layers
+    capture = FeatureCapture((1, 0, num_layers - 1, 1, num_layers))
+    features = _features(pair.ours, ids, capture)
+    assert features.shape == (len(ids), capture.width(pair.ours.shape.hidden_size))
+    before_norm = features.chunk(5, dim=1)
+    for block, layer in zip(before_norm, (1, 0, num_layers - 1, 1), strict=False):
+        assert (block - states[layer][0]).abs().max() <= TOLERANCE
+    # transformers' last state is behind the final norm; ours (layer n) is before it.
+    assert (pair.ours.norm(before_norm[4]) - states[num_layers][0]).abs().max() <= TOLERANCE
+    final = _features(pair.ours, ids, FeatureCapture(None))
+    assert (final - states[num_layers][0]).abs().max() <= TOLERANCE
+
+
+def test_capturing_features_does_not_change_the_logits(target: Llama) -> None:
+    ids = torch.arange(20)
+    plain = target.forward(ids, PagedSequences(target.shape, 1, 20).extend([(0, 20)]))
+    captured = target.forward(
+        ids, PagedSequences(target.shape, 1, 20).extend([(0, 20)]), FeatureCapture((0, 2, 8))
+    )
+    assert plain.features is None
+    assert torch.equal(plain.hidden, captured.hidden)
+
+
+def test_bfloat16_stays_close_to_float32(target: Llama, target_dir: Path) -> None:
+    ids = torch.arange(40)
+    half = load_target(target_dir, torch.bfloat16)
+    sequences = PagedSequences(half.shape, 1, 40, dtype=torch.bfloat16)
+    found = half.logits(half.forward(ids, sequences.extend([(0, 40)])).hidden)
+    exact = PagedSequences(target.shape, 1, 40).extend([(0, 40)])
+    expected = target.logits(target.forward(ids, exact).hidden)
+    assert found.dtype == torch.float32
+    cosine = torch.cosine_similarity(found, expected, dim=1)
+    assert cosine.min() > 0.995
+
+
+def _features(model: Llama, ids: Tensor, capture: FeatureCapture) -> Tensor:
+    ctx = PagedSequences(model.shape, 1, len(ids)).extend([(0, len(ids))])
+    features = model.forward(ids, ctx, capture).features
+    assert features is not None
+    return features

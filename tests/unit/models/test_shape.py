@@ -1,0 +1,132 @@
+"""Reading configs: every dialect, and every refusal by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.rope import Llama3Scaling
+from serve_spec.models import ModelShape
+from tests.helpers.checkpoints import target_config
+
+SCALING = Llama3Scaling(8.0, 1.0, 4.0, 64)
+
+
+def shape_of(family: str = "llama3", **changes: Any) -> ModelShape:
+    return ModelShape.from_config({**target_config(family, 64, 4, 288), **changes})
+
+
+def without(family: str, *keys: str) -> dict[str, Any]:
+    return {k: v for k, v in target_config(family, 64, 4, 288).items() if k not in keys}
+
+
+def test_absent_keys_take_the_values_transformers_gives_them() -> None:
+    config = without("llama2", "num_key_value_heads", "rope_theta", "rms_norm_eps", "hidden_act")
+    shape = ModelShape.from_config(config)
+    assert (shape.num_kv_heads, shape.head_dim) == (4, 16)
+    assert (shape.rope_theta, shape.rms_norm_eps) == (10000.0, 1e-6)
+    assert ModelShape.from_config(without("mistral", "sliding_window")).sliding_window == 4096
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"rope_scaling": {**target_config("llama3", 64, 4, 288)["rope_scaling"], "type": "llama3"}},
+        {
+            "rope_scaling": None,
+            "rope_theta": None,
+            "rope_parameters": {
+                **target_config("llama3", 64, 4, 288)["rope_scaling"],
+                "rope_theta": 500000.0,
+            },
+        },
+    ],
+)
+def test_all_spellings_of_llama3_rope_agree(changes: dict[str, Any]) -> None:
+    shape = shape_of(**changes)
+    assert (shape.rope_theta, shape.rope_scaling) == (500000.0, SCALING)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "window"),
+    [
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": 12}, 12),
+        ("qwen2", {"use_sliding_window": False, "sliding_window": 12}, None),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 0}, 12),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 12, "max_window_layers": 4}, None),
+        ("mistral", {"sliding_window": 12, "layer_types": ["full_attention"] * 4}, None),
+    ],
+)
+def test_a_sliding_window_counts_only_where_it_is_in_use(
+    family: str, changes: dict[str, Any], window: int | None
+) -> None:
+    assert shape_of(family, **changes).sliding_window == window
+
+
+def test_stop_tokens_of_both_files_are_joined(tmp_path: Path) -> None:
+    config = {**target_config("llama3", 64, 4, 288), "eos_token_id": [7, 9]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [9, 11]}')
+    assert ModelShape.from_directory(tmp_path).eos_token_ids == (7, 9, 11)
+    assert shape_of(eos_token_id=None).eos_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "words"),
+    [
+        ("llama3", {"architectures": ["GemmaForCausalLM"]}, ["architectures", "Gemma", "Qwen3"]),
+        ("llama3", {"architectures": None}, ["architectures", "LlamaForCausalLM"]),
+        ("llama3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ("llama3", {"mlp_bias": True}, ["mlp_bias", "false"]),
+        ("llama3", {"rope_scaling": {"type": "yarn", "factor": 4}}, ["yarn", "llama3"]),
+        ("llama3", {"rope_scaling": {"rope_type": "llama3"}}, ["llama3", "factor"]),
+        (
+            "llama3",
+            {"rope_parameters": {"full_attention": {"rope_type": "default"}}},
+            ["per layer", "default"],
+        ),
+        ("llama3", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ("llama3", {"sliding_window": 9}, ["sliding_window", "9", "null"]),
+        ("llama3", {"num_key_value_heads": 3}, ["num_key_value_heads=3", "num_attention_heads=4"]),
+        ("llama3", {"hidden_size": None}, ["hidden_size", "missing"]),
+        ("llama3", {"vocab_size": "many"}, ["vocab_size", "many"]),
+        ("llama3", {"head_dim": 15}, ["head_dim=15"]),
+        ("llama3", {"quantization_config": {"quant_method": "gptq"}}, ["gptq", "bfloat16"]),
+        (
+            "qwen2",
+            {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+            ["sliding_window=9", "2 of 4", "max_window_layers"],
+        ),
+        (
+            "qwen3",
+            {
+                "use_sliding_window": True,
+                "sliding_window": 9,
+                "layer_types": ["full_attention", "sliding_attention"] * 2,
+            },
+            ["layer_types", "2 of 4"],
+        ),
+        ("qwen3", {"layer_types": ["linear_attention"] * 4}, ["layer_types", "linear_attention"]),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(
+    family: str, changes: dict[str, Any], words: list[str]
+) -> None:
+    with pytest.raises(CheckpointError) as refusal:
+        shape_of(family, **changes)
+    for word in words:
+        assert word in str(refusal.value)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]"])
+def test_a_config_that_is_no_json_object_is_refused(tmp_path: Path, content: str | None) -> None:
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json"):
+        ModelShape.from_directory(tmp_path)

@@ -1,0 +1,202 @@
+"""Weight files: every layout is read, and nothing wrong with them passes in silence."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models import Llama, load_target
+from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
+from tests.helpers.paged import PagedSequences
+
+Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Path:
+    return make_target(tmp_path / "target", "llama2", hidden=32, layers=2)
+
+
+def logits(model: Llama) -> Tensor:
+    ctx = PagedSequences(model.shape, 1, 12).extend([(0, 12)])
+    return model.logits(model.forward(torch.arange(12), ctx).hidden)
+
+
+def rewrite(
+    directory: Path, change: Callable[[dict[str, Tensor]], object], **config: object
+) -> None:
+    settings, tensors = read_checkpoint(directory)
+    change(tensors)
+    write_checkpoint(directory, {**settings, **config}, tensors)
+
+
+def refusal(directory: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        load_target(directory, torch.float32)
+    return str(error.value)
+
+
+def shard(directory: Path) -> dict[str, str]:
+    """Splits the file in two with an index; returns the index's map."""
+    _, tensors = read_checkpoint(directory)
+    (directory / "model.safetensors").unlink()
+    weight_map = {}
+    for number in (0, 1):
+        name = f"model-{number + 1}-of-2.safetensors"
+        part = {key: value for key, value in tensors.items() if len(key) % 2 == number}
+        save_file(part, directory / name)
+        weight_map |= dict.fromkeys(part, name)
+    _write_index(directory, weight_map)
+    return weight_map
+
+
+def _write_index(directory: Path, weight_map: dict[str, str]) -> None:
+    index = {"metadata": {}, "weight_map": weight_map}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def test_shards_and_pickles_give_the_same_model_as_one_file(made: Path, tmp_path: Path) -> None:
+    expected = logits(load_target(made, torch.float32))
+    settings, tensors = read_checkpoint(made)
+    write_checkpoint(tmp_path / "pickled", settings, tensors, pickle=True)
+    assert torch.equal(logits(load_target(tmp_path / "pickled", torch.float32)), expected)
+    shard(made)
+    assert torch.equal(logits(load_target(made, torch.float32)), expected)
+
+
+def test_pickles_of_old_torch_are_read(made: Path) -> None:
+    expected = logits(load_target(made, torch.float32))
+    _, tensors = read_checkpoint(made)
+    (made / "model.safetensors").unlink()
+    torch.save(tensors, made / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    assert torch.equal(logits(load_target(made, torch.float32)), expected)
+
+
+def test_stored_half_precision_is_cast(made: Path) -> None:
+    rewrite(made, lambda t: t.update({k: v.half() for k, v in t.items()}))
+    model = load_target(made, torch.bfloat16)
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+
+
+def test_stored_rotary_frequencies_are_harmless(made: Path) -> None:
+    rewrite(
+        made, lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)})
+    )
+    load_target(made, torch.float32)
+
+
+def test_a_stored_lm_head_wins_over_tied_embeddings(made: Path) -> None:
+    expected = logits(load_target(made, torch.float32))
+    rewrite(made, lambda t: None, tie_word_embeddings=True)
+    assert torch.equal(logits(load_target(made, torch.float32)), expected)
+
+
+def test_an_absent_lm_head_without_tied_embeddings_is_missing(made: Path) -> None:
+    rewrite(made, lambda t: t.pop("lm_head.weight"))
+    assert "missing lm_head.weight" in refusal(made)
+
+
+def test_a_missing_tensor_is_named(made: Path) -> None:
+    rewrite(made, lambda t: t.pop(Q_PROJ))
+    assert f"missing {Q_PROJ}" in refusal(made)
+
+
+def test_many_missing_tensors_are_counted(made: Path) -> None:
+    rewrite(made, lambda t: None, num_hidden_layers=4)
+    assert "(18 in all)" in refusal(made)
+
+
+def test_a_surplus_tensor_is_named(made: Path) -> None:
+    rewrite(made, lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(32)}))
+    assert "surplus model.layers.0.self_attn.q_proj.bias" in refusal(made)
+
+
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(made: Path) -> None:
+    rewrite(made, lambda t: t.update({Q_PROJ: torch.ones(16, 32)}))
+    message = refusal(made)
+    assert Q_PROJ in message
+    assert "[16, 32]" in message
+    assert "[32, 32]" in message
+
+
+def test_quantised_tensors_are_refused(made: Path) -> None:
+    rewrite(made, lambda t: t.update({Q_PROJ: torch.ones(32, 32, dtype=torch.int8)}))
+    assert Q_PROJ in refusal(made)
+
+
+@pytest.mark.parametrize("keep", [4, 40, 5000])
+def test_a_file_cut_short_is_refused(made: Path, keep: int) -> None:
+    path = made / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    assert "model.safetensors is damaged or cut short" in refusal(made)
+
+
+def test_a_damaged_header_is_refused(made: Path) -> None:
+    path = made / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[8:40] = b"\xff" * 32
+    path.write_bytes(content)
+    assert "model.safetensors is damaged" in refusal(made)
+
+
+def test_a_pickle_that_runs_code_is_refused(made: Path) -> None:
+    (made / "model.safetensors").unlink()
+    (made / "pytorch_model.bin").write_bytes(pickle.dumps({"x": print}, protocol=2))
+    assert "pytorch_model.bin cannot be read" in refusal(made)
+
+
+def test_a_pickle_cut_short_is_refused(made: Path, tmp_path: Path) -> None:
+    settings, tensors = read_checkpoint(made)
+    path = write_checkpoint(tmp_path / "cut", settings, tensors, pickle=True) / "pytorch_model.bin"
+    path.write_bytes(path.read_bytes()[:5000])
+    assert "pytorch_model.bin cannot be read" in refusal(tmp_path / "cut")
+
+
+def test_a_pickle_of_something_else_is_refused(made: Path) -> None:
+    (made / "model.safetensors").unlink()
+    torch.save({"epoch": 3}, made / "pytorch_model.bin")
+    assert "epoch" in refusal(made)
+
+
+def test_a_directory_without_weights_lists_what_it_holds(made: Path) -> None:
+    (made / "model.safetensors").unlink()
+    message = refusal(made)
+    assert "no weights" in message
+    assert "config.json" in message
+
+
+def test_an_index_pointing_to_an_absent_shard_names_it(made: Path) -> None:
+    shard(made)
+    (made / "model-2-of-2.safetensors").unlink()
+    assert "absent model-2-of-2.safetensors" in refusal(made)
+
+
+def test_an_index_at_odds_with_its_shards_names_the_tensor(made: Path) -> None:
+    weight_map = shard(made)
+    other = {"model-1-of-2.safetensors": "model-2-of-2.safetensors"}
+    weight_map[Q_PROJ] = other.get(weight_map[Q_PROJ], "model-1-of-2.safetensors")
+    _write_index(made, weight_map)
+    assert Q_PROJ in refusal(made)
+
+
+def test_an_index_without_a_map_is_refused(made: Path) -> None:
+    shard(made)
+    _write_index(made, {})
+    assert "weight_map" in refusal(made)
+
+
+def test_a_tensor_in_two_shards_is_refused(made: Path) -> None:
+    weight_map = shard(made)
+    shutil.copy(made / "model-1-of-2.safetensors", made / "again.safetensors")
+    first = next(name for name, file in weight_map.items() if file.startswith("model-1"))
+    _write_index(made, {**weight_map, first: "again.safetensors"})
+    assert "in both" in refusal(made)

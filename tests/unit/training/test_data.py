@@ -1,0 +1,127 @@
+"""Laws of the data: licences, held-out files, tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from serve_spec.training.batches import mixed_rows, windows
+from serve_spec.training.corpus import Source, build_corpus
+from serve_spec.training.licences import judge
+from serve_spec.training.settings import EOS_ID, CorpusLimits
+from serve_spec.training.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+
+OSI = "License :: OSI Approved :: "
+
+
+@pytest.mark.parametrize(
+    ("expression", "classifiers", "field"),
+    [
+        ("MIT", [], None),
+        ("BSD-3-Clause AND (MIT OR GPL-2.0-only)", [], None),
+        ("Apache-2.0 WITH LLVM-exception", [], None),
+        (None, [OSI + "BSD License"], "Copyright notice " * 40),
+        (None, [OSI + "Apache Software License", OSI + "BSD License"], "Dual License"),
+        (None, [], "Apache License, Version 2.0"),
+        (None, ["License :: OSI Approved"], "3-Clause BSD License"),
+    ],
+)
+def test_permissive_licences_are_accepted(
+    expression: str | None, classifiers: list[str], field: str | None
+) -> None:
+    assert judge(expression, classifiers, field).accepted
+
+
+@pytest.mark.parametrize(
+    ("expression", "classifiers", "field"),
+    [
+        (None, [], None),
+        (None, [], "see LICENSE file"),
+        (None, [], "MIT " * 60),
+        ("GPL-3.0-only", [], None),
+        ("MIT AND MPL-2.0", [], None),
+        ("MIT AND (BSD-3-Clause", [], None),
+        ("Apache-2.0 WITH Some-exception", [], None),
+        ("LicenseRef-NVIDIA-Proprietary", [], "MIT"),
+        (None, [OSI + "MIT License", OSI + "GNU General Public License (GPL)"], None),
+        (None, [OSI + "MIT License"], "LGPL"),
+        (None, ["License :: Other/Proprietary License"], None),
+    ],
+)
+def test_unknown_and_copyleft_licences_are_refused(
+    expression: str | None, classifiers: list[str], field: str | None
+) -> None:
+    assert not judge(expression, classifiers, field).accepted
+
+
+def sources_in(folder: Path) -> list[Source]:
+    """Two packages that share a file; the second, held out, comes last in the alphabet."""
+    texts = {
+        "alpha/one.py": "one = 1\n" * 40,
+        "alpha/copy.py": "shared = 2\n" * 40,
+        "networkx/own.py": "shared = 2\n" * 40,
+        "networkx/graph.py": "graph = 3\n" * 40,
+    }
+    for name, text in texts.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text)
+    return [
+        Source(name, "1.0", "MIT", tuple((folder / name).glob("*.py")))
+        for name in ("alpha", "networkx")
+    ]
+
+
+def test_no_text_of_a_held_out_package_is_in_the_training_set(tmp_path: Path) -> None:
+    corpus = build_corpus(sources_in(tmp_path), {}, CorpusLimits(), seed=0)
+    assert corpus.train == ["one = 1\n" * 40]
+    assert len(corpus.held_out) == 2
+    assert corpus.duplicates == 1
+
+
+def test_the_manifest_counts_every_file_once_and_holds_no_text(tmp_path: Path) -> None:
+    corpus = build_corpus(sources_in(tmp_path), {"gplthing": "GPL"}, CorpusLimits(), seed=0)
+    manifest = corpus.manifest()
+    assert manifest["totals"] == {
+        "train": {"packages": 1, "files": 1, "bytes": 320},
+        "held_out": {"packages": 1, "files": 2, "bytes": 840},
+    }
+    assert manifest["refused"] == {"gplthing": "GPL"}
+    assert "shared" not in str(manifest)
+
+
+def test_the_tokenizer_round_trip_is_lossless_on_any_text(tmp_path: Path) -> None:
+    source = Path(__file__).read_text()
+    tokenizer = train_tokenizer([source], vocab_size=400, max_chars=10**6)
+    save_tokenizer(tokenizer, tmp_path, model_max_length=64)
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    for text in (source, "  \t x\r\n\n\n", "ñ 漢字 🙂 \x00", " leading , and trailing  "):
+        ids = loaded(text)["input_ids"]
+        assert ids[0] == EOS_ID == loaded.eos_token_id
+        assert loaded.decode(ids, skip_special_tokens=True) == text
+        assert tokenizer.decode(tokenizer.encode(text).ids) == text
+
+
+def test_every_document_of_a_stream_starts_with_eos() -> None:
+    texts = ["a = 1\n" * 30, "b = 2\n" * 30]
+    tokenizer = train_tokenizer(texts, vocab_size=260, max_chars=10**6)
+    stream = encode_documents(tokenizer, texts, max_tokens=10**6)
+    assert stream.dtype == torch.int16
+    assert int((stream == EOS_ID).sum()) == 2
+    assert stream[0] == EOS_ID
+    assert tokenizer.decode(stream.tolist()) == "".join(texts)
+
+
+def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts() -> None:
+    stream, pool = torch.ones(100, dtype=torch.int16), torch.full((5, 8), 2, dtype=torch.int16)
+    rng = torch.Generator().manual_seed(0)
+    batches = [mixed_rows(step, stream, pool, 32, 16, rng) for step in range(2)]
+    assert [int(batch[0, 0]) for batch in batches] == [2, 1]
+    assert [batch.numel() for batch in batches] == [32, 32]
+
+
+def test_a_stream_shorter_than_a_row_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="row_tokens=9 but the stream has 4"):
+        windows(torch.zeros(4, dtype=torch.int16), 1, 9, torch.Generator())

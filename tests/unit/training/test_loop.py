@@ -1,0 +1,90 @@
+"""Laws of the training loop: resuming changes nothing, schedules end where they say."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from serve_spec.training.batches import windows
+from serve_spec.training.loop import LossFunction, Run, Trainer, read_log
+from serve_spec.training.optimizer import orthogonalise
+from serve_spec.training.settings import Phase, Schedule, recipe_named, with_length
+
+PHASE = Phase(1e-2, Schedule(steps=12, warmup_steps=3), rows=2, row_tokens=8, log_every=1)
+
+
+def trainer_in(folder: Path) -> tuple[Trainer, LossFunction]:
+    """A small network with a matrix (Muon), a table and a bias (AdamW), and its batches."""
+    torch.manual_seed(0)
+    module = nn.ModuleDict({"embed_tokens": nn.Embedding(16, 8), "inner": nn.Linear(8, 8)})
+    stream = torch.randint(0, 16, (200,), generator=torch.Generator().manual_seed(1))
+    rng = torch.Generator().manual_seed(2)
+
+    def loss_fn(step: int) -> tuple[Tensor, Mapping[str, Tensor]]:
+        rows = windows(stream, 2, 9, rng)
+        hidden = module["inner"](module["embed_tokens"](rows[:, :-1])).tanh()
+        logits = hidden @ module["embed_tokens"].weight.T
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
+        return loss, {"seen": rows.float().mean()}
+
+    return Trainer(module, PHASE, Run("toy", folder, show_progress=False), rng), loss_fn
+
+
+def losses(folder: Path) -> list[tuple[int, float, float]]:
+    return [(row["step"], row["loss"], row["seen"]) for row in read_log(folder / "toy.jsonl")]
+
+
+def test_a_resumed_run_has_bit_identical_losses_to_an_uninterrupted_one(tmp_path: Path) -> None:
+    trainer, loss_fn = trainer_in(tmp_path / "whole")
+    trainer.train(loss_fn)
+    first, loss_fn = trainer_in(tmp_path / "cut")
+    first.train(loss_fn, stop_after=5)
+    second, loss_fn = trainer_in(tmp_path / "cut")
+    second.train(loss_fn)
+    assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
+    for ours, theirs in zip(second.params, trainer.params, strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_crash_after_the_checkpoint_leaves_no_step_in_the_log_twice(tmp_path: Path) -> None:
+    trainer, loss_fn = trainer_in(tmp_path)
+    trainer.train(loss_fn, stop_after=4)
+    with (tmp_path / "toy.jsonl").open("a") as log:
+        log.write('{"step": 5, "loss": 0.0, "seen": 0.0}\n')
+    resumed, loss_fn = trainer_in(tmp_path)
+    resumed.train(loss_fn)
+    assert [step for step, _, _ in losses(tmp_path)] == list(range(1, 13))
+
+
+def test_the_schedule_warms_up_stays_and_decays_to_its_floor() -> None:
+    schedule = Schedule(steps=100, warmup_steps=10, stable_fraction=0.5, floor=0.1)
+    factors = [schedule.factor(step, schedule.progress(step, 0.0)) for step in range(100)]
+    assert factors[0] == pytest.approx(0.1)
+    assert factors[10:51] == [1.0] * 41
+    assert all(a >= b for a, b in pairwise(factors[50:]))
+    assert factors[-1] == pytest.approx(0.1)
+
+
+def test_a_schedule_in_both_steps_and_seconds_is_refused() -> None:
+    with pytest.raises(ValueError, match="steps=3 and seconds=4"):
+        Schedule(steps=3, seconds=4)
+
+
+def test_an_unknown_phase_or_preset_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="eagle3"):
+        with_length(recipe_named("tiny"), "eagle4", seconds=1)
+    with pytest.raises(ValueError, match="smoke"):
+        recipe_named("huge")
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 24), (2, 24, 16)])
+def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, ...]) -> None:
+    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    singular = torch.linalg.svdvals(orthogonalise(matrices).float())
+    assert singular.min() > 0.5
+    assert singular.max() < 1.4
