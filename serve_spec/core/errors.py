@@ -21,5 +21,9 @@ def _rebuild(field: str, value: object, fix: str, too_long: bool) -> InvalidRequ
     return InvalidRequest(field, value, fix, too_long=too_long)
 
 
+class EngineOverloaded(RuntimeError):
+    """More requests are unfinished than the engine may hold; try again later (HTTP 429)."""
+
+
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: names file or tensor, what was found and what to do."""

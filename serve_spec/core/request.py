@@ -34,7 +34,7 @@ class SpeculativeOptions:
 class SamplingParams:
     """How to draw tokens. Names and meanings are those of the OpenAI API and of vLLM.
 
-    `temperature=0` is greedy. The filters act jointly on the tempered distribution: a token
+    `temperature=0` is greedy, and so is any below 1e-5, where noise can not change a choice. The filters act jointly on the tempered distribution: a token
     survives if it is among the `top_k` likeliest, inside the smallest set of mass `top_p`, and at
     least `min_p` times as likely as the likeliest. `seed` fixes the text; without one a random
     seed is drawn on arrival.
@@ -55,16 +55,22 @@ class SamplingParams:
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        largest = 2**31 - 1
         for name, ok, fix in (
-            ("max_tokens", self.max_tokens >= 1, "use an integer ≥ 1"),
+            ("max_tokens", 1 <= self.max_tokens <= largest, "use an integer in [1, 2³¹)"),
             ("temperature", _in_range(self.temperature, 0, 100), "use a number in [0, 100]"),
-            ("top_k", self.top_k >= -1, "use an integer ≥ 1, or -1 (or 0) for no limit"),
+            ("top_k", -1 <= self.top_k <= largest, "use an integer in [1, 2³¹), or -1: no limit"),
             ("top_p", _in_range(self.top_p, 0, 1) and self.top_p > 0, "use a number in (0, 1]"),
             ("min_p", _in_range(self.min_p, 0, 1), "use a number in [0, 1]"),
             ("stop", all(self.stop), "a stop string must not be empty"),
         ):
             if not ok:
                 raise InvalidRequest(name, getattr(self, name), fix)
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every draw takes the likeliest token."""
+        return self.temperature < 1e-5
 
     @property
     def filters(self) -> bool:

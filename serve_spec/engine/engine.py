@@ -96,12 +96,11 @@ class SpecEngine:
         Raises:
             InvalidRequest: the prompt is empty, too long, or not of this vocabulary.
         """
-        is_text = isinstance(prompt, str)
-        token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
-        if not token_ids:
+        if not token_ids or prompt == "":
             raise InvalidRequest("prompt", prompt, "give at least one token of text")
-        if not is_text and not all(0 <= t < self.worker.vocab_size for t in token_ids):
+        if not all(0 <= t < self.worker.vocab_size for t in token_ids):
             fix = f"token ids must be in [0, {self.worker.vocab_size})"
             raise InvalidRequest("prompt", shown, fix)
         if len(token_ids) >= self.max_model_len:
@@ -153,6 +152,13 @@ class SpecEngine:
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Changes policy knobs between rounds; refused as a whole when invalid."""
         self.controller.reconfigure(settings)
+
+    def _encode(self, prompt: str) -> list[int]:
+        if any("\ud800" <= character <= "\udfff" for character in prompt):
+            raise InvalidRequest(
+                "prompt", prompt, "holds half of a surrogate pair; send valid text"
+            )
+        return self.tokenizer.encode(prompt)
 
     def _cut(self, seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
         output = self._outputs[seq.request_id]

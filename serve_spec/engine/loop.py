@@ -9,7 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.engine import SpecEngine
@@ -19,10 +19,6 @@ logger = get_logger(__name__)
 
 # A round of any supported model ends well inside this; longer means a hung device.
 _STUCK_AFTER_S = 60.0
-
-
-class EngineOverloaded(RuntimeError):
-    """More requests are unfinished than the engine may hold; try again later."""
 
 
 class TokenStream:

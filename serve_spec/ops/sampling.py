@@ -41,18 +41,17 @@ class SamplingRows:
         device: torch.device,
     ) -> SamplingRows:
         """Rows that draw the token at `positions[r]` (absolute) under `params[r]`, `seeds[r]`."""
-        temperature = [p.temperature for p in params]
+        is_random = [not p.is_greedy for p in params]
+        inverse = [1.0 if p.is_greedy else 1.0 / p.temperature for p in params]
         noise = None
-        if any(temperature):
+        if any(is_random):
             noise = gumbel_noise(row_keys(seeds, positions).to(device), vocab_size)
         return cls(
             params=tuple(params),
-            inverse_temperature=torch.tensor(
-                [[1.0 / t if t else 1.0] for t in temperature], device=device
-            ),
-            is_random=torch.tensor([[float(t > 0)] for t in temperature], device=device),
+            inverse_temperature=torch.tensor(inverse, device=device).unsqueeze(1),
+            is_random=torch.tensor(is_random, dtype=torch.float32, device=device).unsqueeze(1),
             noise=noise,
-            filtered=tuple(r for r, p in enumerate(params) if p.filters and p.temperature > 0),
+            filtered=tuple(r for r, p in enumerate(params) if p.filters and not p.is_greedy),
         )
 
 

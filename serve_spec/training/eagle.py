@@ -74,16 +74,26 @@ class EagleHead(nn.Module):
 
 @torch.no_grad()
 def eagle_from(target: Llama, generator: torch.Generator) -> EagleHead:
-    """Head that starts as the target's last layer, passing the feature on."""
+    """Head that passes the feature on, its layer silent at first.
+
+    The layer starts as the target's last one, but nothing normalises its input here: features are
+    far larger than what that layer was trained on, so its two output matrices start at zero (with
+    the target's own they made the loss diverge). The token's half of fc is scaled to add half the
+    size of a feature: embeddings are small, and a draft that can not see the token learns slowly.
+    """
     hidden = target.shape.hidden_size
     head = EagleHead(target.shape, target.embedding.detach())
     last = last_layer(target)
-    fc = torch.randn(hidden, 2 * hidden, generator=generator) * 0.02
-    fc[:, hidden:] += torch.eye(hidden)
-    head.fc.weight.copy_(fc)
+    feature_rms = target.model.norm.weight.float().pow(2).mean().sqrt()
+    token_norm = target.embedding.float().pow(2).mean().sqrt() * hidden**0.5
+    token_half = torch.randn(hidden, hidden, generator=generator)
+    token_half *= (0.5 * feature_rms / token_norm).cpu()
+    head.fc.weight.copy_(torch.cat([token_half, torch.eye(hidden)], dim=1))
     head.layer.self_attn.load_state_dict(last.self_attn.state_dict())
     head.layer.mlp.load_state_dict(last.mlp.state_dict())
     head.layer.post_attention_layernorm.load_state_dict(last.post_attention_layernorm.state_dict())
+    head.layer.self_attn.o_proj.weight.zero_()
+    head.layer.mlp.down_proj.weight.zero_()
     return head.to(target.embedding.device)
 
 

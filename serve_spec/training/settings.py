@@ -168,8 +168,8 @@ def _tiny() -> Recipe:
                 2e-3, Schedule(seconds=480, warmup_steps=150), 64, 1024, weight_decay=0.1
             ),
             "eagle3": _head_phase(350),
-            "eagle": _head_phase(70),
-            "medusa": _head_phase(30),
+            "eagle": _head_phase(85),
+            "medusa": _head_phase(70),
             "standalone": Phase(
                 3e-3, Schedule(seconds=70, warmup_steps=100), 48, 1024, heldout_every=1000
             ),

@@ -66,7 +66,7 @@ def test_every_arm_says_the_same_and_the_last_line_is_the_whole_result(
     cells = result["cells"]
     assert [cell["arm"] for cell in cells[:4]] == ["off", "K=1", "K=3", "adaptive"]
     assert len(cells) == 4 * 2 * 2
-    assert all(cell["same_text"] and cell["tokens_per_second"] > 0 for cell in cells)
+    assert all(cell["same_texts"] == 3 and cell["tokens_per_second"] > 0 for cell in cells)
     by_arm = {cell["arm"]: cell for cell in cells if cell["batch_size"] == 1}
     assert by_arm["off"]["accept_length"] == 1.0
     assert 1.0 < by_arm["K=3"]["accept_length"] <= 4.0

@@ -17,6 +17,8 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, Speculativ
         ("temperature", math.nan),
         ("temperature", math.inf),
         ("top_k", -2),
+        ("top_k", 2**63),
+        ("max_tokens", 2**31),
         ("top_p", 0.0),
         ("top_p", 1.1),
         ("min_p", -0.1),

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
-from serve_spec.engine.loop import EngineLoop, EngineOverloaded, TokenStream
+from serve_spec.engine.loop import EngineLoop, TokenStream
 from tests.helpers.engines import MakeLLM, Pair
 
 PROMPT = [10, 20, 30]
@@ -90,6 +90,7 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody(
     [
         ([], {}, "prompt", False),
         ("", {}, "prompt", False),
+        ("a\ud800", {}, "prompt", False),
         ([-1], {}, "prompt", False),
         ([10**6], {}, "prompt", False),
         ([1] * 128, {}, "prompt", True),

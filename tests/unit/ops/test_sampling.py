@@ -42,6 +42,12 @@ def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
         assert sample(logits[r : r + 1], alone).item() == together[r].item()
 
 
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(5))
+    params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 1e-300, 1e-40, 1e-6)]
+    assert torch.equal(sample(logits, rows_for(params, [1, 2, 3, 4], 50)), logits.argmax(-1))
+
+
 def test_greedy_takes_the_smallest_of_equal_tokens() -> None:
     logits = torch.tensor([[1.0, 4.0, 4.0, 0.0]])
     rows = rows_for([SamplingParams(temperature=0.0)], [0], 4)
