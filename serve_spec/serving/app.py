@@ -1,0 +1,88 @@
+"""`build_app`: from a configuration to a Serve application. It binds, and decides nothing."""
+
+# No `from __future__ import annotations` here: Serve reads the annotation of the builder.
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve import Application
+
+import serve_spec
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.root import parse_override
+from serve_spec.serving.ingress import Router
+from serve_spec.serving.replica import EngineReplica
+
+ENGINE_LOOP = "serve_spec.engine.loop:EngineLoop"
+
+# Where `configs/tiny.yaml` is found when Serve builds the app in a process with another directory.
+_CHECKOUT = Path(serve_spec.__file__).parents[1]
+# The router's own door (`Admission`) limits what goes on; Serve's limit must not come before it.
+_NO_LIMIT = 1_000_000
+_DRAIN_POLL_S = 0.5
+
+
+def build_app(args: dict[str, Any]) -> Application:
+    """The application: `Router` in front of `EngineReplica`s.
+
+    args: `config`, a configuration file (absolute, or relative to the current directory or the
+    checkout) or the mapping it would hold; any leaf key of the configuration, which wins;
+    `engine_loop`, an import path that replaces the engine.
+
+    Raises:
+        ConfigError: the configuration is missing or wrong.
+    """
+    options = dict(args)
+    engine_loop = options.pop("engine_loop", ENGINE_LOOP)
+    config = load_config(options)
+    replica = config.replica
+    engines = serve.deployment(
+        name="EngineReplica",
+        num_replicas=replica.num_replicas,
+        max_ongoing_requests=replica.max_ongoing_requests,
+        ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
+        health_check_period_s=replica.health_check_period_s,
+        health_check_timeout_s=replica.health_check_timeout_s,
+        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
+    )(EngineReplica).bind(config, engine_loop)
+    router = serve.deployment(
+        name="Router",
+        max_ongoing_requests=_NO_LIMIT,
+        # It mostly waits: on a small machine it must not take a core's place from an engine.
+        ray_actor_options={"num_cpus": 0},
+        # Streams run through it: it has to outlive them.
+        graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
+        graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
+    )(serve.ingress()(Router))
+    return router.bind(engines, config)
+
+
+def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:
+    """The configuration that the application's arguments name; see `build_app`.
+
+    Raises:
+        ConfigError: it is missing or wrong.
+    """
+    overrides = dict(args)
+    source = overrides.pop("config", None)
+    if source is None:
+        raise ConfigError("config: missing; give a file, for example config=configs/tiny.yaml")
+    for key, value in overrides.items():
+        # `serve run ... speculative_num_steps=1` hands over texts.
+        overrides[key] = parse_override(f"{key}={value}")[1] if isinstance(value, str) else value
+    return ServeSpecConfig.load(
+        source if isinstance(source, Mapping) else _find(str(source)), **overrides
+    )
+
+
+def _find(name: str) -> Path:
+    path = Path(name).expanduser()
+    places = [path] if path.is_absolute() else [Path.cwd() / path, _CHECKOUT / path]
+    for place in places:
+        if place.is_file():
+            return place
+    tried = ", ".join(str(place) for place in places)
+    raise ConfigError(f"config={name!r}: no such file; looked for {tried}")

@@ -1,0 +1,260 @@
+"""`serve-spec serve FILE`: Ray Serve with a model, until Ctrl-C.
+
+FILE is a Serve config (such as deploy/tiny.yaml) or a configuration (such as configs/tiny.yaml).
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import logging
+import math
+import os
+import shlex
+import signal
+import socket
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_spec.config import ConfigError, RouterConfig, ServeSpecConfig
+
+_POLL_S = 0.25
+
+
+class StartFailed(RuntimeError):
+    """The application did not come up; the message says why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run: Serve's configuration and the address it will answer at."""
+
+    deployment: Mapping[str, Any]
+    configs: tuple[ServeSpecConfig, ...]
+    host: str
+    port: int
+    route_prefix: str = "/"
+
+    @property
+    def url(self) -> str:
+        """The base URL for a client on this machine."""
+        host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
+        return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
+
+    @property
+    def num_cpus(self) -> int:
+        """Logical CPUs that Ray must have to place every replica."""
+        needed = sum(c.replica.num_cpus * c.replica.num_replicas for c in self.configs)
+        return max(os.cpu_count() or 1, math.ceil(needed))
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command; 0 after a clean end, 1 when the app does not start, 2 for bad input."""
+    args = _parser().parse_args(argv)
+    # A server has no business sending statistics about its use.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Serve's own chatter stays in Ray's log folder; our warnings come through.
+    os.environ.setdefault("RAY_SERVE_LOG_TO_STDERR", "0")
+    try:
+        plan = read_plan(Path(args.file), args.host, args.port)
+        if args.address is None:
+            _check_port(plan.host, plan.port)
+    except ConfigError as error:
+        print(error, file=sys.stderr)
+        return 2
+    with _stop_signals() as stop:
+        return _serve(plan, stop, args.address, dashboard=args.dashboard)
+
+
+def read_plan(file: Path, host: str | None, port: int | None) -> Plan:
+    """The plan for `file`; `host` and `port`, where given, win.
+
+    Raises:
+        ConfigError: the file, or a configuration it names, is missing or wrong.
+    """
+    # Ray takes a second to import: not before the arguments are known to be right.
+    from serve_spec.serving.app import load_config
+    from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
+
+    deployment = read_deployment(file)
+    ours = [a for a in deployment["applications"] if a["import_path"] == APP_IMPORT_PATH]
+    configs = tuple(load_config(_without_engine(app.get("args", {}))) for app in ours)
+    router = configs[0].router if configs else RouterConfig()
+    http = {"host": router.host, "port": router.port, **deployment.get("http_options", {})}
+    http["host"] = host or http["host"]
+    http["port"] = port or http["port"]
+    deployment = {**deployment, "http_options": http}
+    prefix = ours[0].get("route_prefix", "/") if ours else "/"
+    return Plan(deployment, configs, http["host"], http["port"], prefix)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="serve-spec serve", description=__doc__)
+    parser.add_argument("file", metavar="FILE", help="Serve config or configuration, YAML")
+    parser.add_argument("--host", help="address to listen on; wins over the file")
+    parser.add_argument("--port", type=int, help="TCP port to listen on; wins over the file")
+    parser.add_argument(
+        "--address",
+        default=os.environ.get("RAY_ADDRESS"),
+        help="a running Ray cluster (default: $RAY_ADDRESS, else a local Ray of its own)",
+    )
+    parser.add_argument("--dashboard", action="store_true", help="start the Ray dashboard too")
+    return parser
+
+
+def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard: bool) -> int:
+    """Starts, announces, waits, and takes down what it started."""
+    import ray
+    from ray import serve
+
+    own_cluster = address is None
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    size: dict[str, Any] = {"num_cpus": plan.num_cpus, "include_dashboard": dashboard}
+    print("starting Ray ...", flush=True)
+    try:
+        ray.init(address or "local", logging_level=logging.ERROR, **(size if own_cluster else {}))
+    except ConnectionError as error:
+        print(f"address={address!r}: {error}", file=sys.stderr)
+        return 1
+    _take_signals(stop)  # Ray has just put its own handler for SIGTERM
+    try:
+        _deploy(plan, stop)
+        if not stop.is_set():
+            print(announcement(plan), flush=True)
+            stop.wait()
+        print("shutting down ...", flush=True)
+        status = 0
+    except StartFailed as error:
+        print(error, file=sys.stderr)
+        status = 1
+    # Ray reports the wanted end of its own controller as a failed task, on stdout.
+    with redirect_stdout(io.StringIO()):
+        _remove(plan)
+        if own_cluster:
+            serve.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+    return status
+
+
+def _remove(plan: Plan) -> None:
+    """Takes the applications off Serve and waits for running requests, until a second Ctrl-C.
+
+    To be done before Serve is shut down: that closes the proxies, through which streams run.
+    """
+    from ray import serve
+
+    names = {app["name"] for app in plan.deployment["applications"]}
+    with suppress(KeyboardInterrupt):
+        for name in names:
+            serve.delete(name, _blocking=False)
+        while names & serve.status().applications.keys():
+            time.sleep(_POLL_S)
+
+
+def _deploy(plan: Plan, stop: threading.Event) -> None:
+    """Hands the deployment to Serve and waits until it answers over HTTP, or `stop` is set.
+
+    Raises:
+        StartFailed: an application failed to deploy.
+    """
+    from ray import serve
+    from ray.serve._private.api import serve_start  # what `serve run FILE` uses
+    from ray.serve.schema import ServeDeploySchema
+
+    schema = ServeDeploySchema.model_validate(plan.deployment)
+    print("loading the model ...", flush=True)
+    client = serve_start(
+        http_options=schema.http_options.model_dump(), proxy_location=schema.proxy_location
+    )
+    client.deploy_apps(schema)
+    names = {app.name for app in schema.applications}
+    while not stop.wait(_POLL_S):
+        apps = serve.status().applications
+        for name in names & apps.keys():
+            if apps[name].status == "DEPLOY_FAILED":
+                raise StartFailed(f"application {name!r} failed to start:\n{_reasons(apps[name])}")
+        running = [name for name in names & apps.keys() if apps[name].status == "RUNNING"]
+        # Applications that are not ours need not have a /health.
+        if len(running) == len(names) and (not plan.configs or _answers(f"{plan.url}/health")):
+            return
+
+
+def _reasons(app: Any) -> str:
+    """What Serve's status of a failed application says: its own message, and each deployment's."""
+    messages = [app.message, *(d.message for d in app.deployments.values())]
+    return "\n".join(message for message in messages if message)
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def announcement(plan: Plan) -> str:
+    """What to do now: a curl line that works as it stands."""
+    if not plan.configs:
+        return f"ready: {plan.url}"
+    config = plan.configs[0]
+    body = {
+        "model": config.model.served_model_name,
+        "prompt": "def fibonacci(n):",
+        "max_tokens": 64,
+        "temperature": 0,
+        "stream": True,
+    }
+    key = " -H 'Authorization: Bearer YOUR_API_KEY'" if config.router.api_keys else ""
+    return (
+        f"\nready: {config.model.served_model_name} at {plan.url}   (Ctrl-C stops it)\n\n"
+        f"curl -N {plan.url}/v1/completions -H 'Content-Type: application/json'{key} "
+        f"-d {shlex.quote(json.dumps(body))}\n"
+    )
+
+
+def _check_port(host: str, port: int) -> None:
+    """Serve would wait for ever for a port that somebody else has."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise ConfigError(f"port={port}: {error.strerror}; choose another --port") from None
+
+
+def _without_engine(args: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in args.items() if key != "engine_loop"}
+
+
+@contextmanager
+def _stop_signals() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, for as long as the body runs."""
+    before = {name: signal.getsignal(name) for name in (signal.SIGINT, signal.SIGTERM)}
+    stop = threading.Event()
+    _take_signals(stop)
+    try:
+        yield stop
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+def _take_signals(stop: threading.Event) -> None:
+    def handle(*_: object) -> None:
+        if stop.is_set():  # the second one: do not wait for running requests
+            raise KeyboardInterrupt
+        stop.set()
+
+    for name in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(name, handle)

@@ -1,0 +1,96 @@
+"""What goes wrong over HTTP, as OpenAI words it: a status and `{"error": {...}}`."""
+
+from __future__ import annotations
+
+from serve_spec.core.errors import InvalidRequest
+
+
+class ApiError(Exception):
+    """One HTTP error answer. Field names are those of OpenAI's error object.
+
+    `retry_after_s` (whole seconds) becomes the Retry-After header.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = "invalid_request_error",
+        code: str | None = None,
+        param: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.code = code
+        self.param = param
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> dict[str, object]:
+        """The JSON answer; also the error frame of a stream that has already begun."""
+        return {
+            "error": {
+                "message": self.message,
+                "type": self.kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def headers(self) -> dict[str, str]:
+        """Headers that belong to this error."""
+        return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+def refused(error: InvalidRequest) -> ApiError:
+    """400 naming the field; 413 for a prompt that is too long."""
+    if error.too_long:
+        return ApiError(413, str(error), param=error.field, code="context_length_exceeded")
+    return ApiError(400, str(error), param=error.field)
+
+
+def unknown_model(asked: str, served: str) -> ApiError:
+    """404 for a model that is not served here."""
+    message = f"The model {asked!r} does not exist; this server serves {served!r}"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
+def queue_full(why: str, retry_after_s: int) -> ApiError:
+    """429: a queue is full."""
+    return ApiError(
+        429,
+        f"Too many requests: {why}; try again in {retry_after_s} s",
+        kind="rate_limit_error",
+        code="queue_full",
+        retry_after_s=retry_after_s,
+    )
+
+
+def no_replica(why: str) -> ApiError:
+    """503: no engine replica can take the request."""
+    return ApiError(
+        503,
+        f"No healthy engine replica: {why}; try again shortly",
+        kind="service_unavailable_error",
+        code="no_healthy_replica",
+        retry_after_s=1,
+    )
+
+
+def timed_out(timeout_s: float) -> ApiError:
+    """408: the request did not finish within its deadline."""
+    return ApiError(
+        408,
+        f"The request did not finish within request_timeout_s={timeout_s:g} seconds; "
+        "ask for fewer tokens or raise router.request_timeout_s",
+        kind="timeout_error",
+        code="request_timeout",
+    )
+
+
+def engine_failed(message: str) -> ApiError:
+    """500: the engine gave up on this request."""
+    return ApiError(500, message, kind="server_error", code="engine_error")

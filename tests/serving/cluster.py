@@ -1,0 +1,87 @@
+"""A Ray of the test's own: nothing is shared with, or found by, any other Ray on the machine."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+ROOT = Path(__file__).parents[2]
+
+Answer = TypeVar("Answer")
+
+
+def isolated_environment(tmp: str) -> dict[str, str]:
+    """Environment of a Ray that lives in `tmp` and can import the tests."""
+    return {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "RAY_TMPDIR": tmp,
+        "RAY_AUTH_MODE": "disabled",
+        "RAY_SERVE_LOG_TO_STDERR": "0",
+        # Busy machines answer late, which is not what is tested here.
+        "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",
+        "RAY_USAGE_STATS_ENABLED": "0",
+    }
+
+
+@contextmanager
+def short_tmp() -> Iterator[str]:
+    """A folder with a short name: Ray's socket paths must fit into 107 bytes."""
+    tmp = tempfile.mkdtemp(prefix="r", dir="/tmp")
+    try:
+        yield tmp
+    finally:
+        shutil.rmtree(tmp, ignore_errors=True)
+
+
+@contextmanager
+def local_serve(num_cpus: int) -> Iterator[str]:
+    """Serve on a local Ray; the base URL of its HTTP proxy."""
+    with short_tmp() as tmp:
+        before = dict(os.environ)
+        os.environ.update(isolated_environment(tmp))
+        import ray
+        from ray import serve
+
+        port = free_port()
+        try:
+            ray.init(
+                "local",
+                num_cpus=num_cpus,
+                include_dashboard=False,
+                log_to_driver=False,
+                object_store_memory=80 * 2**20,
+            )
+            serve.start(
+                proxy_location="HeadOnly",
+                http_options={"host": "127.0.0.1", "port": port},
+                logging_config={"log_level": "ERROR", "enable_access_log": False},
+            )
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            serve.shutdown()
+            ray.shutdown()
+            os.environ.clear()
+            os.environ.update(before)
+
+
+def free_port() -> int:
+    """A TCP port that nobody listens on right now."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def eventually(ask: Callable[[], Answer], accept: Callable[[Answer], object]) -> Answer:
+    """Asks until the answer is acceptable; gives up after a minute, showing the last one."""
+    deadline = time.monotonic() + 60
+    while not accept(answer := ask()):
+        assert time.monotonic() < deadline, f"still {answer!r} after a minute"
+        time.sleep(0.05)
+    return answer

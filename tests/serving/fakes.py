@@ -1,0 +1,72 @@
+"""A fleet of one fake engine in this process, and items from a script."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Iterable
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
+from tests.serving.fake_engine import FakeLoop
+
+
+class LoopFleet:
+    """What `RayFleet` and `EngineReplica` do together, without Ray between them."""
+
+    def __init__(self, loop: FakeLoop, num_replicas: int | None = 1) -> None:
+        self.loop = loop
+        self.num_replicas = num_replicas
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        try:
+            stream = await self.loop.submit(request.prompt, request.params, request.request_id)
+            yield Accepted(stream.num_prompt_tokens, "here")
+            async for delta in stream:
+                yield delta
+        except InvalidRequest as error:
+            yield Refused(error)
+        except RuntimeError as error:
+            yield Failed(str(error))
+        finally:
+            self.loop.cancel(request.request_id)
+
+    async def num_healthy(self) -> int | None:
+        return self.num_replicas
+
+    async def stats(self) -> dict[str, object]:
+        return {"internal_states": [self.loop.snapshot()], "fleet": {}}
+
+
+class ScriptedFleet:
+    """Answers every request with the same items; an exception among them is raised."""
+
+    def __init__(self, items: Iterable[ReplicaItem | Exception]) -> None:
+        self.items = list(items)
+        self.num_open = 0
+
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        self.num_open += 1
+        try:
+            for item in self.items:
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            self.num_open -= 1
+
+    async def num_healthy(self) -> int | None:
+        return 1
+
+    async def stats(self) -> dict[str, object]:
+        return {}
+
+
+def request(prompt: str = "a b", **params: object) -> GenerateRequest:
+    """A request for a fleet."""
+    return GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))  # type: ignore[arg-type]
+
+
+def delta(text: str, *ids: int, finish: FinishReason | None = None) -> TokenDelta:
+    """One round's share of `request()`."""
+    stats = SpeculationStats() if finish else None
+    return TokenDelta("cmpl-1", ids, text, finish, stats)

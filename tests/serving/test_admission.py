@@ -1,0 +1,235 @@
+"""The door: bounded, fair, and it never loses or invents a place."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from contextlib import AsyncExitStack, suppress
+
+import pytest
+
+from serve_spec.serving.admission import Admission
+from serve_spec.serving.errors import ApiError
+
+FAR_S = 3600.0
+
+
+def far() -> float:
+    """A deadline that does not pass during a test."""
+    return asyncio.get_running_loop().time() + FAR_S
+
+
+async def settle() -> None:
+    """Lets every task that can run now run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+class Caller:
+    """One request: waits for its turn, then holds it until it is told to leave."""
+
+    def __init__(self, door: Admission) -> None:
+        self.inside = False
+        self.may_leave = asyncio.Event()
+        self.task = asyncio.create_task(self._visit(door))
+
+    async def _visit(self, door: Admission) -> None:
+        with suppress(ApiError):  # sent away
+            async with door.slot(far()):
+                self.inside = True
+                await self.may_leave.wait()
+        self.inside = False
+
+    async def leave(self) -> None:
+        self.may_leave.set()
+        await self.task
+
+    async def give_up(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+def test_turns_come_in_order_of_arrival_and_never_too_many_at_once() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=2, max_queued=10)
+        callers = [Caller(door) for _ in range(5)]
+        await settle()
+        for gone in range(5):
+            assert [c.inside for c in callers[gone : gone + 3]] == [True, True, False][: 5 - gone]
+            assert (door.in_flight, door.queue_len) == (min(2, 5 - gone), max(0, 3 - gone))
+            await callers[gone].leave()
+            await settle()
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=1, max_queued=2)
+        callers = [Caller(door) for _ in range(3)]
+        await settle()
+        with pytest.raises(ApiError, match="2 wait already") as caught:
+            async with door.slot(far()):
+                pytest.fail("there is no room")
+        assert caught.value.status == 429
+        assert int(caught.value.headers()["Retry-After"]) >= 1
+        assert door.snapshot()["num_rejected"] == 1
+        for caller in callers:
+            await caller.leave()
+        async with door.slot(far()):  # and now there is
+            pass
+
+    asyncio.run(scenario())
+
+
+def test_a_burst_that_fits_is_not_rejected() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=8)
+        callers = [Caller(door) for _ in range(16)]
+        await settle()
+        assert (door.in_flight, door.queue_len) == (8, 8)
+        for caller in callers:
+            await caller.leave()
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_who_gives_up_leaves_no_gap() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=1, max_queued=5)
+        first, second, third = (Caller(door) for _ in range(3))
+        await settle()
+        await second.give_up()
+        assert door.queue_len == 1
+        await first.leave()
+        await settle()
+        assert third.inside
+        await third.leave()
+        assert door.in_flight == 0
+
+    asyncio.run(scenario())
+
+
+def test_a_turn_that_comes_as_its_caller_gives_up_goes_to_the_next() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=1, max_queued=5)
+        first, second, third = (Caller(door) for _ in range(3))
+        await settle()
+        await first.leave()  # the turn is the second's, who has not run since ...
+        second.task.cancel()  # ... and now gives up
+        await settle()
+        assert third.inside
+        await third.leave()
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_caller_who_gives_up_just_before_a_turn_comes_does_not_take_it() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=1, max_queued=5)
+        async with AsyncExitStack() as held:
+            await held.enter_async_context(door.slot(far()))
+            second, third = Caller(door), Caller(door)
+            await settle()
+            second.task.cancel()  # it has not run yet when the place becomes free
+        await settle()
+        assert third.inside
+        assert door.in_flight == 1
+        await third.leave()
+
+    asyncio.run(scenario())
+
+
+def test_a_deadline_that_passes_in_the_queue_frees_the_place() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=1, max_queued=1)
+        first = Caller(door)
+        await settle()
+        with pytest.raises(TimeoutError):
+            async with door.slot(asyncio.get_running_loop().time()):
+                pytest.fail("the deadline has passed")
+        assert door.queue_len == 0
+        await first.leave()
+
+    asyncio.run(scenario())
+
+
+def test_company_is_waited_for_until_the_batch_is_full() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=8, batch_wait_s=FAR_S, max_batch_size=3)
+        callers = [Caller(door), Caller(door)]
+        await settle()
+        assert not any(c.inside for c in callers)
+        callers.append(Caller(door))
+        await settle()
+        assert all(c.inside for c in callers)
+        assert door.snapshot()["submission_size_histogram"] == {"4": 1}
+        for caller in callers:
+            await caller.leave()
+
+    asyncio.run(scenario())
+
+
+def test_those_who_wait_for_company_do_not_count_as_queued() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=1, batch_wait_s=FAR_S, max_batch_size=3)
+        callers = [Caller(door) for _ in range(3)]
+        await settle()
+        assert all(c.inside for c in callers)
+        for caller in callers:
+            await caller.leave()
+
+    asyncio.run(scenario())
+
+
+def test_nobody_waits_for_company_for_ever() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=8, batch_wait_s=0.001, max_batch_size=3)
+        async with door.slot(far()):
+            assert door.in_flight == 1
+
+    asyncio.run(scenario())
+
+
+def test_batch_sizes_are_counted_as_they_grow() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=8)
+        callers = [Caller(door) for _ in range(5)]
+        await settle()
+        # In flight after each hand-over: 1, 2, 3, 4, 5; keys are upper bounds.
+        assert door.snapshot()["batch_size_histogram"] == {"1": 1, "2": 1, "4": 2, "8": 1}
+        for caller in callers:
+            await caller.leave()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_after_any_coming_and_going_every_place_is_free_again(seed: int) -> None:
+    async def scenario() -> None:
+        rng = random.Random(seed)
+        door = Admission(
+            max_in_flight=4, max_queued=6, batch_wait_s=rng.choice([0, 1e-4]), max_batch_size=3
+        )
+        callers: list[Caller] = []
+        for _ in range(300):
+            action = rng.random()
+            if action < 0.5:
+                callers.append(Caller(door))
+            elif callers:
+                caller = callers.pop(rng.randrange(len(callers)))
+                caller.task.cancel() if action < 0.75 else caller.may_leave.set()
+            if rng.random() < 0.5:
+                await asyncio.sleep(0)
+            assert 0 <= door.in_flight <= 4
+            assert door.queue_len <= 6 + 4
+        for caller in callers:
+            caller.may_leave.set()
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*others, return_exceptions=True)
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())

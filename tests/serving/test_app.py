@@ -1,0 +1,74 @@
+"""`build_app` finds and judges the configuration wherever Serve happens to build the app."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from ray.serve import Application
+
+from serve_spec.config import ConfigError
+from serve_spec.serving.app import build_app, load_config
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
+    return file
+
+
+def test_a_configuration_becomes_an_application(config_file: Path) -> None:
+    assert isinstance(build_app({"config": str(config_file)}), Application)
+
+
+def test_leaf_keys_win_and_may_be_texts_as_serve_run_hands_them_over(config_file: Path) -> None:
+    args = {"config": str(config_file), "num_replicas": "3", "request_timeout_s": 5.0}
+    config = load_config(args)
+    assert (config.replica.num_replicas, config.router.request_timeout_s) == (3, 5.0)
+
+
+def test_the_configuration_may_be_given_in_place(config_file: Path) -> None:
+    config = load_config({"config": {"model": {"path": str(config_file.parent / "model")}}})
+    assert config.model.served_model_name == "model"
+
+
+def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
+    config_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
+    monkeypatch.chdir("/")
+    monkeypatch.setattr("serve_spec.serving.app._CHECKOUT", tmp_path)
+    assert load_config({"config": "mine.yaml"}).model.path == tmp_path / "model"
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ({}, "config=configs/tiny.yaml"),
+        ({"config": "nowhere.yaml"}, "looked for"),
+        ({"config": "/nowhere.yaml"}, "/nowhere.yaml"),
+        ({"config": "mine.yaml", "num_replica": 2}, "num_replicas"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch, args: dict[str, object], named: str
+) -> None:
+    monkeypatch.chdir(config_file.parent)
+    with pytest.raises(ConfigError, match=named):
+        build_app(args)
+
+
+def test_building_the_app_needs_no_torch(config_file: Path) -> None:
+    program = (
+        "import sys; from serve_spec.serving import build_app; "
+        f"build_app({{'config': {str(config_file)!r}}}); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)

@@ -1,0 +1,106 @@
+"""`serve-spec serve` says what is wrong before it starts anything."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import socket
+from pathlib import Path
+
+import pytest
+import yaml
+
+from serve_spec.serving.command import announcement, main, read_plan
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "mine.yaml"
+    model = {"path": "model", "served_model_name": "Ada's"}
+    file.write_text(yaml.safe_dump({"model": model, "router": {"port": 8123}}))
+    return file
+
+
+@pytest.fixture
+def deploy_file(config_file: Path) -> Path:
+    file = config_file.with_name("deploy.yaml")
+    app = {
+        "name": "a",
+        "import_path": "serve_spec.serving:build_app",
+        "args": {"config": str(config_file), "num_replicas": 3, "num_cpus": 40},
+    }
+    file.write_text(yaml.safe_dump({"applications": [app], "http_options": {"port": 8124}}))
+    return file
+
+
+def test_the_address_comes_from_the_option_then_the_deployment_then_the_configuration(
+    config_file: Path, deploy_file: Path
+) -> None:
+    assert read_plan(config_file, None, None).url == "http://127.0.0.1:8123"
+    assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124"
+    plan = read_plan(deploy_file, "0.0.0.0", 8125)
+    assert plan.deployment["http_options"] == {"host": "0.0.0.0", "port": 8125}
+    assert plan.url == "http://127.0.0.1:8125", "nobody can call 0.0.0.0"
+
+
+def test_the_announced_address_holds_the_route_prefix(deploy_file: Path) -> None:
+    text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
+    deploy_file.write_text(text)
+    assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124/llm"
+
+
+def test_there_are_logical_cpus_for_every_replica(deploy_file: Path) -> None:
+    assert read_plan(deploy_file, None, None).num_cpus >= 120
+
+
+def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:
+    line = next(
+        text
+        for text in announcement(read_plan(config_file, None, None)).splitlines()
+        if text.startswith("curl")
+    )
+    words = shlex.split(line)
+    assert "http://127.0.0.1:8123/v1/completions" in words
+    assert json.loads(words[words.index("-d") + 1])["model"] == "Ada's"
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("model: {path: nowhere}", "nowhere"),
+        ("model: {path: model, dtyp: auto}", "dtyp"),
+        ("applications: [{name: a, import_path: 'x:y', arg: {}}]", "args"),
+        (
+            "applications: [{name: a, import_path: 'serve_spec.serving:build_app'}]",
+            "config=configs/tiny.yaml",
+        ),
+        (
+            "applications: [{name: a, import_path: 'serve_spec.serving:build_app',"
+            " args: {config: nowhere.yaml}}]",
+            "looked for",
+        ),
+    ],
+)
+def test_bad_input_is_refused_by_name_before_ray_starts(
+    config_file: Path, capsys: pytest.CaptureFixture[str], text: str, named: str
+) -> None:
+    config_file.write_text(text)
+    assert main([str(config_file)]) == 2
+    assert named in capsys.readouterr().err
+
+
+def test_a_missing_file_is_refused_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["no/such.yaml"]) == 2
+    assert "no/such.yaml" in capsys.readouterr().err
+
+
+def test_a_port_that_is_taken_is_refused_before_ray_starts(
+    config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        assert main([str(config_file), "--port", str(port)]) == 2
+    error = capsys.readouterr().err
+    assert str(port) in error
+    assert "--port" in error

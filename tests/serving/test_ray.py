@@ -1,0 +1,248 @@
+"""The whole serving room on a real Ray, in front of a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.cluster import eventually, local_serve
+
+MAX_ONGOING = 4
+MAX_QUEUED = 4
+COMPLETIONS = "/v1/completions"
+HOLD = {"prompt": "hold on", "max_tokens": 9, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    model = tmp_path_factory.mktemp("models") / "fake"
+    model.mkdir()
+    with local_serve(num_cpus=4) as url:
+        from ray import serve
+
+        from serve_spec.serving import build_app
+
+        args = {
+            "config": {"model": {"path": str(model)}},
+            "engine_loop": "tests.serving.fake_engine:FakeLoop",
+            "num_cpus": 0.1,
+            "max_ongoing_requests": MAX_ONGOING,
+            "max_queued_requests": MAX_QUEUED,
+            "push_interval_s": 0.1,
+            "health_check_period_s": 1.0,
+            "graceful_shutdown_timeout_s": 0.0,
+        }
+        serve.run(build_app(args), name="fake", route_prefix="/")
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=url, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def api(url: str) -> Iterator[openai.OpenAI]:
+    """The official client."""
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+def info(client: httpx.Client) -> dict[str, Any]:
+    answer: dict[str, Any] = client.get("/server_info").raise_for_status().json()
+    return answer
+
+
+def idle(info: dict[str, Any]) -> bool:
+    """Nothing in flight, nothing queued, every page free, as the replica itself reports."""
+    states = info["internal_states"]
+    return (
+        info["router"]["in_flight"] == info["router"]["queue_len"] == 0
+        and bool(states)
+        and all(s["num_running"] == 0 and s["kv"]["free_pages"] == 100 for s in states)
+    )
+
+
+def test_the_official_client_completes(api: openai.OpenAI) -> None:
+    answer = api.completions.create(model="fake", prompt="a b c", max_tokens=5, temperature=0)
+    assert answer.choices[0].text == "a b c a b "
+    assert answer.choices[0].finish_reason == "length"
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 5)
+    assert answer.usage.to_dict()["speculation"]["num_rounds"] == 3  # type: ignore[index]
+
+
+def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
+    chunks = list(
+        api.completions.create(
+            model="fake",
+            prompt=[7, 8],
+            max_tokens=3,
+            stream=True,
+            stream_options={"include_usage": True},
+        )
+    )
+    assert "".join(c.choices[0].text for c in chunks if c.choices) == "<7> <8> <7> "
+    assert chunks[-1].usage is not None
+    assert chunks[-1].usage.total_tokens == 5
+
+
+def test_the_official_client_lists_models(api: openai.OpenAI) -> None:
+    assert [model.id for model in api.models.list()] == ["fake"]
+    assert api.models.retrieve("fake").id == "fake"
+
+
+def test_the_official_client_understands_our_errors(api: openai.OpenAI) -> None:
+    with pytest.raises(openai.BadRequestError) as bad:
+        api.completions.create(model="fake", prompt="a", n=2)
+    assert bad.value.param == "n"
+    with pytest.raises(openai.NotFoundError) as unknown:
+        api.completions.create(model="other", prompt="a")
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.APIStatusError) as long:
+        api.completions.create(model="fake", prompt="a " * 100)
+    assert (long.value.status_code, long.value.code) == (413, "context_length_exceeded")
+    with pytest.raises(openai.InternalServerError, match="boom"):
+        api.completions.create(model="fake", prompt="fail")
+
+
+def test_the_official_client_raises_when_a_stream_breaks_off(api: openai.OpenAI) -> None:
+    stream = api.completions.create(model="fake", prompt="break", max_tokens=9, stream=True)
+    assert next(stream).choices[0].text == "break break "
+    with pytest.raises(openai.APIError, match="boom"):
+        next(stream)
+
+
+def test_the_request_id_is_passed_through_or_made_and_sent_once(client: httpx.Client) -> None:
+    sent = client.get("/v1/models", headers={"x-request-id": "mine"})
+    assert sent.headers.get_list("x-request-id") == ["mine"]
+    (made,) = client.post(COMPLETIONS, json={"prompt": "a"}).headers.get_list("x-request-id")
+    assert made
+
+
+def test_the_first_chunk_leaves_while_the_engine_is_still_at_work(client: httpx.Client) -> None:
+    with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
+        lines = stream.iter_lines()  # kept: httpx closes the stream with its iterator
+        first = next(lines)
+        assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "hold on "
+        assert info(client)["router"]["in_flight"] == 1
+    eventually(lambda: info(client), idle)
+
+
+def test_a_client_that_leaves_frees_its_pages_streaming_or_not(client: httpx.Client) -> None:
+    with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        eventually(lambda: info(client), lambda i: i["internal_states"][0]["num_running"] == 1)
+    eventually(lambda: info(client), idle)
+    with pytest.raises(httpx.ReadTimeout):
+        client.post(COMPLETIONS, json=HOLD | {"stream": False}, timeout=0.5)
+    eventually(lambda: info(client), idle)
+
+
+def test_a_full_queue_sends_away_with_429_and_keeps_its_promises(client: httpx.Client) -> None:
+    url = str(client.base_url)
+
+    async def scenario() -> httpx.Response:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as crowd:
+            held = [
+                asyncio.create_task(crowd.post(COMPLETIONS, json=HOLD | {"stream": False}))
+                for _ in range(MAX_ONGOING + MAX_QUEUED)
+            ]
+            await asyncio.to_thread(
+                eventually,
+                lambda: info(client)["router"],
+                lambda r: (r["in_flight"], r["queue_len"]) == (MAX_ONGOING, MAX_QUEUED),
+            )
+            rejected = await crowd.post(COMPLETIONS, json={"prompt": "a"})
+            for task in held:
+                task.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+        return rejected
+
+    rejected = asyncio.run(scenario())
+    assert rejected.status_code == 429
+    assert int(rejected.headers["retry-after"]) >= 1
+    assert rejected.json()["error"]["type"] == "rate_limit_error"
+    eventually(lambda: info(client), idle)
+    assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+
+
+def test_a_burst_that_fits_is_served_in_full(client: httpx.Client) -> None:
+    async def scenario() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as crowd:
+            return await asyncio.gather(
+                *(
+                    crowd.post(COMPLETIONS, json={"prompt": f"p{i}", "max_tokens": 4})
+                    for i in range(MAX_ONGOING + MAX_QUEUED)
+                )
+            )
+
+    texts = [answer.json()["choices"][0]["text"] for answer in asyncio.run(scenario())]
+    assert texts == [f"p{i} " * 4 for i in range(MAX_ONGOING + MAX_QUEUED)]
+
+
+def test_server_info_sums_the_fleet(client: httpx.Client) -> None:
+    client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 4})
+    found = eventually(lambda: info(client), lambda i: i["fleet"]["counters"]["decode_tokens"] > 0)
+    assert found["fleet"]["num_replicas"] == 1
+    assert found["internal_states"][0]["replica_rank"] == 0
+    assert found["internal_states"][0]["stale"] is False
+
+
+def test_losing_the_stats_actor_costs_nothing_but_its_memory(client: httpx.Client) -> None:
+    import ray
+
+    from serve_spec.serving.stats_actor import NAMESPACE
+
+    def actor() -> Any:
+        try:
+            return ray.get_actor("SpecStats", namespace=NAMESPACE)
+        except ValueError:
+            return None
+
+    old = eventually(actor, bool)
+    ray.kill(old, no_restart=True)
+    assert info(client)["internal_states"], "the replicas are asked instead"
+    assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
+    new = eventually(actor, lambda found: found is not None and found != old)
+    eventually(lambda: ray.get(new.view.remote()), lambda view: view["internal_states"])
+
+
+def test_a_replica_that_dies_ends_its_streams_with_an_error_and_comes_back(
+    client: httpx.Client,
+) -> None:
+    with ExitStack() as stack:
+        bystander = stack.enter_context(client.stream("POST", COMPLETIONS, json=HOLD))
+        lines = bystander.iter_lines()
+        next(lines)
+        victim = client.post(COMPLETIONS, json={"prompt": "die", "max_tokens": 9, "stream": True})
+        *_, last = [line for line in victim.text.splitlines() if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "no_healthy_replica"
+        *_, last = [line for line in lines if line]
+        assert json.loads(last.removeprefix("data: "))["error"]["code"] == "no_healthy_replica"
+    again = eventually(
+        lambda: client.post(COMPLETIONS, json={"prompt": "a", "max_tokens": 2}),
+        lambda answer: answer.status_code != 503,
+    )
+    assert again.json()["choices"][0]["text"] == "a a "
+    assert client.get("/health").json()["healthy_replicas"] == 1
+    eventually(lambda: info(client), idle)
+
+
+def test_the_builder_is_found_under_the_documented_import_path() -> None:
+    from ray._common.utils import import_attr
+
+    import serve_spec.serving.app
+
+    assert import_attr("serve_spec.serving:build_app") is serve_spec.serving.app.build_app
+    assert Path(serve_spec.serving.app.__file__).is_file()
