@@ -34,10 +34,10 @@ class SpeculativeOptions:
 class SamplingParams:
     """How to draw tokens. Names and meanings are those of the OpenAI API and of vLLM.
 
-    `temperature=0` is greedy, and so is any below 1e-5, where noise can not change a choice. The filters act jointly on the tempered distribution: a token
-    survives if it is among the `top_k` likeliest, inside the smallest set of mass `top_p`, and at
-    least `min_p` times as likely as the likeliest. `seed` fixes the text; without one a random
-    seed is drawn on arrival.
+    `temperature=0` is greedy, and so is any below 1e-5, where noise can not change a choice. The
+    filters act jointly on the tempered distribution: a token survives if it is among the `top_k`
+    likeliest, inside the smallest set of mass `top_p`, and at least `min_p` times as likely as the
+    likeliest. `seed` fixes the text; without one a random seed is drawn on arrival.
     """
 
     max_tokens: int = 16

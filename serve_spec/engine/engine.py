@@ -154,10 +154,11 @@ class SpecEngine:
         self.controller.reconfigure(settings)
 
     def _encode(self, prompt: str) -> list[int]:
-        if any("\ud800" <= character <= "\udfff" for character in prompt):
-            raise InvalidRequest(
-                "prompt", prompt, "holds half of a surrogate pair; send valid text"
-            )
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            fix = f"character {error.start} is half of a surrogate pair; send valid text"
+            raise InvalidRequest("prompt", prompt, fix) from error
         return self.tokenizer.encode(prompt)
 
     def _cut(self, seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
