@@ -15,6 +15,7 @@ from tqdm import tqdm
 from serve_spec.bench.plots import plot_offline
 from serve_spec.bench.report import emit, environment, table
 from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
+from serve_spec.config.root import parse_override
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.llm import LLM
 
@@ -87,6 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", default="configs/tiny.yaml")
     parser.add_argument("--device", help="overrides the configuration")
     parser.add_argument("--dtype", help="overrides the configuration")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys, for every arm"
+    )
     parser.add_argument("--num-steps", type=int, nargs="+", default=[1, 3, 7], help="static arms")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
@@ -112,7 +116,7 @@ def _overrides(args: argparse.Namespace) -> Overrides:
     for key in ("device", "dtype"):
         if getattr(args, key) is not None:
             overrides[key] = getattr(args, key)
-    return overrides
+    return {**overrides, **dict(parse_override(pair) for pair in args.set)}
 
 
 def _arms(num_steps: Sequence[int]) -> list[tuple[str, Overrides]]:

@@ -26,7 +26,7 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "versions": {name: version for name, version in versions.items() if version},
         "commit": _commit(),
-        "command": "serve-spec " + " ".join(sys.argv[1:]),
+        "command": "serve-spec " + " ".join(_without_outputs(sys.argv[1:])),
     }
 
 
@@ -47,6 +47,16 @@ def emit(result: Mapping[str, Any], path: Path | None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
+
+
+def _without_outputs(argv: Sequence[str]) -> list[str]:
+    """The arguments that decide a figure: all but where it is written."""
+    kept = list(argv)
+    for flag in ("--json", "--plot"):
+        if flag in kept:
+            at = kept.index(flag)
+            del kept[at : at + 2]
+    return kept
 
 
 def _cell(value: object) -> str:

@@ -51,6 +51,9 @@ class SpeculativeConfig(StrictModel):
     speculative_adaptive_strategy: Strategy = Field(
         "ema", description="Rule that picks the steps; static keeps speculative_num_steps."
     )
+    speculative_draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="What drafts compute in; auto: the target's, bfloat16 if native."
+    )
     speculative_draft_sharpness: float = Field(
         0.85, gt=0, le=2, description="The draft draws at this * the request's temperature."
     )

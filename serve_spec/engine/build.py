@@ -39,7 +39,7 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
         torch.set_num_threads(config.replica.torch_num_threads)
     folder = Path(config.model.path)
     target = load_target(folder, dtype, device, config.model.max_model_len)
-    head = _load_head(config, target)
+    head = _load_head(config, target, dtype, device)
     controller = AdaptiveController.create(config.speculative)
     num_pages = _num_pages(config, target, head, dtype, device)
     max_model_len = config.model.max_model_len or target.shape.max_position_embeddings
@@ -73,7 +73,9 @@ def _dtype_name(name: str, device: torch.device) -> str:
     return "bfloat16" if device.type == "cuda" else "float32"
 
 
-def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
+def _load_head(
+    config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
+) -> DraftHead | None:
     speculative = config.speculative
     if speculative.speculative_algorithm == "NONE":
         return None
@@ -82,7 +84,20 @@ def _load_head(config: ServeSpecConfig, target: Llama) -> DraftHead | None:
         Path(speculative.speculative_draft_model_path),
         target,
         algorithm=speculative.speculative_algorithm,
+        dtype=_draft_dtype(speculative.speculative_draft_dtype, dtype, device),
     )
+
+
+def _draft_dtype(name: str, target_dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Resolves `auto`: bfloat16 for a float32 target where it is native, else the target's dtype.
+
+    A draft's precision touches how many tokens a round commits, never which.
+    """
+    if name != "auto":
+        return torch_dtype(name)
+    on_cpu = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+    is_native = device.type == "cuda" or on_cpu()
+    return torch.bfloat16 if is_native and target_dtype == torch.float32 else target_dtype
 
 
 def _build_worker(
@@ -95,7 +110,7 @@ def _build_worker(
 ) -> SpecWorker:
     page_size = config.cache.page_size
 
-    def pool(shape: ModelShape) -> PagedKVPool:
+    def pool(shape: ModelShape, dtype: torch.dtype) -> PagedKVPool:
         return PagedKVPool(
             num_layers=shape.num_layers,
             num_pages=num_pages,
@@ -112,14 +127,14 @@ def _build_worker(
         features = FeaturePool(num_pages * page_size, head.feature_dim, dtype, device)
         drafter = EagleDrafter(
             head,
-            pool(head.shape),
+            pool(head.shape, head.dtype),
             features,
             page_size=page_size,
             sharpness=config.speculative.speculative_draft_sharpness,
             max_tokens=config.scheduler.max_num_batched_tokens,
         )
     runner = TargetRunner(
-        target, pool(target.shape), capture=head.capture if head else None, features=features
+        target, pool(target.shape, dtype), capture=head.capture if head else None, features=features
     )
     return SpecWorker(
         runner,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
@@ -37,6 +38,11 @@ class DraftHead(Protocol):
         ...
 
     @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in: the dtype of its hidden states and of its KV pool."""
+        ...
+
+    @property
     def hidden_size(self) -> int:
         """Width of the recurrent hidden state, H."""
         ...
@@ -64,16 +70,20 @@ class DraftHead(Protocol):
         ...
 
 
-DRAFTS: dict[str, Callable[[DraftFile, Llama, DraftOptions], DraftHead]] = {
+DRAFTS: dict[str, Callable[[DraftFile, Llama, DraftOptions, torch.dtype], DraftHead]] = {
     "EAGLE": load_eagle,
     "EAGLE3": load_eagle3,
 }
 
 
 def load_draft(
-    path: Path | str, target: Llama, algorithm: str, options: DraftOptions | None = None
+    path: Path | str,
+    target: Llama,
+    algorithm: str,
+    options: DraftOptions | None = None,
+    dtype: torch.dtype | None = None,
 ) -> DraftHead:
-    """Loads the draft head in `path` for `target`, in its dtype and on its device.
+    """Loads the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
 
     `algorithm` is one of `DRAFTS`; the files decide what they are, and a disagreement is refused.
 
@@ -86,4 +96,6 @@ def load_draft(
             f"speculative_algorithm={algorithm!r} has no draft head here; use one of "
             f"{sorted(DRAFTS)}"
         )
-    return DRAFTS[algorithm](open_draft(path, algorithm), target, options or DraftOptions())
+    file = open_draft(path, algorithm)
+    dtype = dtype or target.embed_tokens.weight.dtype
+    return DRAFTS[algorithm](file, target, options or DraftOptions(), dtype)

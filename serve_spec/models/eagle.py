@@ -52,7 +52,9 @@ class Eagle(Layer):
             DecoderLayer(shape, index, input_norm=input_norm or index > 0)
             for index in range(shape.num_layers)
         )
+        self.dtype = torch.get_default_dtype()
         self.own_head = own_head
+        self.head_dtype = self.dtype if own_head else target.embed_tokens.weight.dtype
         self.lm_head = (
             Linear(shape.hidden_size, {"lm_head": shape.vocab_size}) if own_head else target.lm_head
         )
@@ -62,11 +64,12 @@ class Eagle(Layer):
 
     def encode(self, features: Tensor) -> Tensor:
         """The feature is the hidden state: [T, H] -> [T, H]."""
-        return features
+        return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] target ids, [T, H] -> [T, H]."""
-        stream = self.fc(torch.cat((self.embed_tokens(token_ids), hidden), dim=-1))
+        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        stream = self.fc(torch.cat((embedded, hidden), dim=-1))
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
         for layer in self.layers:
@@ -78,7 +81,7 @@ class Eagle(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V], without a norm."""
-        return self.lm_head(hidden).float()
+        return self.lm_head(hidden.to(self.head_dtype)).float()
 
     def tensors(self) -> dict[str, Tensor]:
         """The published names; what is shared with the target is not among them."""
@@ -89,8 +92,8 @@ class Eagle(Layer):
         return tensors | (self.lm_head.tensors() if self.own_head else {})
 
 
-def load_eagle(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle:
-    """Builds and fills the EAGLE head in `file` for `target`.
+def load_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
+    """Builds and fills the EAGLE head in `file` for `target`, computing in `dtype`.
 
     Raises:
         CheckpointError: a head for another target, or tensors that do not fit.
@@ -103,7 +106,7 @@ def load_eagle(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle:
         )
     embedding = own_embedding(file, target, shape.hidden_size)
     weight = target.embed_tokens.weight
-    with tensor_defaults(weight.dtype, weight.device):
+    with tensor_defaults(dtype, weight.device):
         head = Eagle(
             shape,
             target,

@@ -75,6 +75,7 @@ class Eagle3(Layer):
         self.hidden_size = layers.hidden_size
         self.feature_dim = shape.num_features * shape.target_hidden_size
         self.target_ids = target_ids
+        self.dtype = torch.get_default_dtype()
         eps = layers.rms_norm_eps
         self.embed_tokens = target.embed_tokens
         self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
@@ -95,6 +96,7 @@ class Eagle3(Layer):
 
     def encode(self, features: Tensor) -> Tensor:
         """[T, F] -> [T, H]: optional norms, then fc."""
+        features = features.to(self.dtype)
         if self.input_norm is not None:
             features = self.input_norm(features)
         if self.fc_norms:
@@ -106,7 +108,8 @@ class Eagle3(Layer):
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """[T] target ids, [T, H] -> [T, H]."""
         rotation = self.rope.at(ctx.positions)
-        stream, residual = self.first_layer(self.embed_tokens(token_ids), hidden, rotation, ctx)
+        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        stream, residual = self.first_layer(embedded, hidden, rotation, ctx)
         for layer in self.more_layers:
             stream, residual = layer(stream, residual, rotation, ctx)
         stream = stream + residual
@@ -133,8 +136,10 @@ class Eagle3(Layer):
         return {**tensors, **prefixed("norm.", self.norm.tensors()), **self.lm_head.tensors()}
 
 
-def load_eagle3(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3:
-    """Builds and fills the EAGLE-3 head in `file` for `target`.
+def load_eagle3(
+    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> Eagle3:
+    """Builds and fills the EAGLE-3 head in `file` for `target`, computing in `dtype`.
 
     Raises:
         CheckpointError: a head for another target, or tensors that do not fit.
@@ -145,7 +150,7 @@ def load_eagle3(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3
     weight = target.embed_tokens.weight
     if target_ids is not None:
         target_ids = target_ids.to(weight.device)
-    with tensor_defaults(weight.dtype, weight.device):
+    with tensor_defaults(dtype, weight.device):
         head = Eagle3(shape, target, target_ids)
     if embedding is not None:
         head.embed_tokens = embedding_of(embedding)

@@ -20,7 +20,6 @@ import pytest
 import yaml
 
 from serve_spec import LLM, SamplingParams
-from serve_spec.config.base import ASSETS
 from tests.helpers.checkpoints import make_eagle3, make_target
 from tests.serving.cluster import (
     ROOT,
@@ -250,10 +249,6 @@ def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(
     assert "max_model_len=1000000" in done.stderr
 
 
-@pytest.mark.skipif(
-    not all((ASSETS / "tiny" / part / "config.json").is_file() for part in ("target", "eagle3")),
-    reason="the trained pair is not here",
-)
 def test_the_shipped_pair_serves_from_the_shipped_deployment() -> None:
     with serving(ROOT / "deploy/tiny.yaml") as server:
         assert re.search(r"ready: tiny at http", server.output)

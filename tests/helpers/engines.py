@@ -61,6 +61,7 @@ def llm_maker(pair: Pair, device: str) -> MakeLLM:
                 "speculative_algorithm": algorithm,
                 "speculative_num_steps": num_steps,
                 "speculative_adaptive": False,
+                "speculative_draft_dtype": "float32",
             },
             "cache": {"page_size": 4, "num_pages": 512},
         }

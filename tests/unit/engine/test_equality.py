@@ -86,6 +86,17 @@ def test_preemption_never_changes_the_text(
     assert llm.engine.scheduler.cache.num_free_pages == 32
 
 
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str
+) -> None:
+    prompts, params = prompts_and_params()
+    llm = make_llm(algorithm, 3, speculative_draft_dtype="bfloat16")
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == plain
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
+
+
 def test_requests_that_refuse_or_cap_speculation_keep_their_text_beside_others(
     make_llm: MakeLLM, plain: list[tuple[int, ...]]
 ) -> None:
