@@ -33,7 +33,7 @@ def _load(command: str) -> Callable[[list[str]], int]:
     elif command == "generate":
         from serve_spec.engine.command import main as run
     elif command == "train":
-        from serve_spec.training.cli import main as run
+        from serve_spec.training.command import main as run
     elif command == "bench":
         from serve_spec.bench.command import main as run
     else:

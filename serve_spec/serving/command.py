@@ -209,7 +209,7 @@ def announcement(plan: Plan) -> str:
     config = plan.configs[0]
     body = {
         "model": config.model.served_model_name,
-        "prompt": "def fibonacci(n):",
+        "prompt": "class Stack:\n    def __init__(self):",
         "max_tokens": 64,
         "temperature": 0,
         "stream": True,

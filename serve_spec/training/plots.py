@@ -32,8 +32,9 @@ def plot_losses(logs: Path, out: Path) -> None:
         axis.set_ylabel("loss (nats)")
         losses = _curve(rows, "loss")[1]
         if losses:
-            tail = sorted(losses)[: max(1, int(0.9 * len(losses)))]
-            axis.set_ylim(top=tail[-1] * 1.05)
+            # The first steps would flatten the rest; held-out losses always stay in the frame.
+            bulk = sorted(losses)[: max(1, int(0.9 * len(losses)))]
+            axis.set_ylim(top=max([bulk[-1], *_curve(rows, "heldout_loss")[1]]) * 1.05)
         axis.grid(alpha=0.3)
     axes[0][0].legend(fontsize=7)
     figure.savefig(out, dpi=110)
