@@ -61,6 +61,7 @@ class EagleDrafter:
         depth = max(row.num_steps for row in rows)
         chain = torch.zeros(len(rows), depth, dtype=torch.int64, device=self.device)
         alive = list(range(len(rows)))
+        index = torch.arange(len(rows), device=self.device)
         draws = torch.tensor(root_draws, device=self.device)
         for step in range(depth):
             tokens = sample_coupled(
@@ -70,16 +71,16 @@ class EagleDrafter:
                 self.sharpness,
                 self.head.target_ids,
             )
-            chain[alive, step] = tokens
+            chain[index, step] = tokens
             staying = [i for i, b in enumerate(alive) if rows[b].num_steps > step + 1]
             if not staying:
                 break
             if len(staying) < len(alive):
                 alive = [alive[i] for i in staying]
                 tokens, hidden, draws = tokens[staying], hidden[staying], draws[staying]
-                slots = slots[staying]
+                slots, index = slots[staying], index[staying]
             starts = [rows[b].start + step for b in alive]
-            hidden = self._forward(tokens, hidden, slots, starts, [1] * len(alive), tier.draft)
+            hidden = self._forward(tokens, slots, starts, [1] * len(alive), tier.draft, hidden)
         return chain
 
     def _catch_up(
@@ -97,7 +98,7 @@ class EagleDrafter:
         ]
         lens = [row.start - first for row, first in zip(rows, begin, strict=True)]
         tokens = [t for row, n in zip(rows, lens, strict=True) for t in row.catch_up_ids[-n:]]
-        hidden = self._entries(tokens, slots, begin, lens, attention)
+        hidden = self._forward(self._ids(tokens), slots, begin, lens, attention)
         last = torch.tensor(lens, device=hidden.device).cumsum(0) - 1
         return hidden[last]
 
@@ -110,35 +111,28 @@ class EagleDrafter:
             count = min(self.max_tokens, row.start - begin - 1)
             offset = begin - row.draft_start
             tokens = row.catch_up_ids[offset : offset + count]
-            self._entries(tokens, slots, [begin], [count], attention)
+            self._forward(self._ids(tokens), slots, [begin], [count], attention)
             begin += count
         return begin
-
-    def _entries(
-        self,
-        tokens: Sequence[int],
-        slots: Tensor,
-        starts: Sequence[int],
-        lens: Sequence[int],
-        attention: AttentionBackend,
-    ) -> Tensor:
-        """Entries from target features: hidden [T, H]."""
-        batch = ragged_batch(slots, starts, lens)
-        hidden = self.head.encode(self.features.read(batch.slots))
-        context = ForwardContext(batch, attention.plan(batch, self.pool))
-        ids = torch.tensor(tokens, dtype=torch.int64, device=self.device)
-        return self.head.forward(ids, hidden, context)
 
     def _forward(
         self,
         tokens: Tensor,
-        hidden: Tensor,
         slots: Tensor,
         starts: Sequence[int],
         lens: Sequence[int],
         attention: AttentionBackend,
+        hidden: Tensor | None = None,
     ) -> Tensor:
-        """Entries from the head's own features: hidden [B, H]."""
+        """Makes entries `starts[b] ..` of every row; the head's hidden states [T, H].
+
+        hidden: the head's own features [T, H] while it drafts; None reads the target's.
+        """
         batch = ragged_batch(slots, starts, lens)
+        if hidden is None:
+            hidden = self.head.encode(self.features.read(batch.slots))
         context = ForwardContext(batch, attention.plan(batch, self.pool))
         return self.head.forward(tokens, hidden, context)
+
+    def _ids(self, tokens: Sequence[int]) -> Tensor:
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device)

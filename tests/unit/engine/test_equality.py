@@ -1,10 +1,16 @@
 """The promise: same request, same seed, same text, speculation on, off or changing. Float32."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
-from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
+from serve_spec.core.request import (
+    FinishReason,
+    RequestOutput,
+    SamplingParams,
+    SpeculativeOptions,
+)
 from tests.helpers.engines import MakeLLM, switch_every_round
 
 TEMPERATURES = (0.0, 0.7, 1.0)
@@ -86,6 +92,26 @@ def test_preemption_never_changes_the_text(
     assert llm.engine.scheduler.cache.num_free_pages == 32
 
 
+@pytest.mark.parametrize("num_steps", [1, 3, 7])
+def test_stops_inside_an_accepted_run_end_the_text_where_they_do_without_one(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], num_steps: int
+) -> None:
+    """Each request stops at a string, then at a token, that its own plain text holds."""
+    prompts, params = prompts_and_params()
+    stopping = []
+    for i, (p, tokens) in enumerate(zip(params, plain, strict=True)):
+        place = 5 + 2 * i
+        stop = {"stop": (chr(tokens[place]),)} if i % 2 else {"stop_token_ids": (tokens[place],)}
+        stopping.append(replace(p, **stop))
+    off = make_llm().generate(prompts, stopping)
+    on = make_llm("EAGLE3", num_steps).generate(prompts, stopping)
+    assert [(o.text, o.token_ids, o.finish_reason) for o in on] == [
+        (o.text, o.token_ids, o.finish_reason) for o in off
+    ]
+    ended = sum(output.finish_reason is FinishReason.STOP for output in on)
+    assert ended >= 4, "the test needs texts that stop"
+
+
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
 def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(
     make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str
@@ -102,11 +128,9 @@ def test_requests_that_refuse_or_cap_speculation_keep_their_text_beside_others(
 ) -> None:
     prompts, params = prompts_and_params()
     options = [SpeculativeOptions(enabled=False), SpeculativeOptions(max_steps=2), None]
-    mixed = []
-    for i, p in enumerate(params):
-        fields = {name: getattr(p, name) for name in p.__dataclass_fields__}
-        fields["speculative"] = options[i % 3] or SpeculativeOptions()
-        mixed.append(SamplingParams(**fields))
+    mixed = [
+        replace(p, speculative=options[i % 3] or SpeculativeOptions()) for i, p in enumerate(params)
+    ]
     outputs = make_llm("EAGLE3", 7).generate(prompts, mixed)
     assert texts(outputs) == plain
     assert all(output.speculation.num_draft_tokens == 0 for output in outputs[::3])

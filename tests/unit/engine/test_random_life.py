@@ -1,0 +1,51 @@
+"""A real engine under everything at once: arrivals, cancellations, preemption, tier changes."""
+
+import random
+from collections import defaultdict
+
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from tests.helpers.engines import MakeLLM, switch_every_round
+
+
+def test_requests_that_survive_random_traffic_say_what_they_say_alone(make_llm: MakeLLM) -> None:
+    rng = random.Random(0)
+    llm = make_llm(
+        "EAGLE3", 3, num_pages=32, max_model_len=96, max_num_seqs=5, max_num_batched_tokens=24
+    )
+    switch_every_round(llm, [rng.choice([0, 1, 3, 7]) for _ in range(97)])
+    engine = llm.engine
+    prompts: dict[str, tuple[list[int], SamplingParams]] = {}
+    tokens: dict[str, list[int]] = defaultdict(list)
+    reasons: dict[str, FinishReason] = {}
+    arrivals = 0
+    while arrivals < 60 or engine.has_work:
+        if arrivals < 60 and rng.random() < 0.3:
+            name = str(arrivals)
+            arrivals += 1
+            params = SamplingParams(
+                max_tokens=rng.randint(1, 40),
+                temperature=rng.choice([0.0, 0.8, 1.2]),
+                seed=arrivals,
+                speculative=SpeculativeOptions(max_steps=rng.choice([None, 0, 2])),
+            )
+            prompt = [rng.randrange(256) for _ in range(rng.randint(1, 50))]
+            prompts[name] = (prompt, params)
+            engine.add(engine.new_sequence(name, prompt, params))
+        if engine.has_work and rng.random() < 0.04:
+            victim = rng.choice(list(engine.scheduler.sequences())).request_id
+            assert engine.abort(victim) is not None
+            reasons[victim] = FinishReason.ABORT
+        for delta in engine.step():
+            tokens[delta.request_id] += delta.token_ids
+            if delta.finish_reason is not None:
+                reasons[delta.request_id] = delta.finish_reason
+    assert engine.scheduler.cache.num_free_pages == 32
+    assert engine.scheduler.num_preemptions > 5
+    plain = make_llm(max_model_len=96)
+    survivors = [name for name, reason in reasons.items() if reason is not FinishReason.ABORT]
+    assert len(survivors) + sum(r is FinishReason.ABORT for r in reasons.values()) == 60
+    for name in survivors:
+        prompt, params = prompts[name]
+        alone = plain.generate([prompt], params)[0]
+        assert tuple(tokens[name]) == alone.token_ids
+        assert reasons[name] is alone.finish_reason
