@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from serve_spec.config import ConfigError
+from serve_spec.core.errors import CheckpointError, InvalidRequest
+
 _COMMANDS = {
     "serve": "start Ray Serve with a model and print how to call it",
     "generate": "complete prompts from the command line",
@@ -24,7 +27,11 @@ def main(argv: list[str] | None = None) -> int:
     if command not in _COMMANDS:
         print(f"serve-spec: {command!r} is not a command\n\n{_usage()}", file=sys.stderr)
         return 2
-    return _load(command)(args[1:])
+    try:
+        return _load(command)(args[1:])
+    except (ConfigError, InvalidRequest, CheckpointError) as error:
+        print(f"serve-spec {command}: {error}", file=sys.stderr)
+        return 2
 
 
 def _load(command: str) -> Callable[[list[str]], int]:

@@ -167,8 +167,9 @@ class AdaptiveController:
             "switches": {reason.value: n for reason, n in self._switches.items() if n},
             "rounds_by_num_steps": {str(k): n for k, n in self._rounds_by_num_steps.items() if n},
             "positions": positions.snapshot(),
-            "num_draft_tokens": positions.num_draft_tokens,
-            "num_correct_drafts": positions.num_correct_drafts,
+            # Of live rows that drafted the full tier: less than what was drafted in all.
+            "learned_draft_tokens": positions.num_draft_tokens,
+            "learned_correct_drafts": positions.num_correct_drafts,
+            "learned_accept_length": round(positions.accept_length, 4),
             "accept_rate": None if rate is None else round(rate, 4),
-            "avg_spec_accept_length": round(positions.accept_length, 4),
         }

@@ -1,7 +1,8 @@
 """The vocabulary of speculation. One word per quantity, everywhere.
 
 num_steps            drafts asked for in a round (K); 0 means no drafting
-num_draft_tokens     nodes the target verifies, root included (K+1 for a chain)
+num_draft_tokens     drafts the target verified, root excluded (K for a full chain); SGLang's flag
+                     `speculative_num_draft_tokens` alone counts the root too
 num_correct_drafts   drafts the target kept, without root and final token: 0..K
 accept_length        tokens emitted: num_correct_drafts + 1
 final_token          the token drawn after the last kept draft
@@ -36,8 +37,3 @@ class VerifyResult:
     """
 
     token_ids: list[list[int]]
-
-    @property
-    def num_correct_drafts(self) -> list[int]:
-        """Kept drafts per row."""
-        return [len(tokens) - 1 for tokens in self.token_ids]

@@ -24,6 +24,7 @@ class RowPlan:
     page_ids: tuple[int, ...]
     params: SamplingParams
     seed: int
+    is_decode: bool = False
     num_steps: int = 0
     draft_start: int = 0
     catch_up_ids: tuple[int, ...] = ()

@@ -26,6 +26,7 @@ class SpeculativeOptions:
     max_steps: int | None = None
 
     def __post_init__(self) -> None:
+        _check_types("speculative.", {"enabled": self.enabled, "max_steps": self.max_steps})
         if self.max_steps is not None and self.max_steps < 0:
             raise InvalidRequest("speculative.max_steps", self.max_steps, "use an integer ≥ 0")
 
@@ -52,6 +53,7 @@ class SamplingParams:
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
 
     def __post_init__(self) -> None:
+        _check_types("", {name: getattr(self, name) for name in self.__dataclass_fields__})
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -76,6 +78,36 @@ class SamplingParams:
     def filters(self) -> bool:
         """Whether any of top-k, top-p, min-p can remove a token."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+
+_TYPES: dict[str, tuple[tuple[type, ...], str]] = {
+    "max_tokens": ((int,), "an integer"),
+    "temperature": ((int, float), "a number"),
+    "top_k": ((int,), "an integer"),
+    "top_p": ((int, float), "a number"),
+    "min_p": ((int, float), "a number"),
+    "seed": ((int, type(None)), "an integer or None"),
+    "ignore_eos": ((bool,), "True or False"),
+    "speculative": ((SpeculativeOptions,), "a SpeculativeOptions"),
+    "enabled": ((bool,), "True or False"),
+    "max_steps": ((int, type(None)), "an integer or None"),
+}
+_ITEM_TYPES: dict[str, type] = {"stop": str, "stop_token_ids": int}
+
+
+def _check_types(prefix: str, values: dict[str, object]) -> None:
+    """Refuses values of a wrong type here, where the caller can hear it, not inside a round."""
+    for name, value in values.items():
+        if name in _ITEM_TYPES:
+            item = _ITEM_TYPES[name]
+            is_list = isinstance(value, list | tuple) and all(type(v) is item for v in value)
+            if not is_list and not (name == "stop" and isinstance(value, str)):
+                raise InvalidRequest(prefix + name, value, f"use a list of {item.__name__}")
+            continue
+        types, said = _TYPES[name]
+        # bool is an int to Python, never to a caller.
+        if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
+            raise InvalidRequest(prefix + name, value, f"use {said}")
 
 
 def _in_range(value: float, low: float, high: float) -> bool:

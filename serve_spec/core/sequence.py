@@ -52,8 +52,8 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the next round can draft: everything but the last token is computed."""
-        return self.num_computed > 0 and self.num_pending == 1
+        """Whether the prompt is done and everything but the last token is computed."""
+        return self.num_computed >= self.num_prompt_tokens and self.num_pending == 1
 
     @property
     def num_remaining(self) -> int:

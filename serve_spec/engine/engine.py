@@ -168,7 +168,7 @@ class SpecEngine:
     def _learn(self, plan: StepPlan, committed: list[CommittedRow]) -> None:
         """Feeds the policy: live rows that drafted the tier's full depth, nothing past a stop."""
         observed = [
-            row.num_correct_drafts
+            row.num_judged_correct
             for row in committed
             if row.was_decoding and row.num_steps == plan.num_steps and not row.seq.finished
         ]
@@ -179,16 +179,16 @@ class SpecEngine:
         self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], step_ms: float
     ) -> None:
         decoded = [row for row in committed if row.was_decoding]
-        num_rows = sum(len(row.token_ids) for row in plan.rows)
+        num_prefilled = sum(len(row.token_ids) for row in plan.rows if not row.is_decode)
         cache = self.scheduler.cache
-        reason = self.controller.switch_reason if plan.batch_size else None
+        reason = self.controller.switch_reason if decoded else None
         stats = StepStats(
             num_steps=plan.num_steps,
-            batch_size=plan.batch_size,
+            batch_size=len(decoded),
             num_draft_tokens=sum(row.num_steps for row in decoded),
-            num_correct_drafts=sum(row.num_correct_drafts for row in decoded),
+            num_correct_drafts=sum(len(row.token_ids) - 1 for row in decoded),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
-            num_prefill_tokens=num_rows - plan.batch_size,
+            num_prefill_tokens=num_prefilled,
             draft_ms=result.draft_ms,
             verify_ms=result.verify_ms,
             step_ms=step_ms,

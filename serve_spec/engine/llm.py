@@ -45,11 +45,15 @@ class LLM:
             ids = prompt if isinstance(prompt, str) else list(prompt)
             sequences.append(self.engine.new_sequence(f"offline-{self._num_requests}", ids, p))
         deltas: dict[str, list[TokenDelta]] = {seq.request_id: [] for seq in sequences}
-        for seq in sequences:
-            self.engine.add(seq)
-        while self.engine.has_work:
-            for delta in self.engine.step():
-                deltas[delta.request_id].append(delta)
+        try:
+            for seq in sequences:
+                self.engine.add(seq)
+            while self.engine.has_work:
+                for delta in self.engine.step():
+                    deltas[delta.request_id].append(delta)
+        finally:  # interrupted: leave nothing behind that the next call would meet
+            for seq in sequences:
+                self.engine.abort(seq.request_id)
         return [
             _finished(seq, "".join(delta.text for delta in deltas[seq.request_id]))
             for seq in sequences

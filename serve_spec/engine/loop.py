@@ -105,19 +105,24 @@ class EngineLoop:
 
         Raises:
             ValueError: the settings are invalid; nothing changed.
+            RuntimeError: the engine thread has died.
         """
+        self.check_health()
         done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def apply() -> None:
             try:
                 self._engine.reconfigure(settings)
-            except ValueError as error:
+            except Exception as error:  # the caller's to hear, not the engine thread's to die of
                 done.put(error)
             else:
                 done.put(None)
 
         self._inbox.put(apply)
-        error = done.get(timeout=_STUCK_AFTER_S)
+        try:
+            error = done.get(timeout=_STUCK_AFTER_S)
+        except queue.Empty:
+            raise RuntimeError(f"the engine did not answer within {_STUCK_AFTER_S:.0f} s") from None
         if error is not None:
             raise error
 
@@ -126,7 +131,9 @@ class EngineLoop:
         return self._engine.snapshot()
 
     def check_health(self) -> None:
-        """Raises RuntimeError when the engine thread has died or hangs inside a round."""
+        """Raises RuntimeError when the engine thread has ended or hangs inside a round."""
+        if self._stopping:
+            raise RuntimeError("the engine has been shut down")
         if self._failure is not None:
             raise RuntimeError(f"the engine thread died: {self._failure!r}") from self._failure
         started = self._round_started

@@ -20,8 +20,3 @@ class SpecRuntimeState:
     draft: AttentionBackend | None
     verify: AttentionBackend
     extend: AttentionBackend | None
-
-    @property
-    def num_draft_tokens(self) -> int:
-        """Rows the target verifies per sequence: root and drafts."""
-        return self.num_steps + 1

@@ -20,13 +20,13 @@ CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
 class CommittedRow:
     """What a round did to one sequence: the tokens it really gained and the drafts among them.
 
-    `num_correct_drafts` is what the target kept of `num_steps` drafts, before any stop.
+    `num_judged_correct` is what the target kept of `num_steps` drafts, before any stop cut the run.
     """
 
     seq: Sequence
     token_ids: list[int]
     num_steps: int
-    num_correct_drafts: int
+    num_judged_correct: int
     was_decoding: bool
 
 
@@ -73,22 +73,23 @@ class Scheduler:
         self._admit()
         batch_size = sum(seq.is_decoding for seq in self.running)
         num_steps = choose_steps(batch_size) if batch_size else 0
+        max_steps = min(num_steps, self._affordable_steps(batch_size))
         rows: list[RowPlan] = []
         budget = self.limits.max_num_batched_tokens
-        # Sorting is stable: decode rows first, the oldest first within each kind.
+        # Sorting is stable: decode rows first, the oldest first within each kind. Only decode rows
+        # preempt, and only younger ones, so no row that is planned already loses its pages.
         for seq in sorted(self.running, key=lambda seq: not seq.is_decoding):
             if seq not in self.running:
                 continue  # preempted for an older row of this very round
-            row = self._plan_row(seq, num_steps, budget)
+            if seq.is_decoding:
+                row = self._plan_decode(seq, max_steps)
+            else:
+                is_first = all(row.is_decode for row in rows)
+                row = self._plan_prefill(seq, budget, is_first=is_first)
             if row is not None:
                 rows.append(row)
                 budget -= row.query_len
-        if not rows:
-            return None
-        # A row planned before its sequence was preempted must not run.
-        running = {seq.request_id for seq in self.running}
-        rows = [row for row in rows if row.request_id in running]
-        return StepPlan(tuple(rows), num_steps, batch_size)
+        return StepPlan(tuple(rows), num_steps, batch_size) if rows else None
 
     def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
         """Appends what the round drew, ends what is done, returns surplus pages.
@@ -124,10 +125,15 @@ class Scheduler:
             self.cache.reserve(seq, len(seq))
             self.running.append(self.waiting.popleft())
 
-    def _plan_row(self, seq: Sequence, num_steps: int, budget: int) -> RowPlan | None:
-        if not seq.is_decoding:
-            return self._plan_prefill(seq, budget)
-        steps = self._allowed_steps(seq, min(num_steps, budget - 1))
+    def _affordable_steps(self, batch_size: int) -> int:
+        """Drafts per row the token budget allows: prompts that wait keep half of what is left."""
+        left = self.limits.max_num_batched_tokens - batch_size
+        waiting = sum(seq.num_pending for seq in self.running if not seq.is_decoding)
+        left -= min(waiting, left // 2)
+        return max(0, left // batch_size) if batch_size else 0
+
+    def _plan_decode(self, seq: Sequence, num_steps: int) -> RowPlan | None:
+        steps = self._allowed_steps(seq, num_steps)
         while not self.cache.can_reserve(seq, len(seq) + steps):
             if steps:
                 steps -= 1  # drafts are optional; somebody else's text is not
@@ -138,12 +144,14 @@ class Scheduler:
         self.cache.reserve(seq, len(seq) + steps)
         return _decode_row(seq, steps)
 
-    def _plan_prefill(self, seq: Sequence, budget: int) -> RowPlan | None:
+    def _plan_prefill(self, seq: Sequence, budget: int, *, is_first: bool) -> RowPlan | None:
         count = seq.num_pending
         if self.limits.chunked_prefill:
             count = min(count, budget)
-        elif count > budget and budget < self.limits.max_num_batched_tokens:
-            count = 0  # wait for a round with the whole budget
+        elif count > budget and not is_first:
+            # A whole prompt may overrun the budget, one a round: else decode rows could keep it
+            # waiting for ever.
+            count = 0
         if count <= 0:
             return None
         start = seq.num_computed
@@ -172,8 +180,7 @@ class Scheduler:
     ) -> CommittedRow:
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
-        was_decoding = seq.is_decoding
-        if was_decoding:
+        if row.is_decode:
             # The last emitted token of a round is its final token, also where a stop cut the run.
             seq.stats.observe(row.num_steps, len(kept) - 1)
         seq.token_ids += kept
@@ -185,7 +192,7 @@ class Scheduler:
             self._finish(seq, reason)
         else:
             self.cache.trim(seq, len(seq))
-        return CommittedRow(seq, kept, row.num_steps, len(tokens) - 1, was_decoding)
+        return CommittedRow(seq, kept, row.num_steps, len(tokens) - 1, row.is_decode)
 
     def _preempt_younger_than(self, seq: Sequence) -> bool:
         """Preempts the youngest running sequence; False if `seq` itself is the youngest."""
@@ -221,6 +228,7 @@ def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:
         page_ids=tuple(seq.page_ids),
         params=seq.params,
         seed=seq.seed,
+        is_decode=True,
         num_steps=num_steps,
         draft_start=seq.num_draft_computed if num_steps else 0,
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.

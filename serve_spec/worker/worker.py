@@ -62,6 +62,7 @@ class SpecWorker:
         timer = StageTimer(self.device)
         timer.mark("start")
         sampling = self._sampling_rows(plan)
+        timer.mark("noise made")
         drafts = self._propose(plan, sampling, tier)
         timer.mark("drafted")
         inputs = verify_inputs(plan, drafts, self.page_size, self.device)
@@ -73,8 +74,9 @@ class SpecWorker:
         timer.mark("verified")
         return StepResult(
             token_ids=tokens,
-            draft_ms=timer.ms("start", "drafted"),
-            verify_ms=timer.ms("drafted", "verified"),
+            draft_ms=timer.ms("noise made", "drafted"),
+            # The noise is the target's; drafts only read it.
+            verify_ms=timer.ms("start", "noise made") + timer.ms("drafted", "verified"),
         )
 
     def _sampling_rows(self, plan: StepPlan) -> SamplingRows:

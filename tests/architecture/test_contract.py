@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": ["core", "config", "engine"],
     "training": ["core", "config", "layers", "models"],
-    "cli": ["config", "engine", "serving", "bench", "training"],
+    "cli": ["core", "config", "engine", "serving", "bench", "training"],
 }  # fmt: skip
 
 # library -> path fragments allowed to import it; every other file may not.

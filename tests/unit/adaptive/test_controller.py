@@ -163,7 +163,7 @@ def test_known_mistake_9_the_accept_rate_divides_by_what_was_drafted() -> None:
         play(made, 2, everything)
     snapshot = made.snapshot()
     assert snapshot["accept_rate"] == 1.0
-    assert snapshot["num_draft_tokens"] == 2 * (1 + 49 * 7)
+    assert snapshot["learned_draft_tokens"] == 2 * (1 + 49 * 7)
 
 
 def test_known_mistake_10_positions_are_divided_by_the_rounds_that_reached_them() -> None:
@@ -204,7 +204,7 @@ def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -
     made = controller(TWO_SLOTS)
     with pytest.raises(ValueError, match=r"each must lie in 0\.\.3"):
         made.on_verify_complete(counts, 2, 3)
-    assert made.snapshot()["num_draft_tokens"] == 0
+    assert made.snapshot()["learned_draft_tokens"] == 0
 
 
 def test_a_changed_tier_is_returned_once_and_used_by_the_next_round() -> None:
@@ -256,7 +256,7 @@ def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for() -> None:
     assert snapshot["last_reason"] == "dwell"
     assert snapshot["switches"] == {"gain": 1}
     assert snapshot["rounds_by_num_steps"] == {"3": 8, "7": 4}
-    assert snapshot["avg_spec_accept_length"] == round(1 + (8 * 3 + 4 * 7) / 12, 4)
+    assert snapshot["learned_accept_length"] == round(1 + (8 * 3 + 4 * 7) / 12, 4)
     assert [entry["position"] for entry in snapshot["positions"]] == [1, 2, 3, 4, 5, 6, 7]
 
 
@@ -266,7 +266,7 @@ def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
     play(made, 2, everything)
     made.reconfigure({"speculative_adaptive_config": {"candidate_steps": [3, 7]}})
     assert made.choose_steps(2) == 7
-    assert made.snapshot()["num_draft_tokens"] == 2 * (3 + 7)
+    assert made.snapshot()["learned_draft_tokens"] == 2 * (3 + 7)
     made.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 3})
     assert {play(made, 2, everything) for _ in range(30)} == {3}
     assert made.snapshot()["switches"] == {"gain": 1, "reconfigured": 1}

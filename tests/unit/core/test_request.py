@@ -24,6 +24,15 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, Speculativ
         ("min_p", -0.1),
         ("min_p", 2.0),
         ("stop", ("a", "")),
+        ("max_tokens", 3.5),
+        ("max_tokens", True),
+        ("top_k", 2.5),
+        ("temperature", None),
+        ("seed", 1.5),
+        ("stop", (5,)),
+        ("stop_token_ids", ("x",)),
+        ("ignore_eos", 1),
+        ("speculative", {"enabled": True}),
     ],
 )
 def test_a_parameter_out_of_range_is_refused_by_name(field: str, value: object) -> None:

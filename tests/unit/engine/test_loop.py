@@ -164,6 +164,18 @@ def test_policy_knobs_change_between_rounds_or_not_at_all(loop: EngineLoop) -> N
     assert loop.snapshot()["strategy"] == "static"
 
 
+def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config: ServeSpecConfig) -> None:
+    loop = EngineLoop(config)
+    loop.shutdown()
+    for call in (
+        lambda: asyncio.run(loop.submit(PROMPT, params(), "1")),
+        lambda: loop.reconfigure({"min_dwell_rounds": 4}),
+        loop.check_health,
+    ):
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            call()
+
+
 def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
     loop = EngineLoop(config)
 

@@ -23,6 +23,7 @@ class PretendedWorker:
     def __init__(self, page_size: int, rng: random.Random) -> None:
         self.page_size = page_size
         self.rng = rng
+        self.draft_entries: dict[str, int] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         owners: dict[int, str] = {}
@@ -34,6 +35,9 @@ class PretendedWorker:
                 assert owners.setdefault(page, row.request_id) == row.request_id
             if row.num_steps:
                 assert len(row.catch_up_ids) == row.start - row.draft_start >= 1
+                # Entries made while drafting are stale; only those of a catch-up may be trusted.
+                assert row.draft_start in (0, self.draft_entries.get(row.request_id, 0))
+                self.draft_entries[row.request_id] = row.start
             if row.samples:
                 count = self.rng.randint(0, row.num_steps) + 1
                 drawn.append([token_at(row.seed, row.length + i) for i in range(count)])
@@ -145,6 +149,48 @@ def test_chunked_prefill_mixes_with_decoding_inside_the_token_budget() -> None:
     decode, prefill = plan.rows
     assert (decode.num_steps, decode.samples, plan.batch_size) == (3, True, 1)
     assert (len(prefill.token_ids), prefill.samples) == (12, False)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3, 7])
+def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int) -> None:
+    """Four decoding rows could eat a budget of 32 whole; the prompt still answers in two rounds."""
+    scheduler = make(max_num_batched_tokens=32)
+    worker = PretendedWorker(4, random.Random(7))
+    for name in ("1", "2", "3", "4"):
+        scheduler.add(sequence(name, 2, max_tokens=40))
+    for round_number in range(4):
+        if round_number == 2:
+            scheduler.add(arriving := sequence("9", 20, max_tokens=4))
+        plan = scheduler.plan(lambda _: num_steps)
+        assert plan is not None
+        assert sum(row.query_len for row in plan.rows) <= 32
+        scheduler.commit(plan, worker.execute(plan), cut)
+    assert arriving.num_output_tokens >= 1
+
+
+def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
+    """Without chunks, a prompt longer than what is left must not wait for ever."""
+    scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
+    worker = PretendedWorker(4, random.Random(8))
+    scheduler.add(sequence("1", 3, max_tokens=100))
+    for round_number in range(2, 8):
+        scheduler.add(sequence(str(round_number), 46 if round_number == 3 else 3, max_tokens=50))
+        plan = scheduler.plan(lambda _: 3)
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+    long_prompt = next(seq for seq in scheduler.sequences() if seq.request_id == "3")
+    assert long_prompt.num_output_tokens >= 1
+
+
+def test_a_last_chunk_of_one_token_is_prefill_not_a_round() -> None:
+    counts = []
+    for budget in (16, 18):
+        scheduler = make(max_num_batched_tokens=budget)
+        seq = sequence("1", 17, max_tokens=4)
+        scheduler.add(seq)
+        run_to_the_end(scheduler, PretendedWorker(4, random.Random(9)), 0)
+        counts.append((seq.stats.num_rounds, seq.stats.accept_length))
+    assert counts[0] == counts[1] == (3, 1.0)
 
 
 def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
