@@ -6,8 +6,8 @@ Daliri, Musco, Suresh, "Coupling without Communication", arXiv 2408.07978).
 
 The hash is two rounds of a 32-bit avalanche mixer over the token id, each keyed with one word
 derived from (seed, position). It is not Philox: ten Philox rounds over a whole vocabulary cost a
-small model's forward on a CPU, and nothing here needs cryptographic strength. Integer arithmetic
-makes it bit-identical on every device.
+small model's forward on a CPU, and nothing here needs cryptographic strength. The hash is integer
+arithmetic, the same bits on every device; the logarithms may differ in the last place.
 """
 
 from __future__ import annotations
