@@ -145,12 +145,12 @@ class Scheduler:
         return _decode_row(seq, steps)
 
     def _plan_prefill(self, seq: Sequence, budget: int, *, is_first: bool) -> RowPlan | None:
+        # One prompt a round may overrun the budget, by a token or, without chunks, whole: decode
+        # rows could otherwise keep it waiting for ever.
         count = seq.num_pending
         if self.limits.chunked_prefill:
-            count = min(count, budget)
+            count = min(count, max(budget, 1 if is_first else 0))
         elif count > budget and not is_first:
-            # A whole prompt may overrun the budget, one a round: else decode rows could keep it
-            # waiting for ever.
             count = 0
         if count <= 0:
             return None

@@ -168,6 +168,21 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     assert arriving.num_output_tokens >= 1
 
 
+def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
+    scheduler = make(max_num_batched_tokens=3)
+    worker = PretendedWorker(4, random.Random(10))
+    for name in ("1", "2", "3"):
+        scheduler.add(sequence(name, 1, max_tokens=60))
+    for round_number in range(15):
+        if round_number == 4:
+            scheduler.add(arriving := sequence("9", 8, max_tokens=4))
+        plan = scheduler.plan(lambda _: 3)
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+    assert len(scheduler.running) >= 3, "the others must still be decoding"
+    assert arriving.num_output_tokens >= 1
+
+
 def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     """Without chunks, a prompt longer than what is left must not wait for ever."""
     scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
