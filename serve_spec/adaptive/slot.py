@@ -53,11 +53,6 @@ class AdaptiveStepSlot:
         self.batch_count += 1
 
     @property
-    def warming_up(self) -> bool:
-        """Whether it is too early for the first decision."""
-        return self.batch_count <= self.config.warmup_batches
-
-    @property
     def decision_due(self) -> bool:
         """Whether the round counted last is one to decide after (by default 15, 20, 25, ...)."""
         rounds = self.batch_count - self.config.warmup_batches

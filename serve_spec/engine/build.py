@@ -42,7 +42,7 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
     head = _load_head(config, target, dtype, device)
     controller = AdaptiveController.create(config.speculative)
     num_pages = _num_pages(config, target, head, dtype, device)
-    max_model_len = config.model.max_model_len or target.shape.max_position_embeddings
+    max_model_len = target.max_model_len
     tokenizer = Tokenizer(folder)
     _check_fit(target.shape, max_model_len, tokenizer)
     _check_sizes(config, num_pages, max_model_len)
@@ -162,23 +162,25 @@ def _num_pages(
     """Pages the memory budget holds, or what the configuration says."""
     if config.cache.num_pages is not None:
         return config.cache.num_pages
-    values_per_token = _kv_values(target.shape)
+    page_size = config.cache.page_size
+    page_bytes = _kv_page_bytes(target.shape, page_size, dtype)
     if head is not None:
-        values_per_token += _kv_values(head.shape) + head.feature_dim
-    page_bytes = values_per_token * dtype.itemsize * config.cache.page_size
+        page_bytes += _kv_page_bytes(head.shape, page_size, head.dtype)
+        page_bytes += page_size * head.feature_dim * dtype.itemsize
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
         budget = free_bytes * config.cache.memory_fraction
     else:
         budget = config.cache.cpu_cache_gb * 2**30
     num_pages = int(budget // page_bytes)
-    logger.info("KV cache: %d pages of %d tokens", num_pages, config.cache.page_size)
+    logger.info("KV cache: %d pages of %d tokens", num_pages, page_size)
     return num_pages
 
 
-def _kv_values(shape: ModelShape) -> int:
-    """Key and value numbers of one token over all layers."""
-    return 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim
+def _kv_page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype) -> int:
+    return PagedKVPool.bytes_per_page(
+        shape.num_layers, page_size, shape.num_kv_heads, shape.head_dim, dtype
+    )
 
 
 def _check_fit(shape: ModelShape, max_model_len: int, tokenizer: Tokenizer) -> None:

@@ -29,11 +29,6 @@ class PagedKVPool:
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
-    @property
-    def num_slots(self) -> int:
-        """Tokens the pool holds."""
-        return self.keys.shape[1]
-
     @staticmethod
     def bytes_per_page(
         num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
