@@ -5,6 +5,7 @@ Names end in their unit; counters only grow; a label has few values (never a req
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
@@ -46,6 +47,36 @@ class StepStats:
     """Why the tier differs from that of the round before; None when it does not."""
     accept_lengths: tuple[int, ...] = field(default=(), repr=False)
     """Tokens each decoding row emitted."""
+    live_steps: tuple[int, ...] = field(default=(), repr=False)
+    """Drafts verified by each decoding row that goes on after the round."""
+    live_correct_drafts: tuple[int, ...] = field(default=(), repr=False)
+    """Drafts the target kept of each of them. Rows that ended are not among these two columns:
+    what is drafted past a stop says nothing about the text."""
+    is_probe: bool = False
+    """Taken to learn something, not because it pays."""
+    predicted_ms: float | None = None
+    """What the policy expected of the round; None where it knows no costs."""
+    slot: str | None = None
+    """Batch-size slot of a policy that keeps an average per slot."""
+    ema_accept_length: float | None = None
+    """That average when the round was chosen: correct drafts per row, as SGLang names it."""
+    speedup: float | None = None
+    """Measured speed of drafting over plain rounds of this batch size, before this round."""
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether no prompt shared the round, so that its times are those of decoding."""
+        return self.batch_size > 0 and self.num_prefill_tokens == 0
+
+    @property
+    def overhead_ratio(self) -> float:
+        """Share of drafting in the time of both models, 0..1."""
+        return self.draft_ms / (self.draft_ms + self.verify_ms) if self.draft_ms else 0.0
+
+
+def batch_size_bucket(batch_size: int) -> int:
+    """The power of two at or below `batch_size` ≥ 1: sizes that are compared with each other."""
+    return 1 << (batch_size.bit_length() - 1)
 
 
 class MetricsSink(Protocol):
@@ -69,8 +100,21 @@ NUM_STEPS = Metric("serve_spec_num_steps", "gauge", "Tier of the last round: dra
 BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the last round.")
 ROUNDS = Metric("serve_spec_rounds", "counter", "Decode rounds by tier.", ("num_steps",))
 SWITCHES = Metric("serve_spec_tier_switches", "counter", "Tier changes by reason.", ("reason",))
+PROBE_ROUNDS = Metric("serve_spec_probe_rounds", "counter", "Rounds taken to learn something.")
 DRAFT_TOKENS = Metric("serve_spec_draft_tokens", "counter", "Drafts the target verified.")
 CORRECT_DRAFTS = Metric("serve_spec_correct_drafts", "counter", "Drafts the target kept.")
+POSITION_DRAFTED = Metric(
+    "serve_spec_position_drafted_tokens", "counter", "Drafts verified, by position.", ("position",)
+)
+POSITION_REACHED = Metric(
+    "serve_spec_position_reached_tokens",
+    "counter",
+    "Drafts before which all were kept, by position; what kept drafts are to be divided by.",
+    ("position",),
+)
+POSITION_ACCEPTED = Metric(
+    "serve_spec_position_accepted_tokens", "counter", "Drafts kept, by position.", ("position",)
+)
 OUTPUT_TOKENS = Metric("serve_spec_output_tokens", "counter", "Tokens emitted by decoding rows.")
 PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
 ACCEPT_LENGTH = Metric(
@@ -86,6 +130,29 @@ VERIFY_MS = Metric(
     "serve_spec_verify_ms", "histogram", "Target forward of one round, in ms.", buckets=_MS_BUCKETS
 )
 STEP_MS = Metric("serve_spec_step_ms", "histogram", "One whole round, in ms.", buckets=_MS_BUCKETS)
+PREDICTED_MS = Metric(
+    "serve_spec_predicted_step_ms",
+    "histogram",
+    "What the policy expected of a round without prompts, in ms.",
+    buckets=_MS_BUCKETS,
+)
+OVERHEAD = Metric(
+    "serve_spec_overhead_ratio",
+    "gauge",
+    "Share of drafting in the time of both models, last round without prompts, 0..1.",
+)
+SPEEDUP = Metric(
+    "serve_spec_effective_speedup_ratio",
+    "gauge",
+    "Measured speed of drafting rounds over measured plain ones, by batch size (powers of two).",
+    ("batch_size",),
+)
+EMA_ACCEPT_LENGTH = Metric(
+    "serve_spec_ema_accept_length_tokens",
+    "gauge",
+    "Average of correct drafts per row that a batch-size slot decides by.",
+    ("slot",),
+)
 RUNNING_SEQS = Metric("serve_spec_running_seqs", "gauge", "Sequences in the batch.")
 WAITING_SEQS = Metric("serve_spec_waiting_seqs", "gauge", "Sequences that wait for pages or rows.")
 KV_USAGE = Metric("serve_spec_kv_usage_ratio", "gauge", "Share of KV pages in use, 0..1.")
@@ -95,14 +162,22 @@ METRICS = (
     BATCH_SIZE,
     ROUNDS,
     SWITCHES,
+    PROBE_ROUNDS,
     DRAFT_TOKENS,
     CORRECT_DRAFTS,
+    POSITION_DRAFTED,
+    POSITION_REACHED,
+    POSITION_ACCEPTED,
     OUTPUT_TOKENS,
     PREFILL_TOKENS,
     ACCEPT_LENGTH,
     DRAFT_MS,
     VERIFY_MS,
     STEP_MS,
+    PREDICTED_MS,
+    OVERHEAD,
+    SPEEDUP,
+    EMA_ACCEPT_LENGTH,
     RUNNING_SEQS,
     WAITING_SEQS,
     KV_USAGE,
@@ -129,6 +204,8 @@ def readings(stats: StepStats) -> Iterator[Reading]:
         yield Reading(PREFILL_TOKENS, stats.num_prefill_tokens)
     if stats.batch_size:
         yield from _decode_readings(stats)
+        yield from _position_readings(stats)
+        yield from _policy_readings(stats)
 
 
 def _decode_readings(stats: StepStats) -> Iterator[Reading]:
@@ -147,3 +224,31 @@ def _decode_readings(stats: StepStats) -> Iterator[Reading]:
         yield Reading(OUTPUT_TOKENS, stats.num_output_tokens)
     for length in stats.accept_lengths:
         yield Reading(ACCEPT_LENGTH, length)
+
+
+def _position_readings(stats: StepStats) -> Iterator[Reading]:
+    rows = Counter(zip(stats.live_steps, stats.live_correct_drafts, strict=True))
+    for position in range(1, max(stats.live_steps, default=0) + 1):
+        label = {"position": str(position)}
+        drafted = {row: n for row, n in rows.items() if row[0] >= position}
+        reached = sum(n for (_, correct), n in drafted.items() if correct >= position - 1)
+        accepted = sum(n for (_, correct), n in drafted.items() if correct >= position)
+        yield Reading(POSITION_DRAFTED, sum(drafted.values()), label)
+        if reached:
+            yield Reading(POSITION_REACHED, reached, label)
+        if accepted:
+            yield Reading(POSITION_ACCEPTED, accepted, label)
+
+
+def _policy_readings(stats: StepStats) -> Iterator[Reading]:
+    if stats.is_probe:
+        yield Reading(PROBE_ROUNDS, 1)
+    if stats.slot is not None and stats.ema_accept_length is not None:
+        yield Reading(EMA_ACCEPT_LENGTH, stats.ema_accept_length, {"slot": stats.slot})
+    if stats.speedup is not None:
+        bucket = batch_size_bucket(stats.batch_size)
+        yield Reading(SPEEDUP, stats.speedup, {"batch_size": str(bucket)})
+    if stats.decodes_only:
+        yield Reading(OVERHEAD, stats.overhead_ratio)
+        if stats.predicted_ms is not None:
+            yield Reading(PREDICTED_MS, stats.predicted_ms)

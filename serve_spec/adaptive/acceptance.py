@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 
@@ -20,22 +21,28 @@ class PositionCounters:
         self.accepted = [0] * max_steps
         self.num_rows = 0
 
-    def observe(self, num_correct_drafts: Sequence[int], num_steps: int) -> None:
-        """Counts the rows of one round that drafted `num_steps` each.
+    def observe(self, num_correct_drafts: Sequence[int], row_steps: Sequence[int]) -> None:
+        """Counts the rows of one round: drafts kept and drafts verified, per row.
+
+        A row without drafts is not counted: it says nothing about drafts.
 
         Raises:
-            ValueError: a count outside 0..num_steps.
+            ValueError: a row kept more than it had.
         """
-        if not all(0 <= count <= num_steps for count in num_correct_drafts):
-            raise ValueError(
-                f"num_correct_drafts={list(num_correct_drafts)}: each must lie in 0..{num_steps}, "
-                "the drafts of its round, without the final token"
-            )
-        self.num_rows += len(num_correct_drafts)
-        for position in range(num_steps):
-            self.drafted[position] += len(num_correct_drafts)
-            self.reached[position] += sum(count >= position for count in num_correct_drafts)
-            self.accepted[position] += sum(count > position for count in num_correct_drafts)
+        for correct, steps in zip(num_correct_drafts, row_steps, strict=True):
+            if not 0 <= correct <= steps:
+                raise ValueError(
+                    f"num_correct_drafts={correct}: must lie in 0..{steps}, the drafts of its "
+                    "row, without the final token"
+                )
+        for (correct, steps), count in Counter(
+            zip(num_correct_drafts, row_steps, strict=True)
+        ).items():
+            self.num_rows += count * (steps > 0)
+            for position in range(steps):
+                self.drafted[position] += count
+                self.reached[position] += count * (correct >= position)
+                self.accepted[position] += count * (correct > position)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -54,7 +61,7 @@ class PositionCounters:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per row and round: correct drafts and the final token; 1.0 before the first."""
+        """Tokens per drafting row and round: correct drafts and the final token; 1.0 before any."""
         return 1.0 + self.num_correct_drafts / self.num_rows if self.num_rows else 1.0
 
     def snapshot(self) -> list[dict[str, object]]:

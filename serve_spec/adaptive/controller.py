@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_spec.adaptive.acceptance import PositionCounters
+from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
+from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.guard import DEFAULT_DWELL_ROUNDS
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
-from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
-from serve_spec.adaptive.presets import CONSERVATIVE
+from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
+from serve_spec.adaptive.per_request import PerRequestPolicy
+from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy, StepPolicy
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
-from serve_spec.config.speculative import parse_update
+from serve_spec.config.cost_table import CostTable
+from serve_spec.config.speculative import Strategy, parse_update
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+
+MAX_BAD_MEASUREMENTS = 8
+"""Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
 
 @dataclass(frozen=True)
@@ -22,56 +31,123 @@ class PolicySettings:
     """Everything that decides which policy runs, and how."""
 
     num_steps: int
-    adaptive: bool
-    strategy: str
-    slots: Mapping[int, SlotConfig]
+    adaptive: bool = True
+    strategy: Strategy = "goodput"
+    slots: Mapping[int, SlotConfig] | None = None
+    per_sequence: bool = True
     min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
 
-    def build(self, initial_steps: int) -> StepPolicy:
-        """A fresh policy. An adaptive one starts at the candidates nearest to `initial_steps`."""
+    @classmethod
+    def of(cls, config: SpeculativeConfig) -> PolicySettings:
+        """What a configuration asks for; fixed at 0 steps when nothing drafts.
+
+        Raises:
+            ConfigError: the adaptive config file is unreadable or invalid.
+        """
+        source = config.speculative_adaptive_config
+        return cls(
+            num_steps=config.speculative_num_steps if config.enabled else 0,
+            adaptive=config.speculative_adaptive,
+            strategy=config.speculative_adaptive_strategy,
+            slots=None if source is None else load_slots(source),
+            per_sequence=config.speculative_per_sequence,
+        )
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the policy weighs what rounds cost."""
+        return self.adaptive and self.strategy == "goodput" and self._deepest(GOODPUT_STEPS) > 0
+
+    @property
+    def candidate_steps(self) -> tuple[int, ...]:
+        """Every tier the policy may choose, ascending; known before its costs are."""
+        if self.needs_costs:
+            return tuple(range(self._deepest(GOODPUT_STEPS) + 1))
+        return self.build(self.num_steps, None).candidate_steps
+
+    def build(self, initial_steps: int, costs: CostTable | None) -> StepPolicy:
+        """A fresh policy. An adaptive one starts at, or near, `initial_steps`."""
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.num_steps)
-        assert self.strategy == "ema", f"{self.strategy}: config refuses what is not here yet"
-        params = AdaptiveSpeculativeParams(initial_steps, self.slots)
-        return EmaPolicy(params, self.min_dwell_rounds)
+        if self.slots is not None and self._deepest(0) == 0:
+            return StaticPolicy(0)  # the user's slots allow nothing else
+        if self.strategy == "per_request":
+            return PerRequestPolicy(min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS))
+        if self.strategy == "ema":
+            params = AdaptiveSpeculativeParams(initial_steps, self.slots)
+            return EmaPolicy(params, self.min_dwell_rounds)
+        if costs is None:
+            return StaticPolicy(self.num_steps, Reason.FALLBACK)
+        return GoodputPolicy(
+            CostModel(costs),
+            max_steps=self._deepest(GOODPUT_STEPS),
+            bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
+            per_sequence=self.per_sequence,
+            min_dwell_rounds=self.min_dwell_rounds,
+            initial_steps=initial_steps,
+        )
+
+    def _deepest(self, default: int) -> int:
+        """The user's slots bound the depth; without any, `default`."""
+        if self.slots is None:
+            return default
+        return max(slot.candidate_steps[-1] for slot in self.slots.values())
 
 
 class AdaptiveController:
     """Picks the tier before drafting, learns after verification, keeps the counts.
 
+    A policy that can not decide (no costs, a broken clock, a defect) is replaced by a fixed tier;
+    that is said once, and the engine goes on.
+
     One thread drives it (the engine's); `snapshot` may be called from any.
     """
 
-    def __init__(self, settings: PolicySettings) -> None:
+    def __init__(
+        self,
+        settings: PolicySettings,
+        costs: CostTable | None = None,
+        say: Callable[[str], None] = lambda warning: None,
+    ) -> None:
         self._settings = settings
-        self._policy = settings.build(settings.num_steps)
-        self._candidate_steps = self._policy.candidate_steps
+        self._costs = costs
+        self._say = say
+        self._fallback: str | None = None
+        self._num_bad_measurements = 0
+        self._policy = settings.build(settings.num_steps, costs)
+        self._candidate_steps = settings.candidate_steps
+        if self._policy.last_reason is Reason.FALLBACK:
+            self._fall_back("there is no cost table")
         self._active_steps: int | None = None
         self._batch_size = 0
         self._last_reason = self._policy.last_reason
         self._reconfigured = False
         self.switch_reason: Reason | None = None
         """Why the tier chosen last differs from the one before; None when it does not."""
+        self.notes = NO_NOTES
+        """What the policy thinks of its last answer."""
         self._positions = PositionCounters(max(self._candidate_steps))
         # All keys from the start: a reader in another thread never meets a dict that grows.
         self._switches = dict.fromkeys(Reason, 0)
         self._rounds_by_num_steps = dict.fromkeys(sorted({0, *self._candidate_steps}), 0)
 
     @classmethod
-    def create(cls, config: SpeculativeConfig) -> AdaptiveController:
+    def create(
+        cls,
+        config: SpeculativeConfig,
+        costs: CostTable | None = None,
+        say: Callable[[str], None] = lambda warning: None,
+    ) -> AdaptiveController:
         """The controller a configuration asks for; fixed at 0 steps when nothing drafts.
+
+        Args:
+            costs: what strategy goodput weighs; without, it falls back to a fixed tier.
+            say: told, once each, why the controller falls back.
 
         Raises:
             ConfigError: the adaptive config file is unreadable or invalid.
         """
-        source = config.speculative_adaptive_config
-        settings = PolicySettings(
-            num_steps=config.speculative_num_steps if config.enabled else 0,
-            adaptive=config.speculative_adaptive,
-            strategy=config.speculative_adaptive_strategy,
-            slots=load_slots(CONSERVATIVE if source is None else source),
-        )
-        return cls(settings)
+        return cls(PolicySettings.of(config), costs, say)
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
@@ -82,37 +158,46 @@ class AdaptiveController:
         """
         return self._candidate_steps
 
-    def choose_steps(self, batch_size: int) -> int:
-        """The tier of the next round, asked before drafting.
+    def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
+        """The tier of the next round and each row's share of it, asked before drafting.
 
-        batch_size: decode rows; counting prefill rows would let one arriving prompt flip the tier.
+        Prefill rows are not in the batch: counting them would let one arriving prompt flip the
+        tier. An empty batch gets 0 steps and is not a round.
         """
-        steps = self._policy.choose_steps(batch_size)
+        if not batch.size:
+            return RoundSteps(0)
+        steps = self._guarded_choice(batch)
         reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason
         self._reconfigured = False
-        switched = self._active_steps is not None and steps != self._active_steps
+        switched = self._active_steps is not None and steps.num_steps != self._active_steps
         self.switch_reason = reason if switched else None
         self._switches[reason] += switched
-        self._active_steps, self._batch_size, self._last_reason = steps, batch_size, reason
-        self._rounds_by_num_steps[steps] += 1
+        self._active_steps, self._batch_size = steps.num_steps, batch.size
+        self._last_reason, self.notes = reason, steps.notes
+        self._rounds_by_num_steps[steps.num_steps] += 1
         return steps
 
-    def on_verify_complete(
-        self, num_correct_drafts: Sequence[int], batch_size: int, num_steps: int
-    ) -> int | None:
-        """Learns from one verified round; the new tier of the batch's slot if it changed.
-
-        Args:
-            num_correct_drafts: one count per live row that drafted the full `num_steps`, as the
-                target judged it, before any stop. Finished and aborted rows are not live.
-            batch_size: what `choose_steps` was asked for this round.
-            num_steps: the tier that produced the result, which need not be the active one.
+    def on_verify_complete(self, verified: VerifiedRound) -> None:
+        """Learns from one verified round.
 
         Raises:
-            ValueError: a count outside 0..num_steps.
+            ValueError: a row kept more drafts than it had.
         """
-        self._positions.observe(num_correct_drafts, num_steps)
-        return self._policy.observe(num_correct_drafts, batch_size, num_steps)
+        self._positions.observe(verified.num_correct_drafts, verified.row_steps)
+        try:
+            self._policy.observe(verified)
+        except BadMeasurement as error:
+            self._num_bad_measurements += 1
+            if self._num_bad_measurements == MAX_BAD_MEASUREMENTS:
+                self._fall_back(f"{MAX_BAD_MEASUREMENTS} measurements in a row are bad: {error}")
+        except Exception as error:
+            self._fall_back(f"the policy failed to learn: {error!r}")
+        else:
+            self._num_bad_measurements = 0
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is known of a request that finished, was aborted or preempted."""
+        self._policy.forget(request_id)
 
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Replaces the policy between rounds; counts survive, averages start anew.
@@ -133,17 +218,44 @@ class AdaptiveController:
                 ("num_steps", "speculative_num_steps"),
                 ("adaptive", "speculative_adaptive"),
                 ("strategy", "speculative_adaptive_strategy"),
+                ("per_sequence", "speculative_per_sequence"),
                 ("min_dwell_rounds", "min_dwell_rounds"),
             )
             if key in given
         }
         if "speculative_adaptive_config" in given:
-            changes["slots"] = load_slots(CONSERVATIVE if source is None else source)
+            changes["slots"] = None if source is None else load_slots(source)
         wanted = replace(self._settings, **changes)
         start = wanted.num_steps if self._active_steps is None else self._active_steps
-        policy = wanted.build(start)
+        policy = wanted.build(start, self._costs)
+        if wanted.adaptive and self._candidate_steps == (0,):
+            raise ConfigError(
+                "speculative_adaptive=True: no tier was built that drafts; "
+                "restart with the new configuration"
+            )
+        if policy.last_reason is Reason.FALLBACK:
+            raise ConfigError(
+                "speculative_adaptive_strategy='goodput': no costs were measured at start; "
+                "restart with it, or name a speculative_cost_table"
+            )
         self._refuse_unbuilt(policy.candidate_steps)
         self._settings, self._policy, self._reconfigured = wanted, policy, True
+        self._fallback, self._num_bad_measurements = None, 0
+
+    def _guarded_choice(self, batch: DecodeBatch) -> RoundSteps:
+        try:
+            return self._policy.choose(batch)
+        except Exception as error:  # a fixed tier serves everybody; a dead engine nobody
+            self._fall_back(f"the policy failed to choose: {error!r}")
+            return self._policy.choose(batch)
+
+    def _fall_back(self, why: str) -> None:
+        """A fixed tier from here on, until an operator reconfigures."""
+        wanted = self._settings.num_steps
+        steps = min(self._candidate_steps, key=lambda built: (abs(built - wanted), built))
+        self._fallback = why
+        self._policy = StaticPolicy(steps, Reason.FALLBACK)
+        self._say(f"speculation stays at {steps} steps: {why}")
 
     def _refuse_unbuilt(self, wanted: tuple[int, ...]) -> None:
         built = {0, *self._candidate_steps}
@@ -164,10 +276,11 @@ class AdaptiveController:
             "batch_size": self._batch_size,
             "candidate_steps": list(self._candidate_steps),
             "last_reason": self._last_reason.value,
+            "fallback": self._fallback,
             "switches": {reason.value: n for reason, n in self._switches.items() if n},
             "rounds_by_num_steps": {str(k): n for k, n in self._rounds_by_num_steps.items() if n},
             "positions": positions.snapshot(),
-            # Of live rows that drafted the full tier: less than what was drafted in all.
+            # Of live rows that drafted: less than what was drafted in all.
             "learned_draft_tokens": positions.num_draft_tokens,
             "learned_correct_drafts": positions.num_correct_drafts,
             "learned_accept_length": round(positions.accept_length, 4),

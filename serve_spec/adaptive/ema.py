@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from serve_spec.adaptive.guard import GuardedSlot
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, VerifiedRound
 
 
 class EmaPolicy:
@@ -22,32 +21,39 @@ class EmaPolicy:
         self._last_key: int | None = None
         self._num_stale_rounds = 0
 
-    def choose_steps(self, batch_size: int) -> int:
-        """The present tier of the slot of `batch_size`.
+    def choose(self, batch: DecodeBatch) -> RoundSteps:
+        """The present tier of the slot of this batch size.
 
         A batch that moves to another slot takes that slot's tier at once, without dwell: the old
         tier may lie outside the new slot, and rounds at a foreign tier would teach it nothing.
         """
-        key = self.params.slot_key(batch_size)
+        key = self.params.slot_key(batch.size)
         guarded = self._guarded[key]
         moved = self._last_key is not None and key != self._last_key
         self.last_reason = Reason.RANGE if moved else guarded.reason
         self._last_key = key
-        return guarded.slot.current_steps
+        slot = guarded.slot
+        notes = RoundNotes(
+            is_probe=guarded.probing, slot=str(key), ema_accept_length=slot.ema_accept_len
+        )
+        return RoundSteps(slot.current_steps, notes=notes)
 
-    def observe(
-        self, num_correct_drafts: Sequence[int], batch_size: int, num_steps: int
-    ) -> int | None:
+    def observe(self, verified: VerifiedRound) -> None:
         """Feeds the slot of the batch that was verified.
 
-        A result of a tier that the slot has left meanwhile changes neither average nor count: at
-        tier 1 a perfect round shows 1 correct draft, and would read as failure at tier 7.
+        Only rows that drafted the tier's full depth count: a row clamped to 1 draft shows at most
+        1 correct one, and would read as failure at tier 7. So would a result of a tier that the
+        slot has left meanwhile; it changes neither average nor count.
         """
-        guarded = self._guarded[self.params.slot_key(batch_size)]
-        if num_steps != guarded.slot.current_steps:
+        guarded = self._guarded[self.params.slot_key(verified.batch_size)]
+        if verified.num_steps != guarded.slot.current_steps:
             self._num_stale_rounds += 1
-            return None
-        return guarded.slot.current_steps if guarded.update(num_correct_drafts) else None
+            return
+        columns = zip(verified.row_steps, verified.num_correct_drafts, strict=True)
+        guarded.update([correct for steps, correct in columns if steps == verified.num_steps])
+
+    def forget(self, request_id: str) -> None:
+        """Knows no request."""
 
     def snapshot(self) -> dict[str, object]:
         """Every slot by its key, and the slot of the last batch."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from enum import StrEnum
 from typing import Protocol
+
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 
 
 class Reason(StrEnum):
@@ -19,11 +20,19 @@ class Reason(StrEnum):
     DWELL = "dwell"  # withheld: the tier is too young
     BACK_OFF = "back-off"  # withheld: the last probes were bad, the next one waits
     RANGE = "range"  # the batch size moved to another slot
+    KV = "kv"  # no room for drafts: free pages or the token budget ran short
+    BASELINE = "baseline"  # one round at 0, to measure what speculation is compared with
+    GUARD = "guard"  # off: measured slower than measured plain decoding
+    FALLBACK = "fallback"  # the policy can not decide; a fixed tier instead
     RECONFIGURED = "reconfigured"  # an operator changed the policy
 
 
+class BadMeasurement(ValueError):
+    """A time that can not be that of a round: not a number, negative, or absurdly long."""
+
+
 class StepPolicy(Protocol):
-    """Picks a tier per round from what was verified. Holds numbers only; asks no clock."""
+    """Picks how many drafts the next round verifies. Holds numbers only; asks no clock."""
 
     @property
     def candidate_steps(self) -> tuple[int, ...]:
@@ -35,14 +44,20 @@ class StepPolicy(Protocol):
         """Why the tier returned last was chosen."""
         ...
 
-    def choose_steps(self, batch_size: int) -> int:
-        """The tier of the next round; `batch_size` counts decode rows, prefill rows excluded."""
+    def choose(self, batch: DecodeBatch) -> RoundSteps:
+        """The next round's tier and, where rows differ, each row's share; batch.size ≥ 1."""
         ...
 
-    def observe(
-        self, num_correct_drafts: Sequence[int], batch_size: int, num_steps: int
-    ) -> int | None:
-        """Learns from one round verified at tier `num_steps`; the slot's new tier if it changed."""
+    def observe(self, verified: VerifiedRound) -> None:
+        """Learns from one verified round.
+
+        Raises:
+            BadMeasurement: its times are unusable; nothing was learned from them.
+        """
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """Drops what is known of a request that left the batch, however it left."""
         ...
 
     def snapshot(self) -> dict[str, object]:
@@ -53,20 +68,19 @@ class StepPolicy(Protocol):
 class StaticPolicy:
     """Always the same tier; 0 is plain decoding."""
 
-    last_reason = Reason.STATIC
-
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int, reason: Reason = Reason.STATIC) -> None:
         self.candidate_steps = (num_steps,)
+        self.last_reason = reason
 
-    def choose_steps(self, batch_size: int) -> int:
+    def choose(self, batch: DecodeBatch) -> RoundSteps:
         """The one tier."""
-        return self.candidate_steps[0]
+        return RoundSteps(self.candidate_steps[0])
 
-    def observe(
-        self, num_correct_drafts: Sequence[int], batch_size: int, num_steps: int
-    ) -> int | None:
+    def observe(self, verified: VerifiedRound) -> None:
         """Learns nothing."""
-        return None
+
+    def forget(self, request_id: str) -> None:
+        """Knows no request."""
 
     def snapshot(self) -> dict[str, object]:
         """Its name; no slots."""

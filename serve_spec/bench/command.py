@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import offline
+from serve_spec.bench import adaptive, offline, trace
 
-_BENCHES = {"offline": offline.main}
+_BENCHES = {"adaptive": adaptive.main, "offline": offline.main, "trace": trace.main}
 
 
 def main(argv: list[str]) -> int:

@@ -37,7 +37,9 @@ def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel("tokens/s relative to off")
     axes[0][-1].legend(fontsize=7)
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
-    figure.suptitle(f"{hardware}; accept length above each bar", fontsize=9)
+    forced = result["environment"].get("synthetic_acceptance")
+    label = "" if forced is None else f", forced to {forced}"
+    figure.suptitle(f"{hardware}; accept length above each bar{label}", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

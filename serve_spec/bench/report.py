@@ -12,11 +12,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
+from serve_spec.config import ServeSpecConfig
 
 
-def environment() -> dict[str, Any]:
-    """Hardware, versions and commit: what a figure is worthless without."""
+def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
+    """Hardware, versions and commit: what a figure is worthless without.
+
+    config: what was measured. If it forces acceptance, that is said here, and `emit` repeats it.
+    """
+    import torch  # here: what needs no model, such as `breakeven`, starts without it
+
+    forced = None if config is None else config.speculative.synthetic_acceptance
     cuda = torch.cuda.is_available()
     versions = {name: _version(name) for name in ("torch", "triton", "flashinfer-python", "ray")}
     return {
@@ -27,6 +33,7 @@ def environment() -> dict[str, Any]:
         "versions": {name: version for name, version in versions.items() if version},
         "commit": _commit(),
         "command": "serve-spec " + " ".join(_without_outputs(sys.argv[1:])),
+        **({} if forced is None else {"synthetic_acceptance": forced}),
     }
 
 
@@ -42,10 +49,16 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 
 def emit(result: Mapping[str, Any], path: Path | None) -> None:
-    """Prints the JSON line, the last of the output, and writes it to `path` if given."""
+    """Prints the JSON line, the last of the output, and writes it to `path` if given.
+
+    Before it a banner, where acceptance was forced.
+    """
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(result, indent=1) + "\n")
+    forced = result.get("environment", {}).get("synthetic_acceptance")
+    if forced is not None:
+        print(f"*** synthetic_acceptance={forced}: acceptance was forced, no text is real ***")
     print(json.dumps(result))
 
 

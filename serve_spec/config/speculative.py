@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar, Literal, Self
@@ -14,7 +15,6 @@ from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
 Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "NGRAM"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
-_STRATEGIES_NOW: tuple[object, ...] = ("ema", "static")
 _NEED_DRAFT = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE")
 
 
@@ -24,7 +24,6 @@ class SpeculativeConfig(StrictModel):
     works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3"),
         "speculative_eagle_topk": (1,),
-        "speculative_adaptive_strategy": _STRATEGIES_NOW,
     }
 
     speculative_algorithm: Algorithm = Field(
@@ -46,16 +45,29 @@ class SpeculativeConfig(StrictModel):
         True, description="Whether the number of steps follows what is measured."
     )
     speculative_adaptive_config: Path | None = Field(
-        None, description="JSON file of candidate steps per batch size; null: conservative."
+        None,
+        description="JSON file of candidate steps per batch size: the ladder of ema (null: "
+        "conservative), the bounds of goodput and per_request (null: none).",
     )
     speculative_adaptive_strategy: Strategy = Field(
-        "ema", description="Rule that picks the steps; static keeps speculative_num_steps."
+        "goodput", description="Rule that picks the steps; static keeps speculative_num_steps."
+    )
+    speculative_per_sequence: bool = Field(
+        True, description="goodput: steps for each sequence; false: the same for the whole batch."
+    )
+    speculative_cost_table: Path | None = Field(
+        None, description="Cost table for goodput, from `tune`; null: measured at start and kept."
     )
     speculative_draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="What drafts compute in; auto: the target's, bfloat16 if native."
     )
     speculative_draft_sharpness: float = Field(
         0.85, gt=0, le=2, description="The draft draws at this * the request's temperature."
+    )
+    synthetic_acceptance: float | tuple[float, ...] | None = Field(
+        None,
+        description="For load tests; texts are then not the model's. The accept length to force, "
+        "≥ 1, or each position's chance of a kept draft, 0..1; deeper ones have the last.",
     )
 
     @field_validator("speculative_adaptive_config")
@@ -64,6 +76,18 @@ class SpeculativeConfig(StrictModel):
         if path is not None:
             load_slots(path)  # judged at the door, not when the first replica starts
         return path
+
+    @field_validator("synthetic_acceptance", mode="before")
+    @classmethod
+    def _forceable(cls, wanted: object) -> object:
+        if isinstance(wanted, list | tuple):
+            ok = bool(wanted) and all(_in_range(chance, 0, 1) for chance in wanted)
+        else:
+            ok = wanted is None or _in_range(wanted, 1, math.inf)
+        if not ok:
+            fix = "give an accept length ≥ 1, such as 2.5, or chances in [0, 1], such as [0.8, 0.6]"
+            raise Refusal("synthetic_acceptance", wanted, fix)
+        return wanted
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
@@ -77,6 +101,9 @@ class SpeculativeConfig(StrictModel):
                 f"{self.num_draft_tokens} rows; give that, or leave the key out"
             )
             raise Refusal("speculative_num_draft_tokens", rows, fix)
+        if self.synthetic_acceptance is not None and not self.enabled:
+            fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
+            raise Refusal("synthetic_acceptance", self.synthetic_acceptance, fix)
         # Without drafts there is nothing to adapt.
         return self if self.enabled else self._settle(speculative_adaptive=False)
 
@@ -91,15 +118,21 @@ class SpeculativeConfig(StrictModel):
         return self.speculative_num_steps + 1
 
 
+def _in_range(value: object, low: float, high: float) -> bool:
+    # bool is an int to Python, never to a user.
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and low <= value <= high
+
+
 class PolicyUpdate(StrictModel):
     """What may change while the engine runs. Keys left out keep their present value."""
 
-    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "speculative_adaptive_strategy": _STRATEGIES_NOW,
-    }
-
     speculative_adaptive: bool = Field(True, description="Whether the number of steps adapts.")
-    speculative_adaptive_strategy: Strategy = Field("ema", description="Rule that picks the steps.")
+    speculative_adaptive_strategy: Strategy = Field(
+        "goodput", description="Rule that picks the steps."
+    )
+    speculative_per_sequence: bool = Field(True, description="goodput: steps for each sequence.")
     speculative_num_steps: int = Field(3, ge=0, description="Steps of the static strategy.")
     speculative_adaptive_config: Mapping[str, object] | Path | None = Field(
         None, description="Candidate steps per batch size: the mapping itself, or its JSON file."

@@ -119,12 +119,14 @@ class SpeculationStats:
     """What speculation did for one request; sums over its decode rounds.
 
     `num_draft_tokens` counts drafts really verified, `num_correct_drafts` those kept and emitted.
+    `synthetic_acceptance`: the engine forces acceptance for a load test; the text is not real.
     """
 
     num_rounds: int = 0
     num_draft_tokens: int = 0
     num_correct_drafts: int = 0
     rounds_by_num_steps: dict[int, int] = field(default_factory=dict)
+    synthetic_acceptance: bool = False
 
     @property
     def accept_length(self) -> float:
@@ -139,8 +141,10 @@ class SpeculationStats:
         self.rounds_by_num_steps[num_steps] = self.rounds_by_num_steps.get(num_steps, 0) + 1
 
     def as_dict(self) -> dict[str, object]:
-        """The JSON form: `usage.speculation` of the HTTP API."""
+        """The JSON form: `usage.speculation` of the HTTP API; the label only where it is true."""
+        label = {"synthetic_acceptance": True} if self.synthetic_acceptance else {}
         return {
+            **label,
             "num_rounds": self.num_rounds,
             "num_draft_tokens": self.num_draft_tokens,
             "num_correct_drafts": self.num_correct_drafts,

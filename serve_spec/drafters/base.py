@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from serve_spec.core.plan import RowPlan
@@ -14,6 +15,11 @@ from serve_spec.runtime.spec_state import SpecRuntimeState
 
 class Drafter(Protocol):
     """Proposes chains. Drafts decide how many tokens a round commits, never which."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What it computes in."""
+        ...
 
     def propose(
         self,

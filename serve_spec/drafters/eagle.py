@@ -45,6 +45,7 @@ class EagleDrafter:
         self.sharpness = sharpness
         self.max_tokens = max_tokens
         self.device = pool.keys.device
+        self.dtype = head.dtype
 
     def propose(
         self,

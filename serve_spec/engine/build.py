@@ -7,13 +7,17 @@ from pathlib import Path
 import torch
 
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.cost_table import CostTable
 from serve_spec.core.context import AttentionBackend, torch_dtype
 from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.eagle import EagleDrafter
+from serve_spec.engine.costs import cost_key, obtain_costs
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.profile import MeasuredCosts, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
@@ -24,6 +28,9 @@ from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
+
+_PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
+"""Seconds at start that measuring costs may take, when no table is at hand."""
 
 
 def build_engine(config: ServeSpecConfig) -> SpecEngine:
@@ -40,14 +47,16 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
     folder = Path(config.model.path)
     target = load_target(folder, dtype, device, config.model.max_model_len)
     head = _load_head(config, target, dtype, device)
-    controller = AdaptiveController.create(config.speculative)
+    policy = PolicySettings.of(config.speculative)
     num_pages = _num_pages(config, target, head, dtype, device)
     max_model_len = target.max_model_len
     tokenizer = Tokenizer(folder)
     _check_fit(target.shape, max_model_len, tokenizer)
     _check_sizes(config, num_pages, max_model_len)
     worker = _build_worker(config, target, head, num_pages, dtype, device)
-    worker.init_states(controller.candidate_steps)
+    worker.init_states(policy.candidate_steps)
+    costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
+    controller = AdaptiveController(policy, costs, logger.warning)
     scheduler = Scheduler(config.scheduler, KVCacheManager(num_pages, config.cache.page_size))
     return SpecEngine(
         scheduler,
@@ -56,6 +65,39 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
         tokenizer,
         eos_token_ids=target.shape.eos_token_ids,
         max_model_len=max_model_len,
+    )
+
+
+def _costs(
+    config: ServeSpecConfig,
+    worker: SpecWorker,
+    policy: PolicySettings,
+    num_pages: int,
+    max_model_len: int,
+) -> CostTable | None:
+    """What rounds cost on this machine, known before the first request."""
+    max_batch_size, max_steps = config.scheduler.max_num_seqs, max(policy.candidate_steps)
+
+    def measure() -> MeasuredCosts:
+        logger.info("costs: measuring rounds, at most %.0f s", budget_s)
+        return measure_costs(
+            worker,
+            page_size=config.cache.page_size,
+            num_pages=num_pages,
+            max_batch_size=max_batch_size,
+            max_steps=max_steps,
+            max_num_rows=config.scheduler.max_num_batched_tokens,
+            max_model_len=max_model_len,
+            budget_s=budget_s,
+        )
+
+    budget_s = _PROFILE_BUDGET_S[worker.device.type]
+    return obtain_costs(
+        cost_key(config, worker),
+        path=config.speculative.speculative_cost_table,
+        max_batch_size=max_batch_size,
+        max_steps=max_steps,
+        measure=measure,
     )
 
 
@@ -144,6 +186,7 @@ def _build_worker(
         page_size=page_size,
         vocab_size=target.shape.vocab_size,
         device=device,
+        synthetic_acceptance=config.speculative.synthetic_acceptance,
     )
 
 

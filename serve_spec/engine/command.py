@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.llm import LLM
@@ -18,6 +19,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
     llm = LLM(args.config)
+    forced = llm.config.speculative.synthetic_acceptance
+    if forced is not None:
+        print(f"synthetic_acceptance={forced}: forced, the texts are not real", file=sys.stderr)
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed
     )
@@ -26,6 +30,6 @@ def main(argv: list[str]) -> int:
         stats = output.speculation
         print(
             f"[{len(output.token_ids)} tokens in {stats.num_rounds} rounds, "
-            f"accept length {stats.accept_length:.2f}]\n"
+            f"accept length {stats.accept_length:.2f}{' (forced)' if forced else ''}]\n"
         )
     return 0

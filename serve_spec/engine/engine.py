@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.plan import StepPlan, StepResult
-from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.round import NO_NOTES, RoundTimes, VerifiedRound
 from serve_spec.core.sequence import Sequence
+from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.metrics import MetricsSink, NullSink, StepStats
@@ -68,8 +70,10 @@ class SpecEngine:
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
         self.counters = EngineCounters()
+        self.collector = MetricsCollector()
         self.metrics = metrics or NullSink()
         self._outputs: dict[str, OutputText] = {}
+        scheduler.on_leave = lambda seq: self.controller.forget(seq.request_id)
 
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
@@ -79,8 +83,9 @@ class SpecEngine:
             return []
         result = self.worker.execute(plan)
         committed = self.scheduler.commit(plan, result, self._cut)
-        self._learn(plan, committed)
-        self._report(plan, result, committed, (time.perf_counter() - started) * 1e3)
+        round_ms = (time.perf_counter() - started) * 1e3
+        self._learn(plan, result, committed, round_ms)
+        self._report(plan, result, committed, round_ms)
         return [self._delta(row) for row in committed]
 
     @property
@@ -111,7 +116,9 @@ class SpecEngine:
             fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
             raise InvalidRequest("max_tokens", params.max_tokens, fix)
         seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
-        return Sequence(request_id, params, token_ids, len(token_ids), seed)
+        forced = self.worker.synthetic_acceptance is not None
+        stats = SpeculationStats(synthetic_acceptance=forced)
+        return Sequence(request_id, params, token_ids, len(token_ids), seed, stats=stats)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence made by `new_sequence`."""
@@ -130,6 +137,7 @@ class SpecEngine:
         """The state an operator looks at, JSON-able: the replica's part of `/server_info`."""
         counters, cache = self.counters, self.scheduler.cache
         policy = self.controller.snapshot()
+        forced = self.worker.synthetic_acceptance
         return {
             **policy,
             "avg_spec_accept_length": round(counters.accept_length, 4),
@@ -147,6 +155,8 @@ class SpecEngine:
                 "draft_ms": round(counters.draft_ms, 3),
                 "verify_ms": round(counters.verify_ms, 3),
             },
+            "speculation": self.collector.snapshot(),
+            "synthetic_acceptance": list(forced) if isinstance(forced, tuple) else forced,
         }
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
@@ -165,23 +175,41 @@ class SpecEngine:
         output = self._outputs[seq.request_id]
         return output.push(token_ids), output.finish_reason
 
-    def _learn(self, plan: StepPlan, committed: list[CommittedRow]) -> None:
-        """Feeds the policy: live rows that drafted the tier's full depth, nothing past a stop."""
-        observed = [
-            row.num_judged_correct
-            for row in committed
-            if row.was_decoding and row.num_steps == plan.num_steps and not row.seq.finished
-        ]
-        if observed:
-            self.controller.on_verify_complete(observed, plan.batch_size, plan.num_steps)
+    def _learn(
+        self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], round_ms: float
+    ) -> None:
+        decoded = [row for row in committed if row.was_decoding]
+        if not decoded:
+            return
+        planned = [row for row in plan.rows if row.is_decode]
+        alone = len(planned) == len(plan.rows)
+        live = [row for row in decoded if not row.seq.finished]
+        verified = VerifiedRound(
+            num_steps=plan.num_steps,
+            batch_size=len(planned),
+            num_tokens=sum(row.length for row in planned),
+            num_sampled=sum(not row.params.is_greedy for row in planned),
+            request_ids=[row.seq.request_id for row in live],
+            row_steps=[row.num_steps for row in live],
+            num_correct_drafts=[row.num_judged_correct for row in live],
+            num_drafting=sum(row.num_steps > 0 for row in planned),
+            deepest=max(row.num_steps for row in planned),
+            num_draft_tokens=sum(row.num_steps for row in planned),
+            num_output_tokens=sum(len(row.token_ids) for row in decoded),
+            num_catch_up=sum(len(row.catch_up_ids) for row in planned),
+            times=RoundTimes(result.draft_ms, result.verify_ms, round_ms) if alone else None,
+        )
+        self.controller.on_verify_complete(verified)
 
     def _report(
         self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], step_ms: float
     ) -> None:
         decoded = [row for row in committed if row.was_decoding]
+        live = [row for row in decoded if not row.seq.finished]
         num_prefilled = sum(len(row.token_ids) for row in plan.rows if not row.is_decode)
         cache = self.scheduler.cache
         reason = self.controller.switch_reason if decoded else None
+        notes = self.controller.notes if decoded else NO_NOTES
         stats = StepStats(
             num_steps=plan.num_steps,
             batch_size=len(decoded),
@@ -198,8 +226,16 @@ class SpecEngine:
             num_pages=cache.num_pages,
             switch_reason=None if reason is None else reason.value,
             accept_lengths=tuple(len(row.token_ids) for row in decoded),
+            live_steps=tuple(row.num_steps for row in live),
+            live_correct_drafts=tuple(row.num_judged_correct for row in live),
+            is_probe=notes.is_probe,
+            predicted_ms=notes.predicted_ms,
+            slot=notes.slot,
+            ema_accept_length=notes.ema_accept_length,
+            speedup=self.collector.speedup(len(decoded)),
         )
         self.counters.observe(stats)
+        self.collector.observe(stats)
         self.metrics.observe(stats)
 
     def _delta(self, row: CommittedRow) -> TokenDelta:

@@ -21,11 +21,14 @@ from serve_spec.ops.noise import gumbel_noise, row_keys
 class SamplingRows:
     """The parameters of R logits rows, and the noise of each, drawn once for draft and target.
 
+    Row r draws the token at `positions[r]` (absolute) from `seeds[r]`.
     `inverse_temperature` and `is_random` are [R, 1] float32; greedy rows hold 1 and 0.
     `noise` [R, V] is None when every row is greedy. `filtered` lists the rows with filters.
     """
 
     params: tuple[SamplingParams, ...]
+    seeds: tuple[int, ...]
+    positions: tuple[int, ...]
     inverse_temperature: Tensor
     is_random: Tensor
     noise: Tensor | None
@@ -48,6 +51,8 @@ class SamplingRows:
             noise = gumbel_noise(row_keys(seeds, positions).to(device), vocab_size)
         return cls(
             params=tuple(params),
+            seeds=tuple(seeds),
+            positions=tuple(positions),
             inverse_temperature=torch.tensor(inverse, device=device).unsqueeze(1),
             is_random=torch.tensor(is_random, dtype=torch.float32, device=device).unsqueeze(1),
             noise=noise,

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.plan import RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 
-ChooseSteps = Callable[[int], int]
+ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
 
 
@@ -37,9 +38,16 @@ class Scheduler:
     function of (prefix, seed, position), the text does not notice.
     """
 
-    def __init__(self, limits: SchedulerConfig, cache: KVCacheManager) -> None:
+    def __init__(
+        self,
+        limits: SchedulerConfig,
+        cache: KVCacheManager,
+        on_leave: Callable[[Sequence], None] = lambda seq: None,
+    ) -> None:
         self.limits = limits
         self.cache = cache
+        self.on_leave = on_leave
+        """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -68,28 +76,30 @@ class Scheduler:
     def plan(self, choose_steps: ChooseSteps) -> StepPlan | None:
         """The next round: every decoding row, then prefill within the token budget.
 
-        choose_steps: batch size (decode rows) → num_steps, asked once, before anything is drafted.
+        choose_steps: asked once, before anything is drafted; the tier and each row's share of it.
         """
         self._admit()
-        batch_size = sum(seq.is_decoding for seq in self.running)
-        num_steps = choose_steps(batch_size) if batch_size else 0
-        max_steps = min(num_steps, self._affordable_steps(batch_size))
+        decoding = [seq for seq in self.running if seq.is_decoding]
+        prefilling = [seq for seq in self.running if not seq.is_decoding]
+        batch = self._decode_batch(decoding, prefilling)
+        steps = choose_steps(batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
         budget = self.limits.max_num_batched_tokens
-        # Sorting is stable: decode rows first, the oldest first within each kind. Only decode rows
-        # preempt, and only younger ones, so no row that is planned already loses its pages.
-        for seq in sorted(self.running, key=lambda seq: not seq.is_decoding):
-            if seq not in self.running:
-                continue  # preempted for an older row of this very round
-            if seq.is_decoding:
-                row = self._plan_decode(seq, max_steps)
-            else:
-                is_first = all(row.is_decode for row in rows)
-                row = self._plan_prefill(seq, budget, is_first=is_first)
+        # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
+        # planned already loses its pages.
+        for seq, num_steps in zip(decoding, _fair_steps(steps, batch), strict=True):
+            row = self._plan_decode(seq, num_steps) if seq.page_ids else None
             if row is not None:
                 rows.append(row)
                 budget -= row.query_len
-        return StepPlan(tuple(rows), num_steps, batch_size) if rows else None
+        num_decode_rows = len(rows)
+        for seq in prefilling:
+            is_first = len(rows) == num_decode_rows
+            row = self._plan_prefill(seq, budget, is_first=is_first) if seq.page_ids else None
+            if row is not None:
+                rows.append(row)
+                budget -= row.query_len
+        return StepPlan(tuple(rows), steps.num_steps, batch.size) if rows else None
 
     def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
         """Appends what the round drew, ends what is done, returns surplus pages.
@@ -125,24 +135,32 @@ class Scheduler:
             self.cache.reserve(seq, len(seq))
             self.running.append(self.waiting.popleft())
 
-    def _affordable_steps(self, batch_size: int) -> int:
-        """Drafts per row the token budget allows: prompts that wait keep half of what is left."""
-        left = self.limits.max_num_batched_tokens - batch_size
-        waiting = sum(seq.num_pending for seq in self.running if not seq.is_decoding)
-        left -= min(waiting, left // 2)
-        return max(0, left // batch_size) if batch_size else 0
+    def _decode_batch(self, decoding: list[Sequence], prefilling: list[Sequence]) -> DecodeBatch:
+        """What the policy may know of the next round's decode rows."""
+        budget = self.limits.max_num_batched_tokens - len(decoding)
+        # Prompts that wait keep half of what the decode rows leave.
+        budget -= min(sum(seq.num_pending for seq in prefilling), budget // 2)
+        lengths = [len(seq) for seq in decoding]
+        page_size = self.cache.page_size
+        held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
+        return DecodeBatch(
+            request_ids=[seq.request_id for seq in decoding],
+            max_steps=[_usable_steps(seq) for seq in decoding],
+            num_tokens=sum(lengths),
+            num_sampled=sum(not seq.params.is_greedy for seq in decoding),
+            max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
+        )
 
     def _plan_decode(self, seq: Sequence, num_steps: int) -> RowPlan | None:
-        steps = self._allowed_steps(seq, num_steps)
-        while not self.cache.can_reserve(seq, len(seq) + steps):
-            if steps:
-                steps -= 1  # drafts are optional; somebody else's text is not
+        while not self.cache.can_reserve(seq, len(seq) + num_steps):
+            if num_steps:
+                num_steps -= 1  # drafts are optional; somebody else's text is not
                 continue
             if not self._preempt_younger_than(seq):
                 self._preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + steps)
-        return _decode_row(seq, steps)
+        self.cache.reserve(seq, len(seq) + num_steps)
+        return _decode_row(seq, num_steps)
 
     def _plan_prefill(self, seq: Sequence, budget: int, *, is_first: bool) -> RowPlan | None:
         # One prompt a round may overrun the budget, by a token or, without chunks, whole: decode
@@ -164,16 +182,6 @@ class Scheduler:
             params=seq.params,
             seed=seq.seed,
         )
-
-    def _allowed_steps(self, seq: Sequence, num_steps: int) -> int:
-        """`num_steps` clamped by what the request wants and can still use."""
-        options = seq.params.speculative
-        if not options.enabled:
-            return 0
-        if options.max_steps is not None:
-            num_steps = min(num_steps, options.max_steps)
-        # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
-        return max(0, min(num_steps, seq.num_remaining - 1))
 
     def _commit_row(
         self, seq: Sequence, row: RowPlan, tokens: list[int], cut: CutOutput
@@ -203,19 +211,42 @@ class Scheduler:
         return True
 
     def _preempt(self, seq: Sequence) -> None:
-        self.running.remove(seq)
-        self.cache.release(seq)
+        self._leave(seq)
         seq.forget_computed()
         self.waiting.appendleft(seq)
         self.num_preemptions += 1
 
     def _finish(self, seq: Sequence, reason: FinishReason) -> None:
         seq.finish_reason = reason
-        self.cache.release(seq)
         if seq in self.running:
-            self.running.remove(seq)
+            self._leave(seq)
         else:
             self.waiting.remove(seq)
+
+    def _leave(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        self.cache.release(seq)
+        self.on_leave(seq)
+
+
+def _usable_steps(seq: Sequence) -> int:
+    """Most drafts a sequence wants and can still use."""
+    options = seq.params.speculative
+    if not options.enabled:
+        return 0
+    # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
+    useful = max(0, seq.num_remaining - 1)
+    return useful if options.max_steps is None else min(useful, options.max_steps)
+
+
+def _fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+    """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
+    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
+    usable = [min(want, most) for want, most in zip(wanted, batch.max_steps, strict=True)]
+    if sum(usable) <= batch.max_draft_tokens:
+        return usable
+    share = batch.max_draft_tokens // batch.size
+    return [min(num_steps, share) for num_steps in usable]
 
 
 def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:

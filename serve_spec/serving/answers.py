@@ -28,7 +28,11 @@ class Choice(TypedDict):
 
 
 class Completion(TypedDict):
-    """A completion, or one chunk of its stream."""
+    """A completion, or one chunk of its stream.
+
+    `synthetic_acceptance` is there, and true, where acceptance is forced for a load test: the text
+    is not the model's then.
+    """
 
     id: str
     object: str
@@ -36,6 +40,7 @@ class Completion(TypedDict):
     model: str
     choices: list[Choice]
     usage: NotRequired[Usage | None]
+    synthetic_acceptance: NotRequired[bool]
 
 
 class Model(TypedDict):
@@ -76,12 +81,19 @@ class CompletionFormat:
     """Answers to one request: the fields they share, and the three shapes they take."""
 
     def __init__(
-        self, completion_id: str, model: str, created: int, *, include_usage: bool = False
+        self,
+        completion_id: str,
+        model: str,
+        created: int,
+        *,
+        include_usage: bool = False,
+        synthetic_acceptance: bool = False,
     ) -> None:
         self.id = completion_id
         self.model = model
         self.created = created
         self.include_usage = include_usage
+        self.synthetic_acceptance = synthetic_acceptance
 
     def completion(self, text: str, finish_reason: FinishReason, counts: Usage) -> Completion:
         """The whole answer at once."""
@@ -97,13 +109,16 @@ class CompletionFormat:
         return {**self._answer([]), "usage": counts}
 
     def _answer(self, choices: list[Choice]) -> Completion:
-        return {
+        answer: Completion = {
             "id": self.id,
             "object": "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": choices,
         }
+        if self.synthetic_acceptance:
+            answer["synthetic_acceptance"] = True
+        return answer
 
 
 def _choice(text: str, finish_reason: FinishReason | None) -> Choice:

@@ -145,7 +145,11 @@ def _add_completions(
         # Not the caller's x-request-id: two callers may send the same one.
         completion_id = f"cmpl-{uuid.uuid4().hex}"
         form = CompletionFormat(
-            completion_id, served, int(time.time()), include_usage=body.include_usage
+            completion_id,
+            served,
+            int(time.time()),
+            include_usage=body.include_usage,
+            synthetic_acceptance=config.speculative.synthetic_acceptance is not None,
         )
         generate = GenerateRequest(completion_id, _trace_id(request), body.prompt, params)
         return CompletionAnswer(runner, generate, form, stream=bool(body.stream))

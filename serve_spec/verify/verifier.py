@@ -18,6 +18,8 @@ def judge(logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyR
     """
     device = logits.device
     drawn = sample(logits, sampling)
+    if not any(drafts.num_steps):  # plain decoding: there is nothing to walk
+        return VerifyResult([[token] for token in drawn.tolist()])
     num_steps = torch.tensor(drafts.num_steps, device=device)
     first = (num_steps + 1).cumsum(0) - (num_steps + 1)
     column = torch.arange(drafts.token_ids.shape[1] + 1, device=device)

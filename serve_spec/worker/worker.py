@@ -15,11 +15,14 @@ from serve_spec.runtime.inputs import verify_inputs
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.runtime.timer import StageTimer
-from serve_spec.verify.verifier import judge
+from serve_spec.verify.synthetic import Acceptance, choose_verdict
 
 
 class SpecWorker:
-    """A target, a drafter (or none) and one runtime state per tier."""
+    """A target, a drafter (or none) and one runtime state per tier.
+
+    synthetic_acceptance: forces the verdict, for load tests; see `verify.synthetic`.
+    """
 
     def __init__(
         self,
@@ -31,6 +34,7 @@ class SpecWorker:
         page_size: int,
         vocab_size: int,
         device: torch.device,
+        synthetic_acceptance: Acceptance | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -39,6 +43,8 @@ class SpecWorker:
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.device = device
+        self.synthetic_acceptance = synthetic_acceptance
+        self.verdict = choose_verdict(synthetic_acceptance)
         self.tiers: dict[int, SpecRuntimeState] = {}
 
     def init_states(self, candidate_steps: Iterable[int]) -> None:
@@ -70,7 +76,7 @@ class SpecWorker:
         tokens: list[list[int]] = []
         if drafts.num_steps:
             logits = self.target.logits(hidden[inputs.draw_rows])
-            tokens = judge(logits, drafts, sampling).token_ids
+            tokens = self.verdict(logits, drafts, sampling).token_ids
         timer.mark("verified")
         return StepResult(
             token_ids=tokens,

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "metrics": [],
     "parallel": ["core"],
     "ops": ["core"],
-    "adaptive": ["config"],
+    "adaptive": ["config", "core"],
     "kvcache": ["core", "ops"],
     "layers": ["core", "ops", "parallel"],
     "verify": ["core", "ops"],
@@ -51,7 +51,7 @@ MAY_IMPORT = {
         "runtime", "scheduler", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
-    "bench": ["core", "config", "engine"],
+    "bench": ["core", "config", "metrics", "adaptive", "engine"],
     "training": ["core", "config", "layers", "models"],
     "cli": ["core", "config", "engine", "serving", "bench", "training"],
 }  # fmt: skip

@@ -8,6 +8,7 @@ from typing import Any
 
 from serve_spec import LLM
 from serve_spec.core.request import TokenDelta
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 
 MakeLLM = Callable[..., LLM]
@@ -21,9 +22,9 @@ class Pair:
     heads: dict[str, Path]
 
 
-def make_pair(root: Path) -> Pair:
-    """A random pair under `root`."""
-    target = make_target(root / "target", layer_scale=0.3)
+def make_pair(root: Path, **config: Any) -> Pair:
+    """A random pair under `root`; `config` replaces keys of the target's config.json."""
+    target = make_target(root / "target", layer_scale=0.3, **config)
     return Pair(
         target,
         {
@@ -34,18 +35,30 @@ def make_pair(root: Path) -> Pair:
 
 
 class SwitchingController:
-    """Another tier every round: what no policy would do, and every engine must survive."""
+    """Another tier every round, and another share of it for each row if `ragged`."""
 
-    def __init__(self, steps: Sequence[int]) -> None:
+    def __init__(self, steps: Sequence[int], ragged: bool) -> None:
         self.candidate_steps = tuple(sorted(set(steps)))
+        self.ragged = ragged
         self.switch_reason = None
+        self.notes = NO_NOTES
         self._steps = cycle(steps)
+        self._num_rounds = 0
 
-    def choose_steps(self, batch_size: int) -> int:
-        return next(self._steps)
+    def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
+        self._num_rounds += 1
+        num_steps = next(self._steps)
+        if not self.ragged:
+            return RoundSteps(num_steps)
+        row_steps = [num_steps - (self._num_rounds + i) % 3 for i in range(batch.size)]
+        return RoundSteps(num_steps, [max(0, steps) for steps in row_steps])
 
-    def on_verify_complete(self, correct: Sequence[int], batch_size: int, num_steps: int) -> None:
-        assert all(0 <= n <= num_steps for n in correct)
+    def on_verify_complete(self, verified: VerifiedRound) -> None:
+        rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
+        assert all(0 <= correct <= steps <= verified.num_steps for correct, steps in rows)
+
+    def forget(self, request_id: str) -> None:
+        pass
 
     def snapshot(self) -> dict[str, object]:
         return {}
@@ -85,9 +98,9 @@ def checked(llm: LLM) -> LLM:
     return llm
 
 
-def switch_every_round(llm: LLM, steps: Sequence[int]) -> None:
-    """Replaces the policy by one that changes tier every round."""
+def switch_every_round(llm: LLM, steps: Sequence[int], *, ragged: bool = True) -> None:
+    """Replaces the policy by one that changes tier every round: no policy would, engines must."""
     engine = llm.engine
-    controller = SwitchingController(steps)
+    controller = SwitchingController(steps, ragged)
     engine.worker.init_states(controller.candidate_steps)
     engine.controller = controller  # type: ignore[assignment]

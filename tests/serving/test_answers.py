@@ -26,3 +26,17 @@ def test_finish_reasons_are_the_words_of_the_openai_api() -> None:
     assert json.loads(json.dumps(form.chunk("", FinishReason.STOP))) == form.chunk(
         "", FinishReason.STOP
     )
+
+
+def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is() -> None:
+    """Every chunk too: a stream may break off, or not be asked for its usage."""
+    for forced in (True, False):
+        form = CompletionFormat("cmpl-1", "m", 0, synthetic_acceptance=forced)
+        counts = usage(2, 3, SpeculationStats(synthetic_acceptance=forced))
+        assert ("synthetic_acceptance" in counts["speculation"]) == forced
+        for answer in (
+            form.completion("a", FinishReason.STOP, counts),
+            form.chunk("a", None),
+            form.usage_chunk(counts),
+        ):
+            assert answer.get("synthetic_acceptance") == (True if forced else None)

@@ -321,3 +321,19 @@ def test_a_client_that_leaves_a_stream_frees_its_turn_and_its_engine(server: Ser
         assert (server.door.in_flight, len(server.loop.streams)) == (0, 0)
 
     asyncio.run(scenario())
+
+
+def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None:
+    model = {"path": str(config.model.path)}
+    speculative = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(config.model.path),
+        "synthetic_acceptance": 2.5,
+    }
+    server = Server(ServeSpecConfig.load({"model": model, "speculative": speculative}))
+    assert server.complete().json()["synthetic_acceptance"] is True
+    frames = server.complete(stream=True).text.split("\n\n")
+    chunks = [json.loads(f.removeprefix("data: ")) for f in frames if f.startswith("data: {")]
+    assert chunks
+    assert all(chunk["synthetic_acceptance"] is True for chunk in chunks)
+    assert "synthetic_acceptance" not in Server(config).complete().json()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from serve_spec.metrics import METRICS, StepStats, readings
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.metrics import METRICS, StepStats, batch_size_bucket, readings
 
 ROUND = StepStats(
     num_steps=3,
@@ -22,7 +26,15 @@ ROUND = StepStats(
     num_pages=20,
     switch_reason="gain",
     accept_lengths=(4, 2),
+    live_steps=(3, 3),
+    live_correct_drafts=(3, 1),
+    is_probe=True,
+    slot="1",
+    ema_accept_length=2.5,
+    speedup=1.5,
 )
+# What is said of a round's time is said only where no prompt shared it.
+PURE = replace(ROUND, num_prefill_tokens=0, predicted_ms=3.5)
 IDLE = replace(
     ROUND,
     num_steps=0,
@@ -34,6 +46,12 @@ IDLE = replace(
     draft_ms=0.0,
     switch_reason=None,
     accept_lengths=(),
+    live_steps=(),
+    live_correct_drafts=(),
+    is_probe=False,
+    slot=None,
+    ema_accept_length=None,
+    speedup=None,
 )
 
 
@@ -47,15 +65,16 @@ def test_names_are_unique_and_say_their_unit() -> None:
         assert all(bound > 0 for bound in metric.buckets), "Ray refuses a bound of zero"
 
 
-def test_a_full_round_feeds_every_metric_with_its_labels() -> None:
-    found = list(readings(ROUND))
+def test_full_rounds_with_and_without_prompts_feed_every_metric_with_its_labels() -> None:
+    found = [*readings(ROUND), *readings(PURE)]
     assert {reading.metric for reading in found} == set(METRICS)
     for reading in found:
         assert set(reading.labels) == set(reading.metric.labels)
 
 
 def test_a_counter_is_never_given_zero() -> None:
-    for stats in (ROUND, IDLE, replace(ROUND, num_steps=0, num_draft_tokens=0)):
+    plain = replace(ROUND, num_steps=0, num_draft_tokens=0, live_steps=(0, 0))
+    for stats in (ROUND, PURE, IDLE, replace(plain, live_correct_drafts=(0, 0))):
         for reading in readings(stats):
             assert reading.metric.kind != "counter" or reading.value > 0
 
@@ -68,3 +87,58 @@ def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone() -> None
         "serve_spec_waiting_seqs",
         "serve_spec_kv_usage_ratio",
     }
+
+
+def by_position(stats: StepStats, metric: str) -> dict[str, float]:
+    name = f"serve_spec_position_{metric}_tokens"
+    return {r.labels["position"]: r.value for r in readings(stats) if r.metric.name == name}
+
+
+def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
+    """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
+    stats = replace(ROUND, live_steps=(3, 3, 1), live_correct_drafts=(3, 1, 0))
+    assert by_position(stats, "drafted") == {"1": 3, "2": 2, "3": 2}
+    assert by_position(stats, "reached") == {"1": 3, "2": 2, "3": 1}
+    assert by_position(stats, "accepted") == {"1": 2, "2": 1, "3": 1}
+
+
+row = st.integers(0, 8).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(0, steps)))
+
+
+@given(st.lists(row, max_size=20))
+def test_positions_add_up_to_drafts_and_what_was_kept_opens_the_next(
+    rows: list[tuple[int, int]],
+) -> None:
+    steps, correct = tuple(s for s, _ in rows), tuple(c for _, c in rows)
+    stats = replace(ROUND, live_steps=steps, live_correct_drafts=correct)
+    drafted, reached, accepted = (
+        by_position(stats, name) for name in ("drafted", "reached", "accepted")
+    )
+    assert sum(drafted.values()) == sum(steps)
+    assert sum(accepted.values()) == sum(correct)
+    assert all(reached[p] <= drafted[p] for p in reached)
+    assert all(accepted[p] <= reached[p] for p in accepted)
+    for p in reached:
+        assert p == "1" or reached[p] <= accepted[str(int(p) - 1)]
+
+
+@pytest.mark.parametrize(("batch_size", "bucket"), [(1, 1), (2, 2), (3, 2), (8, 8), (255, 128)])
+def test_a_bucket_is_the_power_of_two_at_or_below(batch_size: int, bucket: int) -> None:
+    assert batch_size_bucket(batch_size) == bucket
+    found = readings(replace(PURE, batch_size=batch_size))
+    (label,) = (r.labels["batch_size"] for r in found if "batch_size" in r.labels)
+    assert label == str(bucket)
+
+
+def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:
+    names = {"serve_spec_overhead_ratio", "serve_spec_predicted_step_ms"}
+    shown = {r.metric.name: r.value for r in readings(PURE)}
+    assert shown.keys() >= names
+    assert shown["serve_spec_overhead_ratio"] == pytest.approx(1 / 3)
+    mixed = replace(PURE, num_prefill_tokens=1)
+    assert not names & {r.metric.name for r in readings(mixed)}
+
+
+def test_a_round_without_drafts_has_no_overhead() -> None:
+    assert replace(PURE, draft_ms=0.0).overhead_ratio == 0.0
+    assert replace(PURE, draft_ms=0.0, verify_ms=0.0).overhead_ratio == 0.0

@@ -17,6 +17,7 @@ from serve_spec.adaptive.acceptance import PositionCounters
 from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
+from tests.helpers.rounds import decode_batch, verified_round
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 TWO_SLOTS = {**EAGER, "1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]}}
@@ -28,20 +29,53 @@ def speculative(**keys: Any) -> SpeculativeConfig:
     return SpeculativeConfig(**(drafts | keys))
 
 
+def ema_from(file: Path) -> SpeculativeConfig:
+    """Strategy ema with the adaptive config of a file."""
+    return speculative(speculative_adaptive_strategy="ema", speculative_adaptive_config=file)
+
+
 def controller(
     config: dict[str, Any], num_steps: int = 3, min_dwell_rounds: int = 0
 ) -> AdaptiveController:
     """An ema controller over the slots of `config`."""
     return AdaptiveController(
-        PolicySettings(num_steps, True, "ema", load_slots(config), min_dwell_rounds)
+        PolicySettings(
+            num_steps,
+            strategy="ema",
+            slots=load_slots(config),
+            min_dwell_rounds=min_dwell_rounds,
+        )
     )
 
 
 def play(target: AdaptiveController, batch_size: int, kept: Callable[[int], int]) -> int:
     """One round in which every row keeps `kept(num_steps)` drafts; its tier."""
-    steps = target.choose_steps(batch_size)
-    target.on_verify_complete([kept(steps)] * batch_size, batch_size, steps)
+    steps = choose(target, batch_size)
+    told(target, [kept(steps)] * batch_size, batch_size, steps)
     return steps
+
+
+def choose(target: AdaptiveController, batch_size: int) -> int:
+    """The tier of a round."""
+    return target.choose_steps(decode_batch(batch_size)).num_steps
+
+
+def told(
+    target: AdaptiveController, correct: list[int], batch_size: int, num_steps: int
+) -> int | None:
+    """Reports a round; the tier of the batch's slot if that changed."""
+    before = choose_of_slot(target, batch_size)
+    target.on_verify_complete(verified_round(correct, batch_size, num_steps))
+    after = choose_of_slot(target, batch_size)
+    return None if after == before else after
+
+
+def choose_of_slot(target: AdaptiveController, batch_size: int) -> int | None:
+    """The tier the slot of `batch_size` stands at, without choosing."""
+    slots: Any = target.snapshot()["slots"]
+    keys = [int(key) for key in slots]
+    below = [key for key in keys if key <= batch_size] or [min(keys)] if keys else []
+    return slots[str(max(below))].get("current_steps") if below else None
 
 
 def everything(num_steps: int) -> int:
@@ -58,18 +92,18 @@ def slot(target: AdaptiveController, key: str) -> dict[str, Any]:
     return found
 
 
-def test_by_default_the_conservative_preset_adapts() -> None:
-    made = AdaptiveController.create(speculative())
+def test_ema_follows_the_conservative_preset_by_default() -> None:
+    made = AdaptiveController.create(speculative(speculative_adaptive_strategy="ema"))
     assert made.candidate_steps == (1, 3, 7)
-    assert [made.choose_steps(bs) for bs in (1, 8, 32)] == [3, 3, 1]
+    assert [choose(made, bs) for bs in (1, 8, 32)] == [3, 3, 1]
 
 
 def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 5]}))
-    made = AdaptiveController.create(speculative(speculative_adaptive_config=file))
+    made = AdaptiveController.create(ema_from(file))
     assert made.candidate_steps == (0, 5)
-    assert made.choose_steps(1) == 5
+    assert choose(made, 1) == 5
 
 
 @pytest.mark.parametrize(
@@ -94,23 +128,23 @@ def test_known_mistake_1_a_stale_result_changes_neither_average_nor_count() -> N
     made = controller(TWO_SLOTS, num_steps=7)
     before = slot(made, "1")
     for stale_tier in (0, 1, 3):
-        assert made.on_verify_complete([stale_tier] * 2, 2, stale_tier) is None
+        assert told(made, [stale_tier] * 2, 2, stale_tier) is None
     assert slot(made, "1") == before
     assert made.snapshot()["num_stale_rounds"] == 3
 
 
 def test_known_mistake_1_a_result_that_arrives_after_the_switch_is_stale() -> None:
     made = controller(TWO_SLOTS)
-    assert made.on_verify_complete([0, 0], 2, 3) == 1
+    assert told(made, [0, 0], 2, 3) == 1
     average = slot(made, "1")["ema_accept_len"]
-    assert made.on_verify_complete([3, 3], 2, 3) is None  # the round that was under way
+    assert told(made, [3, 3], 2, 3) is None  # the round that was under way
     assert slot(made, "1")["ema_accept_len"] == average
 
 
 def test_known_mistake_2_a_round_without_live_rows_teaches_nothing() -> None:
     made = controller(TWO_SLOTS)
     before = slot(made, "1")
-    assert made.on_verify_complete([], 4, 3) is None
+    assert told(made, [], 4, 3) is None
     assert slot(made, "1") == before
     assert made.snapshot()["accept_rate"] is None
 
@@ -118,14 +152,14 @@ def test_known_mistake_2_a_round_without_live_rows_teaches_nothing() -> None:
 def test_known_mistake_3_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 1]}))
-    made = AdaptiveController.create(speculative(speculative_adaptive_config=file))
+    made = AdaptiveController.create(ema_from(file))
     tiers = [play(made, 4, nothing) for _ in range(2000)]
     assert sum(tiers[-1000:]) <= 20, "at most two probes of ten rounds in the last thousand"
     assert slot(made, "1")["probe_wait_rounds"] == 640
 
 
 def test_known_mistake_4_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
-    settings = PolicySettings(3, True, "ema", load_slots(TWO_SLOTS))
+    settings = PolicySettings(3, strategy="ema", slots=load_slots(TWO_SLOTS))
     made = AdaptiveController(settings)
     tiers = [play(made, 2, everything if n % 3 else nothing) for n in range(300)]
     changes = [n for n in range(1, 300) if tiers[n] != tiers[n - 1]]
@@ -151,9 +185,9 @@ def test_known_mistake_4_switches_are_counted_by_reason() -> None:
 
 def test_known_mistake_8_each_round_teaches_the_slot_of_the_decode_rows_it_was_asked_with() -> None:
     made = controller(TWO_SLOTS)
-    assert made.choose_steps(7) == 3
+    assert choose(made, 7) == 3
     # Only four of the seven rows drafted in full; the round still belongs to batch size 7.
-    assert made.on_verify_complete([3, 3, 3, 3], 7, 3) == 7
+    assert told(made, [3, 3, 3, 3], 7, 3) == 7
     assert slot(made, "8")["num_rounds"] == 0
 
 
@@ -168,8 +202,8 @@ def test_known_mistake_9_the_accept_rate_divides_by_what_was_drafted() -> None:
 
 def test_known_mistake_10_positions_are_divided_by_the_rounds_that_reached_them() -> None:
     counters = PositionCounters(7)
-    counters.observe([3, 1, 0, 0], num_steps=3)
-    counters.observe([1], num_steps=1)  # never drafted position 2: no miss there
+    counters.observe([3, 1, 0, 0, 0], [3, 3, 3, 3, 0])
+    counters.observe([1], [1])  # never drafted position 2: no miss there
     assert [tuple(entry.values()) for entry in counters.snapshot()] == [
         (1, 5, 5, 3, 0.6),
         (2, 4, 2, 1, 0.5),
@@ -191,7 +225,7 @@ def test_at_every_position_accepted_is_at_most_reached_is_at_most_drafted(
 ) -> None:
     counters = PositionCounters(6)
     for num_steps, kept in rounds:
-        counters.observe(kept, num_steps)
+        counters.observe(kept, [num_steps] * len(kept))
     for d, r, a in zip(counters.drafted, counters.reached, counters.accepted, strict=True):
         assert 0 <= a <= r <= d
     # A position is reached as often as it was drafted and the one before it was accepted.
@@ -202,22 +236,22 @@ def test_at_every_position_accepted_is_at_most_reached_is_at_most_drafted(
 @pytest.mark.parametrize("counts", [[4], [-1], [0, 9]])
 def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -> None:
     made = controller(TWO_SLOTS)
-    with pytest.raises(ValueError, match=r"each must lie in 0\.\.3"):
-        made.on_verify_complete(counts, 2, 3)
+    with pytest.raises(ValueError, match=r"must lie in 0\.\.3"):
+        told(made, counts, 2, 3)
     assert made.snapshot()["learned_draft_tokens"] == 0
 
 
 def test_a_changed_tier_is_returned_once_and_used_by_the_next_round() -> None:
     made = controller(TWO_SLOTS)
-    assert made.choose_steps(2) == 3
-    assert made.on_verify_complete([3, 3], 2, 3) == 7
-    assert made.choose_steps(2) == 7
-    assert made.on_verify_complete([7, 7], 2, 7) is None
+    assert choose(made, 2) == 3
+    assert told(made, [3, 3], 2, 3) == 7
+    assert choose(made, 2) == 7
+    assert told(made, [7, 7], 2, 7) is None
 
 
 def test_a_batch_that_changes_slot_takes_its_tier_at_once() -> None:
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
-    rounds = [(made.choose_steps(bs), made.switch_reason) for bs in (7, 8, 9, 7)]
+    rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]
     assert rounds == [(7, None), (3, Reason.RANGE), (3, None), (7, Reason.RANGE)]
     assert made.snapshot()["switches"] == {"range": 2}
 
@@ -265,7 +299,7 @@ def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
     play(made, 2, everything)
     play(made, 2, everything)
     made.reconfigure({"speculative_adaptive_config": {"candidate_steps": [3, 7]}})
-    assert made.choose_steps(2) == 7
+    assert choose(made, 2) == 7
     assert made.snapshot()["learned_draft_tokens"] == 2 * (3 + 7)
     made.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 3})
     assert {play(made, 2, everything) for _ in range(30)} == {3}
@@ -291,7 +325,7 @@ def test_a_live_change_to_zero_steps_is_always_possible() -> None:
         ),
         ({"speculative_adaptive": False, "speculative_num_steps": 2}, r"built for \[2\]"),
         ({"min_dwell_rounds": 0, "page_size": 3}, "page_size: unknown key"),
-        ({"speculative_num_steps": 1, "speculative_adaptive_strategy": "goodput"}, "goodput"),
+        ({"speculative_num_steps": 1, "speculative_adaptive_strategy": "goodput"}, "no costs"),
     ],
 )
 def test_an_invalid_live_change_is_refused_as_a_whole(
@@ -308,5 +342,5 @@ def test_an_invalid_live_change_is_refused_as_a_whole(
 
 def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
     made = AdaptiveController.create(SpeculativeConfig())
-    with pytest.raises(ConfigError, match="no tier was built"):
+    with pytest.raises(ConfigError, match="no tier was built that drafts"):
         made.reconfigure({"speculative_adaptive": True})

@@ -71,4 +71,22 @@ def test_every_arm_says_the_same_and_the_last_line_is_the_whole_result(
     assert by_arm["off"]["accept_length"] == 1.0
     assert 1.0 < by_arm["K=3"]["accept_length"] <= 4.0
     assert {"cpu", "commit", "versions", "command"} <= set(result["environment"])
+    assert "synthetic_acceptance" not in result["environment"]
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_figures_of_forced_acceptance_say_so_in_the_table_and_in_the_result(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["offline", "--config", str(config), "--num-prompts", "2", "--repetitions", "1"]
+    arguments += ["--prompt-tokens", "20", "--output-tokens", "24", "--num-steps", "3"]
+    arguments += ["--temperatures", "0", "--set", "synthetic_acceptance=[1.0]"]
+    assert main(arguments) == 0, "texts differ by construction: that is no failure"
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert any("synthetic_acceptance=(1.0,)" in line for line in lines)
+    result = json.loads(last)
+    assert result["environment"]["synthetic_acceptance"] == [1.0]
+    accept_length = {cell["arm"]: cell["accept_length"] for cell in result["cells"]}
+    assert accept_length["off"] == 1.0, "what it is compared with stays plain decoding"
+    # All drafts are kept; only the end of a text leaves room for fewer.
+    assert accept_length["K=3"] > 3.5

@@ -42,3 +42,14 @@ def test_api_keys_are_not_printed(file: Path, capsys: pytest.CaptureFixture[str]
     printed = capsys.readouterr().out
     assert "hunter2" not in printed
     assert "<hidden>" in printed
+
+
+def test_forced_acceptance_is_shown(
+    tmp_path: Path, drafting: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "d.yaml"
+    file.write_text(yaml.safe_dump(drafting))
+    for override, shown in ((["synthetic_acceptance=[0.8, 0.6]"], [0.8, 0.6]), ([], None)):
+        assert main([str(file), *override]) == 0
+        printed = yaml.safe_load(capsys.readouterr().out)
+        assert printed["speculative"]["synthetic_acceptance"] == shown

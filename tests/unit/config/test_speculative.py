@@ -23,8 +23,6 @@ def test_an_algorithm_that_needs_a_draft_is_refused_without_one(minimal: dict[st
         ("speculative_algorithm", "MEDUSA", "NONE, EAGLE, EAGLE3"),
         ("speculative_algorithm", "STANDALONE", "NONE, EAGLE, EAGLE3"),
         ("speculative_algorithm", "NGRAM", "NONE, EAGLE, EAGLE3"),
-        ("speculative_adaptive_strategy", "goodput", "ema, static"),
-        ("speculative_adaptive_strategy", "per_request", "ema, static"),
         ("speculative_eagle_topk", 2, "1"),
         ("attention_backend", "flashinfer", "auto, torch"),
         ("tensor_parallel_size", 2, "1"),
@@ -96,7 +94,7 @@ def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
     [
         ({"dwell": 3}, "dwell: unknown key"),
         ({"min_dwell_rounds": -1}, "min_dwell_rounds=-1"),
-        ({"speculative_adaptive_strategy": "goodput"}, "what works now: ema, static"),
+        ({"speculative_adaptive_strategy": "best"}, "speculative_adaptive_strategy='best'"),
         ({"speculative_adaptive_config": {"1": {}}}, "1.candidate_steps: every slot must hold it"),
         (["ema"], "give a mapping"),
     ],
@@ -104,3 +102,38 @@ def test_a_live_update_knows_what_it_was_told_and_nothing_else() -> None:
 def test_an_invalid_live_update_is_refused(settings: Any, complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):
         parse_update(settings)
+
+
+@pytest.mark.parametrize("value", [1, 1.0, 2.5, [0.8], [1, 0.5, 0.0]])
+def test_acceptance_can_be_forced_to_a_length_or_to_chances_by_position(
+    drafting: dict[str, Any], value: Any
+) -> None:
+    config = ServeSpecConfig.load(drafting, synthetic_acceptance=value).speculative
+    wanted = tuple(value) if isinstance(value, list) else value
+    assert config.synthetic_acceptance == wanted
+
+
+def test_acceptance_is_not_forced_unless_it_is_asked_for(drafting: dict[str, Any]) -> None:
+    assert ServeSpecConfig.load(drafting).speculative.synthetic_acceptance is None
+
+
+@pytest.mark.parametrize(
+    "value", [0.99, 0, -3, True, "2.5", float("nan"), [], [1.1], [-0.1, 0.5], [True], [[0.5]]]
+)
+def test_a_length_below_one_and_a_chance_outside_zero_to_one_are_refused_by_name(
+    drafting: dict[str, Any], value: Any
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(drafting, synthetic_acceptance=value)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"speculative.synthetic_acceptance={value!r}: give an accept length")
+
+
+def test_acceptance_can_not_be_forced_where_nothing_drafts(minimal: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"^speculative\.synthetic_acceptance=2\.5: .* algorithm"):
+        ServeSpecConfig.load(minimal, synthetic_acceptance=2.5)
+
+
+def test_forced_acceptance_can_not_be_switched_while_the_engine_runs() -> None:
+    with pytest.raises(ConfigError, match="synthetic_acceptance: unknown key"):
+        parse_update({"synthetic_acceptance": 2.5})

@@ -64,3 +64,8 @@ def test_accept_length_is_the_tokens_a_round_emits() -> None:
     assert stats.accept_length == (4 + 1 + 1 + 6) / 4
     assert stats.as_dict()["rounds_by_num_steps"] == {"0": 1, "3": 2, "7": 1}
     assert (stats.num_draft_tokens, stats.num_correct_drafts) == (13, 8)
+
+
+def test_forced_acceptance_is_a_label_that_is_absent_where_it_is_not_true() -> None:
+    assert "synthetic_acceptance" not in SpeculationStats().as_dict()
+    assert SpeculationStats(synthetic_acceptance=True).as_dict()["synthetic_acceptance"] is True

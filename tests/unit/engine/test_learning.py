@@ -1,10 +1,9 @@
 """What the policy is told, and what an interrupted call leaves behind."""
 
-from collections.abc import Sequence
-
 import pytest
 
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
 
@@ -14,15 +13,20 @@ class RecordingController:
 
     candidate_steps = (3,)
     switch_reason = None
+    notes = NO_NOTES
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, int, int]] = []
+        self.told: list[VerifiedRound] = []
+        self.left: list[str] = []
 
-    def choose_steps(self, batch_size: int) -> int:
-        return 3
+    def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
+        return RoundSteps(3)
 
-    def on_verify_complete(self, correct: Sequence[int], batch_size: int, num_steps: int) -> None:
-        self.told.append((len(correct), batch_size, num_steps))
+    def on_verify_complete(self, verified: VerifiedRound) -> None:
+        self.told.append(verified)
+
+    def forget(self, request_id: str) -> None:
+        self.left.append(request_id)
 
     def snapshot(self) -> dict[str, object]:
         return {}
@@ -38,8 +42,8 @@ class RecordingSink:
         self.rounds.append(stats)
 
 
-def test_the_policy_hears_only_of_live_rows_that_drafted_the_full_tier(make_llm: MakeLLM) -> None:
-    """Of three rows one is capped at 1 draft and one finishes: each would read as rejection."""
+def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm: MakeLLM) -> None:
+    """Of three rows one is capped at 1 draft and one finishes: neither may read as rejection."""
     llm = make_llm("EAGLE3", 3)
     controller = RecordingController()
     llm.engine.controller = controller  # type: ignore[assignment]
@@ -49,19 +53,54 @@ def test_the_policy_hears_only_of_live_rows_that_drafted_the_full_tier(make_llm:
         SamplingParams(max_tokens=60, temperature=0, ignore_eos=True, speculative=capped),
         SamplingParams(max_tokens=5, temperature=0, ignore_eos=True),
     ]
-    prompt = list(range(20))
     for i, p in enumerate(params):
-        llm.engine.add(llm.engine.new_sequence(str(i), prompt, p))
-    live_full_rows = []
+        llm.engine.add(llm.engine.new_sequence(str(i), list(range(20)), p))
     while llm.engine.has_work:
-        before = len(controller.told)
         llm.engine.step()
-        if len(controller.told) > before:
-            live_full_rows.append(controller.told[-1])
-    third_alive = [row for row in live_full_rows if row[1] == 3]
-    assert {rows for rows, _, _ in third_alive} <= {1, 2}
-    assert (1, 3, 3) in third_alive, "the round in which the third request ends leaves one row"
-    assert all(rows == 1 for rows, batch_size, _ in live_full_rows if batch_size == 2)
+    by_name: dict[str, set[int]] = {"0": set(), "1": set(), "2": set()}
+    for verified in controller.told:
+        for name, steps in zip(verified.request_ids, verified.row_steps, strict=True):
+            by_name[name].add(steps)
+    assert 3 in by_name["0"]
+    assert by_name["1"] <= {0, 1}
+    last_with_three = [v for v in controller.told if v.batch_size == 3][-1]
+    assert "2" not in last_with_three.request_ids, "the round in which a row ends leaves it out"
+    assert last_with_three.num_output_tokens > len(last_with_three.request_ids)
+    assert sorted(controller.left) == ["0", "1", "2"]
+
+
+def test_only_rounds_without_prompts_are_timed(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3)
+    controller = RecordingController()
+    llm.engine.controller = controller  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
+    llm.engine.add(llm.engine.new_sequence("0", [1, 2, 3], params))
+    for _ in range(3):
+        llm.engine.step()
+    llm.engine.add(llm.engine.new_sequence("1", [4, 5, 6], params))
+    llm.engine.step()
+    assert controller.told[-1].times is None
+    llm.engine.step()
+    times = controller.told[-1].times
+    assert times is not None
+    assert 0 < times.draft_ms + times.verify_ms <= times.round_ms
+
+
+def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
+    controller = RecordingController()
+    llm.engine.controller = controller  # type: ignore[assignment]
+    params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    for i in range(8):
+        llm.engine.add(llm.engine.new_sequence(str(i), [i] * 20, params))
+    while not llm.engine.scheduler.num_preemptions:
+        llm.engine.step()
+    running = {seq.request_id for seq in llm.engine.scheduler.running}
+    assert controller.left
+    assert not running & set(controller.left)
+    survivor = running.pop()
+    llm.engine.abort(survivor)
+    assert controller.left[-1] == survivor
 
 
 def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm: MakeLLM) -> None:

@@ -7,6 +7,7 @@ import pytest
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.scheduler import Scheduler
@@ -64,9 +65,16 @@ def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
     return Sequence(name, SamplingParams(**params), ids, num_prompt, seed)
 
 
+def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
+    """Any tier, and any share of it for each row."""
+    num_steps = rng.choice([0, 1, 3, 7])
+    rows = [rng.randint(0, num_steps) for _ in range(batch.size)]
+    return RoundSteps(num_steps, rng.choice([None, rows]))
+
+
 def run_to_the_end(scheduler: Scheduler, worker: PretendedWorker, num_steps: int) -> None:
     while scheduler.has_work:
-        plan = scheduler.plan(lambda _: num_steps)
+        plan = scheduler.plan(lambda _: RoundSteps(num_steps))
         assert plan is not None, "work is left, but no round can run"
         scheduler.commit(plan, worker.execute(plan), cut)
         scheduler.check_integrity()
@@ -97,7 +105,7 @@ def test_two_thousand_random_rounds_keep_integrity_and_return_every_page() -> No
             assert scheduler.abort(victim.request_id) is victim
             cancelled += 1
             scheduler.check_integrity()
-        plan = scheduler.plan(lambda _: rng.choice([0, 1, 3, 7]))
+        plan = scheduler.plan(lambda batch: any_steps(rng, batch))
         if plan is None:
             assert not scheduler.has_work
             continue
@@ -140,11 +148,11 @@ def test_chunked_prefill_mixes_with_decoding_inside_the_token_budget() -> None:
     scheduler = make(max_num_batched_tokens=16)
     worker = PretendedWorker(4, random.Random(3))
     scheduler.add(sequence("1", 3, max_tokens=30))
-    plan = scheduler.plan(lambda _: 3)
+    plan = scheduler.plan(lambda _: RoundSteps(3))
     assert plan is not None
     scheduler.commit(plan, worker.execute(plan), cut)
     scheduler.add(sequence("2", 40, max_tokens=3))
-    plan = scheduler.plan(lambda _: 3)
+    plan = scheduler.plan(lambda _: RoundSteps(3))
     assert plan is not None
     decode, prefill = plan.rows
     assert (decode.num_steps, decode.samples, plan.batch_size) == (3, True, 1)
@@ -161,7 +169,7 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     for round_number in range(4):
         if round_number == 2:
             scheduler.add(arriving := sequence("9", 20, max_tokens=4))
-        plan = scheduler.plan(lambda _: num_steps)
+        plan = scheduler.plan(lambda _: RoundSteps(num_steps))
         assert plan is not None
         assert sum(row.query_len for row in plan.rows) <= 32
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -176,7 +184,7 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     for round_number in range(15):
         if round_number == 4:
             scheduler.add(arriving := sequence("9", 8, max_tokens=4))
-        plan = scheduler.plan(lambda _: 3)
+        plan = scheduler.plan(lambda _: RoundSteps(3))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert len(scheduler.running) >= 3, "the others must still be decoding"
@@ -190,7 +198,7 @@ def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     scheduler.add(sequence("1", 3, max_tokens=100))
     for round_number in range(2, 8):
         scheduler.add(sequence(str(round_number), 46 if round_number == 3 else 3, max_tokens=50))
-        plan = scheduler.plan(lambda _: 3)
+        plan = scheduler.plan(lambda _: RoundSteps(3))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     long_prompt = next(seq for seq in scheduler.sequences() if seq.request_id == "3")
@@ -212,7 +220,7 @@ def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
     scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
     for name in ("1", "2"):
         scheduler.add(sequence(name, 40, max_tokens=2))
-    plan = scheduler.plan(lambda _: 3)
+    plan = scheduler.plan(lambda _: RoundSteps(3))
     assert plan is not None
     assert [len(row.token_ids) for row in plan.rows] == [40]
     assert plan.rows[0].samples
@@ -223,7 +231,7 @@ def test_prefill_rows_do_not_count_in_the_batch_size_the_policy_sees() -> None:
     for name in ("1", "2", "3"):
         scheduler.add(sequence(name, 20, max_tokens=4))
     asked: list[int] = []
-    plan = scheduler.plan(lambda batch_size: asked.append(batch_size) or 3)
+    plan = scheduler.plan(lambda batch: asked.append(batch.size) or RoundSteps(3))
     assert plan is not None
     assert asked == []
     assert plan.batch_size == 0
@@ -247,7 +255,7 @@ def test_a_request_can_cap_or_refuse_speculation_for_itself_alone() -> None:
             sequence(str(i), 4, max_tokens=40, speculative=option or SpeculativeOptions())
         )
     for _ in range(2):
-        plan = scheduler.plan(lambda _: 7)
+        plan = scheduler.plan(lambda _: RoundSteps(7))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert [row.num_steps for row in plan.rows] == [7, 2, 0]
@@ -259,7 +267,7 @@ def test_aborting_while_a_round_runs_drops_its_result() -> None:
     first, second = sequence("1", 4, max_tokens=9), sequence("2", 4, max_tokens=9)
     scheduler.add(first)
     scheduler.add(second)
-    plan = scheduler.plan(lambda _: 3)
+    plan = scheduler.plan(lambda _: RoundSteps(3))
     assert plan is not None
     result = worker.execute(plan)
     scheduler.abort("1")

@@ -1,0 +1,288 @@
+"""What a round costs: the measured table, corrected by every round that runs.
+
+A correction has two parts, kept as logarithms. The drift is shared by all cells: when another
+tenant slows the whole machine, tiers in use must not look dear beside tiers that are not in use.
+The residual belongs to one bucket: there the table itself is off. A round that took r times what
+was predicted moves its factor by clip(r, 0.5, 2)^0.05, half through either part: one round can not
+say which of the two it saw, several buckets that agree move the drift more than any residual.
+
+Time outside drafting and verification (host) is in no table; it is learned alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from serve_spec.adaptive.cost_surface import CostSurface, Floats
+from serve_spec.config.cost_table import CostTable
+
+GAIN = 0.05
+"""Exponent of one round's ratio in its factor."""
+LARGEST_RATIO = 2.0
+"""One round counts as at most this much dearer, or cheaper, than predicted."""
+LARGEST_FACTOR = 8.0
+ABSURD_RATIO = 20.0
+"""Further from the prediction than this, a time is no measurement: the machine slept, or the
+clock jumped."""
+
+_DRIFT_SHARE = 0.5
+_LARGEST_LOG = math.log(LARGEST_FACTOR)
+_NUM_BUCKETS = 32
+# The stages run on the device's clock, the round on the host's.
+_CLOCKS_DIFFER = 1.01
+_CLOCKS_DIFFER_MS = 0.05
+
+
+class CostModel:
+    """Costs of rounds in ms, from a table and from what rounds really took.
+
+    A round: `batch_size` decode rows of `context` tokens on average, `num_sampled` of them at a
+    temperature above 0; the target verifies `num_rows` = batch_size + all drafts of the round.
+    """
+
+    def __init__(self, table: CostTable) -> None:
+        self.max_steps = table.num_steps[-1]
+        """Most drafts per row it can price."""
+        self._sampled_row_ms = table.sampled_row_ms
+        self._draft, self._verify = (
+            CostSurface(
+                ms,
+                contexts=table.contexts,
+                batch_sizes=table.batch_sizes,
+                num_steps=table.num_steps,
+                padded=table.padded,
+            )
+            for ms in (table.draft_ms, table.verify_ms)
+        )
+        # Of fixed size: another thread may read them for a snapshot.
+        self._drift = 0.0
+        self._draft_residuals = np.zeros(_NUM_BUCKETS)
+        self._verify_residuals = np.zeros((_NUM_BUCKETS, self.max_steps + 1))
+        self._host_ms = np.zeros(_NUM_BUCKETS)
+        self._host_rounds = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+        self._num_refused = 0
+
+    def draft_curve(self, batch_size: int, context: float) -> Floats:
+        """ms [max_steps + 1] for `batch_size` rows that draft 0 .. max_steps each."""
+        return self._draft.curve(batch_size, context) * self._draft_factor(batch_size)
+
+    def draft_ms(self, batch_size: int, num_steps: int, context: float) -> float:
+        """ms for `batch_size` rows that draft `num_steps` each; 0 at 0 rows or steps."""
+        return float(self.draft_curve(batch_size, context)[num_steps]) if batch_size else 0.0
+
+    def verify_curve(self, batch_size: int, context: float, num_sampled: int) -> Floats:
+        """ms [batch_size · max_steps + 1]: entry B for a round of B drafts in all.
+
+        Straight lines between the rounds in which every row drafts the same.
+        """
+        knots = self._verify_knots(batch_size, context, num_sampled)
+        parts: Floats = np.arange(batch_size) / batch_size
+        lines = knots[:-1, None] + np.diff(knots)[:, None] * parts
+        return np.append(lines.ravel(), knots[-1])
+
+    def table_off_ms(self, batch_size: int, context: float, num_sampled: int) -> float:
+        """A plain round's verification by the table alone: a yardstick no round moves."""
+        return float(self._verify.curve(batch_size, context)[0]) + (
+            self._sampled_row_ms * num_sampled
+        )
+
+    def host_ms(self, batch_size: int) -> float:
+        """Time of a round outside drafting and verification, from the nearest sizes that ran."""
+        bucket = _bucket(batch_size)
+        if not self._host_rounds[bucket]:
+            known = np.flatnonzero(self._host_rounds)
+            if not len(known):
+                return 0.0
+            bucket = int(known[np.abs(known - bucket).argmin()])
+        return float(self._host_ms[bucket])
+
+    def round_ms(
+        self,
+        batch_size: int,
+        num_steps: int,
+        num_rows: int,
+        context: float,
+        num_sampled: int,
+        num_drafting: int | None = None,
+    ) -> float:
+        """The whole round.
+
+        num_steps: drafts of the row that drafts most.
+        num_drafting: rows that draft at all; None: as many as there can be.
+
+        Raises:
+            ValueError: no such round.
+        """
+        num_drafts = num_rows - batch_size
+        if num_drafting is None:
+            num_drafting = min(batch_size, num_drafts)
+        self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
+        return (
+            self._chain_ms(num_drafting, num_steps, num_drafts, context)
+            + self._rows_ms(batch_size, num_drafts, context, num_sampled)
+            + self.host_ms(batch_size)
+        )
+
+    def observe(
+        self,
+        *,
+        batch_size: int,
+        num_steps: int,
+        num_rows: int,
+        num_drafting: int,
+        context: float,
+        num_sampled: int,
+        draft_ms: float,
+        verify_ms: float,
+        round_ms: float,
+    ) -> bool:
+        """Learns from a round of decode rows alone; False: unusable times, nothing was learned.
+
+        num_steps: drafts of the row that drafted most.
+
+        Raises:
+            ValueError: no such round.
+        """
+        self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
+        num_drafts = num_rows - batch_size
+        predicted_draft = self._chain_ms(num_drafting, num_steps, num_drafts, context)
+        predicted_verify = self._rows_ms(batch_size, num_drafts, context, num_sampled)
+        predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
+        usable = (
+            _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
+            and (not num_drafts or _is_near(draft_ms, predicted_draft))
+            and _is_near(verify_ms, predicted_verify)
+            and round_ms <= ABSURD_RATIO * predicted_round
+        )
+        if not usable:
+            self._num_refused += 1
+            return False
+        self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
+        if num_drafts:
+            self._learn(self._draft_residuals, _bucket(num_drafting), draft_ms / predicted_draft)
+        else:
+            draft_ms = 0.0  # the glance that found nothing to draft
+        cell = _bucket(batch_size), int(num_drafts / batch_size + 0.5)
+        self._learn(self._verify_residuals, cell, verify_ms / predicted_verify)
+        ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
+        self._drift = _clipped(self._drift + _DRIFT_SHARE * _log_step(ratio))
+        return True
+
+    def snapshot(self) -> dict[str, object]:
+        """What was learned, JSON-able; buckets by their largest batch size, then drafts per row."""
+        draft: dict[str, float] = {}
+        verify: dict[str, dict[str, float]] = {}
+        host: dict[str, float] = {}
+        for bucket in range(_NUM_BUCKETS):
+            size = str(1 << bucket)
+            if self._draft_residuals[bucket]:
+                draft[size] = round(self._factor(self._draft_residuals[bucket]), 4)
+            cells = enumerate(self._verify_residuals[bucket])
+            learned = {str(k): round(self._factor(cell), 4) for k, cell in cells if cell}
+            if learned:
+                verify[size] = learned
+            if self._host_rounds[bucket]:
+                host[size] = round(float(self._host_ms[bucket]), 4)
+        return {
+            "drift": round(self._factor(0.0), 4),
+            "draft_factors": draft,
+            "verify_factors": verify,
+            "host_ms": host,
+            "num_refused": self._num_refused,
+        }
+
+    def _verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
+        """Verification ms [max_steps + 1] when every row drafts 0 .. max_steps."""
+        residuals = self._verify_residuals[_bucket(batch_size)]
+        factors = np.exp(np.clip(self._drift + residuals, -_LARGEST_LOG, _LARGEST_LOG))
+        knots = self._verify.curve(batch_size, context)
+        if num_sampled:
+            rows = np.arange(1, self.max_steps + 2)
+            knots = knots + self._sampled_row_ms * num_sampled * rows
+        corrected: Floats = knots * factors
+        return corrected
+
+    def _rows_ms(self, batch_size: int, num_drafts: int, context: float, num_sampled: int) -> float:
+        """One entry of `verify_curve`."""
+        knots = self._verify_knots(batch_size, context, num_sampled)
+        at = num_drafts / batch_size
+        i = min(int(at), self.max_steps - 1) if self.max_steps else 0
+        j = min(i + 1, self.max_steps)
+        return float(knots[i] + (at - i) * (knots[j] - knots[i]))
+
+    def _chain_ms(
+        self, num_drafting: int, num_steps: int, num_drafts: int, context: float
+    ) -> float:
+        """Drafting when rows leave the batch as they finish: at every step fewer take part.
+
+        The first step has all rows, the last at least one. Where every step costs a straight line
+        in its rows, the sum over steps depends on how many drafts there are in all and no more.
+        """
+        if not num_drafts:
+            return 0.0
+        # One row goes all the way, and every other drafts once at least.
+        depth = min(num_steps, num_drafts - num_drafting + 1)
+        every_row = self._draft.curve(num_drafting, context)
+        one_row = self._draft.curve(1, context)
+        most_rows, fewest_rows = every_row[depth] - every_row[1], one_row[depth] - one_row[1]
+        optional = (num_drafting - 1) * (depth - 1)
+        share = (num_drafts - num_drafting - (depth - 1)) / optional if optional else 1.0
+        ms = every_row[1] + fewest_rows + share * (most_rows - fewest_rows)
+        return float(ms) * self._draft_factor(num_drafting)
+
+    def _refuse_impossible(
+        self, batch_size: int, num_steps: int, num_rows: int, num_drafting: int
+    ) -> None:
+        if not (0 <= num_steps <= self.max_steps and 0 <= num_drafting <= batch_size):
+            raise ValueError(
+                f"num_steps={num_steps!r}, num_drafting={num_drafting!r}: use at most "
+                f"{self.max_steps} steps, the table's, and at most batch_size={batch_size} rows"
+            )
+        least, most = batch_size + num_drafting, batch_size + num_drafting * num_steps
+        if not least <= num_rows <= most:
+            raise ValueError(
+                f"num_rows={num_rows!r}: batch_size={batch_size} rows, of which {num_drafting} "
+                f"draft 1 to {num_steps}, make {least} to {most} verified rows"
+            )
+
+    def _draft_factor(self, batch_size: int) -> float:
+        return self._factor(self._draft_residuals[_bucket(batch_size)])
+
+    def _factor(self, residual: float) -> float:
+        return math.exp(_clipped(self._drift + residual))
+
+    @staticmethod
+    def _learn(residuals: Floats, cell: int | tuple[int, int], ratio: float) -> None:
+        residuals[cell] = _clipped(residuals[cell] + (1 - _DRIFT_SHARE) * _log_step(ratio))
+
+    def _learn_host(self, bucket: int, host_ms: float) -> None:
+        # A plain mean at first, then a moving average of the same weight as the corrections.
+        self._host_rounds[bucket] += 1
+        weight = max(GAIN, 1 / self._host_rounds[bucket])
+        self._host_ms[bucket] += weight * (host_ms - self._host_ms[bucket])
+
+
+def _bucket(batch_size: int) -> int:
+    """Batch sizes up to the same power of two share a bucket: 1, 2, 3-4, 5-8, ..."""
+    return min((batch_size - 1).bit_length(), _NUM_BUCKETS - 1)
+
+
+def _log_step(ratio: float) -> float:
+    return GAIN * math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
+
+
+def _clipped(log_factor: float) -> float:
+    return min(max(log_factor, -_LARGEST_LOG), _LARGEST_LOG)
+
+
+def _are_parts_of_a_round(draft_ms: float, verify_ms: float, round_ms: float) -> bool:
+    """Whether these are times at all, and the stages not longer than the whole."""
+    if not all(math.isfinite(ms) and ms >= 0 for ms in (draft_ms, verify_ms, round_ms)):
+        return False
+    return draft_ms + verify_ms <= round_ms * _CLOCKS_DIFFER + _CLOCKS_DIFFER_MS
+
+
+def _is_near(measured: float, predicted: float) -> bool:
+    return predicted / ABSURD_RATIO <= measured <= predicted * ABSURD_RATIO

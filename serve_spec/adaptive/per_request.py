@@ -1,0 +1,50 @@
+"""Strategy `per_request`: every sequence follows its own acceptance, blind to cost."""
+
+from __future__ import annotations
+
+from serve_spec.adaptive.policy import Reason
+from serve_spec.adaptive.speculator import AdaptiveSpeculator
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+
+DEFAULT_MAX_STEPS = 8
+
+
+class PerRequestPolicy:
+    """One `AdaptiveSpeculator` per request; it lives as long as the request is in the batch."""
+
+    last_reason = Reason.STEADY
+
+    def __init__(self, max_steps: int = DEFAULT_MAX_STEPS) -> None:
+        self.max_steps = max_steps
+        self.candidate_steps = tuple(range(1, max_steps + 1))
+        self._speculators: dict[str, AdaptiveSpeculator] = {}
+
+    def choose(self, batch: DecodeBatch) -> RoundSteps:
+        """Each row's own number of steps; the tier is the largest of them."""
+        row_steps = [self._speculator(request_id).num_steps for request_id in batch.request_ids]
+        return RoundSteps(max(row_steps), row_steps)
+
+    def observe(self, verified: VerifiedRound) -> None:
+        """Tells each sequence what became of its drafts; a row without drafts learns nothing."""
+        rows = zip(
+            verified.request_ids, verified.row_steps, verified.num_correct_drafts, strict=True
+        )
+        for request_id, steps, correct in rows:
+            if steps:
+                self._speculator(request_id).update(steps, correct)
+
+    def forget(self, request_id: str) -> None:
+        """Drops the request's history."""
+        self._speculators.pop(request_id, None)
+
+    def snapshot(self) -> dict[str, object]:
+        """How many requests sit at which number of steps."""
+        # A copy first: the engine's thread may add a request meanwhile.
+        steps = [speculator.num_steps for speculator in list(self._speculators.values())]
+        requests = {str(k): steps.count(k) for k in self.candidate_steps if k in steps}
+        return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": requests}
+
+    def _speculator(self, request_id: str) -> AdaptiveSpeculator:
+        if request_id not in self._speculators:
+            self._speculators[request_id] = AdaptiveSpeculator(max_steps=self.max_steps)
+        return self._speculators[request_id]

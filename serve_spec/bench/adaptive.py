@@ -1,0 +1,221 @@
+"""`serve-spec bench adaptive`: policies over phases of load and text, against fixed depths.
+
+One engine, one controller per arm. In every phase all arms run the same requests, in an order that
+is shuffled for each repetition, and each arm keeps its controller through all phases and
+repetitions, as a server would: the first repetition is cold, the others are not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import random
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from serve_spec.bench.adaptive_arms import ADAPTIVE_ARMS, Arm, make_arms
+from serve_spec.bench.adaptive_plots import plot_adaptive
+from serve_spec.bench.adaptive_report import OFF, measure, result_of, tables
+from serve_spec.bench.closed_loop import PhaseRun, prompt_ms_per_token, run_phase
+from serve_spec.bench.phases import (
+    CLASSES,
+    CPU_BATCH_SIZES,
+    GPU_BATCH_SIZES,
+    MAX_TOKENS,
+    Phase,
+    phase_requests,
+    phase_trace,
+    shuffled,
+)
+from serve_spec.bench.report import emit, environment
+from serve_spec.bench.workload import held_out_prompts
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.llm import LLM
+
+HOPELESS = 0.6
+"""A fixed depth below this share of the best speed in a phase is not run there again."""
+WARM_UP_TOKENS = 12
+NUM_PROMPTS = 256
+MIN_BATCHED_TOKENS = 2048
+
+Prompts = Mapping[str, Sequence[Sequence[int]]]
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark, or draws an old result; prints tables and, last, one JSON line."""
+    args = _parser().parse_args(argv)
+    result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
+    print(tables(result))
+    if args.plot is not None:
+        plot_adaptive(result, args.plot)
+    if args.from_json is not None:
+        return 0
+    emit(result, args.json)
+    same = all(cell["same_texts"] == cell["num_texts"] for cell in result["cells"])
+    return 0 if same or args.allow_differences else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="serve-spec bench adaptive", description=__doc__)
+    parser.add_argument("--config", default="configs/tiny.yaml")
+    parser.add_argument("--device", help="overrides the configuration")
+    parser.add_argument("--dtype", help="overrides the configuration")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
+    parser.add_argument(
+        "--batch-sizes", type=int, nargs="+", help="in order; default: up and down again"
+    )
+    parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    parser.add_argument(
+        "--seconds-per-phase", type=float, default=3.0, help="of plain decoding, about"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--num-steps", type=int, nargs="+", default=[1, 2, 3, 5, 7])
+    parser.add_argument(
+        "--arms", nargs="+", choices=ADAPTIVE_ARMS, default=list(ADAPTIVE_ARMS), metavar="ARM",
+        help=f"besides off and fixed depths: {', '.join(ADAPTIVE_ARMS)}",
+    )  # fmt: skip
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument(
+        "--allow-differences",
+        action="store_true",
+        help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
+    )
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--plot", type=Path, help="draw the result here (PNG)")
+    parser.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="run nothing: print and draw this result"
+    )
+    return parser
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    config = ServeSpecConfig.load(args.config, **_overrides(args))
+    batch_sizes = args.batch_sizes or _ramp(config.model.device)
+    llm = LLM(config, **_sizes(config, args, max(batch_sizes)))
+    prompts = _prompts(llm.engine, args.prompt_tokens)
+    arms = make_arms(llm.engine.controller, args.num_steps, args.arms)
+    plain_ms = _warm_up(llm.engine, arms, sorted(set(batch_sizes)), prompts)
+    phases = phase_trace(batch_sizes, args.classes, plain_ms, args.seconds_per_phase)
+    _run_all(llm.engine, arms, phases, prompts, args.repetitions)
+    num_requests = [phase.num_requests for phase in phases]
+    outputs = ("json", "plot", "from_json")
+    return {
+        "bench": "adaptive",
+        "environment": environment(),
+        "arguments": {k: v for k, v in vars(args).items() if k not in outputs},
+        **result_of(phases, [arm.runs(num_requests) for arm in arms]),
+        "controllers": {arm.name: arm.controller.snapshot() for arm in arms if not arm.is_static},
+    }
+
+
+def _overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of the configuration."""
+    named = {key: getattr(args, key) for key in ("device", "dtype")}
+    said = {key: value for key, value in named.items() if value is not None}
+    return {**said, **dict(parse_override(pair) for pair in args.set)}
+
+
+def _ramp(device: str) -> tuple[int, ...]:
+    on_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+    return GPU_BATCH_SIZES if on_gpu else CPU_BATCH_SIZES
+
+
+def _sizes(
+    config: ServeSpecConfig, args: argparse.Namespace, max_batch_size: int
+) -> dict[str, Any]:
+    """Rows, tokens and pages enough for the largest batch, so that no draft is ever cut.
+
+    Strategy goodput is what the engine is built for: it measures costs and builds every tier.
+    """
+    deepest = max([*args.num_steps, 0])
+    pages_per_request = -(-(args.prompt_tokens + MAX_TOKENS + deepest) // config.cache.page_size)
+    num_batched = max(MIN_BATCHED_TOKENS, 2 * max_batch_size * (deepest + 1))
+    sizes = {
+        "speculative_adaptive": True,
+        "speculative_adaptive_strategy": "goodput",
+        "max_num_seqs": max_batch_size,
+        "max_num_batched_tokens": max(config.scheduler.max_num_batched_tokens, num_batched),
+    }
+    if config.cache.num_pages is not None:
+        sizes["num_pages"] = max(config.cache.num_pages, max_batch_size * pages_per_request)
+    return sizes
+
+
+def _prompts(engine: SpecEngine, num_tokens: int) -> Prompts:
+    code = held_out_prompts(engine.tokenizer.encode, count=NUM_PROMPTS, num_tokens=num_tokens)
+    return {"code": code, "shuffled": shuffled(code)}
+
+
+def _warm_up(
+    engine: SpecEngine, arms: Sequence[Arm], batch_sizes: Sequence[int], prompts: Prompts
+) -> dict[int, float]:
+    """First rounds are slow, whatever runs them. Milliseconds of a plain one, by batch size."""
+    off, deepest = arms[0], [arm for arm in arms if arm.is_static][-1]
+    plain_ms = {}
+    for batch_size in tqdm(batch_sizes, desc="warm-up", leave=False):
+        phase = Phase("heated", batch_size, batch_size, WARM_UP_TOKENS)
+        requests = phase_requests(phase, 0, prompts)
+        for arm in (deepest, off):
+            engine.controller = copy.deepcopy(arm.controller)
+            run = run_phase(engine, requests, batch_size, WARM_UP_TOKENS)
+        plain_ms[batch_size] = median(r.ms for r in run.rounds if r.stats.decodes_only)
+    return plain_ms
+
+
+def _run_all(
+    engine: SpecEngine,
+    arms: Sequence[Arm],
+    phases: Sequence[Phase],
+    prompts: Prompts,
+    repetitions: int,
+) -> None:
+    """Every phase with every arm, over and over. Texts are compared with the first ones of off."""
+    for arm in arms:
+        arm.measurements = [[] for _ in phases]
+        arm.different_texts = [set() for _ in phases]
+    expected: dict[int, list[int]] = {}
+    with tqdm(total=repetitions * len(phases) * len(arms)) as bar:
+        for repetition in range(repetitions):
+            for index, phase in enumerate(phases):
+                requests = phase_requests(phase, index, prompts)
+                runs: dict[str, PhaseRun] = {}
+                for arm in random.Random(f"{repetition} {index}").sample(arms, len(arms)):
+                    bar.set_description(f"{phase.name}: {arm.name}")
+                    if not (repetition and _is_hopeless(arm, index, arms)):
+                        engine.controller = arm.controller
+                        runs[arm.name] = run_phase(
+                            engine, requests, phase.batch_size, phase.num_tokens
+                        )
+                    bar.update()
+                expected.setdefault(index, _hashes(runs[OFF]))
+                _note(arms, index, runs, expected[index])
+
+
+def _note(
+    arms: Sequence[Arm], phase: int, runs: Mapping[str, PhaseRun], expected: Sequence[int]
+) -> None:
+    """Gives every arm its figures of the phase; those left out get None."""
+    prompt_ms = prompt_ms_per_token(runs.values())
+    for arm in arms:
+        run = runs.get(arm.name)
+        arm.measurements[phase].append(None if run is None else measure(run, prompt_ms))
+        if run is not None:
+            arm.compare_texts(phase, _hashes(run), expected)
+
+
+def _hashes(run: PhaseRun) -> list[int]:
+    return [hash(tuple(text)) for text in run.texts]
+
+
+def _is_hopeless(arm: Arm, phase: int, arms: Sequence[Arm]) -> bool:
+    if not arm.is_static or arm.name == OFF:
+        return False
+    return arm.first_rate(phase) < HOPELESS * max(other.first_rate(phase) for other in arms)

@@ -1,0 +1,313 @@
+"""From measured phases to figures: cells, regret, the worst cell. JSON-able throughout.
+
+Machines drift, so arms are compared within a repetition; what is reported is the median over
+repetitions of such a ratio.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean, median
+from typing import Any, TypeVar
+
+from serve_spec.bench.closed_loop import MeasuredRound, PhaseRun
+from serve_spec.bench.phases import Phase
+from serve_spec.bench.regret import (
+    best_arms,
+    phase_regrets,
+    relative_rates,
+    trace_regret,
+    trace_time,
+)
+from serve_spec.bench.report import table
+
+Value = TypeVar("Value")
+
+OFF = "off"
+SERIES_POINTS = 60
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One arm in one phase, once."""
+
+    tokens_per_second: float
+    """Of decoding: what the prompts took is taken out."""
+    wall_tokens_per_second: float
+    """Prompts included."""
+    ms_per_round: float | None
+    """With the next two: of rounds that no prompt shared; None if there was none."""
+    draft_ms_per_round: float | None
+    verify_ms_per_round: float | None
+    accept_length: float
+    """Tokens per row and round."""
+    rounds_by_num_steps: Mapping[int, int]
+    """Rounds with decode rows, by tier."""
+    time_by_num_steps: Mapping[int, float]
+    """Shares of their time."""
+    switches: Mapping[str, int]
+    """By reason."""
+    probe_share: float
+    """Share of their time that rounds run to learn took, whole."""
+    series: Mapping[str, Sequence[float]]
+    """What the rounds did over time, in at most `SERIES_POINTS` pieces."""
+
+
+@dataclass(frozen=True)
+class ArmRuns:
+    """All measurements of an arm: by phase, then by repetition; None where it was skipped."""
+
+    name: str
+    is_static: bool
+    measurements: Sequence[Sequence[Measurement | None]]
+    same_texts: Sequence[int]
+    """By phase: texts that equal those of off in every repetition."""
+
+
+def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
+    """The figures of one phase.
+
+    prompt_ms_per_token: the same for all arms that are compared. Where many requests come and go,
+        hardly a round is without a prompt, and those that are come from the ends of the phase; so
+        the time of prompts is taken out of the whole instead.
+    """
+    rounds = run.decode_rounds
+    alone = [r for r in rounds if r.stats.decodes_only]
+    prompt_ms = prompt_ms_per_token * run.num_prompt_tokens
+    ms_by_steps: defaultdict[int, float] = defaultdict(float)
+    for r in rounds:
+        ms_by_steps[r.stats.num_steps] += r.ms
+    ms = sum(ms_by_steps.values())
+    return Measurement(
+        tokens_per_second=run.num_decode_tokens / (run.wall_ms - prompt_ms) * 1e3,
+        wall_tokens_per_second=run.num_tokens / run.wall_ms * 1e3,
+        ms_per_round=_mean(r.ms for r in alone),
+        draft_ms_per_round=_mean(r.stats.draft_ms for r in alone),
+        verify_ms_per_round=_mean(r.stats.verify_ms for r in alone),
+        accept_length=run.num_decode_tokens / sum(r.stats.batch_size for r in rounds),
+        rounds_by_num_steps=dict(sorted(Counter(r.stats.num_steps for r in rounds).items())),
+        time_by_num_steps={steps: part / ms for steps, part in sorted(ms_by_steps.items())},
+        switches=dict(Counter(r.stats.switch_reason for r in rounds if r.stats.switch_reason)),
+        probe_share=sum(r.ms for r in rounds if r.stats.is_probe) / ms,
+        series=_series(rounds),
+    )
+
+
+def _mean(values: Iterable[float]) -> float | None:
+    there = list(values)
+    return fmean(there) if there else None
+
+
+def _series(rounds: Sequence[MeasuredRound]) -> dict[str, list[float]]:
+    """Pieces of equally many rounds: where each ends, and what it was like on average."""
+    length = -(-len(rounds) // SERIES_POINTS)
+    pieces = [rounds[i : i + length] for i in range(0, len(rounds), length)]
+    columns: dict[str, list[float]] = defaultdict(list)
+    now_ms = 0.0
+    for piece in pieces:
+        ms = sum(r.ms for r in piece)
+        num_rows = sum(r.stats.batch_size for r in piece)
+        num_tokens = sum(r.stats.num_output_tokens for r in piece)
+        now_ms += ms
+        columns["ms"].append(round(now_ms, 3))
+        columns["batch_size"].append(round(num_rows / len(piece), 2))
+        columns["steps_per_row"].append(
+            round(sum(r.stats.num_draft_tokens for r in piece) / num_rows, 3)
+        )
+        columns["tokens_per_second"].append(round(num_tokens / ms * 1e3, 1))
+    return dict(columns)
+
+
+def result_of(phases: Sequence[Phase], runs: Sequence[ArmRuns]) -> dict[str, Any]:
+    """Everything there is to say: phases, cells (arm in phase), arms (whole trace)."""
+    figures = _Figures(phases, runs)
+    return {
+        "phases": [
+            {**asdict(phase), "temperatures": [kind.temperature for kind in phase.kinds]}
+            for phase in phases
+        ],
+        "best_fixed": figures.best,
+        "cells": [
+            figures.cell(run, index, phase) for index, phase in enumerate(phases) for run in runs
+        ],
+        "arms": [figures.arm(run) for run in runs],
+    }
+
+
+class _Figures:
+    """Rates of all arms, repetition by repetition, and what follows from comparing them."""
+
+    def __init__(self, phases: Sequence[Phase], runs: Sequence[ArmRuns]) -> None:
+        self.phases = phases
+        self.num_tokens = [phase.total_tokens for phase in phases]
+        num_repetitions = len(runs[0].measurements[0])
+        self.by_repetition: list[dict[str, list[float | None]]] = [
+            {run.name: [_rate(of_phase[r]) for of_phase in run.measurements] for run in runs}
+            for r in range(num_repetitions)
+        ]
+        self.median = {
+            run.name: [median(_there(_rate(m) for m in of_phase)) for of_phase in run.measurements]
+            for run in runs
+        }
+        # Not by rates: a machine may be slow by the time an arm that was given up is missing.
+        over_off = {run.name: self._over_off(run.name) for run in runs if run.is_static}
+        self.best = best_arms(over_off, list(over_off))
+        self.ema = [name for name in self.median if name.startswith("ema")]
+
+    def cell(self, run: ArmRuns, index: int, phase: Phase) -> dict[str, Any]:
+        """One arm in one phase: medians, and the last repetition's course."""
+        there = [m for m in run.measurements[index] if m is not None]
+        last = asdict(there[-1])
+        if run.is_static:
+            del last["series"]  # always the same tier
+        return {
+            "phase": index,
+            "arm": run.name,
+            **last,
+            "tokens_per_second": self.median[run.name][index],
+            "wall_tokens_per_second": median(m.wall_tokens_per_second for m in there),
+            "speed_over_off": self._over_off(run.name)[index],
+            "regret": self._regrets(run.name)[index],
+            "repetitions": [_rate(m) for m in run.measurements[index]],
+            "same_texts": run.same_texts[index],
+            "num_texts": phase.num_requests,
+        }
+
+    def arm(self, run: ArmRuns) -> dict[str, Any]:
+        """One arm over the whole trace."""
+        over_off, regrets = self._over_off(run.name), self._regrets(run.name)
+        worst, worst_regret = over_off.index(min(over_off)), regrets.index(max(regrets))
+        last = [_there(of_phase)[-1] for of_phase in run.measurements]
+        walls = [
+            median(m.wall_tokens_per_second for m in _there(of_phase))
+            for of_phase in run.measurements
+        ]
+        return {
+            "arm": run.name,
+            "is_static": run.is_static,
+            "tokens_per_second": self._trace_rate(self.median[run.name]),
+            "wall_tokens_per_second": self._trace_rate(walls),
+            "regret": _median(self._trace_regret(rates, run.name) for rates in self.by_repetition),
+            "first_regret": self._trace_regret(self.by_repetition[0], run.name),
+            "worst_over_off": over_off[worst],
+            "worst_over_off_phase": worst,
+            "worst_regret": regrets[worst_regret],
+            "worst_regret_phase": worst_regret,
+            "speed_over_ema": self._over_ema(run.name),
+            "probe_share": fmean(m.probe_share for m in last),
+            "switches": sum(sum(m.switches.values()) for m in last),
+        }
+
+    def _trace_rate(self, rates: Sequence[float]) -> float:
+        seconds = trace_time(rates, self.num_tokens)
+        assert seconds is not None, "medians leave no gaps"
+        return sum(self.num_tokens) / seconds
+
+    def _over_off(self, arm: str) -> list[float]:
+        return _medians(relative_rates(rates, arm, OFF) for rates in self.by_repetition)
+
+    def _regrets(self, arm: str) -> list[float]:
+        return _medians(phase_regrets(rates, arm, self.best) for rates in self.by_repetition)
+
+    def _trace_regret(self, rates: Mapping[str, list[float | None]], arm: str) -> float | None:
+        return trace_regret(rates, arm, self.best, self.num_tokens)
+
+    def _over_ema(self, arm: str) -> float | None:
+        """Speed over the whole trace, against the better of the `ema` arms; None without any."""
+        if not self.ema:
+            return None
+        times = {name: trace_time(self.median[name], self.num_tokens) or 0.0 for name in self.ema}
+        better = min(self.ema, key=times.__getitem__)
+        pairs = [
+            (trace_time(rates[better], self.num_tokens), trace_time(rates[arm], self.num_tokens))
+            for rates in self.by_repetition
+        ]
+        return _median(theirs / mine if theirs and mine else None for theirs, mine in pairs)
+
+
+def _rate(measurement: Measurement | None) -> float | None:
+    return None if measurement is None else measurement.tokens_per_second
+
+
+def _there(values: Iterable[Value | None]) -> list[Value]:
+    return [value for value in values if value is not None]
+
+
+def _median(values: Iterable[float | None]) -> float | None:
+    there = _there(values)
+    return median(there) if there else None
+
+
+def _medians(rows: Iterable[Sequence[float | None]]) -> list[float]:
+    """By column; every column has at least one value."""
+    return [median(_there(column)) for column in zip(*rows, strict=True)]
+
+
+def tables(result: Mapping[str, Any]) -> str:
+    """What a person reads first: speed over off by phase, then what every arm came to."""
+    return _phase_table(result) + "\n\n" + _arm_table(result)
+
+
+def phase_label(phase: Mapping[str, Any]) -> str:
+    """Batch size, class and temperatures."""
+    temperatures = "/".join(f"{t:g}" for t in phase["temperatures"])
+    return f"batch {phase['batch_size']}, {phase['prompt_class']} T={temperatures}"
+
+
+def _phase_table(result: Mapping[str, Any]) -> str:
+    arms = [arm["arm"] for arm in result["arms"]]
+    cells = {(cell["phase"], cell["arm"]): cell for cell in result["cells"]}
+    rows = []
+    for index, phase in enumerate(result["phases"]):
+        mine = [cells[index, arm] for arm in arms]
+        same = all(cell["same_texts"] == cell["num_texts"] for cell in mine)
+        rows.append(
+            [
+                phase_label(phase),
+                cells[index, OFF]["tokens_per_second"],
+                *(cell["speed_over_off"] for cell in mine if cell["arm"] != OFF),
+                result["best_fixed"][index],
+                "yes" if same else "NO",
+            ]
+        )
+    others = [f"{arm} x off" for arm in arms if arm != OFF]
+    return table(["phase", "off tok/s", *others, "best fixed", "same texts"], rows)
+
+
+def _arm_table(result: Mapping[str, Any]) -> str:
+    rows = []
+    for arm in result["arms"]:
+        worst, regretted = (
+            phase_label(result["phases"][arm[key]])
+            for key in ("worst_over_off_phase", "worst_regret_phase")
+        )
+        rows.append(
+            [
+                arm["arm"],
+                f"{arm['tokens_per_second']:.0f}",
+                f"{arm['wall_tokens_per_second']:.0f}",
+                _percent(arm["regret"]),
+                _percent(arm["first_regret"]),
+                f"{_percent(arm['worst_regret'])} {regretted}",
+                f"{arm['worst_over_off']:.2f} {worst}",
+                "" if arm["speed_over_ema"] is None else arm["speed_over_ema"],
+                _percent(arm["probe_share"]),
+                arm["switches"],
+            ]
+        )
+    columns = [
+        "arm",
+        "tok/s",
+        "with prompts",
+        "regret",
+        "first pass",
+        "worst regret",
+        "worst / off",
+    ]
+    return table([*columns, "x ema", "probing", "switches"], rows)
+
+
+def _percent(share: float | None) -> str:
+    return "" if share is None else f"{share:.1%}"

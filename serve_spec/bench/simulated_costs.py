@@ -1,0 +1,206 @@
+"""What rounds cost in the simulator: recorded figures, interpolated, and seeded noise on top."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple
+
+from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable
+from serve_spec.core.round import RoundTimes
+
+
+class RoundShape(NamedTuple):
+    """Everything a round's time may depend on."""
+
+    batch_size: int
+    """Decode rows."""
+    drafting: tuple[int, ...]
+    """Rows that draft at least 1, 2, ... steps; as long as the deepest row drafts."""
+    num_tokens: int
+    """Context tokens of all decode rows."""
+    num_sampled: int
+    num_catch_up: int
+    """Draft entries made up before drafting."""
+    num_prefill_tokens: int
+
+    @property
+    def num_steps(self) -> int:
+        """Draft forwards: the deepest row's drafts."""
+        return len(self.drafting)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of decoding sequences in the target's forward, roots included."""
+        return self.batch_size + sum(self.drafting)
+
+
+_NO_MACHINE = CostKey(
+    hardware="recorded",
+    threads=1,
+    target="recorded",
+    draft="recorded",
+    algorithm="EAGLE3",
+    dtype="float32",
+    draft_dtype="float32",
+    tensor_parallel_size=1,
+    attention_backend="torch",
+    code="recorded",
+)
+
+RoundCosts = Callable[[RoundShape], RoundTimes]
+
+
+@dataclass(frozen=True)
+class GridCosts:
+    """Rounds measured at some batch sizes and depths, all rows alike; linear between and beyond.
+
+    verify_ms, draft_ms: one line per batch size, one entry per depth, in ms. A draft step that only
+    some rows take costs what it costs a batch of so many rows.
+    """
+
+    batch_sizes: tuple[int, ...]
+    num_steps: tuple[int, ...]
+    verify_ms: tuple[tuple[float, ...], ...]
+    draft_ms: tuple[tuple[float, ...], ...]
+    noise_ms_per_row: float = 0.0
+    """What each row of a request that samples adds."""
+    prefill_ms_per_token: float = 0.0
+
+    def __call__(self, shape: RoundShape) -> RoundTimes:
+        """Milliseconds of a round."""
+        verify_ms, draft_ms = 0.0, 0.0
+        if shape.batch_size:
+            verify_ms = self._verify(shape.batch_size, shape.num_rows)
+            sampled_rows = shape.num_sampled * shape.num_rows / shape.batch_size
+            verify_ms += self.noise_ms_per_row * sampled_rows
+        verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
+        for step, rows in enumerate(shape.drafting, start=1):
+            draft_ms += self._step(rows, step)
+        return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+
+    @cache  # noqa: B019 - lives as long as the table, which is a constant
+    def _verify(self, batch_size: int, num_rows: int) -> float:
+        return self._at(self.verify_ms, batch_size, num_rows / batch_size - 1)
+
+    @cache  # noqa: B019
+    def _step(self, num_rows: int, step: int) -> float:
+        upto = self._at(self.draft_ms, num_rows, step)
+        return upto - self._at(self.draft_ms, num_rows, step - 1)
+
+    def _at(self, lines: Sequence[Sequence[float]], batch_size: int, steps: float) -> float:
+        column = [interpolate(self.num_steps, line, steps) for line in lines]
+        return interpolate(self.batch_sizes, column, batch_size)
+
+
+@dataclass(frozen=True)
+class RowCosts:
+    """A target whose time depends on its rows alone, and draft steps that are a line in theirs."""
+
+    num_rows: tuple[int, ...]
+    verify_ms: tuple[float, ...]
+    draft_step_ms: float
+    draft_row_ms: float
+    prefill_ms_per_token: float = 0.0
+
+    def __call__(self, shape: RoundShape) -> RoundTimes:
+        """Milliseconds of a round."""
+        verify_ms = self._verify(shape.num_rows) if shape.batch_size else 0.0
+        verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
+        draft_ms = sum(self.draft_step_ms + self.draft_row_ms * n for n in shape.drafting)
+        return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+
+    @cache  # noqa: B019
+    def _verify(self, num_rows: int) -> float:
+        return interpolate(self.num_rows, self.verify_ms, num_rows)
+
+
+def noisy(costs: RoundCosts, spread: float, seed: int = 0) -> RoundCosts:
+    """`costs` with every time off by a random factor, median 1, of log-normal `spread`.
+
+    The factors are a function of `seed` and of the number of rounds so far.
+    """
+    rng = random.Random(seed)
+
+    def measured(shape: RoundShape) -> RoundTimes:
+        times = costs(shape)
+        draft_ms = times.draft_ms * math.exp(rng.gauss(0, spread))
+        verify_ms = times.verify_ms * math.exp(rng.gauss(0, spread))
+        return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+
+    return measured
+
+
+def recorded_table(
+    costs: RoundCosts,
+    batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    num_steps: Sequence[int] = (0, 1, 2, 3, 5, 7),
+) -> CostTable:
+    """The table that a profile would write on a machine where rounds cost `costs`."""
+    times = [
+        [costs(RoundShape(size, (size,) * steps, size * 128, 0, 0, 0)) for steps in num_steps]
+        for size in batch_sizes
+    ]
+    draft = tuple(tuple(cell.draft_ms for cell in row) for row in times)
+    verify = tuple(tuple(cell.verify_ms for cell in row) for row in times)
+    return CostTable(
+        version=FORMAT_VERSION,
+        key=_NO_MACHINE,
+        batch_sizes=tuple(batch_sizes),
+        num_steps=tuple(num_steps),
+        contexts=(128, 512),
+        draft_ms=(draft, draft),
+        verify_ms=(verify, verify),
+        sampled_row_ms=getattr(costs, "noise_ms_per_row", 0.0),
+        padded=False,
+        extrapolated=(),
+        measured_s=0.0,
+    )
+
+
+def interpolate(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
+    """The piecewise line through (xs, ys), its outer pieces going on; xs ascending, two or more."""
+    i = min(max(bisect_right(xs, x), 1), len(xs) - 1)
+    slope = (ys[i] - ys[i - 1]) / (xs[i] - xs[i - 1])
+    return ys[i - 1] + slope * (x - xs[i - 1])
+
+
+TWO_CPU_CORES = GridCosts(
+    batch_sizes=(1, 4, 8, 16, 32, 64),
+    num_steps=(0, 1, 3, 7),
+    verify_ms=(
+        (7.5, 8.0, 8.0, 8.3),
+        (7.1, 8.2, 10.2, 17.3),
+        (9.1, 11.7, 18.2, 31.1),
+        (12.1, 17.9, 33.0, 54.8),
+        (20.0, 33.6, 59.9, 110.0),
+        (33.3, 62.8, 111.0, 205.0),
+    ),
+    draft_ms=(
+        (0.0, 1.6, 3.0, 5.9),
+        (0.0, 1.6, 3.7, 7.5),
+        (0.0, 2.1, 5.2, 9.9),
+        (0.0, 2.9, 7.6, 13.5),
+        (0.0, 4.5, 14.0, 24.6),
+        (0.0, 7.8, 21.6, 45.0),
+    ),
+    noise_ms_per_row=0.06,
+    prefill_ms_per_token=0.4,
+)
+"""The shipped pair on two CPU cores, greedy, context 128: arithmetic bounds every round."""
+
+GPU_8B = RowCosts(
+    num_rows=(1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 512),
+    verify_ms=(
+        *(4.73, 4.89, 4.94, 5.05, 5.21, 5.34, 5.45),
+        *(5.48, 5.78, 6.04, 7.31, 8.74, 11.8, 14.8),
+    ),
+    draft_step_ms=0.17,
+    draft_row_ms=0.0012,
+    prefill_ms_per_token=0.029,
+)
+"""The measured steps of an 8B target on one large GPU: flat until its rows fill it."""

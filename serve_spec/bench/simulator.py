@@ -1,0 +1,352 @@
+"""Replays recorded acceptance through any policy: no model, and time is the sum of the costs.
+
+What a round keeps is looked up (`trace`), what it takes is computed (`simulated_costs`), and the
+policy is asked and told what the engine would ask and tell. Prompts are computed in one piece.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
+from serve_spec.bench.phases import Phase
+from serve_spec.bench.regret import best_arms, phase_regrets, relative_rates, trace_regret
+from serve_spec.bench.report import table
+from serve_spec.bench.simulated_costs import RoundCosts, RoundShape
+from serve_spec.bench.trace import TraceSet
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+
+OnRound = Callable[[DecodeBatch, RoundSteps, VerifiedRound], None]
+
+
+@dataclass
+class PhaseReport:
+    """What one phase came to. Speed is that of decoding: the time of prompts is kept apart."""
+
+    phase: Phase
+    num_rounds: int = 0
+    """Rounds with decode rows."""
+    num_rows: int = 0
+    """Decode rows of all rounds."""
+    num_draft_tokens: int = 0
+    num_output_tokens: int = 0
+    """Tokens of decode rows; the first of every text comes from its prompt."""
+    decode_ms: float = 0.0
+    prompt_ms: float = 0.0
+    num_probe_rounds: int = 0
+    probe_ms: float = 0.0
+    """Rounds run to learn, whole."""
+    rounds_by_num_steps: Counter[int] = field(default_factory=Counter)
+    switches: Counter[Reason] = field(default_factory=Counter)
+
+    @property
+    def tokens_per_ms(self) -> float:
+        """Speed of decoding."""
+        return self.num_output_tokens / self.decode_ms
+
+    @property
+    def accept_length(self) -> float:
+        """Tokens per decode row and round."""
+        return self.num_output_tokens / self.num_rows if self.num_rows else 1.0
+
+    @property
+    def probe_share(self) -> float:
+        """Share of the decoding time that rounds run to learn took."""
+        return self.probe_ms / self.decode_ms
+
+    def count(self, verified: VerifiedRound, decode_ms: float, *, probing: bool) -> None:
+        """Adds one round with decode rows."""
+        self.num_rounds += 1
+        self.num_rows += verified.batch_size
+        self.num_draft_tokens += verified.num_draft_tokens
+        self.num_output_tokens += verified.num_output_tokens
+        self.decode_ms += decode_ms
+        self.num_probe_rounds += probing
+        self.probe_ms += decode_ms * probing
+        self.rounds_by_num_steps[verified.num_steps] += 1
+
+
+class ControllerPolicy:
+    """An `AdaptiveController` where a policy is wanted. Its reasons show at switches only."""
+
+    def __init__(self, controller: AdaptiveController) -> None:
+        self.controller = controller
+        self.candidate_steps = controller.candidate_steps
+        self.choose = controller.choose_steps
+        self.observe = controller.on_verify_complete
+        self.forget = controller.forget
+        self.snapshot = controller.snapshot
+
+    @property
+    def last_reason(self) -> Reason:
+        """Why the tier changed in the last round, if it did."""
+        return self.controller.switch_reason or Reason.STEADY
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request while it runs."""
+
+    request_id: str
+    num_correct_drafts: Sequence[int]
+    sampled: bool
+    length: int
+    """Tokens so far, the prompt's included."""
+    remaining: int
+    """Tokens to go."""
+    at: int = 0
+    """Which entry of its trace the next round meets."""
+    num_draft_computed: int = 0
+
+
+class Simulator:
+    """Runs phases one after the other with one policy, which learns throughout, as in a server.
+
+    traces: recorded at least as deep as any tier, and as long as any phase's requests.
+    max_num_batched_tokens: tokens a round computes at most, prompts and drafts together; drafts
+        give way to prompts, which are never cut.
+    on_round: told of every round with decode rows, after the policy.
+
+    Raises:
+        ValueError: the policy may draft deeper than was recorded.
+    """
+
+    def __init__(
+        self,
+        policy: StepPolicy,
+        traces: TraceSet,
+        costs: RoundCosts,
+        *,
+        max_num_batched_tokens: int = 1 << 30,
+        on_round: OnRound | None = None,
+    ) -> None:
+        deepest = max(policy.candidate_steps)
+        if deepest > traces.num_steps:
+            fix = f"record traces of num_steps={deepest}, or use fewer steps"
+            raise ValueError(f"candidate_steps={policy.candidate_steps}: {fix}")
+        self.policy = policy
+        self.traces = traces
+        self.costs = costs
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._on_round = on_round
+        self._num_phases = 0
+        self._tier: int | None = None
+
+    def run(self, phase: Phase) -> PhaseReport:
+        """One phase, from its first prompt to its last token.
+
+        Raises:
+            ValueError: a kind of text that was not recorded, or not at this length.
+        """
+        report = PhaseReport(phase)
+        requests = self._requests(phase)
+        self._num_phases += 1
+        rows: list[_Row] = []
+        while True:
+            entering = list(islice(requests, phase.batch_size - len(rows)))
+            if not rows and not entering:
+                return report
+            if entering:
+                shape = RoundShape(0, (), 0, 0, 0, sum(row.length for row in entering))
+                report.prompt_ms += self.costs(shape).round_ms
+            if rows:
+                rows = self._round(rows, entering, report)
+            for row in entering:  # the prompt's round draws the first token
+                row.length += 1
+                row.remaining -= 1
+            rows += [row for row in entering if row.remaining]
+
+    def _requests(self, phase: Phase) -> Iterator[_Row]:
+        traces = {kind: self.traces.of(kind) for kind in phase.kinds}
+        for number in range(phase.num_requests):
+            kind, place = phase.kind(number), phase.place(number)
+            lap, index = divmod(place, len(traces[kind]))
+            trace = traces[kind][index]
+            if phase.num_tokens > trace.max_tokens:
+                fix = f"the traces hold {trace.max_tokens}; ask for less or record longer ones"
+                raise ValueError(f"num_tokens={phase.num_tokens}: {fix}")
+            counts = trace.num_correct_drafts
+            # Traces that come a second time start elsewhere, or their rows would run in step.
+            start = 37 * lap % len(counts)
+            yield _Row(
+                request_id=f"{self._num_phases}-{number}",
+                num_correct_drafts=counts[start:] + counts[:start],
+                sampled=kind.temperature > 0,
+                length=trace.num_prompt_tokens,
+                remaining=phase.num_tokens,
+            )
+
+    def _round(self, rows: list[_Row], entering: list[_Row], report: PhaseReport) -> list[_Row]:
+        """One round with decode rows; those that go on."""
+        batch = self._batch(rows, entering)
+        steps = self.policy.choose(batch)
+        if self._tier not in (None, steps.num_steps):
+            report.switches[self.policy.last_reason] += 1
+        self._tier = steps.num_steps
+        row_steps = _row_steps(steps, batch)
+        kept = [
+            min(num_steps, row.num_correct_drafts[row.at])
+            for num_steps, row in zip(row_steps, rows, strict=True)
+        ]
+        shape = RoundShape(
+            batch_size=len(rows),
+            drafting=_drafting(row_steps),
+            num_tokens=batch.num_tokens,
+            num_sampled=batch.num_sampled,
+            num_catch_up=_catch_up(rows, row_steps),
+            num_prefill_tokens=0,
+        )
+        times = self.costs(shape)
+        live = self._commit(rows, kept)
+        verified = VerifiedRound(
+            num_steps=steps.num_steps,
+            batch_size=shape.batch_size,
+            num_tokens=shape.num_tokens,
+            num_sampled=shape.num_sampled,
+            request_ids=[batch.request_ids[i] for i in live],
+            row_steps=[row_steps[i] for i in live],
+            num_correct_drafts=[kept[i] for i in live],
+            num_drafting=shape.drafting[0] if shape.drafting else 0,
+            deepest=shape.num_steps,
+            num_draft_tokens=sum(shape.drafting),
+            num_output_tokens=len(rows) + sum(kept),
+            num_catch_up=shape.num_catch_up,
+            times=None if entering else times,
+        )
+        self.policy.observe(verified)
+        report.count(verified, times.round_ms, probing=steps.notes.is_probe)
+        if self._on_round is not None:
+            self._on_round(batch, steps, verified)
+        return [rows[i] for i in live]
+
+    def _batch(self, rows: list[_Row], entering: list[_Row]) -> DecodeBatch:
+        budget = self.max_num_batched_tokens - len(rows)
+        budget -= min(sum([row.length for row in entering]), budget // 2)
+        return DecodeBatch(
+            request_ids=[row.request_id for row in rows],
+            max_steps=[row.remaining - 1 for row in rows],
+            num_tokens=sum([row.length for row in rows]),
+            num_sampled=sum([row.sampled for row in rows]),
+            max_draft_tokens=max(0, budget),
+        )
+
+    def _commit(self, rows: list[_Row], kept: list[int]) -> list[int]:
+        """Moves every row on; the indices of those with tokens to go."""
+        live = []
+        for index, (row, num_correct) in enumerate(zip(rows, kept, strict=True)):
+            emitted = num_correct + 1
+            row.length += emitted
+            row.remaining -= emitted
+            row.at += emitted
+            if row.remaining:
+                live.append(index)
+            else:
+                self.policy.forget(row.request_id)
+        return live
+
+
+def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+    """Drafts per row, as the scheduler grants them: never more than usable; shares when scarce."""
+    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
+    usable = [
+        want if want < most else most for want, most in zip(wanted, batch.max_steps, strict=True)
+    ]
+    if sum(usable) <= batch.max_draft_tokens:
+        return usable
+    share = batch.max_draft_tokens // batch.size
+    return [min(num_steps, share) for num_steps in usable]
+
+
+def _drafting(row_steps: list[int]) -> tuple[int, ...]:
+    """How many rows draft at least 1, 2, ... steps."""
+    by_steps = Counter(row_steps)
+    rows, counts = 0, []
+    for depth in range(max(by_steps), 0, -1):
+        rows += by_steps[depth]
+        counts.append(rows)
+    return tuple(reversed(counts))
+
+
+def _catch_up(rows: list[_Row], row_steps: list[int]) -> int:
+    """Makes up the missing draft entries of the rows that draft; how many there were."""
+    total = 0
+    for row, num_steps in zip(rows, row_steps, strict=True):
+        if num_steps:
+            total += row.length - 1 - row.num_draft_computed
+            row.num_draft_computed = row.length - 1
+    return total
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Policies and fixed depths over the same phases."""
+
+    reports: Mapping[str, Sequence[PhaseReport]]
+    """By arm, phase by phase; fixed depths are called `K=n`, off is `K=0`."""
+    statics: tuple[str, ...]
+
+    @property
+    def rates(self) -> dict[str, list[float]]:
+        """Tokens per ms of every arm, phase by phase."""
+        return {arm: [r.tokens_per_ms for r in reports] for arm, reports in self.reports.items()}
+
+    @property
+    def best(self) -> list[str]:
+        """The fastest fixed depth of every phase."""
+        return best_arms(self.rates, self.statics)
+
+    def phase_regrets(self, arm: str) -> list[float]:
+        """See `regret.phase_regrets`."""
+        regrets = phase_regrets(self.rates, arm, self.best)
+        return [regret for regret in regrets if regret is not None]
+
+    def regret(self, arm: str) -> float:
+        """Of the whole trace: see `regret.trace_regret`."""
+        tokens = [report.phase.total_tokens for report in self.reports[arm]]
+        regret = trace_regret(self.rates, arm, self.best, tokens)
+        assert regret is not None, "every arm runs every phase"
+        return regret
+
+    def worst_cell(self, arm: str) -> float:
+        """The arm's smallest speed relative to off in any phase."""
+        ratios = relative_rates(self.rates, arm, "K=0")
+        return min(ratio for ratio in ratios if ratio is not None)
+
+    def __str__(self) -> str:
+        """Tokens per ms phase by phase, then what every arm lost."""
+        arms = list(self.reports)
+        phases = [report.phase.name for report in self.reports[arms[0]]]
+        rates = [self.rates[arm] for arm in arms]
+        rows: list[list[object]] = [
+            [name, *(f"{rate[i]:.3f}" for rate in rates)] for i, name in enumerate(phases)
+        ]
+        rows.append(["regret", *(f"{self.regret(arm):.1%}" for arm in arms)])
+        rows.append(["worst / off", *(f"{self.worst_cell(arm):.3f}" for arm in arms)])
+        probes = [[report.probe_share for report in self.reports[arm]] for arm in arms]
+        rows.append(["most probing", *(f"{max(shares):.1%}" for shares in probes)])
+        switches = [sum(r.switches.total() for r in self.reports[arm]) for arm in arms]
+        rows.append(["switches", *switches])
+        return table(["tokens/ms", *arms], rows)
+
+
+def compare(
+    policies: Mapping[str, StepPolicy],
+    phases: Sequence[Phase],
+    traces: TraceSet,
+    costs: RoundCosts,
+    static_steps: Sequence[int] = (0, 1, 2, 3, 5, 7),
+) -> Comparison:
+    """Every policy and every fixed depth over all phases in order.
+
+    static_steps: 0 must be among them.
+    """
+    statics = {f"K={steps}": StaticPolicy(steps) for steps in static_steps}
+    reports = {}
+    for arm, policy in {**statics, **policies}.items():
+        simulator = Simulator(policy, traces, costs)
+        reports[arm] = [simulator.run(phase) for phase in phases]
+    return Comparison(reports, tuple(statics))

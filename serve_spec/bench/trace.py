@@ -1,0 +1,236 @@
+"""`serve-spec bench trace`: how many drafts would be kept at every position of a text.
+
+A request's text is a function of its prompt and seed, and the drafts at a position depend only on
+the text before it. So what a round would keep there is a fact of the text, whatever policy runs:
+recorded once, it replays any policy without a model (`simulator`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
+from serve_spec.bench.report import table
+from serve_spec.bench.workload import held_out_prompts
+from serve_spec.config.root import parse_override
+from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.llm import LLM
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class AcceptanceTrace:
+    """What one request's drafts are worth, position by position."""
+
+    prompts: str
+    temperature: float
+    seed: int
+    num_prompt_tokens: int
+    num_correct_drafts: tuple[int, ...]
+    """Entry i: drafts kept of the most there are, in a round that starts with i + 1 tokens out.
+
+    The prompt's own round draws the first token and no round starts before it.
+    """
+
+    @property
+    def kind(self) -> TextKind:
+        """What was asked for."""
+        return TextKind(self.prompts, self.temperature)
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens a replay of it can emit at most."""
+        return len(self.num_correct_drafts) + 1
+
+
+@dataclass(frozen=True)
+class TraceSet:
+    """Traces recorded at the same depth; rounds of fewer steps are the same traces, cut."""
+
+    num_steps: int
+    traces: tuple[AcceptanceTrace, ...]
+
+    def of(self, kind: TextKind) -> list[AcceptanceTrace]:
+        """Those of one kind, in the order they were recorded.
+
+        Raises:
+            ValueError: there is none.
+        """
+        found = [trace for trace in self.traces if trace.kind == kind]
+        if not found:
+            known = sorted({(t.prompts, t.temperature) for t in self.traces})
+            raise ValueError(f"kind={kind}: not recorded; there are {known}")
+        return found
+
+
+def save_traces(traces: TraceSet, path: Path) -> None:
+    """Writes JSON: a header, and one line per trace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps(asdict(trace), separators=(",", ":")) for trace in traces.traces]
+    head = f'{{"format":{FORMAT},"num_steps":{traces.num_steps},"traces":[\n'
+    path.write_text(head + ",\n".join(lines) + "\n]}\n")
+
+
+def load_traces(path: Path) -> TraceSet:
+    """Reads what `save_traces` wrote.
+
+    Raises:
+        ValueError: another format, a missing key, or a count that is impossible.
+    """
+    try:
+        return _parsed(json.loads(path.read_text()))
+    except (KeyError, TypeError) as error:
+        fix = "record it anew with `serve-spec bench trace`"
+        raise ValueError(f"{path}: {error!r} is no acceptance trace; {fix}") from error
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _parsed(data: Mapping[str, Any]) -> TraceSet:
+    if data["format"] != FORMAT:
+        fix = f"this version reads format {FORMAT}; record it anew"
+        raise ValueError(f"format={data['format']!r}: {fix}")
+    most = data["num_steps"]
+    traces = []
+    for entry in data["traces"]:
+        counts = tuple(entry["num_correct_drafts"])
+        wrong = [n for n in counts if type(n) is not int or not 0 <= n <= most]
+        if wrong:
+            raise ValueError(f"num_correct_drafts={wrong[0]!r}: must be an integer in 0..{most}")
+        traces.append(AcceptanceTrace(**{**entry, "num_correct_drafts": counts}))
+    return TraceSet(most, tuple(traces))
+
+
+def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int) -> TraceSet:
+    """Runs every request and notes what each position keeps, for texts of `num_tokens` tokens.
+
+    engine: with one tier, the depth to record. Rounds draft it whole and commit one token only.
+
+    Raises:
+        ValueError: the engine has several tiers, or drafts fell short (pages, token budget).
+    """
+    if len(engine.controller.candidate_steps) != 1:
+        tiers = list(engine.controller.candidate_steps)
+        raise ValueError(f"candidate_steps={tiers}: build the engine with strategy static")
+    num_steps = engine.controller.candidate_steps[0]
+    # Rows near their end draft less, so the text runs on for as long as that matters.
+    for index, request in enumerate(requests):
+        params = SamplingParams(
+            max_tokens=num_tokens + num_steps,
+            temperature=request.kind.temperature,
+            seed=request.seed,
+            ignore_eos=True,
+        )
+        engine.add(engine.new_sequence(str(index), list(request.prompt), params))
+    with _one_token_per_round(engine, num_steps) as counts, tqdm(total=len(requests)) as bar:
+        while engine.has_work:
+            if num_done := sum(delta.finish_reason is not None for delta in engine.step()):
+                bar.update(num_done)
+    traces = []
+    for index, request in enumerate(requests):
+        kept = counts[str(index)][: num_tokens - 1]
+        if len(kept) < num_tokens - 1:
+            raise ValueError(
+                f"num_pages={engine.scheduler.cache.num_pages}: rounds drafted less than "
+                f"num_steps={num_steps}; give more pages and a larger max_num_batched_tokens"
+            )
+        traces.append(
+            AcceptanceTrace(
+                prompts=request.kind.prompts,
+                temperature=request.kind.temperature,
+                seed=request.seed,
+                num_prompt_tokens=len(request.prompt),
+                num_correct_drafts=tuple(kept),
+            )
+        )
+    return TraceSet(num_steps, tuple(traces))
+
+
+@contextmanager
+def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[int]]]:
+    """While it lasts, rounds commit their first token only; drafts kept by request, in order."""
+    counts: dict[str, list[int]] = defaultdict(list)
+    worker = engine.worker
+    execute = worker.execute
+
+    def first_token_only(plan: StepPlan) -> StepResult:
+        result = execute(plan)
+        for row, tokens in zip(plan.sampling_rows, result.token_ids, strict=True):
+            if row.num_steps == num_steps:
+                counts[row.request_id].append(len(tokens) - 1)
+        return replace(result, token_ids=[tokens[:1] for tokens in result.token_ids])
+
+    worker.execute = first_token_only  # type: ignore[method-assign]
+    try:
+        yield counts
+    finally:
+        worker.execute = execute  # type: ignore[method-assign]
+
+
+def main(argv: list[str]) -> int:
+    """Records every kind of text the phases use; prints a table."""
+    args = _parser().parse_args(argv)
+    overrides = dict(parse_override(pair) for pair in args.set)
+    if args.device is not None:
+        overrides["device"] = args.device
+    llm = LLM(
+        args.config,
+        **{
+            "speculative_adaptive": False,
+            "speculative_num_steps": args.num_steps,
+            "max_num_batched_tokens": 4096,
+            **overrides,
+        },
+    )
+    code = held_out_prompts(
+        llm.engine.tokenizer.encode, count=args.num_requests, num_tokens=args.prompt_tokens
+    )
+    prompts = {"code": code, "shuffled": shuffled(code)}
+    kinds = dict.fromkeys(kind for kinds in CLASSES.values() for kind in kinds)
+    requests = [
+        TextRequest(kind, prompt, seed)
+        for kind in kinds
+        for seed, prompt in enumerate(prompts[kind.prompts])
+    ]
+    traces = record(llm.engine, requests, args.num_tokens)
+    save_traces(traces, args.json)
+    print(_table(traces))
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="serve-spec bench trace", description=__doc__)
+    parser.add_argument("--config", default="configs/tiny.yaml")
+    parser.add_argument("--device", help="overrides the configuration")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
+    parser.add_argument("--num-steps", type=int, default=7, help="the depth to record")
+    parser.add_argument("--num-requests", type=int, default=12, help="of each kind of text")
+    parser.add_argument("--num-tokens", type=int, default=96)
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--json", type=Path, required=True, help="where the traces go")
+    return parser
+
+
+def _table(traces: TraceSet) -> str:
+    rows = []
+    for kind in dict.fromkeys(trace.kind for trace in traces.traces):
+        counts = [n for trace in traces.of(kind) for n in trace.num_correct_drafts]
+        # Survival: how often at least k of the drafts of a position are kept.
+        survival = [
+            sum(n >= k for n in counts) / len(counts) for k in range(1, traces.num_steps + 1)
+        ]
+        rows.append([kind.prompts, kind.temperature, len(counts), *survival])
+    depths = [f"≥ {k}" for k in range(1, traces.num_steps + 1)]
+    return table(["prompts", "T", "positions", *depths], rows)

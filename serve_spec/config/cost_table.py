@@ -1,0 +1,176 @@
+"""The cost table: what a round costs on one machine, measured, and what it was measured on.
+
+A JSON file. A table of another machine, model or version is worse than none, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import NoReturn, Self, TypeAlias
+
+from pydantic import Field, field_validator, model_validator
+
+from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
+
+Grid: TypeAlias = tuple[tuple[tuple[float, ...], ...], ...]
+"""Milliseconds by context, batch size and steps, in the order of the table's grids."""
+
+FORMAT_VERSION = 1
+
+_WAY_OUT = "measure anew (`serve-spec tune`), or delete the file"
+
+
+class CostKey(StrictModel):
+    """Everything costs depend on. Two tables of equal keys are interchangeable."""
+
+    hardware: str = Field(min_length=1, description="GPU name, or CPU model and core count.")
+    threads: int = Field(ge=1, description="Threads a tensor operation may use on the CPU.")
+    target: str = Field(min_length=1, description="Fingerprint of the target checkpoint.")
+    draft: str = Field(description="Fingerprint of the draft checkpoint; empty: none.")
+    algorithm: str = Field(description="speculative_algorithm.")
+    dtype: str = Field(description="What the target computes in.")
+    draft_dtype: str = Field(description="What the draft computes in; empty: there is none.")
+    tensor_parallel_size: int = Field(ge=1, description="GPUs that share the model.")
+    attention_backend: str = Field(description="The backend that really runs, never 'auto'.")
+    code: str = Field(min_length=1, description="Version of whatever shapes a round.")
+
+
+class CostTable(StrictModel):
+    """Medians of whole stages of a round: drafting (catch-up included) and verification."""
+
+    version: int = Field(ge=FORMAT_VERSION, le=FORMAT_VERSION, description="Format of this file.")
+    key: CostKey = Field(description="What it was measured on.")
+    batch_sizes: tuple[int, ...] = Field(description="Decode rows, ascending.")
+    num_steps: tuple[int, ...] = Field(description="Drafts per row, ascending from 0.")
+    contexts: tuple[int, int] = Field(description="Tokens per sequence: a short and a long text.")
+    draft_ms: Grid = Field(description="[context][batch size][steps]; 0 at 0 steps.")
+    verify_ms: Grid = Field(description="[context][batch size][steps]; at 0 steps a plain round.")
+    sampled_row_ms: float = Field(
+        ge=0, description="What a verified row costs more at a temperature above 0."
+    )
+    padded: bool = Field(
+        description="Rounds run on captured shapes: a batch costs what the next size does."
+    )
+    extrapolated: tuple[tuple[int, int], ...] = Field(
+        description="[batch size, steps] that were not measured in every context."
+    )
+    measured_s: float = Field(ge=0, description="Seconds the measurement took.")
+
+    @field_validator("draft_ms", "verify_ms", "extrapolated", mode="before")
+    @classmethod
+    def _tuples(cls, value: object) -> object:
+        return _as_tuples(value)
+
+    @model_validator(mode="after")
+    def _is_consistent(self) -> Self:
+        _check_grid("batch_sizes", self.batch_sizes, at_least=1)
+        _check_grid("num_steps", self.num_steps, at_least=0)
+        _check_grid("contexts", self.contexts, at_least=1)
+        if self.num_steps[0] != 0:
+            raise Refusal("num_steps", list(self.num_steps), "must begin with 0, the plain round")
+        self._check_durations("draft_ms", self.draft_ms, free_steps=1)
+        self._check_durations("verify_ms", self.verify_ms, free_steps=0)
+        for batch_size, num_steps in self.extrapolated:
+            if batch_size not in self.batch_sizes or num_steps not in self.num_steps:
+                raise Refusal("extrapolated", [batch_size, num_steps], "no such cell in the table")
+        return self
+
+    def _check_durations(self, name: str, grid: Grid, free_steps: int) -> None:
+        """Refuses a wrong shape, and any duration but 0 for the first `free_steps` columns."""
+        _check_length(name, grid, self.contexts)
+        for c, rows in enumerate(grid):
+            _check_length(f"{name}.{c}", rows, self.batch_sizes)
+            for b, cells in enumerate(rows):
+                _check_length(f"{name}.{c}.{b}", cells, self.num_steps)
+                for k, ms in enumerate(cells):
+                    if (ms != 0) if k < free_steps else (ms <= 0):
+                        fix = "must be 0 where nothing is drafted, and positive elsewhere"
+                        raise Refusal(f"{name}.{c}.{b}.{k}", ms, fix)
+
+    def refuse_foreign(self, key: CostKey, *, max_steps: int) -> None:
+        """Checks that the table speaks of `key` and reaches `max_steps` drafts per row.
+
+        Raises:
+            ConfigError: one problem of every field that differs, with the two values.
+        """
+        problems = [
+            f"key.{name}={mine!r}, but {here!r} runs here"
+            for name, mine, here in _differences(self.key, key)
+        ]
+        if self.num_steps[-1] < max_steps:
+            problems.append(f"num_steps={list(self.num_steps)}, but {max_steps} are wanted here")
+        if problems:
+            raise ConfigError(f"{'; '.join(problems)}: {_WAY_OUT}")
+
+
+def load_cost_table(path: Path) -> CostTable:
+    """The table in a JSON file.
+
+    Raises:
+        ConfigError: unreadable, not JSON, of another version, or anything in it is not a cost.
+    """
+    try:
+        content = _parse_json(read_text(path))
+        version = content.get("version", FORMAT_VERSION)
+        if version != FORMAT_VERSION:  # nothing else in it means what it says here
+            raise ConfigError(f"version={version!r}, but format {FORMAT_VERSION} is read here")
+        return judge(CostTable, content)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {'; '.join(error.problems)}: {_WAY_OUT}") from None
+
+
+def write_cost_table(table: CostTable, path: Path) -> None:
+    """Writes the table, folder included; a reader meets the old file or the new one, whole.
+
+    Raises:
+        OSError: the place can not be written.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # Replicas that start together may write the same table at once.
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        draft.write_text(table.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
+
+
+def _parse_json(text: str) -> dict[str, object]:
+    try:
+        content = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"not valid JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"holds {content!r:.40}, no object of cost table fields")
+    return content
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a number")
+
+
+def _as_tuples(value: object) -> object:
+    """Lists of lists as tuples of tuples: strict models take nothing else."""
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
+
+
+def _check_grid(name: str, values: Sequence[int], at_least: int) -> None:
+    ascending = all(a < b for a, b in pairwise(values))
+    if not values or values[0] < at_least or not ascending:
+        raise Refusal(name, list(values), f"must ascend strictly from at least {at_least}")
+
+
+def _check_length(name: str, found: Sequence[object], grid: Sequence[int]) -> None:
+    if len(found) != len(grid):
+        raise Refusal(f"len({name})", len(found), f"must be {len(grid)}, one per value of its grid")
+
+
+def _differences(mine: CostKey, theirs: CostKey) -> Iterator[tuple[str, object, object]]:
+    for name in CostKey.model_fields:
+        values = getattr(mine, name), getattr(theirs, name)
+        if values[0] != values[1]:
+            yield name, *values

@@ -1,0 +1,103 @@
+"""What a policy is asked before a round and told after it. Columns: one entry per decode row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeBatch:
+    """The decode rows of the next round; prefill rows are not among them.
+
+    Columns instead of row objects: a policy looks at hundreds of rows in a few microseconds.
+    """
+
+    request_ids: Sequence[str]
+    max_steps: Sequence[int]
+    """Most drafts each row can use: the request's own limit, and one less than its tokens to go."""
+    num_tokens: int
+    """Tokens of all rows together; over `size`, the mean context."""
+    num_sampled: int
+    """Rows that sample (temperature > 0): each of their drawn tokens costs noise."""
+    max_draft_tokens: int
+    """Drafts the whole round can afford: its token budget and the free pages."""
+
+    @property
+    def size(self) -> int:
+        """Decode rows: the batch size."""
+        return len(self.request_ids)
+
+    @property
+    def context(self) -> float:
+        """Mean tokens per row."""
+        return self.num_tokens / len(self.request_ids) if self.request_ids else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class RoundNotes:
+    """What a policy thinks of its answer. For metrics: nothing decides by it."""
+
+    is_probe: bool = False
+    """Taken to learn something, not because it pays."""
+    predicted_ms: float | None = None
+    """What the round should take; None without costs."""
+    slot: str | None = None
+    """Batch-size slot of a policy that keeps an average per slot."""
+    ema_accept_length: float | None = None
+    """That average when the round was chosen: correct drafts per row."""
+
+
+NO_NOTES = RoundNotes()
+
+
+@dataclass(frozen=True, slots=True)
+class RoundSteps:
+    """A policy's answer: the tier, and how much of it each row uses (None: all of it, every row).
+
+    A row never drafts more than its `max_steps`, whatever is asked.
+    """
+
+    num_steps: int
+    row_steps: Sequence[int] | None = None
+    notes: RoundNotes = field(default=NO_NOTES, compare=False)
+
+
+@dataclass(frozen=True, slots=True)
+class RoundTimes:
+    """Milliseconds of one round: its stages, and the whole of it with the host's share."""
+
+    draft_ms: float
+    verify_ms: float
+    round_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRound:
+    """What became of a round.
+
+    The three columns hold the live rows: those that go on. Rows that finished are left out, for
+    what is drafted past a stop says nothing about the text. The sums are over all decode rows.
+    """
+
+    num_steps: int
+    """The tier that produced it, which need not be the active one any more."""
+    batch_size: int
+    num_tokens: int
+    """Context tokens of all decode rows, as asked."""
+    num_sampled: int
+    request_ids: Sequence[str]
+    row_steps: Sequence[int]
+    """Drafts really verified."""
+    num_correct_drafts: Sequence[int]
+    """As the target judged them, before any stop."""
+    num_drafting: int
+    """Rows that drafted at all."""
+    deepest: int
+    """Drafts of the row that drafted most."""
+    num_draft_tokens: int
+    num_output_tokens: int
+    num_catch_up: int
+    """Draft entries made up before drafting: a few per row, or all of a prompt."""
+    times: RoundTimes | None
+    """None when prefill rows shared the round: its time says nothing about decoding."""

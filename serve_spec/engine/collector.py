@@ -1,0 +1,256 @@
+"""What speculation is worth here and now, kept from what rounds report; for operators to read.
+
+Two spans: a sliding window of the last rounds, and everything since start. Time is engine time,
+the sum of what rounds took, so an idle engine forgets nothing.
+
+Speeds are compared like with like: rounds without prompts, of one range of batch sizes (a power of
+two up to the next), per row. Drafting rounds are those that verified drafts, plain ones those at
+tier 0; a round of a higher tier in which no row could draft is neither.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from serve_spec.metrics import StepStats, batch_size_bucket
+
+WINDOW_ROUNDS = 1024
+WINDOW_S = 60.0
+SPEED_ROUNDS = 128
+"""Rounds a speed is averaged over. A plain round every hundred or so keeps the comparison alive."""
+
+
+@dataclass
+class RoundSums:
+    """Sums over rounds that decode. Times, but for `busy_ms`, of rounds without prompts alone."""
+
+    rounds: int = 0
+    rows: int = 0
+    output_tokens: int = 0
+    draft_tokens: int = 0
+    correct_drafts: int = 0
+    probe_rounds: int = 0
+    busy_ms: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    step_ms: float = 0.0
+
+    def add(self, stats: StepStats) -> None:
+        """Counts one round."""
+        self.rounds += 1
+        self.rows += stats.batch_size
+        self.output_tokens += stats.num_output_tokens
+        self.draft_tokens += stats.num_draft_tokens
+        self.correct_drafts += stats.num_correct_drafts
+        self.probe_rounds += stats.is_probe
+        self.busy_ms += stats.step_ms
+        if stats.decodes_only:
+            self.draft_ms += stats.draft_ms
+            self.verify_ms += stats.verify_ms
+            self.step_ms += stats.step_ms
+
+    def snapshot(self) -> dict[str, object]:
+        """The sums as rates and shares; None where there is nothing to divide by."""
+        models_ms = self.draft_ms + self.verify_ms
+        return {
+            "rounds": self.rounds,
+            "busy_s": round(self.busy_ms / 1e3, 3),
+            "accept_rate": _ratio(self.correct_drafts, self.draft_tokens),
+            "tokens_per_step": _ratio(self.output_tokens, self.rows),
+            "probe_share": _ratio(self.probe_rounds, self.rounds),
+            "overhead_ratio": _ratio(self.draft_ms, models_ms),
+            # Stages overlap where a device works while the host does.
+            "host_share": _ratio(max(0.0, self.step_ms - models_ms), self.step_ms),
+        }
+
+
+class RecentSpeed:
+    """Speed of the last rounds without prompts of one kind."""
+
+    def __init__(self) -> None:
+        self._rounds: deque[tuple[int, float, float]] = deque(maxlen=SPEED_ROUNDS)
+        self._tokens, self._ms, self._row_ms = 0, 0.0, 0.0
+
+    def add(self, stats: StepStats) -> None:
+        """Counts one round; the oldest makes room."""
+        if len(self._rounds) == SPEED_ROUNDS:
+            self._sum(*self._rounds[0], sign=-1)
+        entry = stats.num_output_tokens, stats.step_ms, stats.step_ms * stats.batch_size
+        self._rounds.append(entry)
+        self._sum(*entry, sign=1)
+
+    def _sum(self, tokens: int, ms: float, row_ms: float, *, sign: int) -> None:
+        self._tokens += sign * tokens
+        self._ms += sign * ms
+        self._row_ms += sign * row_ms
+
+    @property
+    def tokens_per_ms(self) -> float | None:
+        """Of the whole batch; None before the first round."""
+        return self._tokens / self._ms if self._ms > 0 else None
+
+    @property
+    def tokens_per_row_ms(self) -> float | None:
+        """Of one row, so that neighbouring batch sizes compare; None before the first round."""
+        return self._tokens / self._row_ms if self._row_ms > 0 else None
+
+
+class BucketSpeed:
+    """Speeds of one range of batch sizes: by tier, and of all drafting rounds together."""
+
+    def __init__(self) -> None:
+        self.by_num_steps: dict[int, RecentSpeed] = {}
+        self.drafting = RecentSpeed()
+
+    def add(self, stats: StepStats) -> None:
+        """Counts one round without prompts."""
+        if stats.num_draft_tokens:
+            self.drafting.add(stats)
+        elif stats.num_steps:
+            return
+        self.by_num_steps.setdefault(stats.num_steps, RecentSpeed()).add(stats)
+
+    @property
+    def plain_tokens_per_row_ms(self) -> float | None:
+        """Measured speed of one row without drafts; None before the first such round."""
+        plain = self.by_num_steps.get(0)
+        return None if plain is None else plain.tokens_per_row_ms
+
+    @property
+    def speedup(self) -> float | None:
+        """Drafting over plain, both measured; None until both were."""
+        drafting, plain = self.drafting.tokens_per_row_ms, self.plain_tokens_per_row_ms
+        return None if drafting is None or plain is None else drafting / plain
+
+    def snapshot(self) -> dict[str, object]:
+        """Speedup, and the batch's tokens per ms at every tier it ran at."""
+        speeds = sorted(self.by_num_steps.copy().items())
+        return {
+            "effective_speedup": _rounded(self.speedup),
+            "tokens_per_ms": {str(k): _rounded(speed.tokens_per_ms) for k, speed in speeds},
+        }
+
+
+class MetricsCollector:
+    """Takes every round's figures (a `MetricsSink`) and answers for the recent ones and for all.
+
+    A round costs a few additions; what needs sorting waits for `snapshot`. Memory: the figures of
+    `window_rounds` rounds and, per range of batch sizes and tier, three numbers for each of
+    `SPEED_ROUNDS`. One thread observes; any may read.
+
+    window_rounds, window_s: the window ends at whichever is reached first; seconds of engine time.
+    """
+
+    def __init__(self, window_rounds: int = WINDOW_ROUNDS, window_s: float = WINDOW_S) -> None:
+        self.window_s = window_s
+        self._clock_ms = 0.0
+        self._window: deque[tuple[float, StepStats]] = deque(maxlen=window_rounds)
+        self._since_start = RoundSums()
+        self._buckets: dict[int, BucketSpeed] = {}
+
+    def observe(self, stats: StepStats) -> None:
+        """Records a round. One that decodes nothing only passes time."""
+        self._clock_ms += stats.step_ms
+        # Before the window: a reader that sees the round there finds its bucket.
+        if stats.decodes_only:
+            bucket = batch_size_bucket(stats.batch_size)
+            self._buckets.setdefault(bucket, BucketSpeed()).add(stats)
+        if stats.batch_size:
+            self._window.append((self._clock_ms, stats))
+            self._since_start.add(stats)
+        while self._window and self._window[0][0] < self._clock_ms - self.window_s * 1e3:
+            self._window.popleft()
+
+    def speedup(self, batch_size: int) -> float | None:
+        """Measured speed of drafting over plain rounds near this batch size; None: not known."""
+        bucket = self._buckets.get(batch_size_bucket(batch_size)) if batch_size else None
+        return None if bucket is None else bucket.speedup
+
+    def snapshot(self) -> dict[str, object]:
+        """Everything it knows, JSON-able; what is not known (yet) is None.
+
+            accept_rate        drafts kept and emitted per draft verified, 0..1
+            tokens_per_step    tokens a row emits in a round: correct drafts and the final token
+            overhead_ratio     drafting / (drafting + verification), in time
+            host_share         time of rounds in which neither model ran
+            effective_speedup  time plain rounds would have taken for the tokens of the window's
+                               drafting rounds, over the time those took; both sides measured
+
+        Means weigh every draft (row, millisecond) alike; a p50 is over rounds.
+        """
+        # One call in C each, so the engine's thread can not change them half way through.
+        rounds = [stats for _, stats in tuple(self._window)]
+        buckets = self._buckets.copy()
+        return {
+            "effective_speedup": _rounded(_speedup(rounds, buckets)),
+            "window": _window_snapshot(rounds),
+            "since_start": self._since_start.snapshot(),
+            "by_batch_size": {str(size): b.snapshot() for size, b in sorted(buckets.items())},
+        }
+
+
+def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
+    sums = RoundSums()
+    for stats in rounds:
+        sums.add(stats)
+    pure = [stats for stats in rounds if stats.decodes_only]
+    tiers = sorted({stats.num_steps for stats in pure})
+    return {
+        **sums.snapshot(),
+        "accept_rate_p50": _median(
+            s.num_correct_drafts / s.num_draft_tokens for s in rounds if s.num_draft_tokens
+        ),
+        "tokens_per_step_p50": _median(s.num_output_tokens / s.batch_size for s in rounds),
+        "measured_to_predicted_ms": _measured_to_predicted(pure),
+        "by_num_steps": {
+            str(tier): _tier_times([s for s in pure if s.num_steps == tier]) for tier in tiers
+        },
+    }
+
+
+def _tier_times(rounds: list[StepStats]) -> dict[str, object]:
+    """Milliseconds of one tier's rounds without prompts."""
+    times = {
+        "draft_ms": [s.draft_ms for s in rounds],
+        "verify_ms": [s.verify_ms for s in rounds],
+        "step_ms": [s.step_ms for s in rounds],
+    }
+    summary = {
+        name: {"mean": _rounded(statistics.fmean(values)), "p50": _median(values)}
+        for name, values in times.items()
+    }
+    return {"rounds": len(rounds), **summary}
+
+
+def _measured_to_predicted(pure: list[StepStats]) -> float | None:
+    foreseen = [(s.step_ms, s.predicted_ms) for s in pure if s.predicted_ms is not None]
+    return _ratio(sum(ms for ms, _ in foreseen), sum(predicted for _, predicted in foreseen))
+
+
+def _speedup(rounds: list[StepStats], buckets: dict[int, BucketSpeed]) -> float | None:
+    drafting_ms = plain_ms = 0.0
+    for stats in rounds:
+        if not (stats.decodes_only and stats.num_draft_tokens):
+            continue
+        plain = buckets[batch_size_bucket(stats.batch_size)].plain_tokens_per_row_ms
+        if plain:
+            drafting_ms += stats.step_ms
+            plain_ms += stats.num_output_tokens / (plain * stats.batch_size)
+    return plain_ms / drafting_ms if drafting_ms else None
+
+
+def _median(values: Iterable[float]) -> float | None:
+    known = list(values)
+    return _rounded(statistics.median(known)) if known else None
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return _rounded(part / whole) if whole else None
+
+
+def _rounded(value: float | None) -> float | None:
+    """To five significant digits: a speed may be far below one."""
+    return None if value is None else float(f"{value:.5g}")

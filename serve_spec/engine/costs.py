@@ -1,0 +1,193 @@
+"""Where the goodput policy's costs come from: a file that is named, one kept, or a measurement."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from functools import cache
+from pathlib import Path
+
+import torch
+
+import serve_spec
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.cost_table import (
+    FORMAT_VERSION,
+    CostKey,
+    CostTable,
+    load_cost_table,
+    write_cost_table,
+)
+from serve_spec.engine.profile import MeasuredCosts
+from serve_spec.log import get_logger
+from serve_spec.worker.worker import SpecWorker
+
+logger = get_logger(__name__)
+
+# The rooms whose code decides what a round costs.
+_ROUND_ROOMS = (
+    "attention",
+    "drafters",
+    "kvcache",
+    "layers",
+    "models",
+    "ops",
+    "runtime",
+    "verify",
+    "worker",
+)
+_WEIGHT_FILES = ("*.safetensors", "*.bin")
+# Names and shapes stand at the head of a weights file, and its size says the rest.
+_HEAD_BYTES = 1 << 16
+_HASH_LENGTH = 16
+
+
+def obtain_costs(
+    key: CostKey,
+    *,
+    path: Path | None,
+    max_batch_size: int,
+    max_steps: int,
+    measure: Callable[[], MeasuredCosts],
+) -> CostTable | None:
+    """The costs of rounds here: loaded from `path`, else kept from an earlier start, else measured.
+
+    A file that is corrupt or of another setting is passed over with a warning; what was measured
+    is kept under `$SERVE_SPEC_CACHE` (default ~/.cache/serve_spec). None, with a warning, if
+    measuring fails: nobody should be refused a text for want of a table.
+
+    Args:
+        path: `speculative_cost_table`; None: whatever was kept.
+        max_batch_size: with `max_steps`, the grid that `measure` covers.
+    """
+    started = time.perf_counter()
+    kept = _cache_file(key, max_batch_size, max_steps)
+    for file in (path, kept if os.path.exists(kept) else None):
+        table = None if file is None else _load(file, key, max_steps)
+        if table is not None:
+            seconds = time.perf_counter() - started
+            logger.info("costs: read from %s in %.2f s", file, seconds)
+            return table
+    try:
+        table = as_table(key, measure())
+    except Exception as error:  # whatever a device can come up with
+        logger.warning("costs: can not be measured here: %s: %s", type(error).__name__, error)
+        return None
+    is_kept = _keep(table, kept)
+    logger.info(
+        "costs: measured in %.1f s, %d of %d cells extrapolated; %s",
+        table.measured_s,
+        len(table.extrapolated),
+        len(table.batch_sizes) * len(table.num_steps),
+        f"kept in {kept}" if is_kept else "not kept",
+    )
+    return table
+
+
+def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
+    """What was measured, and on what."""
+    # Nothing is captured: a batch costs what it costs, not what the next captured size does.
+    return CostTable(version=FORMAT_VERSION, key=key, padded=False, **dataclasses.asdict(costs))
+
+
+def cost_key(config: ServeSpecConfig, worker: SpecWorker) -> CostKey:
+    """What the costs of this worker's rounds depend on."""
+    draft = config.speculative.speculative_draft_model_path
+    backend = config.model.attention_backend
+    return CostKey(
+        hardware=_hardware(worker.device),
+        threads=torch.get_num_threads(),
+        target=fingerprint(config.model.path),
+        draft="" if draft is None else fingerprint(draft),
+        algorithm=config.speculative.speculative_algorithm,
+        dtype=_dtype_name(worker.target.pool.keys.dtype),
+        draft_dtype="" if worker.drafter is None else _dtype_name(worker.drafter.dtype),
+        tensor_parallel_size=config.model.tensor_parallel_size,
+        attention_backend="torch" if backend == "auto" else backend,
+        code=code_version(),
+    )
+
+
+def fingerprint(checkpoint: Path) -> str:
+    """A short hash of a checkpoint's config and of its weights files' names, sizes and heads."""
+    hashed = hashlib.sha256()
+    for pattern in ("config.json", *_WEIGHT_FILES):
+        for file in sorted(checkpoint.glob(pattern)):
+            _add(hashed, [file.name.encode(), str(file.stat().st_size).encode()])
+            with file.open("rb") as content:
+                _add(hashed, [content.read(_HEAD_BYTES)])
+    return hashed.hexdigest()[:_HASH_LENGTH]
+
+
+@cache
+def code_version() -> str:
+    """Versions of this package and of torch, and a short hash of the code that shapes a round."""
+    package = Path(serve_spec.__file__).parent
+    hashed = hashlib.sha256()
+    for room in _ROUND_ROOMS:
+        for file in sorted((package / room).rglob("*.py")):
+            _add(hashed, [file.relative_to(package).as_posix().encode(), file.read_bytes()])
+    digest = hashed.hexdigest()[:_HASH_LENGTH]
+    return f"{serve_spec.__version__}-{digest}, torch {torch.__version__}"
+
+
+def _add(hashed: hashlib._Hash, parts: Iterable[bytes]) -> None:
+    """With lengths, so that no two lists of parts run together to the same bytes."""
+    for part in parts:
+        hashed.update(len(part).to_bytes(8, "big") + part)
+
+
+def _load(file: Path, key: CostKey, max_steps: int) -> CostTable | None:
+    try:
+        table = load_cost_table(file)
+        table.refuse_foreign(key, max_steps=max_steps)
+    except ConfigError as error:
+        logger.warning("costs: not used: %s: %s", file, str(error).removeprefix(f"{file}: "))
+        return None
+    return table
+
+
+def _keep(table: CostTable, file: Path) -> bool:
+    try:
+        write_cost_table(table, file)
+    except OSError as error:
+        logger.warning("costs: can not be kept for the next start: %s", error)
+        return False
+    return True
+
+
+def _cache_file(key: CostKey, max_batch_size: int, max_steps: int) -> Path:
+    """One file for each setting and grid."""
+    setting = f"{FORMAT_VERSION} {max_batch_size} {max_steps} {key.model_dump_json()}"
+    name = hashlib.sha256(setting.encode()).hexdigest()[:_HASH_LENGTH]
+    return _cache_folder() / "costs" / f"{name}.json"
+
+
+def _cache_folder() -> Path:
+    try:
+        return Path(os.environ.get("SERVE_SPEC_CACHE") or "~/.cache/serve_spec").expanduser()
+    except RuntimeError:  # a user without a home
+        return Path(tempfile.gettempdir()) / "serve_spec"
+
+
+def _hardware(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
+
+
+def _cpu_name() -> str:
+    """The model as the system calls it, and its cores."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,272 @@
+"""Measures what rounds cost by running them: the real worker on synthetic plans.
+
+Before the first request, so there is nothing to harm: what the plans leave in the caches is
+garbage, and every page is written anew before a sequence reads it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import median, median_low
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from serve_spec.config.cost_table import Grid
+from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.engine.cost_grid import (
+    Milliseconds,
+    batch_grid,
+    context_grid,
+    fill_missing,
+    step_grid,
+)
+from serve_spec.engine.synthetic import Cell, SyntheticPlans
+
+WARM_UP_RUNS = 3
+MEASURED_RUNS = 5
+
+_TABLE_SHARE = 0.85
+"""Of the budget; the rest measures what sampling adds."""
+_SAMPLED_CELLS = 3
+_SAMPLED_PAIRS = 5
+_TEMPERATURE = 0.8
+
+
+class RunsRounds(Protocol):
+    """What is measured: a `SpecWorker`."""
+
+    vocab_size: int
+
+    @property
+    def tiers(self) -> Collection[int]:
+        """Numbers of steps a plan may have."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a round."""
+        ...
+
+
+@dataclass(frozen=True)
+class MeasuredCosts:
+    """What a `CostTable` holds beside its key; see there."""
+
+    batch_sizes: tuple[int, ...]
+    num_steps: tuple[int, ...]
+    contexts: tuple[int, int]
+    draft_ms: Grid
+    verify_ms: Grid
+    sampled_row_ms: float
+    extrapolated: tuple[tuple[int, int], ...]
+    measured_s: float
+
+
+def measure_costs(
+    worker: RunsRounds,
+    *,
+    page_size: int,
+    num_pages: int,
+    max_batch_size: int,
+    max_steps: int,
+    max_num_rows: int,
+    max_model_len: int,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+    progress: Callable[[float], None] = lambda share: None,
+) -> MeasuredCosts:
+    """Runs rounds of every size for up to `budget_s` seconds and takes medians.
+
+    Batch sizes that do not fit even with short texts and no drafts are left out; other rounds that
+    do not fit the pages, `max_num_rows` or the budget are extrapolated.
+
+    Args:
+        max_num_rows: most rows of one target forward.
+        max_model_len: most tokens of a sequence.
+        progress: told the share of the budget that is spent.
+
+    Raises:
+        ValueError: lengths, pages or budget leave nothing to measure.
+    """
+    started = clock()
+    room = _Room(page_size, num_pages, max_num_rows, max_model_len)
+    steps = step_grid(worker.tiers, max_steps)
+    contexts = room.contexts(steps[-1])
+    sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, 0))]
+    cells = [Cell(c, b, k) for c in contexts for b in sizes for k in steps]
+    profiler = _Profiler(worker, SyntheticPlans(page_size, worker.vocab_size), clock)
+    for _ in profiler.sweeps(
+        list(filter(room.holds, cells)), until=started + _TABLE_SHARE * budget_s
+    ):
+        progress((clock() - started) / budget_s)
+    draft, verify = profiler.tables(contexts, sizes, steps)
+    if np.isfinite(verify[0, 0]).sum() < min(2, len(steps)):
+        raise ValueError(
+            f"budget_s={budget_s!r}, max_num_rows={max_num_rows}: not one round with drafts could "
+            "be measured; raise them"
+        )
+    sampled_row_ms = profiler.sampled_row_ms(until=started + budget_s)
+    progress(1.0)
+    missing = np.argwhere(np.isnan(verify).any(axis=0))
+    return MeasuredCosts(
+        batch_sizes=tuple(sizes),
+        num_steps=tuple(steps),
+        contexts=contexts,
+        draft_ms=_as_grid(fill_missing(draft, sizes, steps)),
+        verify_ms=_as_grid(fill_missing(verify, sizes, steps)),
+        sampled_row_ms=round(sampled_row_ms, 6),
+        extrapolated=tuple((sizes[b], steps[k]) for b, k in missing),
+        measured_s=round(clock() - started, 3),
+    )
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What the engine has room for."""
+
+    page_size: int
+    num_pages: int
+    max_num_rows: int
+    max_model_len: int
+
+    def contexts(self, max_steps: int) -> tuple[int, int]:
+        """A short and a long text that leave room for drafts. Raises ValueError if none does."""
+        longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
+        short, long = context_grid(longest)
+        if short <= Cell(short, 1, max_steps).num_catch_up:
+            raise ValueError(
+                f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
+                f"page_size={self.page_size}: too short for {max_steps} steps; raise them, or "
+                "lower the steps"
+            )
+        return short, long
+
+    def holds(self, cell: Cell) -> bool:
+        """Whether the round fits."""
+        pages = cell.num_pages(self.page_size)
+        return pages <= self.num_pages and cell.num_rows <= self.max_num_rows
+
+
+class _Run(NamedTuple):
+    """What one execution took."""
+
+    draft_ms: float
+    verify_ms: float
+    wall_s: float
+
+
+class _Profiler:
+    """Runs cells while there is time, and keeps what every run took."""
+
+    def __init__(
+        self, worker: RunsRounds, plans: SyntheticPlans, clock: Callable[[], float]
+    ) -> None:
+        self._worker = worker
+        self._plans = plans
+        self._clock = clock
+        self._runs: dict[Cell, list[_Run]] = {}
+
+    def sweeps(self, cells: list[Cell], until: float) -> Iterator[None]:
+        """Measures the cells in sweeps; yields after each.
+
+        A sweep runs all rounds of one batch size once, so that a noisy moment hits every number of
+        steps alike. First come the plain rounds of all sizes. Then every batch size gets about
+        the same time: small ones many sweeps, large ones few. Where time is short even for that,
+        the largest are cut short.
+        """
+        by_size: dict[int, list[Cell]] = {}
+        for cell in cells:
+            by_size.setdefault(cell.batch_size, []).append(cell)
+        plain = [same_size[0] for same_size in by_size.values()]
+        # Whatever runs first pays for the start of libraries: nothing may be judged by that.
+        self._sweep(plain[:1] * WARM_UP_RUNS, until)
+        self._sweep(plain[1:], until)
+        yield
+        while by_size:
+            size = min(by_size, key=lambda size: self._turn_s(by_size[size]))
+            if self._sweep(by_size[size], until):
+                yield
+            else:
+                del by_size[size]
+
+    def _sweep(self, cells: list[Cell], until: float) -> bool:
+        """Runs every cell once that is not done and fits the time; whether any did."""
+        before = sum(map(len, self._runs.values()))
+        for cell in cells:
+            is_done = len(self._runs.get(cell, ())) >= WARM_UP_RUNS + MEASURED_RUNS
+            if not is_done and self._clock() + self._expected_s(cell) <= until:
+                self._runs.setdefault(cell, []).append(self._run(cell, temperature=0.0))
+        return sum(map(len, self._runs.values())) > before
+
+    def _turn_s(self, cells: list[Cell]) -> float:
+        """The lowest is next: time spent, and part of what is due, so that dear ones wait a bit."""
+        spent = sum(run.wall_s for cell in cells for run in self._runs.get(cell, ()))
+        return spent + sum(map(self._expected_s, cells)) / 4
+
+    def _expected_s(self, cell: Cell) -> float:
+        """What a run takes: as before, or at most in proportion to a smaller round; 0: unknown."""
+        if cell in self._runs:
+            return min(run.wall_s for run in self._runs[cell])
+        bounds = [
+            min(run.wall_s for run in runs)
+            * (cell.num_rows / known.num_rows)
+            * (cell.context / known.context)
+            for known, runs in self._runs.items()
+            if all(a <= b for a, b in zip(known, cell, strict=True))
+        ]
+        return min(bounds, default=0.0)
+
+    def _run(self, cell: Cell, temperature: float) -> _Run:
+        plan = self._plans.plan(cell, temperature)
+        started = self._clock()
+        result = self._worker.execute(plan)
+        return _Run(result.draft_ms, result.verify_ms, self._clock() - started)
+
+    def tables(
+        self, contexts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
+    ) -> tuple[Milliseconds, Milliseconds]:
+        """Medians of drafting and of verification; NaN where nothing ran.
+
+        The lower one of two: noise only ever adds.
+        """
+        draft = np.full((len(contexts), len(sizes), len(steps)), np.nan)
+        verify = draft.copy()
+        draft[:, :, 0] = 0.0  # a glance that finds nothing to draft
+        for cell, runs in self._runs.items():
+            kept = runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
+            at = (
+                contexts.index(cell.context),
+                sizes.index(cell.batch_size),
+                steps.index(cell.num_steps),
+            )
+            verify[at] = median_low(run.verify_ms for run in kept)
+            if cell.num_steps:
+                draft[at] = median_low(run.draft_ms for run in kept)
+        return draft, verify
+
+    def sampled_row_ms(self, until: float) -> float:
+        """What sampling adds to one verified row: a median over some cells.
+
+        0 where there is no time for a pair of rounds; rounds that run correct it.
+        """
+        # Jitter grows with a run's length, what is looked for with its rows, pairs are the fewer
+        # the longer they are: this finds the cells that tell most in the time there is.
+        cells = sorted(self._runs, key=lambda cell: self._expected_s(cell) ** 1.5 / cell.num_rows)
+        greedy: dict[Cell, float] = {}
+        sampled: dict[Cell, float] = {}
+        for cell in cells[:_SAMPLED_CELLS] * _SAMPLED_PAIRS:
+            # A sampled round may take twice as long as a greedy one.
+            if self._clock() + 3 * self._expected_s(cell) <= until:
+                for best, temperature in ((greedy, 0.0), (sampled, _TEMPERATURE)):
+                    verify_ms = self._run(cell, temperature).verify_ms
+                    best[cell] = min(verify_ms, best.get(cell, verify_ms))
+        extra = [(sampled[cell] - greedy[cell]) / cell.num_rows for cell in sampled]
+        return max(0.0, median(extra)) if extra else 0.0
+
+
+def _as_grid(ms: Milliseconds) -> Grid:
+    return tuple(
+        tuple(tuple(round(float(cell), 6) for cell in cells) for cells in rows) for rows in ms
+    )

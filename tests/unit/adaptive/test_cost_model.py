@@ -1,0 +1,370 @@
+"""What rounds cost, and how rounds that ran correct it."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.cost_model import GAIN, LARGEST_FACTOR, CostModel
+from serve_spec.config.cost_table import CostKey, CostTable
+
+KEY = CostKey(
+    hardware="a processor",
+    threads=1,
+    target="0",
+    draft="1",
+    algorithm="EAGLE3",
+    dtype="float32",
+    draft_dtype="float32",
+    tensor_parallel_size=1,
+    attention_backend="torch",
+    code="1",
+)
+SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
+SAMPLED_ROW_MS = 0.1
+ONE_STEP = 2.0**GAIN * (1 + 1e-9)
+
+
+def draft_ms(batch_size: int, steps: int, context: float) -> float:
+    return steps * (1.0 + 0.02 * batch_size) + 0.001 * context if steps else 0.0
+
+
+def verify_ms(batch_size: int, steps: float, context: float) -> float:
+    return 6.0 + 0.4 * batch_size * (steps + 1) + 0.0005 * context * batch_size
+
+
+def model(padded: bool = False, **changes: Any) -> CostModel:
+    """A model of the two formulas above."""
+    grids = {
+        name: tuple(tuple(tuple(truth(b, k, c) for k in STEPS) for b in SIZES) for c in CONTEXTS)
+        for name, truth in (("draft_ms", draft_ms), ("verify_ms", verify_ms))
+    }
+    table = {
+        "version": 1,
+        "key": KEY,
+        "batch_sizes": SIZES,
+        "num_steps": STEPS,
+        "contexts": CONTEXTS,
+        "sampled_row_ms": SAMPLED_ROW_MS,
+        "padded": padded,
+        "extrapolated": (),
+        "measured_s": 1.0,
+        **grids,
+        **changes,
+    }
+    return CostModel(CostTable(**table))
+
+
+def round_of(batch_size: int, num_steps: int, **times: float) -> dict[str, Any]:
+    """Arguments of `observe` for a round in which every row drafts `num_steps`."""
+    return {
+        "batch_size": batch_size,
+        "num_steps": num_steps,
+        "num_rows": batch_size * (1 + num_steps),
+        "num_drafting": batch_size if num_steps else 0,
+        "context": 128.0,
+        "num_sampled": 0,
+        **times,
+    }
+
+
+def run(
+    costs: CostModel,
+    batch_size: int,
+    num_steps: int,
+    slower: float = 1.0,
+    draft_slower: float = 1.0,
+    host: float = 0.0,
+) -> bool:
+    """Observes one round that takes the truth times a factor."""
+    draft = draft_ms(batch_size, num_steps, 128) * slower * draft_slower
+    verify = verify_ms(batch_size, num_steps, 128) * slower
+    times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify + host}
+    return costs.observe(**round_of(batch_size, num_steps, **times))
+
+
+SIZE = st.integers(1, 40)
+CONTEXT = st.floats(1, 5000)
+
+
+@given(SIZE, CONTEXT, st.integers(0, 40))
+def test_the_verify_curve_has_an_entry_for_every_number_of_drafts_and_rises(
+    batch_size: int, context: float, num_sampled: int
+) -> None:
+    curve = model().verify_curve(batch_size, context, min(num_sampled, batch_size))
+    assert curve.shape == (batch_size * 7 + 1,)
+    assert np.all(np.diff(curve) >= -1e-9)
+
+
+@given(SIZE, CONTEXT)
+def test_a_round_of_equal_rows_costs_what_its_curves_say(batch_size: int, context: float) -> None:
+    costs = model()
+    draft = costs.draft_curve(batch_size, context)
+    verify = costs.verify_curve(batch_size, context, 0)
+    assert draft.shape == (8,)
+    assert draft[0] == 0
+    for steps in range(8):
+        whole = costs.round_ms(batch_size, steps, batch_size * (1 + steps), context, 0)
+        assert whole == pytest.approx(draft[steps] + verify[batch_size * steps])
+        assert costs.draft_ms(batch_size, steps, context) == draft[steps]
+
+
+def test_measured_points_are_exact_and_points_between_them_on_lines() -> None:
+    costs = model()
+    for b in SIZES:
+        for c in CONTEXTS:
+            verify, draft = costs.verify_curve(b, c, 0), costs.draft_curve(b, c)
+            for k in STEPS:
+                assert verify[b * k] == verify_ms(b, k, c)
+                assert draft[k] == draft_ms(b, k, c)
+    # 3 rows, between the sizes 2 and 4; 10 drafts, between 3 and 4 for each; a context between.
+    assert costs.verify_curve(3, 320, 0)[10] == pytest.approx(verify_ms(3, 10 / 3, 320))
+
+
+def test_each_sampled_row_adds_its_price_for_every_row_it_verifies() -> None:
+    costs = model()
+    greedy, sampled = (costs.verify_curve(4, 128, n) for n in (0, 3))
+    rows = np.arange(4, 4 * 8 + 1)
+    assert sampled - greedy == pytest.approx(SAMPLED_ROW_MS * rows * 3 / 4)
+
+
+def test_nobody_drafting_costs_nothing() -> None:
+    costs = model()
+    assert costs.draft_ms(0, 3, 128) == 0
+    assert costs.round_ms(4, 3, 4, 128, 0) == pytest.approx(verify_ms(4, 0, 128))
+
+
+def test_rows_that_stop_drafting_early_make_a_chain_cheaper_by_their_share() -> None:
+    """Of 4 rows all draft once, two twice, one three times: 7 drafts."""
+    costs = model()
+    step_ms = [1.0 + 0.02 * rows for rows in (4, 2, 1)]
+    expected = sum(step_ms) + 0.001 * 128
+    ragged = costs.round_ms(4, 3, 4 + 7, 128, 0)
+    assert ragged - costs.verify_curve(4, 128, 0)[7] == pytest.approx(expected)
+
+
+@given(st.integers(1, 16), st.integers(1, 7), st.data())
+def test_a_ragged_round_costs_no_more_than_a_full_one_of_its_depth(
+    batch_size: int, num_steps: int, data: st.DataObject
+) -> None:
+    costs = model()
+    num_drafting = data.draw(st.integers(1, batch_size))
+    num_drafts = data.draw(st.integers(num_drafting, num_drafting * num_steps))
+    rows = batch_size + num_drafts
+    ragged = costs.round_ms(batch_size, num_steps, rows, 128, 0, num_drafting)
+    full = costs.draft_ms(num_drafting, num_steps, 128)
+    verify = float(costs.verify_curve(batch_size, 128, 0)[num_drafts])
+    assert verify < ragged <= (full + verify) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [(4, 8, 4, None), (4, 3, 3, None), (4, 3, 17, None), (4, 3, 8, 5), (4, 3, 5, 2), (4, -1, 4, 0)],
+)
+def test_rounds_that_can_not_be_are_refused(shape: tuple[int, int, int, int | None]) -> None:
+    batch_size, num_steps, num_rows, num_drafting = shape
+    with pytest.raises(ValueError, match=r"num_(rows|steps)="):
+        model().round_ms(batch_size, num_steps, num_rows, 128, 0, num_drafting)
+
+
+def test_a_padded_batch_pays_for_the_next_size() -> None:
+    costs = model(padded=True)
+    assert costs.draft_curve(5, 128) == pytest.approx(costs.draft_curve(8, 128))
+    five, eight = costs.verify_curve(5, 128, 0), costs.verify_curve(8, 128, 0)
+    assert five[::5] == pytest.approx(eight[::8])
+
+
+@given(
+    truth=st.floats(0.2, 5),
+    draft_truth=st.floats(0.7, 1.4),
+    host=st.floats(0, 5),
+    batch_size=st.integers(1, 16),
+    num_steps=st.integers(0, 7),
+)
+def test_constant_measurements_are_predicted_in_the_end(
+    truth: float, draft_truth: float, host: float, batch_size: int, num_steps: int
+) -> None:
+    costs = model()
+    for _ in range(400):
+        assert run(costs, batch_size, num_steps, truth, draft_truth, host)
+    draft = draft_ms(batch_size, num_steps, 128) * truth * draft_truth
+    verify = verify_ms(batch_size, num_steps, 128) * truth
+    assert costs.draft_ms(batch_size, num_steps, 128) == pytest.approx(draft, rel=0.01)
+    curve = costs.verify_curve(batch_size, 128, 0)
+    assert curve[batch_size * num_steps] == pytest.approx(verify, rel=0.01)
+    assert costs.host_ms(batch_size) == pytest.approx(host, rel=0.01, abs=1e-6)
+
+
+def test_sizes_that_take_turns_are_each_predicted_in_the_end() -> None:
+    costs = model()
+    truths = {(1, 3): 1.3, (4, 3): 0.8, (4, 1): 1.1, (16, 0): 0.9}
+    for _ in range(600):
+        for (batch_size, num_steps), truth in truths.items():
+            run(costs, batch_size, num_steps, truth)
+    for (batch_size, num_steps), truth in truths.items():
+        found = costs.verify_curve(batch_size, 128, 0)[batch_size * num_steps]
+        assert found == pytest.approx(verify_ms(batch_size, num_steps, 128) * truth, rel=0.02)
+
+
+@given(st.floats(0.06, 19), st.floats(0.06, 19), st.integers(0, 7))
+def test_one_outlier_moves_no_factor_by_more_than_its_step(
+    slower: float, draft_slower: float, num_steps: int
+) -> None:
+    costs = model()
+    verify = {b: costs.verify_curve(b, 128, 0) for b in SIZES}
+    draft = {b: costs.draft_curve(b, 128) for b in SIZES}
+    times = {
+        "draft_ms": draft_ms(4, num_steps, 128) * draft_slower,
+        "verify_ms": verify_ms(4, num_steps, 128) * slower,
+    }
+    assert costs.observe(**round_of(4, num_steps, **times, round_ms=sum(times.values())))
+    for b in SIZES:
+        moved = costs.verify_curve(b, 128, 0) / verify[b]
+        assert np.all((moved >= 1 / ONE_STEP) & (moved <= ONE_STEP))
+        moved = costs.draft_curve(b, 128)[1:] / draft[b][1:]
+        assert np.all((moved >= 1 / ONE_STEP) & (moved <= ONE_STEP))
+
+
+def test_a_machine_that_slows_down_moves_tiers_in_use_and_others_alike() -> None:
+    """Half for a single tier; the more tiers and sizes agree, the less is left between them."""
+    slower = 1.5
+
+    def other_over_used(in_use: list[tuple[int, int]]) -> float:
+        costs = model()
+        for _ in range(1000):
+            for batch_size, num_steps in in_use:
+                run(costs, batch_size, num_steps, slower)
+        others = costs.verify_curve(16, 128, 0) / model().verify_curve(16, 128, 0)
+        assert others[0] > 1
+        return float(others[0]) / slower
+
+    one = other_over_used([(4, 3)])
+    several = other_over_used([(4, 3), (4, 2), (2, 3), (8, 3)])
+    assert one == pytest.approx(slower**-0.5, rel=0.01)
+    assert one < several < 1
+    assert several > slower**-0.25
+
+
+def test_an_error_of_one_cell_stays_with_it_when_others_ran_as_predicted() -> None:
+    costs = model()
+    for _ in range(1000):
+        run(costs, 4, 3, 1.5)
+        for num_steps in (0, 1, 2):
+            run(costs, 4, num_steps)
+    elsewhere = costs.verify_curve(16, 128, 0) / model().verify_curve(16, 128, 0)
+    assert 1 <= elsewhere[0] < 1.2
+    four = costs.verify_curve(4, 128, 0) / model().verify_curve(4, 128, 0)
+    assert four[[0, 4, 8, 12]] == pytest.approx([1, 1, 1, 1.5], rel=0.02)
+
+
+@given(st.lists(st.sampled_from([0.06, 0.5, 2.0, 19.0]), max_size=300))
+def test_factors_stay_bounded_whatever_is_measured(ratios: list[float]) -> None:
+    costs = model()
+    plain = costs.verify_curve(4, 128, 0)
+    for ratio in ratios * 3:
+        verify = float(costs.verify_curve(4, 128, 0)[12]) * ratio
+        draft = costs.draft_ms(4, 3, 128) * ratio
+        costs.observe(**round_of(4, 3, draft_ms=draft, verify_ms=verify, round_ms=draft + verify))
+        factor = costs.verify_curve(4, 128, 0) / plain
+        assert np.all((factor <= LARGEST_FACTOR * 1.001) & (factor >= 0.999 / LARGEST_FACTOR))
+
+
+UNUSABLE = {
+    "a time that is not a number": {"verify_ms": math.nan},
+    "an endless time": {"round_ms": math.inf},
+    "a negative time": {"draft_ms": -0.1},
+    "stages longer than the whole": {"round_ms": 12.0},
+    "verification absurdly long": {"verify_ms": 400.0, "round_ms": 450.0},
+    "verification absurdly short": {"verify_ms": 0.5},
+    "drafting absurdly long": {"draft_ms": 90.0, "round_ms": 200.0},
+    "drafting absurdly short": {"draft_ms": 0.1},
+    "a round that slept": {"round_ms": 5000.0},
+}
+
+
+@pytest.mark.parametrize("times", UNUSABLE.values(), ids=UNUSABLE.keys())
+def test_an_unusable_measurement_is_refused_counted_and_changes_nothing(
+    times: dict[str, float],
+) -> None:
+    costs, untouched = model(), model()
+    for other in (costs, untouched):
+        run(other, 4, 3, 1.2, host=0.5)
+    good = {"draft_ms": 3.5, "verify_ms": 13.0, "round_ms": 17.0}
+    assert not costs.observe(**round_of(4, 3, **{**good, **times}))
+    assert costs.snapshot() == untouched.snapshot() | {"num_refused": 1}
+    assert costs.observe(**round_of(4, 3, **good)), "the same round is learned from without it"
+
+
+def test_a_plain_round_teaches_nothing_about_drafting() -> None:
+    costs = model()
+    times = {"draft_ms": 0.02, "verify_ms": verify_ms(4, 0, 128), "round_ms": 8.5}
+    assert costs.observe(**round_of(4, 0, **times))
+    assert costs.draft_curve(4, 128) == pytest.approx(model().draft_curve(4, 128))
+    assert not costs.observe(**round_of(4, 0, **times | {"draft_ms": math.nan}))
+
+
+def test_sizes_that_never_ran_take_the_host_time_of_the_nearest_that_did() -> None:
+    costs = model()
+    assert costs.host_ms(4) == 0
+    run(costs, 2, 1, host=1.0)
+    assert costs.host_ms(1) == costs.host_ms(100) == pytest.approx(1.0)
+    run(costs, 16, 1, host=3.0)
+    assert costs.host_ms(1) == pytest.approx(1.0)
+    assert costs.host_ms(12) == costs.host_ms(100) == pytest.approx(3.0)
+    assert costs.round_ms(16, 0, 16, 128, 0) == pytest.approx(
+        costs.verify_curve(16, 128, 0)[0] + 3.0
+    )
+
+
+def test_the_host_time_forgets_slowly() -> None:
+    costs = model()
+    for _ in range(100):
+        run(costs, 4, 1, host=1.0)
+    run(costs, 4, 1, host=2.0)
+    assert costs.host_ms(4) == pytest.approx(1.0 + GAIN)
+
+
+def test_the_yardstick_of_plain_rounds_is_moved_by_no_round() -> None:
+    costs = model()
+    before = costs.table_off_ms(4, 128, 2)
+    assert before == pytest.approx(verify_ms(4, 0, 128) + 2 * SAMPLED_ROW_MS)
+    for _ in range(50):
+        run(costs, 4, 0, 2.0)
+    assert costs.table_off_ms(4, 128, 2) == before
+    assert costs.verify_curve(4, 128, 2)[0] > 1.5 * before
+
+
+def test_a_table_without_drafts_prices_plain_rounds() -> None:
+    plain = tuple(tuple((verify_ms(b, 0, c),) for b in SIZES) for c in CONTEXTS)
+    nothing = tuple(tuple((0.0,) for _ in SIZES) for _ in CONTEXTS)
+    costs = model(num_steps=(0,), draft_ms=nothing, verify_ms=plain)
+    assert costs.verify_curve(4, 128, 0).tolist() == [verify_ms(4, 0, 128)]
+    assert costs.round_ms(4, 0, 4, 128, 0) == verify_ms(4, 0, 128)
+    assert run(costs, 4, 0, 1.3)
+
+
+def test_the_snapshot_says_what_was_learned_and_is_json() -> None:
+    costs = model()
+    fresh = {
+        "drift": 1.0,
+        "draft_factors": {},
+        "verify_factors": {},
+        "host_ms": {},
+        "num_refused": 0,
+    }
+    assert costs.snapshot() == fresh
+    for _ in range(20):
+        run(costs, 3, 2, 1.5, host=0.25)
+    state = costs.snapshot()
+    assert json.loads(json.dumps(state)) == state
+    assert state["drift"] > 1
+    assert state["draft_factors"].keys() == {"4"}
+    assert state["verify_factors"].keys() == {"4"}
+    assert state["verify_factors"]["4"].keys() == {"2"}
+    assert state["host_ms"] == {"4": pytest.approx(0.25)}

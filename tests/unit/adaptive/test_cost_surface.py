@@ -1,0 +1,172 @@
+"""From a measured table to a surface: monotone, exact where it can be, bounded in between."""
+
+from __future__ import annotations
+
+from itertools import pairwise, product
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.cost_surface import CostSurface, monotone
+
+DURATIONS = st.floats(0.1, 100.0)
+
+
+@st.composite
+def noisy(draw: st.DrawFn, padded: bool | None = None) -> dict[str, Any]:
+    """A surface's arguments: any grids, any durations."""
+    sizes = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=4)))
+    steps = sorted({0, *draw(st.sets(st.integers(1, 7), max_size=3))})
+    short = draw(st.integers(1, 300))
+    long = short + draw(st.integers(1, 500))
+    cells = st.lists(DURATIONS, min_size=len(steps), max_size=len(steps))
+    rows = st.lists(cells, min_size=len(sizes), max_size=len(sizes))
+    return {
+        "ms": draw(st.lists(rows, min_size=2, max_size=2)),
+        "contexts": (short, long),
+        "batch_sizes": sizes,
+        "num_steps": steps,
+        "padded": draw(st.booleans()) if padded is None else padded,
+    }
+
+
+def rising(table: dict[str, Any]) -> dict[str, Any]:
+    """The same grids with a monotone table."""
+    ms = np.array(table["ms"])
+    for axis in range(3):
+        ms = np.add.accumulate(ms, axis)
+    return {**table, "ms": ms.tolist()}
+
+
+def surface(table: dict[str, Any]) -> CostSurface:
+    arguments = dict(table)
+    return CostSurface(arguments.pop("ms"), **arguments)
+
+
+def all_le(low: np.ndarray, high: np.ndarray) -> bool:
+    """low ≤ high, rounding aside."""
+    return bool(np.all(low <= high * (1 + 1e-9)))
+
+
+@given(noisy())
+def test_any_table_becomes_monotone_in_steps_batch_size_and_context(table: dict[str, Any]) -> None:
+    costs = surface(table)
+    long = table["contexts"][1]
+    contexts = [1, long // 2, long, 2 * long, 50 * long]
+    sizes = [*range(1, 30, 3), 64, 500]
+    curves = {(b, c): costs.curve(b, c) for b in sizes for c in contexts}
+    assert all(np.all(np.diff(curve) >= 0) for curve in curves.values())
+    assert all(curve.shape == (table["num_steps"][-1] + 1,) for curve in curves.values())
+    for b, (c, longer) in product(sizes, pairwise(contexts)):
+        assert all_le(curves[b, c], curves[b, longer])
+    for (b, larger), c in product(pairwise(sizes), contexts):
+        assert all_le(curves[b, c], curves[larger, c])
+
+
+@given(noisy())
+def test_a_monotone_table_is_kept_to_the_bit_at_its_points(table: dict[str, Any]) -> None:
+    table = rising(table)
+    costs = surface(table)
+    for (i, c), (j, b) in product(enumerate(table["contexts"]), enumerate(table["batch_sizes"])):
+        assert list(costs.curve(b, c)[table["num_steps"]]) == table["ms"][i][j]
+
+
+@given(noisy())
+def test_a_noisy_table_is_only_ever_lowered_and_never_below_its_least_larger_cell(
+    table: dict[str, Any],
+) -> None:
+    ms = np.array(table["ms"])
+    result = monotone(ms)
+    for cell in np.ndindex(ms.shape):
+        beyond = ms[tuple(slice(i, None) for i in cell)]
+        assert result[cell] == beyond.min()
+
+
+@given(noisy(padded=False), st.integers(1, 24), st.integers(1, 800))
+def test_between_measured_points_costs_lie_between_their_neighbours(
+    table: dict[str, Any], batch_size: int, context: int
+) -> None:
+    table = rising(table)
+    costs = surface(table)
+    sizes = table["batch_sizes"]
+    low = max([size for size in sizes if size <= batch_size], default=sizes[0])
+    high = min([size for size in sizes if size >= batch_size], default=None)
+    short, long = table["contexts"]
+    curve = costs.curve(batch_size, context)
+    assert all_le(costs.curve(low, short), curve)
+    if high is not None and context <= long:
+        assert all_le(curve, costs.curve(high, long))
+
+
+@given(noisy())
+def test_steps_between_measured_ones_lie_on_the_line_between_them(table: dict[str, Any]) -> None:
+    table = rising(table)
+    short, size = table["contexts"][0], table["batch_sizes"][0]
+    steps, cells = table["num_steps"], table["ms"][0][0]
+    expected = np.interp(range(steps[-1] + 1), steps, cells)
+    assert surface(table).curve(size, short) == pytest.approx(expected)
+
+
+@given(noisy(padded=True), st.integers(1, 24))
+def test_a_padded_batch_costs_what_the_next_measured_size_costs(
+    table: dict[str, Any], batch_size: int
+) -> None:
+    costs = surface(table)
+    next_size = min([size for size in table["batch_sizes"] if size >= batch_size], default=None)
+    if next_size is not None:
+        same = costs.curve(batch_size, 200) == costs.curve(next_size, 200)
+        assert np.all(same)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on(
+    padded: bool,
+) -> None:
+    def truth(batch_size: int, steps: int, context: int) -> float:
+        return 5.0 + 0.5 * batch_size * (steps + 1) + 0.01 * context * batch_size
+
+    sizes, steps, contexts = [1, 2, 4], [0, 1, 3], (100, 300)
+    ms = [[[truth(b, k, c) for k in steps] for b in sizes] for c in contexts]
+    costs = CostSurface(ms, contexts=contexts, batch_sizes=sizes, num_steps=steps, padded=padded)
+    for b, c in ((4, 300), (7, 100), (64, 300), (4, 3000), (5, 3000)):
+        expected = [truth(b, k, c) for k in range(4)]
+        assert costs.curve(b, c) == pytest.approx(expected)
+
+
+def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it() -> None:
+    costs = CostSurface(
+        [[[2.0, 3.0]], [[2.0, 3.0]]],
+        contexts=(100, 200),
+        batch_sizes=[4],
+        num_steps=[0, 1],
+        padded=False,
+    )
+    assert costs.curve(2, 100) == pytest.approx([2.0, 3.0])
+    assert costs.curve(8, 100) == pytest.approx([4.0, 6.0])
+
+
+def test_texts_shorter_than_the_shorter_context_cost_what_it_costs() -> None:
+    costs = CostSurface(
+        [[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0], padded=False
+    )
+    assert costs.curve(1, 1)[0] == costs.curve(1, 100)[0] == 2.0
+    assert costs.curve(1, 150)[0] == pytest.approx(3.0)
+
+
+def test_one_disturbed_cell_does_not_make_its_neighbours_dearer() -> None:
+    calm = np.array([[[10.0, 11.0, 12.0, 13.0]]])
+    disturbed = calm.copy()
+    disturbed[0, 0, 1] = 40.0
+    assert monotone(disturbed).tolist() == [[[10.0, 12.0, 12.0, 13.0]]]
+
+
+def test_the_curves_of_a_long_life_do_not_pile_up() -> None:
+    costs = CostSurface(
+        [[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0], padded=False
+    )
+    for context in range(100, 60_000, 5):
+        costs.curve(1, context)
+    assert len(costs._cache) <= 4096

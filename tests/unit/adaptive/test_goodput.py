@@ -1,0 +1,278 @@
+"""Laws of the goodput policy, on recorded acceptance, recorded costs and a clock that is a sum."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.controller import MAX_BAD_MEASUREMENTS, AdaptiveController, PolicySettings
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.ema import EmaPolicy
+from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.params import AdaptiveSpeculativeParams
+from serve_spec.adaptive.policy import BadMeasurement, Reason
+from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
+from serve_spec.bench.phases import Phase
+from serve_spec.bench.simulated_costs import (
+    GPU_8B,
+    TWO_CPU_CORES,
+    RoundShape,
+    noisy,
+    recorded_table,
+)
+from serve_spec.bench.simulator import Comparison, Simulator, compare
+from serve_spec.bench.trace import TraceSet, load_traces
+from serve_spec.core.round import RoundTimes
+from tests.helpers.rounds import decode_batch, verified_round
+
+TABLE = recorded_table(TWO_CPU_CORES)
+GPU_TABLE = recorded_table(GPU_8B, (1, 2, 4, 8, 16, 32, 64, 128))
+
+
+@pytest.fixture(scope="module")
+def traces() -> TraceSet:
+    return load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
+
+
+def goodput(table: object = TABLE, **options: object) -> GoodputPolicy:
+    settings = {"per_sequence": True, "min_dwell_rounds": 8, "initial_steps": 3, **options}
+    return GoodputPolicy(CostModel(table), **settings)  # type: ignore[arg-type]
+
+
+def ema(preset: object) -> EmaPolicy:
+    return EmaPolicy(AdaptiveSpeculativeParams(3, preset), 8)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def on_a_cpu(traces: TraceSet) -> Comparison:
+    """Every phase twice, for the policies learn across them."""
+    sizes = {1: 10, 4: 40, 16: 112, 64: 256}
+    classes = ("predictable", "unpredictable", "mixture")
+    phases = [Phase(kind, size, count, 96) for size, count in sizes.items() for kind in classes]
+    policies = {
+        "uniform": goodput(per_sequence=False),
+        "per sequence": goodput(),
+        "ema conservative": ema(CONSERVATIVE),
+        "ema aggressive": ema(AGGRESSIVE),
+    }
+    return compare(policies, phases, traces, TWO_CPU_CORES)
+
+
+@pytest.mark.parametrize("arm", ["uniform", "per sequence"])
+def test_within_two_percent_of_the_best_fixed_depth_of_every_phase_in_total(
+    on_a_cpu: Comparison, arm: str
+) -> None:
+    assert on_a_cpu.regret(arm) <= 0.02
+
+
+@pytest.mark.parametrize("arm", ["uniform", "per sequence"])
+def test_never_slower_than_off_in_any_phase(on_a_cpu: Comparison, arm: str) -> None:
+    assert on_a_cpu.worst_cell(arm) >= 0.97
+
+
+@pytest.mark.parametrize("arm", ["uniform", "per sequence"])
+@pytest.mark.parametrize("rival", ["ema conservative", "ema aggressive"])
+def test_in_total_faster_than_the_rule_that_is_blind_to_cost(
+    on_a_cpu: Comparison, arm: str, rival: str
+) -> None:
+    assert on_a_cpu.regret(arm) < on_a_cpu.regret(rival) - 0.1
+
+
+@pytest.mark.parametrize("per_sequence", [False, True])
+@pytest.mark.parametrize("spread", [0.0, 0.05])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_probes_take_at_most_half_a_percent_of_the_time(
+    traces: TraceSet, per_sequence: bool, spread: float, size: int
+) -> None:
+    policy = goodput(per_sequence=per_sequence)
+    simulator = Simulator(policy, traces, noisy(TWO_CPU_CORES, spread))
+    for kind in ("predictable", "unpredictable"):
+        simulator.run(Phase(kind, size, 24 * size, 96))
+        assert policy.budget.spent_share <= 0.005
+    assert policy.budget.spent_share > 0, "it must have learned something along the way"
+
+
+@pytest.mark.parametrize("accept_rate", [0.0, 0.3, 0.6, 0.9, 1.0])
+@pytest.mark.parametrize("size", [1, 8])
+@pytest.mark.parametrize("per_sequence", [False, True])
+def test_under_constant_input_the_tier_settles(
+    accept_rate: float, size: int, per_sequence: bool
+) -> None:
+    """Drafts are kept in a fixed rhythm; after some hundred rounds nothing moves any more."""
+    policy = goodput(per_sequence=per_sequence)
+    tiers = []
+    debt = 0.0
+    for _ in range(1200):
+        batch = decode_batch(size)
+        steps = policy.choose(batch)
+        row_steps = list(steps.row_steps or [steps.num_steps] * size)
+        kept = []
+        for k in row_steps:
+            correct = 0
+            while correct < k and (debt := debt + accept_rate) >= 1:
+                debt -= 1
+                correct += 1
+            kept.append(correct)
+        if policy.last_reason not in (Reason.PROBE, Reason.BASELINE):
+            tiers.append(steps.num_steps)
+        policy.observe(
+            verified_round(
+                kept, size, steps.num_steps, row_steps=row_steps, times=times_of(row_steps, size)
+            )
+        )
+    settled = tiers[400:]
+    switches = sum(a != b for a, b in pairwise(settled))
+    assert switches <= len(settled) / 100
+
+
+def times_of(row_steps: list[int], size: int) -> RoundTimes:
+    """What the recorded machine takes for a round of these drafts."""
+    drafting = tuple(sum(k > depth for k in row_steps) for depth in range(max(row_steps)))
+    return TWO_CPU_CORES(RoundShape(size, drafting, size * 128, 0, 0, 0))
+
+
+@given(
+    bounds=st.dictionaries(st.sampled_from([1, 4, 16]), st.integers(0, 7), min_size=1),
+    rounds=st.lists(
+        st.tuples(st.integers(1, 40), st.integers(0, 9), st.integers(0, 300)), max_size=60
+    ),
+    per_sequence=st.booleans(),
+)
+@settings(deadline=None)
+def test_bounds_of_slots_rows_and_round_are_always_kept(
+    bounds: dict[int, int], rounds: list[tuple[int, int, int]], per_sequence: bool
+) -> None:
+    policy = goodput(bounds=bounds, per_sequence=per_sequence)
+    for size, max_steps, max_drafts in rounds:
+        steps = policy.choose(decode_batch(size, max_steps=max_steps, max_draft_tokens=max_drafts))
+        below = [key for key in bounds if key <= size] or [min(bounds)]
+        row_steps = list(steps.row_steps or [min(steps.num_steps, max_steps)] * size)
+        assert steps.num_steps <= bounds[max(below)]
+        assert all(0 <= k <= min(max_steps, steps.num_steps) for k in row_steps)
+        assert sum(row_steps) <= max_drafts
+        policy.observe(
+            verified_round(
+                row_steps, size, steps.num_steps, row_steps=row_steps,
+                times=times_of(row_steps, size),
+            )
+        )  # fmt: skip
+
+
+def test_without_room_for_drafts_it_goes_to_zero_at_once_and_says_why() -> None:
+    policy = goodput()
+    assert policy.choose(decode_batch(2)).num_steps > 0
+    assert policy.choose(decode_batch(2, max_draft_tokens=0)).num_steps == 0
+    assert policy.last_reason is Reason.KV
+
+
+def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not(traces: TraceSet) -> None:
+    policy = goodput()
+    for _ in range(120):
+        steps = policy.choose(decode_batch(8))
+        row_steps = list(steps.row_steps or [])
+        kept = [k if i < 4 else 0 for i, k in enumerate(row_steps)]
+        policy.observe(
+            verified_round(kept, 8, steps.num_steps, row_steps=row_steps,
+                           times=times_of(row_steps, 8))
+        )  # fmt: skip
+    for _ in range(10):
+        row_steps = list(policy.choose(decode_batch(8)).row_steps or [0] * 8)
+        if policy.last_reason not in (Reason.PROBE, Reason.BASELINE):
+            break
+    assert min(row_steps[:4]) >= 2
+    assert max(row_steps[4:]) == 0
+
+
+def test_requests_that_left_leave_no_state(traces: TraceSet) -> None:
+    policy = goodput()
+    Simulator(policy, traces, TWO_CPU_CORES).run(Phase("mixture", 8, 40, 64))
+    assert policy.survival.num_requests == 0
+
+
+def test_after_a_change_of_text_it_finds_the_new_best_depth(traces: TraceSet) -> None:
+    policy = goodput(GPU_TABLE)
+    simulator = Simulator(policy, traces, GPU_8B)
+    simulator.run(Phase("unpredictable", 64, 256, 96))
+    shallow = simulator.run(Phase("unpredictable", 64, 256, 96))
+    deep = simulator.run(Phase("predictable", 64, 256, 96))
+    assert deep.num_draft_tokens / deep.num_rows > 1.5 * shallow.num_draft_tokens / shallow.num_rows
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 1e12])
+def test_a_time_that_is_none_teaches_nothing(bad: float) -> None:
+    policy = goodput()
+    policy.choose(decode_batch(1))
+    before = policy.costs.snapshot()
+    with pytest.raises(BadMeasurement):
+        policy.observe(verified_round([1], 1, 3, times=RoundTimes(3.0, 8.0, bad)))
+    after = policy.costs.snapshot()
+    assert after.pop("num_refused") == 1
+    assert after.items() <= before.items()
+
+
+def controller(said: list[str], **keys: object) -> AdaptiveController:
+    return AdaptiveController(PolicySettings(2, **keys), TABLE, said.append)  # type: ignore[arg-type]
+
+
+def test_a_broken_clock_ends_in_a_fixed_tier_said_once() -> None:
+    said: list[str] = []
+    made = controller(said)
+    for _ in range(3 * MAX_BAD_MEASUREMENTS):
+        steps = made.choose_steps(decode_batch(2))
+        row_steps = list(steps.row_steps or [steps.num_steps] * 2)
+        made.on_verify_complete(
+            verified_round([0, 0], 2, steps.num_steps, row_steps=row_steps,
+                           times=RoundTimes(1.0, 5.0, math.nan))
+        )  # fmt: skip
+    assert len(said) == 1
+    assert "2 steps" in said[0]
+    assert "measurements in a row" in said[0]
+    assert made.choose_steps(decode_batch(2)).num_steps == 2
+    assert made.snapshot()["last_reason"] == "fallback"
+    assert made.snapshot()["fallback"] is not None
+
+
+def test_a_single_hiccup_changes_nothing() -> None:
+    said: list[str] = []
+    made = controller(said)
+    for n in range(200):
+        steps = made.choose_steps(decode_batch(2))
+        row_steps = list(steps.row_steps or [steps.num_steps] * 2)
+        times = times_of(row_steps, 2)
+        if n % 20 == 7:
+            times = RoundTimes(times.draft_ms, 5000.0, 5000.0 + times.round_ms)
+        made.on_verify_complete(
+            verified_round([0, 0], 2, steps.num_steps, row_steps=row_steps, times=times)
+        )
+    assert not said
+    assert made.snapshot()["fallback"] is None
+
+
+def test_without_costs_the_tier_is_fixed_and_that_is_said_once() -> None:
+    said: list[str] = []
+    made = AdaptiveController(PolicySettings(2), None, said.append)
+    assert {made.choose_steps(decode_batch(bs)).num_steps for bs in (1, 8, 64)} == {2}
+    assert said == ["speculation stays at 2 steps: there is no cost table"]
+
+
+def test_an_empty_batch_is_no_round() -> None:
+    said: list[str] = []
+    made = controller(said)
+    before = made.snapshot()
+    assert made.choose_steps(decode_batch(0)).num_steps == 0
+    assert made.snapshot() == before
+    assert not said
+
+
+def test_a_policy_that_breaks_is_replaced_and_the_engine_goes_on() -> None:
+    said: list[str] = []
+    made = controller(said)
+    made._policy.choose = None  # type: ignore[assignment, method-assign]
+    assert made.choose_steps(decode_batch(2)).num_steps == 2
+    assert len(said) == 1
+    assert "failed to choose" in said[0]
+    made.reconfigure({"min_dwell_rounds": 8})
+    assert made.snapshot()["fallback"] is None, "an operator may bring it back"

@@ -1,0 +1,135 @@
+"""The article's rule for one sequence: the share kept so far moves the steps, one at a time."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.speculator import AdaptiveSpeculator
+
+verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
+
+
+def test_it_starts_at_five_steps_between_one_and_eight_and_knows_nothing() -> None:
+    speculator = AdaptiveSpeculator()
+    assert (speculator.num_steps, speculator.min_steps, speculator.max_steps) == (5, 1, 8)
+    assert speculator.accept_rate is None
+
+
+def test_kept_drafts_raise_it_one_step_a_time_to_the_most() -> None:
+    speculator = AdaptiveSpeculator()
+    steps = []
+    for _ in range(5):
+        speculator.update(speculator.num_steps, speculator.num_steps)
+        steps.append(speculator.num_steps)
+    assert steps == [6, 7, 8, 8, 8]
+
+
+def test_lost_drafts_lower_it_one_step_a_time_to_the_least() -> None:
+    speculator = AdaptiveSpeculator()
+    steps = []
+    for _ in range(6):
+        speculator.update(speculator.num_steps, 0)
+        steps.append(speculator.num_steps)
+    assert steps == [4, 3, 2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("drafted", "kept", "steps"),
+    [
+        (20, 18, 11),  # 0.9
+        (20, 17, 10),  # 0.85 itself is not above 0.85
+        (20, 16, 10),
+        (20, 12, 10),
+        (20, 11, 10),  # 0.55 itself is not below 0.55
+        (20, 10, 9),
+    ],
+)
+def test_thresholds_are_strict(drafted: int, kept: int, steps: int) -> None:
+    speculator = AdaptiveSpeculator(initial_steps=10, max_steps=20)
+    assert speculator.update(drafted, kept) is (steps != 10)
+    assert speculator.num_steps == steps
+
+
+def test_the_share_is_that_of_all_drafts_since_the_beginning() -> None:
+    speculator = AdaptiveSpeculator()
+    speculator.update(5, 0)
+    speculator.update(4, 4)  # 4/9: this round was perfect, the sequence is not
+    assert speculator.accept_rate == pytest.approx(4 / 9)
+    assert speculator.num_steps == 3
+
+
+def test_a_clamped_verification_counts_what_was_really_drafted() -> None:
+    """Two of two kept near the end of a text is a rate of 1, not of 2/5."""
+    speculator = AdaptiveSpeculator()
+    assert speculator.update(2, 2)
+    assert speculator.accept_rate == 1.0
+    assert speculator.num_steps == 6
+
+
+def test_a_round_without_drafts_changes_nothing() -> None:
+    speculator = AdaptiveSpeculator()
+    assert not speculator.update(0, 0)
+    assert speculator.accept_rate is None
+    speculator.update(5, 5)
+    assert not speculator.update(0, 0)
+    assert speculator.num_steps == 6
+
+
+@given(st.lists(verifications), st.integers(1, 8), st.integers(0, 7), st.integers(0, 7))
+def test_it_moves_by_one_at_most_within_its_bounds_and_says_whether_it_did(
+    rounds: list[tuple[int, int]], low: int, room: int, start: int
+) -> None:
+    high = min(8, low + room)
+    speculator = AdaptiveSpeculator(min(high, low + start), low, high)
+    for drafted, kept in rounds:
+        if drafted > high:
+            continue
+        before = speculator.num_steps
+        changed = speculator.update(drafted, kept)
+        assert low <= speculator.num_steps <= high
+        assert abs(speculator.num_steps - before) == changed
+
+
+@given(st.lists(verifications))
+def test_every_draft_is_counted_once(rounds: list[tuple[int, int]]) -> None:
+    speculator = AdaptiveSpeculator()
+    for drafted, kept in rounds:
+        speculator.update(drafted, kept)
+    drafted, kept = (sum(column) for column in zip(*rounds, strict=True)) if rounds else (0, 0)
+    assert speculator.accept_rate == (kept / drafted if drafted else None)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "message"),
+    [
+        ({"min_steps": 0}, r"min_steps=0: use an integer ≥ 1"),
+        ({"min_steps": 6, "max_steps": 4}, r"max_steps=4: use at least min_steps=6"),
+        ({"initial_steps": 9}, r"initial_steps=9: must lie in 1\.\.8"),
+        ({"initial_steps": 2, "min_steps": 3}, r"initial_steps=2: must lie in 3\.\.8"),
+    ],
+)
+def test_bounds_that_leave_no_choice_are_refused(bounds: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AdaptiveSpeculator(**bounds)
+
+
+@pytest.mark.parametrize(
+    ("drafted", "kept", "message"),
+    [
+        (9, 3, r"num_draft_tokens=9: must lie in 0\.\.8"),
+        (-1, 0, r"num_draft_tokens=-1: must lie in 0\.\.8"),
+        (3, 4, r"num_correct_drafts=4: must lie in 0\.\.3"),
+        (3, -1, r"num_correct_drafts=-1: must lie in 0\.\.3"),
+        (0, 1, r"num_correct_drafts=1: must lie in 0\.\.0"),
+    ],
+)
+def test_an_impossible_verification_is_refused_and_not_counted(
+    drafted: int, kept: int, message: str
+) -> None:
+    speculator = AdaptiveSpeculator()
+    with pytest.raises(ValueError, match=message):
+        speculator.update(drafted, kept)
+    assert speculator.accept_rate is None
+    assert speculator.num_steps == 5

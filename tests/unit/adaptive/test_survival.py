@@ -1,0 +1,356 @@
+"""Laws of the survival estimator: censoring, ageing, ease of requests, and nothing left behind."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.survival import DEFAULT_RATE, SurvivalEstimator
+
+MAX_STEPS = 5
+RATES = np.array([0.8, 0.6, 0.7, 0.5, 0.6])
+Row = tuple[str, int, int]
+
+
+@st.composite
+def rounds_of_rows(draw: st.DrawFn, max_size: int = 12) -> list[list[Row]]:
+    """Rounds of rows (request, steps, correct drafts); no request twice in a round."""
+    steps = st.integers(0, MAX_STEPS)
+    row = st.tuples(st.sampled_from("abcdef"), steps, steps).map(
+        lambda row: (row[0], row[1], min(row[1], row[2]))
+    )
+    a_round = st.lists(row, max_size=6, unique_by=lambda row: row[0])
+    return draw(st.lists(a_round, max_size=max_size))
+
+
+def observe(estimator: SurvivalEstimator, rows: Sequence[Row], times: int = 1) -> None:
+    """Shows the estimator a round of these rows, `times` times."""
+    for _ in range(times):
+        estimator.observe([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
+
+
+def learned(rounds: Sequence[Sequence[Row]]) -> SurvivalEstimator:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    for rows in rounds:
+        observe(estimator, rows)
+    return estimator
+
+
+def mean_rates(
+    rates: np.ndarray, steps: Callable[[np.random.Generator], int], batch_size: int = 32
+) -> np.ndarray:
+    """Pooled rates, averaged over the last of many rounds of drafts that are kept by `rates`."""
+    rng = np.random.default_rng(0)
+    estimator = SurvivalEstimator(len(rates))
+    request_ids = [str(row) for row in range(batch_size)]
+    seen = []
+    for _ in range(600):
+        kept = np.cumprod(rng.random((batch_size, len(rates))) < rates, axis=1).sum(axis=1)
+        row_steps = [steps(rng) for _ in request_ids]
+        counts = np.minimum(kept, row_steps).tolist()
+        estimator.observe(request_ids, row_steps, counts)
+        seen.append(estimator.pooled_rates)
+    return np.mean(seen[200:], axis=0)
+
+
+@given(rounds_of_rows(max_size=30), st.integers(1, 60))
+@settings(max_examples=60)
+def test_survival_lies_within_0_and_1_and_never_rises_with_the_position(
+    rounds: list[list[Row]], times: int
+) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    for rows in rounds:
+        observe(estimator, rows, times)
+    survival = estimator.survival([*"abcdef", "unknown"])
+    assert survival.shape == (7, MAX_STEPS)
+    assert (survival > 0).all()
+    assert (survival < 1).all()
+    assert (np.diff(survival, axis=1) <= 0).all()
+    assert (estimator.pooled_rates > 0).all()
+    assert (estimator.pooled_rates < 1).all()
+
+
+@pytest.mark.parametrize("kept", [0, MAX_STEPS])
+def test_no_amount_of_evidence_makes_it_certain(kept: int) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    request_ids = [str(row) for row in range(1000)]
+    for _ in range(300):
+        estimator.observe(request_ids, [MAX_STEPS] * 1000, [kept] * 1000)
+    survival = estimator.survival(["0", "unknown"])
+    assert ((survival > 0) & (survival < 1)).all()
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [lambda rng: 5, lambda rng: int(rng.integers(0, 6)), lambda rng: int(rng.choice([1, 1, 1, 5]))],
+    ids=["always deep", "any depth", "mostly shallow"],
+)
+def test_pooled_rates_find_the_truth_whatever_depth_they_are_learned_at(
+    steps: Callable[[np.random.Generator], int],
+) -> None:
+    assert mean_rates(RATES, steps) == pytest.approx(RATES, abs=0.03)
+
+
+def test_at_batch_1_too_the_truth_is_found() -> None:
+    assert mean_rates(RATES[:2], lambda rng: 2, batch_size=1) == pytest.approx(RATES[:2], abs=0.05)
+
+
+@given(st.integers(1, MAX_STEPS).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))))
+def test_only_positions_up_to_the_first_miss_count_as_tried(row: tuple[int, int]) -> None:
+    steps, correct = row
+    estimator = learned([[("a", steps, correct)]])
+    tried = min(correct + 1, steps)
+    assert estimator.pooled_trials.tolist() == [1.0] * tried + [0.0] * (MAX_STEPS - tried)
+
+
+def test_positions_never_verified_are_never_misses() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    observe(estimator, [("a", 2, 2)], times=200)
+    assert (estimator.pooled_rates > DEFAULT_RATE).all()
+
+
+def test_positions_not_tried_follow_the_level_of_those_that_are() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    observe(estimator, [(str(kept), 5, kept) for kept in range(6)], times=200)
+    before = estimator.pooled_rates
+    observe(estimator, [("a", 1, 0), ("b", 1, 1), ("c", 1, 0)], times=200)
+    assert (estimator.pooled_rates < before - 0.1).all()
+
+
+def test_positions_not_tried_keep_their_shape() -> None:
+    """A draft that is good for two positions only is so at every level of the first."""
+    estimator = SurvivalEstimator(MAX_STEPS)
+    rows = [("a", 5, 2), ("b", 5, 2), ("c", 5, 2), ("d", 5, 3), ("e", 5, 0)]
+    observe(estimator, rows, times=300)
+    observe(estimator, [("a", 1, 1), ("b", 1, 0)], times=600)
+    rates = estimator.pooled_rates
+    assert rates[0] == pytest.approx(0.5, abs=0.05)
+    assert rates[2] < rates[0] - 0.2
+
+
+@pytest.mark.parametrize(("batch_size", "num_rounds"), [(1, 400), (4, 100), (256, 30)])
+def test_old_traffic_has_faded_to_a_third_after_400_trials_or_30_rounds(
+    batch_size: int, num_rounds: int
+) -> None:
+    estimator = SurvivalEstimator(1)
+    request_ids = [str(row) for row in range(batch_size)]
+    for _ in range(20 * num_rounds):
+        estimator.observe(request_ids, [1] * batch_size, [1] * batch_size)
+    old = estimator.pooled_trials[0]
+    for _ in range(num_rounds):
+        estimator.observe(request_ids, [1] * batch_size, [0] * batch_size)
+    assert estimator.pooled_rates[0] == pytest.approx(np.exp(-1), abs=0.02)
+    assert estimator.pooled_trials[0] == pytest.approx(old, rel=0.01)
+
+
+def test_a_position_not_tried_is_forgotten_slowly_but_in_the_end() -> None:
+    estimator = SurvivalEstimator(2)
+    observe(estimator, [("a", 2, 2)], times=400)
+    at_first = estimator.pooled_trials[1]
+    observe(estimator, [("a", 1, 1)], times=400)
+    assert estimator.pooled_trials[1] > 0.9 * at_first
+    observe(estimator, [("a", 1, 1)], times=20_000)
+    assert estimator.pooled_trials[1] < 0.1 * at_first
+
+
+@pytest.mark.parametrize("steps", range(1, MAX_STEPS + 1))
+def test_who_accepts_everything_ranks_above_who_accepts_nothing_at_every_position(
+    steps: int,
+) -> None:
+    """Also at positions that neither of them has tried."""
+    estimator = SurvivalEstimator(MAX_STEPS)
+    observe(estimator, [("easy", steps, steps), ("hard", steps, 0)], times=8)
+    easy, unknown, hard = estimator.survival(["easy", "unknown", "hard"])
+    assert (easy > unknown + 0.01).all()
+    assert (unknown > hard + 0.01).all()
+
+
+def test_one_hit_or_miss_more_moves_a_request_the_way_it_should() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    rows = [("better", 3, 2), ("same", 3, 1), ("worse", 3, 0)]
+    observe(estimator, [("traffic", 5, 3)], times=50)
+    observe(estimator, rows)
+    better, same, worse = estimator.survival([row[0] for row in rows])
+    assert (better > same).all()
+    assert (same > worse).all()
+
+
+def test_a_request_whose_text_turns_easy_is_soon_taken_for_easy() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    observe(estimator, [("turning", 5, 0), ("other", 5, 2)], times=100)
+    observe(estimator, [("turning", 5, 5), ("other", 5, 2)], times=6)
+    turning, unknown = estimator.survival(["turning", "unknown"])
+    assert (turning > unknown).all()
+
+
+@given(rounds_of_rows())
+@settings(max_examples=60)
+def test_requests_never_seen_get_the_pooled_rates(rounds: list[list[Row]]) -> None:
+    estimator = learned(rounds)
+    [unknown] = estimator.survival(["unknown"])
+    assert unknown == pytest.approx(np.cumprod(estimator.pooled_rates))
+
+
+@given(rounds_of_rows(), st.integers(1, 30))
+@settings(max_examples=60)
+def test_rows_without_drafts_teach_nothing_but_their_evidence_ages(
+    rounds: list[list[Row]], times: int
+) -> None:
+    estimator = learned(rounds)
+    request_ids = [*"abcdef", "new"]
+    pooled, remembered = estimator.pooled_rates, estimator.num_requests
+    before = estimator.survival(request_ids)
+    observe(estimator, [(request_id, 0, 0) for request_id in request_ids], times)
+    assert estimator.pooled_rates.tolist() == pooled.tolist()
+    assert estimator.num_requests == remembered
+    average = np.cumprod(pooled)
+    moved = np.abs(estimator.survival(request_ids) - average)
+    assert (moved <= np.abs(before - average) + 1e-12).all()
+
+
+def test_a_request_given_up_is_worth_a_try_again_after_a_while() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    observe(estimator, [("given up", 5, 0), ("other", 5, 5)], times=20)
+    [bad] = estimator.survival(["given up"])
+    observe(estimator, [("given up", 0, 0), ("other", 5, 5)], times=100)
+    given_up, unknown = estimator.survival(["given up", "unknown"])
+    assert given_up == pytest.approx(unknown, rel=0.2)
+    assert (given_up > 2 * bad).all()
+
+
+@given(rounds_of_rows(), st.data())
+@settings(max_examples=60)
+def test_the_order_of_rows_in_a_round_does_not_matter(
+    rounds: list[list[Row]], data: st.DataObject
+) -> None:
+    shuffled = [data.draw(st.permutations(rows)) for rows in rounds]
+    one, other = learned(rounds), learned(shuffled)
+    assert one.pooled_rates == pytest.approx(other.pooled_rates)
+    assert one.survival("abcdef") == pytest.approx(other.survival("abcdef"))
+
+
+@given(rounds_of_rows(), st.data())
+@settings(max_examples=60)
+def test_what_a_request_is_worth_does_not_depend_on_who_else_is_asked_about(
+    rounds: list[list[Row]], data: st.DataObject
+) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    some = st.lists(st.sampled_from("abcdef"), unique=True)
+    for rows in rounds:
+        estimator.survival(data.draw(some))
+        observe(estimator, rows)
+        together = estimator.survival(list("abcdef"))
+        alone = np.concatenate([estimator.survival([request_id]) for request_id in "abcdef"])
+        assert together == pytest.approx(alone)
+
+
+@given(rounds_of_rows(), st.permutations("abcdef"))
+@settings(max_examples=60)
+def test_forgetting_leaves_no_trace_of_a_request(rounds: list[list[Row]], order: list[str]) -> None:
+    estimator = learned(rounds)
+    drafted = {request_id for rows in rounds for request_id, steps, _ in rows if steps}
+    assert estimator.num_requests == len(drafted)
+    for number, request_id in enumerate(order, start=1):
+        estimator.forget(request_id)
+        estimator.forget(request_id)
+        assert estimator.num_requests == len(drafted - set(order[:number]))
+    again, unknown = estimator.survival([order[0], "unknown"])
+    assert again.tolist() == unknown.tolist()
+
+
+def test_a_new_request_inherits_nothing_from_the_one_whose_place_it_takes() -> None:
+    used, fresh = SurvivalEstimator(MAX_STEPS), SurvivalEstimator(MAX_STEPS)
+    observe(used, [("old", 5, 0), ("other", 5, 3)], times=5)
+    observe(fresh, [("old", 5, 0), ("other", 5, 3)], times=5)
+    used.forget("old")
+    observe(used, [("new", 5, 4)])
+    observe(fresh, [("new", 5, 4)])
+    assert used.survival(["new"]).tolist() == fresh.survival(["new"]).tolist()
+
+
+def test_hundreds_of_requests_at_once_are_kept_apart() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    rows = [(str(row), 5, row % 6) for row in range(500)]
+    observe(estimator, rows, times=3)
+    assert estimator.num_requests == 500
+    survival = estimator.survival([row[0] for row in rows])
+    assert len(np.unique(survival[:, 0])) == 6
+    for row in range(494):
+        assert survival[row].tolist() == survival[row + 6].tolist()
+    for request_id, *_ in rows:
+        estimator.forget(request_id)
+    assert estimator.num_requests == 0
+
+
+@given(rounds_of_rows())
+@settings(max_examples=60)
+def test_a_new_estimator_starts_where_its_prior_comes_from(rounds: list[list[Row]]) -> None:
+    estimator = learned(rounds)
+    started = SurvivalEstimator(MAX_STEPS, json.loads(json.dumps(estimator.prior())))
+    assert started.pooled_rates == pytest.approx(estimator.pooled_rates)
+    assert started.pooled_trials.tolist() == [0.0] * MAX_STEPS
+
+
+def test_without_a_prior_every_position_starts_at_the_default() -> None:
+    assert SurvivalEstimator(3).pooled_rates == pytest.approx([DEFAULT_RATE] * 3)
+
+
+def test_an_empty_round_and_an_empty_batch_are_fine() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    estimator.observe([], [], [])
+    assert estimator.survival([]).shape == (0, MAX_STEPS)
+
+
+def test_a_snapshot_is_json_and_shows_rates_and_what_they_rest_on() -> None:
+    estimator = learned([[("a", 3, 1)]])
+    snapshot = json.loads(json.dumps(estimator.snapshot()))
+    assert snapshot["num_requests"] == 1
+    assert [entry["trials"] for entry in snapshot["positions"]] == [1, 1, 0, 0, 0]
+    rates = [entry["accept_rate"] for entry in snapshot["positions"]]
+    assert rates == pytest.approx(estimator.pooled_rates, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("request_ids", "row_steps", "num_correct_drafts", "message"),
+    [
+        (["a", "b"], [3, 3], [1, 4], r"num_correct_drafts=4: must be an integer in 0\.\.3"),
+        (["a", "b"], [3, 0], [1, 1], r"num_correct_drafts=1: must be an integer in 0\.\.0"),
+        (["a", "b"], [3, 3], [1, -1], r"num_correct_drafts=-1: must be an integer in 0\.\.3"),
+        (["a", "b"], [3, 3], [1, 1.5], r"num_correct_drafts=1\.5: must be an integer in 0\.\.3"),
+        (["a", "b"], [3, 6], [1, 1], r"row_steps=6: must be an integer in 0\.\.5"),
+        (["a", "b"], [3, -1], [1, 0], r"row_steps=-1: must be an integer in 0\.\.5"),
+        (["a", "b"], [3], [1, 1], r"lengths=\[2, 1, 2\]: give every column one entry per row"),
+        (["a", "a"], [3, 3], [1, 1], "name each request once"),
+    ],
+)
+def test_an_impossible_round_is_refused_and_teaches_nothing(
+    request_ids: list[str], row_steps: list[int], num_correct_drafts: list[int], message: str
+) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    with pytest.raises(ValueError, match=message):
+        estimator.observe(request_ids, row_steps, num_correct_drafts)
+    assert estimator.num_requests == 0
+    assert estimator.pooled_trials.tolist() == [0.0] * MAX_STEPS
+
+
+def test_a_request_asked_about_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="name each request once"):
+        SurvivalEstimator(MAX_STEPS).survival(["a", "a"])
+
+
+@pytest.mark.parametrize(
+    "prior_rates", [[], [0.5], [0.5] * 4, [0.5, 0.5, 1.0], [0.0, 0.5, 0.5], [0.5, 0.5, np.nan]]
+)
+def test_a_prior_that_is_none_is_refused(prior_rates: list[float]) -> None:
+    with pytest.raises(ValueError, match=r"prior_rates=.*give max_steps=3 numbers between 0 and 1"):
+        SurvivalEstimator(3, prior_rates)
+
+
+def test_an_estimator_of_no_position_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_steps=0: use an integer ≥ 1"):
+        SurvivalEstimator(0)

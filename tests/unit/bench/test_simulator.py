@@ -1,0 +1,243 @@
+"""Laws of replayed traces."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.controller import PolicySettings
+from serve_spec.adaptive.ema import EmaPolicy
+from serve_spec.adaptive.params import AdaptiveSpeculativeParams
+from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
+from serve_spec.adaptive.presets import AGGRESSIVE
+from serve_spec.bench.phases import Phase, TextKind
+from serve_spec.bench.simulated_costs import (
+    GPU_8B,
+    TWO_CPU_CORES,
+    RoundCosts,
+    RoundShape,
+    noisy,
+)
+from serve_spec.bench.simulator import (
+    ControllerPolicy,
+    PhaseReport,
+    Simulator,
+    _row_steps,
+    compare,
+)
+from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
+from serve_spec.config.adaptive_file import load_slots
+from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes, VerifiedRound
+from serve_spec.scheduler.scheduler import _fair_steps
+
+TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
+PHASES = [
+    Phase("predictable", 1, 2, 60),
+    Phase("mixture", 8, 20, 60),
+    Phase("unpredictable", 32, 40, 60),
+    Phase("heated", 3, 6, 60),
+]
+
+
+def ema() -> EmaPolicy:
+    return EmaPolicy(AdaptiveSpeculativeParams(3, load_slots(AGGRESSIVE)), 8)
+
+
+class RandomPolicy:
+    """Asks for anything at all, of rows that can and rows that can not."""
+
+    candidate_steps = tuple(range(8))
+    last_reason = Reason.STATIC
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self.num_rounds = 0
+        self.forgotten: list[str] = []
+
+    def choose(self, batch: DecodeBatch) -> RoundSteps:
+        self.num_rounds += 1
+        at = self.num_rounds
+        row_steps = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
+        return RoundSteps(7, row_steps)
+
+    def observe(self, verified: VerifiedRound) -> None:
+        rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
+        assert all(0 <= correct <= steps for correct, steps in rows)
+
+    def forget(self, request_id: str) -> None:
+        self.forgotten.append(request_id)
+
+    def snapshot(self) -> dict[str, object]:
+        return {}
+
+
+def rounds_of(
+    policy: StepPolicy, phase: Phase, costs: RoundCosts = TWO_CPU_CORES, **limits: int
+) -> tuple[PhaseReport, list[tuple[DecodeBatch, RoundSteps, VerifiedRound]]]:
+    """A phase and all its rounds."""
+    rounds: list[tuple[DecodeBatch, RoundSteps, VerifiedRound]] = []
+    simulator = Simulator(
+        policy, TRACES, costs, on_round=lambda *told: rounds.append(told), **limits
+    )
+    return simulator.run(phase), rounds
+
+
+def walked_rounds(counts: Sequence[int], num_tokens: int, num_steps: int) -> int:
+    """Rounds of one request at a fixed depth, walked by hand."""
+    num_out, rounds = 1, 0
+    while num_out < num_tokens:
+        num_out += 1 + min(num_steps, counts[num_out - 1], num_tokens - num_out - 1)
+        rounds += 1
+    return rounds
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
+def test_a_fixed_depth_takes_the_rounds_of_a_walk_by_hand(num_steps: int) -> None:
+    phase = Phase("predictable", 1, 16, 90)
+    report, _ = rounds_of(StaticPolicy(num_steps), phase)
+    traces = TRACES.of(TextKind("code", 0.0))
+    walks = [walked_rounds(trace.num_correct_drafts, 90, num_steps) for trace in traces]
+    assert report.num_rounds == sum(walks)
+    assert report.rounds_by_num_steps == {num_steps: sum(walks)}
+
+
+def test_the_best_fixed_depth_is_what_brute_force_says() -> None:
+    """At constant costs per round and step, the one with the least rounds · cost."""
+    flat_ms, step_ms = 5.0, 0.7
+
+    def costs(shape: RoundShape) -> RoundTimes:
+        draft_ms = step_ms * shape.num_steps
+        return RoundTimes(draft_ms, flat_ms, flat_ms + draft_ms)
+
+    phase = Phase("heated", 1, 16, 100)
+    compared = compare({}, [phase], TRACES, costs, static_steps=range(8))
+    counts = [trace.num_correct_drafts for trace in TRACES.of(TextKind("code", 1.0))]
+    # The last rounds of a request draft less than the tier: their cost is that of what they draft.
+    times = []
+    for depth in range(8):
+        total = 0.0
+        for trace in counts:
+            num_out = 1
+            while num_out < 100:
+                drafts = min(depth, 100 - num_out - 1)
+                total += flat_ms + step_ms * drafts
+                num_out += 1 + min(drafts, trace[num_out - 1])
+        times.append(total)
+    speeds = [rates[0] for rates in compared.rates.values()]
+    best = times.index(min(times))
+    assert speeds.index(max(speeds)) == best
+    assert 0 < best < 7
+    assert compared.phase_regrets(f"K={best}") == [0.0]
+    assert speeds[0] / speeds[best] == pytest.approx(times[best] / times[0])
+
+
+@pytest.mark.parametrize("make", [lambda: StaticPolicy(3), ema])
+def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) -> None:  # type: ignore[no-untyped-def]
+    seen = []
+    for costs in (TWO_CPU_CORES, GPU_8B, noisy(GPU_8B, 0.3)):
+        policy, rounds = make(), []
+        for phase in PHASES:
+            rounds += rounds_of(policy, phase, costs)[1]
+        seen.append([(b, s, replace(verified, times=None)) for b, s, verified in rounds])
+    assert seen[0] == seen[1] == seen[2]
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=9), st.sampled_from(PHASES))
+def test_whatever_is_asked_every_text_is_emitted_once_and_no_row_drafts_past_its_end(
+    numbers: list[int], phase: Phase
+) -> None:
+    policy = RandomPolicy(numbers)
+    report, rounds = rounds_of(policy, phase)
+    # The first token of every text comes from its prompt.
+    assert report.num_output_tokens == phase.num_requests * (phase.num_tokens - 1)
+    assert sorted(policy.forgotten) == sorted({i for b, _, _ in rounds for i in b.request_ids})
+    for batch, _, verified in rounds:
+        usable = dict(zip(batch.request_ids, batch.max_steps, strict=True))
+        assert batch.size <= phase.batch_size
+        rows = zip(verified.request_ids, verified.row_steps, strict=True)
+        assert all(steps <= usable[row] for row, steps in rows)
+        assert all(most >= 0 for most in batch.max_steps)
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
+    st.integers(0, 40),
+    st.booleans(),
+)
+def test_drafts_are_granted_as_the_scheduler_grants_them(
+    rows: list[tuple[int, int]], max_draft_tokens: int, whole: bool
+) -> None:
+    wanted, usable = zip(*rows, strict=True)
+    batch = DecodeBatch([str(i) for i in range(len(rows))], usable, 9, 0, max_draft_tokens)
+    steps = RoundSteps(5) if whole else RoundSteps(9, wanted)
+    assert _row_steps(steps, batch) == _fair_steps(steps, batch)
+
+
+def test_drafts_give_way_where_the_token_budget_is_small() -> None:
+    phase = Phase("predictable", 8, 8, 60)
+    _, rounds = rounds_of(StaticPolicy(7), phase, max_num_batched_tokens=24)
+    assert all(v.num_draft_tokens <= b.max_draft_tokens == 24 - b.size for b, _, v in rounds)
+    assert any(v.num_draft_tokens == 16 for _, _, v in rounds)
+
+
+def test_rounds_that_prompts_share_carry_no_time_and_prompts_are_not_decoding() -> None:
+    told: list[RoundShape] = []
+
+    def costs(shape: RoundShape) -> RoundTimes:
+        told.append(shape)
+        return TWO_CPU_CORES(shape)
+
+    report, rounds = rounds_of(ema(), PHASES[1], costs)
+    assert any(verified.times is None for _, _, verified in rounds)
+    assert any(verified.times is not None for _, _, verified in rounds)
+    decoding = [shape for shape in told if shape.batch_size]
+    assert report.decode_ms == pytest.approx(sum(TWO_CPU_CORES(s).round_ms for s in decoding))
+    prompts = [shape for shape in told if not shape.batch_size]
+    assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).round_ms for s in prompts))
+    traces = {kind: TRACES.of(kind)[0].num_prompt_tokens for kind in PHASES[1].kinds}
+    asked = sum(traces[PHASES[1].kind(i)] for i in range(PHASES[1].num_requests))
+    assert sum(shape.num_prefill_tokens for shape in prompts) == asked
+
+
+def test_every_change_of_tier_is_a_switch_with_its_reason() -> None:
+    simulator = Simulator(ema(), TRACES, TWO_CPU_CORES, on_round=lambda *told: tiers.append(told))
+    tiers: list[tuple[DecodeBatch, RoundSteps, VerifiedRound]] = []
+    reports = [simulator.run(phase) for phase in PHASES]
+    changes = [a[1].num_steps != b[1].num_steps for a, b in pairwise(tiers)]
+    switches = sum((report.switches for report in reports), Counter[Reason]())
+    assert switches.total() == sum(changes)
+    assert set(switches) == {Reason.GAIN, Reason.LOSS}
+
+
+def test_a_controller_is_driven_as_its_policy_is() -> None:
+    controller = AdaptiveController(PolicySettings(2, strategy="static"))
+    by_controller = [rounds_of(ControllerPolicy(controller), phase)[0] for phase in PHASES]
+    by_policy = [rounds_of(StaticPolicy(2), phase)[0] for phase in PHASES]
+    assert by_controller == by_policy
+
+
+def test_a_depth_or_a_length_that_was_not_recorded_is_refused() -> None:
+    with pytest.raises(ValueError, match="num_steps=9"):
+        Simulator(StaticPolicy(9), TRACES, TWO_CPU_CORES)
+    with pytest.raises(ValueError, match="num_tokens=1000"):
+        rounds_of(StaticPolicy(1), Phase("heated", 1, 1, 1000))
+    known = TraceSet(7, (AcceptanceTrace("code", 0.0, 0, 9, (1, 2)),))
+    with pytest.raises(ValueError, match="shuffled"):
+        Simulator(StaticPolicy(1), known, TWO_CPU_CORES).run(Phase("mixture", 1, 2, 3))
+
+
+def test_a_comparison_shows_every_arm_and_every_phase() -> None:
+    compared = compare({"ema": ema()}, PHASES, TRACES, TWO_CPU_CORES, static_steps=(0, 1, 7))
+    text = str(compared)
+    assert all(phase.name in text for phase in PHASES)
+    assert all(arm in text.splitlines()[0] for arm in ("K=0", "K=1", "K=7", "ema"))
+    assert compared.worst_cell("K=0") == 1.0
+    assert compared.regret("K=7") > compared.regret("ema") > 0

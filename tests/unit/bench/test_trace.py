@@ -1,0 +1,161 @@
+"""Laws of recorded acceptance: what the file says is what the engine does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.policy import StaticPolicy
+from serve_spec.bench.closed_loop import run_phase
+from serve_spec.bench.phases import Phase, TextKind, TextRequest
+from serve_spec.bench.simulated_costs import TWO_CPU_CORES
+from serve_spec.bench.simulator import Simulator
+from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces, record, save_traces
+from tests.helpers.engines import MakeLLM, llm_maker, make_pair
+
+DEPTH = 4
+NUM_TOKENS = 20
+KNOWN, FOREIGN = TextKind("code", 0.0), TextKind("shuffled", 1.0)
+RECORDED = Path(__file__).parents[2] / "data" / "acceptance_traces.json"
+
+
+def requests() -> list[TextRequest]:
+    """Six requests whose kinds alternate, as those of a mixture do."""
+    prompts = [[(7 * i + 3 * j) % 250 for j in range(9)] for i in range(6)]
+    return [TextRequest((KNOWN, FOREIGN)[i % 2], prompt, i) for i, prompt in enumerate(prompts)]
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+    return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")
+
+
+@pytest.fixture(scope="module")
+def traces(make: MakeLLM) -> TraceSet:
+    return record(make("EAGLE3", DEPTH).engine, requests(), NUM_TOKENS)
+
+
+def test_some_drafts_are_kept_and_some_are_not(traces: TraceSet) -> None:
+    """Without that the laws below would hold of anything."""
+    counts = {n for trace in traces.traces for n in trace.num_correct_drafts}
+    assert {0, 1, 2} <= counts
+
+
+def test_every_request_has_one_count_for_every_place_a_round_can_start(traces: TraceSet) -> None:
+    assert [len(trace.num_correct_drafts) for trace in traces.traces] == [NUM_TOKENS - 1] * 6
+    assert [trace.kind for trace in traces.traces] == [r.kind for r in requests()]
+    assert {trace.num_prompt_tokens for trace in traces.traces} == {9}
+
+
+def test_a_recorded_count_is_what_a_round_of_the_engine_keeps_there(
+    make: MakeLLM, traces: TraceSet
+) -> None:
+    engine = make("EAGLE3", DEPTH).engine
+    for request, trace in zip(requests(), traces.traces, strict=True):
+        num_out = 1
+        for measured in run_phase(engine, [request], 1, NUM_TOKENS).decode_rounds:
+            usable = min(DEPTH, NUM_TOKENS - num_out - 1)
+            kept = min(usable, trace.num_correct_drafts[num_out - 1])
+            assert measured.stats.accept_lengths == (kept + 1,)
+            num_out += kept + 1
+        assert num_out == NUM_TOKENS
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize("num_steps", [0, 1, 2, DEPTH])
+def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
+    make: MakeLLM, traces: TraceSet, num_steps: int, batch_size: int
+) -> None:
+    run = run_phase(make("EAGLE3", num_steps).engine, requests(), batch_size, NUM_TOKENS)
+    measured = [
+        (r.stats.batch_size, r.stats.num_draft_tokens, r.stats.num_output_tokens)
+        for r in run.rounds
+        if r.stats.batch_size
+    ]
+    replayed: list[tuple[int, int, int]] = []
+    simulator = Simulator(
+        StaticPolicy(num_steps),
+        traces,
+        TWO_CPU_CORES,
+        on_round=lambda batch, steps, verified: replayed.append(
+            (verified.batch_size, verified.num_draft_tokens, verified.num_output_tokens)
+        ),
+    )
+    simulator.run(Phase("mixture", batch_size, num_requests=6, num_tokens=NUM_TOKENS))
+    assert replayed == measured
+
+
+def test_recording_leaves_the_engine_as_it_was(make: MakeLLM) -> None:
+    engine = make("EAGLE3", DEPTH).engine
+    before = run_phase(engine, requests(), 3, NUM_TOKENS)
+    record(engine, requests(), NUM_TOKENS)
+    after = run_phase(engine, requests(), 3, NUM_TOKENS)
+    assert after.texts == before.texts
+    assert len(after.rounds) == len(before.rounds)
+
+
+def test_rounds_that_could_not_draft_whole_are_no_record(make: MakeLLM) -> None:
+    engine = make("EAGLE3", DEPTH, max_num_batched_tokens=12).engine
+    with pytest.raises(ValueError, match="max_num_batched_tokens"):
+        record(engine, requests(), NUM_TOKENS)
+
+
+def test_an_engine_with_several_tiers_can_not_record(make: MakeLLM) -> None:
+    several = {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"}
+    with pytest.raises(ValueError, match="candidate_steps"):
+        record(make("EAGLE3", 3, **several).engine, requests(), NUM_TOKENS)
+
+
+def trace_sets() -> st.SearchStrategy[TraceSet]:
+    trace = st.builds(
+        AcceptanceTrace,
+        prompts=st.sampled_from(["code", "shuffled"]),
+        temperature=st.floats(0, 2),
+        seed=st.integers(0, 2**63),
+        num_prompt_tokens=st.integers(1, 1000),
+        num_correct_drafts=st.lists(st.integers(0, 5), max_size=9).map(tuple),
+    )
+    return st.builds(TraceSet, st.just(5), st.lists(trace, max_size=4).map(tuple))
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("traces") / "traces.json"
+
+
+@given(written=trace_sets())
+def test_what_is_written_is_read(file: Path, written: TraceSet) -> None:
+    save_traces(written, file)
+    assert load_traces(file) == written
+
+
+def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
+    path = tmp_path / "traces.json"
+    good = json.loads(RECORDED.read_text())
+    trace = good["traces"][0]
+    for bad, why in (
+        ({**good, "format": 99}, "format=99"),
+        ({"traces": []}, "format"),
+        ({**good, "traces": [{**trace, "num_correct_drafts": [8]}]}, "num_correct_drafts=8"),
+        ({**good, "traces": [{**trace, "num_correct_drafts": [True]}]}, "True"),
+        ({**good, "traces": [{"num_correct_drafts": [1]}]}, "acceptance trace"),
+    ):
+        path.write_text(json.dumps(bad))
+        with pytest.raises(ValueError, match=why) as caught:
+            load_traces(path)
+        assert str(path) in str(caught.value)
+
+
+def test_the_recorded_pair_drafts_code_better_than_noise() -> None:
+    traces = load_traces(RECORDED)
+    means = {}
+    for kind in (KNOWN, TextKind("code", 1.0), FOREIGN):
+        counts = [n for trace in traces.of(kind) for n in trace.num_correct_drafts]
+        means[kind] = sum(counts) / len(counts)
+    assert means[KNOWN] > 2 * means[FOREIGN] > 2
+    with pytest.raises(ValueError, match="not recorded"):
+        traces.of(TextKind("code", 0.3))

@@ -1,0 +1,304 @@
+"""Laws of `serve-spec tune`: what follows from cells, what is kept of them, one sweep run whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive import AdaptiveSpeculativeParams
+from serve_spec.bench.tune import main
+from serve_spec.bench.tune_cells import Cell, CellFile
+from serve_spec.bench.tune_report import adaptive_config, best_cells, markdown, rows, speedups
+from serve_spec.config import ConfigError
+from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.cost_table import load_cost_table
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine.llm import LLM
+from tests.helpers.engines import make_pair
+
+CLASSES = ("predictable", "mixed", "unpredictable")
+SETTINGS = {"num_prompts": 8, "model": {"path": "/target", "dtype": "float32"}}
+
+
+def cell(batch_size: int, prompt_class: str, num_steps: int, speed: float = 100.0) -> Cell:
+    return Cell(
+        batch_size=batch_size,
+        prompt_class=prompt_class,
+        num_steps=num_steps,
+        tokens_per_second=speed,
+        tokens_per_second_low=speed * 0.9,
+        accept_length=1 + num_steps / 2,
+        round_ms=10.0,
+        draft_ms=2.0,
+        verify_ms=7.5,
+        same_texts=8,
+        num_texts=8,
+    )
+
+
+@st.composite
+def sweeps(draw: st.DrawFn) -> list[Cell]:
+    """Cells of a whole sweep in any order, with speeds that tie now and then."""
+    sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True))
+    steps = [0, *draw(st.lists(st.integers(1, 8), max_size=4, unique=True))]
+    places = [(size, name, k) for size in sizes for name in CLASSES for k in steps]
+    cells = [cell(*place, speed=draw(st.integers(1, 5)) * 50.0) for place in places]
+    return draw(st.permutations(cells))
+
+
+def winners(cells: Sequence[Cell], batch_size: int) -> set[int]:
+    """The best steps of every class at a batch size, by looking at all of them."""
+    found = set()
+    for name in CLASSES:
+        mine = [c for c in cells if (c.batch_size, c.prompt_class) == (batch_size, name)]
+        fastest = max(c.tokens_per_second for c in mine)
+        found.add(min(c.num_steps for c in mine if c.tokens_per_second == fastest))
+    return found
+
+
+@given(sweeps())
+def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_of_every_class(
+    cells: list[Cell],
+) -> None:
+    params = AdaptiveSpeculativeParams(0, load_slots(adaptive_config(cells)))
+    slots = load_slots(adaptive_config(cells))
+    for batch_size in {c.batch_size for c in cells}:
+        steps = slots[params.slot_key(batch_size)].candidate_steps
+        assert set(steps) == winners(cells, batch_size)
+
+
+@given(sweeps())
+def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Cell]) -> None:
+    text = json.dumps(adaptive_config(cells))
+    slots = load_slots(json.loads(text))
+    ladders = [slot.candidate_steps for slot in slots.values()]
+    assert all(here != after for here, after in pairwise(ladders))
+    assert min(slots) == min(c.batch_size for c in cells)
+
+
+def test_off_is_a_candidate_where_it_is_the_best_of_any_class() -> None:
+    cells = [
+        *(cell(1, name, k, 100.0 + k) for name in CLASSES for k in (0, 3)),
+        *(cell(8, name, k, 100.0 + k) for name in CLASSES[:2] for k in (0, 3)),
+        *(cell(8, "unpredictable", k, 100.0 - k) for k in (0, 3)),
+    ]
+    assert adaptive_config(cells) == {
+        "1": {"candidate_steps": [3]},
+        "8": {"candidate_steps": [0, 3]},
+    }
+
+
+def test_batch_sizes_that_want_the_same_share_a_slot() -> None:
+    sizes = {1: 7, 2: 3, 4: 3, 8: 3, 16: 0}
+    cells = [
+        cell(size, name, k, 200.0 if k == best else 100.0)
+        for size, best in sizes.items()
+        for name in CLASSES
+        for k in (0, 3, 7)
+    ]
+    assert adaptive_config(cells) == {
+        "1": {"candidate_steps": [7]},
+        "2": {"candidate_steps": [3]},
+        "16": {"candidate_steps": [0]},
+    }
+
+
+@given(sweeps())
+def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[Cell]) -> None:
+    speedup = speedups(cells)
+    for c in cells:
+        off = next(
+            o
+            for o in cells
+            if (o.batch_size, o.prompt_class, o.num_steps) == (c.batch_size, c.prompt_class, 0)
+        )
+        assert speedup[c] == c.tokens_per_second / off.tokens_per_second
+    assert all(speedup[best] >= 1 for best in best_cells(cells).values())
+
+
+def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
+    cells = [cell(size, name, k, 100 + k) for name in CLASSES for size in (1, 4) for k in (0, 3)]
+    keys = {"speculative_adaptive_config": "/a.json", "speculative_cost_table": "/c.json"}
+    report = markdown(
+        cells,
+        classes={name: f"about {name}" for name in CLASSES},
+        keys=keys,
+        facts={"hardware": "a machine"},
+    )
+    assert "  speculative_adaptive_config: /a.json\n  speculative_cost_table: /c.json\n" in report
+    assert "- hardware: a machine" in report
+    assert "| 1 | [3] | K=3, 1.03 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
+    assert "| 4 | [3] | K=3, 1.03 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
+    for row in rows(cells):
+        assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
+
+
+def test_a_file_of_cells_gives_back_what_was_put_in(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "cells.jsonl"
+    first, second = cell(1, "mixed", 0), cell(1, "mixed", 3)
+    CellFile(path, SETTINGS).append([first, second])
+    assert CellFile(path, SETTINGS).cells == {first.place: first, second.place: second}
+
+
+def test_of_a_cell_measured_twice_the_last_one_counts(tmp_path: Path) -> None:
+    before, after = cell(1, "mixed", 3), cell(1, "mixed", 3, speed=200)
+    record = CellFile(tmp_path / "cells.jsonl", SETTINGS)
+    record.append([before])
+    record.append([after])
+    assert CellFile(tmp_path / "cells.jsonl", SETTINGS).cells == {after.place: after}
+
+
+@pytest.mark.parametrize("num_bytes", [1, 30, 200])
+def test_a_line_cut_short_is_dropped_and_the_file_goes_on(tmp_path: Path, num_bytes: int) -> None:
+    path = tmp_path / "cells.jsonl"
+    kept, lost, after = cell(1, "mixed", 0), cell(1, "mixed", 1), cell(1, "mixed", 3)
+    CellFile(path, SETTINGS).append([kept, lost])
+    path.write_bytes(path.read_bytes()[:-num_bytes])
+    record = CellFile(path, SETTINGS)
+    assert set(record.cells) == {kept.place}
+    record.append([after])
+    assert set(CellFile(path, SETTINGS).cells) == {kept.place, after.place}
+
+
+def test_a_file_that_was_cut_in_its_first_line_starts_anew(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.write_text('{"settings": {"num_p')
+    CellFile(path, SETTINGS).append([cell(1, "mixed", 0)])
+    assert set(CellFile(path, SETTINGS).cells) == {(1, "mixed", 0)}
+
+
+def test_cells_of_other_settings_are_refused_by_name_and_replaced_when_asked(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "cells.jsonl"
+    CellFile(path, SETTINGS).append([cell(1, "mixed", 0)])
+    others = {**SETTINGS, "model": {"path": "/target", "dtype": "bfloat16"}}
+    with pytest.raises(ConfigError) as refused:
+        CellFile(path, others)
+    (problem,) = refused.value.problems
+    assert problem.startswith("model.dtype='bfloat16': ")
+    assert "measured with 'float32'" in problem
+    assert "--fresh" in problem
+    assert CellFile(path, SETTINGS).cells, "a refusal must leave the file as it is"
+    assert not CellFile(path, others, fresh=True).cells
+    assert not CellFile(path, others).cells
+
+
+@pytest.mark.parametrize("line", ["[]", '{"cells": 3}', "something else", '{"settings": 3}'])
+def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "cells.jsonl"
+    path.write_text(line + "\n")
+    with pytest.raises(ConfigError, match="holds no cells of this version"):
+        CellFile(path, SETTINGS)
+    path.write_text(json.dumps({"settings": SETTINGS}) + f"\n{line}\n")
+    with pytest.raises(ConfigError, match="holds no cells of this version"):
+        CellFile(path, SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("tune")
+    pair = make_pair(root)
+    settings = {
+        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
+        },
+        # Too little on purpose: a sweep makes the room it needs.
+        "cache": {"page_size": 4, "num_pages": 32},
+        "scheduler": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def arguments(config: Path, folder: Path, *more: str) -> list[str]:
+    sizes = ["--prompt-tokens", "12", "--output-tokens", "24", "--num-prompts", "3"]
+    return [str(config), "--output-dir", str(folder), *sizes, "--repetitions", "1", *more]
+
+
+def test_an_interrupted_sweep_goes_on_where_it_stopped_and_writes_all_its_files(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = ["--num-steps", "1", "3"]
+    assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "2")) == 0
+    before = (tmp_path / "cells.jsonl").read_text().splitlines()
+    assert len(before) == 1 + 3 * 3
+    # As if it had been stopped while it wrote the last group.
+    (tmp_path / "cells.jsonl").write_text("\n".join(before[:-1]) + "\n" + before[-1][:40])
+    capsys.readouterr()
+    assert main(arguments(config, tmp_path, *steps, "--batch-sizes", "1", "2")) == 0
+    after = (tmp_path / "cells.jsonl").read_text().splitlines()
+    assert after[: len(before) - 1] == before[:-1]
+
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result == json.loads((tmp_path / "tune.json").read_text())
+    places = [(c["batch_size"], c["prompt_class"], c["num_steps"]) for c in result["cells"]]
+    assert sorted(places) == sorted((b, n, k) for b in (1, 2) for n in CLASSES for k in (0, 1, 3))
+    for c in result["cells"]:
+        assert c["same_texts"] == c["num_texts"] == {1: 3, 2: 4}[c["batch_size"]]
+        assert c["accept_length"] == 1 if c["num_steps"] == 0 else 1 < c["accept_length"] <= 4
+        assert 0 < c["tokens_per_second_low"] <= c["tokens_per_second"]
+    costs = load_cost_table(tmp_path / "cost_table.json")
+    assert (costs.batch_sizes[-1], costs.num_steps[-1]) == (2, 3)
+    assert load_slots(tmp_path / "adaptive.json") == load_slots(result["adaptive_config"])
+    assert "## The best steps" in (tmp_path / "report.md").read_text()
+    assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_server_takes_the_cost_table_as_it_is(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
+    assert main(arguments(config, tmp_path, "--num-steps", "2", "--batch-sizes", "1")) == 0
+    bounds = tmp_path / "bounds.json"
+    bounds.write_text('{"1": {"candidate_steps": [0, 2]}}')
+    llm = LLM(
+        config,
+        speculative_adaptive_strategy="goodput",
+        speculative_adaptive_config=str(bounds),
+        speculative_cost_table=str(tmp_path / "cost_table.json"),
+    )
+    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))
+    assert llm.engine.snapshot()["fallback"] is None
+    assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
+
+
+def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: Path) -> None:
+    call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
+    assert main(call) == 0
+    files = [tmp_path / "cells.jsonl", tmp_path / "cost_table.json"]
+    once = [file.read_bytes() for file in files]
+    assert main(call) == 0
+    assert [file.read_bytes() for file in files] == once
+    with pytest.raises(ConfigError, match=r"^repetitions=2: .* was measured with 1; use that"):
+        main([*call, "--repetitions", "2"])
+    assert main([*call, "--fresh"]) == 0
+    assert all(file.read_bytes() != before for file, before in zip(files, once, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("more", "problem"),
+    [
+        (["--batch-sizes", "0", "4"], r"batch_sizes=\[0, 4\]: give integers from 1 on"),
+        (["--num-steps", "-1"], r"num_steps=\[0, -1\]: give integers from 0 on"),
+        (["--num-steps", "0"], r"num_steps=\[0\]: give one above 0, to compare with 0"),
+        (["--num-prompts", "0"], "num_prompts=0: give at least 1"),
+        (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
+        (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
+    ],
+)
+def test_arguments_that_make_no_sense_are_refused(
+    config: Path, tmp_path: Path, more: list[str], problem: str
+) -> None:
+    with pytest.raises(ConfigError, match=f"^{problem}"):
+        main(arguments(config, tmp_path, *more))

@@ -1,0 +1,189 @@
+"""What a cost table holds, what is refused, and how it travels to the disk and back."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_spec.config import ConfigError
+from serve_spec.config.base import judge
+from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
+
+KEY: dict[str, Any] = {
+    "hardware": "a processor, 2 cores",
+    "threads": 1,
+    "target": "0123",
+    "draft": "4567",
+    "algorithm": "EAGLE3",
+    "dtype": "float32",
+    "draft_dtype": "bfloat16",
+    "tensor_parallel_size": 1,
+    "attention_backend": "torch",
+    "code": "1",
+}
+TABLE: dict[str, Any] = {
+    "version": 1,
+    "key": KEY,
+    "batch_sizes": [1, 2],
+    "num_steps": [0, 1, 3],
+    "contexts": [128, 512],
+    "draft_ms": [[[0, 1.5, 3], [0, 2, 4]], [[0, 1.5, 3], [0, 2, 4]]],
+    "verify_ms": [[[7, 8, 9], [8, 9, 10]], [[8, 9, 10], [9, 10, 11.5]]],
+    "sampled_row_ms": 0.25,
+    "padded": False,
+    "extrapolated": [[2, 3]],
+    "measured_s": 9.5,
+}
+
+
+def changed(path: str, value: object) -> dict[str, Any]:
+    """The table with one value replaced; `path` is dotted, numbers are positions."""
+    table = copy.deepcopy(TABLE)
+    *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
+    here: Any = table
+    for part in way:
+        here = here[part]
+    here[last] = value
+    return table
+
+
+def refusal(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "costs.json"
+    file.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_cost_table(file)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{file}: ")
+    assert problem.endswith("measure anew (`serve-spec tune`), or delete the file")
+    return problem
+
+
+def test_a_table_comes_back_from_the_disk_as_it_went(tmp_path: Path) -> None:
+    table = judge(CostTable, TABLE)
+    write_cost_table(table, tmp_path / "new" / "folder" / "costs.json")
+    assert load_cost_table(tmp_path / "new" / "folder" / "costs.json") == table
+
+
+def test_writing_replaces_and_leaves_nothing_else_behind(tmp_path: Path) -> None:
+    write_cost_table(judge(CostTable, TABLE), tmp_path / "costs.json")
+    newer = judge(CostTable, changed("measured_s", 1.0))
+    write_cost_table(newer, tmp_path / "costs.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
+    assert load_cost_table(tmp_path / "costs.json").measured_s == 1.0
+
+
+def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
+    (tmp_path / "costs.json").mkdir()  # a folder can not be replaced by a file
+    with pytest.raises(OSError, match=r"costs\.json"):
+        write_cost_table(judge(CostTable, TABLE), tmp_path / "costs.json")
+    assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("version", 2, "version=2, but format 1 is read here"),
+        ("version", True, "version=True"),
+        ("batch_sizes", [2, 1], r"batch_sizes=\[2, 1\]: must ascend"),
+        ("batch_sizes", [1, 1], r"batch_sizes=\[1, 1\]: must ascend"),
+        ("batch_sizes", [0, 1], r"batch_sizes=\[0, 1\]: must ascend"),
+        ("batch_sizes", [], r"batch_sizes=\[\]: must ascend"),
+        ("batch_sizes", [1, 2, 4], r"len\(draft_ms\.0\)=2: must be 3"),
+        ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must begin with 0"),
+        ("num_steps", [0, 1], r"len\(draft_ms\.0\.0\)=3: must be 2"),
+        ("contexts", [512, 128], r"contexts=\[512, 128\]: must ascend"),
+        ("contexts", [128], "contexts"),
+        ("contexts", [128, 512, 1024], "contexts"),
+        ("draft_ms", [], r"len\(draft_ms\)=0: must be 2"),
+        ("draft_ms", 3, "draft_ms=3: input should be a list"),
+        ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 where nothing is drafted"),
+        ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive elsewhere"),
+        ("draft_ms.0.1.1", "2", r"draft_ms\.0\.1\.1='2'"),
+        ("verify_ms.0.1.0", 0, r"verify_ms\.0\.1\.0=0\.0"),
+        ("verify_ms.0.1.2", -1, r"verify_ms\.0\.1\.2=-1\.0"),
+        ("verify_ms.0.1.2", True, r"verify_ms\.0\.1\.2=True"),
+        ("verify_ms.0.1", [7, 8], r"len\(verify_ms\.0\.1\)=2: must be 3"),
+        ("verify_ms.0.1.2", 10**400, r"verify_ms\.0\.1\.2="),
+        ("sampled_row_ms", -0.1, r"sampled_row_ms=-0\.1"),
+        ("padded", 0, "padded=0"),
+        ("extrapolated", [[3, 1]], r"extrapolated=\[3, 1\]: no such cell"),
+        ("measured_s", None, "measured_s=None"),
+        ("key.threads", 0, r"key\.threads=0"),
+        ("key.hardware", "", r"key\.hardware=''"),
+        ("key.weather", "fine", r"key\.weather: unknown key"),
+        ("unit", "ms", "unit: unknown key"),
+    ],
+)
+def test_a_file_that_holds_no_costs_is_refused_by_field_and_value(
+    tmp_path: Path, path: str, value: object, message: str
+) -> None:
+    text = refusal(tmp_path, json.dumps(changed(path, value)))
+    assert re.search(message, text), text
+
+
+@pytest.mark.parametrize("field", sorted(TABLE))
+def test_every_field_must_be_there(tmp_path: Path, field: str) -> None:
+    table = {name: value for name, value in TABLE.items() if name != field}
+    assert f"{field}: field required" in refusal(tmp_path, json.dumps(table))
+
+
+@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("place", ['"sampled_row_ms": 0.25', '"measured_s": 9.5'])
+def test_what_is_not_a_finite_number_is_refused(tmp_path: Path, constant: str, place: str) -> None:
+    text = json.dumps(TABLE)
+    assert place in text
+    refusal(tmp_path, text.replace(place, f"{place.split(':')[0]}: {constant}"))
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "null", "3", "[" * 100_000, "9" * 5000, '{"version": 1', "\x00"]
+)
+def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
+    refusal(tmp_path, text)
+
+
+def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
+    text = json.dumps(TABLE)
+    for length in range(0, len(text), 17):
+        refusal(tmp_path, text[:length])
+
+
+def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere"):
+        load_cost_table(tmp_path / "nowhere.json")
+    (tmp_path / "bytes.json").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(ConfigError, match=r"bytes\.json"):
+        load_cost_table(tmp_path / "bytes.json")
+
+
+def test_a_table_of_the_same_setting_passes() -> None:
+    judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=3)
+    judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=2)
+
+
+def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values() -> None:
+    here = judge(CostKey, KEY | {"hardware": "another", "threads": 4})
+    with pytest.raises(ConfigError) as caught:
+        judge(CostTable, TABLE).refuse_foreign(here, max_steps=3)
+    (problem,) = caught.value.problems
+    assert problem == (
+        "key.hardware='a processor, 2 cores', but 'another' runs here; key.threads=1, but 4 runs "
+        "here: measure anew (`serve-spec tune`), or delete the file"
+    )
+
+
+@pytest.mark.parametrize("field", sorted(KEY))
+def test_each_field_of_the_key_counts(field: str) -> None:
+    other = KEY[field] + 1 if isinstance(KEY[field], int) else KEY[field] + "x"
+    with pytest.raises(ConfigError, match=rf"key\.{field}="):
+        judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY | {field: other}), max_steps=3)
+
+
+def test_a_table_that_ends_before_the_deepest_tier_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"num_steps=\[0, 1, 3\], but 4 are wanted here"):
+        judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=4)

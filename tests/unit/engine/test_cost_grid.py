@@ -1,0 +1,130 @@
+"""Which rounds are measured, and what is made of those that were not."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.cost_surface import monotone
+from serve_spec.engine.cost_grid import batch_grid, context_grid, fill_missing, step_grid
+
+SIZES, STEPS = [1, 2, 4, 8], [0, 1, 2, 3, 5, 7]
+
+
+@pytest.mark.parametrize(
+    ("largest", "grid"), [(1, [1]), (2, [1, 2]), (6, [1, 2, 4, 6]), (64, [1, 2, 4, 8, 16, 32, 64])]
+)
+def test_batch_sizes_double_up_to_the_largest_which_is_one_of_them(
+    largest: int, grid: list[int]
+) -> None:
+    assert batch_grid(largest) == grid
+
+
+@pytest.mark.parametrize(
+    ("tiers", "max_steps", "grid"),
+    [
+        (range(8), 7, [0, 1, 2, 3, 5, 7]),
+        (range(15), 14, [0, 1, 2, 3, 5, 7, 10, 14]),
+        (range(7), 6, [0, 1, 2, 3, 5, 6]),
+        ({3, 0, 1, 7}, 7, [0, 1, 3, 7]),
+        ({0, 4, 8}, 8, [0, 4, 8]),
+        (range(8), 4, [0, 1, 2, 3, 4]),
+        ({0}, 7, [0]),
+    ],
+)
+def test_steps_are_tiers_closer_where_they_are_small(
+    tiers: set[int], max_steps: int, grid: list[int]
+) -> None:
+    assert step_grid(tiers, max_steps) == grid
+
+
+@pytest.mark.parametrize(
+    ("longest", "contexts"),
+    [
+        (1017, (128, 512)),
+        (121, (30, 121)),
+        (4000, (128, 1000)),
+        (32_000, (128, 4096)),
+        (300, (75, 300)),
+    ],
+)
+def test_texts_are_a_short_and_a_long_one_within_what_is_possible(
+    longest: int, contexts: tuple[int, int]
+) -> None:
+    assert context_grid(longest) == contexts
+
+
+def linear_verify() -> np.ndarray:
+    """Verification that is linear in its rows, and in the rows' contexts."""
+    rows = np.outer(SIZES, np.array(STEPS) + 1.0)
+    return np.stack([5 + 0.5 * rows, 5 + 0.5 * rows + 0.25 * rows])
+
+
+def linear_draft() -> np.ndarray:
+    """Drafting that is linear in its rows and steps."""
+    return np.stack([c * np.outer(SIZES, STEPS) for c in (0.5, 0.75)])
+
+
+def corner(ms: np.ndarray, b: int, k: int) -> np.ndarray:
+    """The table without what is as large as [b, k] in both directions, or one of them."""
+    gaps = ms.copy()
+    gaps[:, b:, k:] = np.nan
+    return gaps
+
+
+@pytest.mark.parametrize("b", range(4))
+@pytest.mark.parametrize("k", [2, 3, 4, 5])
+def test_costs_linear_in_rows_are_continued_exactly(b: int, k: int) -> None:
+    for ms in (linear_verify(), linear_draft()):
+        gaps = corner(ms, b, k)
+        gaps[1, b] = ms[1, b]  # a neighbour at the longer context
+        filled = fill_missing(gaps, SIZES, STEPS)
+        assert filled[0] == pytest.approx(ms[0])
+        assert filled[1, b] == pytest.approx(ms[1, b])
+
+
+def test_a_batch_size_of_which_only_the_plain_round_ran_grows_like_the_one_before() -> None:
+    for ms in (linear_verify(), linear_draft()):
+        gaps = corner(ms, 2, 1)
+        assert fill_missing(gaps, SIZES, STEPS) == pytest.approx(ms)
+
+
+def test_a_context_that_never_ran_is_taken_for_as_dear_as_the_other() -> None:
+    gaps = linear_verify()
+    gaps[1] = np.nan
+    filled = fill_missing(gaps, SIZES, STEPS)
+    assert np.array_equal(filled[1], filled[0])
+
+
+@given(st.data())
+def test_what_was_measured_is_kept_and_what_was_not_is_no_cheaper_than_anything_smaller(
+    data: st.DataObject,
+) -> None:
+    ms = np.array(data.draw(st.lists(st.floats(1, 50), min_size=48, max_size=48)))
+    ms = ms.reshape(2, 4, 6)
+    gone = data.draw(st.lists(st.booleans(), min_size=48, max_size=48))
+    gaps = np.where(np.array(gone).reshape(ms.shape), np.nan, ms)
+    gaps[0, 0, :2] = ms[0, 0, :2]
+    filled = fill_missing(gaps, SIZES, STEPS)
+    known = ~np.isnan(gaps)
+    assert np.array_equal(filled[known], gaps[known])
+    assert np.all(np.isfinite(filled))
+    smooth = monotone(np.where(known, filled, np.inf))
+    for cell in np.argwhere(~known):
+        smaller = tuple(slice(0, i + 1) for i in cell)
+        assert filled[tuple(cell)] >= smooth[smaller][known[smaller]].max(initial=0)
+
+
+def test_one_disturbed_cell_does_not_tilt_the_line_that_starts_behind_it() -> None:
+    calm = linear_verify()
+    disturbed = calm.copy()
+    disturbed[0, 3, 0] = 25.0  # dearer than four times its rows
+    gaps = disturbed.copy()
+    gaps[0, 3, 4:] = np.nan
+    filled = fill_missing(gaps, SIZES, STEPS)
+    assert all(a <= b for a, b in pairwise(filled[0, 3, 3:]))
+    assert filled[0, 3, 5] >= 0.8 * calm[0, 3, 5]

@@ -1,0 +1,277 @@
+"""Where costs come from: a named file, one kept, a measurement; and what tells them apart."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import serve_spec
+from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
+from serve_spec.engine.costs import (
+    _ROUND_ROOMS,
+    code_version,
+    cost_key,
+    fingerprint,
+    obtain_costs,
+)
+from serve_spec.engine.profile import MeasuredCosts
+from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.helpers.engines import MakeLLM, Pair
+
+KEY = CostKey(
+    hardware="a processor",
+    threads=1,
+    target="0",
+    draft="1",
+    algorithm="EAGLE3",
+    dtype="float32",
+    draft_dtype="float32",
+    tensor_parallel_size=1,
+    attention_backend="torch",
+    code="1",
+)
+MEASURED = MeasuredCosts(
+    batch_sizes=(1, 2),
+    num_steps=(0, 1),
+    contexts=(128, 512),
+    draft_ms=(((0.0, 1.0), (0.0, 1.0)), ((0.0, 1.0), (0.0, 1.0))),
+    verify_ms=(((7.0, 8.0), (8.0, 9.0)), ((7.0, 8.0), (8.0, 9.0))),
+    sampled_row_ms=0.1,
+    extrapolated=((2, 1),),
+    measured_s=1.5,
+)
+
+
+class Measurement:
+    """Counts how often it is asked to measure."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.count = 0
+
+    def __call__(self) -> MeasuredCosts:
+        self.count += 1
+        if self.error is not None:
+            raise self.error
+        return MEASURED
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What the package logs, which it does not pass on to the root logger."""
+    logger = logging.getLogger("serve_spec")
+    logger.addHandler(caplog.handler)
+    caplog.set_level(logging.INFO, logger="serve_spec")
+    yield caplog
+    logger.removeHandler(caplog.handler)
+
+
+def warnings_in(said: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in said.records if r.levelno == logging.WARNING]
+
+
+def infos_in(said: pytest.LogCaptureFixture) -> list[str]:
+    return [r.getMessage() for r in said.records if r.levelno == logging.INFO]
+
+
+def obtain(
+    measure: Measurement, path: Path | None = None, key: CostKey = KEY, max_steps: int = 1
+) -> CostTable | None:
+    return obtain_costs(key, path=path, max_batch_size=2, max_steps=max_steps, measure=measure)
+
+
+def table(key: CostKey = KEY, measured_s: float = 99.0) -> CostTable:
+    fields = MEASURED.__dict__ | {"measured_s": measured_s}
+    return CostTable(version=1, key=key, padded=False, **fields)
+
+
+def test_what_was_measured_once_is_read_at_the_next_start(
+    cache: Path, said: pytest.LogCaptureFixture
+) -> None:
+    measure = Measurement()
+    first, second = obtain(measure), obtain(measure)
+    assert measure.count == 1
+    assert first == second
+    assert first is not None
+    assert first.key == KEY
+    assert first.verify_ms == MEASURED.verify_ms
+    (file,) = cache.glob("costs/*.json")
+    measured, read = infos_in(said)
+    assert "measured in 1.5 s, 1 of 4 cells extrapolated" in measured
+    assert f"kept in {file}" in measured
+    assert f"read from {file}" in read
+    assert not warnings_in(said)
+
+
+def test_each_setting_and_each_grid_is_kept_apart(cache: Path) -> None:
+    measure = Measurement()
+    other = KEY.model_copy(update={"threads": 2})
+    for _ in range(2):
+        obtain(measure)
+        obtain(measure, key=other)
+        obtain_costs(KEY, path=None, max_batch_size=4, max_steps=1, measure=measure)
+    assert measure.count == 3
+    assert len(list(cache.glob("costs/*.json"))) == 3
+
+
+def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, cache: Path) -> None:
+    measure = Measurement()
+    named = tmp_path / "named.json"
+    write_cost_table(table(), named)
+    found = obtain(measure, named)
+    assert found is not None
+    assert found.measured_s == 99.0
+    assert measure.count == 0
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        ("{", "not valid JSON"),
+        ('{"version": 7}', "version=7"),
+        (
+            table(KEY.model_copy(update={"threads": 9})).model_dump_json(),
+            "key.threads=9, but 1 runs",
+        ),
+    ],
+)
+def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(
+    tmp_path: Path, said: pytest.LogCaptureFixture, content: str, why: str
+) -> None:
+    measure = Measurement()
+    named = tmp_path / "named.json"
+    named.write_text(content)
+    found = obtain(measure, named)
+    assert found is not None
+    assert found.measured_s == 1.5
+    assert measure.count == 1
+    assert named.read_text() == content
+    (warning,) = warnings_in(said)
+    assert warning.count(str(named)) == 1
+    assert why in warning
+    assert "serve-spec tune" in warning
+
+
+def test_a_named_table_that_is_not_there_is_measured_instead(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    measure = Measurement()
+    assert obtain(measure, tmp_path / "nowhere.json") is not None
+    assert measure.count == 1
+    (warning,) = warnings_in(said)
+    assert "nowhere.json" in warning
+
+
+def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
+    cache: Path, said: pytest.LogCaptureFixture
+) -> None:
+    measure = Measurement()
+    obtain(measure)
+    (file,) = cache.glob("costs/*.json")
+    file.write_text(file.read_text()[:-20])
+    assert obtain(measure) is not None
+    assert measure.count == 2
+    assert load_cost_table(file).key == KEY
+    assert len(warnings_in(said)) == 1
+
+
+def test_a_table_that_ends_before_the_deepest_tier_is_measured_anew(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    measure = Measurement()
+    named = tmp_path / "named.json"
+    write_cost_table(table(), named)
+    obtain(measure, named, max_steps=3)
+    assert measure.count == 1
+    (warning,) = warnings_in(said)
+    assert "3 are wanted here" in warning
+
+
+def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(
+    cache: Path, said: pytest.LogCaptureFixture
+) -> None:
+    cache.write_text("a file where the folder should be")
+    found = obtain(Measurement())
+    assert found is not None
+    assert found.measured_s == 1.5
+    (warning,) = warnings_in(said)
+    assert "can not be kept" in warning
+    assert "not kept" in infos_in(said)[-1]
+
+
+@pytest.mark.parametrize(
+    "error", [ValueError("budget_s=0: too short"), RuntimeError("out of memory"), AssertionError()]
+)
+def test_a_measurement_that_fails_gives_no_costs_and_one_warning(
+    cache: Path, said: pytest.LogCaptureFixture, error: Exception
+) -> None:
+    assert obtain(Measurement(error)) is None
+    (warning,) = warnings_in(said)
+    assert type(error).__name__ in warning
+    assert str(error) in warning
+    assert not cache.exists()
+
+
+def test_without_a_named_place_tables_are_kept_in_the_home(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("SERVE_SPEC_CACHE")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    obtain(Measurement())
+    assert len(list((tmp_path / "home/.cache/serve_spec/costs").glob("*.json"))) == 1
+
+
+def test_the_key_says_what_really_runs(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3, speculative_draft_dtype="bfloat16")
+    key = cost_key(llm.config, llm.engine.worker)
+    assert key.algorithm == "EAGLE3"
+    assert (key.dtype, key.draft_dtype) == ("float32", "bfloat16")
+    assert key.threads == torch.get_num_threads()
+    assert "cores" in key.hardware
+    assert len({key.target, key.draft}) == 2
+    assert key.code == code_version()
+    assert serve_spec.__version__ in key.code
+    assert key.attention_backend == "torch"
+    off = make_llm()
+    plain = cost_key(off.config, off.engine.worker)
+    assert (plain.draft, plain.draft_dtype) == ("", "")
+    assert json.loads(key.model_dump_json()) == key.model_dump()
+
+
+def test_a_fingerprint_follows_the_files_and_not_their_folder(pair: Pair, tmp_path: Path) -> None:
+    copied = shutil.copytree(pair.target, tmp_path / "copy")
+    assert fingerprint(copied) == fingerprint(pair.target)
+    assert fingerprint(pair.heads["EAGLE"]) != fingerprint(pair.heads["EAGLE3"])
+    (copied / "tokenizer.json").write_text("{}")
+    assert fingerprint(copied) == fingerprint(pair.target), "no round reads the tokenizer"
+    (copied / "config.json").write_text((copied / "config.json").read_text() + " ")
+    assert fingerprint(copied) != fingerprint(pair.target)
+
+
+def test_models_of_other_shapes_and_splits_have_other_fingerprints(tmp_path: Path) -> None:
+    target = make_target(tmp_path / "target")
+    wide = make_eagle3(tmp_path / "wide", target)
+    narrow = make_eagle3(tmp_path / "narrow", target, draft_vocab=64)
+    before = fingerprint(wide)
+    assert before != fingerprint(narrow)
+    (wide / "model.safetensors").rename(wide / "model-00001-of-00001.safetensors")
+    assert fingerprint(wide) != before
+
+
+def test_the_code_that_is_fingerprinted_is_there() -> None:
+    package = Path(serve_spec.__file__).parent
+    assert all(list((package / room).glob("*.py")) for room in _ROUND_ROOMS)

@@ -1,0 +1,294 @@
+"""Measuring costs: what is run, within which time, and that nobody notices afterwards."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from serve_spec.core.plan import RowPlan, StepPlan, StepResult
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine.profile import MeasuredCosts, measure_costs
+from serve_spec.engine.synthetic import Cell, SyntheticPlans
+from tests.helpers.engines import MakeLLM
+
+SAMPLED_ROW_MS = 0.3
+
+
+class FakeWorker:
+    """Takes the time a formula says, on a clock of its own. Keeps the plans it was given."""
+
+    vocab_size = 50
+
+    def __init__(self, tiers: Sequence[int] = range(8), noise: Sequence[float] = (1.0,)) -> None:
+        self.tiers = dict.fromkeys(tiers)
+        self.now = 1000.0
+        self.plans: list[StepPlan] = []
+        self._noise = itertools.cycle(noise)
+
+    def clock(self) -> float:
+        return self.now
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(plan)
+        context = plan.rows[0].length
+        factor = next(self._noise)
+        draft = factor * true_draft_ms(len(plan.rows), plan.num_steps)
+        verify = factor * true_verify_ms(len(plan.rows), plan.num_steps, context)
+        if not plan.rows[0].params.is_greedy:
+            verify += SAMPLED_ROW_MS * sum(row.query_len for row in plan.rows)
+        self.now += (draft + verify + 0.5) / 1e3
+        return StepResult([[1]] * len(plan.rows), draft, verify)
+
+
+def true_draft_ms(batch_size: int, num_steps: int) -> float:
+    return num_steps * (1 + 0.1 * batch_size)
+
+
+def true_verify_ms(batch_size: int, num_steps: int, context: int) -> float:
+    return 5 + (0.5 + 0.001 * context) * batch_size * (num_steps + 1)
+
+
+def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
+    settings: dict[str, Any] = {
+        "page_size": 16,
+        "num_pages": 2048,
+        "max_batch_size": 32,
+        "max_steps": 7,
+        "max_num_rows": 512,
+        "max_model_len": 1024,
+        "budget_s": 60.0,
+    }
+    return measure_costs(worker, clock=worker.clock, **{**settings, **changes})
+
+
+def cells_of(plans: Sequence[StepPlan]) -> list[Cell]:
+    return [Cell(plan.rows[0].length, len(plan.rows), plan.num_steps) for plan in plans]
+
+
+def test_with_time_enough_every_cell_is_the_truth() -> None:
+    costs = measured(FakeWorker())
+    assert costs.batch_sizes == (1, 2, 4, 8, 16, 32)
+    assert costs.num_steps == (0, 1, 2, 3, 5, 7)
+    assert costs.contexts == (128, 512)
+    assert costs.extrapolated == ()
+    assert costs.sampled_row_ms == pytest.approx(SAMPLED_ROW_MS)
+    for (c, context), (b, size), (k, steps) in itertools.product(
+        enumerate(costs.contexts), enumerate(costs.batch_sizes), enumerate(costs.num_steps)
+    ):
+        assert costs.draft_ms[c][b][k] == pytest.approx(true_draft_ms(size, steps))
+        assert costs.verify_ms[c][b][k] == pytest.approx(true_verify_ms(size, steps, context))
+
+
+def test_each_cell_runs_three_times_to_warm_up_and_five_times_to_be_measured() -> None:
+    worker = FakeWorker()
+    measured(worker)
+    greedy = [plan for plan in worker.plans if plan.rows[0].params.is_greedy]
+    counts = {cell: cells_of(greedy).count(cell) for cell in set(cells_of(greedy))}
+    assert len(counts) == 2 * 6 * 6
+    assert min(counts.values()) == 8
+
+
+def test_slow_first_runs_and_rare_disturbances_do_not_show() -> None:
+    class SlowStart(FakeWorker):
+        def execute(self, plan: StepPlan) -> StepResult:
+            runs = cells_of(self.plans).count(cells_of([plan])[0])
+            result = super().execute(plan)
+            slow = 4.0 if runs < 3 or runs == 5 else 1.0
+            self.now += 0.01 * (slow - 1)
+            return StepResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
+
+    costs = measured(SlowStart(), max_batch_size=4)
+    assert costs.verify_ms[0][0][0] == pytest.approx(true_verify_ms(1, 0, 128))
+    assert costs.draft_ms[1][2][5] == pytest.approx(true_draft_ms(4, 7))
+
+
+@pytest.mark.parametrize(("budget_s", "is_short"), [(0.2, True), (1.0, True), (10.0, False)])
+def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
+    budget_s: float, is_short: bool
+) -> None:
+    worker = FakeWorker()
+    costs = measured(worker, budget_s=budget_s)
+    assert worker.now - 1000.0 <= budget_s
+    assert costs.measured_s == pytest.approx(worker.now - 1000.0, abs=1e-3)
+    ran = set(cells_of(worker.plans))
+    missing = {
+        (size, steps)
+        for size in costs.batch_sizes
+        for steps in costs.num_steps
+        if any(Cell(context, size, steps) not in ran for context in costs.contexts)
+    }
+    assert set(costs.extrapolated) == missing
+    assert bool(missing) == is_short
+    short = np.array(costs.verify_ms[0])
+    truth = [[true_verify_ms(b, k, 128) for k in costs.num_steps] for b in costs.batch_sizes]
+    assert short == pytest.approx(np.array(truth)), "linear costs continue exactly"
+
+
+def test_of_two_runs_the_faster_counts() -> None:
+    class SlowerAtFirst(FakeWorker):
+        def execute(self, plan: StepPlan) -> StepResult:
+            slow = 1.0 if cells_of([plan])[0] in cells_of(self.plans) else 1.5
+            result = super().execute(plan)
+            self.now += 0.3
+            return StepResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
+
+    costs = measured(SlowerAtFirst(), max_batch_size=1, budget_s=11.0)
+    truth = [true_verify_ms(1, k, 128) for k in costs.num_steps]
+    assert costs.verify_ms[0][0] == pytest.approx(truth)
+
+
+def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -> None:
+    worker = FakeWorker()
+    measured(worker, budget_s=0.6)
+    ran = set(cells_of(worker.plans))
+    assert {Cell(128, size, 0) for size in (1, 2, 4, 8, 16, 32)} <= ran
+    assert {Cell(c, 1, k) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
+    assert Cell(512, 32, 7) not in ran
+
+
+def test_repetitions_go_round_all_steps_of_a_batch_size() -> None:
+    worker = FakeWorker()
+    measured(worker, max_batch_size=4)
+    greedy = [plan for plan in worker.plans if plan.rows[0].params.is_greedy]
+    of_four = [cell for cell in cells_of(greedy) if cell.batch_size == 4][1:]
+    sweep = [(c, k) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)]
+    assert [(cell.context, cell.num_steps) for cell in of_four[:84]] == sweep * 7
+
+
+def test_a_noisy_moment_does_not_set_one_number_of_steps_apart() -> None:
+    """The machine is half as fast for long stretches; neighbours differ by what is true of them."""
+    slow_then_fast = [2.0] * 40 + [1.0] * 60
+    costs = measured(FakeWorker(noise=slow_then_fast), max_batch_size=8)
+    for b, size in enumerate(costs.batch_sizes):
+        truth = np.array([true_verify_ms(size, k, 128) for k in costs.num_steps])
+        factors = np.array(costs.verify_ms[0][b]) / truth
+        assert np.ptp(factors) < 0.6
+
+
+def test_only_tiers_the_worker_has_are_run() -> None:
+    worker = FakeWorker(tiers=(0, 1, 3))
+    costs = measured(worker, max_steps=7)
+    assert costs.num_steps == (0, 1, 3)
+    assert {plan.num_steps for plan in worker.plans} == {0, 1, 3}
+
+
+def test_rounds_beyond_the_row_limit_are_extrapolated_and_never_run() -> None:
+    worker = FakeWorker()
+    costs = measured(worker, max_num_rows=64)
+    assert max(cell.num_rows for cell in cells_of(worker.plans)) == 64
+    assert set(costs.extrapolated) == {
+        (size, steps)
+        for size in costs.batch_sizes
+        for steps in costs.num_steps
+        if size * (steps + 1) > 64
+    }
+
+
+def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> None:
+    worker = FakeWorker()
+    costs = measured(worker, num_pages=96)
+    assert costs.batch_sizes == (1, 2, 4, 8)
+    assert max(page for p in worker.plans for row in p.rows for page in row.page_ids) < 96
+    assert (8, 0) in costs.extrapolated, "8 texts of 512 tokens take 256 pages"
+    assert (2, 7) not in costs.extrapolated
+
+
+@pytest.mark.parametrize(
+    "changes", [{"max_model_len": 24}, {"num_pages": 1}, {"budget_s": 0.01}, {"max_num_rows": 1}]
+)
+def test_too_little_room_or_time_is_refused_by_name(changes: dict[str, Any]) -> None:
+    (name,) = changes
+    with pytest.raises(ValueError, match=f"{name}="):
+        measured(FakeWorker(), **changes)
+
+
+def test_a_worker_that_never_drafts_is_measured_too() -> None:
+    costs = measured(FakeWorker(tiers=[0]), max_steps=0)
+    assert costs.num_steps == (0,)
+    assert costs.verify_ms[0][1] == (pytest.approx(true_verify_ms(2, 0, 128)),)
+
+
+def test_progress_grows_to_one() -> None:
+    shares: list[float] = []
+    measured(FakeWorker(), budget_s=2.0, progress=shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < 0.5
+    assert shares[-1] == 1.0
+
+
+@pytest.mark.parametrize("cell", [Cell(32, 1, 0), Cell(33, 3, 7), Cell(128, 4, 1)])
+def test_plans_look_like_those_of_a_scheduler(cell: Cell) -> None:
+    plan = SyntheticPlans(page_size=16, vocab_size=50).plan(cell, temperature=0.8)
+    pages = [page for row in plan.rows for page in row.page_ids]
+    assert sorted(pages) == list(range(cell.num_pages(16))), "every row on pages of its own"
+    assert plan.batch_size == len(plan.rows) == cell.batch_size
+    assert sum(row.query_len for row in plan.rows) == cell.num_rows
+    for row in plan.rows:
+        check_row(row, cell)
+
+
+def check_row(row: RowPlan, cell: Cell) -> None:
+    assert row.is_decode
+    assert row.samples
+    assert row.length == cell.context
+    assert row.num_steps == cell.num_steps
+    assert 16 * len(row.page_ids) >= cell.context + cell.num_steps
+    assert all(0 <= token < 50 for token in (*row.token_ids, *row.catch_up_ids))
+    if cell.num_steps:
+        assert row.draft_start + len(row.catch_up_ids) == row.start
+        assert row.catch_up_ids
+    else:
+        assert not row.catch_up_ids
+
+
+@pytest.fixture(scope="module")
+def profiled_texts(make_llm: MakeLLM) -> tuple[MeasuredCosts, list[Any], list[Any]]:
+    """A real worker's costs, and the texts of its engine and of one that was never profiled."""
+
+    def texts(llm: Any) -> list[Any]:
+        params = [
+            SamplingParams(max_tokens=20, temperature=t, seed=7, ignore_eos=True)
+            for t in (0.0, 0.9, 0.0)
+        ]
+        outputs = llm.generate([[5, 6, 7], [8] * 30, list(range(60))], params)
+        return [(output.token_ids, output.speculation) for output in outputs]
+
+    profiled, fresh = make_llm("EAGLE3", 3), make_llm("EAGLE3", 3)
+    worker = profiled.engine.worker
+    worker.init_states(range(4))
+    costs = measure_costs(
+        worker,
+        page_size=4,
+        num_pages=512,
+        max_batch_size=8,
+        max_steps=3,
+        max_num_rows=32,
+        max_model_len=128,
+        budget_s=1.5,
+    )
+    return costs, texts(profiled), texts(fresh)
+
+
+def test_a_real_worker_gives_a_whole_table(
+    profiled_texts: tuple[MeasuredCosts, list[Any], list[Any]],
+) -> None:
+    costs, _, _ = profiled_texts
+    assert costs.batch_sizes == (1, 2, 4, 8)
+    assert costs.num_steps == (0, 1, 2, 3)
+    draft, verify = np.array(costs.draft_ms), np.array(costs.verify_ms)
+    assert draft.shape == verify.shape == (2, 4, 4)
+    assert np.all(draft[:, :, 0] == 0)
+    assert np.all(draft[:, :, 1:] > 0)
+    assert np.all(verify > 0)
+    assert costs.sampled_row_ms >= 0
+
+
+def test_after_profiling_an_engine_writes_the_same_texts_with_the_same_drafts(
+    profiled_texts: tuple[MeasuredCosts, list[Any], list[Any]],
+) -> None:
+    _, profiled, fresh = profiled_texts
+    assert profiled == fresh

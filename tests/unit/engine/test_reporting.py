@@ -1,0 +1,124 @@
+"""What a round reports beside its counts: live rows, and what the policy thought of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from serve_spec import LLM
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.ema import EmaPolicy
+from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.params import AdaptiveSpeculativeParams
+from serve_spec.adaptive.policy import Reason
+from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
+from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import RoundNotes, RoundSteps, RoundTimes
+from serve_spec.metrics import StepStats
+from tests.helpers.engines import MakeLLM
+from tests.helpers.rounds import decode_batch, verified_round
+
+PROMPTS = [[i, *range(20, 35)] for i in range(3)]
+
+
+class Rounds:
+    """Keeps every round's figures."""
+
+    def __init__(self) -> None:
+        self.seen: list[StepStats] = []
+
+    def observe(self, stats: StepStats) -> None:
+        self.seen.append(stats)
+
+
+def generate(llm: LLM, *max_tokens: int) -> list[StepStats]:
+    """The rounds of one request per given length."""
+    llm.engine.metrics = sink = Rounds()
+    params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in max_tokens]
+    llm.generate(PROMPTS[: len(params)], params)
+    return sink.seen
+
+
+def test_rows_that_end_are_not_among_the_live_ones(make_llm: MakeLLM) -> None:
+    rounds = generate(make_llm("EAGLE3", 3), 9, 30, 30)
+    last = max(i for i, stats in enumerate(rounds) if stats.batch_size == 3)
+    assert len(rounds[last].live_steps) == 2
+    assert rounds[-1].live_steps == ()
+    for stats in rounds:
+        assert len(stats.live_steps) == len(stats.live_correct_drafts)
+        columns = zip(stats.live_correct_drafts, stats.live_steps, strict=True)
+        assert all(0 <= correct <= steps <= 3 for correct, steps in columns)
+
+
+def test_the_live_rows_are_those_the_position_counts_are_made_of(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3)
+    rounds = generate(llm, 40, 40, 40)
+    shown = llm.engine.snapshot()
+    assert shown["learned_draft_tokens"] == sum(sum(s.live_steps) for s in rounds)
+    assert shown["learned_correct_drafts"] == sum(sum(s.live_correct_drafts) for s in rounds)
+
+
+def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_path: Path) -> None:
+    slots = tmp_path / "slots.json"
+    slots.write_text(json.dumps({"1": {"candidate_steps": [3]}, "3": {"candidate_steps": [3]}}))
+    llm = make_llm(
+        "EAGLE3",
+        3,
+        speculative_adaptive=True,
+        speculative_adaptive_strategy="ema",
+        speculative_adaptive_config=str(slots),
+    )
+    decoding = [stats for stats in generate(llm, 30, 30, 60) if stats.batch_size]
+    assert {(s.slot, s.batch_size >= 3) for s in decoding} == {("3", True), ("1", False)}
+    averages = [s.ema_accept_length for s in decoding if s.slot == "3"]
+    assert averages[0] == 2.0, "three steps less one, before anything was learned"
+    assert len(set(averages)) > 3
+    prefill = generate(llm, 10)[0]
+    assert prefill.batch_size == 0
+    assert (prefill.slot, prefill.ema_accept_length) == (None, None), "no slot chose this round"
+
+
+@pytest.mark.parametrize("num_correct", [0, 1])
+def test_ema_marks_its_probes_and_nothing_else(num_correct: int) -> None:
+    """At 0 every rise is a probe until it is decided on: it lasts, or falls back."""
+    params = AdaptiveSpeculativeParams(
+        0, {"candidate_steps": [0, 1], "warmup_batches": 0, "update_interval": 5}
+    )
+    policy = EmaPolicy(params, min_dwell_rounds=5)
+    marked = []
+    for _ in range(15):
+        steps = policy.choose(decode_batch(1))
+        marked.append((steps.num_steps, steps.notes.is_probe))
+        kept = min(num_correct, steps.num_steps)
+        policy.observe(verified_round([kept], 1, steps.num_steps))
+    after = (1, False) if num_correct else (0, False)
+    assert marked == [(0, False)] * 5 + [(1, True)] * 5 + [after] * 5
+
+
+def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
+    policy = GoodputPolicy(
+        CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=8, initial_steps=3
+    )
+    learning = {Reason.PROBE, Reason.BASELINE}
+    seen = set()
+    for _ in range(400):
+        steps = policy.choose(decode_batch(1))
+        notes, reason = steps.notes, policy.last_reason
+        assert notes.predicted_ms is not None
+        assert notes.is_probe == (reason in learning)
+        seen.add(reason)
+        if not notes.is_probe:
+            assert policy.snapshot()["predicted_ms"] == pytest.approx(notes.predicted_ms, abs=1e-4)
+        half = notes.predicted_ms / 2
+        times = RoundTimes(half * (steps.num_steps > 0), half, notes.predicted_ms)
+        row_steps = [steps.num_steps] if steps.row_steps is None else steps.row_steps
+        policy.observe(
+            verified_round(row_steps, 1, steps.num_steps, row_steps=row_steps, times=times)
+        )
+    assert learning <= seen, "both kinds of learning must come up"
+
+
+def test_notes_do_not_make_two_answers_differ() -> None:
+    assert RoundSteps(3, notes=RoundNotes(is_probe=True)) == RoundSteps(3)

@@ -1,0 +1,147 @@
+"""Forced acceptance in an engine: as long as asked, repeatable, and labelled wherever it shows."""
+
+from __future__ import annotations
+
+import json
+import logging
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_spec import LLM
+from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
+from serve_spec.engine import command
+from serve_spec.metrics import StepStats
+from tests.helpers.engines import MakeLLM, Pair
+
+PROMPTS = [[i, *range(20, 35)] for i in range(8)]
+
+
+class LiveRows:
+    """Keeps drafts and kept drafts of every row that goes on."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int]] = []
+
+    def observe(self, stats: StepStats) -> None:
+        self.rows += zip(stats.live_steps, stats.live_correct_drafts, strict=True)
+
+
+def params(seed: int = 1, **more: Any) -> list[SamplingParams]:
+    return [
+        SamplingParams(max_tokens=100, temperature=0, seed=seed + i, ignore_eos=True, **more)
+        for i in range(len(PROMPTS))
+    ]
+
+
+def counts(outputs: list[RequestOutput]) -> list[dict[str, object]]:
+    return [output.speculation.as_dict() for output in outputs]
+
+
+@pytest.mark.parametrize(("num_steps", "wanted"), [(3, 2.5), (7, 2.5), (2, 1.0), (3, 4.0)])
+def test_the_mean_accept_length_is_the_one_asked_for(
+    make_llm: MakeLLM, num_steps: int, wanted: float
+) -> None:
+    llm = make_llm("EAGLE3", num_steps, synthetic_acceptance=wanted)
+    sink = LiveRows()
+    llm.engine.metrics = sink
+    llm.generate(PROMPTS, params())
+    lengths = [correct + 1 for steps, correct in sink.rows if steps == num_steps]
+    assert len(lengths) > 150
+    # At an end of its range it is exact; else two standard errors, and the seeds are fixed.
+    allowed = 0.0 if wanted in (1, num_steps + 1) else 0.15
+    assert sum(lengths) / len(lengths) == pytest.approx(wanted, abs=allowed)
+    assert all(0 <= correct <= steps <= num_steps for steps, correct in sink.rows)
+
+
+def test_the_same_seeds_give_the_same_rounds_in_any_batch(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.8, 0.6, 0.5])
+    together = llm.generate(PROMPTS, params())
+    again = make_llm("EAGLE3", 3, synthetic_acceptance=[0.8, 0.6, 0.5], max_num_seqs=2)
+    apart = [again.generate([p], [s])[0] for p, s in zip(PROMPTS, params(), strict=True)]
+    assert counts(together) == counts(apart)
+    assert [o.token_ids for o in together] == [o.token_ids for o in apart]
+    assert counts(together) != counts(llm.generate(PROMPTS, params(seed=50)))
+
+
+def test_rows_that_do_not_draft_say_what_the_target_says(make_llm: MakeLLM) -> None:
+    plain = [o.token_ids for o in make_llm().generate(PROMPTS, params())]
+    forced = make_llm("EAGLE3", 3, synthetic_acceptance=4)
+    off = SpeculativeOptions(enabled=False)
+    assert [o.token_ids for o in forced.generate(PROMPTS, params(speculative=off))] == plain
+    assert [o.token_ids for o in forced.generate(PROMPTS, params())] != plain
+    zero = make_llm("EAGLE3", 0, synthetic_acceptance=4)
+    assert [o.token_ids for o in zero.generate(PROMPTS, params())] == plain
+    mixed = [*params(speculative=off)[:4], *params()[4:]]
+    assert [o.token_ids for o in forced.generate(PROMPTS, mixed)][:4] == plain[:4]
+
+
+def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(
+    make_llm: MakeLLM,
+) -> None:
+    """Not even a request that does not draft: it ran on an engine that is no measure of a text."""
+    llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.5, 0.25])
+    off = SpeculativeOptions(enabled=False)
+    for output in llm.generate(PROMPTS[:2], [params()[0], params(speculative=off)[0]]):
+        assert output.speculation.synthetic_acceptance
+        assert output.speculation.as_dict()["synthetic_acceptance"] is True
+    shown = llm.engine.snapshot()
+    assert shown["synthetic_acceptance"] == [0.5, 0.25]
+    assert json.loads(json.dumps(shown)) == shown
+
+
+def test_an_aborted_request_is_labelled_too(make_llm: MakeLLM) -> None:
+    engine = make_llm("EAGLE3", 3, synthetic_acceptance=2).engine
+    engine.add(engine.new_sequence("a", PROMPTS[0], params()[0]))
+    engine.step()
+    ended = engine.abort("a")
+    assert ended is not None
+    assert ended.speculation is not None
+    assert ended.speculation.synthetic_acceptance
+
+
+def test_what_the_target_decides_carries_no_label(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3)
+    assert llm.engine.snapshot()["synthetic_acceptance"] is None
+    (output,) = llm.generate(PROMPTS[:1], params()[:1])
+    assert "synthetic_acceptance" not in output.speculation.as_dict()
+
+
+def test_an_engine_that_forces_acceptance_says_so_once_at_start(
+    make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    llm = make_llm("EAGLE3", 3, synthetic_acceptance=2.5)
+    llm.generate(PROMPTS, params())
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len([text for text in warnings if "synthetic_acceptance=2.5" in text]) == 1
+    caplog.clear()
+    make_llm("EAGLE3", 3)
+    assert "synthetic_acceptance" not in caplog.text
+
+
+def test_generate_warns_on_stderr_and_marks_every_accept_length(
+    pair: Pair, tmp_path: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "c.yaml"
+    speculative = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
+        "speculative_adaptive": False,
+    }
+    for forced in (2.5, None):
+        settings = {
+            "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
+            "speculative": {**speculative, "synthetic_acceptance": forced},
+            "cache": {"num_pages": 64},
+        }
+        file.write_text(yaml.safe_dump(settings))
+        assert command.main(["abc", "def", "--config", str(file), "--max-tokens", "20"]) == 0
+        printed = capsys.readouterr()
+        assert ("2.5: forced, the texts are not real" in printed.err) == (forced is not None)
+        assert printed.out.count("(forced)]") == (2 if forced else 0)
+
+
+def test_an_override_of_the_offline_api_reaches_the_engine(make_llm: MakeLLM) -> None:
+    llm: LLM = make_llm("EAGLE3", 1, synthetic_acceptance=2)
+    assert llm.engine.worker.synthetic_acceptance == 2.0
