@@ -29,15 +29,14 @@ class PositionCounters:
         Raises:
             ValueError: a row kept more than it had.
         """
-        for correct, steps in zip(num_correct_drafts, row_steps, strict=True):
+        rows = Counter(zip(num_correct_drafts, row_steps, strict=True))
+        for correct, steps in rows:
             if not 0 <= correct <= steps:
                 raise ValueError(
                     f"num_correct_drafts={correct}: must lie in 0..{steps}, the drafts of its "
                     "row, without the final token"
                 )
-        for (correct, steps), count in Counter(
-            zip(num_correct_drafts, row_steps, strict=True)
-        ).items():
+        for (correct, steps), count in rows.items():
             self.num_rows += count * (steps > 0)
             for position in range(steps):
                 self.drafted[position] += count

@@ -69,13 +69,13 @@ class PolicySettings:
         """A fresh policy. An adaptive one starts at, or near, `initial_steps`."""
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.num_steps)
-        if self.slots is not None and self._deepest(0) == 0:
-            return StaticPolicy(0)  # the user's slots allow nothing else
-        if self.strategy == "per_request":
-            return PerRequestPolicy(min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS))
         if self.strategy == "ema":
             params = AdaptiveSpeculativeParams(initial_steps, self.slots)
             return EmaPolicy(params, self.min_dwell_rounds)
+        if self._deepest(1) == 0:
+            return StaticPolicy(0)  # the user's slots allow nothing else
+        if self.strategy == "per_request":
+            return PerRequestPolicy(min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS))
         if costs is None:
             return StaticPolicy(self.num_steps, Reason.FALLBACK)
         return GoodputPolicy(

@@ -77,7 +77,7 @@ class CostModel:
 
         Straight lines between the rounds in which every row drafts the same.
         """
-        knots = self._verify_knots(batch_size, context, num_sampled)
+        knots = self.verify_knots(batch_size, context, num_sampled)
         parts: Floats = np.arange(batch_size) / batch_size
         lines = knots[:-1, None] + np.diff(knots)[:, None] * parts
         return np.append(lines.ravel(), knots[-1])
@@ -193,8 +193,8 @@ class CostModel:
             "num_refused": self._num_refused,
         }
 
-    def _verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
-        """Verification ms [max_steps + 1] when every row drafts 0 .. max_steps."""
+    def verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
+        """ms [max_steps + 1] of the target when every row drafts 0 .. max_steps."""
         residuals = self._verify_residuals[_bucket(batch_size)]
         factors = np.exp(np.clip(self._drift + residuals, -_LARGEST_LOG, _LARGEST_LOG))
         knots = self._verify.curve(batch_size, context)
@@ -206,7 +206,7 @@ class CostModel:
 
     def _rows_ms(self, batch_size: int, num_drafts: int, context: float, num_sampled: int) -> float:
         """One entry of `verify_curve`."""
-        knots = self._verify_knots(batch_size, context, num_sampled)
+        knots = self.verify_knots(batch_size, context, num_sampled)
         at = num_drafts / batch_size
         i = min(int(at), self.max_steps - 1) if self.max_steps else 0
         j = min(i + 1, self.max_steps)

@@ -8,12 +8,11 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, takewhile
 
 import numpy as np
-from numpy.typing import NDArray
 
 from serve_spec.adaptive.baseline import SpeedGuard
 from serve_spec.adaptive.cost_model import CostModel
@@ -24,17 +23,18 @@ from serve_spec.adaptive.exploration import (
     LAST_OFF_PROBE_ROUNDS,
     OFF_PROBE_STEPS,
     PROBED_ROWS_SHARE,
+    RETRY_ROUNDS,
     BackOff,
     ExplorationBudget,
 )
 from serve_spec.adaptive.objective import (
     Choice,
     Floats,
+    Menu,
     RoundCosts,
-    best_per_sequence,
-    best_uniform,
-    plain,
+    per_sequence,
     speeds,
+    uniform,
     usable,
 )
 from serve_spec.adaptive.policy import BadMeasurement, Reason
@@ -46,6 +46,10 @@ LEAVE_OFF_GAIN = 1.02
 """Predicted gain that makes the policy leave 0: below, the noise of the costs decides."""
 MOVE_GAIN = 1.01
 """Predicted gain that makes it move between tiers."""
+PLAN_ROUNDS = 4
+"""Rounds that follow one plan: making it anew costs the host more than a stale one loses."""
+PLAN_ROWS_PER_ROUND = 64
+"""And one round more for so many rows, for which a plan takes longer to make."""
 
 
 @dataclass
@@ -59,6 +63,23 @@ class _SizeRange:
     off_probe: BackOff = field(
         default_factory=lambda: BackOff(FIRST_OFF_PROBE_ROUNDS, LAST_OFF_PROBE_ROUNDS)
     )
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """Drafts per row for the next rounds: by request, and for requests that join meanwhile."""
+
+    choice: Choice
+    request_ids: Sequence[str]
+    planned: list[int]
+    steps_of: Mapping[str, int]
+    steps_of_others: int
+
+    def row_steps(self, request_ids: Sequence[str]) -> list[int]:
+        """One entry per row."""
+        if request_ids == self.request_ids:  # as a rule, in small batches
+            return self.planned
+        return [self.steps_of.get(request_id, self.steps_of_others) for request_id in request_ids]
 
 
 class GoodputPolicy:
@@ -94,11 +115,12 @@ class GoodputPolicy:
         self._tier = min(initial_steps, max_steps)
         self._rounds_at_tier = 0
         self._predicted: dict[int, float] = {}
-        self._last_choice: Choice | None = None
+        self._plan: _Plan | None = None
+        self._plan_age = 0
         self._rotation = 0
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """The best tier for this batch, held for the dwell; drafts per row anew every round."""
+        """The best tier for this batch, held for the dwell, and each row's share of it."""
         key = batch.size.bit_length() - 1
         here = self._ranges.setdefault(key, _SizeRange())
         moved, self._range_key = key != self._range_key, key
@@ -107,16 +129,17 @@ class GoodputPolicy:
             return self._stay_off(Reason.GUARD if bound else Reason.RANGE)
         if batch.max_draft_tokens == 0:
             return self._stay_off(Reason.KV)
-        worth = usable(
-            self.survival.survival(batch.request_ids)[:, :bound], np.asarray(batch.max_steps)
-        )
-        costs = self._round_costs(batch, bound)
-        if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
-            self._decide(batch, worth, costs, Reason.RANGE if moved else None)
+        plan = self._plan
+        lasting = PLAN_ROUNDS + batch.size // PLAN_ROWS_PER_ROUND
+        if plan is None or moved or self._tier > bound or self._plan_age >= lasting:
+            plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
+            self._plan_age = 0
+        self._plan_age += 1
         self._rounds_at_tier += 1
-        choice = self._best(self._tier, batch, worth, costs)
-        self._last_choice = choice
-        return self._explore(batch, here, choice, worth, costs)
+        row_steps = plan.row_steps(batch.request_ids)
+        return self._probe(batch, bound, here, row_steps) or RoundSteps(
+            self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms)
+        )
 
     def observe(self, verified: VerifiedRound) -> None:
         """Learns acceptance from every live row; costs and speed from rounds without prompts.
@@ -147,7 +170,7 @@ class GoodputPolicy:
 
     def snapshot(self) -> dict[str, object]:
         """Predicted goodput of every tier, costs, guards and exploration."""
-        choice = self._last_choice
+        choice = None if self._plan is None else self._plan.choice
         return {
             "strategy": "goodput",
             "per_sequence": self.per_sequence,
@@ -174,94 +197,122 @@ class GoodputPolicy:
         """No drafts, at once: dwell is for choices, not for walls."""
         if self._tier:
             self._tier, self._rounds_at_tier = 0, 0
+        self._plan = None
         self.last_reason = reason
         return RoundSteps(0)
+
+    def _worth(self, batch: DecodeBatch, bound: int) -> Floats:
+        survival = self.survival.survival(batch.request_ids)[:, :bound]
+        return usable(survival, np.asarray(batch.max_steps))
 
     def _round_costs(self, batch: DecodeBatch, bound: int) -> RoundCosts:
         size, context = batch.size, batch.context
         return RoundCosts(
-            draft=draft_matrix(self.costs, size, context)[:, : bound + 1],
-            verify=self.costs.verify_curve(size, context, batch.num_sampled),
+            batch_size=size,
+            step=step_costs(self.costs, size, context)[:, :bound],
+            verify=self.costs.verify_knots(size, context, batch.num_sampled),
             host=self.costs.host_ms(size),
         )
 
-    def _best(self, num_steps: int, batch: DecodeBatch, worth: Floats, costs: RoundCosts) -> Choice:
-        if num_steps == 0:
-            return plain(batch.size, costs)
-        best = best_per_sequence if self.per_sequence else best_uniform
-        weights = speeds(worth, self._tier)
-        return best(worth, weights, num_steps, costs, batch.max_draft_tokens)
+    def _make_plan(self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool) -> _Plan:
+        worth, costs = self._worth(batch, bound), self._round_costs(batch, bound)
+        # For a single row both are the same, and the uniform menu is cheaper to make.
+        menu_of = per_sequence if self.per_sequence and batch.size > 1 else uniform
+        menu = menu_of(worth, speeds(worth, self._tier), costs, batch.max_draft_tokens)
+        if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
+            self._decide(menu, here, moved=moved)
+        choice = menu.choice(self._tier)
+        row_steps = choice.row_steps.tolist()
+        return _Plan(
+            choice,
+            batch.request_ids,
+            row_steps,
+            dict(zip(batch.request_ids, row_steps, strict=True)),
+            sorted(row_steps)[len(row_steps) // 2],
+        )
 
-    def _decide(
-        self, batch: DecodeBatch, worth: Floats, costs: RoundCosts, moved: Reason | None
-    ) -> None:
+    def _decide(self, menu: Menu, here: _SizeRange, *, moved: bool) -> None:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
-        bound = worth.shape[1]
-        self._predicted = {
-            steps: self._best(steps, batch, worth, costs).goodput for steps in range(bound + 1)
-        }
+        goodput: list[float] = menu.goodput.tolist()
+        self._predicted = dict(enumerate(goodput))
         best = max(self._predicted, key=self._predicted.__getitem__)
-        here = min(self._tier, bound)
-        needed = LEAVE_OFF_GAIN if here == 0 else MOVE_GAIN
-        worthwhile = self._predicted[best] >= needed * self._predicted[here]
-        wanted = best if worthwhile else here
+        present = min(self._tier, len(goodput) - 1)
+        needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
+        wanted = best if goodput[best] >= needed * goodput[present] else present
         if wanted == self._tier:
             self.last_reason = Reason.STEADY
             return
         if self._tier == 0:
-            self._ranges[batch.size.bit_length() - 1].off_probe.succeed()
-        self.last_reason = moved or (Reason.GAIN if wanted > self._tier else Reason.LOSS)
+            here.off_probe.succeed()
+        gained = Reason.GAIN if wanted > self._tier else Reason.LOSS
+        self.last_reason = Reason.RANGE if moved else gained
         self._tier, self._rounds_at_tier = wanted, 0
 
-    def _explore(
-        self, batch: DecodeBatch, here: _SizeRange, choice: Choice, worth: Floats, costs: RoundCosts
-    ) -> RoundSteps:
-        """The choice, or once in a while a round that teaches something the choice would not."""
-        if not choice.row_steps.any():
-            return self._probe_while_off(batch, here, choice, worth, costs)
+    def _probe(
+        self, batch: DecodeBatch, bound: int, here: _SizeRange, row_steps: list[int]
+    ) -> RoundSteps | None:
+        """Once in a while, a round that teaches something that `row_steps` would not."""
+        if not any(row_steps):
+            # Nothing pays now. Without a few drafts the policy would never hear that it does.
+            here.rounds_off += 1
+            if here.rounds_off < here.off_probe.rounds:
+                return None
+            here.rounds_off -= RETRY_ROUNDS
+            answer = self._probe_drafts(batch, bound, row_steps, OFF_PROBE_STEPS)
+            if answer is not None:
+                here.rounds_off = 0
+                here.off_probe.fail()  # until the policy leaves 0
+            return answer
         here.rounds_since_baseline += 1
         here.rounds_since_deeper += 1
         if here.rounds_since_baseline >= BASELINE_EVERY_ROUNDS:
-            lost_ms = costs.off - batch.size / choice.goodput
-            if self.budget.spend(max(0.0, lost_ms)):
+            here.rounds_since_baseline -= RETRY_ROUNDS
+            answer = self._probe_off(batch, bound)
+            if answer is not None:
                 here.rounds_since_baseline = 0
-                self.last_reason = Reason.BASELINE
-                return RoundSteps(0, notes=RoundNotes(is_probe=True, predicted_ms=costs.off))
+                return answer
         if here.rounds_since_deeper >= DEEPER_EVERY_ROUNDS:
-            deeper = self._deepen(choice.row_steps, worth, 1)
-            if self.budget.spend(costs.round_ms(deeper) - choice.ms):
+            here.rounds_since_deeper -= RETRY_ROUNDS
+            answer = self._probe_drafts(batch, bound, row_steps, 1)
+            if answer is not None:
                 here.rounds_since_deeper = 0
-                return self._probe(deeper, costs)
-        return _answer(choice.num_steps, choice.row_steps, choice.ms)
+                return answer
+        return None
 
-    def _probe_while_off(
-        self, batch: DecodeBatch, here: _SizeRange, choice: Choice, worth: Floats, costs: RoundCosts
-    ) -> RoundSteps:
-        """Nothing pays now. A few rows draft now and then, or the policy would never hear of it."""
-        here.rounds_off += 1
-        if here.rounds_off >= here.off_probe.rounds:
-            probing = self._deepen(choice.row_steps, worth, OFF_PROBE_STEPS)
-            if self.budget.spend(costs.round_ms(probing) - choice.ms):
-                here.rounds_off = 0
-                here.off_probe.fail()  # until the policy leaves 0
-                return self._probe(probing, costs)
-        return _answer(choice.num_steps, choice.row_steps, choice.ms)
+    def _probe_off(self, batch: DecodeBatch, bound: int) -> RoundSteps | None:
+        """A plain round, to know what speculation is measured against."""
+        assert self._plan is not None, "only a plan with drafts needs a baseline"
+        off_ms = self._round_costs(batch, bound).off
+        # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
+        choice = self._plan.choice
+        lost_ms = off_ms - batch.size * choice.ms / choice.tokens
+        if not self.budget.spend(max(0.0, lost_ms)):
+            return None
+        self.last_reason = Reason.BASELINE
+        return RoundSteps(0, notes=RoundNotes(is_probe=True, predicted_ms=off_ms))
 
-    def _deepen(self, row_steps: NDArray[np.int64], worth: Floats, more: int) -> NDArray[np.int64]:
-        """`row_steps` with up to `more` further drafts on one row in sixteen, in rotation."""
-        usable_steps = (worth > 0).sum(axis=1)
-        open_rows = np.flatnonzero(usable_steps > row_steps)
-        count = min(len(open_rows), max(1, len(row_steps) // PROBED_ROWS_SHARE))
-        rows = open_rows[(self._rotation + np.arange(count)) % max(1, len(open_rows))]
-        self._rotation += count
-        deeper = row_steps.copy()
-        deeper[rows] = np.minimum(row_steps[rows] + more, usable_steps[rows])
-        return deeper
-
-    def _probe(self, row_steps: NDArray[np.int64], costs: RoundCosts) -> RoundSteps:
+    def _probe_drafts(
+        self, batch: DecodeBatch, bound: int, row_steps: list[int], more: int
+    ) -> RoundSteps | None:
+        """Up to `more` further drafts on one row in sixteen, in rotation."""
+        usable_steps = np.minimum(np.asarray(batch.max_steps), bound)
+        present = np.minimum(np.asarray(row_steps), usable_steps)
+        open_rows = np.flatnonzero(usable_steps > present)
+        if not len(open_rows):
+            return None
+        num_rows = min(len(open_rows), max(1, batch.size // PROBED_ROWS_SHARE))
+        rows = open_rows[(self._rotation + np.arange(num_rows)) % len(open_rows)]
+        deeper = present.copy()
+        deeper[rows] = np.minimum(present[rows] + more, usable_steps[rows])
+        costs = self._round_costs(batch, bound)
+        ms = costs.round_ms(deeper)
+        affordable = deeper.sum() <= batch.max_draft_tokens
+        if not affordable or not self.budget.spend(ms - costs.round_ms(present)):
+            return None
+        self._rotation += num_rows
         self.last_reason = Reason.PROBE
-        num_steps = max(self._tier, int(row_steps.max()))
-        return _answer(num_steps, row_steps, costs.round_ms(row_steps), is_probe=True)
+        tier = max(self._tier, int(deeper.max()))
+        return RoundSteps(tier, deeper.tolist(), RoundNotes(is_probe=True, predicted_ms=ms))
 
     def _learn_costs(self, verified: VerifiedRound) -> None:
         times = verified.times
@@ -283,16 +334,14 @@ class GoodputPolicy:
             raise BadMeasurement(f"times={times}: not the times of a round")
 
 
-def _answer(
-    num_steps: int, row_steps: NDArray[np.int64], ms: float, *, is_probe: bool = False
-) -> RoundSteps:
-    return RoundSteps(num_steps, row_steps.tolist(), RoundNotes(is_probe, predicted_ms=ms))
-
-
-def draft_matrix(costs: CostModel, batch_size: int, context: float) -> Floats:
-    """Draft ms of n rows and k steps, [batch_size + 1, max_steps + 1]; 0 without rows."""
-    knots = [0, *takewhile(lambda n: n < batch_size, (1 << i for i in count())), batch_size]
-    curves = [np.zeros(costs.max_steps + 1)]
-    curves += [costs.draft_curve(n, context) for n in knots[1:]]
+def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:
+    """ms that the k-th draft step takes n rows, [batch_size + 1, max_steps]; 0 without rows."""
+    knots = np.array([*takewhile(lambda n: n < batch_size, (1 << i for i in count())), batch_size])
+    curves = np.stack([costs.draft_curve(n, context) for n in knots.tolist()])
+    steps = np.concatenate([np.zeros((1, costs.max_steps)), np.diff(curves, axis=1)])
+    knots = np.concatenate([[0], knots])
     rows = np.arange(batch_size + 1)
-    return np.stack([np.interp(rows, knots, column) for column in np.stack(curves).T], axis=1)
+    above = np.maximum(1, np.searchsorted(knots, rows))
+    share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
+    ms: Floats = steps[above - 1] + share[:, None] * (steps[above] - steps[above - 1])
+    return ms

@@ -5,6 +5,7 @@ Without it a new replica would learn from its users what its neighbours have kno
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import TypeAlias
@@ -143,11 +144,11 @@ class AcceptanceLedger:
 
 
 def _merged_speeds(reports: list[_Report]) -> dict[str, object]:
-    sizes = sorted({size for report in reports for size in report.speeds})
-    return {
-        str(size): _merged_speed([r.speeds[size] for r in reports if size in r.speeds])
-        for size in sizes
-    }
+    by_size: defaultdict[int, list[DecodeSpeed]] = defaultdict(list)
+    for report in reports:
+        for size, speed in report.speeds.items():
+            by_size[size].append(speed)
+    return {str(size): _merged_speed(speeds) for size, speeds in sorted(by_size.items())}
 
 
 def _merged_speed(speeds: list[DecodeSpeed]) -> dict[str, object]:

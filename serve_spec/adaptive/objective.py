@@ -19,26 +19,32 @@ of this round, so the text keeps its distribution (and here its very tokens).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.float64]
+Counts: TypeAlias = NDArray[np.int64]
 
 _MAX_POINTS = 65
+"""Numbers of drafts tried: costs are smooth or have few stairs, so a grid of them is enough."""
 
 
 @dataclass(frozen=True)
 class RoundCosts:
     """What a round of one batch would cost, in ms.
 
-    draft[n, k]: n rows draft k steps, [batch_size + 1, max_steps + 1], 0 where n or k is 0.
-    verify[b]: the target verifies b drafts beside the batch's own rows.
+    step[n, k]: a draft step taken by n rows that draft k+1 deep, [batch_size + 1, max_steps].
+    verify[k]: the target verifies k drafts for each row; a straight line between two k, for rows
+        that draft differently.
     host: everything outside those two.
     """
 
-    draft: Floats
+    batch_size: int
+    step: Floats
     verify: Floats
     host: float
 
@@ -47,35 +53,32 @@ class RoundCosts:
         """A round without drafts."""
         return float(self.verify[0]) + self.host
 
-    def round_ms(self, row_steps: Floats | NDArray[np.int64]) -> float:
+    def verify_ms(self, num_drafts: Counts) -> Floats:
+        """The target's share of rounds with so many drafts in all."""
+        known = self.batch_size * np.arange(len(self.verify))
+        ms: Floats = np.interp(num_drafts, known, self.verify)
+        return ms
+
+    def round_ms(self, row_steps: Counts) -> float:
         """A round in which row r drafts row_steps[r]; a row leaves the draft batch when done."""
-        drafting = self._draft_ms([int((row_steps > step).sum()) for step in range(self.max_steps)])
-        return drafting + float(self.verify[int(row_steps.sum())]) + self.host
-
-    @property
-    def max_steps(self) -> int:
-        """Deepest draft priced."""
-        return int(self.draft.shape[1]) - 1
-
-    def _draft_ms(self, rows_by_step: list[int]) -> float:
-        step_ms = np.diff(self.draft, axis=1)
-        return float(sum(step_ms[n, step] for step, n in enumerate(rows_by_step)))
+        steps = np.arange(self.step.shape[1])
+        rows = (row_steps[:, None] > steps).sum(axis=0)
+        verify_ms = self.verify_ms(np.array([row_steps.sum()]))
+        return float(self.step[rows, steps].sum() + verify_ms[0] + self.host)
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The best a tier can do: drafts per row, what they are expected to bring, what they cost."""
+    """A round: its tier, its drafts per row, what they are expected to bring, what they cost."""
 
     num_steps: int
-    row_steps: NDArray[np.int64]
+    row_steps: Counts
     tokens: float
     """Expected of the round at hand, all rows."""
     ms: float
-    goodput: float
-    """Θ, tokens per ms in the long run."""
 
 
-def usable(survival: Floats, max_steps: NDArray[np.int64]) -> Floats:
+def usable(survival: Floats, max_steps: Counts) -> Floats:
     """survival [B, K] with 0 where a row can not use the draft (`max_steps` [B])."""
     return np.where(np.arange(survival.shape[1]) < max_steps[:, None], survival, 0.0)
 
@@ -86,68 +89,102 @@ def speeds(survival: Floats, num_steps: int) -> Floats:
     return tokens
 
 
-def plain(batch_size: int, costs: RoundCosts) -> Choice:
-    """No drafts."""
-    none = np.zeros(batch_size, dtype=np.int64)
-    return Choice(0, none, float(batch_size), costs.off, batch_size / costs.off)
+@dataclass(frozen=True)
+class Menu:
+    """The best of every tier, 0 .. max_steps: one entry each, but for `row_steps`."""
+
+    tokens: Floats
+    """Expected of the round at hand, all rows."""
+    ms: Floats
+    """Infinite where a tier needs more drafts than the round affords."""
+    goodput: Floats
+    """Θ, tokens per ms in the long run."""
+    row_steps: Callable[[int], Counts]
+    """Drafts per row of a tier, [B]."""
+
+    def choice(self, num_steps: int) -> Choice:
+        """One tier's entry; of a tier that can not be afforded, the deepest below that can."""
+        while not np.isfinite(self.ms[num_steps]):
+            num_steps -= 1
+        return Choice(
+            num_steps,
+            self.row_steps(num_steps),
+            float(self.tokens[num_steps]),
+            float(self.ms[num_steps]),
+        )
 
 
-def best_uniform(
-    survival: Floats, weights: Floats, num_steps: int, costs: RoundCosts, max_drafts: int
-) -> Choice:
-    """Every row drafts `num_steps`, or what it can use (entries > 0 of `survival`)."""
-    wanted = survival[:, :num_steps]
-    row_steps = (wanted > 0).sum(axis=1)
-    if row_steps.sum() > max_drafts:
-        row_steps = np.minimum(row_steps, max_drafts // len(row_steps))
-    tokens = 1.0 + np.where(np.arange(num_steps) < row_steps[:, None], wanted, 0.0).sum(axis=1)
-    harmonic_mean = weights.sum() / (weights / tokens).sum()
-    ms = costs.round_ms(row_steps)
-    goodput = float(len(survival) * harmonic_mean / ms)
-    return Choice(num_steps, row_steps, float(tokens.sum()), ms, goodput)
+def uniform(survival: Floats, weights: Floats, costs: RoundCosts, max_drafts: int) -> Menu:
+    """Every row drafts the tier's steps, or what it can use (entries > 0 of `survival`)."""
+    batch_size, max_steps = survival.shape
+    steps = np.arange(max_steps)
+    rows = np.count_nonzero(survival, axis=0)
+    drafts = _from_zero(rows)
+    ms = np.full(max_steps + 1, np.inf)
+    affordable = drafts <= max_drafts
+    total_ms = _from_zero(costs.step[rows, steps]) + costs.verify_ms(drafts) + costs.host
+    ms[affordable] = total_ms[affordable]
+    tokens = np.ones((batch_size, max_steps + 1))
+    np.cumsum(survival, axis=1, out=tokens[:, 1:])
+    tokens[:, 1:] += 1.0
+    harmonic_mean = weights.sum() / (weights @ (1.0 / tokens))
+    usable_steps = np.count_nonzero(survival, axis=1)
+    return Menu(
+        tokens.sum(axis=0),
+        ms,
+        batch_size * harmonic_mean / ms,
+        lambda num_steps: np.minimum(usable_steps, num_steps),
+    )
 
 
-def best_per_sequence(
-    survival: Floats, weights: Floats, num_steps: int, costs: RoundCosts, max_drafts: int
-) -> Choice:
+def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_drafts: int) -> Menu:
     """The drafts that shorten the batch's work most, up to the number that pays best.
 
     Each draft of a row shortens it by less than the one before: survival falls, and tokens that
     are already expected make another one matter less. So a row's best drafts are its first ones.
     """
-    batch_size = len(survival)
-    wanted = survival[:, :num_steps]
-    tokens = 1.0 + np.cumsum(wanted, axis=1)
-    saved = (weights[:, None] * wanted / (tokens * (tokens - wanted))).ravel()
-    order = np.argsort(-saved)[: min(max_drafts, np.count_nonzero(saved))]
-    budgets = _grid(len(order))
-    work = weights.sum() - np.concatenate([[0.0], np.cumsum(saved[order])])[budgets]
-    ms = costs.verify[budgets] + costs.host + _ragged_draft_ms(order, budgets, num_steps, costs)
-    best = int(np.argmin(work * ms))
-    chosen = order[: budgets[best]]
-    row_steps = np.bincount(chosen // num_steps, minlength=batch_size)
-    return Choice(
-        num_steps,
+    batch_size, max_steps = survival.shape
+    tokens = 1.0 + np.cumsum(survival, axis=1)
+    saved = (weights[:, None] * survival / (tokens * (tokens - survival))).ravel()
+    order = np.argsort(-saved)[: np.count_nonzero(saved)]
+    step = order % max_steps
+    ends = _grid(len(order))
+    cell = step * len(ends) + np.searchsorted(ends, np.arange(len(order)), side="right")
+
+    def totals(values: Floats | None) -> Any:
+        """Sums over the first `ends` drafts, of each step alone, [max_steps, ends]."""
+        sums = np.bincount(cell, values, minlength=max_steps * len(ends))
+        return np.cumsum(sums.reshape(max_steps, -1), axis=1)
+
+    def by_tier(sums: Any) -> Any:
+        """What a tier counts of them: steps up to its own, [max_steps + 1, ends]."""
+        return np.concatenate([np.zeros((1, len(ends)), sums.dtype), np.cumsum(sums, axis=0)])
+
+    rows = totals(None)
+    drafts = by_tier(rows)
+    draft_ms = by_tier(costs.step[rows, np.arange(max_steps)[:, None]])
+    ms = draft_ms + costs.verify_ms(drafts) + costs.host
+    ms[drafts > max_drafts] = np.inf
+    work = weights.sum() - by_tier(totals(saved[order]))
+    best = np.argmin(work * ms, axis=1)
+    tiers = np.arange(max_steps + 1)
+
+    def row_steps(num_steps: int) -> Counts:
+        chosen = order[: ends[best[num_steps]]]
+        chosen = chosen[chosen % max_steps < num_steps]
+        return np.bincount(chosen // max_steps, minlength=batch_size)
+
+    return Menu(
+        batch_size + by_tier(totals(survival.ravel()[order]))[tiers, best],
+        ms[tiers, best],
+        batch_size * weights.sum() / (work * ms)[tiers, best],
         row_steps,
-        batch_size + float(wanted.ravel()[chosen].sum()),
-        float(ms[best]),
-        float(batch_size * weights.sum() / (work[best] * ms[best])),
     )
 
 
-def _grid(most: int) -> NDArray[np.int64]:
-    """Numbers of drafts to try, 0 .. most: costs are smooth or have few stairs."""
+def _grid(most: int) -> Counts:
     return np.unique(np.linspace(0, most, min(most + 1, _MAX_POINTS)).astype(np.int64))
 
 
-def _ragged_draft_ms(
-    order: NDArray[np.int64], budgets: NDArray[np.int64], num_steps: int, costs: RoundCosts
-) -> Floats:
-    """Draft ms for each budget, when the drafts come in `order` (row · num_steps + step)."""
-    step_ms = np.diff(costs.draft[:, : num_steps + 1], axis=1)
-    step_of = order % num_steps
-    total = np.zeros(len(budgets))
-    for step in range(num_steps):
-        rows = np.concatenate([[0], np.cumsum(step_of == step)])[budgets]
-        total += step_ms[rows, step]
-    return total
+def _from_zero(values: Floats | Counts) -> Any:
+    return np.concatenate([[0], np.cumsum(values)])

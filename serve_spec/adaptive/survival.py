@@ -11,6 +11,8 @@ ratio of the two odds says how much easier than expected it was:
   A position that nobody tried lately keeps its step and so follows the level of those before it.
 - of a request, against the pooled rates of the positions it tried: its ease, one number that
   shifts every position. So its first positions, where it has most trials, inform the deep ones.
+
+The constants were chosen by log-loss on texts of the shipped pair, at temperatures 0, 0.7 and 1.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ UNTRIED_SPEED = 0.05
 """How fast a position fades that is not tried, relative to the first: its step is of the draft,
 not of the text, but nothing is believed for ever."""
 
-REQUEST_PSEUDO_TRIALS = 4.0
+REQUEST_PSEUDO_TRIALS = 12.0
+"""Log-loss on recorded traces is best at 4 and flat around it; what is decided by the estimate is
+better with 12 (regret in the simulator), as a row's luck then moves its drafts less."""
 """Weight of a request's being like the rest of the traffic."""
 
 REQUEST_MEMORY_TOKENS = 32
@@ -52,6 +56,7 @@ Tokens of rounds without drafts count, too: a request that was given up after a 
 drifts back to the pooled rates and is tried again.
 """
 
+# Nothing is decided differently beyond these, and odds stay finite.
 _LOWEST_RATE, _HIGHEST_RATE = 0.001, 0.999
 _LOWEST_ODDS, _HIGHEST_ODDS = _LOWEST_RATE / _HIGHEST_RATE, _HIGHEST_RATE / _LOWEST_RATE
 _EVEN_RATE = np.array([0.5])

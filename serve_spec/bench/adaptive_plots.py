@@ -90,7 +90,7 @@ def _draw_depth(axis: Axes, result: Result) -> None:
         if arm["is_static"]:
             continue
         places, steps = _course(result["cells"], arm["arm"])
-        axis.plot(places, steps, color=_color(arm["arm"]), linewidth=1.1, label=arm["arm"])
+        axis.plot(places, steps, color=_color(arm["arm"]), linewidth=1.1)
     axis.set_ylabel("drafts per row and round")
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", alpha=0.4)
@@ -112,7 +112,7 @@ def _course(cells: Sequence[Result], arm: str) -> tuple[list[float], list[float]
 
 
 def _draw_speed(axis: Axes, result: Result) -> None:
-    """A level per phase; fixed depths stay in the background, the best of them marked."""
+    """A level per phase; fixed depths stay in the background, darker the deeper."""
     fixed = [arm for arm in result["arms"] if arm["is_static"] and arm["arm"] != OFF]
     for index, arm in enumerate(fixed):
         shade = str(0.75 - 0.5 * index / max(1, len(fixed) - 1))

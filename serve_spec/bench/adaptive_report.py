@@ -140,7 +140,6 @@ class _Figures:
     """Rates of all arms, repetition by repetition, and what follows from comparing them."""
 
     def __init__(self, phases: Sequence[Phase], runs: Sequence[ArmRuns]) -> None:
-        self.phases = phases
         self.num_tokens = [phase.total_tokens for phase in phases]
         num_repetitions = len(runs[0].measurements[0])
         self.by_repetition: list[dict[str, list[float | None]]] = [

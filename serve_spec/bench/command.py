@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import adaptive, offline, trace
+from serve_spec.bench import adaptive, controller, offline, trace
 
-_BENCHES = {"adaptive": adaptive.main, "offline": offline.main, "trace": trace.main}
+_BENCHES = {
+    "adaptive": adaptive.main,
+    "controller": controller.main,
+    "offline": offline.main,
+    "trace": trace.main,
+}
 
 
 def main(argv: list[str]) -> int:

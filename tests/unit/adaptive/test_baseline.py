@@ -18,7 +18,7 @@ def accept_length(rng: random.Random, mean: float) -> int:
 
 
 def run(guard: SpeedGuard, speedup: float, rounds: int, seed: int = 0) -> int:
-    """Rounds at batch size 1 that are `speedup` times off on average; how often the guard closed."""
+    """Rounds of one row, `speedup` times off on average; how often the guard closed."""
     rng = random.Random(seed)
     for n in range(rounds):
         if guard.is_closed or n % 128 == 0:
