@@ -1,4 +1,4 @@
-"""What every test shares: one thread per process, its own cache, no clock that could fail a test."""
+"""What every test shares: one thread, a cache of its own, no clock that could fail a test."""
 
 import atexit
 import os

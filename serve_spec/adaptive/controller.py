@@ -22,9 +22,6 @@ from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 
-MAX_BAD_MEASUREMENTS = 8
-"""Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
-
 
 @dataclass(frozen=True)
 class PolicySettings:
@@ -113,7 +110,6 @@ class AdaptiveController:
         self._costs = costs
         self._say = say
         self._fallback: str | None = None
-        self._num_bad_measurements = 0
         self._policy = settings.build(settings.num_steps, costs)
         self._candidate_steps = settings.candidate_steps
         if self._policy.last_reason is Reason.FALLBACK:
@@ -187,13 +183,9 @@ class AdaptiveController:
         try:
             self._policy.observe(verified)
         except BadMeasurement as error:
-            self._num_bad_measurements += 1
-            if self._num_bad_measurements == MAX_BAD_MEASUREMENTS:
-                self._fall_back(f"{MAX_BAD_MEASUREMENTS} measurements in a row are bad: {error}")
+            self._fall_back(str(error))
         except Exception as error:
             self._fall_back(f"the policy failed to learn: {error!r}")
-        else:
-            self._num_bad_measurements = 0
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a request that finished, was aborted or preempted."""
@@ -240,7 +232,7 @@ class AdaptiveController:
             )
         self._refuse_unbuilt(policy.candidate_steps)
         self._settings, self._policy, self._reconfigured = wanted, policy, True
-        self._fallback, self._num_bad_measurements = None, 0
+        self._fallback = None
 
     def _guarded_choice(self, batch: DecodeBatch) -> RoundSteps:
         try:

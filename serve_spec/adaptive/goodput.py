@@ -39,17 +39,21 @@ from serve_spec.adaptive.objective import (
 )
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, RoundTimes, VerifiedRound
 
 DEFAULT_MAX_STEPS = 7
 LEAVE_OFF_GAIN = 1.02
 """Predicted gain that makes the policy leave 0: below, the noise of the costs decides."""
 MOVE_GAIN = 1.01
 """Predicted gain that makes it move between tiers."""
-PLAN_ROUNDS = 4
-"""Rounds that follow one plan: making it anew costs the host more than a stale one loses."""
-PLAN_ROWS_PER_ROUND = 64
-"""And one round more for so many rows, for which a plan takes longer to make."""
+PLAN_ROUNDS = 8
+"""Rounds that follow one plan, and after which they are learned from, all at once.
+
+Between two rounds of a model the host's caches are cold: arithmetic that takes 20 µs in a loop
+takes 200 there, and the device waits for it.
+"""
+MAX_BAD_TIMES = 8
+"""Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
 
 @dataclass
@@ -116,7 +120,9 @@ class GoodputPolicy:
         self._rounds_at_tier = 0
         self._predicted: dict[int, float] = {}
         self._plan: _Plan | None = None
-        self._plan_age = 0
+        self._to_learn: list[VerifiedRound] = []
+        self._left: set[str] = set()
+        self._num_bad_times = 0
         self._rotation = 0
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
@@ -130,11 +136,8 @@ class GoodputPolicy:
         if batch.max_draft_tokens == 0:
             return self._stay_off(Reason.KV)
         plan = self._plan
-        lasting = PLAN_ROUNDS + batch.size // PLAN_ROWS_PER_ROUND
-        if plan is None or moved or self._tier > bound or self._plan_age >= lasting:
+        if plan is None or moved or self._tier > bound:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
-            self._plan_age = 0
-        self._plan_age += 1
         self._rounds_at_tier += 1
         row_steps = plan.row_steps(batch.request_ids)
         return self._probe(batch, bound, here, row_steps) or RoundSteps(
@@ -142,31 +145,59 @@ class GoodputPolicy:
         )
 
     def observe(self, verified: VerifiedRound) -> None:
-        """Learns acceptance from every live row; costs and speed from rounds without prompts.
+        """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
 
         Raises:
-            BadMeasurement: the times can not be those of a round; nothing was learned from them.
+            BadMeasurement: too many times in a row can not be those of a round.
         """
-        self.survival.observe(verified.request_ids, verified.row_steps, verified.num_correct_drafts)
-        times = verified.times
-        if times is None:
+        self._to_learn.append(verified)
+        if len(self._to_learn) >= PLAN_ROUNDS:
+            self._learn()
+
+    def _learn(self) -> None:
+        """Acceptance from every live row; costs and speed from rounds without prompts."""
+        rounds, left = self._to_learn, self._left
+        self._to_learn, self._left, self._plan = [], set(), None
+        for verified in rounds:
+            rows = list(
+                zip(
+                    verified.request_ids,
+                    verified.row_steps,
+                    verified.num_correct_drafts,
+                    strict=True,
+                )
+            )
+            stayed = [row for row in rows if row[0] not in left] if left else rows
+            if stayed:
+                self.survival.observe(*zip(*stayed, strict=True))
+        for verified in rounds:
+            if verified.times is not None:
+                self._learn_times(verified, verified.times)
+
+    def _learn_times(self, verified: VerifiedRound, times: RoundTimes) -> None:
+        if not self._learn_costs(verified, times):
+            self._num_bad_times += 1
+            if self._num_bad_times >= MAX_BAD_TIMES:
+                raise BadMeasurement(
+                    f"{MAX_BAD_TIMES} times in a row are not those of a round, the last: {times}"
+                )
             return
-        self._learn_costs(verified)
+        self._num_bad_times = 0
         self.budget.pass_time(times.round_ms)
         key = verified.batch_size.bit_length() - 1
-        here = self._ranges.setdefault(key, _SizeRange())
+        guard = self._ranges.setdefault(key, _SizeRange()).guard
         context = verified.num_tokens / verified.batch_size
         unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
         if verified.num_draft_tokens:
-            here.guard.observe(
-                verified.num_output_tokens, verified.batch_size, times.round_ms, unit_ms
-            )
+            tokens = verified.num_output_tokens
+            guard.observe(tokens, verified.batch_size, times.round_ms, unit_ms)
         else:
-            here.guard.observe_off(times.round_ms, unit_ms)
+            guard.observe_off(times.round_ms, unit_ms)
 
     def forget(self, request_id: str) -> None:
-        """Drops a request's acceptance."""
+        """Drops a request's acceptance, also from rounds that are still to be learned from."""
         self.survival.forget(request_id)
+        self._left.add(request_id)
 
     def snapshot(self) -> dict[str, object]:
         """Predicted goodput of every tier, costs, guards and exploration."""
@@ -314,13 +345,12 @@ class GoodputPolicy:
         tier = max(self._tier, int(deeper.max()))
         return RoundSteps(tier, deeper.tolist(), RoundNotes(is_probe=True, predicted_ms=ms))
 
-    def _learn_costs(self, verified: VerifiedRound) -> None:
-        times = verified.times
-        assert times is not None
+    def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
+        """False: the times can not be those of a round."""
         usual = verified.num_drafting * (self.max_steps + 1)
         if verified.num_catch_up > usual:
-            return  # a prompt was made up for: dear, but no figure for the rounds to come
-        if not self.costs.observe(
+            return True  # a prompt was made up for: dear, but no figure for the rounds to come
+        return self.costs.observe(
             batch_size=verified.batch_size,
             num_steps=verified.deepest,
             num_rows=verified.batch_size + verified.num_draft_tokens,
@@ -330,8 +360,7 @@ class GoodputPolicy:
             draft_ms=times.draft_ms,
             verify_ms=times.verify_ms,
             round_ms=times.round_ms,
-        ):
-            raise BadMeasurement(f"times={times}: not the times of a round")
+        )
 
 
 def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:

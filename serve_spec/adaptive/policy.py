@@ -28,7 +28,7 @@ class Reason(StrEnum):
 
 
 class BadMeasurement(ValueError):
-    """A time that can not be that of a round: not a number, negative, or absurdly long."""
+    """Times that can not be those of rounds, again and again: negative, absurdly long, no numbers."""
 
 
 class StepPolicy(Protocol):
@@ -52,7 +52,7 @@ class StepPolicy(Protocol):
         """Learns from one verified round.
 
         Raises:
-            BadMeasurement: its times are unusable; nothing was learned from them.
+            BadMeasurement: the clock is broken, or what reads it.
         """
         ...
 

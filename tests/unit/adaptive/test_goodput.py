@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.controller import MAX_BAD_MEASUREMENTS, AdaptiveController, PolicySettings
+from serve_spec.adaptive.controller import AdaptiveController, PolicySettings
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
-from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.goodput import MAX_BAD_TIMES, GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
@@ -209,14 +209,19 @@ def test_after_a_change_of_text_it_finds_the_new_best_depth(traces: TraceSet) ->
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -1.0, 1e12])
-def test_a_time_that_is_none_teaches_nothing(bad: float) -> None:
+def test_times_that_are_none_teach_nothing_and_are_reported_when_they_do_not_end(
+    bad: float,
+) -> None:
     policy = goodput()
-    policy.choose(decode_batch(1))
     before = policy.costs.snapshot()
-    with pytest.raises(BadMeasurement):
-        policy.observe(verified_round([1], 1, 3, times=RoundTimes(3.0, 8.0, bad)))
+    bad_round = verified_round([1], 1, 3, times=RoundTimes(3.0, 8.0, bad))
+    for _ in range(MAX_BAD_TIMES - 1):
+        policy.choose(decode_batch(1))
+        policy.observe(bad_round)
+    with pytest.raises(BadMeasurement, match="in a row"):
+        policy.observe(bad_round)
     after = policy.costs.snapshot()
-    assert after.pop("num_refused") == 1
+    assert after.pop("num_refused") == MAX_BAD_TIMES
     assert after.items() <= before.items()
 
 
@@ -227,7 +232,7 @@ def controller(said: list[str], **keys: object) -> AdaptiveController:
 def test_a_broken_clock_ends_in_a_fixed_tier_said_once() -> None:
     said: list[str] = []
     made = controller(said)
-    for _ in range(3 * MAX_BAD_MEASUREMENTS):
+    for _ in range(3 * MAX_BAD_TIMES):
         steps = made.choose_steps(decode_batch(2))
         row_steps = list(steps.row_steps or [steps.num_steps] * 2)
         made.on_verify_complete(
@@ -236,7 +241,7 @@ def test_a_broken_clock_ends_in_a_fixed_tier_said_once() -> None:
         )  # fmt: skip
     assert len(said) == 1
     assert "2 steps" in said[0]
-    assert "measurements in a row" in said[0]
+    assert "times in a row" in said[0]
     assert made.choose_steps(decode_batch(2)).num_steps == 2
     assert made.snapshot()["last_reason"] == "fallback"
     assert made.snapshot()["fallback"] is not None
