@@ -28,7 +28,7 @@ class Reason(StrEnum):
 
 
 class BadMeasurement(ValueError):
-    """Times that can not be those of rounds, again and again: negative, absurdly long, no numbers."""
+    """Times that can not be those of rounds, again and again: negative, endless, not numbers."""
 
 
 class StepPolicy(Protocol):
