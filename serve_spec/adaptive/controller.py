@@ -22,6 +22,9 @@ from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 
+FALLBACK_ROUNDS = 1024
+"""Rounds at a fixed tier before a policy that failed is tried anew."""
+
 
 @dataclass(frozen=True)
 class PolicySettings:
@@ -94,8 +97,8 @@ class PolicySettings:
 class AdaptiveController:
     """Picks the tier before drafting, learns after verification, keeps the counts.
 
-    A policy that can not decide (no costs, a broken clock, a defect) is replaced by a fixed tier;
-    that is said once, and the engine goes on.
+    A policy that can not decide (no costs, a broken clock, a defect) gives way to a fixed tier;
+    that is said once, and the engine goes on. After a while the policy is tried anew.
 
     One thread drives it (the engine's); `snapshot` may be called from any.
     """
@@ -110,6 +113,8 @@ class AdaptiveController:
         self._costs = costs
         self._say = say
         self._fallback: str | None = None
+        self._fallback_rounds_left = 0
+        self._num_fallbacks = 0
         self._policy = settings.build(settings.num_steps, costs)
         self._candidate_steps = settings.candidate_steps
         if self._policy.last_reason is Reason.FALLBACK:
@@ -235,6 +240,12 @@ class AdaptiveController:
         self._fallback = None
 
     def _guarded_choice(self, batch: DecodeBatch) -> RoundSteps:
+        if self._fallback is not None and self._costs is not None:
+            self._fallback_rounds_left -= 1
+            if self._fallback_rounds_left <= 0:
+                assert self._active_steps is not None, "a fallback has chosen before"
+                self._fallback = None
+                self._policy = self._settings.build(self._active_steps, self._costs)
         try:
             return self._policy.choose(batch)
         except Exception as error:  # a fixed tier serves everybody; a dead engine nobody
@@ -242,12 +253,15 @@ class AdaptiveController:
             return self._policy.choose(batch)
 
     def _fall_back(self, why: str) -> None:
-        """A fixed tier from here on, until an operator reconfigures."""
+        """A fixed tier for a while."""
         wanted = self._settings.num_steps
         steps = min(self._candidate_steps, key=lambda built: (abs(built - wanted), built))
         self._fallback = why
+        self._fallback_rounds_left = FALLBACK_ROUNDS
         self._policy = StaticPolicy(steps, Reason.FALLBACK)
-        self._say(f"speculation stays at {steps} steps: {why}")
+        if not self._num_fallbacks:
+            self._say(f"speculation falls back to {steps} steps: {why}")
+        self._num_fallbacks += 1
 
     def _refuse_unbuilt(self, wanted: tuple[int, ...]) -> None:
         built = {0, *self._candidate_steps}
@@ -269,6 +283,7 @@ class AdaptiveController:
             "candidate_steps": list(self._candidate_steps),
             "last_reason": self._last_reason.value,
             "fallback": self._fallback,
+            "num_fallbacks": self._num_fallbacks,
             "switches": {reason.value: n for reason, n in self._switches.items() if n},
             "rounds_by_num_steps": {str(k): n for k, n in self._rounds_by_num_steps.items() if n},
             "positions": positions.snapshot(),

@@ -52,6 +52,10 @@ PLAN_ROUNDS = 8
 Between two rounds of a model the host's caches are cold: arithmetic that takes 20 µs in a loop
 takes 200 there, and the device waits for it.
 """
+PLAN_ROWS_PER_ROUND = 32
+"""One round more for so many rows: their plan takes longer to make, and each counts for less."""
+LEARNED_ROWS = 1024
+"""Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
 MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
@@ -151,25 +155,19 @@ class GoodputPolicy:
             BadMeasurement: too many times in a row can not be those of a round.
         """
         self._to_learn.append(verified)
-        if len(self._to_learn) >= PLAN_ROUNDS:
+        if len(self._to_learn) >= PLAN_ROUNDS + verified.batch_size // PLAN_ROWS_PER_ROUND:
             self._learn()
 
     def _learn(self) -> None:
         """Acceptance from every live row; costs and speed from rounds without prompts."""
         rounds, left = self._to_learn, self._left
         self._to_learn, self._left, self._plan = [], set(), None
-        for verified in rounds:
-            rows = list(
-                zip(
-                    verified.request_ids,
-                    verified.row_steps,
-                    verified.num_correct_drafts,
-                    strict=True,
-                )
+        for verified in rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]:
+            self.survival.observe(
+                verified.request_ids, verified.row_steps, verified.num_correct_drafts
             )
-            stayed = [row for row in rows if row[0] not in left] if left else rows
-            if stayed:
-                self.survival.observe(*zip(*stayed, strict=True))
+        for request_id in left:  # some of these rounds were its own
+            self.survival.forget(request_id)
         for verified in rounds:
             if verified.times is not None:
                 self._learn_times(verified, verified.times)

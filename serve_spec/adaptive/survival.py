@@ -80,7 +80,7 @@ class SurvivalEstimator:
         if max_steps < 1:
             raise ValueError(f"max_steps={max_steps}: use an integer ≥ 1")
         self.max_steps = max_steps
-        self._code_of, hits, trials = _observations(max_steps)
+        self._first_code, hits, trials = _observations(max_steps)
         # Of the traffic, by position: hits, trials, and the hits expected from the one before.
         self._pooled_lessons = np.concatenate([hits, trials, trials], axis=1)
         self._pooled = np.zeros((3, max_steps))
@@ -140,7 +140,7 @@ class SurvivalEstimator:
         evidence *= self._request_keep.take(codes, axis=0)
         evidence += self._request_lessons.take(codes, axis=0)
         self._requests[slots] = evidence
-        self._learn_pooled(np.bincount(codes, minlength=len(self._code_of)))
+        self._learn_pooled(np.bincount(codes, minlength=len(self._pooled_lessons)))
 
     def survival(self, request_ids: Sequence[str]) -> Floats:
         """The chance that each draft of each request is kept, [len(request_ids), max_steps].
@@ -169,12 +169,12 @@ class SurvivalEstimator:
 
     def prior(self) -> list[float]:
         """What a new estimator could start from: the pooled rates, JSON-able."""
-        rates: list[float] = self._rates.tolist()
+        rates: list[float] = self.pooled_rates.tolist()
         return rates
 
     def snapshot(self) -> dict[str, object]:
         """What an operator should see, JSON-able: the pooled rates and what they rest on."""
-        columns = zip(self._rates.tolist(), self.pooled_trials.tolist(), strict=True)
+        columns = zip(self._rates.tolist(), self._pooled[1].tolist(), strict=True)
         return {
             "num_requests": self.num_requests,
             "positions": [
@@ -185,16 +185,26 @@ class SurvivalEstimator:
 
     def _codes(self, row_steps: Sequence[int], num_correct_drafts: Sequence[int]) -> Indices:
         """Which of all possible observations each row is."""
-        rows = zip(row_steps, num_correct_drafts, strict=True)
         try:
-            return np.fromiter(map(self._code_of.__getitem__, rows), np.intp, len(row_steps))
-        except KeyError as error:
-            steps, correct = error.args[0]
-            if steps not in range(self.max_steps + 1):
+            # The quickest way from a list of small integers to an array.
+            steps = np.frombuffer(bytes(row_steps), np.uint8)
+            correct = np.frombuffer(bytes(num_correct_drafts), np.uint8)
+        except (TypeError, ValueError):
+            raise self._refused(row_steps, num_correct_drafts) from None
+        if not (np.all(steps <= self.max_steps) and np.all(correct <= steps)):
+            raise self._refused(row_steps, num_correct_drafts)
+        return self._first_code.take(steps) + correct
+
+    def _refused(self, row_steps: Sequence[int], num_correct_drafts: Sequence[int]) -> ValueError:
+        allowed = range(self.max_steps + 1)
+        for steps, correct in zip(row_steps, num_correct_drafts, strict=True):
+            if steps not in allowed:
                 fix = f"must be an integer in 0..{self.max_steps}"
-                raise ValueError(f"row_steps={steps!r}: {fix}") from None
-            fix = f"must be an integer in 0..{steps}, the drafts of its row"
-            raise ValueError(f"num_correct_drafts={correct!r}: {fix}") from None
+                return ValueError(f"row_steps={steps!r}: {fix}")
+            if correct not in range(steps + 1):
+                fix = f"must be an integer in 0..{steps}, the drafts of its row"
+                return ValueError(f"num_correct_drafts={correct!r}: {fix}")
+        return ValueError(f"row_steps={row_steps!r}: give lists of integers")
 
     def _slots(self, request_ids: Sequence[str]) -> Indices:
         """Which row of `_requests` holds each request."""
@@ -249,14 +259,18 @@ def _rates_before(rates: Floats) -> Floats:
     return np.concatenate([_EVEN_RATE, rates[:-1]])
 
 
-def _observations(max_steps: int) -> tuple[dict[tuple[int, int], int], Floats, Floats]:
-    """Everything a row can show: its code by (steps, correct drafts), and its hits and trials."""
+def _observations(max_steps: int) -> tuple[Indices, Floats, Floats]:
+    """Everything a row can show, by its code: hits and trials, [codes, max_steps].
+
+    A row of k steps and m correct drafts has code `first[k] + m`.
+    """
     shown = [(steps, correct) for steps in range(max_steps + 1) for correct in range(steps + 1)]
     steps, correct = np.array(shown).T[:, :, None]
     position = np.arange(max_steps)
     hits = (position < correct).astype(np.float64)
     trials = (position < np.minimum(correct + 1, steps)).astype(np.float64)
-    return {row: code for code, row in enumerate(shown)}, hits, trials
+    first = np.array([steps * (steps + 1) // 2 for steps in range(max_steps + 1)], dtype=np.intp)
+    return first, hits, trials
 
 
 def _checked(prior_rates: Sequence[float] | None, max_steps: int) -> Floats:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.controller import AdaptiveController, PolicySettings
+from serve_spec.adaptive.controller import FALLBACK_ROUNDS, AdaptiveController, PolicySettings
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import MAX_BAD_TIMES, GoodputPolicy
@@ -247,6 +247,24 @@ def test_a_broken_clock_ends_in_a_fixed_tier_said_once() -> None:
     assert made.snapshot()["fallback"] is not None
 
 
+def test_a_clock_that_recovers_gets_its_policy_back() -> None:
+    said: list[str] = []
+    made = controller(said)
+    tiers = []
+    for n in range(FALLBACK_ROUNDS + 200):
+        steps = made.choose_steps(decode_batch(1))
+        tiers.append(made.snapshot()["last_reason"])
+        row_steps = list(steps.row_steps or [steps.num_steps])
+        times = times_of(row_steps, 1) if n > 50 else RoundTimes(1.0, 5.0, math.nan)
+        made.on_verify_complete(
+            verified_round([0], 1, steps.num_steps, row_steps=row_steps, times=times)
+        )
+    assert tiers.count("fallback") == FALLBACK_ROUNDS - 1
+    assert made.snapshot()["fallback"] is None
+    assert made.snapshot()["num_fallbacks"] == 1
+    assert len(said) == 1
+
+
 def test_a_single_hiccup_changes_nothing() -> None:
     said: list[str] = []
     made = controller(said)
@@ -267,7 +285,7 @@ def test_without_costs_the_tier_is_fixed_and_that_is_said_once() -> None:
     said: list[str] = []
     made = AdaptiveController(PolicySettings(2), None, said.append)
     assert {made.choose_steps(decode_batch(bs)).num_steps for bs in (1, 8, 64)} == {2}
-    assert said == ["speculation stays at 2 steps: there is no cost table"]
+    assert said == ["speculation falls back to 2 steps: there is no cost table"]
 
 
 def test_an_empty_batch_is_no_round() -> None:

@@ -1,0 +1,75 @@
+"""Every strategy on a real engine: the same text, no state left behind, nothing hidden."""
+
+import json
+from typing import Any
+
+import pytest
+
+from serve_spec.core.request import SamplingParams
+from tests.helpers.engines import MakeLLM
+
+STRATEGIES: list[dict[str, Any]] = [
+    {"speculative_adaptive_strategy": "ema"},
+    {"speculative_adaptive_strategy": "per_request"},
+    {"speculative_adaptive_strategy": "goodput", "speculative_per_sequence": False},
+    {"speculative_adaptive_strategy": "goodput", "speculative_per_sequence": True},
+]
+PROMPTS = [list(range(i, i + 12)) for i in range(6)]
+
+
+def params(seed: int) -> SamplingParams:
+    temperature = (0.0, 0.8)[seed % 2]
+    return SamplingParams(max_tokens=40, temperature=temperature, seed=seed, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
+    outputs = make_llm().generate(PROMPTS, [params(i) for i in range(len(PROMPTS))])
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: "-".join(map(str, s.values())))
+def test_no_strategy_changes_a_text_or_keeps_a_request(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], strategy: dict[str, Any]
+) -> None:
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=8, **strategy)
+    outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))])
+    assert [output.token_ids for output in outputs] == plain
+    snapshot = json.loads(json.dumps(llm.engine.snapshot()))
+    assert snapshot["fallback"] is None
+    assert snapshot["strategy"] == strategy["speculative_adaptive_strategy"]
+    policy: Any = llm.engine.controller._policy
+    if snapshot["strategy"] == "goodput":
+        assert policy.survival.num_requests == 0
+        assert snapshot["costs"]["num_refused"] == 0
+    if snapshot["strategy"] == "per_request":
+        assert not policy._speculators
+
+
+def test_a_strategy_can_be_changed_while_requests_run(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]]
+) -> None:
+    llm = make_llm(
+        "EAGLE3",
+        3,
+        speculative_adaptive=True,
+        speculative_adaptive_strategy="per_request",
+        max_num_seqs=8,
+    )
+    engine = llm.engine
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(engine.new_sequence(str(i), prompt, params(i)))
+    texts: dict[str, list[int]] = {str(i): [] for i in range(len(PROMPTS))}
+    # All but goodput, for which costs would have to be measured at start.
+    changes = [{"speculative_adaptive": True, **strategy} for strategy in STRATEGIES[:2]]
+    changes.append({"speculative_adaptive": False, "speculative_num_steps": 2})
+    num_rounds = 0
+    while engine.has_work:
+        if num_rounds % 3 == 2:
+            engine.reconfigure(changes[num_rounds // 3 % len(changes)])
+        for delta in engine.step():
+            texts[delta.request_id] += delta.token_ids
+        num_rounds += 1
+    assert num_rounds > 3 * len(changes)
+    assert [tuple(texts[str(i)]) for i in range(len(PROMPTS))] == plain
+    assert engine.controller.snapshot()["fallback"] is None
