@@ -23,7 +23,7 @@ from serve_spec.config.speculative import Strategy, parse_update
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 
 FALLBACK_ROUNDS = 1024
-"""Rounds at a fixed tier before a policy that failed is tried anew."""
+"""Rounds without drafts before a policy that failed is tried anew."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PolicySettings:
         if self.strategy == "per_request":
             return PerRequestPolicy(min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS))
         if costs is None:
-            return StaticPolicy(self.num_steps, Reason.FALLBACK)
+            return StaticPolicy(0, Reason.FALLBACK)
         return GoodputPolicy(
             CostModel(costs),
             max_steps=self._deepest(GOODPUT_STEPS),
@@ -97,7 +97,7 @@ class PolicySettings:
 class AdaptiveController:
     """Picks the tier before drafting, learns after verification, keeps the counts.
 
-    A policy that can not decide (no costs, a broken clock, a defect) gives way to a fixed tier;
+    A policy that can not decide (no costs, a broken clock, a defect) gives way to a fixed tier, 0;
     that is said once, and the engine goes on. After a while the policy is tried anew.
 
     One thread drives it (the engine's); `snapshot` may be called from any.
@@ -142,7 +142,7 @@ class AdaptiveController:
         """The controller a configuration asks for; fixed at 0 steps when nothing drafts.
 
         Args:
-            costs: what strategy goodput weighs; without, it falls back to a fixed tier.
+            costs: what strategy goodput weighs; without, it falls back to 0 steps.
             say: told, once each, why the controller falls back.
 
         Raises:
@@ -253,14 +253,12 @@ class AdaptiveController:
             return self._policy.choose(batch)
 
     def _fall_back(self, why: str) -> None:
-        """A fixed tier for a while."""
-        wanted = self._settings.num_steps
-        steps = min(self._candidate_steps, key=lambda built: (abs(built - wanted), built))
+        """Plain decoding for a while: the one tier that can not be worse than off."""
         self._fallback = why
         self._fallback_rounds_left = FALLBACK_ROUNDS
-        self._policy = StaticPolicy(steps, Reason.FALLBACK)
+        self._policy = StaticPolicy(0, Reason.FALLBACK)
         if not self._num_fallbacks:
-            self._say(f"speculation falls back to {steps} steps: {why}")
+            self._say(f"speculation is off for now: {why}")
         self._num_fallbacks += 1
 
     def _refuse_unbuilt(self, wanted: tuple[int, ...]) -> None:

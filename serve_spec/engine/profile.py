@@ -134,8 +134,8 @@ class _Room:
     def contexts(self, max_steps: int) -> tuple[int, int]:
         """A short and a long text that leave room for drafts. Raises ValueError if none does."""
         longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
-        short, long = context_grid(longest)
-        if short <= Cell(short, 1, max_steps).num_catch_up:
+        short, long = context_grid(longest * 4 // 5)  # rows are up to a quarter longer
+        if short * 3 // 4 <= max_steps + 1:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
                 f"page_size={self.page_size}: too short for {max_steps} steps; raise them, or "

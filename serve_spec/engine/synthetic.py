@@ -10,7 +10,11 @@ from serve_spec.core.request import SamplingParams
 
 
 class Cell(NamedTuple):
-    """One size of round: `batch_size` decode rows of `context` tokens draft `num_steps` each."""
+    """One size of round: `batch_size` decode rows of `context` tokens draft `num_steps` each.
+
+    Rows of a real round differ, and what computes them together pays for that; so rows differ
+    here: their contexts by up to a quarter around the mean, their backlogs from 1 to all drafts.
+    """
 
     context: int
     batch_size: int
@@ -21,18 +25,25 @@ class Cell(NamedTuple):
         """Rows the target verifies."""
         return self.batch_size * (self.num_steps + 1)
 
-    @property
-    def num_catch_up(self) -> int:
-        """Draft entries to make up, per row: as after a round that kept half of its drafts."""
-        return 1 + (self.num_steps + 1) // 2 if self.num_steps else 0
+    def length(self, row: int) -> int:
+        """Tokens of one row."""
+        spread = (2 * row + 1 - self.batch_size) / (4 * self.batch_size)
+        return max(1, round(self.context * (1 + spread)))
+
+    def num_catch_up(self, row: int) -> int:
+        """Draft entries one row has to make up, as after rounds that kept all or few drafts."""
+        if not self.num_steps:
+            return 0
+        return min(self.length(row) - 1, 1 + 3 * row % (self.num_steps + 1)) or 1
 
     def num_pages(self, page_size: int) -> int:
         """Pages its plan takes, from page 0 on."""
         return self.batch_size * self.pages_per_row(page_size)
 
     def pages_per_row(self, page_size: int) -> int:
-        """Pages of one sequence and its drafts."""
-        return -(-(self.context + self.num_steps) // page_size)
+        """Pages of the longest sequence and its drafts."""
+        longest = self.length(self.batch_size - 1)
+        return -(-(longest + self.num_steps) // page_size)
 
 
 class SyntheticPlans:
@@ -50,7 +61,7 @@ class SyntheticPlans:
         return StepPlan(rows, cell.num_steps, cell.batch_size)
 
     def _row(self, cell: Cell, b: int, params: SamplingParams) -> RowPlan:
-        start = cell.context - 1
+        start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
         pages = cell.pages_per_row(self._page_size)
         return RowPlan(
             request_id=f"synthetic-{b}",
@@ -62,8 +73,8 @@ class SyntheticPlans:
             seed=b,
             is_decode=True,
             num_steps=cell.num_steps,
-            draft_start=start - cell.num_catch_up if cell.num_steps else 0,
-            catch_up_ids=self._tokens(cell.num_catch_up),
+            draft_start=start - num_catch_up if cell.num_steps else 0,
+            catch_up_ids=self._tokens(num_catch_up),
         )
 
     def _tokens(self, count: int) -> tuple[int, ...]:
