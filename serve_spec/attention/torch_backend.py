@@ -45,6 +45,8 @@ class TorchAttention:
 
     def __init__(self, shape: HeadShape) -> None:
         self._shape = shape
+        # cuDNN would compile a plan for every new shape, and every round has a new one.
+        torch.backends.cuda.enable_cudnn_sdp(False)
 
     def plan(self, batch: RaggedBatch, pool: KVPool) -> PlannedAttention:
         """Groups the sequences and builds one mask per group, shared by all layers."""

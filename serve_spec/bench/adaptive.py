@@ -27,7 +27,7 @@ from serve_spec.bench.phases import (
     CLASSES,
     CPU_BATCH_SIZES,
     GPU_BATCH_SIZES,
-    MAX_TOKENS,
+    LONGEST_TOKENS,
     Phase,
     phase_requests,
     phase_trace,
@@ -136,7 +136,9 @@ def _sizes(
     Strategy goodput is what the engine is built for: it measures costs and builds every tier.
     """
     deepest = max([*args.num_steps, 0])
-    pages_per_request = -(-(args.prompt_tokens + MAX_TOKENS + deepest) // config.cache.page_size)
+    pages_per_request = -(
+        -(args.prompt_tokens + LONGEST_TOKENS + deepest) // config.cache.page_size
+    )
     num_batched = max(MIN_BATCHED_TOKENS, 2 * max_batch_size * (deepest + 1))
     sizes = {
         "speculative_adaptive": True,
@@ -191,9 +193,8 @@ def _run_all(
                     bar.set_description(f"{phase.name}: {arm.name}")
                     if not (repetition and _is_hopeless(arm, index, arms)):
                         engine.controller = arm.controller
-                        runs[arm.name] = run_phase(
-                            engine, requests, phase.batch_size, phase.num_tokens
-                        )
+                        lengths = [phase.length(n) for n in range(phase.num_requests)]
+                        runs[arm.name] = run_phase(engine, requests, phase.batch_size, lengths)
                     bar.update()
                 expected.setdefault(index, _hashes(runs[OFF]))
                 _note(arms, index, runs, expected[index])

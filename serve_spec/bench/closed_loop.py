@@ -63,12 +63,16 @@ def prompt_ms_per_token(runs: Iterable[PhaseRun]) -> float:
 
 
 def run_phase(
-    engine: SpecEngine, requests: Sequence[TextRequest], batch_size: int, num_tokens: int
+    engine: SpecEngine,
+    requests: Sequence[TextRequest],
+    batch_size: int,
+    num_tokens: int | Sequence[int],
 ) -> PhaseRun:
-    """Runs `requests` to `num_tokens` tokens each, `batch_size` at a time.
+    """Runs `requests` to `num_tokens` tokens (of all, or of each), `batch_size` at a time.
 
     The engine must be idle. Its metrics go to the run meanwhile, and to their sink afterwards.
     """
+    lengths = [num_tokens] * len(requests) if isinstance(num_tokens, int) else num_tokens
     run = PhaseRun(texts=[[] for _ in requests])
     heard: list[StepStats] = []
     sink, engine.metrics = engine.metrics, _Listener(heard)
@@ -77,7 +81,7 @@ def run_phase(
     try:
         while True:
             for number, request in islice(waiting, batch_size - num_open):
-                engine.add(engine.new_sequence(str(number), *_asked(request, num_tokens)))
+                engine.add(engine.new_sequence(str(number), *_asked(request, lengths[number])))
                 num_open += 1
             if not num_open:
                 return run

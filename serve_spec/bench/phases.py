@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,7 +36,13 @@ CLASSES: dict[str, tuple[TextKind, ...]] = {
 
 CPU_BATCH_SIZES = (1, 4, 16, 64, 16, 4, 1)
 GPU_BATCH_SIZES = (1, 8, 32, 64, 128, 256, 128, 64, 32, 8, 1)
-MIN_TOKENS, USUAL_TOKENS, MAX_TOKENS = 64, 96, 128
+MIN_TOKENS, USUAL_TOKENS, MAX_TOKENS = 48, 64, 96
+SPREAD = 0.5
+LONGEST_TOKENS = round(MAX_TOKENS * (1 + SPREAD))
+MIN_WAVES = 2
+"""Batches that follow each other in a phase, at least; or its thinning end would be most of it."""
+
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
 """Tokens per request."""
 
 
@@ -47,7 +54,10 @@ class Phase:
     batch_size: int
     num_requests: int
     num_tokens: int
-    """Tokens each request emits."""
+    """Tokens a request emits in the mean."""
+    spread: float = 0.0
+    """Lengths lie within this share around the mean. Of equal lengths, plain decoding would start
+    and end a batch in step, and nothing that speculates could."""
 
     @property
     def name(self) -> str:
@@ -57,7 +67,13 @@ class Phase:
     @property
     def total_tokens(self) -> int:
         """Tokens of all requests."""
-        return self.num_requests * self.num_tokens
+        return sum(self.length(request) for request in range(self.num_requests))
+
+    def length(self, request: int) -> int:
+        """Tokens request number `request` emits."""
+        # Multiples of the golden ratio fill the range evenly, in no order.
+        place = 2 * (request * _GOLDEN_RATIO % 1.0) - 1 if self.spread else 0.0
+        return max(1, round(self.num_tokens * (1 + self.spread * place)))
 
     @property
     def kinds(self) -> tuple[TextKind, ...]:
@@ -91,10 +107,10 @@ def phase_trace(
     for at, batch_size in enumerate(batch_sizes):
         falls = at > 0 and batch_size < batch_sizes[at - 1]
         num_rounds = seconds_per_phase * 1e3 / plain_round_ms[batch_size]
-        waves = max(1, round(num_rounds / USUAL_TOKENS))
+        waves = max(MIN_WAVES, round(num_rounds / USUAL_TOKENS))
         num_tokens = min(MAX_TOKENS, max(MIN_TOKENS, round(num_rounds / waves)))
         phases += [
-            Phase(name, batch_size, waves * batch_size, num_tokens)
+            Phase(name, batch_size, waves * batch_size, num_tokens, SPREAD)
             for name in (reversed(classes) if falls else classes)
         ]
     return phases

@@ -166,9 +166,10 @@ class Simulator:
             kind, place = phase.kind(number), phase.place(number)
             lap, index = divmod(place, len(traces[kind]))
             trace = traces[kind][index]
-            if phase.num_tokens > trace.max_tokens:
+            num_tokens = phase.length(number)
+            if num_tokens > trace.max_tokens:
                 fix = f"the traces hold {trace.max_tokens}; ask for less or record longer ones"
-                raise ValueError(f"num_tokens={phase.num_tokens}: {fix}")
+                raise ValueError(f"num_tokens={num_tokens}: {fix}")
             counts = trace.num_correct_drafts
             # Traces that come a second time start elsewhere, or their rows would run in step.
             start = 37 * lap % len(counts)
@@ -177,7 +178,7 @@ class Simulator:
                 num_correct_drafts=counts[start:] + counts[:start],
                 sampled=kind.temperature > 0,
                 length=trace.num_prompt_tokens,
-                remaining=phase.num_tokens,
+                remaining=num_tokens,
             )
 
     def _round(self, rows: list[_Row], entering: list[_Row], report: PhaseReport) -> list[_Row]:

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from serve_spec.adaptive import AdaptiveController
-from serve_spec.adaptive.controller import PolicySettings
+from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.cost_table import CostTable

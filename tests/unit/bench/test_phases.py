@@ -13,6 +13,7 @@ from serve_spec.bench.phases import (
     GPU_BATCH_SIZES,
     MAX_TOKENS,
     MIN_TOKENS,
+    MIN_WAVES,
     Phase,
     TextKind,
     phase_requests,
@@ -38,9 +39,26 @@ def test_a_phase_takes_about_the_time_it_was_given_within_the_limits_of_a_reques
         assert phase.num_requests == waves * phase.batch_size > 0
         assert MIN_TOKENS <= phase.num_tokens <= MAX_TOKENS
         plain_seconds = waves * phase.num_tokens * round_ms / 1e3
-        shortest = MIN_TOKENS * round_ms / 1e3
+        shortest = MIN_WAVES * MIN_TOKENS * round_ms / 1e3
         assert plain_seconds <= max(1.1 * seconds, shortest)
         assert plain_seconds >= 0.85 * seconds
+
+
+@given(st.integers(10, 96), st.integers(20, 200))
+def test_lengths_fill_their_range_evenly_and_are_the_same_every_time(
+    num_tokens: int, num_requests: int
+) -> None:
+    phase = Phase("mixture", 4, num_requests, num_tokens, spread=0.5)
+    lengths = [phase.length(request) for request in range(num_requests)]
+    assert lengths == [phase.length(request) for request in range(num_requests)]
+    assert sum(lengths) == phase.total_tokens
+    assert 0.5 * num_tokens - 1 <= min(lengths) < 0.7 * num_tokens
+    assert 1.3 * num_tokens < max(lengths) <= 1.5 * num_tokens + 1
+    assert abs(sum(lengths) / num_requests - num_tokens) <= 0.05 * num_tokens + 1
+
+
+def test_of_equal_lengths_every_request_emits_the_mean() -> None:
+    assert {Phase("mixture", 4, 9, 50).length(request) for request in range(9)} == {50}
 
 
 def test_the_way_down_runs_the_classes_backwards() -> None:
