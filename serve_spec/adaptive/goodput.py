@@ -116,6 +116,7 @@ class GoodputPolicy:
         self.survival = survival or SurvivalEstimator(max_steps)
         self.budget = ExplorationBudget()
         self.last_reason = Reason.WARM_UP
+        self._tier_reason = Reason.WARM_UP
         self._bounds = dict(sorted((bounds or {}).items()))
         self._bound_keys = list(self._bounds)
         self._ranges: dict[int, _SizeRange] = {}
@@ -144,6 +145,7 @@ class GoodputPolicy:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
         self._rounds_at_tier += 1
         row_steps = plan.row_steps(batch.request_ids)
+        self.last_reason = self._tier_reason
         return self._probe(batch, bound, here, row_steps) or RoundSteps(
             self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms)
         )
@@ -269,12 +271,12 @@ class GoodputPolicy:
         needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
         wanted = best if goodput[best] >= needed * goodput[present] else present
         if wanted == self._tier:
-            self.last_reason = Reason.STEADY
+            self._tier_reason = Reason.STEADY
             return
         if self._tier == 0:
             here.off_probe.succeed()
         gained = Reason.GAIN if wanted > self._tier else Reason.LOSS
-        self.last_reason = Reason.RANGE if moved else gained
+        self._tier_reason = Reason.RANGE if moved else gained
         self._tier, self._rounds_at_tier = wanted, 0
 
     def _probe(

@@ -71,10 +71,21 @@ def test_nothing_that_happens_to_a_request_changes_its_text(
 def test_adaptive_control_moves_between_tiers_and_keeps_the_text(
     plain: list[tuple[int, ...]],
 ) -> None:
-    llm = shipped(speculative_num_steps=7, max_num_seqs=2)
+    llm = shipped(speculative_num_steps=7, speculative_adaptive_strategy="ema", max_num_seqs=2)
     outputs = llm.generate(*requests(llm))
     assert texts(outputs) == plain
     tiers = {steps for output in outputs for steps in output.speculation.rounds_by_num_steps}
     # Too deep a start for sampled text: the average must bring it down.
     assert {7, 3} <= tiers
     assert llm.engine.snapshot()["switches"]
+
+
+def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(
+    plain: list[tuple[int, ...]],
+) -> None:
+    llm = shipped(max_num_seqs=2)
+    assert texts(llm.generate(*requests(llm))) == plain
+    snapshot = llm.engine.snapshot()
+    assert snapshot["strategy"] == "goodput"
+    assert snapshot["fallback"] is None
+    assert set(snapshot["predicted_goodput"]) == {str(steps) for steps in range(8)}  # type: ignore[call-overload]

@@ -9,7 +9,7 @@ import pytest
 from serve_spec import LLM
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from serve_spec.verify import verifier
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
@@ -21,6 +21,7 @@ class Scheduled:
 
     candidate_steps = (0, 3)
     switch_reason = None
+    notes = NO_NOTES
 
     def __init__(self, steps_at: Callable[[int], int]) -> None:
         self.steps_at = steps_at

@@ -103,7 +103,7 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
     )
     learning = {Reason.PROBE, Reason.BASELINE}
     seen = set()
-    for _ in range(400):
+    for number in range(600):
         steps = policy.choose(decode_batch(1))
         notes, reason = steps.notes, policy.last_reason
         assert notes.predicted_ms is not None
@@ -114,9 +114,9 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
         half = notes.predicted_ms / 2
         times = RoundTimes(half * (steps.num_steps > 0), half, notes.predicted_ms)
         row_steps = [steps.num_steps] if steps.row_steps is None else steps.row_steps
-        policy.observe(
-            verified_round(row_steps, 1, steps.num_steps, row_steps=row_steps, times=times)
-        )
+        # Half of the first drafts are kept: deep enough to draft, not to draft as deep as can be.
+        kept = [min(1 - number % 2, k) for k in row_steps]
+        policy.observe(verified_round(kept, 1, steps.num_steps, row_steps=row_steps, times=times))
     assert learning <= seen, "both kinds of learning must come up"
 
 
