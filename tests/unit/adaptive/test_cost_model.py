@@ -12,20 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import GAIN, LARGEST_FACTOR, CostModel
-from serve_spec.config.cost_table import CostKey, CostTable
+from serve_spec.config.cost_table import CostTable
+from tests.helpers.costs import KEY
 
-KEY = CostKey(
-    hardware="a processor",
-    threads=1,
-    target="0",
-    draft="1",
-    algorithm="EAGLE3",
-    dtype="float32",
-    draft_dtype="float32",
-    tensor_parallel_size=1,
-    attention_backend="torch",
-    code="1",
-)
 SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
 SAMPLED_ROW_MS = 0.1
 ONE_STEP = 2.0**GAIN * (1 + 1e-9)

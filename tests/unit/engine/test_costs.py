@@ -22,20 +22,9 @@ from serve_spec.engine.costs import (
 )
 from serve_spec.engine.profile import MeasuredCosts
 from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.helpers.costs import KEY
 from tests.helpers.engines import MakeLLM, Pair
 
-KEY = CostKey(
-    hardware="a processor",
-    threads=1,
-    target="0",
-    draft="1",
-    algorithm="EAGLE3",
-    dtype="float32",
-    draft_dtype="float32",
-    tensor_parallel_size=1,
-    attention_backend="torch",
-    code="1",
-)
 MEASURED = MeasuredCosts(
     batch_sizes=(1, 2),
     num_steps=(0, 1),
