@@ -54,15 +54,13 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """The batch of one forward and how to attend over it. Passed along, never global."""
+    """Where the rows of one forward are, and how they attend. Passed along, never global.
 
-    batch: RaggedBatch
+    `positions` int64 [T]: absolute.
+    """
+
+    positions: Tensor
     attention: LayerAttention
-
-    @property
-    def positions(self) -> Tensor:
-        """Absolute positions [T]."""
-        return self.batch.positions
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 from serve_spec.core.request import SamplingParams
 
@@ -14,7 +15,8 @@ class RowPlan:
     The target computes `token_ids` (committed tokens, positions `start ..`) and, when the row
     `samples`, `num_steps` drafts after them; it then draws one token per verified row.
     `catch_up_ids` are the tokens of the draft entries still missing, `draft_start ..` (entry j
-    carries token j+1); only a row with `num_steps > 0` has any.
+    carries token j+1); a row that does not draft may leave them out.
+    `lane` is the sequence's place in tensors that hold one row per running sequence.
     """
 
     request_id: str
@@ -28,6 +30,7 @@ class RowPlan:
     num_steps: int = 0
     draft_start: int = 0
     catch_up_ids: tuple[int, ...] = ()
+    lane: int = 0
 
     @property
     def length(self) -> int:
@@ -45,11 +48,18 @@ class StepPlan:
     """One round: what every row computes and the tier that shapes it.
 
     `batch_size` counts decode rows (prefill rows excluded): the number the policy is asked about.
+
+    A plan that `follows` was made while its predecessor ran, so its rows know nothing of the tokens
+    that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of before. Its
+    rows are decode rows of the predecessor, and a worker that runs ahead knows where they really
+    are. `max_backlog` bounds the draft entries any drafting row has to make up, then as now.
     """
 
     rows: tuple[RowPlan, ...]
     num_steps: int
     batch_size: int
+    follows: bool = False
+    max_backlog: int = 0
 
     @property
     def sampling_rows(self) -> tuple[RowPlan, ...]:
@@ -59,8 +69,34 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a worker gives back: the tokens each sampling row emits, and where the time went."""
+    """What a worker gives back: the tokens each sampling row emits, and where the time went.
+
+    `broken_drafts` are the sampling rows (by number) whose draft gave no usable token: NaN, or
+    none of the vocabulary. Their text is none the worse. `idle_ms` passed on the device between
+    the end of the round before and the start of this one, where that is known.
+    """
 
     token_ids: list[list[int]]
     draft_ms: float
     verify_ms: float
+    broken_drafts: tuple[int, ...] = ()
+    idle_ms: float = 0.0
+
+
+class PendingRound(Protocol):
+    """A round under way."""
+
+    def result(self) -> StepResult:
+        """Waits for its end. To be asked once."""
+        ...
+
+
+@dataclass(frozen=True)
+class FinishedRound:
+    """A round that ran to its end before anybody asked."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        """At once."""
+        return self.outcome

@@ -29,6 +29,10 @@ class Sequence:
     num_computed: int = 0
     num_draft_computed: int = 0
     page_ids: list[int] = field(default_factory=list)
+    lane: int = -1
+    """Its place among the running sequences; -1 while it waits."""
+    has_broken_draft: bool = False
+    """Its draft gave NaN or no token of the vocabulary: it speculates no more."""
     finish_reason: FinishReason | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 

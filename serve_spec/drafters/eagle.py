@@ -8,6 +8,7 @@ own features) are always overwritten by the next catch-up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -103,6 +104,18 @@ class EagleDrafter:
         last = torch.tensor(lens, device=hidden.device).cumsum(0) - 1
         return hidden[last]
 
+    def shorten_backlog(
+        self, row: RowPlan, longest: int, attention: AttentionBackend
+    ) -> RowPlan:
+        """Works off a row's backlog until at most `longest` entries are left; the row as it is then.
+
+        `row` comes back as it is if it lacks no more.
+        """
+        slots = slot_table([row.page_ids], self.page_size, self.device)
+        begin = self._long_catch_up(row, slots, longest, attention)
+        made = begin - row.draft_start
+        return replace(row, draft_start=begin, catch_up_ids=row.catch_up_ids[made:])
+
     def _long_catch_up(
         self, row: RowPlan, slots: Tensor, share: int, attention: AttentionBackend
     ) -> int:
@@ -132,7 +145,7 @@ class EagleDrafter:
         batch = ragged_batch(slots, starts, lens)
         if hidden is None:
             hidden = self.head.encode(self.features.read(batch.slots))
-        context = ForwardContext(batch, attention.plan(batch, self.pool))
+        context = ForwardContext(batch.positions, attention.plan(batch, self.pool))
         return self.head.forward(tokens, hidden, context)
 
     def _ids(self, tokens: Sequence[int]) -> Tensor:

@@ -165,7 +165,7 @@ def _build_worker(
     features = None
     drafter: Drafter | None = None
     if head is not None:
-        features = FeaturePool(num_pages * page_size, head.feature_dim, dtype, device)
+        features = FeaturePool((num_pages + 1) * page_size, head.feature_dim, dtype, device)
         drafter = EagleDrafter(
             head,
             pool(head.shape, head.dtype),

@@ -8,17 +8,18 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.policy import Reason
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.plan import PendingRound, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.core.round import NO_NOTES, RoundTimes, VerifiedRound
+from serve_spec.core.round import NO_NOTES, RoundNotes, RoundTimes, VerifiedRound
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.metrics import MetricsSink, NullSink, StepStats
 from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
-from serve_spec.worker.worker import SpecWorker
+from serve_spec.worker.worker import Worker
 
 
 @dataclass
@@ -49,13 +50,29 @@ class EngineCounters:
         self.verify_ms += stats.verify_ms
 
 
+@dataclass(frozen=True)
+class _Flight:
+    """A round under way, and what the policy thought of it."""
+
+    plan: StepPlan
+    pending: PendingRound
+    started: float
+    switch_reason: Reason | None
+    notes: RoundNotes
+
+
 class SpecEngine:
-    """Runs requests to their end, one round per `step`. Single-threaded; see `EngineLoop`."""
+    """Runs requests to their end, one round per `step`. Single-threaded; see `EngineLoop`.
+
+    With a worker that runs ahead, the round after the one a `step` reports is under way when the
+    step returns. Sequences that end meanwhile are planned once more than they need; what that round
+    draws for them is dropped, which no text notices.
+    """
 
     def __init__(
         self,
         scheduler: Scheduler,
-        worker: SpecWorker,
+        worker: Worker,
         controller: AdaptiveController,
         tokenizer: Tokenizer,
         *,
@@ -73,25 +90,27 @@ class SpecEngine:
         self.collector = MetricsCollector()
         self.metrics = metrics or NullSink()
         self._outputs: dict[str, OutputText] = {}
+        self._flight: _Flight | None = None
+        self._settled_at = 0.0
         scheduler.on_leave = lambda seq: self.controller.forget(seq.request_id)
 
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
-        started = time.perf_counter()
-        plan = self.scheduler.plan(self.controller.choose_steps)
-        if plan is None:
+        flight = self._flight or self._launch(self.scheduler.plan(self.controller.choose_steps))
+        if flight is None:
             return []
-        result = self.worker.execute(plan)
-        committed = self.scheduler.commit(plan, result, self._cut)
-        round_ms = (time.perf_counter() - started) * 1e3
-        self._learn(plan, result, committed, round_ms)
-        self._report(plan, result, committed, round_ms)
+        self._flight = self._launch(self._plan_ahead(flight.plan))
+        result = flight.pending.result()
+        committed = self.scheduler.commit(flight.plan, result, self._cut)
+        round_ms = self._round_ms(flight)
+        self._learn(flight.plan, result, committed, round_ms)
+        self._report(flight, result, committed, round_ms)
         return [self._delta(row) for row in committed]
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work
+        return self.scheduler.has_work or self._flight is not None
 
     def new_sequence(
         self, request_id: str, prompt: str | list[int], params: SamplingParams
@@ -175,6 +194,27 @@ class SpecEngine:
         output = self._outputs[seq.request_id]
         return output.push(token_ids), output.finish_reason
 
+    def _plan_ahead(self, before: StepPlan) -> StepPlan | None:
+        if self.worker.max_backlog_ahead is None:
+            return None
+        return self.scheduler.plan_ahead(
+            before, self.controller.choose_steps, self.worker.max_backlog_ahead
+        )
+
+    def _launch(self, plan: StepPlan | None) -> _Flight | None:
+        if plan is None:
+            return None
+        started = time.perf_counter()
+        reason, notes = self.controller.switch_reason, self.controller.notes
+        return _Flight(plan, self.worker.submit(plan), started, reason, notes)
+
+    def _round_ms(self, flight: _Flight) -> float:
+        """Wall time of a round that is settled now: since its start, or its predecessor's end."""
+        now = time.perf_counter()
+        since = max(flight.started, self._settled_at)
+        self._settled_at = now
+        return (now - since) * 1e3
+
     def _learn(
         self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], round_ms: float
     ) -> None:
@@ -196,20 +236,21 @@ class SpecEngine:
             deepest=max(row.num_steps for row in planned),
             num_draft_tokens=sum(row.num_steps for row in planned),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
-            num_catch_up=sum(len(row.catch_up_ids) for row in planned),
+            num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.num_steps),
             times=RoundTimes(result.draft_ms, result.verify_ms, round_ms) if alone else None,
         )
         self.controller.on_verify_complete(verified)
 
     def _report(
-        self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], step_ms: float
+        self, flight: _Flight, result: StepResult, committed: list[CommittedRow], step_ms: float
     ) -> None:
+        plan = flight.plan
         decoded = [row for row in committed if row.was_decoding]
         live = [row for row in decoded if not row.seq.finished]
         num_prefilled = sum(len(row.token_ids) for row in plan.rows if not row.is_decode)
         cache = self.scheduler.cache
-        reason = self.controller.switch_reason if decoded else None
-        notes = self.controller.notes if decoded else NO_NOTES
+        reason = flight.switch_reason if decoded else None
+        notes = flight.notes if decoded else NO_NOTES
         stats = StepStats(
             num_steps=plan.num_steps,
             batch_size=len(decoded),

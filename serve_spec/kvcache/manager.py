@@ -37,6 +37,14 @@ class KVCacheManager:
         """Whether `seq` could grow to `num_tokens` positions now."""
         return self.pages_for(num_tokens) - len(seq.page_ids) <= self.allocator.num_free
 
+    def can_reserve_all(self, sequences: Iterable[Sequence], num_tokens: Iterable[int]) -> bool:
+        """Whether all of them could grow to that many positions each, together."""
+        missing = (
+            max(0, self.pages_for(count) - len(seq.page_ids))
+            for seq, count in zip(sequences, num_tokens, strict=True)
+        )
+        return sum(missing) <= self.allocator.num_free
+
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
         """Grows `seq` to cover `num_tokens` positions.
 

@@ -11,7 +11,7 @@ class PagedKVPool:
 
     Slot `page · page_size + offset` is one token's place; the pages of one sequence serve every
     model that shares the allocator. Zero at first, because masked slots are still multiplied: what
-    they hold must be finite.
+    they hold must be finite. One page more than the allocator's takes what padding rows write.
     """
 
     def __init__(
@@ -25,7 +25,9 @@ class PagedKVPool:
         device: torch.device | str,
     ) -> None:
         self.page_size = page_size
-        shape = (num_layers, num_pages * page_size, num_kv_heads, head_dim)
+        self.scratch_page = num_pages
+        self.scratch_slot = num_pages * page_size
+        shape = (num_layers, (num_pages + 1) * page_size, num_kv_heads, head_dim)
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 

@@ -28,7 +28,7 @@ class TargetRunner:
 
     def forward(self, token_ids: Tensor, batch: RaggedBatch, attention: AttentionBackend) -> Tensor:
         """Computes token_ids [T], fills both caches, returns hidden states [T, H]."""
-        context = ForwardContext(batch, attention.plan(batch, self.pool))
+        context = ForwardContext(batch.positions, attention.plan(batch, self.pool))
         output = self.model.forward(token_ids, context, self.capture)
         if self.features is not None:
             assert output.features is not None, "a drafter waits for features"

@@ -27,12 +27,25 @@ class StageTimer:
         else:
             self._marks[name] = time.perf_counter()
 
+    def wait(self, name: str) -> None:
+        """Waits until the device has passed mark `name`."""
+        mark = self._marks[name]
+        if not isinstance(mark, float):
+            mark.synchronize()
+
+    def ms_since(self, before: StageTimer, name: str) -> float:
+        """Milliseconds from mark `name` of `before` to the first mark of this one."""
+        return _ms_between(before._marks[name], next(iter(self._marks.values())))
+
     def ms(self, start: str, end: str) -> float:
         """Milliseconds from mark `start` to mark `end`; waits for `end` on a GPU."""
-        first, last = self._marks[start], self._marks[end]
-        if isinstance(first, float) and isinstance(last, float):
-            return (last - first) * 1e3
-        assert isinstance(first, torch.cuda.Event)
-        assert isinstance(last, torch.cuda.Event)
-        last.synchronize()
-        return float(first.elapsed_time(last))
+        return _ms_between(self._marks[start], self._marks[end])
+
+
+def _ms_between(first: torch.cuda.Event | float, last: torch.cuda.Event | float) -> float:
+    if isinstance(first, float) and isinstance(last, float):
+        return (last - first) * 1e3
+    assert isinstance(first, torch.cuda.Event)
+    assert isinstance(last, torch.cuda.Event)
+    last.synchronize()
+    return float(first.elapsed_time(last))

@@ -13,6 +13,9 @@ from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 
+SHORT_BACKLOG = 32
+"""Draft entries a row that does not draft still names."""
+
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
 
@@ -51,6 +54,9 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._free_lanes = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._newest: StepPlan | None = None
+        self._postponed: _Choice | None = None
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
@@ -82,7 +88,7 @@ class Scheduler:
         decoding = [seq for seq in self.running if seq.is_decoding]
         prefilling = [seq for seq in self.running if not seq.is_decoding]
         batch = self._decode_batch(decoding, prefilling)
-        steps = choose_steps(batch) if decoding else RoundSteps(0)
+        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
         budget = self.limits.max_num_batched_tokens
         # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
@@ -99,7 +105,51 @@ class Scheduler:
             if row is not None:
                 rows.append(row)
                 budget -= row.query_len
-        return StepPlan(tuple(rows), steps.num_steps, batch.size) if rows else None
+        if not rows:
+            return None
+        backlog = max(row.start - row.draft_start if row.num_steps else 0 for row in rows)
+        self._newest = StepPlan(tuple(rows), steps.num_steps, batch.size, max_backlog=backlog)
+        return self._newest
+
+    def plan_ahead(
+        self, before: StepPlan, choose_steps: ChooseSteps, max_backlog: int
+    ) -> StepPlan | None:
+        """The round after `before`, which still runs; None where its outcome must be known first.
+
+        Only where nothing but decoding goes on, and there is room for whatever `before` commits.
+        max_backlog: most draft entries a worker can make up on its own (see `StepPlan.follows`).
+        """
+        if self.waiting and len(self.running) < self.limits.max_num_seqs:
+            return None
+        under_way = {row.request_id: row for row in before.rows if row.is_decode}
+        if len(under_way) < len(before.rows):
+            return None
+        if not all(seq.request_id in under_way for seq in self.running):
+            return None
+        # `before` commits one token at least: whoever needs no other is done.
+        decoding = [seq for seq in self.running if seq.num_remaining > 1]
+        if not decoding:
+            return None
+        rows_before = [under_way[seq.request_id] for seq in decoding]
+        batch = self._decode_batch(decoding, [], rows_before)
+        steps = self._choose(choose_steps, batch)
+        num_steps = _fair_steps(steps, batch)
+        backlogs = [
+            _backlog_after(seq, row) if count else 0
+            for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
+        ]
+        ends = [
+            len(seq) + row.num_steps + 1 + count
+            for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
+        ]
+        if max(backlogs) > max_backlog or not self.cache.can_reserve_all(decoding, ends):
+            self._postponed = _Choice(steps, dict(zip(batch.request_ids, num_steps, strict=True)))
+            return None
+        for seq, end in zip(decoding, ends, strict=True):
+            self.cache.reserve(seq, end)
+        rows = [_decode_row(seq, n) for seq, n in zip(decoding, num_steps, strict=True)]
+        self._newest = StepPlan(tuple(rows), steps.num_steps, batch.size, True, max(backlogs))
+        return self._newest
 
     def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
         """Appends what the round drew, ends what is done, returns surplus pages.
@@ -107,17 +157,22 @@ class Scheduler:
         cut: how many of the drawn tokens the text keeps, and why it ends (stop, length), if so.
         """
         by_id = {seq.request_id: seq for seq in self.running}
+        for number in result.broken_drafts:
+            seq = by_id.get(plan.sampling_rows[number].request_id)
+            if seq is not None:
+                seq.has_broken_draft = True
         drawn = iter(result.token_ids)
         committed = []
         for row in plan.rows:
             tokens = next(drawn) if row.samples else None
             seq = by_id.get(row.request_id)
             if seq is None:
-                continue  # aborted while the round ran
+                continue  # it ended while the round ran
             if tokens is None:
                 seq.num_computed = row.length
             else:
                 committed.append(self._commit_row(seq, row, tokens, cut))
+        self._return_pages(plan, [row.seq for row in committed])
         return committed
 
     def check_integrity(self) -> None:
@@ -133,19 +188,37 @@ class Scheduler:
             if not self.cache.can_reserve(seq, len(seq) + 1):
                 break  # first come, first served: nobody overtakes
             self.cache.reserve(seq, len(seq))
+            seq.lane = self._free_lanes.pop()
             self.running.append(self.waiting.popleft())
 
-    def _decode_batch(self, decoding: list[Sequence], prefilling: list[Sequence]) -> DecodeBatch:
-        """What the policy may know of the next round's decode rows."""
+    def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
+        """The policy's answer, which is asked for once a round."""
+        choice, self._postponed = self._postponed, None
+        return choose_steps(batch) if choice is None else choice.of(batch)
+
+    def _decode_batch(
+        self,
+        decoding: list[Sequence],
+        prefilling: list[Sequence],
+        under_way: list[RowPlan] | None = None,
+    ) -> DecodeBatch:
+        """What the policy may know of the next round's decode rows.
+
+        under_way: their rows of the round that still runs, if one does.
+        """
         budget = self.limits.max_num_batched_tokens - len(decoding)
         # Prompts that wait keep half of what the decode rows leave.
         budget -= min(sum(seq.num_pending for seq in prefilling), budget // 2)
         lengths = [len(seq) for seq in decoding]
         page_size = self.cache.page_size
         held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
+        coming = 0
+        if under_way is not None:
+            coming = 1
+            held -= sum(row.num_steps + 1 for row in under_way)
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
-            max_steps=[_usable_steps(seq) for seq in decoding],
+            max_steps=[_usable_steps(seq, coming) for seq in decoding],
             num_tokens=sum(lengths),
             num_sampled=sum(not seq.params.is_greedy for seq in decoding),
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
@@ -181,6 +254,7 @@ class Scheduler:
             page_ids=tuple(seq.page_ids),
             params=seq.params,
             seed=seq.seed,
+            lane=seq.lane,
         )
 
     def _commit_row(
@@ -188,19 +262,29 @@ class Scheduler:
     ) -> CommittedRow:
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
+        if row.num_steps:
+            # Catch-up made the entries before the root; those of the drafting itself are stale.
+            seq.num_draft_computed = len(seq) - 1
         if row.is_decode:
             # The last emitted token of a round is its final token, also where a stop cut the run.
             seq.stats.observe(row.num_steps, len(kept) - 1)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
-        if row.num_steps:
-            # Catch-up made the entries before the root; those of the drafting itself are stale.
-            seq.num_draft_computed = row.start
         if reason is not None:
             self._finish(seq, reason)
-        else:
-            self.cache.trim(seq, len(seq))
         return CommittedRow(seq, kept, row.num_steps, len(tokens) - 1, row.is_decode)
+
+    def _return_pages(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Gives back what rejected drafts leave, but not what a round under way writes to.
+
+        A sequence that ended may give back all: whoever gets the pages writes after that round.
+        """
+        is_newest = plan is self._newest or self._newest is None
+        newest = () if is_newest else self._newest.rows
+        steps_ahead = {row.request_id: row.num_steps for row in newest}
+        for seq in sequences:
+            if not seq.finished:
+                self.cache.trim(seq, len(seq) + steps_ahead.get(seq.request_id, 0))
 
     def _preempt_younger_than(self, seq: Sequence) -> bool:
         """Preempts the youngest running sequence; False if `seq` itself is the youngest."""
@@ -225,17 +309,39 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
+        self._free_lanes.append(seq.lane)
+        seq.lane = -1
         self.cache.release(seq)
         self.on_leave(seq)
 
 
-def _usable_steps(seq: Sequence) -> int:
-    """Most drafts a sequence wants and can still use."""
+@dataclass(frozen=True)
+class _Choice:
+    """An answer of the policy that had to wait, by request."""
+
+    steps: RoundSteps
+    row_steps: dict[str, int]
+
+    def of(self, batch: DecodeBatch) -> RoundSteps:
+        """The same answer for the rows that are left."""
+        rows = [self.row_steps.get(request_id, 0) for request_id in batch.request_ids]
+        return RoundSteps(self.steps.num_steps, rows, self.steps.notes)
+
+
+def _backlog_after(seq: Sequence, row: RowPlan) -> int:
+    """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
+    if row.num_steps:
+        return row.num_steps + 1
+    return len(seq) - seq.num_draft_computed
+
+
+def _usable_steps(seq: Sequence, coming: int) -> int:
+    """Most drafts a sequence wants and can still use, when `coming` tokens are on their way."""
     options = seq.params.speculative
-    if not options.enabled:
+    if not options.enabled or seq.has_broken_draft:
         return 0
     # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
-    useful = max(0, seq.num_remaining - 1)
+    useful = max(0, seq.num_remaining - coming - 1)
     return useful if options.max_steps is None else min(useful, options.max_steps)
 
 
@@ -251,6 +357,8 @@ def _fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 
 def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:
     last = len(seq) - 1
+    # A row that does not draft names a short backlog all the same: the next round may need it.
+    is_named = num_steps or last - seq.num_draft_computed <= SHORT_BACKLOG
     return RowPlan(
         request_id=seq.request_id,
         token_ids=(seq.token_ids[last],),
@@ -261,7 +369,8 @@ def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:
         seed=seq.seed,
         is_decode=True,
         num_steps=num_steps,
-        draft_start=seq.num_draft_computed if num_steps else 0,
+        draft_start=seq.num_draft_computed if is_named else 0,
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
-        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if num_steps else (),
+        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
+        lane=seq.lane,
     )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
 import torch
 
 from serve_spec.core.context import AttentionBackend
 from serve_spec.core.draft import DraftChain
-from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.plan import FinishedRound, PendingRound, StepPlan, StepResult
 from serve_spec.drafters.base import Drafter
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.runtime.inputs import verify_inputs
@@ -16,6 +17,36 @@ from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.runtime.timer import StageTimer
 from serve_spec.verify.synthetic import Acceptance, choose_verdict
+
+
+class Worker(Protocol):
+    """What an engine asks of whatever executes its plans."""
+
+    vocab_size: int
+    device: torch.device
+    synthetic_acceptance: Acceptance | None
+
+    @property
+    def max_backlog_ahead(self) -> int | None:
+        """Most draft entries a row of a plan that `follows` may lack; None: no plan may follow."""
+        ...
+
+    @property
+    def tiers(self) -> Mapping[int, SpecRuntimeState]:
+        """Built tiers by num_steps."""
+        ...
+
+    def init_states(self, candidate_steps: Iterable[int]) -> None:
+        """Builds every tier the policy may choose, before the first round."""
+        ...
+
+    def submit(self, plan: StepPlan) -> PendingRound:
+        """Starts a round."""
+        ...
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a round to its end."""
+        ...
 
 
 class SpecWorker:
@@ -46,6 +77,7 @@ class SpecWorker:
         self.synthetic_acceptance = synthetic_acceptance
         self.verdict = choose_verdict(synthetic_acceptance)
         self.tiers: dict[int, SpecRuntimeState] = {}
+        self.max_backlog_ahead: int | None = None
 
     def init_states(self, candidate_steps: Iterable[int]) -> None:
         """Builds every tier the policy may choose, and the plain one, before the first round."""
@@ -60,6 +92,10 @@ class SpecWorker:
             verify=self.target_attention,
             extend=self.draft_attention,
         )
+
+    def submit(self, plan: StepPlan) -> PendingRound:
+        """The round, run to its end: what follows needs its tokens on the host."""
+        return FinishedRound(self.execute(plan))
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:

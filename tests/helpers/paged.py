@@ -56,7 +56,7 @@ class PagedSequences:
         batch = self.batch(pieces)
         for index, count in pieces:
             self.lengths[index] += count
-        return ForwardContext(batch, self.backend.plan(batch, self.pool))
+        return ForwardContext(batch.positions, self.backend.plan(batch, self.pool))
 
     def batch(self, pieces: Sequence[tuple[int, int]]) -> RaggedBatch:
         """The layout of these rows, written as plainly as possible."""

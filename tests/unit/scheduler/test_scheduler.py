@@ -276,3 +276,90 @@ def test_aborting_while_a_round_runs_drops_its_result() -> None:
     assert first.finish_reason is FinishReason.ABORT
     assert first.num_output_tokens == 0
     scheduler.check_integrity()
+
+
+class AheadWorker(PretendedWorker):
+    """Runs rounds of which the host learns one round late, as a device would."""
+
+    def __init__(self, page_size: int, rng: random.Random) -> None:
+        super().__init__(page_size, rng)
+        self.lengths: dict[str, int] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        drawn = []
+        for row in plan.rows:
+            if not plan.follows:
+                self.lengths[row.request_id] = row.length
+            length = self.lengths[row.request_id]
+            assert length + row.num_steps <= len(row.page_ids) * self.page_size
+            if row.num_steps:
+                made = self.draft_entries.get(row.request_id, 0)
+                made = made if plan.follows else row.draft_start
+                assert 1 <= length - 1 - made <= plan.max_backlog
+                self.draft_entries[row.request_id] = length - 1
+            if row.samples:
+                count = self.rng.randint(0, row.num_steps) + 1
+                drawn.append([token_at(row.seed, length + i) for i in range(count)])
+                self.lengths[row.request_id] += count
+        return StepResult(drawn, 0.0, 0.0)
+
+
+def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page() -> None:
+    """Admissions, cancellations, stops and tier changes in any order, one round in flight."""
+    rng = random.Random(1)
+    scheduler = make(num_pages=30, max_num_batched_tokens=24)
+    worker = AheadWorker(4, rng)
+    everyone: list[Sequence] = []
+    num_ahead = 0
+    flight: tuple[StepPlan, StepResult] | None = None
+    for step in range(3000):
+        if step < 2500 and rng.random() < 0.1 and len(scheduler.waiting) < 4:
+            stops = (rng.randrange(1000),) if rng.random() < 0.5 else ()
+            options = SpeculativeOptions(rng.random() < 0.8, rng.choice([None, 0, 2]))
+            params = {"max_tokens": rng.randint(1, 40), "speculative": options}
+            seq = sequence(str(step), rng.randint(1, 40), stop_token_ids=stops, **params)
+            everyone.append(seq)
+            scheduler.add(seq)
+        if rng.random() < 0.02 and scheduler.has_work:
+            scheduler.abort(rng.choice(list(scheduler.sequences())).request_id)
+        if flight is None:
+            plan = scheduler.plan(lambda batch: any_steps(rng, batch))
+            if plan is None:
+                assert not scheduler.has_work
+                continue
+            flight = plan, worker.execute(plan)
+        ahead = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), 8)
+        following = None
+        if ahead is not None:
+            num_ahead += 1
+            following = ahead, worker.execute(ahead)
+        scheduler.commit(*flight, cut)
+        scheduler.check_integrity()
+        flight = following
+    assert not scheduler.has_work, "two hundred rounds end whatever is left"
+    assert scheduler.cache.num_free_pages == 30
+    assert num_ahead > 500
+    assert scheduler.num_preemptions > 20, "the pool must be small enough to force preemption"
+    for seq in everyone:
+        expected = [token_at(seq.seed, seq.num_prompt_tokens + i) for i in range(seq.num_output_tokens)]
+        assert seq.output_token_ids == expected
+
+
+def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
+    """A policy counts its answers: dwell, budgets and probes go by rounds."""
+    scheduler = make()
+    worker = AheadWorker(4, random.Random(0))
+    seq = sequence("1", 5, max_tokens=60)
+    scheduler.add(seq)
+    plan = scheduler.plan(lambda _: RoundSteps(0))
+    assert plan is not None
+    scheduler.commit(plan, worker.execute(plan), cut)
+    plan = scheduler.plan(lambda _: RoundSteps(0))
+    assert plan is not None
+    result = worker.execute(plan)
+    # Five prompt entries are to be made up, and the worker has room for two.
+    assert scheduler.plan_ahead(plan, lambda _: RoundSteps(3), 2) is None
+    scheduler.commit(plan, result, cut)
+    plan = scheduler.plan(lambda _: pytest.fail("asked twice"))
+    assert plan is not None
+    assert plan.num_steps == plan.rows[0].num_steps == 3
