@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
+from serve_spec.ops import fast
 
 
 class RMSNorm(Layer):
@@ -22,7 +22,7 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         if self._scaled is None:
-            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+            return fast.rms_norm(x, self.weight, self.eps)
         gain, floor = self._scaled
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / torch.hypot(norm, floor)).mul_(gain).to(x.dtype)
@@ -31,6 +31,8 @@ class RMSNorm(Layer):
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual). Neither input is changed: callers may share them."""
+        if self._scaled is None:
+            return fast.add_rms_norm(x, residual, self.weight, self.eps)
         residual = residual + x
         return self.forward(residual), residual
 

@@ -70,6 +70,11 @@ def _mix_int(x: int) -> int:
     return x ^ (x >> 16)
 
 
+def seed_words(seed: int) -> tuple[int, int]:
+    """Low and high 32 bits of a seed, as int32 holds them."""
+    return _signed(seed & _MASK32), _signed((seed >> 32) & _MASK32)
+
+
 def _signed(word: int) -> int:
     """An unsigned 32-bit word as the int32 with the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word

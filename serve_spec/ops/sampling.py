@@ -80,8 +80,9 @@ def sample_coupled(
 
     logits: float32 [B, Vd], draft row b proposes what logits row `index[b]` of `rows` will decide.
     target_ids: [Vd] target id of each draft id, or None for a full vocabulary.
-    Returns target token ids int64 [B]. Any choice keeps the output exact; this one is likely kept
-    (Gumbel coupling, arXiv 2408.07978; τ slightly below T measured better than T).
+    Returns target token ids int64 [B], -1 where the logits hold a NaN or nothing finite. Any choice
+    keeps the output exact; this one is likely kept (Gumbel coupling, arXiv 2408.07978; τ slightly
+    below T measured better than T).
     """
     scores = logits
     if rows.noise is not None:
@@ -89,8 +90,9 @@ def sample_coupled(
         noise = rows.noise[index]
         noise = noise if target_ids is None else noise[:, target_ids]
         scores = scores + noise * rows.is_random[index]
-    choice = scores.argmax(dim=-1)
-    return choice if target_ids is None else target_ids[choice]
+    best, choice = scores.max(dim=-1)
+    chosen = choice if target_ids is None else target_ids[choice]
+    return chosen.masked_fill_(~best.isfinite(), -1)
 
 
 def filter_scores(scores: Tensor, params: list[SamplingParams]) -> Tensor:

@@ -1,0 +1,15 @@
+"""The gated activation of Llama's feed-forward."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """silu(gate) · up, the former rounded to the dtype before the product.
+
+    gate_up: [T, 2·I], gates first. Returns [T, I].
+    """
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate).mul_(up)

@@ -1,0 +1,278 @@
+"""The sampling law as two launches: best token of every chunk of a row, then best of the row.
+
+What a token scores is computed from its logit and hash alone, multiplication and addition rounded
+one by one (no fused ones but those written), so neither the number of rows nor the chunk size can
+change a draw.
+
+Filters need no sort. Each keeps a prefix of the tokens in order of likelihood, so the winner over
+the whole vocabulary is the filtered winner too if it survives, and whether it does follows from
+the number and the mass of the tokens before it: one sweep over the row. If it does not, neither
+does any token after it, and the next candidate is the winner among those before. With top-p 0.9
+the first candidate fails one time in ten at most.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.draw import DrawParams
+from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys
+
+_SMALLEST_CHUNK = 1024
+# The sweeps of one row add up in the same order whatever the batch.
+_SWEEP_BLOCK = 8192
+_SWEEP_WARPS = 16
+_SWEEP_STAGES = 1
+_NO_ID = tl.constexpr(2**31 - 1)
+
+
+def draw_tokens(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    *,
+    num_ids: int | None = None,
+) -> Tensor:
+    """See `serve_spec.ops.draw.draw_tokens`."""
+    width = logits.shape[1] if num_ids is None else num_ids
+    values, tokens, tops = _best_of_chunks(logits, owners, positions, params, 1.0, None, width)
+    drawn = torch.empty(len(owners), dtype=torch.int64, device=logits.device)
+    dependent = dependent_launch(logits.device)
+    _draw_kernel[(len(owners),)](
+        drawn, values, tokens, tops, values.shape[1], logits, logits.stride(0), owners, positions,
+        *params, width,
+        CHUNKS=_most_chunks(width), BLOCK=_SWEEP_BLOCK, STAGES=_SWEEP_STAGES, DEPENDENT=dependent,
+        num_warps=_SWEEP_WARPS, enable_fp_fusion=False, launch_pdl=dependent,
+    )  # fmt: skip
+    return drawn
+
+
+def draw_drafts(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    sharpness: float,
+    target_ids: Tensor | None = None,
+    *,
+    num_ids: int | None = None,
+) -> Tensor:
+    """See `serve_spec.ops.draw.draw_drafts`."""
+    width = logits.shape[1] if num_ids is None else num_ids
+    values, tokens, _ = _best_of_chunks(
+        logits, owners, positions, params, sharpness, target_ids, width
+    )
+    drafts = torch.empty(len(owners), dtype=torch.int64, device=logits.device)
+    dependent = dependent_launch(logits.device)
+    _draft_kernel[(len(owners),)](
+        drafts, values, tokens, values.shape[1], owners, target_ids,
+        CHUNKS=_most_chunks(width), DEPENDENT=dependent,
+        num_warps=1, launch_pdl=dependent,
+    )  # fmt: skip
+    return drafts
+
+
+def _choose_chunk(num_rows: int, num_ids: int) -> tuple[int, int]:
+    """Tokens per program and its warps: enough programs to fill the device, but not many more."""
+    chunk = _SMALLEST_CHUNK
+    while chunk < 8192 and num_rows * num_ids > 512 * chunk:
+        chunk *= 2
+    return chunk, 4 if chunk < 4096 else 8
+
+
+def _most_chunks(num_ids: int) -> int:
+    """A power of two that holds the chunks of any choice: one kernel serves every batch."""
+    return int(triton.next_power_of_2(triton.cdiv(num_ids, _SMALLEST_CHUNK)))
+
+
+def _best_of_chunks(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    sharpness: float,
+    target_ids: Tensor | None,
+    num_ids: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Largest perturbed score, its column and the largest score of every chunk: [T, C] each."""
+    num_rows = len(owners)
+    chunk, num_warps = _choose_chunk(num_rows, num_ids)
+    shape = (num_rows, triton.cdiv(num_ids, chunk))
+    values = torch.empty(shape, dtype=torch.float32, device=logits.device)
+    tokens = torch.empty(shape, dtype=torch.int32, device=logits.device)
+    tops = torch.empty_like(values)
+    dependent = dependent_launch(logits.device)
+    _chunk_kernel[(shape[1], shape[0])](
+        values, tokens, tops, logits, logits.stride(0), owners, positions,
+        params.inverse_temperature, params.seeds, target_ids, sharpness, num_ids,
+        CHUNK=chunk, DEPENDENT=dependent,
+        num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
+    )  # fmt: skip
+    return values, tokens, tops
+
+
+@triton.jit
+def _chunk_kernel(
+    values, tokens, tops,
+    logits, row_stride, owners, positions, inverse_temperature, seeds, target_ids, sharpness,
+    num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per (chunk, row): its largest perturbed score, that token, its largest score."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    owner = tl.load(owners + row)
+    if owner >= 0:
+        inverse = tl.load(inverse_temperature + owner)
+        scale = tl.where(inverse > 0, tl.math.div_rn(inverse, sharpness), 1.0)
+        ids = chunk * CHUNK + tl.arange(0, CHUNK)
+        scores = _tempered(logits + row.to(tl.int64) * row_stride, ids, num_ids, scale)
+        perturbed = scores
+        if inverse > 0:
+            first, second = load_row_keys(seeds, owner, tl.load(positions + row))
+            noise_ids = ids
+            if target_ids is not None:
+                noise_ids = tl.load(target_ids + ids, mask=ids < num_ids, other=0).to(tl.int32)
+            perturbed = scores + gumbel_noise_of(noise_ids, first, second)
+        best = tl.max(perturbed, axis=0)
+        at = row * tl.num_programs(0) + chunk
+        tl.store(values + at, best)
+        tl.store(tokens + at, tl.min(tl.where(perturbed == best, ids, _NO_ID), axis=0))
+        tl.store(tops + at, tl.max(scores, axis=0))
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _draft_kernel(
+    drafts, values, tokens, num_chunks, owners, target_ids,
+    CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per row: the best of its chunks, as a target id."""
+    row = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    token = tl.zeros([], dtype=tl.int64)
+    if tl.load(owners + row) >= 0:
+        token = _best_of_row(values, tokens, row, num_chunks, CHUNKS).to(tl.int64)
+        if target_ids is not None:
+            token = tl.where(token < 0, token, tl.load(target_ids + tl.maximum(token, 0)))
+    tl.store(drafts + row, token)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _draw_kernel(
+    drawn, values, tokens, tops, num_chunks,
+    logits, row_stride, owners, positions, inverse_temperature, seeds, top_k, top_p, min_p,
+    NUM_IDS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per row: the best of its chunks, or the best that the row's filters keep."""
+    row = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    owner = tl.load(owners + row)
+    token = tl.zeros([], dtype=tl.int32)
+    if owner >= 0:
+        token = _best_of_row(values, tokens, row, num_chunks, CHUNKS)
+        scale = tl.load(inverse_temperature + owner)
+        rank_end = tl.load(top_k + owner)
+        mass_end = tl.load(top_p + owner)
+        share = tl.load(min_p + owner)
+        ranked = (rank_end > 0) | (mass_end < 1.0)
+        if (scale > 0) & (token >= 0) & (ranked | (share > 0)):
+            chunks = tl.arange(0, CHUNKS)
+            chunk_tops = tl.load(
+                tops + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
+            )
+            top = tl.max(chunk_tops, axis=0)
+            floor = tl.where(share > 0, top + tl.log(tl.maximum(share, 1e-30)), float("-inf"))
+            first, second = load_row_keys(seeds, owner, tl.load(positions + row))
+            logits += row.to(tl.int64) * row_stride
+            survives = False
+            while survives == 0:
+                score = tl.load(logits + token).to(tl.float32) * scale
+                survives = score >= floor
+                if ranked & survives:
+                    count, mass, total = _before(
+                        logits, scale, score, token, top, NUM_IDS, BLOCK, STAGES
+                    )
+                    survives = (rank_end < 1) | (count < rank_end)
+                    survives = survives & ((mass_end >= 1.0) | (mass < mass_end * total))
+                    survives = survives | (count == 0)
+                if survives == 0:
+                    token = _best_before(
+                        logits, scale, score, token, floor, first, second, NUM_IDS, BLOCK, STAGES
+                    )
+    tl.store(drawn + row, token.to(tl.int64))
+
+
+@triton.jit
+def _tempered(logits, ids, num_ids, scale):
+    """Scores of `ids`, -inf past the vocabulary; a NaN becomes +inf, which no draw survives."""
+    scores = tl.load(logits + ids, mask=ids < num_ids, other=float("-inf")).to(tl.float32) * scale
+    return tl.where(scores == scores, scores, float("inf"))
+
+
+@triton.jit
+def _best_of_row(values, tokens, row, num_chunks, CHUNKS: tl.constexpr):
+    """The token of the largest value, the smallest of equals; -1 if that value is not finite."""
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < num_chunks
+    at = row * num_chunks + chunks
+    value = tl.load(values + at, mask=inside, other=float("-inf"))
+    token = tl.load(tokens + at, mask=inside, other=_NO_ID)
+    best = tl.max(value, axis=0)
+    token = tl.min(tl.where(value == best, token, _NO_ID), axis=0)
+    return tl.where(tl.abs(best) < float("inf"), token, -1)
+
+
+@triton.jit
+def _before(
+    logits, scale, score, token, top,
+    NUM_IDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Number and mass of the tokens likelier than `token`, and the mass of all; the top's is 1."""
+    count = tl.zeros([BLOCK], dtype=tl.int32)
+    mass = tl.zeros([BLOCK], dtype=tl.float32)
+    total = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in tl.range(0, NUM_IDS, BLOCK, num_stages=STAGES):
+        ids = start + tl.arange(0, BLOCK)
+        scores = _tempered(logits, ids, NUM_IDS, scale)
+        before = (scores > score) | ((scores == score) & (ids < token))
+        likelihood = tl.exp(scores - top)
+        count += before.to(tl.int32)
+        mass += tl.where(before, likelihood, 0.0)
+        total += likelihood
+    return tl.sum(count, axis=0), tl.sum(mass, axis=0), tl.sum(total, axis=0)
+
+
+@triton.jit
+def _best_before(
+    logits, scale, score, token, floor, first, second,
+    NUM_IDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The token of the largest perturbed score among those likelier than `token`, from `floor`."""
+    best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    winner = tl.full([BLOCK], _NO_ID, dtype=tl.int32)
+    for start in tl.range(0, NUM_IDS, BLOCK, num_stages=STAGES):
+        ids = start + tl.arange(0, BLOCK)
+        scores = _tempered(logits, ids, NUM_IDS, scale)
+        before = (scores > score) | ((scores == score) & (ids < token))
+        before = before & (scores >= floor)
+        # Few blocks hold a likely token, and the noise is what costs.
+        if tl.max(before.to(tl.int32), axis=0) > 0:
+            perturbed = scores + gumbel_noise_of(ids, first, second)
+            perturbed = tl.where(before, perturbed, float("-inf"))
+            winner = tl.where(perturbed > best, ids, winner)
+            best = tl.maximum(best, perturbed)
+    value = tl.max(best, axis=0)
+    return tl.min(tl.where(best == value, winner, _NO_ID), axis=0)

@@ -1,0 +1,247 @@
+"""Each function's fast twin where its tensors live on a GPU, the plain one elsewhere.
+
+Kernels are imported on their first use: machines without a GPU need no Triton.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.context import Rotation
+from serve_spec.ops import acceptance, activation, draw, kv_move, layout, linear_tiles, norm, rotary
+from serve_spec.ops import linear as plain_linear
+from serve_spec.ops import paged_attention as plain_paged_attention
+from serve_spec.ops.acceptance import AcceptedPath
+from serve_spec.ops.draw import DrawParams
+from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.paged_attention import PagedLayout
+
+
+def draw_tokens(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    *,
+    num_ids: int | None = None,
+) -> Tensor:
+    """See `draw.draw_tokens`."""
+    if logits.is_cuda:
+        from serve_spec.ops import draw_triton
+
+        return draw_triton.draw_tokens(logits, owners, positions, params, num_ids=num_ids)
+    return draw.draw_tokens(logits, owners, positions, params, num_ids=num_ids)
+
+
+def draw_drafts(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    sharpness: float,
+    target_ids: Tensor | None = None,
+    *,
+    num_ids: int | None = None,
+) -> Tensor:
+    """See `draw.draw_drafts`."""
+    if logits.is_cuda:
+        from serve_spec.ops import draw_triton
+
+        return draw_triton.draw_drafts(
+            logits, owners, positions, params, sharpness, target_ids, num_ids=num_ids
+        )
+    return draw.draw_drafts(
+        logits, owners, positions, params, sharpness, target_ids, num_ids=num_ids
+    )
+
+
+def accept_path(
+    row_tokens: Tensor,
+    parents: Tensor,
+    drawn: Tensor,
+    query_starts: Tensor,
+    max_depth: int,
+    forced: Tensor | None = None,
+) -> AcceptedPath:
+    """See `acceptance.accept_path`."""
+    if drawn.is_cuda:
+        from serve_spec.ops import acceptance_triton
+
+        return acceptance_triton.accept_path(
+            row_tokens, parents, drawn, query_starts, max_depth, forced
+        )
+    return acceptance.accept_path(row_tokens, parents, drawn, query_starts, max_depth, forced)
+
+
+def accept_and_advance(
+    row_tokens: Tensor,
+    parents: Tensor,
+    drawn: Tensor,
+    query_starts: Tensor,
+    recent: Tensor,
+    lengths: Tensor,
+    lanes: Tensor,
+    verdicts: Tensor,
+    forced: Tensor | None = None,
+) -> AcceptedPath:
+    """See `acceptance.accept_and_advance`."""
+    if drawn.is_cuda:
+        from serve_spec.ops import acceptance_triton
+
+        return acceptance_triton.accept_and_advance(
+            row_tokens, parents, drawn, query_starts, recent, lengths, lanes, verdicts, forced
+        )
+    return acceptance.accept_and_advance(
+        row_tokens, parents, drawn, query_starts, recent, lengths, lanes, verdicts, forced
+    )
+
+
+def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival: Tensor) -> Tensor:
+    """See `acceptance.forced_counts`."""
+    if seeds.is_cuda:
+        from serve_spec.ops import acceptance_triton
+
+        return acceptance_triton.forced_counts(seeds, positions, num_steps, survival)
+    return acceptance.forced_counts(seeds, positions, num_steps, survival)
+
+
+def tree_masks(parents: Tensor, query_starts: Tensor) -> Tensor:
+    """See `acceptance.tree_masks`."""
+    if parents.is_cuda:
+        from serve_spec.ops import acceptance_triton
+
+        return acceptance_triton.tree_masks(parents, query_starts)
+    return acceptance.tree_masks(parents, query_starts)
+
+
+def lay_out_rows(
+    query_lens: Tensor,
+    starts: Tensor,
+    first_valid: Tensor,
+    tables: Tensor,
+    page_size: int,
+    num_rows: int,
+    scratch_slot: int,
+) -> RowLayout:
+    """See `layout.lay_out_rows`."""
+    if query_lens.is_cuda:
+        from serve_spec.ops import layout_triton
+
+        return layout_triton.lay_out_rows(
+            query_lens, starts, first_valid, tables, page_size, num_rows, scratch_slot
+        )
+    return layout.lay_out_rows(
+        query_lens, starts, first_valid, tables, page_size, num_rows, scratch_slot
+    )
+
+
+def ring_tokens(recent: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
+    """See `layout.ring_tokens`."""
+    if recent.is_cuda:
+        from serve_spec.ops import layout_triton
+
+        return layout_triton.ring_tokens(recent, lanes, positions)
+    return layout.ring_tokens(recent, lanes, positions)
+
+
+def move_accepted(
+    pools: Sequence[Tensor],
+    slots: Tensor,
+    query_starts: Tensor,
+    path: Tensor,
+    num_correct: Tensor,
+) -> None:
+    """See `kv_move.move_accepted`."""
+    if slots.is_cuda:
+        from serve_spec.ops import kv_move_triton
+
+        kv_move_triton.move_accepted(pools, slots, query_starts, path, num_correct)
+    else:
+        kv_move.move_accepted(pools, slots, query_starts, path, num_correct)
+
+
+def rotate_and_store(
+    heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
+) -> Tensor:
+    """See `rotary.rotate_and_store`."""
+    if heads.is_cuda:
+        from serve_spec.ops import rotary_triton
+
+        return rotary_triton.rotate_and_store(heads, rotation, slots, keys, values, num_heads)
+    return rotary.rotate_and_store(heads, rotation, slots, keys, values, num_heads)
+
+
+def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
+    """See `paged_attention.paged_attention`."""
+    if query.is_cuda:
+        from serve_spec.ops import paged_attention_triton
+
+        return paged_attention_triton.paged_attention(query, keys, values, layout)
+    return plain_paged_attention.paged_attention(query, keys, values, layout)
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """See `linear.linear`: the vendor's library, or our own kernel where the rows are few."""
+    if x.is_cuda and _is_ours(x, weight):
+        from serve_spec.ops import linear_triton
+
+        return linear_triton.small_linear(x, weight, bias, out_dtype)
+    return plain_linear.linear(x, weight, bias, out_dtype)
+
+
+def gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) · up: x [T, in], weight [2·I, in], the rows of the gate first -> [T, I]."""
+    if x.is_cuda and _is_ours(x, weight, gated=True):
+        from serve_spec.ops import linear_triton
+
+        return linear_triton.small_gate_up(x, weight)
+    return silu_and_mul(linear(x, weight))
+
+
+def silu_and_mul(gate_up: Tensor) -> Tensor:
+    """See `activation.silu_and_mul`."""
+    if gate_up.is_cuda:
+        from serve_spec.ops import activation_triton
+
+        return activation_triton.silu_and_mul(gate_up)
+    return activation.silu_and_mul(gate_up)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `norm.rms_norm`."""
+    if x.is_cuda:
+        from serve_spec.ops import norm_triton
+
+        return norm_triton.rms_norm(x, weight, eps)
+    return norm.rms_norm(x, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """See `norm.add_rms_norm`."""
+    if x.is_cuda:
+        from serve_spec.ops import norm_triton
+
+        return norm_triton.add_rms_norm(x, residual, weight, eps)
+    return norm.add_rms_norm(x, residual, weight, eps)
+
+
+def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
+    """Whether the kernels of `linear_triton` can do this product, and fastest."""
+    return (
+        linear_tiles.is_ours(x.shape[0], weight.numel(), gated=gated)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(-1) == 1
+        and weight.is_contiguous()
+        and _is_hopper(x.device)
+    )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] == 9

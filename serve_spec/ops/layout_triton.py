@@ -1,0 +1,118 @@
+"""The layout of a round in one launch: one program per sequence, and one for the padding."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.layout import RowLayout
+
+_BLOCK = 128
+
+
+def lay_out_rows(
+    query_lens: Tensor,
+    starts: Tensor,
+    first_valid: Tensor,
+    tables: Tensor,
+    page_size: int,
+    num_rows: int,
+    scratch_slot: int,
+) -> RowLayout:
+    """See `layout.lay_out_rows`."""
+    num_sequences = len(query_lens)
+    device = query_lens.device
+    layout = RowLayout(
+        owners=torch.empty(num_rows, dtype=torch.int32, device=device),
+        offsets=torch.empty(num_rows, dtype=torch.int32, device=device),
+        positions=torch.empty(num_rows, dtype=torch.int64, device=device),
+        slots=torch.empty(num_rows, dtype=torch.int64, device=device),
+        query_starts=torch.empty(num_sequences + 1, dtype=torch.int32, device=device),
+    )
+    dependent = dependent_launch(device)
+    _layout_kernel[(num_sequences + 1,)](
+        *layout, query_lens, starts, first_valid, tables, tables.stride(0), tables.shape[1],
+        num_sequences, num_rows, page_size, scratch_slot,
+        SEQUENCES=triton.next_power_of_2(num_sequences), BLOCK=_BLOCK, DEPENDENT=dependent,
+        num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
+    return layout
+
+
+def ring_tokens(recent: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
+    """See `layout.ring_tokens`."""
+    tokens = torch.empty_like(positions, dtype=torch.int64)
+    dependent = dependent_launch(positions.device)
+    _ring_kernel[(triton.cdiv(len(tokens), _BLOCK),)](
+        tokens, recent, lanes, positions, len(tokens), recent.shape[1],
+        BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
+    return tokens
+
+
+@triton.jit(do_not_specialize=["num_sequences", "num_rows", "table_width"])
+def _layout_kernel(
+    owners, offsets, positions, slots, query_starts,
+    query_lens, starts, first_valid, tables, table_stride, table_width,
+    num_sequences, num_rows, page_size, scratch_slot,
+    SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    b = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    sequence = tl.arange(0, SEQUENCES)
+    lens = tl.load(query_lens + sequence, mask=sequence < num_sequences, other=0)
+    begin = tl.minimum(tl.sum(tl.where(sequence < b, lens, 0), axis=0), num_rows)
+    tl.store(query_starts + b, begin)
+    if b == num_sequences:
+        for first in range(begin, num_rows, BLOCK):
+            row = first + tl.arange(0, BLOCK)
+            inside = row < num_rows
+            tl.store(owners + row, tl.full([BLOCK], -1, dtype=tl.int32), mask=inside)
+            tl.store(offsets + row, tl.zeros([BLOCK], dtype=tl.int32), mask=inside)
+            tl.store(positions + row, tl.zeros([BLOCK], dtype=tl.int64), mask=inside)
+            scratch = tl.zeros([BLOCK], dtype=tl.int64) + scratch_slot
+            tl.store(slots + row, scratch, mask=inside)
+    else:
+        count = tl.minimum(tl.load(query_lens + b), num_rows - begin)
+        start = tl.load(starts + b).to(tl.int64)
+        valid_from = tl.maximum(tl.load(first_valid + b).to(tl.int64), 0)
+        for first in range(0, count, BLOCK):
+            offset = first + tl.arange(0, BLOCK)
+            inside = offset < count
+            row = begin + offset
+            position = start + offset
+            is_valid = inside & (position >= valid_from)
+            position = tl.maximum(position, 0)
+            column = position // page_size
+            is_valid = is_valid & (column < table_width)
+            page = tl.load(
+                tables + b.to(tl.int64) * table_stride + column, mask=is_valid, other=0
+            ).to(tl.int64)
+            slot = tl.where(is_valid, page * page_size + position % page_size, scratch_slot)
+            tl.store(owners + row, tl.zeros([BLOCK], dtype=tl.int32) + b, mask=inside)
+            tl.store(offsets + row, offset, mask=inside)
+            tl.store(positions + row, position, mask=inside)
+            tl.store(slots + row, slot, mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _ring_kernel(
+    tokens, recent, lanes, positions, num_rows, window,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < num_rows
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    lane = tl.load(lanes + row, mask=inside, other=-1).to(tl.int64)
+    column = tl.load(positions + row, mask=inside, other=0) & (window - 1)
+    token = tl.load(recent + lane * window + column, mask=lane >= 0, other=0)
+    tl.store(tokens + row, token.to(tl.int64), mask=inside)

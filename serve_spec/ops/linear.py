@@ -1,0 +1,43 @@
+"""Matrix products; those of a few rows by law: summed in float32, rounded once."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from serve_spec.ops.activation import silu_and_mul
+
+
+def linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x·Wᵀ + b by torch's library, in `out_dtype` (default: x's).
+
+    x: [T, in]; weight: [out, in]; bias: [out]. Returns [T, out]. A wider dtype than x's holds what
+    the library rounded to x's, but on a GPU without a bias it is never rounded.
+    """
+    if out_dtype is None or out_dtype == x.dtype:
+        return F.linear(x, weight, bias)
+    if x.is_cuda and bias is None:
+        return torch.mm(x, weight.t(), out_dtype=out_dtype)
+    return F.linear(x, weight, bias).to(out_dtype)
+
+
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """x·Wᵀ + b in `out_dtype` (default: x's).
+
+    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]. Returns [T, out].
+    """
+    bias = None if bias is None else bias.float()
+    return F.linear(x.float(), weight.float(), bias).to(out_dtype or x.dtype)
+
+
+def small_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """silu(gate) · up of both products at once, each rounded as if it had been stored.
+
+    x: [T, in]; weight: [2·I, in], the rows of the gate first. Returns [T, I].
+    """
+    return silu_and_mul(small_linear(x, weight))

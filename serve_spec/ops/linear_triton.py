@@ -1,0 +1,178 @@
+"""Matrix products of a few rows at the speed of memory.
+
+A block of weight rows is the wide operand, the rows of x (padded to 16, 32, ...) the narrow one, so
+the tensor cores do one product per weight however few rows there are. Large sums are split over
+several programs, whose partial sums a second kernel adds in a fixed order: no atomics, so the same
+input gives the same bits on every run (`linear_tiles` says when also at every number of rows).
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.ops.activation_triton import gated
+from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.linear_tiles import Tiles, choose_tiles
+
+# Columns of each weight row that a program asks for while its predecessor still runs.
+_PREFETCH = 512
+_SUM_BLOCK = 512
+
+
+def small_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """See `linear.small_linear`. Rows of x may be strided, their numbers not."""
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
+    _multiply(x, weight, bias, out, choose_tiles(weight.shape[0], weight.shape[1], x.shape[0]))
+    return out
+
+
+def small_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+    """See `linear.small_gate_up`. Rows of x may be strided, their numbers not."""
+    width = weight.shape[0] // 2
+    out = x.new_empty(x.shape[0], width)
+    tiles = choose_tiles(width, weight.shape[1], x.shape[0], gated=True)
+    _multiply(x, weight, None, out, tiles, is_gated=True)
+    return out
+
+
+def _multiply(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    is_gated: bool = False,
+    prefetch: int = _PREFETCH,
+) -> None:
+    num_rows, in_features = x.shape
+    num_outputs = out.shape[1]
+    dependent = dependent_launch(x.device)
+    splits = triton.cdiv(in_features, tiles.columns)
+    sums, late_bias = out, None
+    if splits > 1:
+        sums = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
+        bias, late_bias = None, bias
+    grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_outputs, tiles.outputs), splits)
+    _product_kernel[grid](
+        x, weight, bias, sums, num_rows, num_outputs, in_features, tiles.columns, x.stride(0),
+        OUTPUTS=tiles.outputs, ROWS=tiles.rows, DEPTH=tiles.depth, GATED=is_gated,
+        EVEN=in_features % tiles.depth == 0,
+        PRECISION="ieee" if x.dtype == torch.float32 else None,
+        PREFETCH=prefetch if in_features % 8 == 0 and in_features >= prefetch else 0,
+        PIECES=max(32 * tiles.warps, tiles.outputs), DEPENDENT=dependent,
+        num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=dependent,
+    )  # fmt: skip
+    if splits > 1:
+        _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+            sums, late_bias, out, out.numel(), num_outputs,
+            SPLITS=splits, BLOCK=_SUM_BLOCK, DEPENDENT=dependent,
+            num_warps=4, launch_pdl=dependent,
+        )  # fmt: skip
+
+
+# Not specialized: a kernel for one row and another for sixteen would only take longer to compile.
+@triton.jit(do_not_specialize=["num_rows"])
+def _product_kernel(
+    x, weight, bias, out, num_rows, num_outputs, in_features, columns, x_stride,
+    OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    PREFETCH: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out[split, row, output] = Σ over the split's columns of x[row] · weight[output]."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    first_output = tl.program_id(1) * OUTPUTS
+    split = tl.program_id(2)
+    first = split * columns
+    last = tl.minimum(first + columns, in_features)
+    tl.assume(first < last)  # Else ptxas runs the tensor cores one instruction at a time.
+
+    # Rows past the end are read again from the last one, and not stored.
+    output = first_output + tl.arange(0, OUTPUTS)
+    weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        if PREFETCH > 0:
+            last_output = num_outputs - 1
+            _prefetch(weight, first_output, last_output, first, in_features,
+                      OUTPUTS, PREFETCH, PIECES)  # fmt: skip
+            if GATED:
+                _prefetch(weight, num_outputs + first_output, num_outputs + last_output, first,
+                          in_features, OUTPUTS, PREFETCH, PIECES)  # fmt: skip
+        tl.extra.cuda.gdc_wait()
+
+    column = tl.arange(0, DEPTH)
+    x_rows = x + row.to(tl.int64)[None, :] * x_stride + column[:, None]
+    weight_rows = weight + weight_row[:, None] * in_features + column[None, :]
+    up_rows = weight + (weight_row + num_outputs)[:, None] * in_features + column[None, :]
+    is_row = (row < num_rows)[None, :]
+    sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    up_sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
+    for start in tl.range(first, last, DEPTH):
+        if EVEN:
+            x_block = tl.load(x_rows + start, mask=is_row, other=0.0)
+            block = tl.load(weight_rows + start)
+        else:
+            inside = start + column < in_features
+            x_block = tl.load(x_rows + start, mask=is_row & inside[:, None], other=0.0)
+            block = tl.load(weight_rows + start, mask=inside[None, :], other=0.0)
+        sums = tl.dot(block, x_block, sums, input_precision=PRECISION)
+        if GATED:
+            if EVEN:
+                block = tl.load(up_rows + start)
+            else:
+                block = tl.load(up_rows + start, mask=inside[None, :], other=0.0)
+            up_sums = tl.dot(block, x_block, up_sums, input_precision=PRECISION)
+
+    is_output = (output < num_outputs)[:, None]
+    if bias is not None:
+        sums += tl.load(bias + output, mask=output < num_outputs).to(tl.float32)[:, None]
+    at = (split * num_rows + row).to(tl.int64)[None, :] * num_outputs + output[:, None]
+    results = sums.to(out.dtype.element_ty)
+    if GATED:
+        results = gated(results, up_sums.to(out.dtype.element_ty))
+    tl.store(out + at, results, mask=is_row & is_output)
+
+
+@triton.jit
+def _prefetch(
+    weight, first_output, last_output, first, in_features,
+    OUTPUTS: tl.constexpr, PREFETCH: tl.constexpr, PIECES: tl.constexpr,
+):  # fmt: skip
+    """Asks L2 for the first columns of every weight row: one bulk request per thread."""
+    piece = tl.arange(0, PIECES)
+    row = tl.minimum(first_output + piece % OUTPUTS, last_output)
+    columns: tl.constexpr = PREFETCH * OUTPUTS // PIECES
+    column = tl.minimum(first + piece // OUTPUTS * columns, in_features - columns)
+    address = weight + row.to(tl.int64) * in_features + column
+    size = tl.full((PIECES,), columns * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
+        [address.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _sum_kernel(
+    parts, bias, out, size, num_outputs,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """out = Σ parts[split], first to last, + bias."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < size
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    total = tl.zeros((BLOCK,), dtype=tl.float32)
+    for _ in tl.static_range(SPLITS):
+        total += tl.load(parts + at, mask=inside, other=0.0)
+        parts += size
+    if bias is not None:
+        total += tl.load(bias + at % num_outputs, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)

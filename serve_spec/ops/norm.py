@@ -1,0 +1,23 @@
+"""Root-mean-square normalisation over the last dimension, alone and after a residual addition."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x²) + eps) · weight: float32 inside, rounded once, to x's dtype.
+
+    x: [..., width]; weight: [width].
+    """
+    return F.rms_norm(x, weight.shape, weight, eps)
+
+
+def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed.
+
+    x, residual: [..., width] of one dtype; neither is changed.
+    """
+    total = residual + x
+    return rms_norm(total, weight, eps), total

@@ -1,0 +1,68 @@
+"""Kernels under test: on the GPU where there is one, else under Triton's interpreter on the CPU.
+
+Import this module before any `*_triton` module: Triton decides when a kernel is defined.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+if DEVICE.type == "cpu":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _patch_lang_tensor(tensor: Any, scope: Any) -> None:
+        # Bounds of loops are arrays of one element there, which newer versions of NumPy do not
+        # take for integers.
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _patch_lang_tensor
+
+    _convert = interpreter._convert_float
+
+    def _convert_float(data: Any, source: Any, target: Any, rounding: Any) -> Any:
+        # There bfloat16 is uint16, and conversions to it cut instead of rounding to nearest.
+        if source == tl.float32 and target == tl.bfloat16:
+            rounded = torch.from_numpy(np.array(data)).bfloat16()
+            return rounded.view(torch.uint16).numpy()
+        return _convert(data, source, target, rounding)
+
+    interpreter._convert_float = _convert_float
+
+    _multiply = interpreter.InterpreterBuilder.create_dot
+
+    def _create_dot(self: Any, a: Any, b: Any, total: Any, *options: Any) -> Any:
+        # ... and products are those of the integers that stand for it.
+        if a.dtype.scalar == tl.bfloat16:
+            a, b = (self.cast_impl(operand, tl.float32) for operand in (a, b))
+        return _multiply(self, a, b, total, *options)
+
+    interpreter.InterpreterBuilder.create_dot = _create_dot
+
+
+@contextmanager
+def poisoned_allocations() -> Iterator[None]:
+    """What is allocated inside without a value holds NaN, or the largest integer."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """|found - expected| / |expected|; NaN where either has one."""
+    error = (found.double() - expected.double()).norm() / expected.double().norm()
+    return error.item()

@@ -1,0 +1,255 @@
+"""Draws with parameters on the device: the sampling law itself, and its kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from serve_spec.core.request import SamplingParams
+from serve_spec.ops.draw import (
+    DrawParams,
+    draw_drafts,
+    draw_tokens,
+    perturbed_scores,
+    row_keys_of,
+    survivors,
+)
+from serve_spec.ops.noise import row_keys, seed_words
+from serve_spec.ops.sampling import SamplingRows, filter_scores, sample, sample_coupled
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE
+
+from serve_spec.ops import draw_triton  # isort: skip
+
+CPU = torch.device("cpu")
+VOCAB = 1500  # two chunks at the least, the last one broken
+MIX = [
+    SamplingParams(temperature=0.0),
+    SamplingParams(temperature=1.0),
+    SamplingParams(temperature=0.0, top_k=2, top_p=0.1),
+    SamplingParams(temperature=1.7, top_k=3),
+    SamplingParams(temperature=0.6, top_p=0.7),
+    SamplingParams(temperature=1.2, min_p=0.2),
+    SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingParams(temperature=1.0, top_k=1),
+]
+
+seeds = st.integers(-(2**63), 2**63 - 1)
+sampling_params = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 1e-6, 0.3, 1.0, 2.0]),
+    top_k=st.sampled_from([-1, 0, 1, 3, 40]),
+    top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
+)
+
+
+def draw_params(
+    params: list[SamplingParams], seeds: list[int], device: torch.device = CPU
+) -> DrawParams:
+    """The parameters of sequences as tensors, filters of greedy ones included."""
+    numbers = [
+        (0.0 if p.is_greedy else 1 / p.temperature, p.top_k, p.top_p, p.min_p) for p in params
+    ]
+    inverse, top_k, top_p, min_p = zip(*numbers, strict=True)
+    return DrawParams(
+        torch.tensor(inverse, dtype=torch.float32, device=device),
+        torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32, device=device),
+        torch.tensor(top_k, dtype=torch.int32, device=device),
+        torch.tensor(top_p, dtype=torch.float32, device=device),
+        torch.tensor(min_p, dtype=torch.float32, device=device),
+    )
+
+
+def randn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def mixed_round(num_rows: int, device: torch.device = CPU) -> tuple[Tensor, Tensor, DrawParams]:
+    """Owners, positions and parameters of rows that go through all of `MIX`, and padding."""
+    owners = torch.arange(num_rows, dtype=torch.int32) % (len(MIX) + 1) - 1
+    positions = torch.arange(num_rows) * 37 + 5
+    params = draw_params(MIX, [7 - 3 * 2**40 * i for i in range(len(MIX))], device)
+    return owners.to(device), positions.to(device), params
+
+
+@given(st.lists(st.tuples(seeds, st.integers(0, 2**40)), min_size=1, max_size=5))
+def test_keys_made_on_the_device_have_the_hosts_bits(rows: list[tuple[int, int]]) -> None:
+    row_seeds, positions = (list(column) for column in zip(*rows, strict=True))
+    words = torch.tensor([seed_words(seed) for seed in row_seeds], dtype=torch.int32)
+    found = row_keys_of(words.to(DEVICE), torch.tensor(positions).to(DEVICE))
+    assert torch.equal(found.cpu(), row_keys(row_seeds, positions))
+
+
+@settings(max_examples=50)
+@given(st.lists(st.tuples(sampling_params, seeds), min_size=1, max_size=6), st.booleans())
+def test_draws_are_those_of_the_sampling_law(
+    rows: list[tuple[SamplingParams, int]], has_ties: bool
+) -> None:
+    params, row_seeds = (list(column) for column in zip(*rows, strict=True))
+    logits = randn(len(rows), 60) * 3
+    logits = logits.round() if has_ties else logits
+    positions = list(range(90, 90 + len(rows)))
+    expected = sample(logits, SamplingRows.create(params, row_seeds, positions, 60, CPU))
+    found = draw_tokens(
+        logits,
+        torch.arange(len(rows), dtype=torch.int32),
+        torch.tensor(positions),
+        draw_params(params, row_seeds),
+    )
+    assert torch.equal(found, expected)
+
+
+@settings(max_examples=50)
+@given(sampling_params, st.booleans())
+def test_the_filters_keep_what_the_law_keeps(params: SamplingParams, has_ties: bool) -> None:
+    scores = randn(4, 50) * 2
+    scores = scores.round() if has_ties else scores
+    kept = survivors(scores, draw_params([params] * 4, [0] * 4))
+    expected = torch.isfinite(filter_scores(scores, [params] * 4))
+    assert torch.equal(kept, torch.ones_like(kept) if params.is_greedy else expected)
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_drafts_are_those_of_the_coupled_law(is_reduced: bool) -> None:
+    params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 0.7, 1.0, 1.6)] * 6
+    logits, row_seeds = randn(24, 40) * 2, list(range(24))
+    target_ids = torch.arange(40) * 3 + 1 if is_reduced else None
+    rows = SamplingRows.create(params, row_seeds, [8] * 24, 160, CPU)
+    if not is_reduced:
+        rows = SamplingRows.create(params, row_seeds, [8] * 24, 40, CPU)
+    expected = sample_coupled(logits, rows, torch.arange(24), 0.85, target_ids)
+    owners = torch.arange(24, dtype=torch.int32)
+    tensors = draw_params(params, row_seeds)
+    found = draw_drafts(logits, owners, torch.full((24,), 8), tensors, 0.85, target_ids)
+    assert torch.equal(found, expected)
+
+
+def assert_same_draws(found: Tensor, expected: Tensor, values: Tensor) -> None:
+    """Equal tokens, or a near tie: logarithms differ in their last places between the twins.
+
+    values: float32 [T, V], what the draws took the largest of.
+    """
+    for row in (found != expected).nonzero().flatten().tolist():
+        assert min(found[row], expected[row]) >= 0, (row, found[row], expected[row])
+        best, other = values[row, expected[row]].item(), values[row, found[row]].item()
+        assert best - other <= 1e-5 * max(1.0, abs(best)), (row, best, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_ids", [None, VOCAB - 300])
+def test_the_kernel_draws_what_the_law_draws(dtype: torch.dtype, num_ids: int | None) -> None:
+    owners, positions, params = mixed_round(19, DEVICE)
+    logits = (randn(19, VOCAB, seed=1) * 2.5).to(dtype).to(DEVICE)
+    expected = draw_tokens(logits, owners, positions, params, num_ids=num_ids)
+    values = perturbed_scores(logits, owners, positions, params, num_ids=num_ids)
+    with poisoned_memory():
+        found = draw_triton.draw_tokens(logits, owners, positions, params, num_ids=num_ids)
+    assert found.dtype == torch.int64
+    assert_same_draws(found, expected, values)
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_the_kernel_drafts_what_the_law_drafts(is_reduced: bool) -> None:
+    owners, positions, params = mixed_round(18, DEVICE)
+    logits = (randn(18, VOCAB, seed=2) * 2).to(DEVICE)
+    target_ids = torch.arange(VOCAB, device=DEVICE) * 5 + 2 if is_reduced else None
+    arguments = logits, owners, positions, params, 0.85, target_ids
+    with poisoned_memory():
+        found = draw_triton.draw_drafts(*arguments, num_ids=VOCAB - 10)
+    expected = draw_drafts(*arguments, num_ids=VOCAB - 10)
+    assert torch.equal(found, expected)
+
+
+def test_a_strided_view_of_padded_logits_is_read_where_it_is() -> None:
+    owners, positions, params = mixed_round(9, DEVICE)
+    padded = (randn(9, VOCAB + 36, seed=3) * 3).to(DEVICE)
+    whole = draw_triton.draw_tokens(padded, owners, positions, params, num_ids=VOCAB)
+    view = draw_triton.draw_tokens(padded[:, :VOCAB], owners, positions, params)
+    assert torch.equal(whole, view)
+
+
+def test_a_row_is_drawn_alike_alone_and_among_many() -> None:
+    """Many rows are cut into other chunks than one; padding is enough to make them many."""
+    few, many, vocab = 9, 400, 1400
+    assert draw_triton._choose_chunk(1, vocab) != draw_triton._choose_chunk(many, vocab)
+    owners, positions, params = mixed_round(few, DEVICE)
+    logits = (randn(few, vocab, seed=4) * 2).to(DEVICE)
+    alone = [
+        draw_triton.draw_tokens(logits[r : r + 1], owners[r : r + 1], positions[r : r + 1], params)
+        for r in range(few)
+    ]
+    padding = torch.arange(few, many, device=DEVICE)
+    together = draw_triton.draw_tokens(
+        torch.cat([logits, logits[:1].expand(many - few, -1)]),
+        torch.cat([owners, torch.full_like(padding, -1, dtype=torch.int32)]),
+        torch.cat([positions, padding]),
+        params,
+    )
+    assert together[:few].tolist() == torch.cat(alone).tolist()
+
+
+@pytest.mark.parametrize("draw", [draw_tokens, draw_triton.draw_tokens])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: object, value: float) -> None:
+    owners, positions, params = mixed_round(18, DEVICE)
+    logits = randn(18, 200).to(DEVICE)
+    logits[3:9, 170] = value
+    logits[12:, :] = float("-inf")
+    found = draw(logits, owners, positions, params)  # type: ignore[operator]
+    broken = torch.zeros(18, dtype=torch.bool)
+    broken[3:9], broken[12:] = True, True
+    assert (found.cpu() == -1).tolist() == (broken & (owners.cpu() >= 0)).tolist()
+    drafts = (draw_drafts if draw is draw_tokens else draw_triton.draw_drafts)(
+        logits, owners, positions, params, 0.9, torch.arange(200, device=DEVICE) + 1000
+    )
+    assert (drafts == -1).tolist() == (found == -1).tolist()
+
+
+@pytest.mark.parametrize("draw", [draw_tokens, draw_triton.draw_tokens])
+def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(draw: object) -> None:
+    logits = torch.zeros(2, VOCAB, device=DEVICE)
+    logits[:, [700, 1200, 1450]] = 4.0
+    owners = torch.tensor([0, -1], dtype=torch.int32, device=DEVICE)
+    params = draw_params([SamplingParams(temperature=0.0)], [0], DEVICE)
+    found = draw(logits, owners, torch.zeros_like(owners).long(), params)  # type: ignore[operator]
+    assert found.tolist() == [700, 0]
+
+
+def test_filters_that_leave_one_token_draw_the_likeliest() -> None:
+    """Near-equal scores: the search has to go through many candidates before it ends there."""
+    logits = (randn(6, VOCAB, seed=5) * 0.01).to(DEVICE)
+    logits[:, 40] = logits[:, 900] = logits.max() + 0.01
+    only_one = [
+        SamplingParams(top_k=1),
+        SamplingParams(top_p=1e-6),
+        SamplingParams(top_p=1e-300),  # 0 in float32
+        SamplingParams(top_k=1, top_p=0.5, min_p=0.3),
+        SamplingParams(min_p=1.0, top_k=1),
+        SamplingParams(min_p=1.0, top_p=1e-6),
+    ]
+    params = draw_params(only_one, list(range(6)), DEVICE)
+    owners = torch.arange(6, dtype=torch.int32, device=DEVICE)
+    found = draw_triton.draw_tokens(logits, owners, owners.long(), params)
+    assert found.tolist() == [40] * 6
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 12}, {"top_p": 0.35}, {"min_p": 0.4}])
+def test_no_filtered_token_is_ever_drawn(
+    filters: dict[str, float],
+) -> None:
+    """Over many positions: the tokens the law draws, and none that a filter removes."""
+    rows = 24 if DEVICE.type == "cpu" else 3000
+    logits = (randn(1, 64, seed=6) * 1.5).to(DEVICE).expand(rows, -1)
+    one = SamplingParams(**filters)  # type: ignore[arg-type]
+    owners = torch.zeros(rows, dtype=torch.int32, device=DEVICE)
+    params = draw_params([one], [3], DEVICE)
+    positions = torch.arange(rows, device=DEVICE)
+    expected = draw_tokens(logits, owners, positions, params)
+    found = draw_triton.draw_tokens(logits, owners, positions, params)
+    assert_same_draws(found, expected, perturbed_scores(logits, owners, positions, params))
+    kept = torch.isfinite(filter_scores(logits[:1], [one]))[0].nonzero().flatten().tolist()
+    assert set(found.tolist()) <= set(kept)

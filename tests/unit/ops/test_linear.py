@@ -1,0 +1,136 @@
+"""Products of few rows: the kernels against their laws, and the way products are cut."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE, relative_error
+
+from serve_spec.layers.linear import Linear  # isort: skip
+from serve_spec.layers.module import tensor_defaults  # isort: skip
+from serve_spec.ops import fast, linear, linear_triton  # isort: skip
+from serve_spec.ops.linear_tiles import choose_tiles  # isort: skip
+
+TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
+# (rows, outputs, in): one block and several, each with a tail; sums of one program and of many.
+SHAPES = [(1, 64, 256), (3, 40, 300), (17, 33, 1100), (40, 130, 64), (150, 20, 40)]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """bfloat16 numbers whose products add up exactly in float32, in any order."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(-8, 9, shape, generator=generator).to(DEVICE, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
+def test_the_kernel_follows_the_law(
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
+) -> None:
+    x = random(num_rows, in_features, dtype=dtype)
+    weight = random(num_outputs, in_features, dtype=dtype, seed=1)
+    bias = random(num_outputs, dtype=dtype, seed=2)
+    for b in (None, bias):
+        with poisoned_memory():
+            found = linear_triton.small_linear(x, weight, b)
+        assert found.dtype == dtype
+        assert relative_error(found, linear.small_linear(x, weight, b)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
+def test_the_fused_kernel_follows_its_law(
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
+) -> None:
+    x = random(num_rows, in_features, dtype=dtype)
+    weight = random(2 * num_outputs, in_features, dtype=dtype, seed=1)
+    with poisoned_memory():
+        found = linear_triton.small_gate_up(x, weight)
+    assert found.shape == (num_rows, num_outputs)
+    assert relative_error(found, linear.small_gate_up(x, weight)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
+def test_every_weight_is_used_once(num_rows: int, num_outputs: int, in_features: int) -> None:
+    x, weight = integers(num_rows, in_features), integers(num_outputs, in_features, seed=1)
+    with poisoned_memory():
+        found = linear_triton.small_linear(x, weight, out_dtype=torch.float32)
+    assert torch.equal(found, x.float() @ weight.float().T)
+
+
+def test_float32_results_are_never_rounded_to_the_dtype_of_the_input() -> None:
+    x = torch.ones(1, 257, device=DEVICE, dtype=torch.bfloat16)  # 257 is no bfloat16.
+    assert linear_triton.small_linear(x, x, out_dtype=torch.float32).item() == 257.0
+    assert linear_triton.small_linear(x, x).item() in (256.0, 258.0)
+
+
+def test_rows_may_be_part_of_a_wider_tensor() -> None:
+    x, weight = integers(4, 200)[:, 30:158], integers(16, 128, seed=1)
+    found = linear_triton.small_linear(x, weight, out_dtype=torch.float32)
+    assert torch.equal(found, x.float() @ weight.float().T)
+
+
+def test_no_rows_give_no_rows() -> None:
+    x, weight = integers(0, 32), integers(8, 32)
+    assert linear_triton.small_linear(x, weight).shape == (0, 8)
+    assert linear_triton.small_gate_up(x, weight).shape == (0, 4)
+
+
+@pytest.mark.parametrize("few", [True, False])
+def test_callers_get_the_same_numbers_whichever_library_multiplies(few: bool) -> None:
+    x, weight = integers(3 if few else 300, 64), integers(32, 64, seed=1)
+    exact = x.float() @ weight.float().T
+    assert torch.equal(fast.linear(x, weight, out_dtype=torch.float32), _rounded_on_cpu(exact))
+    assert torch.equal(fast.linear(x, weight), exact.bfloat16())
+    expected = F.silu(exact[:, :16].bfloat16()) * exact[:, 16:].bfloat16()
+    assert relative_error(fast.gate_up(x, weight), expected) < 1e-3
+
+
+def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
+    with tensor_defaults(torch.bfloat16, DEVICE):
+        layer = Linear(512, {"head": 256})
+    layer.weight.copy_(integers(256, 512))
+    x = integers(2, 512, seed=1)
+    plain = layer(x)
+    layer.out_dtype = torch.float32
+    layer.finish()
+    logits = layer(x)
+    assert logits.dtype == torch.float32
+    assert torch.equal(logits.bfloat16(), plain)
+
+
+@given(
+    st.integers(1, 200_000), st.integers(1, 30_000), st.integers(0, 600), st.booleans()
+)  # fmt: skip
+def test_any_product_is_cut_into_programs_that_fit(
+    num_outputs: int, in_features: int, num_rows: int, gated: bool
+) -> None:
+    tiles = choose_tiles(num_outputs, in_features, num_rows, gated)
+    assert tiles.columns % tiles.depth == 0
+    assert not gated or tiles.columns >= in_features
+    assert all(n & (n - 1) == 0 for n in (tiles.outputs, tiles.rows, tiles.depth, tiles.warps))
+    weight_rows = tiles.outputs * (2 if gated else 1)
+    assert tiles.stages >= 2
+    assert tiles.stages * 2 * tiles.depth * (weight_rows + tiles.rows) <= 227 * 1024
+
+
+@given(st.integers(1, 200_000), st.integers(1, 30_000), st.integers(1, 16), st.integers(1, 16))
+def test_up_to_sixteen_rows_every_row_is_summed_in_the_same_order(
+    num_outputs: int, in_features: int, one: int, other: int
+) -> None:
+    first, second = (choose_tiles(num_outputs, in_features, rows) for rows in (one, other))
+    assert first.columns == second.columns
+
+
+def _rounded_on_cpu(exact: Tensor) -> Tensor:
+    return exact if exact.is_cuda else exact.bfloat16().float()

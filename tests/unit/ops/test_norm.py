@@ -1,0 +1,72 @@
+"""Norms: the kernels against their laws."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE, relative_error
+
+from serve_spec.ops import norm, norm_triton  # isort: skip
+
+TOLERANCE = {torch.bfloat16: 1e-3, torch.float16: 1e-4, torch.float32: 1e-6}
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 48), (2, 3, 300), (3, 4096)])
+def test_the_kernel_follows_the_law(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
+    with poisoned_memory():
+        found = norm_triton.rms_norm(x, weight, EPS)
+    assert found.shape == x.shape
+    assert found.dtype == dtype
+    assert relative_error(found, norm.rms_norm(x, weight, EPS)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("shape", [(1, 1), (5, 48), (2, 3, 300), (3, 4096)])
+def test_the_fused_kernel_follows_its_law(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
+    weight = random(shape[-1], dtype=dtype, seed=2)
+    before = x.clone(), residual.clone()
+    with poisoned_memory():
+        normed, total = norm_triton.add_rms_norm(x, residual, weight, EPS)
+    expected, sums = norm.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, sums), "the stream is rounded alike, whoever adds"
+    assert relative_error(normed, expected) < TOLERANCE[dtype]
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+
+
+def test_rows_may_be_part_of_wider_tensors() -> None:
+    wide, weight = random(4, 150), random(48, seed=1)
+    x, residual = wide[:, :48], wide[:, 60:108]
+    normed, total = norm_triton.add_rms_norm(x, residual, weight, EPS)
+    assert torch.equal(total, x + residual)
+    assert relative_error(normed, norm.rms_norm(total, weight, EPS)) < 1e-6
+    alone = norm_triton.rms_norm(residual, weight, EPS)
+    assert relative_error(alone, norm.rms_norm(residual, weight, EPS)) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-4, 1e3])
+def test_rows_of_any_size_are_normed_in_float32(scale: float) -> None:
+    """Squares of a thousand overflow float16."""
+    x = (scale * random(2, 64)).half()
+    weight = random(64, seed=1).half()
+    exact = norm.rms_norm(x.double(), weight.double(), EPS)
+    assert torch.isfinite(exact).all()
+    found = norm_triton.rms_norm(x, weight, EPS)
+    assert torch.allclose(found.double(), exact, rtol=2e-3, atol=1e-6)
+
+
+def test_no_rows_give_no_rows() -> None:
+    x, weight = torch.empty(0, 16, device=DEVICE), random(16)
+    assert norm_triton.rms_norm(x, weight, EPS).shape == (0, 16)
+    assert [part.shape for part in norm_triton.add_rms_norm(x, x, weight, EPS)] == [(0, 16)] * 2

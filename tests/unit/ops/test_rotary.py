@@ -1,0 +1,124 @@
+"""Queries turned, keys turned and stored, values stored: at once, against `rotate` alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec.layers.rope import RotaryTable
+from serve_spec.ops import fast, rotary
+from tests.helpers.triton import DEVICE
+
+from serve_spec.ops import rotary_triton  # isort: skip
+
+NUM_SLOTS = 40
+POISON = 1e30
+# float32 may be fused into one rounding or not; the others are rounded to their own last place.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TWINS = pytest.mark.parametrize("twin", [rotary, rotary_triton], ids=["plain", "kernel"])
+
+
+class Scene:
+    """Rows of random heads at random positions, and the pool of one layer."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        generator = torch.Generator().manual_seed(num_rows)
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        width = num_heads + 2 * num_kv_heads
+        heads = torch.randn(num_rows, width, head_dim, generator=generator).to(dtype)
+        positions = torch.randint(0, 500, (num_rows,), generator=generator)
+        slots = torch.randperm(NUM_SLOTS, generator=generator)[:num_rows]
+        self.heads, self.slots = heads.to(DEVICE), slots.to(DEVICE)
+        with torch.device(DEVICE):
+            table = RotaryTable(head_dim, 10000.0, None, 500)
+        self.rotation = table.at(positions.to(DEVICE))
+        pool = (NUM_SLOTS, num_kv_heads, head_dim)
+        self.keys = torch.full(pool, POISON, device=DEVICE).to(dtype)
+        self.values = self.keys.clone()
+
+    def run(self, twin: Any) -> Tensor:
+        query: Tensor = twin.rotate_and_store(
+            self.heads, self.rotation, self.slots, self.keys, self.values, self.num_heads
+        )
+        return query
+
+    def rotated(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values as they should be, in float32."""
+        sizes = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
+        query, key, value = self.heads.float().split(sizes, dim=1)
+        return rotary.rotate(query, self.rotation), rotary.rotate(key, self.rotation), value
+
+
+@TWINS
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("heads", [(4, 2), (6, 1), (3, 3), (9, 3)])
+@pytest.mark.parametrize("head_dim", [16, 24])
+def test_queries_come_back_and_keys_and_values_are_stored(
+    twin: Any, head_dim: int, heads: tuple[int, int], dtype: torch.dtype
+) -> None:
+    scene = Scene(3, *heads, head_dim, dtype)
+    query = scene.run(twin)
+    found = query, scene.keys[scene.slots], scene.values[scene.slots]
+    for ours, wanted in zip(found, scene.rotated(), strict=True):
+        assert ours.dtype == dtype
+        assert torch.allclose(ours.float(), wanted, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@TWINS
+def test_values_are_stored_bit_for_bit(twin: Any) -> None:
+    scene = Scene(5, 4, 2, 16, torch.bfloat16)
+    scene.run(twin)
+    assert torch.equal(scene.values[scene.slots], scene.heads[:, 6:])
+
+
+@TWINS
+def test_other_slots_stay_as_they_are(twin: Any) -> None:
+    scene = Scene(5, 4, 2, 16)
+    scene.run(twin)
+    others = torch.ones(NUM_SLOTS, dtype=torch.bool)
+    others[scene.slots.cpu()] = False
+    assert (scene.keys[others] == POISON).all()
+    assert (scene.values[others] == POISON).all()
+
+
+@TWINS
+def test_heads_may_be_part_of_wider_rows(twin: Any) -> None:
+    scene, wide = Scene(4, 4, 2, 16), Scene(4, 4, 2, 16)
+    expected = scene.run(twin)
+    padding = torch.full_like(wide.heads, POISON)
+    wide.heads = torch.cat((wide.heads, padding), dim=1)[:, :8]
+    assert torch.equal(wide.run(twin), expected)
+    assert torch.equal(wide.keys, scene.keys)
+
+
+@TWINS
+def test_padding_rows_may_share_a_slot(twin: Any) -> None:
+    scene = Scene(6, 4, 2, 16)
+    scene.slots[3:] = NUM_SLOTS - 1
+    query, key, value = scene.rotated()
+    assert torch.allclose(scene.run(twin), query, atol=1e-6)
+    assert torch.allclose(scene.keys[scene.slots[:3]], key[:3], atol=1e-6)
+    assert torch.equal(scene.values[scene.slots[:3]], value[:3])
+
+
+def test_a_rotation_is_gathered_once_and_only_if_asked() -> None:
+    rotation = Scene(3, 4, 2, 16).rotation
+    assert rotation.cos is rotation.cos
+    assert torch.equal(rotation.sin, rotation.sin_table[rotation.positions])
+
+
+def test_the_door_takes_the_twin_of_the_device() -> None:
+    scene, other = Scene(3, 4, 2, 16), Scene(3, 4, 2, 16)
+    query = scene.run(fast)
+    assert torch.equal(query, other.run(rotary_triton if DEVICE.type == "cuda" else rotary))
+    assert torch.equal(scene.keys, other.keys)
