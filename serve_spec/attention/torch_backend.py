@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.core.context import KVPool, RaggedBatch
+from serve_spec.core.context import KVPool, RaggedBatch, Rotation
+from serve_spec.ops import fast
 
 # Queries up to this long share a padded call; longer ones (prefill) are attended alone.
 _MAX_SHARED_QUERY_LEN = 16
@@ -42,6 +43,8 @@ class HeadShape(Protocol):
 
 class TorchAttention:
     """Plans attention of one model over its pool, on any device torch runs on."""
+
+    name = "torch"
 
     def __init__(self, shape: HeadShape) -> None:
         self._shape = shape
@@ -72,11 +75,11 @@ class PlannedAttention:
         self._slots = slots
         self._groups = groups
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Writes key/value [T, kv_heads, d], attends query [T, heads, d]; [T, heads, d]."""
+    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [T, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        keys.index_copy_(0, self._slots, key)
-        values.index_copy_(0, self._slots, value)
+        num_heads = heads.shape[1] - 2 * keys.shape[1]
+        query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         if len(self._groups) == 1:
             return self._groups[0].attend(query, keys, values)
         out = query.new_empty(query.shape)

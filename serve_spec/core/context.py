@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -26,26 +27,56 @@ class RaggedBatch:
     slot_table: Tensor
 
 
+@dataclass(frozen=True)
+class Rotation:
+    """The rotary angles of one forward's rows: rows `positions` [T] (int64) of two tables.
+
+    `cos_table`, `sin_table`: float32 [max_len, 1, d]. The first half of every row of sines is
+    negated, so that a rotation is x·cos + roll(x, d/2)·sin.
+    """
+
+    cos_table: Tensor
+    sin_table: Tensor
+    positions: Tensor
+
+    @cached_property
+    def cos(self) -> Tensor:
+        """The rows' cosines [T, 1, d]: gathered once, for all layers."""
+        return self.cos_table.index_select(0, self.positions)
+
+    @cached_property
+    def sin(self) -> Tensor:
+        """The rows' signed sines [T, 1, d]."""
+        return self.sin_table.index_select(0, self.positions)
+
+
 class LayerAttention(Protocol):
     """Attention of one forward, planned for one batch."""
 
-    def run(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Writes key/value [T, kv_heads, d] of `layer` to the pool and attends causally.
+    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        """Rotates, writes keys and values of `layer` to the pool, attends causally.
 
-        query: [T, heads, d], rotated. Returns [T, heads, d] in query's dtype.
+        heads: [T, num_heads + 2·kv_heads, d]: queries, keys, values, none of them rotated.
+        Returns [T, num_heads, d] in their dtype.
         """
         ...
 
 
 class KVPool(Protocol):
-    """The keys and values of one model, all layers, addressed by slot."""
+    """The keys and values of one model, all layers, addressed by slot.
+
+    A page is `page_size` consecutive slots.
+    """
 
     keys: Tensor
     values: Tensor
+    page_size: int
 
 
 class AttentionBackend(Protocol):
     """Plans attention over one model's pool."""
+
+    name: str
 
     def plan(self, batch: RaggedBatch, pool: KVPool) -> LayerAttention:
         """Prepares what all layers of one forward share."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.attention import create_attention_backend
-from tests.helpers.paged import PagedSequences
+from tests.helpers.paged import PagedSequences, unrotated
 
 # What float32 kernels differ by; those of GPUs accumulate in another order.
 TOLERANCE = {"cpu": 2e-5, "cuda": 2e-4}
@@ -63,8 +63,9 @@ class Scene:
             [tensor[start : start + count] for tensor in self.qkv[index]]
             for (index, count), start in zip(pieces, starts, strict=True)
         ]
-        query, key, value = (torch.cat(p).to(self.device) for p in zip(*rows, strict=True))
-        out = ctx.attention.run(layer, query, key, value)
+        query, key, value = (torch.cat(p) for p in zip(*rows, strict=True))
+        heads = torch.cat((query, key, value), dim=1).to(self.device)
+        out = ctx.attention.run(layer, heads, unrotated(heads))
         assert out.shape == query.shape
         return list(out.cpu().split([count for _, count in pieces]))
 
