@@ -12,9 +12,10 @@ _COMMANDS = {
     "serve": "start Ray Serve with a model and print how to call it",
     "generate": "complete prompts from the command line",
     "train": "train a tokenizer, a target and its drafts from a corpus on this machine",
+    "expand": "a small pair in a published model's shape: its texts at that model's cost",
     "tune": "measure a pair: its cost table, its steps per batch size, a report",
     "breakeven": "should I speculate: throughput equation, from numbers or a cost table",
-    "bench": "measure: adaptive, controller, offline, trace",
+    "bench": "measure: adaptive, controller, kernels, offline, trace",
     "check-config": "print a configuration as resolved, or say what is wrong with it",
 }
 
@@ -43,6 +44,8 @@ def _load(command: str) -> Callable[[list[str]], int]:
         from serve_spec.engine.command import main as run
     elif command == "train":
         from serve_spec.training.command import main as run
+    elif command == "expand":
+        from serve_spec.models.command import main as run
     elif command == "tune":
         from serve_spec.bench.tune import main as run
     elif command == "breakeven":

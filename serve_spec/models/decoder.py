@@ -4,28 +4,35 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext
+from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.attention import Attention, AttentionShape
 from serve_spec.layers.mlp import GatedMLP
-from serve_spec.layers.module import Layer, prefixed
+from serve_spec.layers.module import Destination, Layer, prefixed
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.rope import Rotation
 from serve_spec.models.shape import ModelShape
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 class DecoderLayer(Layer):
     """Pre-norm attention and feed-forward, with the residual addition fused into the norms.
 
-    `input_norm=False` is EAGLE-1's first layer, whose attention reads its input as it is.
+    `shape` is one rank's. `input_norm=False` is EAGLE-1's first layer, whose attention reads its
+    input as it is.
     """
 
-    def __init__(self, shape: ModelShape, index: int, input_norm: bool = True) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        index: int,
+        input_norm: bool = True,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
         self.input_norm = RMSNorm(hidden, eps) if input_norm else None
-        self.attention = Attention(attention_shape(shape, hidden), index)
+        self.attention = Attention(attention_shape(shape, hidden), index, parallel)
         self.post_attention_norm = RMSNorm(hidden, eps)
-        self.mlp = GatedMLP(hidden, shape.intermediate_size)
+        self.mlp = GatedMLP(hidden, shape.intermediate_size, parallel)
 
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
@@ -46,7 +53,7 @@ class DecoderLayer(Layer):
 
     __call__ = forward
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """Hugging Face's names within one layer."""
         tensors = {
             **prefixed("self_attn.", self.attention.tensors()),

@@ -57,12 +57,17 @@ class DraftHead(Protocol):
         """int64 [Vd]: the target's id of each draft id; None when the vocabularies are the same."""
         ...
 
+    @property
+    def num_ids(self) -> int | None:
+        """Draft ids from here on are padding: their logits are -inf. None when all are real."""
+        ...
+
     def encode(self, features: Tensor) -> Tensor:
         """Target features [T, F] -> hidden [T, H]."""
         ...
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Target ids [T] and hidden [T, H], laid out as `ctx.batch` says -> next hidden [T, H]."""
+        """Target ids [T] and hidden [T, H], at the positions of `ctx` -> next hidden [T, H]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

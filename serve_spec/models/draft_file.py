@@ -17,9 +17,10 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.embedding import Embedding
+from serve_spec.models.expansion import open_weights
 from serve_spec.models.llama import Llama
 from serve_spec.models.shape import ModelShape, check_supported, read_json, read_rope, whole
-from serve_spec.models.weights import Checkpoint, open_checkpoint
+from serve_spec.models.weights import Checkpoint
 
 _ALIASES = (
     (re.compile(r"^model\."), ""),
@@ -67,6 +68,22 @@ def open_draft(path: Path | str, algorithm: str) -> DraftFile:
     Raises:
         CheckpointError: damaged files, another family, or a format not supported yet.
     """
+    file = open_draft_file(path)
+    family = draft_family(file)
+    if family != algorithm:
+        raise CheckpointError(
+            f"{file.path} holds an {family} head by its tensors, but "
+            f"speculative_algorithm={algorithm!r}; set it to {family!r}"
+        )
+    return file
+
+
+def open_draft_file(path: Path | str) -> DraftFile:
+    """Opens the head in `path`, of whatever family; reads no weight.
+
+    Raises:
+        CheckpointError: damaged files, or a format not supported yet.
+    """
     directory = Path(path)
     config = read_json(directory / "config.json")
     if isinstance(config.get("model"), dict):
@@ -74,21 +91,9 @@ def open_draft(path: Path | str, algorithm: str) -> DraftFile:
         config = {**config, **config["model"]}
     _refuse_other_formats(directory, config)
     check_supported(config)
-    checkpoint = open_checkpoint(directory)
+    checkpoint = open_weights(directory)
     checkpoint.rename({name: _current_name(name) for name in checkpoint.shapes})
-    file = DraftFile(directory, config, checkpoint)
-    family = _family(file)
-    if family is None:
-        raise CheckpointError(
-            f"{directory} holds neither an EAGLE nor an EAGLE-3 head (fc.weight with "
-            "layers.0.* is needed); stand-alone draft models are not supported yet"
-        )
-    if family != algorithm:
-        raise CheckpointError(
-            f"{directory} holds an {family} head by its tensors, but "
-            f"speculative_algorithm={algorithm!r}; set it to {family!r}"
-        )
-    return file
+    return DraftFile(directory, config, checkpoint)
 
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions, family: str) -> ModelShape:
@@ -128,6 +133,7 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions, family: s
         sliding_window=None,
         max_position_embeddings=target.max_model_len,
         eos_token_ids=(),
+        num_ids=target.shape.num_ids,
     )
 
 
@@ -155,9 +161,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
             f"{list(expected)}; use a head trained for this target"
         )
     own = file.checkpoint.read(name).to(dtype=theirs.dtype, device=theirs.device)
-    # A copy may have passed through float16 on its way.
-    is_copy = own.shape == theirs.shape and torch.allclose(own, theirs, rtol=1e-2, atol=1e-4)
-    return None if is_copy else own
+    return None if target.embed_tokens.holds(own) else own
 
 
 def embedding_of(weight: Tensor) -> Embedding:
@@ -201,7 +205,12 @@ def _current_name(name: str) -> str:
     return name
 
 
-def _family(file: DraftFile) -> str | None:
+def draft_family(file: DraftFile) -> str:
+    """`EAGLE` or `EAGLE3`, by the tensors.
+
+    Raises:
+        CheckpointError: neither.
+    """
     shapes = file.checkpoint.shapes
     width = 2 * whole(file.config, "hidden_size")
     query = shapes.get("layers.0.self_attn.q_proj.weight", ())
@@ -209,7 +218,10 @@ def _family(file: DraftFile) -> str | None:
         return "EAGLE3"
     if shapes.get("fc.weight", ())[1:] == (width,):
         return "EAGLE"
-    return None
+    raise CheckpointError(
+        f"{file.path} holds neither an EAGLE nor an EAGLE-3 head (fc.weight with "
+        "layers.0.* is needed); stand-alone draft models are not supported yet"
+    )
 
 
 def _count_layers(names: Iterable[str]) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
@@ -24,7 +24,7 @@ from serve_spec.models.draft_file import (
     embedding_of,
     own_embedding,
 )
-from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
@@ -44,6 +44,7 @@ class Eagle(Layer):
     ) -> None:
         super().__init__()
         self.shape = shape
+        self.num_ids = shape.num_ids
         self.capture = FeatureCapture(layer_ids=None)
         self.feature_dim = self.hidden_size = shape.hidden_size
         self.embed_tokens = target.embed_tokens
@@ -58,6 +59,7 @@ class Eagle(Layer):
         self.lm_head = (
             Linear(shape.hidden_size, {"lm_head": shape.vocab_size}) if own_head else target.lm_head
         )
+        self.lm_head.out_dtype = torch.float32
         self.rope = RotaryTable(
             shape.head_dim, shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings
         )
@@ -81,9 +83,9 @@ class Eagle(Layer):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] -> float32 [R, V], without a norm."""
-        return self.lm_head(hidden.to(self.head_dtype)).float()
+        return without_padding(self.lm_head(hidden.to(self.head_dtype)), self.num_ids)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """The published names; what is shared with the target is not among them."""
         tensors = self.fc.tensors()
         for index, layer in enumerate(self.layers):

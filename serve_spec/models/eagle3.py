@@ -10,18 +10,23 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from serve_spec.core.context import ForwardContext
+from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.attention import Attention
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.mlp import GatedMLP
-from serve_spec.layers.module import Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.rope import RotaryTable, Rotation
+from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer, attention_shape
 from serve_spec.models.draft_file import DraftFile, DraftOptions, embedding_of, own_embedding
-from serve_spec.models.eagle3_shape import Eagle3Shape, read_eagle3_shape, read_target_ids
-from serve_spec.models.llama import Llama
+from serve_spec.models.eagle3_shape import (
+    Eagle3Shape,
+    num_draft_ids,
+    read_eagle3_shape,
+    read_target_ids,
+)
+from serve_spec.models.llama import Llama, without_padding
 
 _log = get_logger(__name__)
 
@@ -53,7 +58,7 @@ class Eagle3FirstLayer(Layer):
 
     __call__ = forward
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """The published names within `midlayer.` / `layers.0.`."""
         return {
             **prefixed("input_layernorm.", self.input_norm.tensors()),
@@ -75,6 +80,7 @@ class Eagle3(Layer):
         self.hidden_size = layers.hidden_size
         self.feature_dim = shape.num_features * shape.target_hidden_size
         self.target_ids = target_ids
+        self.num_ids = num_draft_ids(target_ids, layers.num_ids)
         self.dtype = torch.get_default_dtype()
         eps = layers.rms_norm_eps
         self.embed_tokens = target.embed_tokens
@@ -90,6 +96,7 @@ class Eagle3(Layer):
         )
         self.norm = RMSNorm(layers.hidden_size, eps)
         self.lm_head = Linear(layers.hidden_size, {"lm_head": shape.draft_vocab_size})
+        self.lm_head.out_dtype = torch.float32
         self.rope = RotaryTable(
             layers.head_dim, layers.rope_theta, layers.rope_scaling, layers.max_position_embeddings
         )
@@ -120,9 +127,9 @@ class Eagle3(Layer):
     def logits(self, hidden: Tensor) -> Tensor:
         """[R, H] as `forward` returned it -> float32 [R, Vd]."""
         normed = hidden if self.options.norm_output else self.norm(hidden)
-        return self.lm_head(normed).float()
+        return without_padding(self.lm_head(normed), self.num_ids)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """The published names, with `layers.0.` for `midlayer.`; no shared tensors, no id maps."""
         tensors = {**self.fc.tensors(), **prefixed("layers.0.", self.first_layer.tensors())}
         if self.input_norm is not None:

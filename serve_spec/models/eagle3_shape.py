@@ -120,6 +120,23 @@ def read_target_ids(file: DraftFile, shape: Eagle3Shape) -> Tensor | None:
     return ids
 
 
+def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
+    """How many draft ids stand for ids of the target below `num_ids`; None when all do.
+
+    Raises:
+        CheckpointError: they are not the first ones.
+    """
+    if target_ids is None or num_ids is None:
+        return num_ids
+    is_real = target_ids < num_ids
+    count = int(is_real.sum())
+    if not is_real[:count].all():
+        raise CheckpointError(
+            f"d2t mixes ids below num_ids={num_ids} with padding; padding has to come last"
+        )
+    return count
+
+
 def _check_target_ids(file: DraftFile, ids: Tensor, vocab: int) -> None:
     if int(ids.min()) < 0 or int(ids.max()) >= vocab or ids.unique().numel() != ids.numel():
         raise CheckpointError(

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext
-from serve_spec.layers.embedding import Embedding
-from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Layer, prefixed
+from serve_spec.layers.module import Destination, Layer, prefixed
 from serve_spec.layers.norm import RMSNorm
+from serve_spec.layers.parallel import vocab_embedding, vocab_head
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.shape import ModelShape
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -45,18 +45,29 @@ class Llama(Layer):
     """A decoder-only transformer over a paged KV pool.
 
     Created with torch's default dtype and device, uninitialised: `load_target` fills it. With
-    tied embeddings `lm_head` reads the embedding's matrix.
+    tied embeddings `lm_head` reads the embedding's matrix. `shape` is the whole model's,
+    `rank_shape` what this rank computes of it: that is what its KV pool and attention are made for.
     """
 
-    def __init__(self, shape: ModelShape, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        shape: ModelShape,
+        max_model_len: int | None = None,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
         super().__init__()
         self.shape = shape
-        self.embed_tokens = Embedding(shape.vocab_size, shape.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(shape, index) for index in range(shape.num_layers))
+        self.rank_shape = shape.on_rank_of(parallel.size)
+        self.embed_tokens = vocab_embedding(shape.vocab_size, shape.hidden_size, parallel)
+        self.layers = nn.ModuleList(
+            DecoderLayer(self.rank_shape, index, parallel=parallel)
+            for index in range(shape.num_layers)
+        )
         self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.lm_head = Linear(shape.hidden_size, {"lm_head": shape.vocab_size})
+        self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
+        self.lm_head.out_dtype = torch.float32
         if shape.tie_word_embeddings:
-            self.lm_head.weight = self.embed_tokens.weight
+            self.lm_head.weight = self.embed_tokens.matrix
         self.max_model_len = max_model_len or shape.max_position_embeddings
         self.rope = RotaryTable(
             shape.head_dim, shape.rope_theta, shape.rope_scaling, self.max_model_len
@@ -67,7 +78,7 @@ class Llama(Layer):
     def forward(
         self, token_ids: Tensor, ctx: ForwardContext, capture: FeatureCapture | None = None
     ) -> TargetOutput:
-        """token_ids: [T] int64, laid out as `ctx.batch` says."""
+        """token_ids: [T] int64, at the positions of `ctx`."""
         hidden = self.embed_tokens(token_ids)
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
@@ -85,18 +96,25 @@ class Llama(Layer):
     __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] after the final norm -> float32 [R, V]."""
-        return self.lm_head(hidden).float()
+        """[R, H] after the final norm -> float32 [R, V], -inf for ids that are padding."""
+        return without_padding(self.lm_head(hidden), self.shape.num_ids)
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """Hugging Face's names; `lm_head.weight` only where it has a matrix of its own."""
         tensors = prefixed("model.embed_tokens.", self.embed_tokens.tensors())
         for index, layer in enumerate(self._layers):
             tensors |= prefixed(f"model.layers.{index}.", layer.tensors())
         tensors |= prefixed("model.norm.", self.norm.tensors())
-        if self.lm_head.weight is not self.embed_tokens.weight:
+        if not self.shape.tie_word_embeddings:
             tensors |= self.lm_head.tensors()
         return tensors
+
+
+def without_padding(logits: Tensor, num_ids: int | None) -> Tensor:
+    """`logits` [R, V] with ids from `num_ids` on (None: no id) set to -inf, in place."""
+    if num_ids is not None:
+        logits[:, num_ids:] = float("-inf")
+    return logits
 
 
 class _Recorder:

@@ -7,8 +7,9 @@ before a single weight is read.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,9 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.rope import Llama3Scaling
 
 Config = Mapping[str, Any]
+
+NUM_IDS_KEY = "serve_spec_num_ids"
+"""The key of `config.json` that says which ids are real: see `ModelShape.num_ids`."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,8 @@ class ModelShape:
 
     `qkv_bias` / `output_bias`: the attention projections carry biases. `sliding_window`: each token
     sees that many tokens, itself included; None for all. `eos_token_ids` joins `config.json` and
-    `generation_config.json`.
+    `generation_config.json`. `num_ids`: ids from here on pad the vocabulary and are never drawn;
+    None when all are real.
     """
 
     architecture: str
@@ -76,6 +81,7 @@ class ModelShape:
     sliding_window: int | None
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    num_ids: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
@@ -85,6 +91,36 @@ class ModelShape:
             )
         if self.head_dim % 2:
             raise CheckpointError(f"head_dim={self.head_dim} is odd; rotary embeddings need pairs")
+        if self.num_ids is not None and self.num_ids > self.vocab_size:
+            raise CheckpointError(
+                f"{NUM_IDS_KEY}={self.num_ids} is more than vocab_size={self.vocab_size}; "
+                "fix config.json"
+            )
+
+    def on_rank_of(self, size: int) -> ModelShape:
+        """What each of `size` ranks computes: its share of heads and neurons.
+
+        Raises:
+            CheckpointError: they can not be shared out evenly.
+        """
+        shared = {
+            "num_attention_heads": self.num_heads,
+            "num_key_value_heads": self.num_kv_heads,
+            "intermediate_size": self.intermediate_size,
+        }
+        uneven = [f"{key}={number}" for key, number in shared.items() if number % size]
+        if uneven:
+            most = math.gcd(*shared.values())
+            raise CheckpointError(
+                f"tensor_parallel_size={size} does not divide {', '.join(uneven)} of this model; "
+                f"use a divisor of {most}"
+            )
+        return replace(
+            self,
+            num_heads=self.num_heads // size,
+            num_kv_heads=self.num_kv_heads // size,
+            intermediate_size=self.intermediate_size // size,
+        )
 
     @staticmethod
     def from_directory(path: Path | str) -> ModelShape:
@@ -132,6 +168,7 @@ class ModelShape:
             sliding_window=_sliding_window(config, architecture, family),
             max_position_embeddings=whole(config, "max_position_embeddings", 2048),
             eos_token_ids=_eos_token_ids(config, generation or {}),
+            num_ids=None if config.get(NUM_IDS_KEY) is None else whole(config, NUM_IDS_KEY),
         )
 
 

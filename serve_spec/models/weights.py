@@ -18,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import Destination, Shard
 from serve_spec.models.shape import read_json
 
 # Rotary frequencies some exporters store; they follow from the config.
@@ -29,9 +30,9 @@ _MAX_NAMED = 5
 class Checkpoint:
     """The tensors of one directory, by name: shapes at once, contents when read."""
 
-    def __init__(self, files: Iterable[_TensorFile], directory: Path) -> None:
+    def __init__(self, files: Iterable[TensorFile], directory: Path) -> None:
         self.directory = directory
-        self._homes: dict[str, tuple[_TensorFile, str]] = {}
+        self._homes: dict[str, tuple[TensorFile, str]] = {}
         for file in files:
             for name in file.shapes:
                 if name in self._homes:
@@ -56,10 +57,17 @@ class Checkpoint:
         Raises:
             CheckpointError: the file holds no such tensor, or cannot be read.
         """
-        if name not in self._homes:
-            raise CheckpointError(f"{self.directory}: tensor {name} is missing; fetch it again")
-        file, stored = self._homes[name]
+        file, stored = self._home(name)
         return file.read(stored)
+
+    def read_floats(self, name: str) -> Tensor:
+        """As `read`, for a tensor of weights.
+
+        Raises:
+            CheckpointError: as `read`, or it does not hold floats.
+        """
+        file, stored = self._home(name)
+        return file.read_floats(stored)
 
     def rename(self, new_names: Mapping[str, str]) -> None:
         """Makes tensors known by other names: `new_names[old] = new`.
@@ -67,7 +75,7 @@ class Checkpoint:
         Raises:
             CheckpointError: two tensors would share a name.
         """
-        homes: dict[str, tuple[_TensorFile, str]] = {}
+        homes: dict[str, tuple[TensorFile, str]] = {}
         for name, home in self._homes.items():
             known_as = new_names.get(name, name)
             if known_as in homes:
@@ -79,9 +87,9 @@ class Checkpoint:
         self._homes = homes
 
     def load_into(
-        self, destinations: Mapping[str, Tensor], read_elsewhere: Collection[str] = ()
+        self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
-        """Copies every tensor to the destination of its name, cast to its dtype and device.
+        """Copies every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
         `read_elsewhere` names tensors the caller reads itself.
 
@@ -90,16 +98,14 @@ class Checkpoint:
         """
         self.check(destinations, read_elsewhere)
         for name, destination in destinations.items():
-            tensor = self.read(name)
-            if tensor.dtype not in _FLOATS:
-                raise CheckpointError(
-                    f"{self.directory}: tensor {name} is of {tensor.dtype}; quantised weights are "
-                    "not supported, use the float32, bfloat16 or float16 checkpoint"
-                )
-            destination.copy_(tensor)
+            file, stored = self._home(name)
+            if isinstance(destination, Shard):
+                file.copy_shard(stored, destination)
+            else:
+                file.copy_into(stored, destination)
 
     def check(
-        self, destinations: Mapping[str, Tensor], read_elsewhere: Collection[str] = ()
+        self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
         """The refusals of `load_into`, from names and shapes alone."""
         shapes = self.shapes
@@ -128,6 +134,11 @@ class Checkpoint:
                     f"{list(destination.shape)}; correct config.json or fetch the right file"
                 )
 
+    def _home(self, name: str) -> tuple[TensorFile, str]:
+        if name not in self._homes:
+            raise CheckpointError(f"{self.directory}: tensor {name} is missing; fetch it again")
+        return self._homes[name]
+
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
     """Opens `model.safetensors`, the shards of its index, or `pytorch_model.bin`; reads no weight.
@@ -149,14 +160,40 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     )
 
 
-class _TensorFile(Protocol):
+class TensorFile(Protocol):
+    """One source of tensors: shapes at once, contents when asked for."""
+
     path: Path
     shapes: dict[str, tuple[int, ...]]
 
-    def read(self, name: str) -> Tensor: ...
+    def read(self, name: str) -> Tensor:
+        """The tensor, on the CPU, as it is stored."""
+        ...
+
+    def read_floats(self, name: str) -> Tensor:
+        """As `read`.
+
+        Raises:
+            CheckpointError: the tensor does not hold floats.
+        """
+        tensor = self.read(name)
+        if tensor.dtype not in _FLOATS:
+            raise CheckpointError(
+                f"{self.path}: tensor {name} is of {tensor.dtype}; quantised weights are "
+                "not supported, use the float32, bfloat16 or float16 checkpoint"
+            )
+        return tensor
+
+    def copy_into(self, name: str, destination: Tensor) -> None:
+        """Fills `destination`, of the tensor's shape, in its own dtype and on its device."""
+        destination.copy_(self.read_floats(name))
+
+    def copy_shard(self, name: str, shard: Shard) -> None:
+        """As `copy_into`, for a part of the tensor. Of a mapped file nothing else is read."""
+        shard.tensor.copy_(self.read_floats(name)[shard.index])
 
 
-class _SafetensorsFile:
+class _SafetensorsFile(TensorFile):
     """One safetensors file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
@@ -176,7 +213,7 @@ class _SafetensorsFile:
         return tensor
 
 
-class _PickleFile:
+class _PickleFile(TensorFile):
     """One `torch.save` file of tensors. Code in it is never run (`weights_only`)."""
 
     def __init__(self, path: Path) -> None:

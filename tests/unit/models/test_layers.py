@@ -10,7 +10,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from serve_spec.layers.linear import Linear, onednn_works
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.norm import RMSNorm
-from serve_spec.layers.rope import Llama3Scaling, RotaryTable, inverse_frequencies, rotate
+from serve_spec.layers.rope import Llama3Scaling, RotaryTable, inverse_frequencies
+from serve_spec.ops.rotary import rotate
 
 
 def filled(linear: Linear, dtype: torch.dtype = torch.float32) -> Linear:

@@ -1,0 +1,237 @@
+"""Writes expansions: folders that name a small checkpoint and say how to make it larger."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models.draft_file import DraftFile, draft_family, open_draft_file
+from serve_spec.models.eagle3_shape import capture_layers
+from serve_spec.models.expansion import Expansion, check_noise, find_base, moved_layer
+from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
+
+# What a target's folder holds beside its config and weights.
+_COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large a pair becomes; names as in `Expansion`.
+
+    `draft_vocab_size=None`: as many ids more for an EAGLE-3 head as for the target.
+    """
+
+    hidden_factor: int
+    ffn_factor: int
+    num_layers: int
+    vocab_size: int
+    draft_vocab_size: int | None = None
+
+
+@dataclass(frozen=True)
+class PublishedShape:
+    """The sizes of a published model, and the output rows of the EAGLE-3 heads made for it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    draft_vocab_size: int
+
+
+SHAPES = {
+    "llama-3.1-8b": PublishedShape(
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_layers=32,
+        num_heads=32,
+        num_kv_heads=8,
+        head_dim=128,
+        vocab_size=128256,
+        draft_vocab_size=32000,
+    )
+}
+
+
+def size_of(name: str, base: ModelShape) -> Size:
+    """The size that gives `base` the published shape called `name`.
+
+    Raises:
+        CheckpointError: no whole factors lead there; names what does not fit.
+    """
+    wanted = SHAPES[name]
+    size = Size(
+        hidden_factor=wanted.hidden_size // base.hidden_size,
+        ffn_factor=wanted.intermediate_size // base.intermediate_size,
+        num_layers=wanted.num_layers,
+        vocab_size=wanted.vocab_size,
+        draft_vocab_size=wanted.draft_vocab_size,
+    )
+    reached = {
+        "hidden_size": size.hidden_factor * base.hidden_size,
+        "num_heads": size.hidden_factor * base.num_heads,
+        "num_kv_heads": size.hidden_factor * base.num_kv_heads,
+        "head_dim": base.head_dim,
+        "intermediate_size": size.ffn_factor * base.intermediate_size,
+    }
+    for field, value in reached.items():
+        if value != getattr(wanted, field):
+            raise CheckpointError(
+                f"shape={name!r}: {field}={getattr(wanted, field)} is out of reach, copies of the "
+                f"base give {value}; give factors instead of a shape, or another base"
+            )
+    return size
+
+
+def expand_target(base: str, size: Size, directory: Path, *, noise: float, seed: int) -> None:
+    """Writes the target `base` in the given size into `directory`: config, recipe, tokenizer.
+
+    Raises:
+        CheckpointError: a base that can not be used, or a size that does not fit it.
+    """
+    source = find_base(base, Path.cwd())
+    shape = ModelShape.from_directory(source)
+    recipe = _recipe(base, source, size, shape.vocab_size, noise, seed, layers=size.num_layers)
+    if size.num_layers < shape.num_layers:
+        raise CheckpointError(
+            f"num_layers={size.num_layers}: the base has {shape.num_layers}, and none can be left "
+            "out; give at least as many"
+        )
+    config = _grown(read_json(source / "config.json"), size)
+    config["num_hidden_layers"] = size.num_layers
+    config["tie_word_embeddings"] = False
+    if size.vocab_size > shape.vocab_size:
+        config[NUM_IDS_KEY] = shape.num_ids or shape.vocab_size
+    config |= _window(shape)
+    config.pop("layer_types", None)
+    _write(directory, config, recipe)
+    for name in _COMPANIONS:
+        if (source / name).exists():
+            shutil.copyfile(source / name, directory / name)
+
+
+def expand_draft(
+    base: str, target: ModelShape, size: Size, directory: Path, *, noise: float, seed: int
+) -> str:
+    """Writes the head `base`, made for a small `target`, in the size of the large one.
+
+    Returns:
+        The head's family, `EAGLE` or `EAGLE3`.
+
+    Raises:
+        CheckpointError: a base that can not be used, is not of `target`, or does not fit the size.
+    """
+    source = find_base(base, Path.cwd())
+    file = open_draft_file(source)
+    family = draft_family(file)
+    for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
+        if whole(file.config, key, target.vocab_size) != expected:
+            raise CheckpointError(
+                f"{source}: {key}={file.config[key]}, but the target's is {expected}; "
+                "only heads as wide as their target can be expanded"
+            )
+    rows = _draft_rows(file, target.vocab_size, size) if family == "EAGLE3" else None
+    recipe = _recipe(base, source, size, target.vocab_size, noise, seed, draft_rows=rows)
+    config = _grown(file.config, size)
+    config.pop("model", None)  # an early wrapping, already flat
+    if family == "EAGLE3":
+        config["draft_vocab_size"] = rows
+        config["target_hidden_size"] = size.hidden_factor * target.hidden_size
+        captured = capture_layers(
+            file.setting("eagle_aux_hidden_state_layer_ids"), target.num_layers
+        )
+        config["eagle_aux_hidden_state_layer_ids"] = [
+            # As outputs of the layers before, the one of both conventions that leaves no doubt.
+            moved_layer(layer, target.num_layers, size.num_layers) - 1
+            for layer in captured
+        ]
+    _write(directory, config, recipe)
+    return family
+
+
+def _recipe(
+    base: str,
+    source: Path,
+    size: Size,
+    vocab_size: int,
+    noise: float,
+    seed: int,
+    layers: int | None = None,
+    draft_rows: int | None = None,
+) -> Expansion:
+    check_noise(noise)
+    for field in ("hidden_factor", "ffn_factor"):
+        if getattr(size, field) < 1:
+            raise CheckpointError(f"{field}={getattr(size, field)}: give a whole number from 1 on")
+    if size.vocab_size < vocab_size:
+        raise CheckpointError(
+            f"vocab_size={size.vocab_size}: the base has {vocab_size} ids; give at least as many"
+        )
+    return Expansion(
+        base=base if base.startswith("asset:") else str(source),
+        hidden_factor=size.hidden_factor,
+        ffn_factor=size.ffn_factor,
+        num_layers=layers,
+        vocab_size=size.vocab_size,
+        draft_vocab_size=draft_rows,
+        noise=noise,
+        seed=seed,
+    )
+
+
+def _draft_rows(file: DraftFile, vocab_size: int, size: Size) -> int:
+    known = file.checkpoint.shapes["lm_head.weight"][0]
+    most = known + size.vocab_size - vocab_size
+    rows = most if size.draft_vocab_size is None else size.draft_vocab_size
+    if not known <= rows <= most:
+        raise CheckpointError(
+            f"draft_vocab_size={rows}: the head has {known} ids, and {most} is "
+            f"the most that vocab_size={size.vocab_size} has room for; give a number between"
+        )
+    return rows
+
+
+def _grown(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
+    """A config with the sizes that targets and heads share made larger."""
+    factors = {
+        "hidden_size": size.hidden_factor,
+        "num_attention_heads": size.hidden_factor,
+        "num_key_value_heads": size.hidden_factor,
+        "intermediate_size": size.ffn_factor,
+    }
+    grown = {**config, "vocab_size": size.vocab_size}
+    return grown | {key: config[key] * factor for key, factor in factors.items() if key in config}
+
+
+def _window(shape: ModelShape) -> dict[str, Any]:
+    """The keys that give every layer, however many there are, the window of `shape`."""
+    if shape.sliding_window is None:
+        return {"sliding_window": None, "use_sliding_window": False}
+    return {
+        "sliding_window": shape.sliding_window,
+        "use_sliding_window": True,
+        "max_window_layers": 0,
+    }
+
+
+def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    weights = [path.name for kind in ("*.safetensors", "*.bin") for path in directory.glob(kind)]
+    if weights:
+        raise CheckpointError(f"{directory} holds weights ({weights[0]}); give another folder")
+    (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    recipe.write(directory)

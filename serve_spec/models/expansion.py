@@ -1,0 +1,266 @@
+"""Checkpoints that are a recipe: a small checkpoint, widened and deepened while it is loaded.
+
+A folder with `expansion.json` holds no weights. It names a base checkpoint and how to make it
+larger; every tensor is built on the device it is wanted on, so that nothing large is ever stored
+or sent. What the model computes stays what the base computes: see `widening.py` for the width.
+Depth is added by layers that read, attend and multiply like their neighbours and whose two output
+projections cancel. Ids past the base's vocabulary have rows of their own and are never drawn
+(`serve_spec_num_ids` in `config.json`).
+
+In bfloat16 every copy of a hidden vector is rounded for itself, so texts follow the base's as
+closely as bfloat16 follows float32. Measured on 768 tokens of the shipped target, share with the
+argmax of float32: bfloat16 alone 98.3 %; eight times as wide, 98.3 % without noise and 98.4 % with
+all of it (the default of `serve-spec expand`). In float32 the texts are equal.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zlib
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve_spec.config.base import Refusal, locate
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import Shard
+from serve_spec.models.shape import read_json, whole
+from serve_spec.models.weights import Checkpoint, TensorFile, open_checkpoint
+from serve_spec.models.widening import Widening, widen
+
+RECIPE_FILE = "expansion.json"
+
+_LAYER = re.compile(r"^model\.layers\.(\d+)\.")
+# An added layer computes everything and says nothing.
+_SILENCED = re.compile(r"(o_proj\.(weight|bias)|down_proj\.weight)$")
+
+
+@dataclass(frozen=True)
+class Expansion:
+    """How a base checkpoint is made larger; the content of `expansion.json`.
+
+    `base`: a folder, absolute, relative to the recipe's own, or `asset:` package data.
+    `hidden_factor`: copies of every hidden vector, and of all heads. `ffn_factor`: copies of every
+    feed-forward neuron. `num_layers`: layers of a target; None for a draft head, which keeps its
+    own. `vocab_size`: rows of the target's embedding and head. `draft_vocab_size`: rows of a draft
+    head's own lm_head; None where there is none. `noise`, from 0 to 1, and `seed`: see
+    `widening.widen`.
+    """
+
+    base: str
+    hidden_factor: int
+    ffn_factor: int
+    num_layers: int | None
+    vocab_size: int
+    draft_vocab_size: int | None
+    noise: float
+    seed: int
+
+    def write(self, directory: Path) -> None:
+        """Writes the recipe into `directory`."""
+        (directory / RECIPE_FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    @staticmethod
+    def read(directory: Path) -> Expansion:
+        """The recipe in `directory`.
+
+        Raises:
+            CheckpointError: a key is missing, unknown or of the wrong kind.
+        """
+        path = directory / RECIPE_FILE
+        content = read_json(path)
+        names = {field.name for field in fields(Expansion)}
+        if set(content) != names:
+            wrong = sorted(set(content) ^ names)
+            raise CheckpointError(f"{path}: keys {wrong} are unknown or missing; write it anew")
+        optional = {"num_layers", "draft_vocab_size"}
+        for name in names - {"base", "noise", "seed"}:
+            if name not in optional or content[name] is not None:
+                whole(content, name)
+        check_noise(content["noise"])
+        if not isinstance(content["base"], str) or type(content["seed"]) is not int:
+            raise CheckpointError(f"{path}: base has to be text and seed a number; write it anew")
+        return Expansion(**content)
+
+
+def check_noise(noise: Any) -> None:
+    """Raises CheckpointError unless `noise` is a number from 0 to 1."""
+    if isinstance(noise, bool) or not isinstance(noise, int | float) or not 0 <= noise <= 1:
+        raise CheckpointError(f"noise={noise!r}: give a number from 0 (equal blocks) to 1")
+
+
+def open_weights(path: Path | str) -> Checkpoint:
+    """Opens the checkpoint in `path`: stored weights, or the recipe for them; reads no weight.
+
+    Raises:
+        CheckpointError: as `open_checkpoint`; a recipe without a usable base.
+    """
+    directory = Path(path)
+    if not (directory / RECIPE_FILE).exists():
+        return open_checkpoint(directory)
+    return Checkpoint([_ExpandedFile(directory, Expansion.read(directory))], directory)
+
+
+def find_base(base: str, folder: Path) -> Path:
+    """The folder `base` names; relative paths start at `folder`.
+
+    Raises:
+        CheckpointError: it does not exist, or is an expansion itself.
+    """
+    try:
+        found = locate("base", base, folder)
+    except Refusal as error:
+        raise CheckpointError(str(error)) from error
+    if (found / RECIPE_FILE).exists():
+        raise CheckpointError(
+            f"base={base!r} is an expansion itself; expand the checkpoint that it names"
+        )
+    return found
+
+
+def added_layers(num_layers: int, wanted: int) -> list[tuple[int, bool]]:
+    """(layer of the base, whether it was added) for each of `wanted` layers.
+
+    Every layer of the base is followed by as many added ones as any other, give or take one; an
+    added layer looks like the one it follows. 2 to 5: 0, 0 added, 0 added, 1, 1 added.
+    """
+    places = [index * num_layers // wanted for index in range(wanted)]
+    return [(place, index > 0 and places[index - 1] == place) for index, place in enumerate(places)]
+
+
+def moved_layer(layer: int, num_layers: int, wanted: int) -> int:
+    """Where what enters `layer` of the base enters among `wanted` layers; the end stays the end."""
+    return -(-layer * wanted // num_layers)
+
+
+class _ExpandedFile(TensorFile):
+    """The tensors of a recipe, each built when it is asked for."""
+
+    def __init__(self, directory: Path, recipe: Expansion) -> None:
+        self.path = directory / RECIPE_FILE
+        self._recipe = recipe
+        folder = find_base(recipe.base, directory)
+        self._config = read_json(folder / "config.json")
+        self._base = open_checkpoint(folder)
+        is_draft = recipe.num_layers is None
+        self._sources = self._draft_sources() if is_draft else self._target_sources()
+        self._maps = self._id_maps() if is_draft else {}
+        self._how = {
+            name: _widening(name, self._base.shapes[source.name], recipe, self._width)
+            for name, source in self._sources.items()
+        }
+        self.shapes = {
+            name: how.shape(self._base.shapes[self._sources[name].name])
+            for name, how in self._how.items()
+        } | {name: tuple(ids.shape) for name, ids in self._maps.items()}
+
+    @property
+    def _width(self) -> int:
+        return whole(self._config, "hidden_size")
+
+    def read(self, name: str) -> Tensor:
+        if name in self._maps:
+            return self._maps[name]
+        dtype = self._base.read(self._sources[name].name).dtype
+        tensor = torch.empty(self.shapes[name], dtype=dtype)
+        self.copy_into(name, tensor)
+        return tensor
+
+    def copy_into(self, name: str, destination: Tensor) -> None:
+        source = self._sources[name]
+        seed = self._recipe.seed + zlib.crc32(name.encode())
+        widen(
+            self._base.read_floats(source.name),
+            destination,
+            self._how[name],
+            noise=self._recipe.noise,
+            generator=torch.Generator(destination.device).manual_seed(seed),
+            silent=source.is_silent,
+        )
+
+    def copy_shard(self, name: str, shard: Shard) -> None:
+        # Built whole where it goes: all ranks then draw the same noise.
+        tensor = shard.tensor
+        entire = torch.empty(self.shapes[name], dtype=tensor.dtype, device=tensor.device)
+        self.copy_into(name, entire)
+        tensor.copy_(entire[shard.index])
+
+    def _target_sources(self) -> dict[str, _Source]:
+        assert self._recipe.num_layers is not None, "a target's recipe says how many layers"
+        names = self._base.shapes
+        layers = added_layers(whole(self._config, "num_hidden_layers"), self._recipe.num_layers)
+        sources = {name: _Source(name) for name in names if not _LAYER.match(name)}
+        # Widths differ in scale between embedding and head, so tied matrices part.
+        sources.setdefault("lm_head.weight", _Source("model.embed_tokens.weight"))
+        for index, (base_layer, is_added) in enumerate(layers):
+            prefix = f"model.layers.{base_layer}."
+            for name in names:
+                if name.startswith(prefix):
+                    is_silent = is_added and _SILENCED.search(name) is not None
+                    wide_name = f"model.layers.{index}.{name.removeprefix(prefix)}"
+                    sources[wide_name] = _Source(name, is_silent)
+        return sources
+
+    def _draft_sources(self) -> dict[str, _Source]:
+        return {name: _Source(name) for name in self._base.shapes if name not in ("d2t", "t2d")}
+
+    def _id_maps(self) -> dict[str, Tensor]:
+        """`d2t` and `t2d` of a draft head whose vocabulary stays smaller than the target's.
+
+        Added draft ids stand for the first added target ids: neither is ever drawn.
+        """
+        vocab, rows = self._recipe.vocab_size, self._recipe.draft_vocab_size
+        head = self._base.shapes.get("lm_head.weight")
+        if rows is None or head is None:
+            return {}
+        known, first_added = head[0], whole(self._config, "vocab_size")
+        if rows - known > vocab - first_added:
+            raise CheckpointError(
+                f"draft_vocab_size={rows} adds {rows - known} draft ids, but vocab_size={vocab} "
+                f"adds only {vocab - first_added} ids that they could stand for; lower it"
+            )
+        if rows == vocab:
+            return {}
+        offsets = torch.full((rows,), first_added - known)
+        offsets[:known] = self._base.read("d2t") if "d2t" in self._base else 0
+        reached = torch.zeros(vocab, dtype=torch.bool)
+        reached[torch.arange(rows) + offsets] = True
+        return {"d2t": offsets, "t2d": reached}
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The tensor of the base that one is made of; silent: of an added layer's outputs."""
+
+    name: str
+    is_silent: bool = False
+
+
+def _widening(name: str, small: tuple[int, ...], recipe: Expansion, width: int) -> Widening:
+    """How the tensor called `name` of shape `small` grows; `width` is the base's hidden size."""
+    hidden, ffn = recipe.hidden_factor, recipe.ffn_factor
+    if name.endswith("embed_tokens.weight"):
+        return Widening(num_rows=recipe.vocab_size, column_factor=hidden)
+    if name.endswith("lm_head.weight"):
+        rows = recipe.draft_vocab_size or recipe.vocab_size
+        return Widening(num_rows=rows, column_factor=hidden, is_product=True)
+    if name.endswith(("q_norm.weight", "k_norm.weight", "rotary_emb.inv_freq")):
+        return Widening()
+    if re.search(r"norm[\w.]*\.weight$", name):
+        return Widening(num_blocks=small[0] // width, column_factor=hidden)
+    if re.search(r"([qkvo]_proj|fc)\.bias$", name):
+        return Widening(column_factor=hidden)
+    if name.endswith("o_proj.weight"):
+        return Widening(row_factor=hidden, column_factor=hidden, is_product=True)
+    if name.endswith("down_proj.weight"):
+        return Widening(row_factor=hidden, column_factor=ffn, is_product=True)
+    if name.endswith(("gate_proj.weight", "up_proj.weight")):
+        return Widening(row_factor=ffn, column_factor=hidden, is_product=True)
+    if re.search(r"([qkv]_proj|fc)\.weight$", name):
+        blocks = small[1] // width
+        return Widening(row_factor=hidden, num_blocks=blocks, column_factor=hidden, is_product=True)
+    raise CheckpointError(f"tensor {name} can not be expanded: no rule is known for it")

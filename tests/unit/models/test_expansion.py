@@ -1,0 +1,384 @@
+"""An expanded pair computes what its base computes: logits, features, drafts and texts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec import LLM
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config.base import ASSETS
+from serve_spec.core.errors import CheckpointError
+from serve_spec.core.request import SamplingParams
+from serve_spec.layers.module import Shard
+from serve_spec.models import DraftHead, FeatureCapture, Llama, ModelShape, load_draft, load_target
+from serve_spec.models.command import main
+from serve_spec.models.draft_file import draft_family, open_draft_file
+from serve_spec.models.eagle3_shape import num_draft_ids
+from serve_spec.models.expand import Size, expand_draft, expand_target, size_of
+from serve_spec.models.expansion import added_layers, moved_layer, open_weights
+from tests.helpers.checkpoints import (
+    VOCAB,
+    make_eagle,
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tests.helpers.engines import make_pair
+from tests.helpers.paged import PagedSequences
+
+# The layers compute in float32 at most; that widening is exact is shown where it is done.
+TOLERANCE = 5e-5
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama3": {},  # tied embeddings, scaled rotation
+    "llama2": {"attention_bias": True},
+    "mistral": {"sliding_window": 7},
+    "qwen2": {},  # biases
+    "qwen2_window": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 0},
+    "qwen3": {"layer_types": ["full_attention"] * 8},  # norms of queries and keys
+}
+SIZES = {
+    "width": Size(hidden_factor=2, ffn_factor=2, num_layers=8, vocab_size=VOCAB),
+    "odd": Size(hidden_factor=3, ffn_factor=1, num_layers=9, vocab_size=VOCAB + 1),
+    "depth": Size(hidden_factor=1, ffn_factor=1, num_layers=13, vocab_size=VOCAB),
+    "all": Size(hidden_factor=2, ffn_factor=4, num_layers=19, vocab_size=1000),
+}
+HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("EAGLE3", {}),
+    "eagle3_reduced": ("EAGLE3", {"draft_vocab": 100, "norm_before_residual": True}),
+    "eagle3_two_layers": ("EAGLE3", {"num_layers": 2, "fc_bias": True, "own_embedding": True}),
+    "eagle3_early": ("EAGLE3", {"eagle_aux_hidden_state_layer_ids": [0, 1, 7]}),
+    "eagle": ("EAGLE", {}),
+    "eagle_shared": ("EAGLE", {"fc_bias": False, "own_embedding": False, "num_layers": 2}),
+}
+# Parts that few published heads have, by shape for a target 32 wide.
+RARE = {
+    "input_norm": (96,),
+    "fc_norm.0": (32,),
+    "fc_norm.1": (32,),
+    "fc_norm.2": (32,),
+    "midlayer.self_attn.q_norm": (8,),
+    "midlayer.self_attn.k_norm": (8,),
+}
+IDS = torch.arange(40) * 7 % VOCAB
+
+
+def close(found: Tensor, expected: Tensor) -> bool:
+    scale = max(1.0, float(expected.abs().max()))
+    return bool((found - expected).abs().max() <= TOLERANCE * scale)
+
+
+def forward(model: Llama, capture: FeatureCapture | None = None) -> tuple[Tensor, Tensor | None]:
+    """Logits [T, V] and features of `IDS`."""
+    sequences = PagedSequences(model.shape, 1, len(IDS))
+    out = model.forward(IDS, sequences.extend([(0, len(IDS))]), capture)
+    return model.logits(out.hidden), out.features
+
+
+def expanded(base: Path, size: Size, directory: Path, noise: float = 1.0) -> Llama:
+    expand_target(str(base), size, directory, noise=noise, seed=0)
+    return load_target(directory, torch.float32)
+
+
+def copies(features: Tensor, count: int, blocks: int = 1) -> Tensor:
+    """Each of `blocks` parts of the columns repeated `count` times."""
+    return torch.cat([block.repeat(1, count) for block in features.chunk(blocks, dim=1)], dim=1)
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_base(tmp_path: Path, family: str, size: str, noise: float) -> None:
+    name = family.removesuffix("_window")
+    base = make_target(tmp_path / "small", name, layers=8, hidden=32, **FAMILIES[family])
+    small = load_target(base, torch.float32)
+    large = expanded(base, SIZES[size], tmp_path / "large", noise)
+    expected, _ = forward(small)
+    found, _ = forward(large)
+    assert close(found[:, :VOCAB], expected)
+    assert (found[:, VOCAB:] == float("-inf")).all()
+    assert found.shape[1] == large.shape.vocab_size == SIZES[size].vocab_size
+    assert large.shape.num_layers == SIZES[size].num_layers
+    assert large.shape.hidden_size == SIZES[size].hidden_factor * 32
+
+
+@pytest.mark.parametrize("layers", [(0, 2, 4), (5, 8), None])
+def test_captured_features_are_copies_of_the_bases(
+    tmp_path: Path, target_dir: Path, layers: tuple[int, ...] | None
+) -> None:
+    size = SIZES["all"]
+    large = expanded(target_dir, size, tmp_path)
+    moved = None if layers is None else tuple(moved_layer(k, 8, size.num_layers) for k in layers)
+    _, expected = forward(load_target(target_dir, torch.float32), FeatureCapture(layers))
+    _, found = forward(large, FeatureCapture(moved))
+    assert expected is not None
+    assert found is not None
+    assert close(found, copies(expected, size.hidden_factor, len(layers or (0,))))
+
+
+def draft(head: DraftHead, target: Llama, steps: int = 5) -> tuple[list[int], Tensor, Tensor]:
+    """Drafts after `IDS`, greedy, as the drafter makes them: target ids, logits, hidden states."""
+    _, features = forward(target, head.capture)
+    assert features is not None
+    sequences = PagedSequences(head.shape, 1, len(IDS) + steps)
+    # Any next tokens will do for the entries; the last one is 5.
+    tokens = torch.cat((IDS[1:], torch.tensor([5])))
+    hidden = head.forward(tokens, head.encode(features), sequences.extend([(0, len(IDS))]))[-1:]
+    drafts, logits, states = [], [], []
+    for _ in range(steps):
+        states.append(hidden)
+        logits.append(head.logits(hidden))
+        choice = logits[-1].argmax(dim=-1)
+        token = choice if head.target_ids is None else head.target_ids[choice]
+        drafts.append(int(token))
+        hidden = head.forward(token, hidden, sequences.extend([(0, 1)]))
+    return drafts, torch.cat(logits), torch.cat(states)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("case", HEADS)
+def test_chains_of_drafts_are_those_of_the_base(
+    tmp_path: Path, target_dir: Path, case: str, size: str
+) -> None:
+    algorithm, options = HEADS[case]
+    make: Any = make_eagle3 if algorithm == "EAGLE3" else make_eagle
+    base = make(tmp_path / "small", target_dir, **options)
+    small_target = load_target(target_dir, torch.float32)
+    large_target = expanded(target_dir, SIZES[size], tmp_path / "target")
+    family = expand_draft(
+        str(base), small_target.shape, SIZES[size], tmp_path / "head", noise=1.0, seed=0
+    )
+    assert family == algorithm
+    small = load_draft(base, small_target, algorithm)
+    large = load_draft(tmp_path / "head", large_target, algorithm)
+    drafts, logits, hidden = draft(small, small_target)
+    found_drafts, found_logits, found_hidden = draft(large, large_target)
+    known = logits.shape[1]
+    assert found_drafts == drafts
+    assert close(found_logits[:, :known], logits)
+    assert (found_logits[:, known:] == float("-inf")).all()
+    assert close(found_hidden, copies(hidden, SIZES[size].hidden_factor))
+    added = SIZES[size].vocab_size - VOCAB
+    assert found_logits.shape[1] - known == added
+
+
+@pytest.mark.parametrize("parts", [("input_norm",), ("fc_norm.",), ("q_norm", "k_norm")])
+def test_rare_parts_of_heads_grow_too(
+    tmp_path: Path, target_dir: Path, parts: tuple[str, ...]
+) -> None:
+    base = make_eagle3(tmp_path / "small", target_dir)
+    config, tensors = read_checkpoint(base)
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in RARE.items():
+        if any(part in name for part in parts):
+            tensors[f"{name}.weight"] = 1 + 0.3 * torch.randn(shape, generator=generator)
+    write_checkpoint(base, config, tensors)
+    small_target = load_target(target_dir, torch.float32)
+    large_target = expanded(target_dir, SIZES["odd"], tmp_path / "target")
+    expand_draft(str(base), small_target.shape, SIZES["odd"], tmp_path / "head", noise=1.0, seed=0)
+    _, _, hidden = draft(load_draft(base, small_target, "EAGLE3"), small_target)
+    _, _, found = draft(load_draft(tmp_path / "head", large_target, "EAGLE3"), large_target)
+    assert close(found, copies(hidden, 3))
+
+
+def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    size = Size(2, 2, 8, vocab_size=1000, draft_vocab_size=500)
+    shape = ModelShape.from_directory(target_dir)
+    base = make_eagle3(tmp_path / "small", target_dir, draft_vocab=100)
+    large_target = expanded(target_dir, size, tmp_path / "target")
+    expand_draft(str(base), shape, size, tmp_path / "head", noise=1.0, seed=0)
+    head = load_draft(tmp_path / "head", large_target, "EAGLE3")
+    assert head.target_ids is not None
+    assert head.target_ids.shape == (500,)
+    assert (head.target_ids[:100] < VOCAB).all()
+    assert (head.target_ids[100:] >= VOCAB).all()
+    assert head.num_ids == 100
+
+
+def test_padding_among_real_draft_ids_is_refused() -> None:
+    ids = torch.tensor([0, 3, 7, 9])
+    assert num_draft_ids(ids, 8) == 3
+    assert num_draft_ids(None, 8) == 8
+    assert num_draft_ids(ids, None) is None
+    with refused("d2t mixes ids below num_ids=8 with padding"):
+        num_draft_ids(ids.flip(0), 8)
+
+
+def test_added_layers_follow_every_layer_evenly() -> None:
+    layers = added_layers(8, 32)
+    assert [place for place, is_added in layers if not is_added] == list(range(8))
+    assert [index for index, (_, is_added) in enumerate(layers) if not is_added] == [
+        moved_layer(layer, 8, 32) for layer in range(8)
+    ]
+    assert moved_layer(8, 8, 32) == 32
+    assert added_layers(3, 3) == [(0, False), (1, False), (2, False)]
+
+
+def test_padding_needs_not_be_there(tmp_path: Path, target_dir: Path) -> None:
+    assert expanded(target_dir, SIZES["width"], tmp_path).shape.num_ids is None
+
+
+def test_every_rank_keeps_its_part_of_one_and_the_same_tensor(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    model = expanded(target_dir, SIZES["width"], tmp_path)
+    name = "model.layers.3.mlp.down_proj.weight"
+    entire = dict(model.tensors())[name]
+    part = torch.empty(64, 32)
+    checkpoint = open_weights(tmp_path)
+    shapes = {key: torch.empty(0) for key in checkpoint.shapes if key != name}
+    checkpoint.load_into({name: Shard(part, 1, 32, 128)}, read_elsewhere=shapes)
+    assert isinstance(entire, Tensor)
+    assert torch.equal(part, entire[:, 32:64])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_engines_write_the_bases_texts_and_never_a_padding_id(
+    tmp_path: Path, temperature: float
+) -> None:
+    pair = make_pair(tmp_path / "small", tie_word_embeddings=False)
+    folder = tmp_path / "large"
+    small_pair = ["--target", str(pair.target), "--draft", str(pair.heads["EAGLE3"])]
+    factors = ["--hidden-factor", "2", "--layers", "7", "--vocab-size", "400"]
+    main([*small_pair, *factors, "--output-dir", str(folder)])
+    sizes: dict[str, Any] = {
+        "device": "cpu", "dtype": "float32", "max_model_len": 128, "num_pages": 64,
+        "speculative_draft_dtype": "float32", "speculative_adaptive": False,
+    }  # fmt: skip
+    small = LLM({"model": {"path": str(pair.target)}}, **sizes)
+    large = LLM(folder / "expanded.yaml", **sizes)
+    params = SamplingParams(max_tokens=40, temperature=temperature, seed=3, ignore_eos=True)
+    prompts = [list(range(60, 80)), list(range(100, 105))]
+    for ours, theirs in zip(
+        large.generate(prompts, params), small.generate(prompts, params), strict=True
+    ):
+        assert ours.token_ids == theirs.token_ids
+        assert max(ours.token_ids) < VOCAB
+    assert any(out.speculation.accept_length > 1 for out in large.generate(prompts, params))
+
+
+def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path: Path) -> None:
+    pair = ["--target", "asset:tiny/target", "--draft", "asset:tiny/eagle3", "asset:tiny/eagle"]
+    main([*pair, "--shape", "llama-3.1-8b", "--output-dir", str(tmp_path)])
+    config = ServeSpecConfig.load(tmp_path / "expanded.yaml")
+    assert config.model.path == tmp_path / "target"
+    assert config.speculative.speculative_draft_model_path == tmp_path / "eagle3"
+    shape = ModelShape.from_directory(tmp_path / "target")
+    sizes = (shape.hidden_size, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    assert sizes == (4096, 32, 8, 128)
+    assert (shape.num_layers, shape.vocab_size, shape.num_ids) == (32, 128256, 8192)
+    with torch.device("meta"):
+        model = Llama(shape)
+    open_weights(tmp_path / "target").check(model.tensors())
+    assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
+    for name, family in (("eagle3", "EAGLE3"), ("eagle", "EAGLE")):
+        file = open_draft_file(tmp_path / name)
+        assert draft_family(file) == family
+        assert file.config["hidden_size"] == 4096
+    assert open_weights(tmp_path / "eagle3").shapes["lm_head.weight"] == (32000, 4096)
+    written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+    assert written < 2_000_000
+
+
+def refused(match: str) -> Any:
+    return pytest.raises((CheckpointError, ConfigError), match=match)
+
+
+def test_sizes_that_do_not_fit_are_refused(tmp_path: Path, target_dir: Path) -> None:
+    shape = ModelShape.from_directory(target_dir)
+    for size, match in (
+        (Size(0, 1, 8, VOCAB), "hidden_factor=0"),
+        (Size(1, 0, 8, VOCAB), "ffn_factor=0"),
+        (Size(1, 1, 7, VOCAB), "num_layers=7"),
+        (Size(1, 1, 8, VOCAB - 1), f"vocab_size={VOCAB - 1}"),
+    ):
+        with refused(match):
+            expand_target(str(target_dir), size, tmp_path / "large", noise=1.0, seed=0)
+    with refused("noise=1.5"):
+        expand_target(str(target_dir), SIZES["width"], tmp_path / "large", noise=1.5, seed=0)
+    with refused("shape='llama-3.1-8b': num_heads=32"):
+        size_of("llama-3.1-8b", shape)
+    assert not (tmp_path / "large").exists()
+
+
+def test_heads_that_do_not_fit_are_refused(tmp_path: Path, target_dir: Path) -> None:
+    shape = ModelShape.from_directory(target_dir)
+    thin = make_eagle3(
+        tmp_path / "thin", target_dir, hidden_size=16, head_dim=8, own_embedding=True
+    )
+    with refused("hidden_size=16, but the target's is 32"):
+        expand_draft(str(thin), shape, SIZES["all"], tmp_path / "head", noise=1.0, seed=0)
+    base = make_eagle3(tmp_path / "small", target_dir, draft_vocab=100)
+    for rows in (99, 813):
+        size = Size(2, 2, 8, vocab_size=1000, draft_vocab_size=rows)
+        with refused(f"draft_vocab_size={rows}: the head has 100 ids, and 812 is the most"):
+            expand_draft(str(base), shape, size, tmp_path / "head", noise=1.0, seed=0)
+
+
+def test_a_base_that_is_missing_or_an_expansion_is_refused(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    def expand(base: Path | str, directory: Path) -> None:
+        expand_target(str(base), SIZES["width"], directory, noise=1.0, seed=0)
+
+    with refused("nothing at"):
+        expand(tmp_path / "nowhere", tmp_path / "large")
+    with refused("nothing at"):
+        expand("asset:tiny/nowhere", tmp_path / "large")
+    expand(target_dir, tmp_path / "large")
+    with refused("is an expansion itself"):
+        expand(tmp_path / "large", tmp_path / "larger")
+    with refused(r"holds weights \(model\.safetensors\)"):
+        expand(target_dir, target_dir)
+    recipe = json.loads((tmp_path / "large" / "expansion.json").read_text())
+    (tmp_path / "large" / "expansion.json").write_text(json.dumps({**recipe, "base": "gone"}))
+    with refused("nothing at"):
+        load_target(tmp_path / "large", torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"noises": 1.0}, r"keys \['noises'\]"),
+        ({"hidden_factor": 0}, "hidden_factor is 0"),
+        ({"hidden_factor": "2"}, "hidden_factor is '2'"),
+        ({"noise": True}, "noise=True"),
+        ({"seed": None}, "seed a number"),
+        ({"num_layers": 9}, "missing model.layers.9|surplus model.layers"),
+        ({"hidden_factor": 4}, "expected"),
+    ],
+)
+def test_a_recipe_that_was_tampered_with_is_refused(
+    tmp_path: Path, target_dir: Path, change: dict[str, Any], match: str
+) -> None:
+    expand_target(str(target_dir), SIZES["width"], tmp_path, noise=1.0, seed=0)
+    path = tmp_path / "expansion.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **change}))
+    with refused(match):
+        load_target(tmp_path, torch.float32)
+
+
+def test_the_command_refuses_contradictions(tmp_path: Path, target_dir: Path) -> None:
+    target = ["--target", str(target_dir), "--output-dir", str(tmp_path / "large")]
+    with refused("shape='llama-3.1-8b' and num_layers: give one or the other"):
+        main([*target, "--shape", "llama-3.1-8b", "--layers", "9"])
+    with refused("hidden_factor=0"):
+        main([*target, "--hidden-factor", "0"])
+    head = make_eagle3(tmp_path / "target", target_dir)
+    with refused("another folder is called 'target'"):
+        main([*target, "--draft", str(head)])
+
+
+def test_an_asset_stays_an_asset_in_the_recipe(tmp_path: Path) -> None:
+    shape = ModelShape.from_directory(ASSETS / "tiny" / "target")
+    size = Size(1, 1, shape.num_layers, shape.vocab_size)
+    expand_target("asset:tiny/target", size, tmp_path, noise=0.0, seed=0)
+    assert json.loads((tmp_path / "expansion.json").read_text())["base"] == "asset:tiny/target"

@@ -1,0 +1,109 @@
+"""A model over several ranks gives the logits, features and drafts of the whole one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models import FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models.shape import ModelShape
+from serve_spec.parallel.group import SINGLE, TensorParallel
+from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
+from tests.helpers.paged import PagedSequences
+from tests.helpers.ranks import on_ranks
+
+NUM_TOKENS = 24
+CAPTURE = FeatureCapture((0, 2, 3))
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama2": ("llama2", {}),
+    "tied": ("llama3", {"num_key_value_heads": 4}),
+    "biases": ("llama3", {"num_key_value_heads": 4, "attention_bias": True}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 4}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 4}),
+    "odd vocabulary": ("mistral", {"num_key_value_heads": 4, "vocab": 261}),
+}
+
+
+def tokens() -> Tensor:
+    return torch.randint(0, 256, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1))
+
+
+def answers(model: Llama) -> tuple[Tensor, Tensor]:
+    """Logits [T, V] and features [T, F] of one text, in two pieces."""
+    sequence = PagedSequences(model.rank_shape, 1, NUM_TOKENS)
+    outputs = [
+        model.forward(part, sequence.extend([(0, len(part))]), CAPTURE)
+        for part in tokens().split([20, 4])
+    ]
+    features = [output.features for output in outputs if output.features is not None]
+    return torch.cat([model.logits(output.hidden) for output in outputs]), torch.cat(features)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("size", [2, 4])
+def test_a_sharded_target_is_the_whole_one(tmp_path: Path, name: str, size: int) -> None:
+    family, config = CASES[name]
+    folder = make_target(tmp_path, family, layers=3, hidden=32, **config)
+    expected = answers(load_target(folder, torch.float32))
+
+    def run(parallel: TensorParallel) -> tuple[Tensor, Tensor]:
+        model = load_target(folder, torch.float32, parallel=parallel)
+        assert model.rank_shape.num_kv_heads * size == model.shape.num_kv_heads
+        return answers(model)
+
+    for found in on_ranks(size, run):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
+@pytest.mark.parametrize("own_embedding", [False, True])
+def test_a_head_beside_a_sharded_target_drafts_as_beside_the_whole_one(
+    tmp_path: Path, make: Any, own_embedding: bool
+) -> None:
+    """It reads the target's embedding (EAGLE-1 its lm_head too) from all ranks."""
+    target = make_target(tmp_path / "target", "llama2", hidden=32, vocab=261, eos_token_id=None)
+    folder = make(tmp_path / "head", target, own_embedding=own_embedding)
+    algorithm = "EAGLE3" if make is make_eagle3 else "EAGLE"
+
+    def run(parallel: TensorParallel) -> Tensor:
+        model = load_target(target, torch.float32, parallel=parallel)
+        head = load_draft(folder, model, algorithm)
+        sequence = PagedSequences(head.shape, 1, NUM_TOKENS)
+        features = torch.randn(NUM_TOKENS, head.feature_dim, generator=torch.Generator())
+        hidden = head.encode(features)
+        context = sequence.extend([(0, NUM_TOKENS)])
+        return head.logits(head.forward(tokens(), hidden, context))
+
+    expected = run(SINGLE)
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("size", "config", "uneven"),
+    [
+        (4, {}, "num_key_value_heads=2"),
+        (3, {}, "num_attention_heads=4, num_key_value_heads=2, intermediate_size=64"),
+        (2, {"intermediate_size": 65}, "intermediate_size=65"),
+    ],
+)
+def test_what_can_not_be_shared_out_is_refused_by_name(
+    tmp_path: Path, size: int, config: dict[str, Any], uneven: str
+) -> None:
+    shape = ModelShape.from_directory(make_target(tmp_path, hidden=32, **config))
+    with pytest.raises(CheckpointError, match=rf"tensor_parallel_size={size}.*{uneven}"):
+        shape.on_rank_of(size)
+
+
+def test_a_shard_of_another_shape_is_refused_as_the_whole_would_be(tmp_path: Path) -> None:
+    folder = make_target(tmp_path, "llama2", hidden=32)
+    (folder / "config.json").write_text(
+        (folder / "config.json").read_text().replace('"vocab_size": 288', '"vocab_size": 286')
+    )
+    with pytest.raises(CheckpointError, match=r"is \[288, 32\], expected \[286, 32\]"):
+        on_ranks(2, lambda parallel: load_target(folder, torch.float32, parallel=parallel))
