@@ -62,6 +62,10 @@ class StepStats:
     """That average when the round was chosen: correct drafts per row, as SGLang names it."""
     speedup: float | None = None
     """Measured speed of drafting over plain rounds of this batch size, before this round."""
+    num_broken_drafts: int = 0
+    """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
+    idle_ms: float = 0.0
+    """What the device waited between the round before and this one, where that is known."""
 
     @property
     def decodes_only(self) -> bool:
@@ -128,6 +132,17 @@ DRAFT_MS = Metric(
 )
 VERIFY_MS = Metric(
     "serve_spec_verify_ms", "histogram", "Target forward of one round, in ms.", buckets=_MS_BUCKETS
+)
+IDLE_MS = Metric(
+    "serve_spec_device_idle_ms",
+    "histogram",
+    "What the device waited for the host before one round, in ms.",
+    buckets=_MS_BUCKETS,
+)
+BROKEN_DRAFTS = Metric(
+    "serve_spec_broken_drafts_total",
+    "counter",
+    "Sequences that stopped drafting because their draft gave NaN or no token.",
 )
 STEP_MS = Metric("serve_spec_step_ms", "histogram", "One whole round, in ms.", buckets=_MS_BUCKETS)
 PREDICTED_MS = Metric(
@@ -197,6 +212,10 @@ class Reading:
 def readings(stats: StepStats) -> Iterator[Reading]:
     """What one round adds. Counters get no zeros: several exporters refuse them."""
     yield Reading(STEP_MS, stats.step_ms)
+    if stats.idle_ms:
+        yield Reading(IDLE_MS, stats.idle_ms)
+    if stats.num_broken_drafts:
+        yield Reading(BROKEN_DRAFTS, stats.num_broken_drafts)
     yield Reading(RUNNING_SEQS, stats.num_running_seqs)
     yield Reading(WAITING_SEQS, stats.num_waiting_seqs)
     yield Reading(KV_USAGE, stats.num_used_pages / stats.num_pages)

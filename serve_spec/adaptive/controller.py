@@ -16,6 +16,7 @@ from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy, StepPolicy
+from serve_spec.adaptive.presets import CONSERVATIVE
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
@@ -64,6 +65,22 @@ class PolicySettings:
         if self.needs_costs:
             return tuple(range(self._deepest(GOODPUT_STEPS) + 1))
         return self.build(self.num_steps, None).candidate_steps
+
+    def largest_batch(self, num_steps: int) -> int | None:
+        """The largest batch size a tier can be chosen for; None: there is no limit.
+
+        Whatever is built by batch size need not be built beyond it.
+        """
+        slots = self.slots
+        if slots is None and self.strategy == "ema" and self.adaptive:
+            slots = load_slots(CONSERVATIVE)
+        if slots is None or not self.adaptive or num_steps == 0:
+            return None
+        keys = sorted(slots)
+        reaching = [key for key in keys if slots[key].candidate_steps[-1] >= num_steps]
+        after = [key for key in keys if reaching and key > reaching[-1]]
+        # Below the first key the first slot decides.
+        return after[0] - 1 if after else None
 
     def build(self, initial_steps: int, costs: CostTable | None) -> StepPolicy:
         """A fresh policy. An adaptive one starts at, or near, `initial_steps`."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -13,11 +12,6 @@ from serve_spec.config.base import StrictModel
 
 class ModelConfig(StrictModel):
     """The target model and the device it runs on."""
-
-    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "tensor_parallel_size": (1,),
-        "attention_backend": ("auto", "torch"),
-    }
 
     path: Path = Field(
         description="Checkpoint folder: absolute, relative to the config file, or 'asset:NAME'."
@@ -37,6 +31,15 @@ class ModelConfig(StrictModel):
     )
     attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
         "auto", description="auto: the fastest one that runs on the device."
+    )
+    execution: Literal["auto", "eager", "lanes"] = Field(
+        "auto",
+        description="Decode rounds. lanes: lengths stay on the device, each round starts before "
+        "the last is read, from CUDA graphs on a GPU; auto: lanes on a GPU, eager on a CPU.",
+    )
+    cuda_graphs: bool = Field(
+        True,
+        description="Record the stages of rounds on lanes as CUDA graphs, where there is a GPU.",
     )
 
     @field_validator("served_model_name", mode="before")

@@ -22,7 +22,8 @@ from torch import Tensor
 class DraftChain:
     """Drafts of one round. Row b of `token_ids` [B, K] holds `num_steps[b]` drafts, then padding.
 
-    B counts the rows of the plan that sample; rows that do not draft have `num_steps[b] == 0`.
+    B counts the rows of the plan that sample; rows that do not draft have `num_steps[b] == 0`. A
+    draft of -1 is no token (NaN, or none of the vocabulary) and never kept.
     """
 
     token_ids: Tensor
@@ -33,7 +34,9 @@ class DraftChain:
 class VerifyResult:
     """The verdict over the rows that sample, on the host.
 
-    `token_ids[b]` is what row b emits: its kept drafts, then the final token.
+    `token_ids[b]` is what row b emits: its kept drafts, then the final token. `broken_drafts` are
+    the rows with a draft of -1.
     """
 
     token_ids: list[list[int]]
+    broken_drafts: tuple[int, ...] = ()

@@ -50,9 +50,9 @@ class StepPlan:
     `batch_size` counts decode rows (prefill rows excluded): the number the policy is asked about.
 
     A plan that `follows` was made while its predecessor ran, so its rows know nothing of the tokens
-    that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of before. Its
-    rows are decode rows of the predecessor, and a worker that runs ahead knows where they really
-    are. `max_backlog` bounds the draft entries any drafting row has to make up, then as now.
+    that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of before.
+    Its rows are decode rows of the predecessor, and a worker that runs ahead knows where they
+    really are. `max_backlog` bounds the draft entries any drafting row has to make up, then as now.
     """
 
     rows: tuple[RowPlan, ...]

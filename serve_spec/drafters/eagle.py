@@ -82,7 +82,8 @@ class EagleDrafter:
                 tokens, hidden, draws = tokens[staying], hidden[staying], draws[staying]
                 slots, index = slots[staying], index[staying]
             starts = [rows[b].start + step for b in alive]
-            hidden = self._forward(tokens, slots, starts, [1] * len(alive), tier.draft, hidden)
+            entered = tokens.clamp(min=0)  # -1: no token; what follows it is never kept
+            hidden = self._forward(entered, slots, starts, [1] * len(alive), tier.draft, hidden)
         return chain
 
     def _catch_up(
@@ -94,40 +95,56 @@ class EagleDrafter:
         speculation it is everything since, in pieces of at most `max_tokens` entries.
         """
         share = max(1, self.max_tokens // len(rows))
-        begin = [
-            self._long_catch_up(row, slots[b : b + 1], share, attention)
-            for b, row in enumerate(rows)
-        ]
+        begin = self._shorten(rows, slots, share, attention)
         lens = [row.start - first for row, first in zip(rows, begin, strict=True)]
         tokens = [t for row, n in zip(rows, lens, strict=True) for t in row.catch_up_ids[-n:]]
         hidden = self._forward(self._ids(tokens), slots, begin, lens, attention)
         last = torch.tensor(lens, device=hidden.device).cumsum(0) - 1
         return hidden[last]
 
-    def shorten_backlog(
-        self, row: RowPlan, longest: int, attention: AttentionBackend
-    ) -> RowPlan:
-        """Works off a row's backlog until at most `longest` entries are left; the row as it is then.
+    def shorten_backlogs(
+        self, rows: Sequence[RowPlan], longest: int, attention: AttentionBackend | None
+    ) -> list[RowPlan]:
+        """See `Drafter.shorten_backlogs`."""
+        assert attention is not None, "a tier built without a drafter can not catch up"
+        slots = slot_table([row.page_ids for row in rows], self.page_size, self.device)
+        begin = self._shorten(rows, slots, longest, attention)
+        return [
+            replace(row, draft_start=at, catch_up_ids=row.catch_up_ids[at - row.draft_start :])
+            for row, at in zip(rows, begin, strict=True)
+        ]
 
-        `row` comes back as it is if it lacks no more.
+    def _shorten(
+        self,
+        rows: Sequence[RowPlan],
+        slots: Tensor,
+        longest: int,
+        attention: AttentionBackend,
+    ) -> list[int]:
+        """Works off backlogs until no row lacks more than `longest` entries; where each begins.
+
+        All rows together, `max_tokens` entries at a time. One entry of each is left: its output is
+        what drafting starts from.
         """
-        slots = slot_table([row.page_ids], self.page_size, self.device)
-        begin = self._long_catch_up(row, slots, longest, attention)
-        made = begin - row.draft_start
-        return replace(row, draft_start=begin, catch_up_ids=row.catch_up_ids[made:])
-
-    def _long_catch_up(
-        self, row: RowPlan, slots: Tensor, share: int, attention: AttentionBackend
-    ) -> int:
-        """Works off one row's backlog until at most `share` entries are left; where they begin."""
-        begin = row.draft_start
-        while row.start - begin > share:
-            count = min(self.max_tokens, row.start - begin - 1)
-            offset = begin - row.draft_start
-            tokens = row.catch_up_ids[offset : offset + count]
-            self._forward(self._ids(tokens), slots, [begin], [count], attention)
-            begin += count
-        return begin
+        begin = [row.draft_start for row in rows]
+        while True:
+            room, pieces = self.max_tokens, []
+            for b, row in enumerate(rows):
+                count = min(row.start - begin[b] - 1, room)
+                if row.start - begin[b] > longest and count > 0:
+                    pieces.append((b, count))
+                    room -= count
+            if not pieces:
+                return begin
+            tokens: list[int] = []
+            for b, count in pieces:
+                made = begin[b] - rows[b].draft_start
+                tokens += rows[b].catch_up_ids[made : made + count]
+            members = [b for b, _ in pieces]
+            starts, counts = [begin[b] for b in members], [count for _, count in pieces]
+            self._forward(self._ids(tokens), slots[members], starts, counts, attention)
+            for b, count in pieces:
+                begin[b] += count
 
     def _forward(
         self,

@@ -51,7 +51,9 @@ def verify_inputs(
     if draft_at:
         # The drafts stay on the device: reading them back would stall the host mid-round.
         source = torch.tensor(draft_of, device=device)
-        tokens[torch.tensor(draft_at, device=device)] = drafts.token_ids.reshape(-1)[source]
+        tokens[torch.tensor(draft_at, device=device)] = drafts.token_ids.reshape(-1)[source].clamp_(
+            min=0
+        )
     slots = slot_table([row.page_ids for row in plan.rows], page_size, device)
     batch = ragged_batch(
         slots, [row.start for row in plan.rows], [row.query_len for row in plan.rows]

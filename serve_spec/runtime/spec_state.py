@@ -5,6 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from serve_spec.core.context import AttentionBackend
+from serve_spec.runtime.graphs import StageGraphs
+
+
+@dataclass(frozen=True)
+class LaneStages:
+    """The stages of a decode round on lanes, at every size the tier can meet.
+
+    `extend` makes up to num_steps + 1 draft entries per sequence, `draft` num_steps drafts, both
+    by batch size; `verify` runs the target and the verdict, by rows.
+    """
+
+    extend: StageGraphs
+    draft: StageGraphs
+    verify: StageGraphs
 
 
 @dataclass(frozen=True)
@@ -13,10 +27,11 @@ class SpecRuntimeState:
 
     The three stages are the drafter's chain steps, the target's verification and the drafter's
     catch-up over accepted tokens ("extend"); each owns its attention state. Without a drafter
-    there is only verification.
+    there is only verification. `stages` are the same three where decode rounds run on lanes.
     """
 
     num_steps: int
     draft: AttentionBackend | None
     verify: AttentionBackend
     extend: AttentionBackend | None
+    stages: LaneStages | None = None

@@ -279,9 +279,9 @@ class Scheduler:
 
         A sequence that ended may give back all: whoever gets the pages writes after that round.
         """
-        is_newest = plan is self._newest or self._newest is None
-        newest = () if is_newest else self._newest.rows
-        steps_ahead = {row.request_id: row.num_steps for row in newest}
+        ahead = self._newest
+        rows_ahead = () if ahead is None or ahead is plan else ahead.rows
+        steps_ahead = {row.request_id: row.num_steps for row in rows_ahead}
         for seq in sequences:
             if not seq.finished:
                 self.cache.trim(seq, len(seq) + steps_ahead.get(seq.request_id, 0))

@@ -78,7 +78,7 @@ class SyntheticVerdict:
         )
         last = [root + count for root, count in zip(roots, correct, strict=True)]
         final = sample(logits, sampling)[torch.tensor(last, device=logits.device)]
-        table = torch.cat([drafts.token_ids, final.unsqueeze(1)], dim=1).tolist()
+        table = torch.cat([drafts.token_ids.clamp(min=0), final.unsqueeze(1)], dim=1).tolist()
         return VerifyResult(
             [row[:count] + row[-1:] for row, count in zip(table, correct, strict=True)]
         )

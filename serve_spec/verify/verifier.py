@@ -14,7 +14,7 @@ def judge(logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyR
     """Draws a token from every logits row, then keeps the drafts the draws confirm.
 
     logits: float32 [R, V], R = sum of (num_steps + 1) over the B sampling rows, in order.
-    The single host read-back of a round happens here: [B, K+2] integers.
+    The single host read-back of a round happens here: [B, K+3] integers.
     """
     device = logits.device
     drawn = sample(logits, sampling)
@@ -26,5 +26,9 @@ def judge(logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyR
     # Padding columns repeat the row's last draw; accept_chain never looks past num_steps.
     drawn = drawn[first.unsqueeze(1) + torch.minimum(column, num_steps.unsqueeze(1))]
     correct = accept_chain(drafts.token_ids, drawn, num_steps)
-    table = torch.cat([correct.unsqueeze(1), drawn], dim=1).tolist()
-    return VerifyResult([row[1 : row[0] + 2] for row in table])
+    is_broken = (drafts.token_ids < 0).any(dim=1)
+    table = torch.cat([correct.unsqueeze(1), is_broken.unsqueeze(1), drawn], dim=1).tolist()
+    return VerifyResult(
+        token_ids=[row[2 : row[0] + 3] for row in table],
+        broken_drafts=tuple(b for b, row in enumerate(table) if row[1]),
+    )

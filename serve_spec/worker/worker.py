@@ -8,10 +8,11 @@ from typing import Protocol
 import torch
 
 from serve_spec.core.context import AttentionBackend
-from serve_spec.core.draft import DraftChain
+from serve_spec.core.draft import DraftChain, VerifyResult
 from serve_spec.core.plan import FinishedRound, PendingRound, StepPlan, StepResult
 from serve_spec.drafters.base import Drafter
 from serve_spec.ops.sampling import SamplingRows
+from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.runtime.inputs import verify_inputs
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
@@ -25,6 +26,18 @@ class Worker(Protocol):
     vocab_size: int
     device: torch.device
     synthetic_acceptance: Acceptance | None
+    execution: str
+    """How decode rounds run: eager, or lanes."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        ...
+
+    @property
+    def draft_dtype(self) -> torch.dtype | None:
+        """What the draft computes in; None: there is none."""
+        ...
 
     @property
     def max_backlog_ahead(self) -> int | None:
@@ -55,6 +68,8 @@ class SpecWorker:
     synthetic_acceptance: forces the verdict, for load tests; see `verify.synthetic`.
     """
 
+    execution = "eager"
+
     def __init__(
         self,
         target: TargetRunner,
@@ -66,6 +81,7 @@ class SpecWorker:
         vocab_size: int,
         device: torch.device,
         synthetic_acceptance: Acceptance | None = None,
+        parallel: TensorParallel = SINGLE,
     ) -> None:
         self.target = target
         self.drafter = drafter
@@ -75,9 +91,20 @@ class SpecWorker:
         self.vocab_size = vocab_size
         self.device = device
         self.synthetic_acceptance = synthetic_acceptance
+        self.parallel = parallel
         self.verdict = choose_verdict(synthetic_acceptance)
         self.tiers: dict[int, SpecRuntimeState] = {}
         self.max_backlog_ahead: int | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        return self.target.pool.keys.dtype
+
+    @property
+    def draft_dtype(self) -> torch.dtype | None:
+        """What the draft computes in; None: there is none."""
+        return None if self.drafter is None else self.drafter.dtype
 
     def init_states(self, candidate_steps: Iterable[int]) -> None:
         """Builds every tier the policy may choose, and the plain one, before the first round."""
@@ -109,16 +136,17 @@ class SpecWorker:
         timer.mark("drafted")
         inputs = verify_inputs(plan, drafts, self.page_size, self.device)
         hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
-        tokens: list[list[int]] = []
+        verdict = VerifyResult([])
         if drafts.num_steps:
             logits = self.target.logits(hidden[inputs.draw_rows])
-            tokens = self.verdict(logits, drafts, sampling).token_ids
+            verdict = self.verdict(logits, drafts, sampling)
         timer.mark("verified")
         return StepResult(
-            token_ids=tokens,
+            token_ids=verdict.token_ids,
             draft_ms=timer.ms("noise made", "drafted"),
             # The noise is the target's; drafts only read it.
             verify_ms=timer.ms("start", "noise made") + timer.ms("drafted", "verified"),
+            broken_drafts=verdict.broken_drafts,
         )
 
     def _sampling_rows(self, plan: StepPlan) -> SamplingRows:
@@ -144,6 +172,8 @@ class SpecWorker:
         assert self.drafter is not None, "a plan with drafts needs a drafter"
         root_draws = [sum(steps[:b]) + b for b in drafting]
         tokens = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
+        # Ranks with different drafts would verify a mixture of them.
+        self.parallel.broadcast(tokens)
         if len(drafting) < len(rows):
             padded = torch.zeros(len(rows), tokens.shape[1], dtype=torch.int64, device=self.device)
             tokens = padded.index_copy(0, torch.tensor(drafting, device=self.device), tokens)

@@ -24,8 +24,6 @@ def test_an_algorithm_that_needs_a_draft_is_refused_without_one(minimal: dict[st
         ("speculative_algorithm", "STANDALONE", "NONE, EAGLE, EAGLE3"),
         ("speculative_algorithm", "NGRAM", "NONE, EAGLE, EAGLE3"),
         ("speculative_eagle_topk", 2, "1"),
-        ("attention_backend", "flashinfer", "auto, torch"),
-        ("tensor_parallel_size", 2, "1"),
     ],
 )
 def test_what_is_not_there_yet_is_refused_with_what_works_now(

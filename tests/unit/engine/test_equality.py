@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 
@@ -11,7 +12,7 @@ from serve_spec.core.request import (
     SamplingParams,
     SpeculativeOptions,
 )
-from tests.helpers.engines import MakeLLM, switch_every_round
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
@@ -40,11 +41,17 @@ def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.fixture(scope="module", params=["eager", "lanes"])
+def make_llm(pair: Pair, request: pytest.FixtureRequest) -> MakeLLM:
+    """Engines that know every length before a round, and engines that run ahead of the host."""
+    return partial(llm_maker(pair, "cpu"), execution=request.param)
+
+
 @pytest.fixture(scope="module")
-def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
+def plain(pair: Pair) -> list[tuple[int, ...]]:
     """The text of every request, alone, without speculation."""
     prompts, params = prompts_and_params()
-    llm = make_llm()
+    llm = llm_maker(pair, "cpu")()
     return [texts(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
 
 

@@ -3,15 +3,19 @@
 import random
 from collections import defaultdict
 
+import pytest
+
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from tests.helpers.engines import MakeLLM, switch_every_round
 
 
-def test_requests_that_survive_random_traffic_say_what_they_say_alone(make_llm: MakeLLM) -> None:
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_requests_that_survive_random_traffic_say_what_they_say_alone(
+    make_llm: MakeLLM, execution: str
+) -> None:
     rng = random.Random(0)
-    llm = make_llm(
-        "EAGLE3", 3, num_pages=32, max_model_len=96, max_num_seqs=5, max_num_batched_tokens=24
-    )
+    sizes = {"num_pages": 32, "max_num_seqs": 5, "max_num_batched_tokens": 24}
+    llm = make_llm("EAGLE3", 3, max_model_len=96, execution=execution, **sizes)
     switch_every_round(llm, [rng.choice([0, 1, 3, 7]) for _ in range(97)])
     engine = llm.engine
     prompts: dict[str, tuple[list[int], SamplingParams]] = {}

@@ -341,7 +341,9 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
     assert num_ahead > 500
     assert scheduler.num_preemptions > 20, "the pool must be small enough to force preemption"
     for seq in everyone:
-        expected = [token_at(seq.seed, seq.num_prompt_tokens + i) for i in range(seq.num_output_tokens)]
+        expected = [
+            token_at(seq.seed, seq.num_prompt_tokens + i) for i in range(seq.num_output_tokens)
+        ]
         assert seq.output_token_ids == expected
 
 

@@ -1,0 +1,65 @@
+"""The static tensors of a round on lanes: what its stages read, and leave for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from serve_spec.models.draft import DraftHead
+from serve_spec.runtime.lanes import Lanes
+
+
+@dataclass(frozen=True)
+class LaneRound:
+    """A round's inputs, hand-overs and outputs, for up to B sequences of K drafts.
+
+    `members` int32 [B]: each sequence's lane, the padding lane past the last. `query_lens` int32
+    [B]: rows the target verifies, num_steps + 1, and 0 past the last. `hidden` [B, H]: the draft
+    head's state after catching up. `drafts` int64 [B, K]: -1 where the head gave no token.
+    `verdicts` int32 [B, K + 3]: drafts kept, flags, then the tokens; see `ops.acceptance`.
+    """
+
+    lanes: Lanes
+    members: Tensor
+    query_lens: Tensor
+    hidden: Tensor | None
+    drafts: Tensor
+    verdicts: Tensor
+
+    @classmethod
+    def create(cls, lanes: Lanes, max_steps: int, head: DraftHead | None) -> LaneRound:
+        """Tensors for a round without sequences, for as many as there are lanes."""
+        device, max_batch_size = lanes.lengths.device, lanes.padding
+
+        def zeros(*shape: int, dtype: torch.dtype | None = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            lanes=lanes,
+            members=torch.full_like(zeros(max_batch_size), lanes.padding),
+            query_lens=zeros(max_batch_size),
+            hidden=None
+            if head is None
+            else zeros(max_batch_size, head.hidden_size, dtype=head.dtype),
+            drafts=zeros(max_batch_size, max_steps, dtype=torch.int64),
+            verdicts=zeros(max_batch_size, max_steps + 3),
+        )
+
+    @property
+    def max_batch_size(self) -> int:
+        """Most sequences of a round."""
+        return self.members.shape[0]
+
+    def seat(self, lanes: Sequence[int], num_steps: Sequence[int]) -> None:
+        """Writes who takes part and how many drafts of each are verified, without waiting."""
+        empty = self.max_batch_size - len(lanes)
+        members = [*lanes, *[self.lanes.padding] * empty]
+        query_lens = [*(steps + 1 for steps in num_steps), *[0] * empty]
+        seats = torch.tensor([members, query_lens], dtype=torch.int32)
+        if self.members.is_cuda:
+            seats = seats.pin_memory()
+        self.members.copy_(seats[0], non_blocking=True)
+        self.query_lens.copy_(seats[1], non_blocking=True)

@@ -1,0 +1,74 @@
+"""The verdict of a round on lanes: draw, walk, move on, all on the device."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from serve_spec.ops import fast
+from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.runtime.lane_round import LaneRound
+from serve_spec.runtime.lane_target import VerifiedRows
+from serve_spec.verify.synthetic import Acceptance, draft_chances
+
+
+class LaneJudge:
+    """Decides what every sequence of a round emits and moves its lane on by it.
+
+    synthetic_acceptance: keeps drafts by chance instead, for load tests; see `verify.synthetic`.
+    """
+
+    def __init__(
+        self,
+        max_steps: int,
+        device: torch.device,
+        synthetic_acceptance: Acceptance | None = None,
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        self.parallel = parallel
+        self.survival = None
+        if synthetic_acceptance is not None and max_steps:
+            self.survival = _survival_table(synthetic_acceptance, max_steps).to(device)
+
+    def __call__(self, rows: VerifiedRows, round: LaneRound) -> None:
+        """Draws a token from every row, walks, writes `round.verdicts` and the lanes."""
+        lanes, layout = round.lanes, rows.layout
+        batch_size = layout.query_starts.shape[0] - 1
+        members = round.members[:batch_size]
+        drawn = fast.draw_tokens(rows.logits, rows.row_lanes, layout.positions + 1, lanes.params)
+        # Lanes move on by these: on every rank by the same.
+        self.parallel.broadcast(drawn)
+        fast.accept_and_advance(
+            rows.token_ids,
+            layout.offsets - 1,
+            drawn,
+            layout.query_starts,
+            lanes.recent,
+            lanes.lengths,
+            members,
+            round.verdicts[:batch_size],
+            forced=self._forced(round, members, batch_size),
+        )
+
+    def _forced(self, round: LaneRound, members: Tensor, batch_size: int) -> Tensor | None:
+        """How many drafts each sequence keeps by chance; None where the target decides."""
+        if self.survival is None:
+            return None
+        lanes = round.lanes
+        return fast.forced_counts(
+            lanes.params.seeds.index_select(0, members),
+            lanes.lengths.index_select(0, members).long(),
+            round.query_lens[:batch_size] - 1,
+            self.survival,
+        )
+
+
+def _survival_table(acceptance: Acceptance, max_steps: int) -> Tensor:
+    """Chance that the first 1 .. k drafts of n are all kept: [max_steps + 1, max_steps], row n."""
+    rows = []
+    for num_steps in range(max_steps + 1):
+        survival = [*accumulate(draft_chances(acceptance, num_steps), lambda a, b: a * b)]
+        rows.append(survival + [0.0] * (max_steps - num_steps))
+    return torch.tensor(rows, dtype=torch.float64)

@@ -1,0 +1,100 @@
+"""One plan on every rank: rank 0 decides and tells, the others do the same.
+
+What could make ranks differ is rank 0's alone: the plan (who runs, the tier, the tokens committed
+so far) comes with every order, and workers take over rank 0's drafts, and its draws where they
+stay on the device. All else follows from them: sums over ranks are the same everywhere to the last
+bit, and shapes depend on the plan alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.parallel.followers import Followers
+from serve_spec.runtime.spec_state import SpecRuntimeState
+from serve_spec.worker.worker import Worker
+
+
+class TensorParallelWorker:
+    """Rank 0's worker, which all other ranks follow. See `Worker`.
+
+    Every call may raise `RankLost`, after which none succeeds.
+    """
+
+    def __init__(self, worker: Worker, followers: Followers) -> None:
+        self.vocab_size = worker.vocab_size
+        self.device = worker.device
+        self.synthetic_acceptance = worker.synthetic_acceptance
+        self.execution = worker.execution
+        self._worker = worker
+        self._followers = followers
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the target computes in."""
+        return self._worker.dtype
+
+    @property
+    def draft_dtype(self) -> torch.dtype | None:
+        """What the draft computes in; None: there is none."""
+        return self._worker.draft_dtype
+
+    @property
+    def max_backlog_ahead(self) -> int | None:
+        """See `Worker`."""
+        return self._worker.max_backlog_ahead
+
+    @property
+    def tiers(self) -> Mapping[int, SpecRuntimeState]:
+        """Built tiers by num_steps."""
+        return self._worker.tiers
+
+    def init_states(self, candidate_steps: Iterable[int]) -> None:
+        """Builds every tier on every rank."""
+        steps = tuple(candidate_steps)
+        self._followers.tell(steps)
+        with self._followers.in_step():
+            self._worker.init_states(steps)
+
+    def submit(self, plan: StepPlan) -> PendingRound:
+        """Starts a round on every rank."""
+        self._followers.tell(plan)
+        with self._followers.in_step():
+            return _JointRound(self._worker.submit(plan), self._followers)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a round to its end."""
+        return self.submit(plan).result()
+
+
+@dataclass(frozen=True)
+class _JointRound:
+    """See `PendingRound`."""
+
+    mine: PendingRound
+    followers: Followers
+
+    def result(self) -> StepResult:
+        """Rank 0's."""
+        with self.followers.in_step():
+            return self.mine.result()
+
+
+def obey(worker: Worker, orders: Iterable[object]) -> None:
+    """What every other rank does with `TensorParallelWorker`'s orders until there are no more."""
+    before: PendingRound | None = None
+    for order in orders:
+        if isinstance(order, StepPlan):
+            newest = worker.submit(order)
+            if before is not None:
+                before.result()
+            before = newest
+        else:
+            assert isinstance(order, tuple), "an order is a plan, or the steps of all tiers"
+            worker.init_states(order)
+    if before is not None:
+        before.result()  # rank 0 may still wait for this rank's part of it
