@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import adaptive, controller, offline, trace
+from serve_spec.bench import adaptive, controller, kernels, offline, trace
 
 _BENCHES = {
     "adaptive": adaptive.main,
     "controller": controller.main,
+    "kernels": kernels.main,
     "offline": offline.main,
     "trace": trace.main,
 }

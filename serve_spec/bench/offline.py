@@ -1,4 +1,8 @@
-"""`serve-spec bench offline`: the same requests with speculation off, at fixed depths, adaptive."""
+"""`serve-spec bench offline`: the same requests with speculation off, at fixed depths, adaptive.
+
+One engine, one policy per arm; "off" is its tier without drafts. Two speeds are given: of whole
+runs, prompts and thinning ends included, and of decoding alone while the batch is full.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +16,21 @@ from typing import Any
 
 from tqdm import tqdm
 
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.bench.adaptive_arms import make_arms
+from serve_spec.bench.full_batches import FullBatches
 from serve_spec.bench.plots import plot_offline
-from serve_spec.bench.report import emit, environment, table
+from serve_spec.bench.report import emit, environment, save, table
+from serve_spec.bench.waves import heard_rounds
 from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
+from serve_spec.config import ServeSpecConfig
 from serve_spec.config.root import parse_override
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.llm import LLM
 
 Overrides = dict[str, Any]
+
+WARM_UP_TOKENS = 24
 
 
 @dataclass
@@ -27,8 +38,9 @@ class Arm:
     """One way to run the workload and what it measured, per repetition."""
 
     name: str
-    llm: LLM
+    controller: AdaptiveController
     seconds: list[float] = field(default_factory=list)
+    decoding: list[FullBatches] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
     draft_ms: float = 0.0
     verify_ms: float = 0.0
@@ -44,6 +56,9 @@ class Cell:
     batch_size: int
     tokens_per_second: float
     speedup: float
+    decode_tokens_per_second: float | None
+    """Of a batch that is always full; None where no text was long enough to tell."""
+    decode_speedup: float | None
     accept_length: float
     same_texts: int
     num_texts: int
@@ -56,31 +71,28 @@ class Cell:
 def main(argv: list[str]) -> int:
     """Runs the benchmark; prints a table and, last, one JSON line."""
     args = _parser().parse_args(argv)
-    sizes = {"max_num_seqs": max(args.batch_sizes), **_overrides(args)}
-    arms = [Arm(name, LLM(args.config, **sizes | how)) for name, how in _arms(args.num_steps)]
+    llm = LLM(args.config, **_overrides(args))
+    arms = _arms(llm.engine.controller, args.num_steps)
     prompts = held_out_prompts(
-        arms[0].llm.engine.tokenizer.encode,
-        count=args.num_prompts,
+        llm.engine.tokenizer.encode,
+        count=max(args.num_prompts, *args.batch_sizes),
         num_tokens=args.prompt_tokens,
         packages=args.packages,
     )
     cells: list[Cell] = []
     for batch_size in args.batch_sizes:
+        mine = prompts[: max(args.num_prompts, batch_size)]
+        _warm_up(llm, arms, mine[:batch_size])
         for temperature in args.temperatures:
-            _measure(arms, prompts, temperature, batch_size, args.output_tokens, args.repetitions)
+            _measure(llm, arms, mine, temperature, batch_size, args)
             cells += _cells(arms, temperature, batch_size)
+            save(_result(args, llm.config, cells), args.json)
     print(_table(cells))
-    config = arms[-1].llm.config
-    result = {
-        "bench": "offline",
-        "environment": environment(config),
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "plot")},
-        "cells": [asdict(cell) for cell in cells],
-    }
+    result = _result(args, llm.config, cells)
     if args.plot is not None:
         plot_offline(result, args.plot)
     emit(result, args.json)
-    if config.speculative.synthetic_acceptance is not None:
+    if llm.config.speculative.synthetic_acceptance is not None:
         return 0  # texts differ by construction
     same = all(cell.same_texts == cell.num_texts for cell in cells)
     return 0 if same or args.allow_differences else 1
@@ -97,7 +109,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--num-steps", type=int, nargs="+", default=[1, 3, 7], help="static arms")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
-    parser.add_argument("--num-prompts", type=int, default=8)
+    parser.add_argument(
+        "--num-prompts", type=int, default=8, help="at least a batch of them is run in any case"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3, help="per arm, interleaved")
@@ -112,63 +126,89 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _result(
+    args: argparse.Namespace, config: ServeSpecConfig, cells: Sequence[Cell]
+) -> dict[str, Any]:
+    return {
+        "bench": "offline",
+        "environment": environment(config),
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("json", "plot")},
+        "cells": [asdict(cell) for cell in cells],
+    }
+
+
 def _overrides(args: argparse.Namespace) -> Overrides:
-    """The arguments that replace keys of the configuration, and a cache that fits every arm."""
-    tokens = max(args.batch_sizes) * (args.prompt_tokens + args.output_tokens + 64)
-    overrides: Overrides = {"num_pages": max(256, tokens // 16)}
+    """The arguments that replace keys of the configuration, and room that fits every arm."""
+    most = max(args.batch_sizes)
+    tokens = most * (args.prompt_tokens + args.output_tokens + 64)
+    overrides: Overrides = {
+        "num_pages": max(256, tokens // 16),
+        "max_num_seqs": most,
+        "speculative_adaptive": True,
+    }
     for key in ("device", "dtype"):
         if getattr(args, key) is not None:
             overrides[key] = getattr(args, key)
     return {**overrides, **dict(parse_override(pair) for pair in args.set)}
 
 
-def _arms(num_steps: Sequence[int]) -> list[tuple[str, Overrides]]:
-    off = {
-        "speculative_algorithm": "NONE",
-        "speculative_num_steps": 0,
-        "speculative_adaptive": False,
-        "synthetic_acceptance": None,
-    }
-    arms: list[tuple[str, Overrides]] = [("off", off)]
-    for steps in num_steps:
-        how = {"speculative_num_steps": steps, "speculative_adaptive": False}
-        arms.append((f"K={steps}", how))
-    return [*arms, ("adaptive", {"speculative_adaptive": True})]
+def _arms(controller: AdaptiveController, num_steps: Sequence[int]) -> list[Arm]:
+    """Off, the fixed depths, and the policy the configuration names."""
+    fixed = [Arm(arm.name, arm.controller) for arm in make_arms(controller, num_steps, [])]
+    return [*fixed, Arm("adaptive", controller)]
+
+
+def _warm_up(llm: LLM, arms: Sequence[Arm], prompts: list[list[int]]) -> None:
+    """First rounds are slow, whatever runs them."""
+    params = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, seed=1, ignore_eos=True)
+    for arm in arms:
+        llm.engine.controller = arm.controller
+        llm.generate(prompts, params)
 
 
 def _measure(
-    arms: list[Arm],
+    llm: LLM,
+    arms: Sequence[Arm],
     prompts: list[list[int]],
     temperature: float,
     batch_size: int,
-    output_tokens: int,
-    repetitions: int,
+    args: argparse.Namespace,
 ) -> None:
-    """Every arm in turn, `repetitions` times after one warm-up prompt each."""
+    """Every arm in turn, over and over."""
     params = [
         SamplingParams(
-            max_tokens=output_tokens, temperature=temperature, seed=1000 + i, ignore_eos=True
+            max_tokens=args.output_tokens, temperature=temperature, seed=1000 + i, ignore_eos=True
         )
         for i in range(len(prompts))
     ]
     for arm in arms:
-        arm.seconds, arm.outputs = [], []
-        arm.llm.generate([prompts[0]] * batch_size, params[0])
+        arm.seconds, arm.decoding, arm.outputs = [], [], []
     title = f"T={temperature} batch={batch_size}"
-    for _ in tqdm(range(repetitions), desc=title, leave=False):
+    for _ in tqdm(range(args.repetitions), desc=title, leave=False):
         for arm in arms:
-            _run(arm, prompts, params, batch_size)
+            llm.engine.controller = arm.controller
+            _run(llm, arm, prompts, params, batch_size)
 
 
-def _run(arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch_size: int) -> None:
-    counters = arm.llm.engine.counters
+def _run(
+    llm: LLM,
+    arm: Arm,
+    prompts: list[list[int]],
+    params: list[SamplingParams],
+    batch_size: int,
+) -> None:
+    counters = llm.engine.counters
     before = (counters.draft_ms, counters.verify_ms, counters.num_steps_executed)
     outputs: list[RequestOutput] = []
+    decoding = FullBatches(batch_size)
     started = time.perf_counter()
     for first in range(0, len(prompts), batch_size):
         group = slice(first, first + batch_size)
-        outputs += arm.llm.generate(prompts[group], params[group])
+        with heard_rounds(llm.engine) as rounds:
+            outputs += llm.generate(prompts[group], params[group])
+        decoding.add(rounds)
     arm.seconds.append(time.perf_counter() - started)
+    arm.decoding.append(decoding)
     arm.outputs = outputs
     arm.draft_ms = counters.draft_ms - before[0]
     arm.verify_ms = counters.verify_ms - before[1]
@@ -178,9 +218,11 @@ def _run(arm: Arm, prompts: list[list[int]], params: list[SamplingParams], batch
 def _cells(arms: list[Arm], temperature: float, batch_size: int) -> list[Cell]:
     reference = [output.token_ids for output in arms[0].outputs]
     off_seconds = statistics.median(arms[0].seconds)
+    off_speed = _decode_speed(arms[0])
     cells = []
     for arm in arms:
         seconds = statistics.median(arm.seconds)
+        speed = _decode_speed(arm)
         stats = [output.speculation for output in arm.outputs]
         num_rounds = sum(s.num_rounds for s in stats)
         by_steps: dict[int, int] = {}
@@ -195,6 +237,8 @@ def _cells(arms: list[Arm], temperature: float, batch_size: int) -> list[Cell]:
                 batch_size=batch_size,
                 tokens_per_second=sum(len(o.token_ids) for o in arm.outputs) / seconds,
                 speedup=off_seconds / seconds,
+                decode_tokens_per_second=speed,
+                decode_speedup=speed / off_speed if speed and off_speed else None,
                 accept_length=1 + sum(s.num_correct_drafts for s in stats) / max(1, num_rounds),
                 same_texts=sum(
                     o.token_ids == r for o, r in zip(arm.outputs, reference, strict=True)
@@ -209,8 +253,15 @@ def _cells(arms: list[Arm], temperature: float, batch_size: int) -> list[Cell]:
     return cells
 
 
+def _decode_speed(arm: Arm) -> float | None:
+    """Median over repetitions."""
+    speeds = [decoding.tokens_per_second for decoding in arm.decoding]
+    known = [speed for speed in speeds if speed is not None]
+    return statistics.median(known) if known else None
+
+
 def _table(cells: list[Cell]) -> str:
-    columns = ["T", "batch", "arm", "tok/s", "x off", "accept", "draft ms", "verify ms", "host ms"]
+    columns = ["T", "batch", "arm", "tok/s", "x off", "decode tok/s", "x off", "accept", "chosen K"]
     rows = [
         [
             cell.temperature,
@@ -218,7 +269,10 @@ def _table(cells: list[Cell]) -> str:
             cell.arm,
             cell.tokens_per_second,
             cell.speedup,
+            "" if cell.decode_tokens_per_second is None else cell.decode_tokens_per_second,
+            "" if cell.decode_speedup is None else cell.decode_speedup,
             cell.accept_length,
+            _chosen(cell.rounds_by_num_steps),
             cell.draft_ms_per_round,
             cell.verify_ms_per_round,
             cell.host_ms_per_round,
@@ -226,4 +280,13 @@ def _table(cells: list[Cell]) -> str:
         ]
         for cell in cells
     ]
-    return table([*columns, "same texts"], rows)
+    return table([*columns, "draft ms", "verify ms", "host ms", "same texts"], rows)
+
+
+def _chosen(rounds_by_num_steps: dict[int, int]) -> str:
+    """Mean drafts per row, then the most frequent numbers with their shares."""
+    total = sum(rounds_by_num_steps.values())
+    mean = sum(steps * count for steps, count in rounds_by_num_steps.items()) / total
+    often = sorted(rounds_by_num_steps, key=lambda steps: -rounds_by_num_steps[steps])[:3]
+    shares = " ".join(f"{steps}:{rounds_by_num_steps[steps] / total:.0%}" for steps in often)
+    return f"{mean:.1f} ({shares})"

@@ -10,6 +10,8 @@ from typing import Any
 def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     """Speed of every arm relative to off, one panel per batch size, grouped by temperature.
 
+    Of decoding while the batch is full, if every cell knows it; else of whole runs.
+
     result: what `serve-spec bench offline` prints; accept length stands above each bar.
     """
     import matplotlib as mpl
@@ -18,6 +20,8 @@ def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     import matplotlib.pyplot as plt
 
     cells: Sequence[Mapping[str, Any]] = result["cells"]
+    decodes = all(cell.get("decode_speedup") is not None for cell in cells)
+    speed = "decode_speedup" if decodes else "speedup"
     batch_sizes = _in_order(cell["batch_size"] for cell in cells)
     temperatures = _in_order(cell["temperature"] for cell in cells)
     arms = _in_order(cell["arm"] for cell in cells)
@@ -28,13 +32,14 @@ def plot_offline(result: Mapping[str, Any], path: Path) -> None:
         for index, arm in enumerate(arms):
             mine = [c for c in cells if c["arm"] == arm and c["batch_size"] == batch_size]
             places = [t + (index - len(arms) / 2 + 0.5) * 0.8 / len(arms) for t in range(len(mine))]
-            bars = axis.bar(places, [c["speedup"] for c in mine], 0.75 / len(arms), label=arm)
+            bars = axis.bar(places, [c[speed] for c in mine], 0.75 / len(arms), label=arm)
             labels = [f"{c['accept_length']:.1f}" for c in mine]
             axis.bar_label(bars, labels, fontsize=6)
         axis.axhline(1.0, color="black", linewidth=0.8)
         axis.set_xticks(range(len(temperatures)), [f"T={t}" for t in temperatures])
         axis.set_title(f"batch {batch_size}")
-    axes[0][0].set_ylabel("tokens/s relative to off")
+    of = "decode tokens/s of full batches" if decodes else "tokens/s"
+    axes[0][0].set_ylabel(f"{of}, relative to off")
     axes[0][-1].legend(fontsize=7)
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
     forced = result["environment"].get("synthetic_acceptance")

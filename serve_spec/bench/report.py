@@ -53,13 +53,18 @@ def emit(result: Mapping[str, Any], path: Path | None) -> None:
 
     Before it a banner, where acceptance was forced.
     """
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    save(result, path)
     forced = result.get("environment", {}).get("synthetic_acceptance")
     if forced is not None:
         print(f"*** synthetic_acceptance={forced}: acceptance was forced, no text is real ***")
     print(json.dumps(result))
+
+
+def save(result: Mapping[str, Any], path: Path | None) -> None:
+    """Writes the JSON to `path`, if given; early, too, so that a run cut short keeps something."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def _without_outputs(argv: Sequence[str]) -> list[str]:

@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
     num_different = sum(cell.num_texts - cell.same_texts for cell in cells)
     print(f"{table(COLUMNS, rows(cells))}\n{num_different} texts differ from those of K = 0")
     _write(args, config, cells)
-    is_exact = llm.engine.worker.target.pool.keys.dtype == torch.float32
+    is_exact = llm.engine.worker.dtype == torch.float32
     return int(is_exact and num_different > 0)
 
 

@@ -90,3 +90,20 @@ def test_figures_of_forced_acceptance_say_so_in_the_table_and_in_the_result(
     assert accept_length["off"] == 1.0, "what it is compared with stays plain decoding"
     # All drafts are kept; only the end of a text leaves room for fewer.
     assert accept_length["K=3"] > 3.5
+
+
+def test_a_batch_is_always_filled_and_decoding_has_a_speed_of_its_own(
+    config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["offline", "--config", str(config), "--num-prompts", "1", "--repetitions", "1"]
+    arguments += ["--prompt-tokens", "20", "--output-tokens", "30", "--num-steps", "1"]
+    arguments += ["--temperatures", "0", "--batch-sizes", "3", "--plot", str(tmp_path / "r.png")]
+    assert main(arguments) == 0
+    cells = json.loads(capsys.readouterr().out.splitlines()[-1])["cells"]
+    assert [cell["num_texts"] for cell in cells] == [3, 3, 3]
+    assert cells[0]["decode_speedup"] == 1.0
+    for cell in cells:
+        over_off = cell["decode_tokens_per_second"] / cells[0]["decode_tokens_per_second"]
+        assert cell["decode_speedup"] == pytest.approx(over_off)
+    assert set(cells[1]["rounds_by_num_steps"]) <= {"0", "1"}, "a last token needs no draft"
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")

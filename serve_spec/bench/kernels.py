@@ -1,0 +1,168 @@
+"""`serve-spec bench kernels`: what one GPU does with a pair, figure by figure beside its aim.
+
+At most two engines are built, one after the other: one whose acceptance is real, one where it is
+forced. Policies take turns on them. Sections, in the order they run:
+
+    floor         the matrix products of a step alone, and the speed of memory
+    plain         steps without drafts, by batch size
+    transformers  its generate over the same weights, plain and assisted
+    capture       what recording the stages took
+    costs         the cost table the engine weighs
+    rounds        rounds of 3 and 7 drafts at a forced accept length, and where their time goes
+    host          share of rounds in which the device waits for the host
+    switch        what changing the tier costs
+    adaptive      the goodput policy against every fixed depth
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from serve_spec.bench.kernels_adaptive import adaptive
+from serve_spec.bench.kernels_aims import ACCEPT_LENGTH, LINEARS_MS
+from serve_spec.bench.kernels_floor import floor
+from serve_spec.bench.kernels_plots import plot_kernels
+from serve_spec.bench.kernels_report import tables
+from serve_spec.bench.kernels_rounds import host, plain, rounds
+from serve_spec.bench.kernels_run import KernelsRun, Measure
+from serve_spec.bench.kernels_setting import Acceptance, Sizes
+from serve_spec.bench.kernels_start import capture, costs
+from serve_spec.bench.kernels_switch import switch
+from serve_spec.bench.kernels_transformers import transformers
+from serve_spec.bench.report import emit
+from serve_spec.bench.waves import Wave
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
+
+_REAL: Mapping[str, Measure] = {
+    "floor": floor,
+    "plain": plain,
+    "transformers": transformers,
+}
+_FORCED: Mapping[str, Measure] = {
+    "capture": capture,
+    "costs": costs,
+    "rounds": rounds,
+    "host": host,
+    "switch": switch,
+    "adaptive": adaptive,
+}
+SECTIONS = (*_REAL, *_FORCED)
+
+_MIN_BATCHED_TOKENS = 2048
+_MIN_PAGES = 256
+"""Of an engine for the smallest batches: more than its longest text."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the sections, or draws an old result; prints tables and, last, one JSON line.
+
+    1 if a section failed. The file named by --json is written anew after every section.
+    """
+    args = _parser().parse_args(argv)
+    result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
+    print(tables(result))
+    if args.plot is not None:
+        plot_kernels(result, args.plot)
+    if args.from_json is None:
+        emit(result, args.json)
+    return int(bool(result["failed"]))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="serve-spec bench kernels",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", default="configs/tiny.yaml")
+    parser.add_argument("--device", help="overrides the configuration")
+    parser.add_argument("--dtype", help="overrides the configuration")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    parser.add_argument(
+        "--num-steps", type=int, nargs="+", default=list(range(8)), help="fixed depths; 0 always"
+    )
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=256, help="in the mean")
+    parser.add_argument("--repetitions", type=int, default=2, help="per figure, interleaved")
+    parser.add_argument(
+        "--acceptance", type=float, nargs="+", default=[ACCEPT_LENGTH],
+        help="what is forced: one accept length, or the chance of each position's draft",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rows", type=int, nargs="+", default=list(LINEARS_MS), help="of the floor"
+    )
+    parser.add_argument("--assistant", help="a small target for transformers: folder or asset:NAME")
+    parser.add_argument("--json", type=Path, help="also write the result here")
+    parser.add_argument("--plot", type=Path, metavar="DIR", help="draw the sections here (PNG)")
+    parser.add_argument(
+        "--from-json", type=Path, metavar="FILE", help="run nothing: print and draw this result"
+    )
+    return parser
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = Sizes(
+        batch_sizes=tuple(sorted(set(args.batch_sizes))),
+        num_steps=tuple(sorted({0, *args.num_steps})),
+        prompt_tokens=args.prompt_tokens,
+        output_tokens=args.output_tokens,
+        repetitions=args.repetitions,
+        rows=tuple(args.rows),
+    )
+    config = _config(args, sizes)
+    real, forced = _split(args.sections)
+    outputs = ("json", "plot", "from_json")
+    arguments = {key: value for key, value in vars(args).items() if key not in outputs}
+    run = KernelsRun(config, sizes, args.assistant, arguments, args.json)
+    if real:
+        run.on_engine(
+            {name: _REAL[name] for name in real},
+            speculative_adaptive=False,
+            speculative_num_steps=sizes.num_steps[-1],
+        )
+    if forced and config.speculative.enabled:
+        run.on_engine(
+            {name: {**_REAL, **_FORCED}[name] for name in forced},
+            speculative_adaptive=True,
+            speculative_adaptive_strategy="goodput",
+            synthetic_acceptance=_acceptance(args.acceptance),
+        )
+    elif forced:
+        run.leave_out(forced, "speculative_algorithm='NONE'; name an algorithm and its draft")
+    return run.result
+
+
+def _config(args: argparse.Namespace, sizes: Sizes) -> ServeSpecConfig:
+    """The configuration with room for the largest batch, so that no draft is ever cut."""
+    named = {key: getattr(args, key) for key in ("device", "dtype")}
+    said = {key: value for key, value in named.items() if value is not None}
+    others = dict(parse_override(pair) for pair in args.set)
+    config = ServeSpecConfig.load(args.config, **{**said, **others})
+    most, deepest = sizes.batch_sizes[-1], sizes.num_steps[-1]
+    longest = Wave(most, sizes.prompt_tokens, sizes.output_tokens).num_tokens + 2 * (deepest + 1)
+    pages = most * -(-longest // config.cache.page_size)
+    num_batched = max(_MIN_BATCHED_TOKENS, 2 * most * (deepest + 1))
+    return ServeSpecConfig.load(
+        config,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, num_batched),
+        num_pages=max(config.cache.num_pages or 0, pages, _MIN_PAGES),
+    )
+
+
+def _acceptance(values: Sequence[float]) -> Acceptance:
+    return values[0] if len(values) == 1 and values[0] >= 1 else tuple(values)
+
+
+def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Sections by the engine they run on, in order. The floor is the same on both."""
+    real = [name for name in _REAL if name in names]
+    forced = [name for name in _FORCED if name in names]
+    return ([], real + forced) if real == ["floor"] and forced else (real, forced)
