@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -16,15 +17,20 @@ from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.costs import cost_key, obtain_costs
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
 from serve_spec.engine.profile import MeasuredCosts, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, Llama, ModelShape, load_draft, load_target
+from serve_spec.parallel.followers import Followers
+from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.parallel.launch import launch
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.scheduler.scheduler import Scheduler
-from serve_spec.worker.worker import SpecWorker
+from serve_spec.worker.tensor_parallel import TensorParallelWorker
+from serve_spec.worker.worker import SpecWorker, Worker
 
 logger = get_logger(__name__)
 
@@ -35,24 +41,51 @@ _PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
 def build_engine(config: ServeSpecConfig) -> SpecEngine:
     """Loads target, draft and tokenizer and makes an engine that is ready for its first request.
 
+    With several ranks this process is rank 0; it starts the others, and `SpecEngine.shutdown` ends
+    them.
+
     Raises:
         CheckpointError: a file that can not be used.
         ValueError: sizes that do not fit together; names the fields.
+        RankLost: another rank can not start.
     """
-    device = _device(config.model.device)
-    dtype = torch_dtype(_dtype_name(config.model.dtype, device))
-    if config.replica.torch_num_threads is not None:
-        torch.set_num_threads(config.replica.torch_num_threads)
-    folder = Path(config.model.path)
-    target = load_target(folder, dtype, device, config.model.max_model_len)
-    head = _load_head(config, target, dtype, device)
+    if config.model.tensor_parallel_size == 1:
+        return _build_engine(config, SINGLE, None)
+    followers = _start_followers(config)
+    try:
+        with followers.in_step():
+            parallel = followers.join(rank_device(config, 0))
+            return _build_engine(config, parallel, followers)
+    except BaseException:
+        followers.stop()
+        raise
+
+
+def _start_followers(config: ServeSpecConfig) -> Followers:
+    """All ranks but this one, after the refusals that need none of them."""
+    size = config.model.tensor_parallel_size
+    ModelShape.from_directory(config.model.path).on_rank_of(size)
+    if rank_device(config, 0).type == "cuda" and torch.cuda.device_count() < size:
+        raise ValueError(
+            f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here; "
+            "lower it, or show more of them (CUDA_VISIBLE_DEVICES)"
+        )
+    return launch("serve_spec.engine.follower", size, config)
+
+
+def _build_engine(
+    config: ServeSpecConfig, parallel: TensorParallel, followers: Followers | None
+) -> SpecEngine:
+    loaded = load_models(config, parallel)
+    target, num_pages = loaded.target, loaded.num_pages
     policy = PolicySettings.of(config.speculative)
-    num_pages = _num_pages(config, target, head, dtype, device)
     max_model_len = target.max_model_len
-    tokenizer = Tokenizer(folder)
+    tokenizer = Tokenizer(Path(config.model.path))
     _check_fit(target.shape, max_model_len, tokenizer)
     _check_sizes(config, num_pages, max_model_len)
-    worker = _build_worker(config, target, head, num_pages, dtype, device)
+    worker = build_worker(config, loaded)
+    if followers is not None:
+        worker = TensorParallelWorker(worker, followers)
     worker.init_states(policy.candidate_steps)
     costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
     controller = AdaptiveController(policy, costs, logger.warning)
@@ -64,12 +97,59 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
         tokenizer,
         eos_token_ids=target.shape.eos_token_ids,
         max_model_len=max_model_len,
+        followers=followers,
     )
+
+
+@dataclass(frozen=True)
+class LoadedModels:
+    """What one rank computes with, and how many pages every rank has room for."""
+
+    target: Llama
+    head: DraftHead | None
+    num_pages: int
+    dtype: torch.dtype
+    device: torch.device
+    parallel: TensorParallel
+
+
+def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
+    """Loads a rank's part of the target, and the draft.
+
+    Raises:
+        CheckpointError: a file that can not be used.
+    """
+    device = rank_device(config, parallel.rank)
+    dtype = torch_dtype(_dtype_name(config.model.dtype, device))
+    if config.replica.torch_num_threads is not None:
+        torch.set_num_threads(config.replica.torch_num_threads)
+    target = load_target(config.model.path, dtype, device, config.model.max_model_len, parallel)
+    head = _load_head(config, target, dtype, device)
+    num_pages = parallel.smallest(_num_pages(config, target, head, dtype, device))
+    return LoadedModels(target, head, num_pages, dtype, device, parallel)
+
+
+def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
+    """One rank's worker, without tiers yet."""
+    eager = _eager_worker(config, loaded)
+    if not runs_on_lanes(config, loaded.device):
+        return eager
+    policy = PolicySettings.of(config.speculative)
+    return put_on_lanes(eager, config, policy, loaded.target.max_model_len)
+
+
+def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
+    """Where a rank computes: ranks of one host have a GPU each, or share its CPU."""
+    device = _device(config.model.device)
+    if device.type == "cpu" or config.model.tensor_parallel_size == 1:
+        return device
+    # A process that is shown one GPU only calls it the first, whatever its rank.
+    return torch.device("cuda", rank % torch.cuda.device_count())
 
 
 def _costs(
     config: ServeSpecConfig,
-    worker: SpecWorker,
+    worker: Worker,
     policy: PolicySettings,
     num_pages: int,
     max_model_len: int,
@@ -141,14 +221,9 @@ def _draft_dtype(name: str, target_dtype: torch.dtype, device: torch.device) -> 
     return torch.bfloat16 if is_native and target_dtype == torch.float32 else target_dtype
 
 
-def _build_worker(
-    config: ServeSpecConfig,
-    target: Llama,
-    head: DraftHead | None,
-    num_pages: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> SpecWorker:
+def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
+    target, head, num_pages = loaded.target, loaded.head, loaded.num_pages
+    dtype, device = loaded.dtype, loaded.device
     page_size = config.cache.page_size
 
     def pool(shape: ModelShape, dtype: torch.dtype) -> PagedKVPool:
@@ -175,23 +250,28 @@ def _build_worker(
             max_tokens=config.scheduler.max_num_batched_tokens,
         )
     runner = TargetRunner(
-        target, pool(target.shape, dtype), capture=head.capture if head else None, features=features
+        target,
+        pool(target.rank_shape, dtype),
+        capture=head.capture if head else None,
+        features=features,
     )
     return SpecWorker(
         runner,
         drafter,
-        target_attention=_attention(config, target.shape),
-        draft_attention=_attention(config, head.shape) if head else None,
+        target_attention=_attention(config, target.rank_shape, device, dtype),
+        draft_attention=_attention(config, head.shape, device, head.dtype) if head else None,
         page_size=page_size,
         vocab_size=target.shape.vocab_size,
         device=device,
         synthetic_acceptance=config.speculative.synthetic_acceptance,
+        parallel=loaded.parallel,
     )
 
 
-def _attention(config: ServeSpecConfig, shape: ModelShape) -> AttentionBackend:
-    name = config.model.attention_backend
-    return create_attention_backend("torch" if name == "auto" else name, shape)
+def _attention(
+    config: ServeSpecConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
+) -> AttentionBackend:
+    return create_attention_backend(config.model.attention_backend, shape, device, dtype)
 
 
 def _num_pages(
@@ -205,7 +285,7 @@ def _num_pages(
     if config.cache.num_pages is not None:
         return config.cache.num_pages
     page_size = config.cache.page_size
-    page_bytes = _kv_page_bytes(target.shape, page_size, dtype)
+    page_bytes = _kv_page_bytes(target.rank_shape, page_size, dtype)
     if head is not None:
         page_bytes += _kv_page_bytes(head.shape, page_size, head.dtype)
         page_bytes += page_size * head.feature_dim * dtype.itemsize

@@ -25,7 +25,7 @@ from serve_spec.config.cost_table import (
 )
 from serve_spec.engine.profile import MeasuredCosts
 from serve_spec.log import get_logger
-from serve_spec.worker.worker import SpecWorker
+from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)
 
@@ -37,6 +37,7 @@ _ROUND_ROOMS = (
     "layers",
     "models",
     "ops",
+    "parallel",
     "runtime",
     "verify",
     "worker",
@@ -95,20 +96,21 @@ def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
     return CostTable(version=FORMAT_VERSION, key=key, padded=False, **dataclasses.asdict(costs))
 
 
-def cost_key(config: ServeSpecConfig, worker: SpecWorker) -> CostKey:
+def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
     """What the costs of this worker's rounds depend on."""
     draft = config.speculative.speculative_draft_model_path
-    backend = config.model.attention_backend
+    # On lanes, whatever attends in the other rounds.
+    backend = "lanes" if worker.execution == "lanes" else worker.tiers[0].verify.name
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
         target=fingerprint(config.model.path),
         draft="" if draft is None else fingerprint(draft),
         algorithm=config.speculative.speculative_algorithm,
-        dtype=_dtype_name(worker.target.pool.keys.dtype),
-        draft_dtype="" if worker.drafter is None else _dtype_name(worker.drafter.dtype),
+        dtype=_dtype_name(worker.dtype),
+        draft_dtype="" if worker.draft_dtype is None else _dtype_name(worker.draft_dtype),
         tensor_parallel_size=config.model.tensor_parallel_size,
-        attention_backend="torch" if backend == "auto" else backend,
+        attention_backend=backend,
         code=code_version(),
     )
 
@@ -116,7 +118,7 @@ def cost_key(config: ServeSpecConfig, worker: SpecWorker) -> CostKey:
 def fingerprint(checkpoint: Path) -> str:
     """A short hash of a checkpoint's config and of its weights files' names, sizes and heads."""
     hashed = hashlib.sha256()
-    for pattern in ("config.json", *_WEIGHT_FILES):
+    for pattern in ("config.json", "expansion.json", *_WEIGHT_FILES):
         for file in sorted(checkpoint.glob(pattern)):
             _add(hashed, [file.name.encode(), str(file.stat().st_size).encode()])
             with file.open("rb") as content:

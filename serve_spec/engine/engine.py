@@ -18,6 +18,7 @@ from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.metrics import MetricsSink, NullSink, StepStats
+from serve_spec.parallel.followers import Followers
 from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
 from serve_spec.worker.worker import Worker
 
@@ -79,6 +80,7 @@ class SpecEngine:
         eos_token_ids: Collection[int],
         max_model_len: int,
         metrics: MetricsSink | None = None,
+        followers: Followers | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -89,6 +91,7 @@ class SpecEngine:
         self.counters = EngineCounters()
         self.collector = MetricsCollector()
         self.metrics = metrics or NullSink()
+        self._followers = followers
         self._outputs: dict[str, OutputText] = {}
         self._flight: _Flight | None = None
         self._settled_at = 0.0
@@ -182,6 +185,16 @@ class SpecEngine:
         """Changes policy knobs between rounds; refused as a whole when invalid."""
         self.controller.reconfigure(settings)
 
+    def check_health(self) -> None:
+        """Raises RankLost when this engine has lost one of its ranks. From any thread."""
+        if self._followers is not None:
+            self._followers.check()
+
+    def shutdown(self) -> None:
+        """Ends the ranks beside this one, if there are any; no round runs afterwards."""
+        if self._followers is not None:
+            self._followers.stop()
+
     def _encode(self, prompt: str) -> list[int]:
         try:
             prompt.encode()
@@ -227,7 +240,7 @@ class SpecEngine:
         verified = VerifiedRound(
             num_steps=plan.num_steps,
             batch_size=len(planned),
-            num_tokens=sum(row.length for row in planned),
+            num_tokens=sum(len(row.seq) - len(row.token_ids) for row in decoded),
             num_sampled=sum(not row.params.is_greedy for row in planned),
             request_ids=[row.seq.request_id for row in live],
             row_steps=[row.num_steps for row in live],
@@ -274,6 +287,8 @@ class SpecEngine:
             slot=notes.slot,
             ema_accept_length=notes.ema_accept_length,
             speedup=self.collector.speedup(len(decoded)),
+            num_broken_drafts=len(result.broken_drafts),
+            idle_ms=result.idle_ms,
         )
         self.counters.observe(stats)
         self.collector.observe(stats)

@@ -60,7 +60,8 @@ class LLM:
         ]
 
     def shutdown(self) -> None:
-        """Frees the model; the object can not be used afterwards."""
+        """Frees the model and ends its processes; the object can not be used afterwards."""
+        self.engine.shutdown()
         del self.engine
 
     @staticmethod

@@ -131,11 +131,12 @@ class EngineLoop:
         return self._engine.snapshot()
 
     def check_health(self) -> None:
-        """Raises RuntimeError when the engine thread has ended or hangs inside a round."""
+        """Raises RuntimeError: the thread has ended or hangs inside a round, or a rank is lost."""
         if self._stopping:
             raise RuntimeError("the engine has been shut down")
         if self._failure is not None:
             raise RuntimeError(f"the engine thread died: {self._failure!r}") from self._failure
+        self._engine.check_health()
         started = self._round_started
         if started is not None and time.monotonic() - started > _STUCK_AFTER_S:
             raise RuntimeError(f"a round has been running for over {_STUCK_AFTER_S:.0f} s")
@@ -145,6 +146,7 @@ class EngineLoop:
         self._stopping = True
         self._inbox.put(lambda: None)
         self._thread.join()
+        self._engine.shutdown()
 
     def _run(self) -> None:
         try:

@@ -52,19 +52,22 @@ class SyntheticPlans:
     def __init__(self, page_size: int, vocab_size: int) -> None:
         self._page_size = page_size
         self._vocab_size = vocab_size
+        self._num_plans = 0
         self._random = random.Random(0)  # its own, so that nobody else's numbers change
 
     def plan(self, cell: Cell, temperature: float) -> StepPlan:
         """A round of this size."""
         params = SamplingParams(temperature=temperature)
+        self._num_plans += 1  # other requests every time, for none continues the last plan's
         rows = tuple(self._row(cell, b, params) for b in range(cell.batch_size))
-        return StepPlan(rows, cell.num_steps, cell.batch_size)
+        backlog = max(len(row.catch_up_ids) for row in rows)
+        return StepPlan(rows, cell.num_steps, cell.batch_size, max_backlog=backlog)
 
     def _row(self, cell: Cell, b: int, params: SamplingParams) -> RowPlan:
         start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
         pages = cell.pages_per_row(self._page_size)
         return RowPlan(
-            request_id=f"synthetic-{b}",
+            request_id=f"synthetic-{self._num_plans}-{b}",
             token_ids=self._tokens(1),
             start=start,
             samples=True,
@@ -75,6 +78,7 @@ class SyntheticPlans:
             num_steps=cell.num_steps,
             draft_start=start - num_catch_up if cell.num_steps else 0,
             catch_up_ids=self._tokens(num_catch_up),
+            lane=b,
         )
 
     def _tokens(self, count: int) -> tuple[int, ...]:

@@ -8,15 +8,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext
-from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Layer, parameter
-from serve_spec.layers.rope import Rotation, rotate
+from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.module import Destination, Layer, parameter
+from serve_spec.layers.parallel import column_linear, row_linear
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """Sizes and options of one attention layer. `in_features`: width of what enters q/k/v."""
+    """Sizes and options of one attention layer. `in_features`: width of what enters q/k/v.
+
+    Heads are those of one rank.
+    """
 
     in_features: int
     hidden_size: int
@@ -32,14 +35,18 @@ class AttentionShape:
 class Attention(Layer):
     """o_proj(attend(rotate(q), rotate(k), v)) of layer `index` of its model's KV pool."""
 
-    def __init__(self, shape: AttentionShape, index: int) -> None:
+    def __init__(
+        self, shape: AttentionShape, index: int, parallel: TensorParallel = SINGLE
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.index = index
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         parts = {"q_proj": query, "k_proj": key, "v_proj": key}
-        self.qkv = Linear(shape.in_features, parts, bias=shape.qkv_bias)
-        self.output = Linear(query, {"o_proj": shape.hidden_size}, bias=shape.output_bias)
+        self.qkv = column_linear(shape.in_features, parts, parallel, bias=shape.qkv_bias)
+        self.output = row_linear(
+            query, {"o_proj": shape.hidden_size}, parallel, bias=shape.output_bias
+        )
         # One gain for query heads, one for key heads; the index spreads them over all heads, so
         # that queries and keys are normalised and rotated together.
         self.qk_gain = parameter(2, shape.head_dim) if shape.qk_norm else None
@@ -50,22 +57,17 @@ class Attention(Layer):
         shape = self.shape
         num_rotated = shape.num_heads + shape.num_kv_heads
         heads = self.qkv(x).view(-1, num_rotated + shape.num_kv_heads, shape.head_dim)
-        rotated = heads[:, :num_rotated]
         if self.qk_gain is not None:
-            rotated = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
-            rotated = rotated * self.qk_gain.index_select(0, self._gain_of_head)
-        rotated = rotate(rotated, rotation)
-        attended = ctx.attention.run(
-            self.index,
-            rotated[:, : shape.num_heads],
-            rotated[:, shape.num_heads :],
-            heads[:, num_rotated:],
-        )
+            rotated = heads[:, :num_rotated]
+            normed = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
+            gain = self.qk_gain.index_select(0, self._gain_of_head)
+            torch.mul(normed, gain, out=rotated)
+        attended = ctx.attention.run(self.index, heads, rotation)
         return self.output(attended.reshape(-1, shape.num_heads * shape.head_dim))
 
     __call__ = forward
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """Projections and, if any, the gains of query and key heads ([head_dim] each)."""
         tensors = {**self.qkv.tensors(), **self.output.tensors()}
         if self.qk_gain is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from serve_spec.layers.module import Layer, parameter
+from serve_spec.layers.module import Destination, Layer, parameter
 
 
 class Embedding(Layer):
@@ -21,6 +22,20 @@ class Embedding(Layer):
 
     __call__ = forward
 
-    def tensors(self) -> dict[str, Tensor]:
+    @property
+    def matrix(self) -> nn.Parameter:
+        """The rows themselves, for a head that shares them."""
+        return self.weight
+
+    def holds(self, table: Tensor) -> bool:
+        """Whether `table` [V, width], of this dtype and device, is the same up to rounding."""
+        return is_copy(table, self.weight)
+
+    def tensors(self) -> dict[str, Destination]:
         """The table."""
         return {"weight": self.weight}
+
+
+def is_copy(table: Tensor, original: Tensor) -> bool:
+    """Whether both are the same, but for what a stay in float16 does to numbers."""
+    return table.shape == original.shape and torch.allclose(table, original, rtol=1e-2, atol=1e-4)

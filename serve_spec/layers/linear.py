@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from serve_spec.layers.module import Layer, parameter
+from serve_spec.layers.module import Destination, Layer, parameter
 from serve_spec.log import get_logger
+from serve_spec.ops import fast
 
 _log = get_logger(__name__)
 
@@ -23,8 +23,7 @@ class Linear(Layer):
     """y = x·Wᵀ + b, where W stacks the rows of one or more checkpoint matrices.
 
     `parts` names these matrices and their numbers of rows, in order: `{"q_proj": 64, "k_proj": 32,
-    "v_proj": 32}` makes one [128, in] product of three. A tensor-parallel linear subclasses this
-    with its local sizes and slices in `tensors()`.
+    "v_proj": 32}` makes one [128, in] product of three. Over several ranks: `layers/parallel.py`.
     """
 
     def __init__(self, in_features: int, parts: Mapping[str, int], bias: bool = False) -> None:
@@ -32,18 +31,25 @@ class Linear(Layer):
         self.parts = dict(parts)
         self.weight = parameter(sum(parts.values()), in_features)
         self.bias = parameter(sum(parts.values())) if bias else None
+        # Of the result, if not that of the input: a head's logits leave it in float32.
+        self.out_dtype: torch.dtype | None = None
         self._packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return _onednn_linear(x, self._packed, self.bias)
+            return fast.linear(x, self.weight, self.bias, self.out_dtype)
+        out = _onednn_linear(x, self._packed, self.bias)
+        return out if self.out_dtype is None else out.to(self.out_dtype)
 
     __call__ = forward
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """`<part>.weight` and `<part>.bias`: the rows of each part."""
+        return {**self.views()}
+
+    def views(self) -> dict[str, Tensor]:
+        """The rows of each part, by the name of its checkpoint tensor."""
         views = {}
         start = 0
         for name, rows in self.parts.items():

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.layers.linear import Linear
-from serve_spec.layers.module import Layer
+from serve_spec.layers.module import Destination, Layer
+from serve_spec.layers.parallel import column_linear, row_linear
+from serve_spec.ops import activation, fast
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 class GatedMLP(Layer):
-    """down(silu(gate(x)) · up(x)); gate and up are one product."""
+    """down(silu(gate(x)) · up(x)); gate and up are one product.
 
-    def __init__(self, hidden_size: int, intermediate_size: int) -> None:
+    intermediate_size: this rank's neurons.
+    """
+
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, parallel: TensorParallel = SINGLE
+    ) -> None:
         super().__init__()
-        self.gate_up = Linear(
-            hidden_size, {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        )
-        self.down = Linear(intermediate_size, {"down_proj": hidden_size})
+        parts = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up = column_linear(hidden_size, parts, parallel)
+        self.down = row_linear(intermediate_size, {"down_proj": hidden_size}, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        gate, up = self.gate_up(x).chunk(2, dim=-1)
-        return self.down(F.silu(gate).mul_(up))
+        if x.is_cuda:
+            return self.down(fast.gate_up(x, self.gate_up.weight))
+        return self.down(activation.silu_and_mul(self.gate_up(x)))
 
     __call__ = forward
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Destination]:
         """Gate, up and down matrices."""
         return {**self.gate_up.tensors(), **self.down.tensors()}

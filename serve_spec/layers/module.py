@@ -4,9 +4,40 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Where one rank's part of a checkpoint tensor goes.
+
+    `tensor` takes what the checkpoint's tensor holds from index `start` of dimension `dim` on;
+    `whole` is the size of that dimension in the checkpoint.
+    """
+
+    tensor: Tensor
+    dim: int
+    start: int
+    whole: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the checkpoint's tensor."""
+        return (*self.tensor.shape[: self.dim], self.whole, *self.tensor.shape[self.dim + 1 :])
+
+    @property
+    def index(self) -> tuple[slice, ...]:
+        """What picks the part out of the checkpoint's tensor."""
+        end = self.start + self.tensor.shape[self.dim]
+        return (*[slice(None)] * self.dim, slice(self.start, end))
+
+
+Destination: TypeAlias = Tensor | Shard
+"""What a checkpoint tensor fills: a parameter or a view of a part of one, or a shard of it."""
 
 
 class Layer(nn.Module):
@@ -16,8 +47,8 @@ class Layer(nn.Module):
     microsecond, which counts when a decode step makes a hundred of them.
     """
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Destinations by checkpoint name: each a parameter, or a view of a part of one."""
+    def tensors(self) -> Mapping[str, Destination]:
+        """Destinations by checkpoint name."""
         raise NotImplementedError
 
     def finish(self) -> None:
@@ -36,8 +67,8 @@ def parameter(*shape: int) -> nn.Parameter:
     return nn.Parameter(torch.empty(*shape), requires_grad=False)
 
 
-def prefixed(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, each name preceded by `prefix`."""
+def prefixed(prefix: str, tensors: Mapping[str, Destination]) -> dict[str, Destination]:
+    """The same destinations, each name preceded by `prefix`."""
     return {prefix + name: tensor for name, tensor in tensors.items()}
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from serve_spec.core.context import Rotation
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,8 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-class Rotation(NamedTuple):
-    """Cosines and signed sines of one forward's rows: float32 [T, 1, head_dim] each.
-
-    The first half of every sine row is negated, so that a rotation is x·cos + roll(x, d/2)·sin.
-    """
-
-    cos: Tensor
-    sin: Tensor
+# Rounds launched before the last is read may run past the end of a text; nobody keeps their tokens.
+_MARGIN = 64
 
 
 class RotaryTable:
@@ -39,7 +34,7 @@ class RotaryTable:
         # Computed on the CPU wherever it is used: devices differ in the last bits of pow and cos.
         with torch.device("cpu"):
             frequencies = inverse_frequencies(head_dim, theta, scaling)
-            angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+            angles = torch.outer(torch.arange(max_len + _MARGIN, dtype=torch.float32), frequencies)
         device = torch.empty(0).device
         cos, sin = angles.cos().to(device), angles.sin().to(device)
         self._cos = torch.cat((cos, cos), dim=-1).unsqueeze(1)
@@ -48,17 +43,11 @@ class RotaryTable:
     @property
     def max_len(self) -> int:
         """Positions the table covers."""
-        return self._cos.shape[0]
+        return self._cos.shape[0] - _MARGIN
 
     def at(self, positions: Tensor) -> Rotation:
         """The rotation of rows at `positions` [T] (int64, below `max_len`)."""
-        return Rotation(self._cos.index_select(0, positions), self._sin.index_select(0, positions))
-
-
-def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates [T, heads, d] by its rows' positions; float32 inside, x's dtype outside."""
-    rolled = x.roll(x.shape[-1] // 2, -1)
-    return torch.addcmul(x * rotation.cos, rolled, rotation.sin).to(x.dtype)
+        return Rotation(self._cos, self._sin, positions)
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: Llama3Scaling | None) -> Tensor:

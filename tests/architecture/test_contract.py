@@ -5,8 +5,8 @@ Where this departs from the first floor plan, and why:
 - `engine` also reaches `attention`, `drafters` and `runtime`: `engine/build.py` is where the parts
   of a process are put together, so that `worker` receives them instead of choosing them.
 - `drafters` reaches `kvcache`: a drafter owns its pool and reads the target's features by slot.
-- `parallel` is listed before it exists, with everyone who will use it: one rank per replica for
-  now, and a place for more.
+- `verify` and `engine` reach `parallel`: draws that stay on the device are taken over from rank 0,
+  and the engine starts and ends the other ranks.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
 - The torch-free rooms are imported for real as well: a library that comes in through a neighbour
   counts like one that is named.
@@ -37,23 +37,23 @@ MAY_IMPORT = {
     "adaptive": ["config", "core"],
     "kvcache": ["core", "ops"],
     "layers": ["core", "ops", "parallel"],
-    "verify": ["core", "ops"],
+    "verify": ["core", "ops", "parallel", "runtime"],
     "attention": ["core", "ops", "kvcache"],
     "models": ["core", "config", "parallel", "layers"],
     "scheduler": ["core", "config", "kvcache"],
-    "runtime": ["core", "config", "parallel", "kvcache", "attention", "models"],
-    "drafters": ["core", "config", "ops", "kvcache", "models", "runtime"],
+    "runtime": ["core", "config", "parallel", "ops", "kvcache", "attention", "models"],
+    "drafters": ["core", "config", "ops", "kvcache", "attention", "models", "runtime"],
     "worker": [
         "core", "config", "parallel", "ops", "kvcache", "runtime", "drafters", "verify",
     ],
     "engine": [
         "core", "config", "metrics", "adaptive", "attention", "drafters", "kvcache", "models",
-        "runtime", "scheduler", "worker",
+        "parallel", "runtime", "scheduler", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
-    "bench": ["core", "config", "metrics", "adaptive", "engine"],
+    "bench": ["core", "config", "metrics", "adaptive", "engine", "layers", "models"],
     "training": ["core", "config", "layers", "models"],
-    "cli": ["core", "config", "engine", "serving", "bench", "training"],
+    "cli": ["core", "config", "engine", "models", "serving", "bench", "training"],
 }  # fmt: skip
 
 # library -> path fragments allowed to import it; every other file may not.
@@ -64,7 +64,7 @@ CONFINED = {
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
     "pydantic": ["config/", "serving/openai.py"],
-    "transformers": ["engine/tokenizer.py", "models/shape.py", "training/"],
+    "transformers": ["engine/tokenizer.py", "models/shape.py", "training/", "bench/hf_model.py"],
     "safetensors": ["models/weights.py", "training/"],
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "metrics.py"]

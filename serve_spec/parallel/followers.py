@@ -1,0 +1,222 @@
+"""Rank 0's end: the ranks that follow it, from their start to their end."""
+
+from __future__ import annotations
+
+import atexit
+import pickle
+import shutil
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from serve_spec.log import get_logger
+from serve_spec.parallel.group import DeviceGroup, TensorParallel, join
+from serve_spec.parallel.line import Line, listen, wait_for_end
+from serve_spec.parallel.orders import STOP
+
+logger = get_logger(__name__)
+
+Processes = Mapping[int, "subprocess.Popen[bytes]"]
+"""Followers that are processes of this one, by rank."""
+
+_START_S = 300.0
+"""Seconds that followers get to start: a cold file system reads libraries slowly."""
+_LOOK_S = 0.1
+"""Seconds between looks at who has not called yet."""
+_NEWS_S = 0.5
+"""Seconds from the first rank's end to the report of it: what others say may explain it."""
+_NOTICE_S = 5.0
+"""Seconds within which the end of a rank is noticed by all who watch."""
+_GRACE_S = 10.0
+"""Seconds that followers get to end by themselves."""
+
+
+class RankLost(RuntimeError):
+    """A rank is gone, or out of step with the others: nothing can be computed together any more."""
+
+
+class Followers:
+    """All ranks but 0, wherever they run on this host.
+
+    `address` is a folder that only this user can open; followers call there (see `Orders`).
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.address = Path(tempfile.mkdtemp(prefix="serve-spec-"))
+        self._listener = listen(self.address)
+        self._listener.settimeout(_LOOK_S)
+        self._lines: dict[int, Line] = {}
+        self._processes: Processes = {}
+        self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
+        self._group: TensorParallel | None = None
+        self._reason: str | None = None
+        self._has_lost = threading.Event()
+        self._is_stopping = False
+        atexit.register(self.stop)
+
+    def accept(self, processes: Processes) -> None:
+        """Waits until all have called.
+
+        Raises:
+            RankLost: one can not start, or ended, or does not call.
+        """
+        self._processes = processes
+        deadline = time.monotonic() + _START_S
+        while missing := [rank for rank in range(1, self.size) if rank not in self._lines]:
+            self._check_start(missing, deadline)
+            with suppress(TimeoutError):
+                self._greet(Line(self._listener.accept()[0]))
+        self._watcher.start()
+
+    def join(self, device: torch.device) -> TensorParallel:
+        """The group of all ranks, closed when one is lost.
+
+        Raises:
+            RankLost: one was lost before it joined.
+        """
+        joined: Future[DeviceGroup] = Future()
+
+        def enter() -> None:
+            try:
+                joined.set_result(join(0, self.size, device, self.address))
+            except BaseException as error:
+                joined.set_exception(error)
+
+        # In a thread that can be left behind: a rank that does not come is waited for inside.
+        threading.Thread(target=enter, name="join", daemon=True).start()
+        while not wait([joined], _LOOK_S).done:
+            self.check()
+        self._group = joined.result()
+        return self._group
+
+    def tell(self, order: object) -> None:
+        """Sends `order` to all.
+
+        Raises:
+            RankLost: one is gone.
+        """
+        self.check()
+        message = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+        with self.in_step():
+            for line in self._lines.values():
+                line.send_pickled(message)
+
+    def check(self) -> None:
+        """Raises RankLost when a rank is gone or out of step."""
+        if self._reason is not None:
+            raise RankLost(self._reason)
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """Around what rank 0 does while the others do the same; an error in it ends them all.
+
+        Raises:
+            RankLost: another rank was lost, which says more than what that led to here.
+        """
+        try:
+            yield
+        except BaseException as error:
+            # A loss shows as an error of a computation or a line; the watcher learns why.
+            is_loss = isinstance(error, RuntimeError | OSError) and self._has_lost.wait(_NOTICE_S)
+            self._give_up(f"rank 0 of {self.size} failed while the others went on: {error!r}")
+            self._let_go()
+            if is_loss:
+                raise RankLost(self._reason) from error
+            raise
+        self.check()
+
+    def stop(self) -> None:
+        """Ends all of them. Safe to call again."""
+        if self._is_stopping:
+            return
+        self._is_stopping = True
+        atexit.unregister(self.stop)
+        self._give_up("the ranks have been shut down")
+        for line in self._lines.values():
+            with suppress(OSError):
+                line.send(STOP)
+        self._listener.close()
+        shutil.rmtree(self.address, ignore_errors=True)
+        self._end_processes()
+        self._let_go()
+        if self._watcher.is_alive():
+            self._watcher.join()
+        for line in self._lines.values():
+            line.close()
+
+    def _check_start(self, missing: list[int], deadline: float) -> None:
+        for rank in missing:
+            process = self._processes.get(rank)
+            if process is not None and process.poll() is not None:
+                raise RankLost(
+                    f"rank {rank} of {self.size} ended with exit code {process.returncode} while "
+                    "it started; what it wrote says why"
+                )
+        if time.monotonic() > deadline:
+            raise RankLost(f"ranks {missing} of {self.size} did not start in {_START_S:.0f} s")
+
+    def _greet(self, line: Line) -> None:
+        rank, problem = _words(line)
+        if problem is not None:
+            raise RankLost(f"rank {rank} of {self.size} can not start: {problem}")
+        self._lines[rank] = line
+
+    def _watch(self) -> None:
+        """Waits until one is gone, finds out why, and lets go whoever waits for it."""
+        wait_for_end(list(self._lines.values()))
+        if self._is_stopping:
+            return
+        time.sleep(_NEWS_S)
+        lost = [rank for rank, line in self._lines.items() if line.is_broken()]
+        self._give_up(
+            "; ".join(f"rank {rank} of {self.size} {self._end_of(rank)}" for rank in lost)
+        )
+        logger.error("%s", self._reason)
+        self._has_lost.set()
+        self._let_go()
+
+    def _end_of(self, rank: int) -> str:
+        """How it ended."""
+        line, process = self._lines[rank], self._processes.get(rank)
+        with suppress(EOFError):
+            if line.has_message():
+                return f"failed: {_words(line)[1]}"
+        with suppress(subprocess.TimeoutExpired):
+            if process is not None:
+                return f"ended with exit code {process.wait(_NEWS_S)}"
+        return "hung up"
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = self._reason or reason
+
+    def _let_go(self) -> None:
+        """Ends what ranks wait for in each other; followers that hear nothing more end."""
+        for line in self._lines.values():
+            line.hang_up()
+        if self._group is not None:
+            self._group.close()
+
+    def _end_processes(self) -> None:
+        # One that waits for the others to join hears no order.
+        grace_s = _GRACE_S if self._group is not None else 0.0
+        deadline = time.monotonic() + grace_s
+        for process in self._processes.values():
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _words(line: Line) -> tuple[int, str | None]:
+    """A follower's rank and what ended it, if anything did."""
+    return cast(tuple[int, str | None], line.receive())

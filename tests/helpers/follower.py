@@ -1,0 +1,50 @@
+"""A follower without a model, for tests of how followers come and go.
+
+As a program it is started as any follower; its settings are what it does:
+
+"obey"          joins and does what it is ordered
+"say no"        raises before it is ready
+"exit"          ends with exit code 3 before it calls
+"stay away"     ends after it called, without joining
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from serve_spec.parallel.group import join
+from serve_spec.parallel.orders import Orders
+
+CPU = torch.device("cpu")
+
+
+def follow(settings: str, rank: int, size: int, address: Path) -> None:
+    """One follower's life."""
+    if settings == "exit":
+        os._exit(3)
+    with Orders(address, rank) as orders:
+        if settings == "say no":
+            raise ValueError("no such model")
+        orders.ready()
+        if settings == "stay away":
+            raise ValueError("no memory left")
+        group = join(rank, size, CPU, address)
+        for order in orders:
+            if order == "sum":
+                group.all_reduce(torch.ones(3))
+            elif order == "fail":
+                raise ValueError("broken weights")
+            elif order == "wait for nobody":
+                group.all_reduce(torch.ones(3))
+            elif order == "sleep":
+                time.sleep(600)
+
+
+if __name__ == "__main__":
+    follow(*pickle.load(sys.stdin.buffer))

@@ -1,0 +1,70 @@
+"""Ranks that share a model, as threads of one process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from serve_spec.parallel.group import TensorParallel
+
+T = TypeVar("T")
+
+
+class ThreadRank(TensorParallel):
+    """One of them. Ranks whose calls differ fail instead of waiting."""
+
+    def __init__(self, rank: int, slots: list[Any], barrier: threading.Barrier) -> None:
+        self.rank = rank
+        self.size = len(slots)
+        self._slots = slots
+        self._barrier = barrier
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        assert x.is_contiguous()
+        return x.copy_(torch.stack(self._swap("all_reduce", x)).sum(0))
+
+    def all_gather(self, x: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._swap("all_gather", x), dim)
+
+    def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
+        assert x.is_contiguous()
+        return x.copy_(self._swap("broadcast", x)[source])
+
+    def smallest(self, value: int) -> int:
+        return min(int(v) for v in self._swap("smallest", torch.tensor(value)))
+
+    def _swap(self, call: str, x: Tensor) -> list[Tensor]:
+        self._slots[self.rank] = (call, x.shape, x.dtype, x.clone())
+        self._barrier.wait()
+        given = list(self._slots)
+        self._barrier.wait()
+        assert len({entry[:3] for entry in given}) == 1, f"ranks differ: {given}"
+        return [entry[3] for entry in given]
+
+
+def on_ranks(size: int, run: Callable[[TensorParallel], T]) -> list[T]:
+    """What `run` gives on each of `size` ranks. Raises what the first one raised."""
+    slots: list[Any] = [None] * size
+    barrier = threading.Barrier(size, timeout=60)
+
+    def one(rank: int) -> T:
+        try:
+            with torch.inference_mode():
+                return run(ThreadRank(rank, slots, barrier))
+        except threading.BrokenBarrierError:
+            raise
+        except BaseException:
+            barrier.abort()
+            raise
+
+    with ThreadPoolExecutor(size) as pool:
+        runs = [pool.submit(one, rank) for rank in range(size)]
+    errors = [error for run in runs if (error := run.exception()) is not None]
+    for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
+        raise error
+    return [run.result() for run in runs]

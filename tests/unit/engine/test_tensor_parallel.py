@@ -1,0 +1,285 @@
+"""Several ranks give the text of one, and share their fate."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec import LLM
+from serve_spec.core.errors import CheckpointError
+from serve_spec.core.request import SamplingParams
+from serve_spec.drafters.eagle import EagleDrafter
+from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
+from serve_spec.engine import build
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.follower import follow
+from serve_spec.engine.loop import EngineLoop
+from serve_spec.ops import fast
+from serve_spec.parallel import orders
+from serve_spec.parallel.followers import Followers, RankLost
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+
+Texts = list[tuple[int, ...]]
+SOON_S = 30.0
+"""Far below any time limit of what ranks wait for; a busy machine needs some of it."""
+SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
+
+
+@pytest.fixture(scope="module")
+def shared_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    """Heads for four ranks, and a vocabulary that four do not divide."""
+    return make_pair(tmp_path_factory.mktemp("pair"), num_key_value_heads=4, vocab=291)
+
+
+@pytest.fixture(scope="module")
+def make(shared_pair: Pair) -> MakeLLM:
+    return llm_maker(shared_pair, "cpu")
+
+
+def requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 40 tokens, greedy, sampled and filtered."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 5, 20, 33, 40, 16)]
+    params = [
+        SamplingParams(max_tokens=20 + 3 * i, temperature=0.5 * (i % 3), seed=i, ignore_eos=True)
+        for i in range(5)
+    ]
+    return prompts, [*params, SamplingParams(max_tokens=30, top_k=20, seed=9, ignore_eos=True)]
+
+
+def texts(llm: LLM) -> Texts:
+    return [output.token_ids for output in llm.generate(*requests())]
+
+
+@pytest.fixture(scope="module")
+def plain(make: MakeLLM) -> Texts:
+    """What one rank says without speculation."""
+    return texts(make())
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Followers are threads called "rank 1" ...: nothing but their start is another than that of
+    processes, and they come at once."""
+
+    def launch(module: str, size: int, config: Any) -> Followers:
+        followers = Followers(size)
+
+        def run(rank: int) -> None:
+            with suppress(Exception):  # rank 0 hears of it
+                follow(config, rank, size, followers.address)
+
+        for rank in range(1, size):
+            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True).start()
+        followers.accept({})
+        return followers
+
+    monkeypatch.setattr(build, "launch", launch)
+    monkeypatch.setattr(orders, "_GRACE_S", 1e6)  # what fails here must not end this process
+
+
+def is_follower() -> bool:
+    return threading.current_thread().name.startswith("rank")
+
+
+def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
+    """Another tier every round, too few pages, prompts in pieces."""
+    llm = make(algorithm, 3, num_pages=32, max_num_batched_tokens=24, **overrides)
+    switch_every_round(llm, SWITCHING)
+    return llm
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+@pytest.mark.parametrize(("algorithm", "size"), [("EAGLE3", 2), ("EAGLE", 2), ("EAGLE", 4)])
+def test_any_number_of_ranks_says_what_one_says(
+    threads: None, make: MakeLLM, plain: Texts, algorithm: str, size: int, execution: str
+) -> None:
+    llm = stressed(make, algorithm, tensor_parallel_size=size, execution=execution)
+    assert texts(llm) == plain
+    counters = llm.engine.counters
+    assert 0 < counters.num_correct_drafts < counters.num_draft_tokens
+    assert llm.engine.scheduler.num_preemptions > 0
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
+    threads: None,
+    make: MakeLLM,
+    plain: Texts,
+    execution: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worse than any rounding: followers draft and draw what nobody would."""
+
+    def spoiled(tokens: Tensor) -> Tensor:
+        return (tokens + 1) % 256 if is_follower() else tokens
+
+    propose, draft, draw = EagleDrafter.propose, EagleLaneDrafter.draft, fast.draw_tokens
+
+    def draft_otherwise(self: EagleLaneDrafter, round: Any, *sizes: int) -> None:
+        draft(self, round, *sizes)
+        round.drafts.copy_(spoiled(round.drafts))
+
+    monkeypatch.setattr(EagleDrafter, "propose", lambda *args: spoiled(propose(*args)))
+    monkeypatch.setattr(EagleLaneDrafter, "draft", draft_otherwise)
+    monkeypatch.setattr(fast, "draw_tokens", lambda *args, **more: spoiled(draw(*args, **more)))
+    llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)
+    assert texts(llm) == plain
+    assert llm.engine.counters.num_correct_drafts > 0
+    llm.shutdown()
+
+
+def test_caches_are_as_large_as_the_rank_with_the_least_room_has_them(
+    threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_num_pages", lambda *args: 70 if is_follower() else 90)
+    llm = make(tensor_parallel_size=2)
+    assert llm.engine.scheduler.cache.num_pages == 70
+    llm.shutdown()
+
+
+def test_one_rank_alone_starts_nobody(make: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build, "launch", None)
+    llm = make("EAGLE3", 3, tensor_parallel_size=1)
+    llm.engine.check_health()
+    llm.shutdown()
+
+
+def test_what_can_not_be_shared_out_is_refused_before_anybody_starts(
+    make: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "launch", None)
+    with pytest.raises(CheckpointError, match="tensor_parallel_size=3 does not divide"):
+        make(tensor_parallel_size=3)
+
+
+def test_a_refusal_of_rank_0_ends_the_others(
+    threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[Followers] = []
+    launch = build.launch
+    monkeypatch.setattr(build, "launch", lambda *args: started.append(launch(*args)) or started[0])
+    with pytest.raises(ValueError, match="num_pages=4"):
+        make(tensor_parallel_size=2, num_pages=4)
+    with pytest.raises(RankLost):
+        started[0].check()
+
+
+def test_what_a_rank_can_not_load_is_told_by_rank_0(
+    threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = build.load_target
+
+    def fails_elsewhere(*args: Any) -> Any:
+        if is_follower():
+            raise torch.OutOfMemoryError("no room for the weights")
+        return load(*args)
+
+    monkeypatch.setattr(build, "load_target", fails_elsewhere)
+    with pytest.raises(RankLost, match="rank 1 of 2 failed: OutOfMemoryError: no room"):
+        make("EAGLE", 3, tensor_parallel_size=2)
+
+
+def follower_pid(engine: SpecEngine) -> int:
+    assert engine._followers is not None
+    (process,) = engine._followers._processes.values()
+    return process.pid
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" not in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return False
+
+
+def wait_until_ended(pid: int) -> None:
+    deadline = time.monotonic() + SOON_S
+    while is_running(pid):
+        assert time.monotonic() < deadline, f"process {pid} lives on"
+        time.sleep(0.05)
+
+
+@pytest.fixture(scope="module")
+def processes(make: MakeLLM) -> Iterator[LLM]:
+    """Two ranks as users have them; the last test here ends one."""
+    llm = stressed(make, "EAGLE3", tensor_parallel_size=2)
+    yield llm
+    llm.shutdown()
+
+
+def test_ranks_in_processes_of_their_own_say_what_one_says(processes: LLM, plain: Texts) -> None:
+    assert texts(processes) == plain
+    assert processes.engine.scheduler.num_preemptions > 0
+    assert is_running(follower_pid(processes.engine))
+
+
+def test_a_rank_killed_in_the_middle_of_a_text_is_an_error_and_not_a_wait(processes: LLM) -> None:
+    pid = follower_pid(processes.engine)
+    threading.Timer(0.2, lambda: os.kill(pid, signal.SIGKILL)).start()
+    endless = SamplingParams(max_tokens=100, ignore_eos=True)
+    started = time.monotonic()
+    with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code -9"):
+        processes.generate([[1, 2, 3]] * 1000, endless)
+    assert time.monotonic() - started < SOON_S
+    with pytest.raises(RankLost, match="rank 1 of 2"):
+        processes.generate([[1, 2, 3]], endless)
+
+
+def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, make: MakeLLM) -> None:
+    """Nobody asks for a text, so nobody but the health check can notice."""
+    config = make().config
+    loop = EngineLoop(type(config).load(config, tensor_parallel_size=2))
+    loop.check_health()
+    followers = loop._engine._followers
+    assert followers is not None
+    followers.tell("nonsense")  # an order no follower survives
+    assert followers._has_lost.wait(SOON_S)
+    with pytest.raises(RuntimeError, match="rank 1 of 2 failed: AssertionError"):
+        loop.check_health()
+    with pytest.raises(RuntimeError, match="rank 1 of 2"):
+        asyncio.run(loop.submit([1, 2], SamplingParams(), "a"))
+    loop.shutdown()
+
+
+def test_without_rank_0_no_other_lives_on(shared_pair: Pair) -> None:
+    """Killed in the middle of a text, with no chance to say anything."""
+    program = (
+        "import sys\n"
+        "from serve_spec import LLM\n"
+        "from serve_spec.core.request import SamplingParams\n"
+        f"llm = LLM({{'model': {{'path': {str(shared_pair.target)!r}, 'device': 'cpu',"
+        " 'tensor_parallel_size': 2}}, max_model_len=128)\n"
+        "(process,) = llm.engine._followers._processes.values()\n"
+        "print(process.pid, flush=True)\n"
+        "while True:\n"
+        "    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))\n"
+    )
+    rank_0 = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert rank_0.stdout is not None
+    with rank_0, rank_0.stdout:
+        pid = int(rank_0.stdout.readline())
+        rank_0.kill()
+    wait_until_ended(pid)
+
+
+def test_shutdown_ends_every_process(make: MakeLLM) -> None:
+    llm = make(tensor_parallel_size=2)
+    pid = follower_pid(llm.engine)
+    llm.shutdown()
+    assert not is_running(pid)

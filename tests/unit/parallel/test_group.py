@@ -1,0 +1,82 @@
+"""What ranks exchange, over gloo; ranks are threads here, for a group does not know better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec.parallel.group import SINGLE, DeviceGroup, join
+
+T = TypeVar("T")
+SIZE = 3
+
+
+@pytest.fixture(scope="module")
+def groups(tmp_path_factory: pytest.TempPathFactory) -> list[DeviceGroup]:
+    folder = tmp_path_factory.mktemp("group")
+    with ThreadPoolExecutor(SIZE) as pool:
+        cpu = torch.device("cpu")
+        return list(pool.map(lambda rank: join(rank, SIZE, cpu, folder), range(SIZE)))
+
+
+def on_all(groups: list[DeviceGroup], run: Callable[[DeviceGroup], T]) -> list[T]:
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(run, groups))
+
+
+def drawn(rank: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(rank))
+
+
+@pytest.mark.parametrize("shape", [(1,), (3, 5), (7, 1000)])
+def test_a_sum_is_the_same_to_the_last_bit_on_every_rank(
+    groups: list[DeviceGroup], shape: tuple[int, ...]
+) -> None:
+    sums = on_all(groups, lambda group: group.all_reduce(drawn(group.rank, *shape)))
+    expected = torch.stack([drawn(rank, *shape) for rank in range(SIZE)]).sum(0)
+    torch.testing.assert_close(sums[0], expected)
+    assert all(torch.equal(found, sums[0]) for found in sums)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_sums_change_their_own_tensor_in_any_dtype(
+    groups: list[DeviceGroup], dtype: torch.dtype
+) -> None:
+    def run(group: DeviceGroup) -> bool:
+        x = torch.full((4,), group.rank + 1.0, dtype=dtype)
+        return group.all_reduce(x) is x and x.tolist() == [6.0] * 4
+
+    assert all(on_all(groups, run))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_parts_come_together_in_the_order_of_ranks(groups: list[DeviceGroup], dim: int) -> None:
+    expected = torch.cat([drawn(rank, 2, 5) for rank in range(SIZE)], dim)
+    for found in on_all(groups, lambda group: group.all_gather(drawn(group.rank, 2, 5), dim)):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("source", range(SIZE))
+def test_one_ranks_tensor_takes_the_place_of_all(groups: list[DeviceGroup], source: int) -> None:
+    def run(group: DeviceGroup) -> list[int]:
+        x = torch.tensor([group.rank, -group.rank])
+        group.broadcast(x, source)
+        return x.tolist()
+
+    assert on_all(groups, run) == [[source, -source]] * SIZE
+
+
+def test_the_smallest_is_everybodys(groups: list[DeviceGroup]) -> None:
+    assert on_all(groups, lambda group: group.smallest(7 - group.rank)) == [5] * SIZE
+
+
+def test_alone_nothing_is_copied_or_changed() -> None:
+    x = drawn(0, 3)
+    assert SINGLE.size == 1
+    assert SINGLE.all_reduce(x) is SINGLE.all_gather(x, 0) is SINGLE.broadcast(x) is x
+    assert SINGLE.smallest(4) == 4
