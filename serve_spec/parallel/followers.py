@@ -37,6 +37,7 @@ _NOTICE_S = 5.0
 """Seconds within which the end of a rank is noticed by all who watch."""
 _GRACE_S = 10.0
 """Seconds that followers get to end by themselves."""
+_SHUT_DOWN = "the ranks have been shut down"
 
 
 class RankLost(RuntimeError):
@@ -58,9 +59,12 @@ class Followers:
         self._processes: Processes = {}
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
         self._group: TensorParallel | None = None
-        self._reason: str | None = None
+        self._loss: str | None = None
         self._has_lost = threading.Event()
-        self._is_stopping = False
+        self._end: str | None = None
+        self._is_stopped = False
+        # Not before this process ends: NCCL looks into the folder as long as it runs.
+        atexit.register(shutil.rmtree, self.address, ignore_errors=True)
         atexit.register(self.stop)
 
     def accept(self, processes: Processes) -> None:
@@ -112,8 +116,9 @@ class Followers:
 
     def check(self) -> None:
         """Raises RankLost when a rank is gone or out of step."""
-        if self._reason is not None:
-            raise RankLost(self._reason)
+        reason = self._loss or self._end
+        if reason is not None:
+            raise RankLost(reason)
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -126,28 +131,27 @@ class Followers:
             yield
         except BaseException as error:
             # A loss shows as an error of a computation or a line; the watcher learns why.
-            is_loss = isinstance(error, RuntimeError | OSError) and self._has_lost.wait(_NOTICE_S)
-            self._give_up(f"rank 0 of {self.size} failed while the others went on: {error!r}")
-            self._let_go()
-            if is_loss:
-                raise RankLost(self._reason) from error
+            if isinstance(error, RuntimeError | OSError) and self._end is None:
+                self._has_lost.wait(_NOTICE_S)
+            self._let_go(f"rank 0 of {self.size} failed while the others went on: {error!r}")
+            if self._has_lost.is_set() and isinstance(error, Exception):
+                raise RankLost(self._loss) from error
             raise
         self.check()
 
     def stop(self) -> None:
         """Ends all of them. Safe to call again."""
-        if self._is_stopping:
+        if self._is_stopped:
             return
-        self._is_stopping = True
+        self._is_stopped = True
         atexit.unregister(self.stop)
-        self._give_up("the ranks have been shut down")
+        self._end = self._end or _SHUT_DOWN
         for line in self._lines.values():
             with suppress(OSError):
                 line.send(STOP)
         self._listener.close()
-        shutil.rmtree(self.address, ignore_errors=True)
         self._end_processes()
-        self._let_go()
+        self._let_go(_SHUT_DOWN)
         if self._watcher.is_alive():
             self._watcher.join()
         for line in self._lines.values():
@@ -167,22 +171,21 @@ class Followers:
     def _greet(self, line: Line) -> None:
         rank, problem = _words(line)
         if problem is not None:
+            line.close()
             raise RankLost(f"rank {rank} of {self.size} can not start: {problem}")
         self._lines[rank] = line
 
     def _watch(self) -> None:
         """Waits until one is gone, finds out why, and lets go whoever waits for it."""
         wait_for_end(list(self._lines.values()))
-        if self._is_stopping:
+        if self._end is not None:  # rank 0's own doing
             return
         time.sleep(_NEWS_S)
         lost = [rank for rank, line in self._lines.items() if line.is_broken()]
-        self._give_up(
-            "; ".join(f"rank {rank} of {self.size} {self._end_of(rank)}" for rank in lost)
-        )
-        logger.error("%s", self._reason)
+        self._loss = "; ".join(f"rank {rank} of {self.size} {self._end_of(rank)}" for rank in lost)
         self._has_lost.set()
-        self._let_go()
+        logger.error("%s", self._loss)
+        self._let_go(self._loss)
 
     def _end_of(self, rank: int) -> str:
         """How it ended."""
@@ -195,11 +198,9 @@ class Followers:
                 return f"ended with exit code {process.wait(_NEWS_S)}"
         return "hung up"
 
-    def _give_up(self, reason: str) -> None:
-        self._reason = self._reason or reason
-
-    def _let_go(self) -> None:
+    def _let_go(self, reason: str) -> None:
         """Ends what ranks wait for in each other; followers that hear nothing more end."""
+        self._end = self._end or reason
         for line in self._lines.values():
             line.hang_up()
         if self._group is not None:

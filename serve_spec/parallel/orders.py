@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
@@ -35,7 +34,6 @@ class Orders:
 
     def __init__(self, address: Path, rank: int) -> None:
         self._rank = rank
-        self._address = address
         self._line = line.call(address)
         self._has_ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank 0", daemon=True)
@@ -64,8 +62,6 @@ class Orders:
         if error is not None and not is_alone:
             with suppress(OSError):
                 self._line.send((self._rank, f"{type(error).__name__}: {error}"))
-        if self._line.is_broken():  # rank 0 may have had no time to clear up
-            shutil.rmtree(self._address, ignore_errors=True)
         self._has_ended.set()
         self._line.hang_up()
         self._watcher.join()

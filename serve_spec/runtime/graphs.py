@@ -21,6 +21,13 @@ class Recorder(Protocol):
         """What to call instead of `stage` from now on."""
         ...
 
+    def milliseconds(self, run: Run) -> float:
+        """What something recorded takes on the device; 0 where nothing depends on it."""
+        ...
+
+
+_TIMED_REPLAYS = 3
+
 
 class PlainRecorder:
     """Records nothing: the stage itself runs every time. For CPUs, and to debug."""
@@ -32,6 +39,10 @@ class PlainRecorder:
         """The stage."""
         self.num_recorded += 1
         return stage
+
+    def milliseconds(self, run: Run) -> float:
+        """0: every size runs as it is."""
+        return 0.0
 
 
 class GraphRecorder:
@@ -55,6 +66,18 @@ class GraphRecorder:
             stage()
         self.num_recorded += 1
         return graph.replay
+
+    def milliseconds(self, run: Run) -> float:
+        """The least of a few replays, over whatever the static tensors hold."""
+        found = []
+        for _ in range(_TIMED_REPLAYS):
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
+            run()
+            end.record()
+            end.synchronize()
+            found.append(float(start.elapsed_time(end)))
+        return min(found)
 
 
 class StageGraphs:

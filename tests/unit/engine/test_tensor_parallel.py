@@ -103,8 +103,10 @@ def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
-@pytest.mark.parametrize(("algorithm", "size"), [("EAGLE3", 2), ("EAGLE", 2), ("EAGLE", 4)])
+@pytest.mark.parametrize(
+    ("algorithm", "size", "execution"),
+    [("EAGLE3", 2, "eager"), ("EAGLE3", 2, "lanes"), ("EAGLE", 2, "lanes"), ("EAGLE", 4, "eager")],
+)
 def test_any_number_of_ranks_says_what_one_says(
     threads: None, make: MakeLLM, plain: Texts, algorithm: str, size: int, execution: str
 ) -> None:
@@ -257,7 +259,7 @@ def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, mak
     loop.shutdown()
 
 
-def test_without_rank_0_no_other_lives_on(shared_pair: Pair) -> None:
+def test_without_rank_0_no_other_lives_on(shared_pair: Pair, tmp_path: Path) -> None:
     """Killed in the middle of a text, with no chance to say anything."""
     program = (
         "import sys\n"
@@ -270,7 +272,12 @@ def test_without_rank_0_no_other_lives_on(shared_pair: Pair) -> None:
         "while True:\n"
         "    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=100, ignore_eos=True))\n"
     )
-    rank_0 = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    rank_0 = subprocess.Popen(
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+    )
     assert rank_0.stdout is not None
     with rank_0, rank_0.stdout:
         pid = int(rank_0.stdout.readline())

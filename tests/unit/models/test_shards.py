@@ -11,6 +11,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models.expand import Size, expand_target
 from serve_spec.models.shape import ModelShape
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
@@ -58,6 +59,20 @@ def test_a_sharded_target_is_the_whole_one(tmp_path: Path, name: str, size: int)
 
     for found in on_ranks(size, run):
         torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_every_rank_of_an_expansion_builds_its_part_of_the_same_noise(tmp_path: Path) -> None:
+    base = make_target(tmp_path / "base", "llama2", layers=2, hidden=32)
+    folder = tmp_path / "large"
+    size = Size(hidden_factor=4, ffn_factor=2, num_layers=3, vocab_size=301)
+    expand_target(str(base), size, folder, noise=1.0, seed=0)
+
+    def run(parallel: TensorParallel) -> tuple[Tensor, Tensor]:
+        return answers(load_target(folder, torch.float32, parallel=parallel))
+
+    expected = run(SINGLE)
+    for found in on_ranks(2, run):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("make", [make_eagle, make_eagle3])
