@@ -15,7 +15,9 @@ class RowPlan:
     The target computes `token_ids` (committed tokens, positions `start ..`) and, when the row
     `samples`, `num_steps` drafts after them; it then draws one token per verified row.
     `catch_up_ids` are the tokens of the draft entries still missing, `draft_start ..` (entry j
-    carries token j+1); a row that does not draft may leave them out.
+    carries token j+1); a row that does not draft may leave them out. A row that `catches_up` has
+    none missing before the root after the round, whether or not it drafts; `backlog` bounds what it
+    lacks when the round starts.
     `lane` is the sequence's place in tensors that hold one row per running sequence.
     """
 
@@ -30,6 +32,8 @@ class RowPlan:
     num_steps: int = 0
     draft_start: int = 0
     catch_up_ids: tuple[int, ...] = ()
+    catches_up: bool = False
+    backlog: int = 0
     lane: int = 0
 
     @property
@@ -52,7 +56,7 @@ class StepPlan:
     A plan that `follows` was made while its predecessor ran, so its rows know nothing of the tokens
     that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of before.
     Its rows are decode rows of the predecessor, and a worker that runs ahead knows where they
-    really are. `max_backlog` bounds the draft entries any drafting row has to make up, then as now.
+    really are. `max_backlog` bounds the draft entries any row that catches up has to make.
     """
 
     rows: tuple[RowPlan, ...]

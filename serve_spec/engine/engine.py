@@ -99,7 +99,7 @@ class SpecEngine:
 
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
-        flight = self._flight or self._launch(self.scheduler.plan(self.controller.choose_steps))
+        flight = self._flight or self._launch(self._plan())
         if flight is None:
             return []
         self._flight = self._launch(self._plan_ahead(flight.plan))
@@ -206,6 +206,10 @@ class SpecEngine:
     def _cut(self, seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
         output = self._outputs[seq.request_id]
         return output.push(token_ids), output.finish_reason
+
+    def _plan(self) -> StepPlan | None:
+        kept_up = self.worker.max_backlog_ahead or 0
+        return self.scheduler.plan(self.controller.choose_steps, kept_up)
 
     def _plan_ahead(self, before: StepPlan) -> StepPlan | None:
         if self.worker.max_backlog_ahead is None:

@@ -78,6 +78,8 @@ class SyntheticPlans:
             num_steps=cell.num_steps,
             draft_start=start - num_catch_up if cell.num_steps else 0,
             catch_up_ids=self._tokens(num_catch_up),
+            catches_up=cell.num_steps > 0,
+            backlog=num_catch_up,
             lane=b,
         )
 

@@ -17,6 +17,10 @@ class Recorder(Protocol):
 
     num_recorded: int
 
+    def start_over(self) -> None:
+        """Nothing recorded before runs any more."""
+        ...
+
     def record(self, stage: Run) -> Run:
         """What to call instead of `stage` from now on."""
         ...
@@ -34,6 +38,9 @@ class PlainRecorder:
 
     def __init__(self) -> None:
         self.num_recorded = 0
+
+    def start_over(self) -> None:
+        """There is nothing to forget."""
 
     def record(self, stage: Run) -> Run:
         """The stage."""
@@ -55,6 +62,10 @@ class GraphRecorder:
     def __init__(self, device: torch.device) -> None:
         self.num_recorded = 0
         self._device = device
+        self.start_over()
+
+    def start_over(self) -> None:
+        """The old pool went with the last of its graphs: a new one."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, stage: Run) -> Run:

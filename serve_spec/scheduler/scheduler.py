@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.plan import RowPlan, StepPlan, StepResult
@@ -79,10 +79,12 @@ class Scheduler:
         """Whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
-    def plan(self, choose_steps: ChooseSteps) -> StepPlan | None:
+    def plan(self, choose_steps: ChooseSteps, max_backlog: int = 0) -> StepPlan | None:
         """The next round: every decoding row, then prefill within the token budget.
 
         choose_steps: asked once, before anything is drafted; the tier and each row's share of it.
+        max_backlog: draft entries the worker makes up for any decode row, whether or not it drafts,
+        in a round in which some row does.
         """
         self._admit()
         decoding = [seq for seq in self.running if seq.is_decoding]
@@ -91,10 +93,12 @@ class Scheduler:
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
         budget = self.limits.max_num_batched_tokens
+        num_steps = _fair_steps(steps, batch)
+        kept_up = 0 if prefilling or not any(num_steps) else max_backlog
         # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
         # planned already loses its pages.
-        for seq, num_steps in zip(decoding, _fair_steps(steps, batch), strict=True):
-            row = self._plan_decode(seq, num_steps) if seq.page_ids else None
+        for seq, count in zip(decoding, num_steps, strict=True):
+            row = self._plan_decode(seq, count, kept_up) if seq.page_ids else None
             if row is not None:
                 rows.append(row)
                 budget -= row.query_len
@@ -107,9 +111,7 @@ class Scheduler:
                 budget -= row.query_len
         if not rows:
             return None
-        backlog = max(row.start - row.draft_start if row.num_steps else 0 for row in rows)
-        self._newest = StepPlan(tuple(rows), steps.num_steps, batch.size, max_backlog=backlog)
-        return self._newest
+        return self._planned(rows, steps, batch)
 
     def plan_ahead(
         self, before: StepPlan, choose_steps: ChooseSteps, max_backlog: int
@@ -135,20 +137,36 @@ class Scheduler:
         steps = self._choose(choose_steps, batch)
         num_steps = _fair_steps(steps, batch)
         backlogs = [
-            _backlog_after(seq, row) if count else 0
-            for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
+            _backlog_after(seq, row) for seq, row in zip(decoding, rows_before, strict=True)
         ]
+        is_lost = any(
+            count and backlog > max_backlog
+            for count, backlog in zip(num_steps, backlogs, strict=True)
+        )
         ends = [
             len(seq) + row.num_steps + 1 + count
             for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
         ]
-        if max(backlogs) > max_backlog or not self.cache.can_reserve_all(decoding, ends):
+        if is_lost or not self.cache.can_reserve_all(decoding, ends):
             self._postponed = _Choice(steps, dict(zip(batch.request_ids, num_steps, strict=True)))
             return None
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
-        rows = [_decode_row(seq, n) for seq, n in zip(decoding, num_steps, strict=True)]
-        self._newest = StepPlan(tuple(rows), steps.num_steps, batch.size, True, max(backlogs))
+        kept_up = max_backlog if any(num_steps) else 0
+        rows = [
+            _decode_row(seq, count, backlog, kept_up)
+            for seq, count, backlog in zip(decoding, num_steps, backlogs, strict=True)
+        ]
+        return self._planned(rows, steps, batch, follows=True)
+
+    def _planned(
+        self, rows: list[RowPlan], steps: RoundSteps, batch: DecodeBatch, *, follows: bool = False
+    ) -> StepPlan:
+        """The plan of these rows, the newest from now on."""
+        if not any(row.num_steps for row in rows):  # no draft runs, so nothing catches up with it
+            rows = [replace(row, catches_up=False) if row.catches_up else row for row in rows]
+        backlog = max(row.backlog if row.catches_up else 0 for row in rows)
+        self._newest = StepPlan(tuple(rows), steps.num_steps, batch.size, follows, backlog)
         return self._newest
 
     def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
@@ -224,7 +242,7 @@ class Scheduler:
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
         )
 
-    def _plan_decode(self, seq: Sequence, num_steps: int) -> RowPlan | None:
+    def _plan_decode(self, seq: Sequence, num_steps: int, kept_up: int) -> RowPlan | None:
         while not self.cache.can_reserve(seq, len(seq) + num_steps):
             if num_steps:
                 num_steps -= 1  # drafts are optional; somebody else's text is not
@@ -233,7 +251,7 @@ class Scheduler:
                 self._preempt(seq)
                 return None
         self.cache.reserve(seq, len(seq) + num_steps)
-        return _decode_row(seq, num_steps)
+        return _decode_row(seq, num_steps, len(seq) - 1 - seq.num_draft_computed, kept_up)
 
     def _plan_prefill(self, seq: Sequence, budget: int, *, is_first: bool) -> RowPlan | None:
         # One prompt a round may overrun the budget, by a token or, without chunks, whole: decode
@@ -262,7 +280,7 @@ class Scheduler:
     ) -> CommittedRow:
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
-        if row.num_steps:
+        if row.catches_up:
             # Catch-up made the entries before the root; those of the drafting itself are stale.
             seq.num_draft_computed = len(seq) - 1
         if row.is_decode:
@@ -330,7 +348,7 @@ class _Choice:
 
 def _backlog_after(seq: Sequence, row: RowPlan) -> int:
     """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
-    if row.num_steps:
+    if row.catches_up:
         return row.num_steps + 1
     return len(seq) - seq.num_draft_computed
 
@@ -355,7 +373,12 @@ def _fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     return [min(num_steps, share) for num_steps in usable]
 
 
-def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:
+def _decode_row(seq: Sequence, num_steps: int, backlog: int, kept_up: int) -> RowPlan:
+    """A row that verifies `num_steps` drafts.
+
+    backlog: draft entries it lacks when the round starts. kept_up: backlogs up to this are made up
+    for rows that do not draft.
+    """
     last = len(seq) - 1
     # A row that does not draft names a short backlog all the same: the next round may need it.
     is_named = num_steps or last - seq.num_draft_computed <= SHORT_BACKLOG
@@ -372,5 +395,7 @@ def _decode_row(seq: Sequence, num_steps: int) -> RowPlan:
         draft_start=seq.num_draft_computed if is_named else 0,
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
         catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
+        catches_up=num_steps > 0 or 0 < backlog <= kept_up,
+        backlog=backlog,
         lane=seq.lane,
     )

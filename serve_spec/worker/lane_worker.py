@@ -28,6 +28,9 @@ from serve_spec.worker.worker import SpecWorker
 logger = get_logger(__name__)
 
 _ROUNDS_IN_FLIGHT = 2
+_WIDE_BACKLOG = 16
+"""Entries made up without the host where rounds without drafts went before; more than any tier's
+own catch-up of its drafts and one."""
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,13 @@ class LaneWorker:
         self._keeper = LaneKeeper(lanes)
         self._seats: tuple[tuple[int, ...], tuple[int, ...]] | None = None
         self._verify_stages: dict[tuple[int, int], tuple[Run, float]] = {}
+        self._extends: dict[int, StageGraphs] = {}
         self._newest_timer: StageTimer | None = None
 
     @property
     def max_backlog_ahead(self) -> int:
-        """Entries the widest catch-up stage makes; plain rounds need none."""
-        return max(self.tiers) + 1
+        """Entries the widest catch-up stage makes."""
+        return max(self._extends, default=0)
 
     def init_states(self, candidate_steps: Iterable[int]) -> None:
         """Records every tier's stages, the deepest first, and the plain one."""
@@ -104,25 +108,27 @@ class LaneWorker:
         )
         self._seats = None
         self._verify_stages.clear()
+        self._extends.clear()
         self.tiers.clear()
-        for num_steps in tqdm(
-            sorted(self.eager.tiers, reverse=True), desc="recording tiers", leave=False
-        ):
-            started, reserved = time.perf_counter(), self._reserved_bytes()
-            before = self.recorder.num_recorded
-            try:
-                self.tiers[num_steps] = self.build_adaptive_runtime_state(num_steps)
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(self._no_room_for(num_steps)) from error
-            self.capture_report.append(
-                TierCapture(
-                    num_steps,
-                    self.recorder.num_recorded - before,
-                    time.perf_counter() - started,
-                    self._reserved_bytes() - reserved,
-                )
-            )
+        self.recorder.start_over()
+        tiers = sorted(self.eager.tiers, reverse=True)
+        for num_steps in tqdm(tiers, desc="recording tiers", leave=False):
+            self.capture_report.append(self._build_tier(num_steps))
         logger.info("recorded: %s", "; ".join(map(str, self.capture_report)))
+
+    def _build_tier(self, num_steps: int) -> TierCapture:
+        started, reserved = time.perf_counter(), self._reserved_bytes()
+        before = self.recorder.num_recorded
+        try:
+            self.tiers[num_steps] = self.build_adaptive_runtime_state(num_steps)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(self._no_room_for(num_steps)) from error
+        return TierCapture(
+            num_steps,
+            self.recorder.num_recorded - before,
+            time.perf_counter() - started,
+            self._reserved_bytes() - reserved,
+        )
 
     def _reserved_bytes(self) -> int:
         return torch.cuda.memory_reserved(self.device) if self.device.type == "cuda" else 0
@@ -141,20 +147,20 @@ class LaneWorker:
     @torch.inference_mode()
     def build_adaptive_runtime_state(self, num_steps: int) -> SpecRuntimeState:
         """The stages of one tier at every size it can meet."""
-        most = self.round.max_batch_size
-        if num_steps < max(self.eager.tiers):  # the deepest tier makes up whatever is left behind
-            most = min(most, self.largest_batch(num_steps) or most)
+        is_deepest = num_steps == max(self.eager.tiers)
+        most = self.round.max_batch_size if is_deepest else self._largest(num_steps)
         sizes = batch_sizes(most)
         rows = row_counts(min(most * (num_steps + 1), self.max_rows)) if num_steps else sizes
-        extend: dict[int, Run] = {}
-        draft: dict[int, Run] = {}
+        extend = draft = StageGraphs({})
         if num_steps:
-            for size in reversed(sizes):
-                extend[size] = self._record_extend(size, num_steps + 1)
-                draft[size] = self._record_draft(size, num_steps)
+            if is_deepest:
+                self._extends[_WIDE_BACKLOG] = self._record_extends(_WIDE_BACKLOG, sizes)
+            extend = self._extends[num_steps + 1] = self._record_extends(num_steps + 1, sizes)
+            draft = StageGraphs({n: self._record_draft(n, num_steps) for n in reversed(sizes)})
         verify = self._record_verify_stages(rows, num_steps + 1)
-        stages = LaneStages(StageGraphs(extend), StageGraphs(draft), StageGraphs(verify))
-        return replace(self.eager.tiers[num_steps], stages=stages)
+        return replace(
+            self.eager.tiers[num_steps], stages=LaneStages(extend, draft, StageGraphs(verify))
+        )
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingRound:
@@ -173,9 +179,7 @@ class LaneWorker:
         timer.mark("start")
         tier = self._tier(max(row.num_steps for row in rows), len(rows))
         if tier.num_steps:
-            # Entries to make up are those of the round before: at most its drafts and one.
-            widest = self._tier(max(1, backlog - 1), len(rows))
-            self._stages(widest).extend.run(len(rows))
+            self._extend(backlog, len(rows)).run(len(rows))
             self._stages(tier).draft.run(len(rows))
         timer.mark("drafted")
         self._stages(tier).verify.run(sum(row.num_steps + 1 for row in rows))
@@ -192,13 +196,19 @@ class LaneWorker:
     def _tier(self, num_steps: int, batch_size: int) -> SpecRuntimeState:
         """The shallowest tier that holds `num_steps` of so many sequences."""
         deepest = max(self.tiers)
-        return self.tiers[
-            next(
-                steps
-                for steps in sorted(self.tiers)
-                if steps >= num_steps
-                and (steps == deepest or (self.largest_batch(steps) or batch_size) >= batch_size)
-            )
+        fitting = (s for s in self.tiers if s >= num_steps and self._largest(s) >= batch_size)
+        return self.tiers[min(fitting, default=deepest)]
+
+    def _largest(self, num_steps: int) -> int:
+        """The largest batch size a tier can be chosen for."""
+        most = self.round.max_batch_size
+        return min(most, self.largest_batch(num_steps) or most)
+
+    def _extend(self, backlog: int, batch_size: int) -> StageGraphs:
+        """The narrowest catch-up that makes `backlog` entries of so many sequences."""
+        extends = self._extends.items()
+        return self._extends[
+            min(n for n, extend in extends if n >= backlog and extend.sizes[-1] >= batch_size)
         ]
 
     @staticmethod
@@ -224,10 +234,13 @@ class LaneWorker:
         short = {row.lane: row for row in drafter.shorten_backlogs(long, longest, attention)}
         return tuple(short.get(row.lane, row) for row in rows)
 
-    def _record_extend(self, batch_size: int, extend_len: int) -> Run:
+    def _record_extends(self, extend_len: int, sizes: Sequence[int]) -> StageGraphs:
         drafter = self.drafter
         assert drafter is not None, "a tier that drafts needs a drafter"
-        return self.recorder.record(lambda: drafter.extend(self.round, batch_size, extend_len))
+        record = self.recorder.record
+        return StageGraphs(
+            {n: record(partial(drafter.extend, self.round, n, extend_len)) for n in reversed(sizes)}
+        )
 
     def _record_draft(self, batch_size: int, num_steps: int) -> Run:
         drafter = self.drafter

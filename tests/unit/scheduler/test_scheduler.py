@@ -292,10 +292,10 @@ class AheadWorker(PretendedWorker):
                 self.lengths[row.request_id] = row.length
             length = self.lengths[row.request_id]
             assert length + row.num_steps <= len(row.page_ids) * self.page_size
-            if row.num_steps:
+            if row.catches_up:
                 made = self.draft_entries.get(row.request_id, 0)
                 made = made if plan.follows else row.draft_start
-                assert 1 <= length - 1 - made <= plan.max_backlog
+                assert 1 <= length - 1 - made <= row.backlog <= plan.max_backlog
                 self.draft_entries[row.request_id] = length - 1
             if row.samples:
                 count = self.rng.randint(0, row.num_steps) + 1
@@ -323,7 +323,7 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
         if rng.random() < 0.02 and scheduler.has_work:
             scheduler.abort(rng.choice(list(scheduler.sequences())).request_id)
         if flight is None:
-            plan = scheduler.plan(lambda batch: any_steps(rng, batch))
+            plan = scheduler.plan(lambda batch: any_steps(rng, batch), 8)
             if plan is None:
                 assert not scheduler.has_work
                 continue
