@@ -43,6 +43,11 @@ def why_not(shape: HeadShape, device: torch.device, dtype: torch.dtype) -> str |
         return f"dtype={_name(dtype)!r}: it computes in bfloat16 or float16; use one of them"
     if shape.head_dim not in _HEAD_DIMS:
         return f"head_dim={shape.head_dim}: it has kernels for {_HEAD_DIMS}; use 'torch'"
+    if shape.sliding_window is not None:
+        return (
+            f"sliding_window={shape.sliding_window}: its results for several sequences were not "
+            "always those of the reference (tests/gpu/test_flashinfer.py); use 'torch'"
+        )
     if importlib.util.find_spec("flashinfer") is None:
         return "the package is not installed: pip install serve-spec[gpu]"
     if torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:

@@ -168,6 +168,7 @@ def _costs(
             max_num_rows=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             budget_s=budget_s,
+            every_step=worker.device.type == "cuda",
         )
 
     budget_s = _PROFILE_BUDGET_S[worker.device.type]

@@ -24,15 +24,17 @@ def batch_grid(max_batch_size: int) -> list[int]:
     return sorted({*powers, max_batch_size})
 
 
-def step_grid(tiers: Collection[int], max_steps: int) -> list[int]:
+def step_grid(tiers: Collection[int], max_steps: int, *, every: bool = False) -> list[int]:
     """Tiers to measure up to `max_steps`: all small ones, then each two fifths above the last.
+
+    every: all of them.
 
     Of all tiers 0 .. 14: 0, 1, 2, 3, 5, 7, 10, 14. Costs between them follow.
     """
     built = sorted(tier for tier in tiers if tier <= max_steps)
     grid: list[int] = []
     for tier in built:
-        if not grid or 5 * tier >= 7 * grid[-1] or tier == built[-1]:
+        if every or not grid or 5 * tier >= 7 * grid[-1] or tier == built[-1]:
             grid.append(tier)
     return grid
 

@@ -74,6 +74,7 @@ def measure_costs(
     max_num_rows: int,
     max_model_len: int,
     budget_s: float,
+    every_step: bool = False,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[float], None] = lambda share: None,
 ) -> MeasuredCosts:
@@ -85,6 +86,7 @@ def measure_costs(
     Args:
         max_num_rows: most rows of one target forward.
         max_model_len: most tokens of a sequence.
+        every_step: measures every tier, not a selection; where rounds are quick.
         progress: told the share of the budget that is spent.
 
     Raises:
@@ -92,7 +94,7 @@ def measure_costs(
     """
     started = clock()
     room = _Room(page_size, num_pages, max_num_rows, max_model_len)
-    steps = step_grid(worker.tiers, max_steps)
+    steps = step_grid(worker.tiers, max_steps, every=every_step)
     contexts = room.contexts(steps[-1])
     sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, 0))]
     cells = [Cell(c, b, k) for c in contexts for b in sizes for k in steps]

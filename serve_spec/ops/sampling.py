@@ -8,13 +8,16 @@ rows of the batch. Greedy rows are argmax; ties go to the smallest token id.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
-from serve_spec.ops.noise import gumbel_noise, row_keys
+from serve_spec.ops import fast
+from serve_spec.ops.draw import DrawParams
+from serve_spec.ops.noise import gumbel_noise, row_keys, seed_words
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,8 @@ class SamplingRows:
     Row r draws the token at `positions[r]` (absolute) from `seeds[r]`.
     `inverse_temperature` and `is_random` are [R, 1] float32; greedy rows hold 1 and 0.
     `noise` [R, V] is None when every row is greedy. `filtered` lists the rows with filters.
+    On a GPU `drawn` takes the place of these: kernels make the noise they need, the very ones of
+    rounds on lanes, so that a token is the same wherever it is drawn.
     """
 
     params: tuple[SamplingParams, ...]
@@ -33,6 +38,7 @@ class SamplingRows:
     is_random: Tensor
     noise: Tensor | None
     filtered: tuple[int, ...]
+    drawn: DrawnRows | None = None
 
     @classmethod
     def create(
@@ -44,6 +50,11 @@ class SamplingRows:
         device: torch.device,
     ) -> SamplingRows:
         """Rows that draw the token at `positions[r]` (absolute) under `params[r]`, `seeds[r]`."""
+        if device.type == "cuda":
+            empty = torch.empty(0, device=device)
+            drawn = DrawnRows.create(params, seeds, positions, device)
+            known = tuple(params), tuple(seeds), tuple(positions)
+            return cls(*known, empty, empty, None, (), drawn)
         is_random = [not p.is_greedy for p in params]
         inverse = [1.0 if p.is_greedy else 1.0 / p.temperature for p in params]
         noise = None
@@ -60,8 +71,47 @@ class SamplingRows:
         )
 
 
+@dataclass(frozen=True)
+class DrawnRows:
+    """The same rows as `draw.draw_tokens` takes them: every row its own sequence."""
+
+    owners: Tensor
+    positions: Tensor
+    params: DrawParams
+
+    @classmethod
+    def create(
+        cls,
+        params: list[SamplingParams],
+        seeds: list[int],
+        positions: list[int],
+        device: torch.device,
+    ) -> DrawnRows:
+        """See `SamplingRows.create`."""
+        inverse = [0.0 if p.is_greedy else 1.0 / p.temperature for p in params]
+        words = [seed_words(seed) for seed in seeds]
+
+        def tensor(values: Sequence[object], dtype: torch.dtype) -> Tensor:
+            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+        return cls(
+            owners=torch.arange(len(params), dtype=torch.int32, device=device),
+            positions=tensor(positions, torch.int64),
+            params=DrawParams(
+                inverse_temperature=tensor(inverse, torch.float32),
+                seeds=tensor(words, torch.int32).reshape(len(words), 2),
+                top_k=tensor([max(0, p.top_k) for p in params], torch.int32),
+                top_p=tensor([p.top_p for p in params], torch.float32),
+                min_p=tensor([p.min_p for p in params], torch.float32),
+            ),
+        )
+
+
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """The law. logits: float32 [R, V]. Returns token ids int64 [R]."""
+    if rows.drawn is not None:
+        drawn = rows.drawn
+        return fast.draw_tokens(logits, drawn.owners, drawn.positions, drawn.params)
     if rows.noise is None:
         return logits.argmax(dim=-1)
     scores = logits * rows.inverse_temperature
@@ -84,6 +134,10 @@ def sample_coupled(
     keeps the output exact; this one is likely kept (Gumbel coupling, arXiv 2408.07978; τ slightly
     below T measured better than T).
     """
+    if rows.drawn is not None:
+        owners, positions = rows.drawn.owners[index], rows.drawn.positions[index]
+        params = rows.drawn.params
+        return fast.draw_drafts(logits, owners, positions, params, sharpness, target_ids)
     scores = logits
     if rows.noise is not None:
         scores = logits * (rows.inverse_temperature[index] / sharpness)

@@ -23,6 +23,7 @@ from serve_spec.runtime.lanes import LaneKeeper, Lanes
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.runtime.timer import StageTimer
 from serve_spec.verify.lanes import LaneJudge
+from serve_spec.verify.verifier import whole
 from serve_spec.worker.worker import SpecWorker
 
 logger = get_logger(__name__)
@@ -177,7 +178,7 @@ class LaneWorker:
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        tier = self._tier(max(row.num_steps for row in rows), len(rows))
+        tier = self.tier_for(max(row.num_steps for row in rows), len(rows))
         if tier.num_steps:
             self._extend(backlog, len(rows)).run(len(rows))
             self._stages(tier).draft.run(len(rows))
@@ -193,8 +194,8 @@ class LaneWorker:
         """Runs a round to its end."""
         return self.submit(plan).result()
 
-    def _tier(self, num_steps: int, batch_size: int) -> SpecRuntimeState:
-        """The shallowest tier that holds `num_steps` of so many sequences."""
+    def tier_for(self, num_steps: int, batch_size: int) -> SpecRuntimeState:
+        """The shallowest tier that holds `num_steps` of so many sequences: the whole switch."""
         deepest = max(self.tiers)
         fitting = (s for s in self.tiers if s >= num_steps and self._largest(s) >= batch_size)
         return self.tiers[min(fitting, default=deepest)]
@@ -294,10 +295,8 @@ class _LaneRoundUnderWay:
         """Waits for the read-back, [B, K + 3] integers."""
         self.timer.wait("verified")
         verdicts = self.read_back[: self.batch_size].tolist()
-        if any(token < 0 for verdict in verdicts for token in verdict[2:]):
-            raise RuntimeError("the target gave NaN, or no token at all: its weights are broken")
         return StepResult(
-            token_ids=[verdict[2 : verdict[0] + 3] for verdict in verdicts],
+            token_ids=whole([verdict[2 : verdict[0] + 3] for verdict in verdicts]),
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=tuple(b for b, verdict in enumerate(verdicts) if verdict[1]),

@@ -122,6 +122,7 @@ def test_every_sequence_of_a_mask_begins_at_a_byte() -> None:
         (Heads(), "cpu", torch.bfloat16, r"device='cpu': .*attention_backend='torch'"),
         (Heads(), "cuda", torch.float32, r"dtype='float32': .*bfloat16 or float16"),
         (Heads(head_dim=80), "cuda", torch.bfloat16, r"head_dim=80: .*\(64, 128, 256\)"),
+        (Heads(sliding_window=9), "cuda", torch.bfloat16, r"sliding_window=9: .*use 'torch'"),
     ],
 )
 def test_a_model_flashinfer_can_not_serve_is_refused_by_name_and_gets_torch_by_default(
