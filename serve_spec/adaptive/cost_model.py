@@ -68,20 +68,6 @@ class CostModel:
         """ms [max_steps + 1] for `batch_size` rows that draft 0 .. max_steps each."""
         return self._draft.curve(batch_size, context) * self._draft_factor(batch_size)
 
-    def draft_ms(self, batch_size: int, num_steps: int, context: float) -> float:
-        """ms for `batch_size` rows that draft `num_steps` each; 0 at 0 rows or steps."""
-        return float(self.draft_curve(batch_size, context)[num_steps]) if batch_size else 0.0
-
-    def verify_curve(self, batch_size: int, context: float, num_sampled: int) -> Floats:
-        """ms [batch_size · max_steps + 1]: entry B for a round of B drafts in all.
-
-        Straight lines between the rounds in which every row drafts the same.
-        """
-        knots = self.verify_knots(batch_size, context, num_sampled)
-        parts: Floats = np.arange(batch_size) / batch_size
-        lines = knots[:-1, None] + np.diff(knots)[:, None] * parts
-        return np.append(lines.ravel(), knots[-1])
-
     def table_off_ms(self, batch_size: int, context: float, num_sampled: int) -> float:
         """A plain round's verification by the table alone: a yardstick no round moves."""
         return float(self._verify.curve(batch_size, context)[0]) + (
@@ -121,7 +107,7 @@ class CostModel:
         self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
         return (
             self._chain_ms(num_drafting, num_steps, num_drafts, context)
-            + self._rows_ms(batch_size, num_drafts, context, num_sampled)
+            + self.verify_ms(batch_size, num_drafts, context, num_sampled)
             + self.host_ms(batch_size)
         )
 
@@ -148,7 +134,7 @@ class CostModel:
         self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
         num_drafts = num_rows - batch_size
         predicted_draft = self._chain_ms(num_drafting, num_steps, num_drafts, context)
-        predicted_verify = self._rows_ms(batch_size, num_drafts, context, num_sampled)
+        predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
         usable = (
             _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
@@ -204,8 +190,13 @@ class CostModel:
         corrected: Floats = knots * factors
         return corrected
 
-    def _rows_ms(self, batch_size: int, num_drafts: int, context: float, num_sampled: int) -> float:
-        """One entry of `verify_curve`."""
+    def verify_ms(
+        self, batch_size: int, num_drafts: int, context: float, num_sampled: int
+    ) -> float:
+        """ms of the target for so many drafts in all.
+
+        Straight lines between the rounds in which every row drafts the same.
+        """
         knots = self.verify_knots(batch_size, context, num_sampled)
         at = num_drafts / batch_size
         i = min(int(at), self.max_steps - 1) if self.max_steps else 0

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.machine import cpu_model
 
 
 def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
     versions = {name: _version(name) for name in ("torch", "triton", "flashinfer-python", "ray")}
     return {
         "gpu": torch.cuda.get_device_name() if cuda else None,
-        "cpu": _cpu_name(),
+        "cpu": f"{cpu_model()} ({os.cpu_count()} cores)",
         "torch_threads": torch.get_num_threads(),
         "python": platform.python_version(),
         "versions": {name: version for name, version in versions.items() if version},
@@ -86,15 +87,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0]} ({len(names)} cores)" if names else platform.processor()
 
 
 def _commit() -> str | None:

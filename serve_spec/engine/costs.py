@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-import platform
 import tempfile
 import time
 from collections.abc import Callable, Iterable
@@ -23,6 +22,7 @@ from serve_spec.config.cost_table import (
     load_cost_table,
     write_cost_table,
 )
+from serve_spec.core.machine import cpu_model
 from serve_spec.engine.profile import MeasuredCosts
 from serve_spec.log import get_logger
 from serve_spec.worker.worker import Worker
@@ -178,17 +178,9 @@ def _cache_folder() -> Path:
 
 
 def _hardware(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else _cpu_name()
-
-
-def _cpu_name() -> str:
-    """The model as the system calls it, and its cores."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{models[0] if models else platform.machine()}, {os.cpu_count()} cores"
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{cpu_model()}, {os.cpu_count()} cores"
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
