@@ -52,8 +52,8 @@ class Attention(Layer):
         self.qk_gain = parameter(2, shape.head_dim) if shape.qk_norm else None
         self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
 
-    def forward(self, x: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """[T, in] -> [T, H]."""
+    def heads(self, x: Tensor) -> Tensor:
+        """Queries, keys and values, not rotated: [T, in] -> [T, num_heads + 2·kv_heads, d]."""
         shape = self.shape
         num_rotated = shape.num_heads + shape.num_kv_heads
         heads = self.qkv(x).view(-1, num_rotated + shape.num_kv_heads, shape.head_dim)
@@ -62,10 +62,15 @@ class Attention(Layer):
             normed = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
             gain = self.qk_gain.index_select(0, self._gain_of_head)
             torch.mul(normed, gain, out=rotated)
-        attended = ctx.attention.run(self.index, heads, rotation)
-        return self.output(attended.reshape(-1, shape.num_heads * shape.head_dim))
+        return heads
 
-    __call__ = forward
+    def attend(self, heads: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """What the queries of `heads` see: [T, num_heads, d]."""
+        return ctx.attention.run(self.index, heads, rotation)
+
+    def project(self, attended: Tensor) -> Tensor:
+        """[T, num_heads, d] -> [T, H]."""
+        return self.output(attended.reshape(-1, self.shape.num_heads * self.shape.head_dim))
 
     def tensors(self) -> dict[str, Destination]:
         """Projections and, if any, the gains of query and key heads ([head_dim] each)."""

@@ -41,17 +41,27 @@ class DecoderLayer(Layer):
 
         The stream entering the layer is `hidden + residual`; `residual=None` stands for zero.
         """
+        heads, residual = self.before_attention(hidden, residual)
+        attended = self.attention.attend(heads, rotation, ctx)
+        return self.after_attention(attended, residual)
+
+    __call__ = forward
+
+    def before_attention(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """(the heads that attend, the residual stream)."""
         if residual is None:
             residual = hidden
             normed = hidden if self.input_norm is None else self.input_norm(hidden)
         else:
             assert self.input_norm is not None, "only a first layer may go without input norm"
             normed, residual = self.input_norm.add(hidden, residual)
-        attended = self.attention(normed, rotation, ctx)
-        normed, residual = self.post_attention_norm.add(attended, residual)
-        return self.mlp(normed), residual
+        return self.attention.heads(normed), residual
 
-    __call__ = forward
+    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns."""
+        projected = self.attention.project(attended)
+        normed, residual = self.post_attention_norm.add(projected, residual)
+        return self.mlp(normed), residual
 
     def tensors(self) -> dict[str, Destination]:
         """Hugging Face's names within one layer."""

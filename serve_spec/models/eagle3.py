@@ -49,14 +49,24 @@ class Eagle3FirstLayer(Layer):
         self, embedded: Tensor, hidden: Tensor, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
         """Both inputs [T, H] -> (last addend, residual stream before it), as `DecoderLayer`."""
+        heads, residual = self.before_attention(embedded, hidden)
+        attended = self.attention.attend(heads, rotation, ctx)
+        return self.after_attention(attended, residual)
+
+    __call__ = forward
+
+    def before_attention(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """(the heads that attend, the residual stream)."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         inputs = torch.cat((self.input_norm(embedded), normed), dim=-1)
-        attended = self.attention(inputs, rotation, ctx)
-        normed, residual = self.post_attention_norm.add(attended, residual)
-        return self.mlp(normed), residual
+        return self.attention.heads(inputs), residual
 
-    __call__ = forward
+    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """What `forward` returns."""
+        projected = self.attention.project(attended)
+        normed, residual = self.post_attention_norm.add(projected, residual)
+        return self.mlp(normed), residual
 
     def tensors(self) -> dict[str, Destination]:
         """The published names within `midlayer.` / `layers.0.`."""

@@ -188,7 +188,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """See `linear.linear`: the vendor's library, or our own kernel where the rows are few."""
-    if x.is_cuda and _is_ours(x, weight):
+    if _has_kernels(x) and _is_ours(x, weight):
         from serve_spec.ops import linear_triton
 
         return linear_triton.small_linear(x, weight, bias, out_dtype)
@@ -197,7 +197,7 @@ def linear(
 
 def gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) · up: x [T, in], weight [2·I, in], the rows of the gate first -> [T, I]."""
-    if x.is_cuda and _is_ours(x, weight, gated=True):
+    if _has_kernels(x) and _is_ours(x, weight, gated=True):
         from serve_spec.ops import linear_triton
 
         return linear_triton.small_gate_up(x, weight)
@@ -206,7 +206,7 @@ def gate_up(x: Tensor, weight: Tensor) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `activation.silu_and_mul`."""
-    if gate_up.is_cuda:
+    if _has_kernels(gate_up):
         from serve_spec.ops import activation_triton
 
         return activation_triton.silu_and_mul(gate_up)
@@ -215,7 +215,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `norm.rms_norm`."""
-    if x.is_cuda:
+    if _has_kernels(x):
         from serve_spec.ops import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps)
@@ -224,11 +224,16 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `norm.add_rms_norm`."""
-    if x.is_cuda:
+    if _has_kernels(x):
         from serve_spec.ops import norm_triton
 
         return norm_triton.add_rms_norm(x, residual, weight, eps)
     return norm.add_rms_norm(x, residual, weight, eps)
+
+
+def _has_kernels(x: Tensor) -> bool:
+    """Whether there are kernels for `x`. torch's compiler makes its own, of the plain laws."""
+    return x.is_cuda and not torch.compiler.is_compiling()
 
 
 def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:

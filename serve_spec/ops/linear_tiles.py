@@ -39,6 +39,8 @@ class _Block:
     programs: int
 
 
+# Instead of the first below where that would leave some multiprocessors with twice the work.
+_FINE = _Block(outputs=32, depth=128, warps=4, stages=6, programs=384)
 # By the rows of x they are for, at most.
 _PLAIN = {
     16: _Block(outputs=64, depth=128, warps=4, stages=5, programs=192),
@@ -54,6 +56,8 @@ _GATED = {
 # Above this many rows the vendor's library is faster on all but large weights.
 _ROWS_FOR_ALL = 32
 _MANY_WEIGHTS = 48 << 20
+_MULTIPROCESSORS = 132
+_MAX_UNEVENNESS = 1.2
 # The finest cut of a sum: a multiple of every depth.
 _MIN_COLUMNS = 256
 
@@ -70,10 +74,9 @@ def choose_tiles(num_outputs: int, in_features: int, num_rows: int, gated: bool 
     blocks = _GATED if gated else _PLAIN
     rows = next((most for most in blocks if num_rows <= most), max(blocks))
     block = blocks[rows]
-    # Pairs are not cut: the product of two sums needs both of them whole.
-    cuts = 1
-    while 2 * cuts * _ceil(num_outputs, block.outputs) <= block.programs:
-        cuts *= 2
+    if block is _PLAIN[16] and _unevenness(num_outputs, block) > _MAX_UNEVENNESS:
+        block = _FINE
+    cuts = _cuts(num_outputs, block)
     return Tiles(
         outputs=block.outputs,
         rows=rows,
@@ -82,6 +85,23 @@ def choose_tiles(num_outputs: int, in_features: int, num_rows: int, gated: bool 
         warps=block.warps,
         stages=block.stages,
     )
+
+
+def _cuts(num_outputs: int, block: _Block) -> int:
+    """Programs that share a sum, a power of two: as many as the device takes at once.
+
+    Pairs are not cut: the product of two sums needs both of them whole.
+    """
+    cuts = 1
+    while 2 * cuts * _ceil(num_outputs, block.outputs) <= block.programs:
+        cuts *= 2
+    return cuts
+
+
+def _unevenness(num_outputs: int, block: _Block) -> float:
+    """The busiest multiprocessor's programs over the mean, from 1 on."""
+    programs = _ceil(num_outputs, block.outputs) * _cuts(num_outputs, block)
+    return _ceil(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS / programs
 
 
 def _ceil(a: int, b: int) -> int:
