@@ -11,7 +11,7 @@ from serve_spec.engine.profile import MeasuredCosts
 
 def capture(setting: Setting) -> Section:
     """Stages, seconds and bytes of every tier."""
-    rows = [asdict(tier) for tier in setting.lane_worker.capture_report]
+    rows = [asdict(tier) for tier in setting.lane_worker.recorded.report]
     totals = {
         f"total_{name}": sum(row[name] for row in rows)
         for name in ("num_stages", "seconds", "num_bytes")

@@ -70,7 +70,7 @@ def _look_up_us(worker: Any, batch_size: int, tiers: tuple[int, int]) -> float:
     """What the choice of a tier itself takes."""
     started = time.perf_counter()
     for number in range(_LOOK_UPS):
-        worker.tier_for(tiers[number % 2], batch_size)
+        worker.recorded.tier_for(tiers[number % 2], batch_size)
     return (time.perf_counter() - started) / _LOOK_UPS * 1e6
 
 

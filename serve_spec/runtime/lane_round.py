@@ -53,6 +53,11 @@ class LaneRound:
         """Most sequences of a round."""
         return self.members.shape[0]
 
+    @property
+    def max_steps(self) -> int:
+        """Most drafts of a sequence."""
+        return self.drafts.shape[1]
+
     def seat(self, lanes: Sequence[int], num_steps: Sequence[int]) -> None:
         """Writes who takes part and how many drafts of each are verified, without waiting."""
         empty = self.max_batch_size - len(lanes)

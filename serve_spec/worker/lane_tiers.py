@@ -1,0 +1,201 @@
+"""Tiers of a worker on lanes: their stages, recorded once at every size they can meet."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from tqdm import tqdm
+
+from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
+from serve_spec.log import get_logger
+from serve_spec.runtime.graphs import Recorder, Run, StageGraphs, batch_sizes, row_counts
+from serve_spec.runtime.lane_round import LaneRound
+from serve_spec.runtime.lane_target import verify_rows
+from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
+from serve_spec.verify.lanes import LaneJudge
+from serve_spec.worker.worker import SpecWorker
+
+logger = get_logger(__name__)
+
+WIDE_BACKLOG = 16
+"""Draft entries that rounds without drafts may leave behind before the host has to help; more than
+what any usual tier leaves, its drafts and one."""
+
+
+@dataclass(frozen=True)
+class TierCapture:
+    """What recording one tier took; stages it shares with deeper tiers are counted there."""
+
+    num_steps: int
+    num_stages: int
+    seconds: float
+    num_bytes: int
+
+    def __str__(self) -> str:
+        return (
+            f"tier {self.num_steps}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
+            f"{self.seconds:.1f} s"
+        )
+
+
+class LaneTiers:
+    """All tiers of a worker, the deepest recorded first: the others fit into its memory.
+
+    largest_batch: of a number of steps, the batch size beyond which no policy chooses it; None: it
+    has no limit. The deepest tier has stages for every batch size, and stands in for the others.
+    """
+
+    def __init__(
+        self,
+        eager: SpecWorker,
+        drafter: EagleLaneDrafter | None,
+        round: LaneRound,
+        recorder: Recorder,
+        *,
+        max_rows: int,
+        largest_batch: Callable[[int], int | None],
+    ) -> None:
+        self.states: dict[int, SpecRuntimeState] = {}
+        self.report: list[TierCapture] = []
+        self._eager = eager
+        self._drafter = drafter
+        self._round = round
+        self._recorder = recorder
+        self._max_rows = max_rows
+        self._largest_batch = largest_batch
+        self._judge = LaneJudge(
+            round.max_steps, eager.device, eager.synthetic_acceptance, eager.parallel
+        )
+        self._extends: dict[int, StageGraphs] = {}
+        self._verify_stages: dict[tuple[int, int], tuple[Run, float]] = {}
+
+    def build(self) -> None:
+        """Records every tier of the eager worker.
+
+        Raises:
+            MemoryError: one does not fit; says what each takes.
+        """
+        for num_steps in tqdm(sorted(self._eager.tiers, reverse=True), "tiers", leave=False):
+            started, reserved = time.perf_counter(), self._reserved_bytes()
+            before = self._recorder.num_recorded
+            try:
+                self.states[num_steps] = self._tier(num_steps)
+            except torch.OutOfMemoryError as error:
+                raise MemoryError(self._no_room_for(num_steps)) from error
+            self.report.append(
+                TierCapture(
+                    num_steps,
+                    self._recorder.num_recorded - before,
+                    time.perf_counter() - started,
+                    self._reserved_bytes() - reserved,
+                )
+            )
+        logger.info("recorded: %s", "; ".join(map(str, self.report)))
+
+    @property
+    def max_backlog(self) -> int:
+        """Draft entries the widest catch-up makes; 0 without a drafter."""
+        return max(self._extends, default=0)
+
+    def tier_for(self, num_steps: int, batch_size: int) -> SpecRuntimeState:
+        """The shallowest tier that holds `num_steps` of so many sequences: the whole switch."""
+        fitting = (s for s in self.states if s >= num_steps and self._largest(s) >= batch_size)
+        return self.states[min(fitting, default=max(self.states))]
+
+    def extend_for(self, backlog: int, batch_size: int) -> StageGraphs:
+        """The narrowest catch-up that makes `backlog` entries of so many sequences."""
+        extends = self._extends.items()
+        return self._extends[
+            min(n for n, extend in extends if n >= backlog and extend.sizes[-1] >= batch_size)
+        ]
+
+    @torch.inference_mode()
+    def _tier(self, num_steps: int) -> SpecRuntimeState:
+        is_deepest = num_steps == max(self._eager.tiers)
+        most = self._round.max_batch_size if is_deepest else self._largest(num_steps)
+        sizes = batch_sizes(most)
+        rows = row_counts(min(most * (num_steps + 1), self._max_rows)) if num_steps else sizes
+        extend = draft = StageGraphs({})
+        if num_steps:
+            if is_deepest:
+                self._extends[WIDE_BACKLOG] = self._record_extends(WIDE_BACKLOG, sizes)
+            extend = self._extends[num_steps + 1] = self._record_extends(num_steps + 1, sizes)
+            draft = StageGraphs({n: self._record_draft(n, num_steps) for n in reversed(sizes)})
+        verify = StageGraphs(self._record_verify_stages(rows, num_steps + 1))
+        return replace(self._eager.tiers[num_steps], stages=LaneStages(extend, draft, verify))
+
+    def _largest(self, num_steps: int) -> int:
+        """The largest batch size a tier can be chosen for."""
+        most = self._round.max_batch_size
+        return min(most, self._largest_batch(num_steps) or most)
+
+    def _record_extends(self, extend_len: int, sizes: Sequence[int]) -> StageGraphs:
+        drafter = self._drafter
+        assert drafter is not None, "a tier that drafts needs a drafter"
+        record = self._recorder.record
+        return StageGraphs(
+            {
+                n: record(partial(drafter.extend, self._round, n, extend_len))
+                for n in reversed(sizes)
+            }
+        )
+
+    def _record_draft(self, batch_size: int, num_steps: int) -> Run:
+        drafter = self._drafter
+        assert drafter is not None, "a tier that drafts needs a drafter"
+
+        def draft() -> None:
+            drafter.draft(self._round, batch_size, num_steps)
+            # Ranks with different drafts would verify a mixture of them.
+            self._eager.parallel.broadcast(self._round.drafts)
+
+        return self._recorder.record(draft)
+
+    def _record_verify_stages(self, counts: Collection[int], query_len: int) -> dict[int, Run]:
+        """By rows. Tiers of about the same width share theirs: only attention's tiles differ.
+
+        Products of some sizes take longer than those of larger ones; such sizes are left out, so
+        that their rows are padded to the larger.
+        """
+        width = 1 << (query_len - 1).bit_length()
+        runs: dict[int, Run] = {}
+        fastest = math.inf
+        for num_rows in sorted(counts, reverse=True):
+            key = num_rows, width
+            if key not in self._verify_stages:
+                run = self._recorder.record(partial(self._verify, num_rows, width))
+                self._verify_stages[key] = run, self._milliseconds(run)
+            run, milliseconds = self._verify_stages[key]
+            if milliseconds <= fastest:
+                runs[num_rows], fastest = run, milliseconds
+        return runs
+
+    def _milliseconds(self, run: Run) -> float:
+        """What a recorded stage takes: rank 0's word, so that all ranks pad alike."""
+        found = torch.tensor([self._recorder.milliseconds(run)], device=self._eager.device)
+        return float(self._eager.parallel.broadcast(found))
+
+    def _verify(self, num_rows: int, width: int) -> None:
+        self._judge(verify_rows(self._eager.target, self._round, num_rows, width), self._round)
+
+    def _reserved_bytes(self) -> int:
+        return (
+            torch.cuda.memory_reserved(self._eager.device)
+            if self._eager.device.type == "cuda"
+            else 0
+        )
+
+    def _no_room_for(self, num_steps: int) -> str:
+        """What a device too small for the tiers is told."""
+        held = "; ".join(map(str, self.report)) or "none was recorded"
+        return (
+            f"num_steps={num_steps}, max_num_seqs={self._round.max_batch_size}: the device has no "
+            f"memory left for this tier (recorded so far: {held}). Lower memory_fraction or "
+            f"max_num_seqs, or leave {num_steps} out of the candidate steps "
+            "(speculative_adaptive_config)"
+        )

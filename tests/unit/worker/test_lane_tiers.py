@@ -1,0 +1,93 @@
+"""Tiers are recorded once, share what they can, and say what they need where it does not fit."""
+
+from pathlib import Path
+from typing import cast
+
+import pytest
+import torch
+
+from serve_spec import LLM
+from serve_spec.runtime.graphs import PlainRecorder, Run
+from serve_spec.worker.lane_worker import LaneWorker
+from tests.helpers.engines import llm_maker, make_pair
+
+
+class SmallDevice(PlainRecorder):
+    """Has room for so many stages."""
+
+    def __init__(self, room: int) -> None:
+        super().__init__()
+        self.room = room
+
+    def record(self, stage: Run) -> Run:
+        if self.num_recorded == self.room:
+            raise torch.OutOfMemoryError("no memory")
+        return super().record(stage)
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    pair = make_pair(tmp_path_factory.mktemp("pair"))
+    return llm_maker(pair, "cpu")("EAGLE3", 3, execution="lanes", max_num_seqs=8)
+
+
+def worker_of(llm: LLM) -> LaneWorker:
+    return cast(LaneWorker, llm.engine.worker)
+
+
+def test_a_device_too_small_is_told_what_each_tier_takes_and_what_to_leave_out(llm: LLM) -> None:
+    worker = worker_of(llm)
+    whole = worker.recorder
+    room = worker.recorded.report[0].num_stages + 2
+    worker.recorder = SmallDevice(room)
+    with pytest.raises(MemoryError, match=r"num_steps=1, max_num_seqs=8: .*tier 3: \d+ stages"):
+        worker.init_states([1, 3])
+    worker.recorder = whole
+    worker.init_states([3])
+
+
+def test_after_the_start_nothing_is_recorded_whatever_is_chosen(llm: LLM) -> None:
+    worker = worker_of(llm)
+    worker.init_states([0, 1, 2, 3])
+    before = worker.recorder.num_recorded
+    for batch_size in range(1, 9):
+        for num_steps in range(4):
+            tier = worker.recorded.tier_for(num_steps, batch_size)
+            assert tier.num_steps == num_steps
+            assert tier.stages is not None
+            assert tier.stages.verify.padded(batch_size * (num_steps + 1)) > 0
+    llm.generate([[1, 2, 3]] * 3)
+    assert worker.recorder.num_recorded == before
+
+
+def test_tiers_of_one_width_share_the_stages_of_their_verification(llm: LLM) -> None:
+    """2 and 3 drafts make rows of up to four; alone, tier 2 records no more of them."""
+    worker = worker_of(llm)
+    worker.init_states([2, 3])
+    by_steps = {tier.num_steps: tier.num_stages for tier in worker.recorded.report}
+    num_batch_sizes = 4  # 1, 2, 4, 8: a catch-up and a draft stage for each
+    assert by_steps[2] == 2 * num_batch_sizes
+
+
+def test_a_tier_no_policy_chooses_for_large_batches_is_recorded_for_small_ones(
+    tmp_path: Path,
+) -> None:
+    pair = make_pair(tmp_path)
+    slots = tmp_path / "slots.json"
+    slots.write_text('{"1": {"candidate_steps": [1, 2, 3]}, "4": {"candidate_steps": [1]}}')
+    llm = llm_maker(pair, "cpu")(
+        "EAGLE3",
+        3,
+        execution="lanes",
+        max_num_seqs=8,
+        speculative_adaptive=True,
+        speculative_adaptive_strategy="ema",
+        speculative_adaptive_config=slots,
+    )
+    largest = {
+        num_steps: tier.stages.draft.sizes[-1]
+        for num_steps, tier in worker_of(llm).tiers.items()
+        if num_steps and tier.stages is not None
+    }
+    # The deepest stands in for all, so it is recorded for every size.
+    assert largest == {1: 8, 2: 3, 3: 8}
