@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STE
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy, StepPolicy
 from serve_spec.adaptive.presets import CONSERVATIVE
+from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
@@ -82,8 +83,16 @@ class PolicySettings:
         # Below the first key the first slot decides.
         return after[0] - 1 if after else None
 
-    def build(self, initial_steps: int, costs: CostTable | None) -> StepPolicy:
-        """A fresh policy. An adaptive one starts at, or near, `initial_steps`."""
+    def build(
+        self,
+        initial_steps: int,
+        costs: CostTable | None,
+        accept_rates: Sequence[float] | None = None,
+    ) -> StepPolicy:
+        """A fresh policy. An adaptive one starts at, or near, `initial_steps`.
+
+        accept_rates: expected by position, for a policy that estimates them; None: its default.
+        """
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.num_steps)
         if self.strategy == "ema":
@@ -95,13 +104,15 @@ class PolicySettings:
             return PerRequestPolicy(min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS))
         if costs is None:
             return StaticPolicy(0, Reason.FALLBACK)
+        max_steps = self._deepest(GOODPUT_STEPS)
         return GoodputPolicy(
             CostModel(costs),
-            max_steps=self._deepest(GOODPUT_STEPS),
+            max_steps=max_steps,
             bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
+            survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps)),
         )
 
     def _deepest(self, default: int) -> int:
@@ -129,6 +140,7 @@ class AdaptiveController:
         self._settings = settings
         self._costs = costs
         self._say = say
+        self._accept_rates: Sequence[float] | None = None
         self._fallback: str | None = None
         self._fallback_rounds_left = 0
         self._num_fallbacks = 0
@@ -209,6 +221,19 @@ class AdaptiveController:
         except Exception as error:
             self._fall_back(f"the policy failed to learn: {error!r}")
 
+    def start_from(self, accept_rates: Sequence[float]) -> None:
+        """Starts anew from what others learned of this pair; for a controller that has no rounds.
+
+        A policy that does not estimate acceptance passes it over.
+
+        accept_rates: by position, at least one for each the policy may draft.
+
+        Raises:
+            ValueError: too few, or not all within (0, 1); nothing changed.
+        """
+        policy = self._settings.build(self._settings.num_steps, self._costs, accept_rates)
+        self._policy, self._accept_rates = policy, accept_rates
+
     def forget(self, request_id: str) -> None:
         """Drops what is known of a request that finished, was aborted or preempted."""
         self._policy.forget(request_id)
@@ -241,7 +266,7 @@ class AdaptiveController:
             changes["slots"] = None if source is None else load_slots(source)
         wanted = replace(self._settings, **changes)
         start = wanted.num_steps if self._active_steps is None else self._active_steps
-        policy = wanted.build(start, self._costs)
+        policy = wanted.build(start, self._costs, self._accept_rates)
         if wanted.adaptive and self._candidate_steps == (0,):
             raise ConfigError(
                 "speculative_adaptive=True: no tier was built that drafts; "
@@ -262,7 +287,9 @@ class AdaptiveController:
             if self._fallback_rounds_left <= 0:
                 assert self._active_steps is not None, "a fallback has chosen before"
                 self._fallback = None
-                self._policy = self._settings.build(self._active_steps, self._costs)
+                self._policy = self._settings.build(
+                    self._active_steps, self._costs, self._accept_rates
+                )
         try:
             return self._policy.choose(batch)
         except Exception as error:  # a fixed tier serves everybody; a dead engine nobody
@@ -308,3 +335,8 @@ class AdaptiveController:
             "learned_accept_length": round(positions.accept_length, 4),
             "accept_rate": None if rate is None else round(rate, 4),
         }
+
+
+def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:
+    """Narrower bounds, set later, use fewer positions."""
+    return None if accept_rates is None else accept_rates[:max_steps]

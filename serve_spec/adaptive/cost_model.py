@@ -45,6 +45,10 @@ class CostModel:
     def __init__(self, table: CostTable) -> None:
         self.max_steps = table.num_steps[-1]
         """Most drafts per row it can price."""
+        self.max_batch_size = table.batch_sizes[-1]
+        """Largest batch that was measured; beyond, costs go on in straight lines."""
+        self.padded = table.padded
+        """Whether every draft step runs all rows, however far each drafts."""
         self._sampled_row_ms = table.sampled_row_ms
         self._draft, self._verify = (
             CostSurface(
@@ -52,7 +56,6 @@ class CostModel:
                 contexts=table.contexts,
                 batch_sizes=table.batch_sizes,
                 num_steps=table.num_steps,
-                padded=table.padded,
             )
             for ms in (table.draft_ms, table.verify_ms)
         )
@@ -106,7 +109,7 @@ class CostModel:
             num_drafting = min(batch_size, num_drafts)
         self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
         return (
-            self._chain_ms(num_drafting, num_steps, num_drafts, context)
+            self._chain_ms(batch_size, num_drafting, num_steps, num_drafts, context)
             + self.verify_ms(batch_size, num_drafts, context, num_sampled)
             + self.host_ms(batch_size)
         )
@@ -133,7 +136,7 @@ class CostModel:
         """
         self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
         num_drafts = num_rows - batch_size
-        predicted_draft = self._chain_ms(num_drafting, num_steps, num_drafts, context)
+        predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_drafts, context)
         predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
         usable = (
@@ -147,7 +150,8 @@ class CostModel:
             return False
         self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
         if num_drafts:
-            self._learn(self._draft_residuals, _bucket(num_drafting), draft_ms / predicted_draft)
+            rows = batch_size if self.padded else num_drafting
+            self._learn(self._draft_residuals, _bucket(rows), draft_ms / predicted_draft)
         else:
             draft_ms = 0.0  # the glance that found nothing to draft
         cell = _bucket(batch_size), int(num_drafts / batch_size + 0.5)
@@ -204,15 +208,23 @@ class CostModel:
         return float(knots[i] + (at - i) * (knots[j] - knots[i]))
 
     def _chain_ms(
-        self, num_drafting: int, num_steps: int, num_drafts: int, context: float
+        self,
+        batch_size: int,
+        num_drafting: int,
+        num_steps: int,
+        num_drafts: int,
+        context: float,
     ) -> float:
         """Drafting when rows leave the batch as they finish: at every step fewer take part.
 
         The first step has all rows, the last at least one. Where every step costs a straight line
         in its rows, the sum over steps depends on how many drafts there are in all and no more.
+        Padded, no row leaves.
         """
         if not num_drafts:
             return 0.0
+        if self.padded:
+            return float(self.draft_curve(batch_size, context)[num_steps])
         # One row goes all the way, and every other drafts once at least.
         depth = min(num_steps, num_drafts - num_drafting + 1)
         every_row = self._draft.curve(num_drafting, context)

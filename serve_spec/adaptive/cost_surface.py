@@ -6,7 +6,7 @@ direction, is interpolated between its points and continued in straight lines be
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Sequence
 from typing import TypeAlias
 
@@ -25,8 +25,7 @@ _MAX_CACHED = 4096
 class CostSurface:
     """ms of one stage for every batch size, every number of steps, every context.
 
-    Contexts below the shorter measured one cost what it costs. With `padded`, a batch size up to
-    the largest measured one costs what the next measured one does.
+    Contexts below the shorter measured one cost what it costs.
     """
 
     def __init__(
@@ -36,12 +35,9 @@ class CostSurface:
         contexts: tuple[int, int],
         batch_sizes: Sequence[int],
         num_steps: Sequence[int],
-        padded: bool,
     ) -> None:
         self.max_steps = num_steps[-1]
         self._contexts = contexts
-        self._measured_sizes = list(batch_sizes)
-        self._padded = padded
         every_step = np.arange(self.max_steps + 1)
         values = monotone(np.array(ms))
         values = np.apply_along_axis(
@@ -65,17 +61,12 @@ class CostSurface:
         return found
 
     def _interpolated(self, batch_size: int, position: float) -> Floats:
-        i, w = _segment(self._sizes, self._size_paid_for(batch_size))
+        i, w = _segment(self._sizes, batch_size)
         by_context = _between(self._ms[:, i], self._ms[:, i + 1], w)
         i, w = _segment(self._positions, position)
         curve = _between(by_context[i], by_context[i + 1], w)
         # Only far beyond both edges could lines have crossed.
         return np.maximum.accumulate(curve)
-
-    def _size_paid_for(self, batch_size: int) -> int:
-        if not self._padded or batch_size > self._measured_sizes[-1]:
-            return batch_size
-        return self._measured_sizes[bisect_left(self._measured_sizes, batch_size)]
 
 
 def monotone(ms: Floats) -> Floats:

@@ -27,6 +27,7 @@ from serve_spec.adaptive.exploration import (
     BackOff,
     ExplorationBudget,
 )
+from serve_spec.adaptive.marginal import marginal_ms_by_rows
 from serve_spec.adaptive.objective import (
     Choice,
     Floats,
@@ -44,6 +45,9 @@ from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, RoundTime
 DEFAULT_MAX_STEPS = 7
 LEAVE_OFF_GAIN = 1.02
 """Predicted gain that makes the policy leave 0: below, the noise of the costs decides."""
+APART_GAIN = 1.02
+"""Predicted gain over the same steps for all that makes it plan for every sequence. Picking the
+best rows by estimates promises more than it keeps, for it also picks the luckiest estimates."""
 MOVE_GAIN = 1.01
 """Predicted gain that makes it move between tiers."""
 PLAN_ROUNDS = 8
@@ -129,9 +133,11 @@ class GoodputPolicy:
         self._left: set[str] = set()
         self._num_bad_times = 0
         self._rotation = 0
+        self._context = 0.0
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """The best tier for this batch, held for the dwell, and each row's share of it."""
+        self._context = batch.context
         key = batch.size.bit_length() - 1
         here = self._ranges.setdefault(key, _SizeRange())
         moved, self._range_key = key != self._range_key, key
@@ -216,7 +222,14 @@ class GoodputPolicy:
             "explored_share": round(self.budget.spent_share, 6),
             "acceptance": self.survival.snapshot(),
             "costs": self.costs.snapshot(),
+            "marginal_ms_by_rows": self._marginal_ms_by_rows(),
         }
+
+    def _marginal_ms_by_rows(self) -> dict[str, float]:
+        """What one more request would cost here, in ms per token; see `marginal`."""
+        rates = self.survival.pooled_rates
+        found = marginal_ms_by_rows(self.costs, rates, context=self._context, bound=self._bound)
+        return {str(rows): round(ms, 4) for rows, ms in found.items()}
 
     def _bound(self, batch_size: int) -> int:
         if not self._bound_keys:
@@ -247,9 +260,7 @@ class GoodputPolicy:
 
     def _make_plan(self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool) -> _Plan:
         worth, costs = self._worth(batch, bound), self._round_costs(batch, bound)
-        # For a single row both are the same, and the uniform menu is cheaper to make.
-        menu_of = per_sequence if self.per_sequence and batch.size > 1 else uniform
-        menu = menu_of(worth, speeds(worth, self._tier), costs, batch.max_draft_tokens)
+        menu = self._menu(worth, costs, batch)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._decide(menu, here, moved=moved)
         choice = menu.choice(self._tier)
@@ -261,6 +272,16 @@ class GoodputPolicy:
             dict(zip(batch.request_ids, row_steps, strict=True)),
             sorted(row_steps)[len(row_steps) // 2],
         )
+
+    def _menu(self, worth: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
+        """Steps for every sequence where that promises enough, else the same for all."""
+        weights = speeds(worth, self._tier)
+        alike = uniform(worth, weights, costs, batch.max_draft_tokens)
+        if not self.per_sequence or batch.size == 1:
+            return alike
+        apart = per_sequence(worth, weights, costs, batch.max_draft_tokens)
+        promises = apart.goodput.max() >= APART_GAIN * alike.goodput.max()
+        return apart if promises else alike
 
     def _decide(self, menu: Menu, here: _SizeRange, *, moved: bool) -> None:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
@@ -365,6 +386,10 @@ class GoodputPolicy:
 
 def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:
     """ms that the k-th draft step takes n rows, [batch_size + 1, max_steps]; 0 without rows."""
+    if costs.padded:  # the same for one row and for all
+        padded: Floats = np.zeros((batch_size + 1, costs.max_steps))
+        padded[1:] = np.diff(costs.draft_curve(batch_size, context))
+        return padded
     knots = np.array([*takewhile(lambda n: n < batch_size, (1 << i for i in count())), batch_size])
     curves = np.stack([costs.draft_curve(n, context) for n in knots.tolist()])
     steps = np.concatenate([np.zeros((1, costs.max_steps)), np.diff(curves, axis=1)])

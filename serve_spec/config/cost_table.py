@@ -53,7 +53,7 @@ class CostTable(StrictModel):
         ge=0, description="What a verified row costs more at a temperature above 0."
     )
     padded: bool = Field(
-        description="Rounds run on captured shapes: a batch costs what the next size does."
+        description="Drafting is padded: every step runs all rows, however far each drafts."
     )
     extrapolated: tuple[tuple[int, int], ...] = Field(
         description="[batch size, steps] that were not measured in every context."

@@ -29,6 +29,9 @@ from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)
 
+LANES = "lanes"
+"""What stands for the attention backend in the key of rounds on lanes."""
+
 # The rooms whose code decides what a round costs.
 _ROUND_ROOMS = (
     "attention",
@@ -92,15 +95,15 @@ def obtain_costs(
 
 def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
     """What was measured, and on what."""
-    # Nothing is captured: a batch costs what it costs, not what the next captured size does.
-    return CostTable(version=FORMAT_VERSION, key=key, padded=False, **dataclasses.asdict(costs))
+    padded = key.attention_backend == LANES  # their draft stages run every row to the end
+    return CostTable(version=FORMAT_VERSION, key=key, padded=padded, **dataclasses.asdict(costs))
 
 
 def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
     """What the costs of this worker's rounds depend on."""
     draft = config.speculative.speculative_draft_model_path
     # On lanes, whatever attends in the other rounds.
-    backend = "lanes" if worker.execution == "lanes" else worker.tiers[0].verify.name
+    backend = LANES if worker.execution == "lanes" else worker.tiers[0].verify.name
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
@@ -111,7 +114,7 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
         draft_dtype="" if worker.draft_dtype is None else _dtype_name(worker.draft_dtype),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=backend,
-        code=code_version(),
+        code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
 
 

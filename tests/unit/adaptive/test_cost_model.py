@@ -168,11 +168,20 @@ def test_rounds_that_can_not_be_are_refused(shape: tuple[int, int, int, int | No
         model().round_ms(batch_size, num_steps, num_rows, 128, 0, num_drafting)
 
 
-def test_a_padded_batch_pays_for_the_next_size() -> None:
+def test_padded_drafting_costs_all_rows_whoever_drafts() -> None:
     costs = model(padded=True)
-    assert costs.draft_curve(5, 128) == pytest.approx(costs.draft_curve(8, 128))
-    five, eight = verify_curve(costs, 5, 128, 0), verify_curve(costs, 8, 128, 0)
-    assert five[::5] == pytest.approx(eight[::8])
+    verify = costs.verify_ms(8, 3, 128, 0)
+    one_row_of_eight = costs.round_ms(8, 3, 8 + 3, 128, 0, 1)
+    assert one_row_of_eight == pytest.approx(verify + draft_ms(8, 3, 128))
+
+
+def test_what_padded_drafting_took_is_learned_for_the_whole_batch() -> None:
+    costs = model(padded=True)
+    for _ in range(300):
+        times = {"draft_ms": 2 * draft_ms(8, 3, 128), "verify_ms": verify_ms(8, 3 / 8, 128)}
+        one_row = {"num_rows": 8 + 3, "num_drafting": 1, "round_ms": sum(times.values())}
+        assert costs.observe(**{**round_of(8, 3), **times, **one_row})
+    assert costs.draft_curve(8, 128)[3] == pytest.approx(2 * draft_ms(8, 3, 128), rel=0.02)
 
 
 @given(

@@ -16,7 +16,7 @@ DURATIONS = st.floats(0.1, 100.0)
 
 
 @st.composite
-def noisy(draw: st.DrawFn, padded: bool | None = None) -> dict[str, Any]:
+def noisy(draw: st.DrawFn) -> dict[str, Any]:
     """A surface's arguments: any grids, any durations."""
     sizes = sorted(draw(st.sets(st.integers(1, 24), min_size=1, max_size=4)))
     steps = sorted({0, *draw(st.sets(st.integers(1, 7), max_size=3))})
@@ -29,7 +29,6 @@ def noisy(draw: st.DrawFn, padded: bool | None = None) -> dict[str, Any]:
         "contexts": (short, long),
         "batch_sizes": sizes,
         "num_steps": steps,
-        "padded": draw(st.booleans()) if padded is None else padded,
     }
 
 
@@ -85,7 +84,7 @@ def test_a_noisy_table_is_only_ever_lowered_and_never_below_its_least_larger_cel
         assert result[cell] == beyond.min()
 
 
-@given(noisy(padded=False), st.integers(1, 24), st.integers(1, 800))
+@given(noisy(), st.integers(1, 24), st.integers(1, 800))
 def test_between_measured_points_costs_lie_between_their_neighbours(
     table: dict[str, Any], batch_size: int, context: int
 ) -> None:
@@ -110,27 +109,13 @@ def test_steps_between_measured_ones_lie_on_the_line_between_them(table: dict[st
     assert surface(table).curve(size, short) == pytest.approx(expected)
 
 
-@given(noisy(padded=True), st.integers(1, 24))
-def test_a_padded_batch_costs_what_the_next_measured_size_costs(
-    table: dict[str, Any], batch_size: int
-) -> None:
-    costs = surface(table)
-    next_size = min([size for size in table["batch_sizes"] if size >= batch_size], default=None)
-    if next_size is not None:
-        same = costs.curve(batch_size, 200) == costs.curve(next_size, 200)
-        assert np.all(same)
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on(
-    padded: bool,
-) -> None:
+def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on() -> None:
     def truth(batch_size: int, steps: int, context: int) -> float:
         return 5.0 + 0.5 * batch_size * (steps + 1) + 0.01 * context * batch_size
 
     sizes, steps, contexts = [1, 2, 4], [0, 1, 3], (100, 300)
     ms = [[[truth(b, k, c) for k in steps] for b in sizes] for c in contexts]
-    costs = CostSurface(ms, contexts=contexts, batch_sizes=sizes, num_steps=steps, padded=padded)
+    costs = CostSurface(ms, contexts=contexts, batch_sizes=sizes, num_steps=steps)
     for b, c in ((4, 300), (7, 100), (64, 300), (4, 3000), (5, 3000)):
         expected = [truth(b, k, c) for k in range(4)]
         assert costs.curve(b, c) == pytest.approx(expected)
@@ -142,16 +127,13 @@ def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it() -> None:
         contexts=(100, 200),
         batch_sizes=[4],
         num_steps=[0, 1],
-        padded=False,
     )
     assert costs.curve(2, 100) == pytest.approx([2.0, 3.0])
     assert costs.curve(8, 100) == pytest.approx([4.0, 6.0])
 
 
 def test_texts_shorter_than_the_shorter_context_cost_what_it_costs() -> None:
-    costs = CostSurface(
-        [[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0], padded=False
-    )
+    costs = CostSurface([[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0])
     assert costs.curve(1, 1)[0] == costs.curve(1, 100)[0] == 2.0
     assert costs.curve(1, 150)[0] == pytest.approx(3.0)
 
@@ -164,9 +146,7 @@ def test_one_disturbed_cell_does_not_make_its_neighbours_dearer() -> None:
 
 
 def test_the_curves_of_a_long_life_do_not_pile_up() -> None:
-    costs = CostSurface(
-        [[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0], padded=False
-    )
+    costs = CostSurface([[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0])
     for context in range(100, 60_000, 5):
         costs.curve(1, context)
     assert len(costs._cache) <= 4096

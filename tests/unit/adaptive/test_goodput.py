@@ -19,6 +19,7 @@ from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import (
     GPU_8B,
     TWO_CPU_CORES,
+    RoundCosts,
     RoundShape,
     noisy,
     recorded_table,
@@ -131,10 +132,10 @@ def test_under_constant_input_the_tier_settles(
     assert switches <= len(settled) / 40
 
 
-def times_of(row_steps: list[int], size: int) -> RoundTimes:
-    """What the recorded machine takes for a round of these drafts."""
+def times_of(row_steps: list[int], size: int, costs: RoundCosts = TWO_CPU_CORES) -> RoundTimes:
+    """What a recorded machine takes for a round of these drafts."""
     drafting = tuple(sum(k > depth for k in row_steps) for depth in range(max(row_steps)))
-    return TWO_CPU_CORES(RoundShape(size, drafting, size * 128, 0, 0, 0))
+    return costs(RoundShape(size, drafting, size * 128, 0, 0, 0))
 
 
 @given(
@@ -178,22 +179,24 @@ def test_without_room_for_drafts_it_goes_to_zero_at_once_and_says_why() -> None:
     assert policy.last_reason is Reason.KV
 
 
-def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not(traces: TraceSet) -> None:
-    policy = goodput()
-    for _ in range(120):
-        steps = policy.choose(decode_batch(8))
-        row_steps = list(steps.row_steps or [])
-        kept = [k if i < 4 else 0 for i, k in enumerate(row_steps)]
+def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
+    """Where verified rows are dear: a large batch on a GPU."""
+    size, easy = 128, 64
+    policy = goodput(GPU_TABLE)
+    for _ in range(200):
+        steps = policy.choose(decode_batch(size))
+        row_steps = list(steps.row_steps or [0] * size)
+        kept = [k if i < easy else 0 for i, k in enumerate(row_steps)]
+        times = times_of(row_steps, size, GPU_8B)
         policy.observe(
-            verified_round(kept, 8, steps.num_steps, row_steps=row_steps,
-                           times=times_of(row_steps, 8))
-        )  # fmt: skip
+            verified_round(kept, size, steps.num_steps, row_steps=row_steps, times=times)
+        )
     for _ in range(10):
-        row_steps = list(policy.choose(decode_batch(8)).row_steps or [0] * 8)
+        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
         if policy.last_reason not in (Reason.PROBE, Reason.BASELINE):
             break
-    assert min(row_steps[:4]) >= 1
-    assert max(row_steps[4:]) == 0
+    assert min(row_steps[:easy]) >= 1
+    assert max(row_steps[easy:]) == 0
 
 
 def test_requests_that_left_leave_no_state(traces: TraceSet) -> None:

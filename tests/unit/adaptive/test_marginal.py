@@ -1,0 +1,76 @@
+"""What one more request costs: by hand where it can be done by hand, and laws elsewhere."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.marginal import marginal_ms_by_rows
+from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
+from tests.unit.adaptive.test_cost_model import model, verify_ms
+
+MAX_STEPS = 7
+CONTEXT = 128
+
+
+def marginal(costs: CostModel, rate: float, most: int = MAX_STEPS) -> dict[int, float]:
+    rates = np.full(MAX_STEPS, rate)
+    return marginal_ms_by_rows(costs, rates, context=CONTEXT, bound=lambda size: most)
+
+
+def test_at_an_idle_engine_it_is_the_time_per_token_of_a_request_alone() -> None:
+    assert marginal(model(), 0.5, most=0)[0] == pytest.approx(verify_ms(1, 0, CONTEXT))
+
+
+def test_without_drafts_it_is_what_a_doubling_of_the_batch_gains() -> None:
+    def speed(rows: int) -> float:
+        return rows / verify_ms(rows, 0, CONTEXT)
+
+    found = marginal(model(), 0.5, most=0)
+    assert list(found) == [0, 1, 2, 4, 8], "up to the largest measured batch, 16"
+    assert found[4] == pytest.approx(4 / (speed(8) - speed(4)))
+
+
+@given(rate=st.floats(0, 1))
+def test_the_fuller_the_batch_the_dearer_one_more(rate: float) -> None:
+    ms = list(marginal(model(), rate).values())
+    assert ms == sorted(ms)
+
+
+@given(low=st.floats(0, 1), high=st.floats(0, 1))
+def test_better_drafts_never_make_the_first_request_dearer(low: float, high: float) -> None:
+    low, high = sorted((low, high))
+    assert marginal(model(), high)[0] <= marginal(model(), low)[0] + 1e-9
+
+
+@given(rate=st.floats(0, 1), factor=st.floats(0.25, 4))
+def test_a_machine_that_is_slower_throughout_is_dearer_in_proportion(
+    rate: float, factor: float
+) -> None:
+    def scaled(name: str) -> Any:
+        table = recorded_table(TWO_CPU_CORES)
+        return tuple(
+            tuple(tuple(ms * factor for ms in row) for row in grid) for grid in getattr(table, name)
+        )
+
+    table = recorded_table(TWO_CPU_CORES)
+    slower = table.model_copy(
+        update={name: scaled(name) for name in ("draft_ms", "verify_ms")}
+        | {"sampled_row_ms": table.sampled_row_ms * factor}
+    )
+    there, here = marginal(CostModel(slower), rate), marginal(CostModel(table), rate)
+    # Where more rows bring nothing, the floor takes over from the proportion.
+    for rows, ms in here.items():
+        if ms < 1e5:
+            assert there[rows] == pytest.approx(factor * ms, rel=1e-6)
+
+
+@pytest.mark.parametrize("machine", [TWO_CPU_CORES, GPU_8B], ids=["cpu", "gpu"])
+def test_on_recorded_costs_every_entry_is_a_positive_number(machine: Any) -> None:
+    found = marginal(CostModel(recorded_table(machine)), 0.7)
+    assert all(0 < ms < 1e7 for ms in found.values())
