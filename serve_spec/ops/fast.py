@@ -1,6 +1,7 @@
 """Each function's fast twin where its tensors live on a GPU, the plain one elsewhere.
 
 Kernels are imported on their first use: machines without a GPU need no Triton.
+torch's compiler, where layers are left to it, is shown the plain ones.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from serve_spec.core.context import Rotation
 from serve_spec.ops import acceptance, activation, draw, kv_move, layout, linear_tiles, norm, rotary
@@ -188,7 +190,7 @@ def linear(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
     """See `linear.linear`: the vendor's library, or our own kernel where the rows are few."""
-    if _has_kernels(x) and _is_ours(x, weight):
+    if x.is_cuda and _is_ours(x, weight):
         from serve_spec.ops import linear_triton
 
         return linear_triton.small_linear(x, weight, bias, out_dtype)
@@ -197,7 +199,7 @@ def linear(
 
 def gate_up(x: Tensor, weight: Tensor) -> Tensor:
     """silu(gate) · up: x [T, in], weight [2·I, in], the rows of the gate first -> [T, I]."""
-    if _has_kernels(x) and _is_ours(x, weight, gated=True):
+    if x.is_cuda and _is_ours(x, weight, gated=True):
         from serve_spec.ops import linear_triton
 
         return linear_triton.small_gate_up(x, weight)
@@ -206,7 +208,7 @@ def gate_up(x: Tensor, weight: Tensor) -> Tensor:
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """See `activation.silu_and_mul`."""
-    if _has_kernels(gate_up):
+    if gate_up.is_cuda and not is_compiling():
         from serve_spec.ops import activation_triton
 
         return activation_triton.silu_and_mul(gate_up)
@@ -215,7 +217,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `norm.rms_norm`."""
-    if _has_kernels(x):
+    if x.is_cuda and not is_compiling():
         from serve_spec.ops import norm_triton
 
         return norm_triton.rms_norm(x, weight, eps)
@@ -224,22 +226,18 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `norm.add_rms_norm`."""
-    if _has_kernels(x):
+    if x.is_cuda and not is_compiling():
         from serve_spec.ops import norm_triton
 
         return norm_triton.add_rms_norm(x, residual, weight, eps)
     return norm.add_rms_norm(x, residual, weight, eps)
 
 
-def _has_kernels(x: Tensor) -> bool:
-    """Whether there are kernels for `x`. torch's compiler makes its own, of the plain laws."""
-    return x.is_cuda and not torch.compiler.is_compiling()
-
-
 def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
     """Whether the kernels of `linear_triton` can do this product, and fastest."""
     return (
-        linear_tiles.is_ours(x.shape[0], weight.numel(), gated=gated)
+        not is_compiling()
+        and linear_tiles.is_ours(x.shape[0], gated=gated)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and weight.is_contiguous()

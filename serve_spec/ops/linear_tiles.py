@@ -30,53 +30,58 @@ class Tiles:
 
 @dataclass(frozen=True)
 class _Block:
-    """A kind of tile, and how many programs of it a device takes at once."""
+    """A kind of tile; see `Tiles`."""
 
     outputs: int
     depth: int
     warps: int
     stages: int
-    programs: int
 
 
 # Instead of the first below where that would leave some multiprocessors with twice the work.
-_FINE = _Block(outputs=32, depth=128, warps=4, stages=6, programs=384)
+_FINE = _Block(outputs=32, depth=128, warps=4, stages=6)
 # By the rows of x they are for, at most.
 _PLAIN = {
-    16: _Block(outputs=64, depth=128, warps=4, stages=5, programs=192),
-    32: _Block(outputs=128, depth=128, warps=8, stages=3, programs=128),
-    64: _Block(outputs=128, depth=128, warps=8, stages=4, programs=128),
+    16: _Block(outputs=64, depth=128, warps=4, stages=5),
+    32: _Block(outputs=128, depth=128, warps=8, stages=3),
+    64: _Block(outputs=128, depth=128, warps=8, stages=4),
 }
 _GATED = {
-    16: _Block(outputs=32, depth=128, warps=4, stages=5, programs=1),
-    32: _Block(outputs=64, depth=128, warps=4, stages=2, programs=1),
-    64: _Block(outputs=64, depth=128, warps=8, stages=4, programs=1),
-    128: _Block(outputs=128, depth=64, warps=8, stages=4, programs=1),
+    16: _Block(outputs=32, depth=128, warps=4, stages=5),
+    32: _Block(outputs=64, depth=128, warps=4, stages=2),
+    64: _Block(outputs=64, depth=128, warps=8, stages=4),
+    128: _Block(outputs=128, depth=64, warps=8, stages=4),
 }
-# Above this many rows the vendor's library is faster on all but large weights.
-_ROWS_FOR_ALL = 32
-_MANY_WEIGHTS = 48 << 20
 _MULTIPROCESSORS = 132
 _MAX_UNEVENNESS = 1.2
+# Sums are cut until so many programs of so many outputs have a share.
+_CUT_PROGRAMS = 128
+_CUT_OUTPUTS = 128
 # The finest cut of a sum: a multiple of every depth.
 _MIN_COLUMNS = 256
 
 
-def is_ours(num_rows: int, num_weights: int, *, gated: bool = False) -> bool:
-    """Whether these kernels are faster than the vendor's library for so many rows and weights."""
-    if gated:
-        return num_rows <= max(_GATED)
-    return num_rows <= _ROWS_FOR_ALL or (num_rows <= max(_PLAIN) and num_weights >= _MANY_WEIGHTS)
+def is_ours(num_rows: int, *, gated: bool = False) -> bool:
+    """Whether these kernels, and not the vendor's library, multiply so many rows.
+
+    Up to the 64 rows of a plain product they are faster, or (a few percent) slower with the same
+    bits for a row whatever else is in the batch, which the library does not give. A gated product
+    saves a kernel, and is faster up to 128.
+    """
+    return num_rows <= max(_GATED if gated else _PLAIN)
 
 
 def choose_tiles(num_outputs: int, in_features: int, num_rows: int, gated: bool = False) -> Tiles:
-    """Tiles for x [num_rows, in] by num_outputs weight rows (with `gated`: that many pairs)."""
+    """Tiles for x [num_rows, in] by num_outputs weight rows (with `gated`: that many pairs).
+
+    `columns` does not depend on `num_rows`: a row is summed in the same order in every batch.
+    """
     blocks = _GATED if gated else _PLAIN
     rows = next((most for most in blocks if num_rows <= most), max(blocks))
     block = blocks[rows]
-    if block is _PLAIN[16] and _unevenness(num_outputs, block) > _MAX_UNEVENNESS:
+    cuts = 1 if gated else _cuts(num_outputs)  # the product of two sums needs both of them whole
+    if block is _PLAIN[16] and _unevenness(num_outputs, block, cuts) > _MAX_UNEVENNESS:
         block = _FINE
-    cuts = _cuts(num_outputs, block)
     return Tiles(
         outputs=block.outputs,
         rows=rows,
@@ -87,20 +92,17 @@ def choose_tiles(num_outputs: int, in_features: int, num_rows: int, gated: bool 
     )
 
 
-def _cuts(num_outputs: int, block: _Block) -> int:
-    """Programs that share a sum, a power of two: as many as the device takes at once.
-
-    Pairs are not cut: the product of two sums needs both of them whole.
-    """
+def _cuts(num_outputs: int) -> int:
+    """Programs that share a sum, a power of two."""
     cuts = 1
-    while 2 * cuts * _ceil(num_outputs, block.outputs) <= block.programs:
+    while 2 * cuts * _ceil(num_outputs, _CUT_OUTPUTS) <= _CUT_PROGRAMS:
         cuts *= 2
     return cuts
 
 
-def _unevenness(num_outputs: int, block: _Block) -> float:
+def _unevenness(num_outputs: int, block: _Block, cuts: int) -> float:
     """The busiest multiprocessor's programs over the mean, from 1 on."""
-    programs = _ceil(num_outputs, block.outputs) * _cuts(num_outputs, block)
+    programs = _ceil(num_outputs, block.outputs) * cuts
     return _ceil(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS / programs
 
 

@@ -124,11 +124,17 @@ def test_any_product_is_cut_into_programs_that_fit(
     assert tiles.stages * 2 * tiles.depth * (weight_rows + tiles.rows) <= 227 * 1024
 
 
-@given(st.integers(1, 200_000), st.integers(1, 30_000), st.integers(1, 16), st.integers(1, 16))
-def test_up_to_sixteen_rows_every_row_is_summed_in_the_same_order(
-    num_outputs: int, in_features: int, one: int, other: int
+@given(
+    st.integers(1, 200_000),
+    st.integers(1, 30_000),
+    st.integers(1, 200),
+    st.integers(1, 200),
+    st.booleans(),
+)
+def test_a_row_is_summed_in_the_same_order_in_a_batch_of_any_size(
+    num_outputs: int, in_features: int, one: int, other: int, gated: bool
 ) -> None:
-    first, second = (choose_tiles(num_outputs, in_features, rows) for rows in (one, other))
+    first, second = (choose_tiles(num_outputs, in_features, rows, gated) for rows in (one, other))
     assert first.columns == second.columns
 
 
