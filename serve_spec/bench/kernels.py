@@ -1,7 +1,7 @@
 """`serve-spec bench kernels`: what one GPU does with a pair, figure by figure beside its aim.
 
-At most two engines are built, one after the other: one whose acceptance is real, one where it is
-forced. Policies take turns on them. Sections, in the order they run:
+At most three engines are built, one after the other: one whose acceptance is real, one where it is
+forced, and one of compiled layers. Policies take turns on them. Sections, in the order they run:
 
     floor         the matrix products of a step alone, and the speed of memory
     plain         steps without drafts, by batch size
@@ -12,6 +12,7 @@ forced. Policies take turns on them. Sections, in the order they run:
     host          share of rounds in which the device waits for the host
     switch        what changing the tier costs
     adaptive      the goodput policy against every fixed depth
+    compile       plain steps and rounds of 3 drafts with torch_compile, beside those without it
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from serve_spec.bench.kernels_adaptive import adaptive
-from serve_spec.bench.kernels_aims import ACCEPT_LENGTH, LINEARS_MS
+from serve_spec.bench.kernels_aims import ACCEPT_LENGTH, LINEARS_MS, ROUND_STEPS
 from serve_spec.bench.kernels_floor import floor
 from serve_spec.bench.kernels_plots import plot_kernels
 from serve_spec.bench.kernels_report import tables
-from serve_spec.bench.kernels_rounds import host, plain, rounds
+from serve_spec.bench.kernels_rounds import compiled, host, plain, rounds
 from serve_spec.bench.kernels_run import KernelsRun, Measure
 from serve_spec.bench.kernels_setting import Acceptance, Sizes
 from serve_spec.bench.kernels_start import capture, costs
@@ -51,8 +54,10 @@ _FORCED: Mapping[str, Measure] = {
     "switch": switch,
     "adaptive": adaptive,
 }
-SECTIONS = (*_REAL, *_FORCED)
+_COMPILED: Mapping[str, Measure] = {"compile": compiled}
+SECTIONS = (*_REAL, *_FORCED, *_COMPILED)
 
+_NO_DRAFTS = "speculative_algorithm='NONE'; name an algorithm and its draft"
 _MIN_BATCHED_TOKENS = 2048
 _MIN_PAGES = 256
 """Of an engine for the smallest batches: more than its longest text."""
@@ -135,8 +140,29 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
             synthetic_acceptance=_acceptance(args.acceptance),
         )
     elif forced:
-        run.leave_out(forced, "speculative_algorithm='NONE'; name an algorithm and its draft")
+        run.leave_out(forced, _NO_DRAFTS)
+    if "compile" in args.sections:
+        why = _why_not_compiled(config)
+        if why is None:
+            run.on_engine(
+                _COMPILED,
+                torch_compile=True,
+                speculative_adaptive=False,
+                speculative_num_steps=min(ROUND_STEPS, sizes.num_steps[-1]),
+                synthetic_acceptance=_acceptance(args.acceptance),
+            )
+        else:
+            run.leave_out(_COMPILED, why)
     return run.result
+
+
+def _why_not_compiled(config: ServeSpecConfig) -> str | None:
+    """What keeps rounds of compiled layers from being measured; None: nothing."""
+    if config.model.device == "cpu" or not torch.cuda.is_available():
+        return "torch_compile is measured on a GPU"
+    if config.model.tensor_parallel_size > 1:
+        return "torch_compile is for one GPU; set tensor_parallel_size to 1"
+    return None if config.speculative.enabled else _NO_DRAFTS
 
 
 def _config(args: argparse.Namespace, sizes: Sizes) -> ServeSpecConfig:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve_spec.bench.kernels_report import with_floor
+from serve_spec.bench.kernels_report import with_others
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def plot_kernels(result: Result, folder: Path) -> list[Path]:
         figure, axes = plt.subplots(
             1, num_panels, figsize=(2 + 4.5 * num_panels, 4), squeeze=False, layout="constrained"
         )
-        draw(axes[0], with_floor(name, result))
+        draw(axes[0], with_others(name, result))
         figure.suptitle(_title(result), fontsize=9)
         written.append(folder / f"{name}.png")
         figure.savefig(written[-1], dpi=130)

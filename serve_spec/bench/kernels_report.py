@@ -12,7 +12,7 @@ Result = Mapping[str, Any]
 
 def tables(result: Result) -> str:
     """Every section: its rows, its figures, its aims; then what was left out or failed, and why."""
-    parts = ["\n".join(_section(name, with_floor(name, result))) for name in result["sections"]]
+    parts = ["\n".join(_section(name, with_others(name, result))) for name in result["sections"]]
     for title in ("left_out", "failed"):
         lines = [f"  {name}: {why}" for name, why in result[title].items()]
         if lines:
@@ -20,17 +20,34 @@ def tables(result: Result) -> str:
     return "\n\n".join(parts)
 
 
-def with_floor(name: str, result: Result) -> Result:
-    """The section `name`; plain steps get the floor of the same run beside them, if it was run."""
+def with_others(name: str, result: Result) -> Result:
+    """The section `name`; what else the run measured beside its rows, where they are compared.
+
+    Plain steps get the floor, compiled rounds those of the default engine.
+    """
     section: Result = result["sections"][name]
-    products = {row["rows"]: row["torch_ms"] for row in _rows(result, "floor")}
-    if name != "plain" or not products:
+    if name == "plain":
+        floor = {(row["rows"], 0): row["torch_ms"] for row in _rows(result, "floor")}
+        return _beside(section, "floor", floor)
+    if name == "compile":
+        default = {
+            (row["batch_size"], row.get("num_steps", 0)): row["ms"]
+            for other in ("rounds", "plain")
+            for row in _rows(result, other)
+        }
+        return _beside(section, "default", default)
+    return section
+
+
+def _beside(section: Result, name: str, others: Mapping[tuple[int, int], float]) -> Result:
+    """others: milliseconds by batch size and number of drafts; without any, nothing is added."""
+    if not others:
         return section
     rows = []
     for row in section["rows"]:
-        floor = products.get(row["batch_size"])
-        over = None if floor is None else row["ms"] / floor
-        rows.append({**row, "floor_ms": floor, "over_floor": over})
+        other = others.get((row["batch_size"], row.get("num_steps", 0)))
+        over = None if other is None else row["ms"] / other
+        rows.append({**row, f"{name}_ms": other, f"over_{name}": over})
     return {**section, "rows": rows}
 
 

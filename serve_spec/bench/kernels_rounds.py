@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import torch
+
 from serve_spec.bench.kernels_aims import (
     EFFICIENCY_AIM,
     IDLE_SHARE_AIM,
@@ -24,6 +26,8 @@ Rounds = dict[int, list[StepStats]]
 
 _HOST_BATCH_SIZE = 64
 """The larger of the two batches whose idle time is looked at."""
+
+_COMPILED_BATCH_SIZES = (1, 32, 128)
 
 
 def plain(setting: Setting) -> Section:
@@ -60,6 +64,22 @@ def rounds(setting: Setting) -> Section:
             if setting.is_reference:
                 aims += _round_aims(row)
     return Section(rows, aims=aims)
+
+
+def compiled(setting: Setting) -> Section:
+    """Steps without drafts and rounds of the engine's own depth, at a few batch sizes.
+
+    The engine's layers are left to torch's compiler. `num_compiled`: graphs it made so far.
+    """
+    sizes = setting.sizes.batch_sizes
+    chosen = [size for size in sizes if size in _COMPILED_BATCH_SIZES] or sizes[-1:]
+    depths = [0, setting.llm.config.speculative.speculative_num_steps]
+    rows: list[Row] = [
+        {"batch_size": size, "num_steps": num_steps, **figures(measured)}
+        for size, by_steps in _fixed_rounds(setting, dict.fromkeys(chosen, depths)).items()
+        for num_steps, measured in by_steps.items()
+    ]
+    return Section(rows, {"num_compiled": torch._dynamo.utils.counters["stats"]["unique_graphs"]})
 
 
 def host(setting: Setting) -> Section:

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.base import StrictModel
+from serve_spec.config.base import Refusal, StrictModel
 
 
 class ModelConfig(StrictModel):
@@ -41,11 +41,26 @@ class ModelConfig(StrictModel):
         True,
         description="Record the stages of rounds on lanes as CUDA graphs, where there is a GPU.",
     )
+    torch_compile: bool = Field(
+        False,
+        description="Leave what layers compute between attention calls to torch's compiler instead "
+        "of our kernels, which takes longer to start; on one GPU.",
+    )
 
     @field_validator("served_model_name", mode="before")
     @classmethod
     def _null_is_unnamed(cls, name: object) -> object:
         return "" if name is None else name
+
+    @model_validator(mode="after")
+    def _compiles_on_one_rank(self) -> Self:
+        if self.torch_compile and self.tensor_parallel_size > 1:
+            fix = (
+                f"tensor_parallel_size={self.tensor_parallel_size} exchanges sums inside layers, "
+                "which is not compiled; set torch_compile to false"
+            )
+            raise Refusal("torch_compile", True, fix)
+        return self
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:

@@ -24,6 +24,7 @@ from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, Llama, ModelShape, load_draft, load_target
+from serve_spec.models.compiling import compile_layers
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import launch
@@ -118,13 +119,23 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
 
     Raises:
         CheckpointError: a file that can not be used.
+        ValueError: a device that can not do what is wanted; names the field.
     """
     device = rank_device(config, parallel.rank)
+    if config.model.torch_compile and device.type == "cpu":
+        raise ValueError(
+            "torch_compile=True: on a CPU the products are oneDNN's, which torch's compiler does "
+            "not take in; set it to false, or device to 'cuda'"
+        )
     dtype = torch_dtype(_dtype_name(config.model.dtype, device))
     if config.replica.torch_num_threads is not None:
         torch.set_num_threads(config.replica.torch_num_threads)
     target = load_target(config.model.path, dtype, device, config.model.max_model_len, parallel)
     head = _load_head(config, target, dtype, device)
+    if config.model.torch_compile:
+        compile_layers(target)
+        if head is not None:
+            compile_layers(head)
     num_pages = parallel.smallest(_num_pages(config, target, head, dtype, device))
     return LoadedModels(target, head, num_pages, dtype, device, parallel)
 

@@ -53,24 +53,19 @@ class Attention(Layer):
         self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Queries, keys and values, not rotated: [T, in] -> [T, num_heads + 2·kv_heads, d]."""
+        """Queries, keys and values as they are projected: [T, in] -> [T, heads + 2·kv_heads, d]."""
         shape = self.shape
-        num_rotated = shape.num_heads + shape.num_kv_heads
-        heads = self.qkv(x).view(-1, num_rotated + shape.num_kv_heads, shape.head_dim)
+        return self.qkv(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+
+    def attend(self, heads: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
+        """Head norms, rotation, attention; `heads` is used up. Returns [T, heads·d]."""
+        shape = self.shape
         if self.qk_gain is not None:
-            rotated = heads[:, :num_rotated]
+            rotated = heads[:, : shape.num_heads + shape.num_kv_heads]
             normed = F.rms_norm(rotated, (shape.head_dim,), None, shape.rms_norm_eps)
             gain = self.qk_gain.index_select(0, self._gain_of_head)
             torch.mul(normed, gain, out=rotated)
-        return heads
-
-    def attend(self, heads: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """What the queries of `heads` see: [T, num_heads, d]."""
-        return ctx.attention.run(self.index, heads, rotation)
-
-    def project(self, attended: Tensor) -> Tensor:
-        """[T, num_heads, d] -> [T, H]."""
-        return self.output(attended.reshape(-1, self.shape.num_heads * self.shape.head_dim))
+        return ctx.attention.run(self.index, heads, rotation).flatten(1)
 
     def tensors(self) -> dict[str, Destination]:
         """Projections and, if any, the gains of query and key heads ([head_dim] each)."""

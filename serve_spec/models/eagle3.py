@@ -63,8 +63,8 @@ class Eagle3FirstLayer(Layer):
         return self.attention.heads(inputs), residual
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` returns."""
-        projected = self.attention.project(attended)
+        """What `forward` returns, from what the heads saw, [T, heads·d]."""
+        projected = self.attention.output(attended)
         normed, residual = self.post_attention_norm.add(projected, residual)
         return self.mlp(normed), residual
 

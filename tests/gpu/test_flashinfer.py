@@ -167,7 +167,14 @@ WRONG_WINDOW = pytest.param((5,) * 9, 20, marks=pytest.mark.xfail(reason="flashi
 
 @pytest.mark.parametrize(
     ("query_lens", "window"),
-    [((8,), None), ((8,), 20), ((1, 16, 7), None), ((1, 16, 7), 20), ((5,) * 9, None), WRONG_WINDOW],
+    [
+        ((8,), None),
+        ((8,), 20),
+        ((1, 16, 7), None),
+        ((1, 16, 7), 20),
+        ((5,) * 9, None),
+        WRONG_WINDOW,
+    ],
 )
 def test_tree_rows_see_their_ancestors_alone(
     query_lens: tuple[int, ...], window: int | None

@@ -18,7 +18,8 @@ from serve_spec.bench.command import main
 from serve_spec.bench.kernels import SECTIONS
 from serve_spec.bench.kernels_adaptive import expected_tokens
 from serve_spec.bench.kernels_aims import at_least, at_most
-from serve_spec.bench.kernels_report import tables
+from serve_spec.bench.kernels_report import tables, with_others
+from serve_spec.bench.kernels_rounds import compiled
 from serve_spec.bench.kernels_run import KernelsRun
 from serve_spec.bench.kernels_setting import LeftOut, Section, Setting, Sizes
 from serve_spec.config import ServeSpecConfig
@@ -100,8 +101,10 @@ def result(result_file: Path) -> dict[str, Any]:
 
 
 def test_every_section_is_measured_and_what_needs_a_gpu_is_named(result: dict[str, Any]) -> None:
-    assert list(result["sections"]) == [name for name in SECTIONS if name != "transformers"]
-    assert result["failed"] == result["left_out"] == {}
+    missing = ("transformers", "compile")
+    assert list(result["sections"]) == [name for name in SECTIONS if name not in missing]
+    assert result["failed"] == {}
+    assert result["left_out"] == {"compile": "torch_compile is measured on a GPU"}
     left_out = {name: section["left_out"] for name, section in result["sections"].items()}
     assert {name for name, what in left_out.items() if what} == {"floor", "capture", "switch"}
     assert all("GPU" in what or "CUDA" in what for name in left_out for what in left_out[name])
@@ -128,6 +131,22 @@ def test_efficiency_is_speed_over_plain_by_accept_length(result: dict[str, Any])
         assert on["efficiency"] == pytest.approx(over_plain / on["accept_length"])
         assert off["efficiency"] == 1
         assert 1 < on["accept_length"] < 4
+
+
+def test_compiled_rounds_stand_beside_those_of_the_default_engine_of_the_same_run(
+    config: Path, tmp_path: Path, result: dict[str, Any]
+) -> None:
+    mine = a_run(config, tmp_path / "r.json")
+    mine.on_engine({"compile": compiled}, speculative_num_steps=3, synthetic_acceptance=2.5)
+    section = mine.result["sections"]["compile"]
+    shown = [(row["batch_size"], row["num_steps"]) for row in section["rows"]]
+    assert shown == [(1, 0), (1, 3)]
+    assert with_others("compile", mine.result)["rows"] == section["rows"], "nothing to compare with"
+    both = {"sections": {**result["sections"], "compile": section}}
+    rows = with_others("compile", both)["rows"]
+    plain, rounds = (result["sections"][name]["rows"] for name in ("plain", "rounds"))
+    assert [row["default_ms"] for row in rows] == [plain[0]["ms"], rounds[1]["ms"]]
+    assert all(row["over_default"] == row["ms"] / row["default_ms"] for row in rows)
 
 
 def test_a_policy_is_compared_with_the_best_depth_at_the_forced_length(
@@ -210,7 +229,7 @@ def test_without_a_draft_plain_decoding_is_measured_and_the_rest_left_out(
 
 
 def a_run(config: Path, path: Path) -> KernelsRun:
-    sizes = Sizes((1,), (0, 3), 10, 20, 1, (1,))
+    sizes = Sizes((1,), (0, 3), 10, 100, 1, (1,))
     loaded = ServeSpecConfig.load(config, num_pages=64, speculative_adaptive=False)
     return KernelsRun(loaded, sizes, None, {}, path)
 

@@ -1,0 +1,125 @@
+"""Layers left to torch's compiler: how often they are compiled. What they compute: with engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from serve_spec.layers.module import tensor_defaults
+from serve_spec.models import Llama, ModelShape, load_draft, load_target
+from serve_spec.models.compiling import compile_layers
+from serve_spec.models.decoder import DecoderLayer
+from serve_spec.models.eagle3 import Eagle3, Eagle3FirstLayer
+from serve_spec.runtime.graphs import row_counts
+from tests.helpers.checkpoints import make_eagle3
+
+BACKEND = "eager"  # traces and guards like any other, and needs no C++ compiler
+REGIONS_BY_ROWS = 2 * 2
+"""Two regions; one row, or more."""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def own_target(target_dir: Path) -> Llama:
+    """One that a test may change."""
+    return load_target(target_dir, torch.float32)
+
+
+def num_compiled() -> int:
+    counters = torch._dynamo.utils.counters
+    assert not counters["graph_break"], "a region is one graph"
+    return int(counters["stats"]["unique_graphs"])
+
+
+def run_regions(layer: DecoderLayer | Eagle3FirstLayer, num_rows: int) -> list[Tensor]:
+    """Both regions of a layer on made-up rows."""
+    shape = layer.attention.shape
+    weight = layer.attention.qkv.weight
+
+    def rows(width: int) -> Tensor:
+        generator = torch.Generator().manual_seed(width)
+        return torch.randn(num_rows, width, generator=generator).to(weight)
+
+    residual = rows(shape.hidden_size)
+    before = layer.before_attention(rows(shape.hidden_size).neg(), residual)
+    return [*before, *layer.after_attention(rows(shape.num_heads * shape.head_dim), residual)]
+
+
+def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target: Llama) -> None:
+    compile_layers(own_target, BACKEND)
+    layer = own_target.layers[1]
+    assert isinstance(layer, DecoderLayer)
+    found = []
+    for num_rows in reversed(row_counts(512)):
+        run_regions(layer, num_rows)
+        found.append(num_compiled())
+    assert found == [2] * (len(found) - 1) + [REGIONS_BY_ROWS]
+
+
+def test_layers_that_are_alike_share_what_is_compiled(own_target: Llama) -> None:
+    compile_layers(own_target, BACKEND)
+    for layer in own_target.layers:
+        assert isinstance(layer, DecoderLayer)
+        for num_rows in (7, 1, 30):
+            run_regions(layer, num_rows)
+    assert num_compiled() == REGIONS_BY_ROWS
+
+
+def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(
+    own_target: Llama,
+) -> None:
+    """Equal sizes look like one to the compiler when it first meets them."""
+    compile_layers(own_target, BACKEND)
+    layer = own_target.layers[1]
+    assert isinstance(layer, DecoderLayer)
+    for num_rows in (own_target.shape.hidden_size, 5, 6, 100, 31):
+        run_regions(layer, num_rows)
+    assert num_compiled() <= REGIONS_BY_ROWS
+
+
+def test_on_a_gpu_the_compiler_is_shown_the_plain_laws_and_not_our_kernels(
+    target_dir: Path,
+) -> None:
+    shape = ModelShape.from_directory(target_dir)
+    # Tensors without numbers: nothing here can run on a GPU, but everything can be traced for one.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        with tensor_defaults(torch.bfloat16, "cuda"):
+            model = Llama(shape)
+        compile_layers(model, BACKEND)
+        layer = model.layers[1]
+        assert isinstance(layer, DecoderLayer)
+        for num_rows in (40, 1, 7):
+            assert all(x.is_cuda for x in run_regions(layer, num_rows))
+    assert num_compiled() == REGIONS_BY_ROWS
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 19])
+@pytest.mark.parametrize("pick", [lambda t, h: t.layers[0], lambda t, h: h.first_layer])
+def test_compiled_regions_compute_what_is_written(
+    own_target: Llama,
+    target_dir: Path,
+    tmp_path: Path,
+    num_rows: int,
+    pick: Callable[[Llama, Eagle3], DecoderLayer | Eagle3FirstLayer],
+) -> None:
+    head = load_draft(make_eagle3(tmp_path, target_dir), own_target, "EAGLE3")
+    assert isinstance(head, Eagle3)
+    layer = pick(own_target, head)
+    written = run_regions(layer, num_rows)
+    for model in (own_target, head):
+        compile_layers(model, "aot_eager")
+    compiled = run_regions(layer, num_rows)
+    assert num_compiled() == 2
+    assert all(map(torch.equal, written, compiled))
