@@ -1,7 +1,8 @@
-"""KubeRay's RayService as strict models: the fields we use, and the operator's own rules.
+"""Custom kinds as strict models: the fields we use, and the rules of who reads them.
 
-Not the operator's schema, which is over a megabyte of somebody else's YAML: a field that is not
-here is a field nobody has checked, and is refused until it is added.
+KubeRay's RayService with its operator's rules, and the Prometheus operator's PodMonitor. Not the
+operators' schemas, which are over a megabyte of somebody else's YAML: a field that is not here is a
+field nobody has checked, and is refused until it is added.
 """
 
 from __future__ import annotations
@@ -51,6 +52,27 @@ class AuthOptions(Strict):
     mode: Literal["token", "disabled"]
 
 
+class SecretKey(Strict):
+    name: str
+    key: str
+
+
+class FromSecret(Strict):
+    secretKeyRef: SecretKey
+
+
+class Credential(Strict):
+    """A password; KubeRay would take it in the open, too."""
+
+    valueFrom: FromSecret
+
+
+class GcsFaultTolerance(Strict):
+    redisAddress: str = Field(pattern=r"^(rediss?://)?[-a-z0-9.]+:\d+$")
+    redisPassword: Credential
+    externalStorageNamespace: str | None = None
+
+
 class PodTemplate(Strict):
     metadata: dict[str, Any] = {}
     spec: dict[str, Any]
@@ -62,8 +84,24 @@ class PodTemplate(Strict):
         return first
 
     @property
-    def ports(self) -> set[str]:
-        return {port["name"] for port in self.container.get("ports", [])}
+    def ports(self) -> dict[str, int]:
+        return {port["name"]: port["containerPort"] for port in self.container.get("ports", [])}
+
+    @property
+    def env(self) -> dict[str, Any]:
+        return {entry["name"]: entry.get("value") for entry in self.container.get("env", [])}
+
+    @property
+    def labels(self) -> dict[str, str]:
+        labels: dict[str, str] = self.metadata.get("labels", {})
+        return labels
+
+    @property
+    def mounts(self) -> dict[str, dict[str, Any]]:
+        """The volumes of the first container by the path they are mounted at."""
+        volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
+        mounts = self.container.get("volumeMounts", [])
+        return {mount["mountPath"]: {**volumes[mount["name"]], **mount} for mount in mounts}
 
 
 class Group(Strict):
@@ -77,6 +115,7 @@ class Group(Strict):
         numbers = {"num-cpus", "num-gpus", "memory", "resources"} & set(self.rayStartParams)
         assert not (numbers and self.resources), "resources and rayStartParams exclude each other"
         assert "labels" not in self.rayStartParams, "labels go into `labels`"
+        assert "redis-password" not in self.rayStartParams, "use gcsFaultToleranceOptions"
         return self
 
 
@@ -101,11 +140,21 @@ class RayCluster(Strict):
     enableInTreeAutoscaling: bool = False
     autoscalerOptions: AutoscalerOptions | None = None
     authOptions: AuthOptions | None = None
+    gcsFaultToleranceOptions: GcsFaultTolerance | None = None
 
     @property
     def groups(self) -> Iterator[Group]:
         yield self.headGroupSpec
         yield from self.workerGroupSpecs
+
+    @property
+    def pod_labels(self) -> Iterator[dict[str, str]]:
+        """The labels of the head's pod, then those of each worker group's, the operator's among
+        them."""
+        for group in self.groups:
+            node_type = "head" if group is self.headGroupSpec else "worker"
+            own = {"ray.io/is-ray-node": "yes", "ray.io/node-type": node_type}
+            yield {**group.template.labels, **own}
 
     @model_validator(mode="after")
     def _the_operator_would_accept_it(self) -> Self:
@@ -116,8 +165,11 @@ class RayCluster(Strict):
             for group in self.groups:
                 policy = group.template.spec.get("restartPolicy", "Never")
                 assert policy == "Never", "autoscaler v2 replaces pods, it does not restart them"
-        env = {e["name"] for e in self.headGroupSpec.template.container.get("env", [])}
-        assert not env & {"RAY_REDIS_ADDRESS", "REDIS_PASSWORD"}, "use gcsFaultToleranceOptions"
+        if self.autoscalerOptions is not None:
+            assert self.enableInTreeAutoscaling, "options of an autoscaler that does not run"
+        for group in self.groups:
+            by_hand = {"RAY_REDIS_ADDRESS", "REDIS_PASSWORD", "RAY_external_storage_namespace"}
+            assert not by_hand & set(group.template.env), "use gcsFaultToleranceOptions"
         return self
 
 
@@ -146,6 +198,11 @@ class RayServiceSpec(Strict):
         if strategy is not None and strategy.type == "NewClusterWithIncrementalUpgrade":
             assert self.rayClusterConfig.enableInTreeAutoscaling, "it shrinks the old cluster"
             assert strategy.clusterUpgradeOptions is not None
+        state = self.rayClusterConfig.gcsFaultToleranceOptions
+        if state is not None and state.externalStorageNamespace is not None:
+            # The default is the cluster's own id.
+            assert strategy is not None, "an upgrade would give two clusters one state"
+            assert strategy.type == "None", "an upgrade would give two clusters one state"
         return self
 
 
@@ -154,3 +211,29 @@ class RayService(Strict):
     kind: Literal["RayService"]
     metadata: ObjectMeta
     spec: RayServiceSpec
+
+    @model_validator(mode="after")
+    def _fault_tolerance_is_said_once(self) -> Self:
+        assert "ray.io/ft-enabled" not in self.metadata.annotations, "use gcsFaultToleranceOptions"
+        return self
+
+
+class PodMetricsEndpoint(Strict):
+    port: str
+    interval: str = Field(pattern=r"^\d+s$")
+
+
+class LabelSelector(Strict):
+    matchLabels: dict[str, str] = Field(min_length=1)
+
+
+class PodMonitorSpec(Strict):
+    selector: LabelSelector
+    podMetricsEndpoints: list[PodMetricsEndpoint] = Field(min_length=1)
+
+
+class PodMonitor(Strict):
+    apiVersion: Literal["monitoring.coreos.com/v1"]
+    kind: Literal["PodMonitor"]
+    metadata: ObjectMeta
+    spec: PodMonitorSpec

@@ -2,163 +2,199 @@
 
 from __future__ import annotations
 
-import copy
 import re
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import kubernetes_validate
-import pytest
 import ray
 import yaml
-from pydantic import ValidationError
 from ray._common.utils import import_attr
+from ray.serve._private import constants as ray_constants
 
 import serve_spec
-from serve_spec.config import ServeSpecConfig, base
-from serve_spec.serving.app import load_config
-from tests.k8s.kuberay import Group, RayService
+from tests.k8s.deployments import DEPLOY_FILES, MODELS, THROUGHPUT, Deployment, checkpoints
+from tests.k8s.kuberay import PodMonitor, RayService
+from tests.k8s.overlays import KUBERNETES, ROOT, USED_BY, Overlay, pod
 
-ROOT = Path(__file__).parents[2]
-KUBERNETES = "1.33"
-# Where Dockerfile.cpu puts the checkout.
+# Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"
 
-RAY_SERVICES = [
-    document
-    for file in sorted((ROOT / "k8s").rglob("*.yaml"))
-    for document in yaml.safe_load_all(file.read_text())
-    if document and document["kind"] == "RayService"
-]
+
+def mebibytes(quantity: str) -> int:
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    return int(number) * {"Mi": 1, "Gi": 1024}[unit]
 
 
-def pod(name: str, group: Group) -> dict[str, Any]:
-    """The pod that the operator makes from a template, as far as the template says."""
-    metadata = {**group.template.metadata, "name": name}
-    spec = copy.deepcopy(group.template.spec)
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+def cpus(quantity: str) -> float:
+    return int(quantity[:-1]) / 1000 if quantity.endswith("m") else float(quantity)
 
 
-@pytest.fixture(params=RAY_SERVICES, ids=lambda d: d["metadata"]["name"])
-def document(request: pytest.FixtureRequest) -> dict[str, Any]:
-    return copy.deepcopy(request.param)  # type: ignore[no-any-return]
+def test_there_is_an_overlay_for_every_way_to_run() -> None:
+    assert {p.name for p in (ROOT / "k8s/overlays").iterdir()} == USED_BY.keys()
+    assert set(USED_BY.values()) <= {file.name for file in DEPLOY_FILES}
 
 
-@pytest.fixture
-def service(document: dict[str, Any]) -> RayService:
-    return RayService.model_validate(document)
+def test_every_document_is_valid_for_whoever_reads_it(overlay: Overlay) -> None:
+    for document in overlay.documents:
+        match document["kind"]:
+            case "RayService":
+                RayService.model_validate(document)
+            case "PodMonitor":
+                PodMonitor.model_validate(document)
+            case _:
+                kubernetes_validate.validate(document, KUBERNETES, strict=True)
 
 
-@pytest.fixture
-def config(service: RayService, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ServeSpecConfig:
-    """The configuration that the application runs with, read from this checkout."""
-    for name in ("tiny/target", "tiny/eagle3"):
-        (tmp_path / name).mkdir(parents=True)
-    monkeypatch.setattr(base, "ASSETS", tmp_path)
-    (app,) = service.spec.serve_config["applications"]
-    path = app["args"]["config"]
-    assert path.startswith(IMAGE_ROOT)
-    return load_config({**app["args"], "config": str(ROOT / path.removeprefix(IMAGE_ROOT))})
-
-
-def test_there_is_a_ray_service_to_check() -> None:
-    assert RAY_SERVICES
-
-
-def test_every_pod_template_is_a_valid_pod(service: RayService) -> None:
-    for number, group in enumerate(service.spec.rayClusterConfig.groups):
+def test_every_pod_template_is_a_valid_pod(overlay: Overlay) -> None:
+    for number, group in enumerate(overlay.cluster.groups):
         kubernetes_validate.validate(pod(f"group-{number}", group), KUBERNETES, strict=True)
 
 
-def test_the_application_is_the_one_that_runs_without_kubernetes(service: RayService) -> None:
-    (there,) = service.spec.serve_config["applications"]
-    (here,) = yaml.safe_load((ROOT / "deploy/tiny.yaml").read_text())["applications"]
-    there["args"]["config"] = there["args"]["config"].removeprefix(IMAGE_ROOT)
+def test_the_application_is_the_one_that_runs_without_kubernetes(overlay: Overlay) -> None:
+    there, here = overlay.service.spec.serve_config, overlay.deploy_file
+    (app,) = there["applications"]
+    assert app["args"]["config"].startswith(IMAGE_ROOT)
+    app["args"]["config"] = app["args"]["config"].removeprefix(IMAGE_ROOT)
+    # Every pod has a door, and it is not for the pod alone.
+    here["proxy_location"] = "EveryNode"
+    here["http_options"]["host"] = "0.0.0.0"
     assert there == here
-    assert callable(import_attr(there["import_path"]))
+    assert callable(import_attr(app["import_path"]))
 
 
-def test_versions_agree_with_the_package_and_its_ray(service: RayService) -> None:
-    cluster = service.spec.rayClusterConfig
-    assert cluster.rayVersion == ray.__version__
-    for group in cluster.groups:
-        assert group.template.container["image"].endswith(
-            f"serve-spec:{serve_spec.__version__}-cpu"
-        )
-
-
-def test_every_replica_fits_a_worker_and_every_worker_gets_one(
-    service: RayService, config: ServeSpecConfig
+def test_versions_and_image_agree_with_the_package_and_its_ray(
+    overlay: Overlay, deployment: Deployment
 ) -> None:
-    (workers,) = service.spec.rayClusterConfig.workerGroupSpecs
-    resources = workers.template.container["resources"]
-    assert float(resources["requests"]["cpu"]) >= config.replica.num_cpus
-    assert workers.maxReplicas <= config.replica.num_replicas, "idle workers are never ready"
+    assert overlay.cluster.rayVersion == ray.__version__
+    image = "gpu" if deployment.engines.num_gpus else "cpu"
+    assert (ROOT / f"deploy/Dockerfile.{image}").is_file()
+    for group in overlay.cluster.groups:
+        tag = group.template.container["image"]
+        assert tag.endswith(f"serve-spec:{serve_spec.__version__}-{image}")
 
 
-def test_pods_outlive_the_streams_they_drain(service: RayService, config: ServeSpecConfig) -> None:
-    for group in service.spec.rayClusterConfig.workerGroupSpecs:
-        grace_s = group.template.spec["terminationGracePeriodSeconds"]
-        assert grace_s > config.replica.graceful_shutdown_timeout_s
-
-
-def test_every_pod_can_be_reached_and_scraped(service: RayService) -> None:
-    (port,) = {service.spec.deployment.http_options.port}
-    for group in service.spec.rayClusterConfig.groups:
-        assert group.template.ports >= {"serve", "metrics"}
-        serve_ports = [p for p in group.template.container["ports"] if p["name"] == "serve"]
-        assert [p["containerPort"] for p in serve_ports] == [port]
-    assert service.spec.deployment.http_options.host == "0.0.0.0"
-
-
-def spoil_serve_config(old: str, new: str) -> Callable[[dict[str, Any]], None]:
-    def spoil(document: dict[str, Any]) -> None:
-        text = document["spec"]["serveConfigV2"]
-        assert old in text
-        document["spec"]["serveConfigV2"] = text.replace(old, new)
-
-    return spoil
-
-
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        lambda d: d["spec"]["rayClusterConfig"].update(workerGroupSpec=[]),
-        lambda d: d["spec"].update(upgradeStrategy={"type": "Rolling"}),
-        lambda d: d["spec"].update(upgradeStrategy={"type": "NewClusterWithIncrementalUpgrade"}),
-        lambda d: d["spec"]["rayClusterConfig"]["headGroupSpec"].update(resources={"CPU": "0"}),
-        lambda d: d["spec"]["rayClusterConfig"]["workerGroupSpecs"][0].update(replicas=2),
-        lambda d: d["spec"]["rayClusterConfig"].update(rayVersion="2.51.0"),
-        lambda d: d["metadata"].update(name="Serve_Spec"),
-        spoil_serve_config("http_options", "http_option"),
-        spoil_serve_config("port: 8000", "port: many"),
-        spoil_serve_config("import_path", "importpath"),
-    ],
-)
-def test_what_the_operator_or_serve_would_misread_is_refused(
-    document: dict[str, Any], spoil: Callable[[dict[str, Any]], None]
+def test_a_worker_holds_one_replica_and_uses_all_its_gpus(
+    overlay: Overlay, deployment: Deployment
 ) -> None:
-    spoil(document)
-    with pytest.raises(ValidationError):
-        RayService.model_validate(document)
+    limits = overlay.workers.template.container["resources"]["limits"]
+    engines, routers = deployment.engines, deployment.routers
+    assert float(limits.get("nvidia.com/gpu", 0)) == engines.num_gpus
+    # In the worst case every router lives on the same worker.
+    assert cpus(limits["cpu"]) >= engines.num_cpus + routers.num_cpus * routers.max_replicas
+    assert "nvidia.com/gpu" not in overlay.cluster.headGroupSpec.template.container["resources"]
 
 
-def test_a_pod_template_with_an_unknown_field_is_refused(service: RayService) -> None:
-    group = service.spec.rayClusterConfig.headGroupSpec
-    group.template.container["resource"] = {}
-    with pytest.raises(kubernetes_validate.ValidationError):
-        kubernetes_validate.validate(pod("spoilt", group), KUBERNETES, strict=True)
+def test_there_are_as_many_workers_as_replicas(overlay: Overlay, deployment: Deployment) -> None:
+    # An idle worker would have no door and never become ready.
+    workers, engines = overlay.workers, deployment.engines
+    assert (workers.minReplicas, workers.maxReplicas) == (
+        engines.min_replicas,
+        engines.max_replicas,
+    )
+    scales = engines.autoscaling is not None
+    assert overlay.cluster.enableInTreeAutoscaling == scales
 
 
-@pytest.mark.parametrize("dockerfile", sorted((ROOT / "deploy").glob("Dockerfile*")), ids=str)
-def test_an_image_copies_only_what_exists_and_starts_what_exists(dockerfile: Path) -> None:
-    text = dockerfile.read_text()
-    for sources in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
-        for source in sources.split():
-            assert (ROOT / source).exists(), f"COPY {source}"
-    (command,) = re.findall(r"^CMD (\[.+\])$", text, re.MULTILINE)
-    program, subcommand, file, *_ = yaml.safe_load(command)
-    assert (program, subcommand) == ("serve-spec", "serve")
-    assert (ROOT / file).is_file()
-    assert f"WORKDIR {IMAGE_ROOT.rstrip('/')}" in text
+def test_pods_get_the_memory_they_may_use(overlay: Overlay, deployment: Deployment) -> None:
+    for group in overlay.cluster.groups:
+        resources = group.template.container["resources"]
+        assert resources["requests"]["memory"] == resources["limits"]["memory"]
+        shared = group.template.mounts.get("/dev/shm")
+        if shared is not None:  # it counts as the pod's memory
+            shared_mb = mebibytes(shared["emptyDir"]["sizeLimit"])
+            assert 2 * shared_mb <= mebibytes(resources["limits"]["memory"])
+    if deployment.engines.num_gpus == 0:
+        cache_mb = 1024 * deployment.config.cache.cpu_cache_gb
+        limit = overlay.workers.template.container["resources"]["limits"]["memory"]
+        assert cache_mb <= mebibytes(limit) / 2
+    else:
+        assert "/dev/shm" in overlay.workers.template.mounts, "64 MiB are too few for NCCL"
+
+
+def test_every_pod_finds_the_checkpoints(overlay: Overlay) -> None:
+    # The head's too: Serve may build the application there, which looks for them.
+    needed = {MODELS.rstrip("/")} if checkpoints(overlay.app) else set()
+    for group in overlay.cluster.groups:
+        mounts = group.template.mounts
+        assert {path for path in mounts if path != "/dev/shm"} == needed
+        assert all(mounts[path]["readOnly"] for path in needed)
+
+
+def test_pods_outlive_the_streams_they_drain(overlay: Overlay, deployment: Deployment) -> None:
+    drain_s = max(p.options["graceful_shutdown_timeout_s"] for p in deployment.parts.values())
+    # What a replica with a door of its own adds before and after.
+    drain_s += ray_constants.RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S
+    drain_s += ray_constants.RAY_SERVE_DIRECT_INGRESS_SHUTDOWN_BUFFER_S
+    assert overlay.workers.template.spec["terminationGracePeriodSeconds"] >= drain_s
+    old_cluster_s = overlay.service.spec.rayClusterDeletionDelaySeconds
+    assert old_cluster_s is not None
+    assert old_cluster_s >= deployment.config.router.request_timeout_s
+
+
+def test_every_pod_has_the_same_settings_of_ray_serve(
+    overlay: Overlay, deployment: Deployment
+) -> None:
+    wanted = THROUGHPUT if deployment.engines.num_gpus else {}
+    for group in overlay.cluster.groups:
+        env = group.template.env
+        assert {n: v for n, v in env.items() if n.startswith("RAY_SERVE_")} == wanted
+
+
+def test_the_probes_are_the_operators(overlay: Overlay) -> None:
+    for group in overlay.cluster.groups:
+        own = {key for key in group.template.container if key.endswith("Probe")}
+        assert not own, "the operator adds its own where there are none"
+
+
+def test_every_container_runs_without_privileges(overlay: Overlay) -> None:
+    templates = [group.template.spec for group in overlay.cluster.groups]
+    templates += [d["spec"]["template"]["spec"] for d in overlay.of_kind("StatefulSet")]
+    for spec in templates:
+        assert spec["securityContext"]["runAsNonRoot"]
+        assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in spec["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay: Overlay) -> None:
+    for budget in overlay.of_kind("PodDisruptionBudget"):
+        spec = budget["spec"]
+        # A RayCluster has no scale, so Kubernetes takes no other form for its pods.
+        assert set(spec) == {"minAvailable", "selector"}
+        assert isinstance(spec["minAvailable"], int)
+        assert overlay.selected(spec["selector"]["matchLabels"]) == [overlay.workers]
+        assert 1 <= spec["minAvailable"] < overlay.workers.minReplicas
+
+
+def test_the_state_of_the_head_is_where_it_is_looked_for(overlay: Overlay) -> None:
+    options = overlay.cluster.gcsFaultToleranceOptions
+    assert (options is None) == (overlay.name == "cpu-demo"), "the demo does without"
+    if options is None:
+        return
+    host, _, port = options.redisAddress.rpartition(":")
+    (service,) = [d for d in overlay.of_kind("Service") if d["metadata"]["name"] == host]
+    assert int(port) in [p["port"] for p in service["spec"]["ports"]]
+    (redis,) = overlay.of_kind("StatefulSet")
+    template = redis["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    (password,) = [e["valueFrom"]["secretKeyRef"] for e in container["env"]]
+    assert password == options.redisPassword.valueFrom.secretKeyRef.model_dump()
+
+
+def test_no_manifest_holds_a_secret(overlay: Overlay) -> None:
+    assert not overlay.of_kind("Secret")
+
+
+def test_grafana_finds_every_dashboard(overlay: Overlay) -> None:
+    if not overlay.of_kind("PodMonitor"):
+        assert not overlay.of_kind("ConfigMap")
+        return
+    (dashboards,) = overlay.of_kind("ConfigMap")
+    assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
+    files = {file.name: file.read_text() for file in (ROOT / "deploy/dashboards").glob("*.json")}
+    assert dashboards["data"] == files
+    # `kubectl apply` keeps what it applied in an annotation, of at most so many bytes.
+    assert len(yaml.safe_dump(dashboards).encode()) < 262_144

@@ -1,0 +1,131 @@
+"""What Serve runs from a Serve file: the options of the code, with the file's over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from ray.serve import Application
+from ray.serve.config import AutoscalingConfig
+
+from serve_spec.config import ServeSpecConfig, base
+from serve_spec.serving.app import build_app, load_config
+
+ROOT = Path(__file__).parents[2]
+DEPLOY_FILES = sorted((ROOT / "deploy").glob("*.yaml"))
+MODELS = "/models/"
+"""Where configurations expect checkpoints that do not ship with the package."""
+THROUGHPUT = dict(
+    line.split("=", 1)
+    for line in (ROOT / "deploy/throughput.env").read_text().splitlines()
+    if line and not line.startswith("#")
+)
+"""Ray Serve's high-throughput settings, by the name of the variable."""
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """One deployment as Serve would run it."""
+
+    options: Mapping[str, Any]
+    actor: Mapping[str, Any]
+
+    @property
+    def autoscaling(self) -> AutoscalingConfig | None:
+        given = self.options.get("autoscaling_config")
+        return None if given is None else AutoscalingConfig.model_validate(given)
+
+    @property
+    def min_replicas(self) -> int:
+        return self.autoscaling.min_replicas if self.autoscaling else self.options["num_replicas"]
+
+    @property
+    def max_replicas(self) -> int:
+        return self.autoscaling.max_replicas if self.autoscaling else self.options["num_replicas"]
+
+    @property
+    def bundles(self) -> list[dict[str, float]]:
+        """What one replica reserves: its placement group, or its actor alone."""
+        actor = {"CPU": self.actor.get("num_cpus", 1), "GPU": self.actor.get("num_gpus", 0)}
+        return self.options["placement_group_bundles"] or [actor]
+
+    @property
+    def num_cpus(self) -> float:
+        return sum(bundle.get("CPU", 0) for bundle in self.bundles)
+
+    @property
+    def num_gpus(self) -> float:
+        return sum(bundle.get("GPU", 0) for bundle in self.bundles)
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """One application of a Serve file: its configuration and what it deploys, by name."""
+
+    config: ServeSpecConfig
+    parts: Mapping[str, Deployed]
+
+    @property
+    def engines(self) -> Deployed:
+        return self.parts["EngineReplica"]
+
+    @property
+    def routers(self) -> Deployed:
+        return self.parts["Router"]
+
+
+def read(app: Mapping[str, Any], stand_ins: Path) -> Deployment:
+    """The deployment of `app`, an entry of a Serve file that names a configuration of this
+    checkout.
+
+    stand_ins: an empty folder; checkpoints that are not on this machine get an empty folder there.
+    """
+    args = {**app["args"], "config": _configuration(ROOT / app["args"]["config"], stand_ins)}
+    given = {entry["name"]: entry for entry in app.get("deployments", [])}
+    code = dict(_built(build_app(args)))
+    assert given.keys() <= code.keys(), "deployments that the application does not have"
+    parts = {name: _deployed(code[name], given.get(name, {})) for name in code}
+    return Deployment(load_config(args), parts)
+
+
+def checkpoints(app: Mapping[str, Any]) -> list[str]:
+    """The folders below `MODELS` that the configuration of `app` names."""
+    text = (ROOT / app["args"]["config"]).read_text()
+    named = yaml.safe_load(text)
+    paths = named["model"]["path"], named["speculative"]["speculative_draft_model_path"]
+    return [path for path in paths if path.startswith(MODELS)]
+
+
+def _configuration(file: Path, stand_ins: Path) -> dict[str, Any]:
+    said: dict[str, Any] = yaml.safe_load(file.read_text())
+    for section, key in (("model", "path"), ("speculative", "speculative_draft_model_path")):
+        path = said[section][key]
+        if path.startswith(MODELS):
+            stand_in = stand_ins / path.removeprefix(MODELS)
+            stand_in.mkdir(exist_ok=True)
+            said[section][key] = str(stand_in)
+        else:
+            assert (base.ASSETS / path.removeprefix("asset:")).is_dir()
+    return said
+
+
+def _built(app: Application) -> Iterator[tuple[str, Any]]:
+    deployment = app._bound_deployment
+    yield deployment.name, deployment
+    for argument in deployment.init_args:
+        if isinstance(argument, Application):
+            yield from _built(argument)
+
+
+def _deployed(code: Any, given: Mapping[str, Any]) -> Deployed:
+    """As `ray.serve._private.application_state.override_deployment_info` puts them together."""
+    group = {
+        "placement_group_bundles": code._replica_config.placement_group_bundles,
+        "placement_group_strategy": code._replica_config.placement_group_strategy,
+    }
+    options = {**code._deployment_config.model_dump(), **group, **given}
+    actor = options.pop("ray_actor_options", None) or code.ray_actor_options
+    return Deployed(options, actor)

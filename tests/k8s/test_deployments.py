@@ -1,0 +1,102 @@
+"""The shipped Serve files agree with the configurations they name and with the code they start."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import ray.serve._private.constants as ray_constants
+import yaml
+from ray._common.utils import import_attr
+
+from serve_spec.serving.autoscaling import replicas_for_requests
+from serve_spec.serving.deploy_file import read_deployment
+from tests.k8s.deployments import (
+    DEPLOY_FILES,
+    ROOT,
+    THROUGHPUT,
+    Deployment,
+    checkpoints,
+    read,
+)
+
+
+@pytest.fixture(scope="module", params=DEPLOY_FILES, ids=lambda p: p.stem)
+def deployment(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Deployment:
+    (app,) = read_deployment(request.param)["applications"]
+    return read(app, tmp_path_factory.mktemp("models"))
+
+
+def test_every_model_configuration_is_deployed_by_a_file() -> None:
+    named = {
+        yaml.safe_load(f.read_text())["applications"][0]["args"]["config"] for f in DEPLOY_FILES
+    }
+    assert named == {str(f.relative_to(ROOT)) for f in (ROOT / "configs").rglob("*.yaml")}
+
+
+def test_nobody_drains_for_less_time_than_the_longest_request_may_take(
+    deployment: Deployment,
+) -> None:
+    for part in deployment.parts.values():
+        drain_s = part.options["graceful_shutdown_timeout_s"]
+        assert drain_s >= deployment.config.router.request_timeout_s
+
+
+def test_a_replica_reserves_the_gpus_that_its_ranks_use(deployment: Deployment) -> None:
+    model = deployment.config.model
+    wanted = model.tensor_parallel_size if model.device == "cuda" else 0
+    assert deployment.engines.num_gpus == wanted
+    assert deployment.routers.num_gpus == 0
+
+
+def test_the_ranks_of_a_replica_share_one_host(deployment: Deployment) -> None:
+    engines = deployment.engines
+    if len(engines.bundles) > 1:  # a single reservation is never split
+        assert engines.options["placement_group_strategy"] == "STRICT_PACK"
+
+
+def test_the_router_knows_how_many_replicas_there_may_be(deployment: Deployment) -> None:
+    assert deployment.engines.max_replicas == deployment.config.replica.num_replicas
+
+
+def test_a_replica_is_added_before_requests_wait_for_a_seat(deployment: Deployment) -> None:
+    engines, scheduler = deployment.engines, deployment.config.scheduler
+    assert scheduler.max_num_seqs <= deployment.config.replica.max_ongoing_requests
+    if engines.autoscaling is not None:
+        assert engines.autoscaling.target_ongoing_requests < scheduler.max_num_seqs
+        # Loading a model takes minutes: none of them is left to start with a request.
+        assert engines.min_replicas >= 1
+        assert engines.max_replicas > engines.min_replicas
+
+
+def test_serve_scales_by_requests_not_by_calls(deployment: Deployment) -> None:
+    scaling = deployment.engines.autoscaling
+    if scaling is not None:
+        policy = scaling.policy.policy_function
+        assert import_attr(policy) is replicas_for_requests
+
+
+def test_nothing_is_refused_before_the_routers_own_door(deployment: Deployment) -> None:
+    for part in deployment.parts.values():
+        assert part.options["max_queued_requests"] == -1
+        assert part.options["max_ongoing_requests"] >= 1_000_000
+
+
+def test_the_demo_needs_nothing_that_does_not_ship() -> None:
+    (app,) = yaml.safe_load((ROOT / "deploy/tiny.yaml").read_text())["applications"]
+    assert checkpoints(app) == []
+
+
+def test_the_high_throughput_settings_are_ones_that_ray_reads() -> None:
+    text = Path(ray_constants.__file__).read_text()
+    for name, value in THROUGHPUT.items():
+        assert f'"{name}"' in text
+        assert re.fullmatch(r"\d+", value), "a shell and a pod must read the same"
+
+
+def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:
+    hard_stop_s = int(THROUGHPUT["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
+    assert hard_stop_s >= deployment.config.router.request_timeout_s

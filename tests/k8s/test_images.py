@@ -1,0 +1,95 @@
+"""The Dockerfiles build what the manifests start; as far as that shows without building them."""
+
+from __future__ import annotations
+
+import re
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+import yaml
+
+import serve_spec
+from tests.k8s.overlays import USED_BY, rendered
+
+ROOT = Path(__file__).parents[2]
+DOCKERFILES = sorted((ROOT / "deploy").glob("Dockerfile*"))
+
+
+@pytest.fixture(params=DOCKERFILES, ids=lambda p: p.name)
+def dockerfile(request: pytest.FixtureRequest) -> str:
+    """The instructions, one to a line."""
+    text = re.sub(r"^#.*\n", "", request.param.read_text(), flags=re.MULTILINE)
+    return text.replace("\\\n", "")
+
+
+def last_stage(dockerfile: str) -> str:
+    return re.split(r"^FROM ", dockerfile, flags=re.MULTILINE)[-1]
+
+
+def test_there_are_images_for_cpus_and_for_gpus() -> None:
+    assert [p.name for p in DOCKERFILES] == ["Dockerfile.cpu", "Dockerfile.gpu"]
+
+
+def test_an_image_copies_only_what_exists_and_is_sent(dockerfile: str) -> None:
+    sent = [line[1:] for line in (ROOT / ".dockerignore").read_text().split() if line[0] == "!"]
+    for sources in re.findall(r"^COPY (?!--from)(.+) \S+$", dockerfile, re.MULTILINE):
+        for source in sources.split():
+            assert (ROOT / source).exists(), f"COPY {source}"
+            assert any(fnmatch(source, pattern) for pattern in sent), f"{source} is ignored"
+
+
+def test_stages_copy_from_stages_that_exist(dockerfile: str) -> None:
+    stages = set(re.findall(r"^FROM \S+ AS (\S+)$", dockerfile, re.MULTILINE))
+    used = set(re.findall(r"^COPY --from=(\S+)", dockerfile, re.MULTILINE))
+    assert used == stages
+
+
+def test_an_image_starts_a_deployment_that_exists(dockerfile: str) -> None:
+    (command,) = re.findall(r"^CMD (\[.+\])$", dockerfile, re.MULTILINE)
+    program, subcommand, file, *_ = yaml.safe_load(command)
+    assert (program, subcommand) == ("serve-spec", "serve")
+    assert (ROOT / file).is_file()
+    assert "WORKDIR /app\n" in last_stage(dockerfile)
+
+
+def test_an_image_installs_the_versions_that_were_tested(dockerfile: str) -> None:
+    assert "$(grep '^torch==' constraints.txt)" in dockerfile
+    (package,) = re.findall(
+        r"^RUN pip install .* (\.|\"\.\[gpu\]\")( .*)?$", dockerfile, re.MULTILINE
+    )
+    assert "-c constraints.txt" in dockerfile
+    # What it names beside the package is pinned, too.
+    assert all("==" in extra for extra in package[1].split())
+
+
+def test_an_image_says_what_it_is(dockerfile: str) -> None:
+    labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', dockerfile))
+    assert labels["version"] == serve_spec.__version__
+    assert labels["licenses"] == "Apache-2.0"
+
+
+def test_probes_are_left_to_kubernetes_which_find_their_tool(dockerfile: str) -> None:
+    assert not re.search(r"^HEALTHCHECK", dockerfile, re.MULTILINE)
+    assert re.search(r"apt-get install .*\bwget\b", last_stage(dockerfile))
+
+
+def test_an_image_runs_as_the_user_of_the_pods(dockerfile: str) -> None:
+    (user,) = re.findall(r"^USER (\d+)$", last_stage(dockerfile), re.MULTILINE)
+    assert f"--uid {user}" in dockerfile
+    for overlay in map(rendered, USED_BY):
+        for group in overlay.cluster.groups:
+            assert group.template.spec["securityContext"]["runAsUser"] == int(user)
+
+
+def test_an_image_brings_no_weights_but_the_demo_pairs(dockerfile: str) -> None:
+    for word in (
+        "huggingface",
+        "hf download",
+        "snapshot",
+        "git clone",
+        "ADD ",
+        "curl",
+        "wget http",
+    ):
+        assert word not in dockerfile
