@@ -1,0 +1,181 @@
+"""`serve-spec bench online`: load over HTTP, against a server that runs or one of its own.
+
+    serve-spec bench online --deploy deploy/tiny.yaml --closed 1 8 --poisson 4
+    serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --slo-ttft-ms 200
+
+Requests are the same in every load: held-out source text, a seed each. With --compare-offline the
+same loads run on an engine in this process, too, once the server is stopped (or beside an idle
+one that --url names). An API key is taken from $SERVE_SPEC_API_KEY.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any
+
+from tqdm import tqdm
+
+from serve_spec.bench.online_arguments import Plan, parse, plan_of
+from serve_spec.bench.online_figures import (
+    HTTP,
+    OFFLINE,
+    Cell,
+    Objective,
+    against_offline,
+    cell,
+    is_forced,
+    reference_texts,
+)
+from serve_spec.bench.online_load import ClosedLoop, Load
+from serve_spec.bench.online_plots import plot_online
+from serve_spec.bench.online_record import LoadRun, TextRequest
+from serve_spec.bench.online_report import tables
+from serve_spec.bench.online_server import own_server, serve_command
+from serve_spec.bench.report import emit, environment, save
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
+
+Runs = dict[Load, list[LoadRun]]
+"""Repetitions of each load."""
+
+
+def main(argv: list[str]) -> int:
+    """Runs the benchmark; prints tables and, last, one JSON line.
+
+    0, or 1 where texts differ or a load got no whole answer.
+    """
+    args = parse(argv, __doc__)
+    result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
+    print(tables(result))
+    if args.plot is not None:
+        plot_online(result, args.plot)
+    if args.from_json is not None:
+        return 0
+    emit(result, args.json)
+    if result["environment"].get("synthetic_acceptance"):
+        return 0  # texts differ by construction
+    same = all(cell["same_texts"] == cell["num_texts"] for cell in result["cells"])
+    answered = all(cell["num_texts"] for cell in result["cells"])
+    return 0 if answered and (same or args.allow_differences) else 1
+
+
+def _measured(args: argparse.Namespace) -> dict[str, Any]:
+    config = _offline_config(args)
+    plan, warm_up = plan_of(args)
+    with _server(args) as url:
+        online = _online(args, url, plan, warm_up)
+    result = _result(args, config, online, {})
+    if config is None:
+        return result
+    save(result, args.json)
+    return _result(args, config, online, _offline(args, config, plan, warm_up))
+
+
+def _result(
+    args: argparse.Namespace, config: ServeSpecConfig | None, online: Runs, offline: Runs
+) -> dict[str, Any]:
+    objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
+    cells = _cells(online, offline, objective)
+    forced = any(is_forced(run) for runs in online.values() for run in runs)
+    outputs = ("json", "plot", "from_json")
+    return {
+        "bench": "online",
+        "environment": {
+            **environment(config),
+            **({"synthetic_acceptance": True} if forced else {}),
+        },
+        "arguments": {k: v for k, v in vars(args).items() if k not in outputs},
+        "objective": asdict(objective),
+        "cells": [asdict(cell) for cell in cells],
+        "against_offline": against_offline(cells),
+    }
+
+
+def _offline_config(args: argparse.Namespace) -> ServeSpecConfig | None:
+    """Read before anything runs, so that a mistake in it does not cost the run."""
+    if args.compare_offline is None:
+        return None
+    overrides = dict(parse_override(pair) for pair in args.set)
+    return ServeSpecConfig.load(args.compare_offline, **overrides)
+
+
+def _server(args: argparse.Namespace) -> AbstractContextManager[str]:
+    if args.url is not None:
+        return nullcontext(args.url)
+    return own_server(serve_command(args.deploy, args.port))
+
+
+def _online(
+    args: argparse.Namespace,
+    url: str,
+    plan: Plan,
+    warm_up: Sequence[TextRequest],
+) -> Runs:
+    # Here, because only this benchmark needs httpx.
+    from serve_spec.bench.online_clients import Clients, Target
+
+    target = Target(url, args.model, os.environ.get("SERVE_SPEC_API_KEY"), args.timeout_s)
+    runs: Runs = {load: [] for load in plan}
+    with Clients(target, args.clients) as clients:
+        clients.run(_widest(plan), warm_up)
+        for repetition, load in tqdm(_turns(plan, args.repetitions), desc=HTTP, leave=False):
+            run = clients.run(load, plan[load], seed=args.seed + repetition, poll_s=args.poll_s)
+            runs[load].append(run)
+    return runs
+
+
+def _offline(
+    args: argparse.Namespace,
+    config: ServeSpecConfig,
+    plan: Plan,
+    warm_up: Sequence[TextRequest],
+) -> Runs:
+    from serve_spec.bench.online_offline import run_offline
+    from serve_spec.engine.llm import LLM
+
+    runs: Runs = {load: [] for load in plan}
+    llm = LLM(config)
+    try:
+        run_offline(llm.engine, _widest(plan), warm_up)
+        for repetition, load in tqdm(_turns(plan, args.repetitions), desc=OFFLINE, leave=False):
+            run = run_offline(llm.engine, load, plan[load], seed=args.seed + repetition)
+            runs[load].append(run)
+    finally:
+        llm.shutdown()
+    return runs
+
+
+def _turns(loads: Collection[Load], repetitions: int) -> list[tuple[int, Load]]:
+    """Every load once per repetition, in an order of its own each time."""
+    return [
+        (repetition, load)
+        for repetition in range(repetitions)
+        for load in random.Random(repetition).sample(list(loads), len(loads))
+    ]
+
+
+def _widest(loads: Collection[Load]) -> ClosedLoop:
+    """The closed loop that warms up for all of `loads`."""
+    return ClosedLoop(
+        max(load.num_streams if isinstance(load, ClosedLoop) else 8 for load in loads)
+    )
+
+
+def _cells(online: Runs, offline: Runs, objective: Objective) -> list[Cell]:
+    """Both sides of each load, one after the other; texts are compared with the offline ones."""
+    sides = {HTTP: online, OFFLINE: offline}
+    reference = reference_texts(
+        run for runs in (offline, online) for each in runs.values() for run in each
+    )
+    return [
+        cell(load.name, side, runs[load], objective, reference)
+        for load in online
+        for side, runs in sides.items()
+        if load in runs
+    ]

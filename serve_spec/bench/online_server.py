@@ -1,0 +1,83 @@
+"""A server of one's own: `serve-spec serve FILE` in a process beside this one."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import IO
+
+from serve_spec.config import ConfigError
+
+_READY = re.compile(r"^ready: (?:.* at )?(https?://\S+)")
+_STOP_WITHIN_S = 120.0
+
+
+def serve_command(file: str, port: int | None) -> list[str]:
+    """The command that an operator would type."""
+    chosen = [] if port is None else ["--port", str(port)]
+    return [sys.executable, "-u", "-m", "serve_spec", "serve", file, *chosen]
+
+
+@contextmanager
+def own_server(command: Sequence[str]) -> Iterator[str]:
+    """The base URL that `command` announces; it is interrupted, and waited for, at the end.
+
+    What it prints goes to standard error.
+
+    Raises:
+        ConfigError: it ended before it was ready.
+    """
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C is ours to hand on, once
+    )
+    assert process.stdout is not None, "it was asked for"
+    try:
+        url = _ready_url(process.stdout)
+        if url is None:
+            raise ConfigError(
+                f"command={' '.join(command)!r}: it ended with status {process.wait()} before "
+                "it was ready; see what it printed"
+            )
+        # A full pipe would stop the server.
+        threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True).start()
+        yield url
+    finally:
+        _stop(process)
+
+
+def announced_url(line: str) -> str | None:
+    """The URL in a line such as `ready: tiny at http://127.0.0.1:8000   (Ctrl-C stops it)`."""
+    match = _READY.match(line)
+    return None if match is None else match.group(1)
+
+
+def _ready_url(output: IO[str]) -> str | None:
+    for line in output:
+        print(line, end="", file=sys.stderr)
+        url = announced_url(line)
+        if url is not None:
+            return url
+    return None
+
+
+def _pass_on(output: IO[str]) -> None:
+    with output:
+        for line in output:
+            print(line, end="", file=sys.stderr)
+
+
+def _stop(process: subprocess.Popen[str]) -> None:
+    if process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(_STOP_WITHIN_S)
+    except subprocess.TimeoutExpired:
+        process.kill()

@@ -1,0 +1,131 @@
+"""Servers in a thread of the test: any ASGI app, and one that answers as its prompts command.
+
+"4 chunks of 3"  that many chunks, each of so many tokens, and usage
+"429", "500"     refuses with that status
+"ids"            two chunks with token ids, no usage
+"uncounted"      neither usage nor token ids
+"empty"          says it is done, and nothing else
+"error"          one chunk, then an error frame
+"garbage"        one chunk, then an event that is no JSON
+"cut"            one chunk, then the connection breaks
+"unfinished"     one chunk, then an orderly end without [DONE]
+"silent"         one chunk, then nothing
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator, MutableMapping
+from contextlib import contextmanager
+from typing import Any
+
+import uvicorn
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+Receive = Callable[[], Awaitable[Message]]
+
+
+@contextmanager
+def serving(app: Any) -> Iterator[str]:
+    """The base URL of `app`, over real sockets."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.005)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join()
+
+
+class ScriptedApp:
+    """Answers after `delay_s` before each chunk; one request at a time if `serial`.
+
+    Nobody gets a chunk before `hold_until` requests have been open at once.
+    """
+
+    def __init__(self, delay_s: float = 0.0, *, serial: bool = False, hold_until: int = 0) -> None:
+        self.delay_s = delay_s
+        self.hold_until = hold_until
+        self.bodies: list[dict[str, Any]] = []
+        self.headers: list[dict[bytes, bytes]] = []
+        self.num_open = 0
+        self.most_open = 0
+        self._turn = asyncio.Semaphore(1 if serial else 10**6)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/v1/completions":
+            await _answer(send, 404, {})
+            return
+        body = json.loads((await receive())["body"])
+        self.bodies.append(body)
+        self.headers.append(dict(scope["headers"]))
+        self.num_open += 1
+        self.most_open = max(self.most_open, self.num_open)
+        try:
+            async with self._turn:
+                await self._complete(str(body["prompt"]), send)
+        finally:
+            self.num_open -= 1
+
+    async def _complete(self, prompt: str, send: Send) -> None:
+        if prompt.isdigit():
+            await _answer(send, int(prompt), {"error": {"message": "told to"}})
+            return
+        headers = [(b"content-type", b"text/event-stream")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        for piece in _chunks(prompt):
+            await self._event(send, piece)
+        if prompt == "cut":
+            raise ConnectionAbortedError("told to")
+        if prompt == "silent":
+            await asyncio.Event().wait()
+        done = b"data: [DONE]\n\n"
+        last = {"error": event({"error": {}}), "garbage": b"data: {\n\n" + done, "unfinished": b""}
+        await send({"type": "http.response.body", "body": last.get(prompt, _usage(prompt) + done)})
+
+    async def _event(self, send: Send, payload: Any) -> None:
+        while self.most_open < self.hold_until:
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(self.delay_s)
+        await send({"type": "http.response.body", "body": event(payload), "more_body": True})
+
+
+def event(payload: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + json.dumps(payload).encode() + b"\n\n"
+
+
+def chunk(text: str, **choice: Any) -> dict[str, Any]:
+    """One piece of a stream."""
+    return {"choices": [{"index": 0, "text": text, "finish_reason": None, **choice}]}
+
+
+def _chunks(prompt: str) -> list[dict[str, Any]]:
+    if "chunks of" in prompt:
+        return [chunk(f"{number} ") for number in range(int(prompt.split()[0]))]
+    if prompt == "ids":
+        return [chunk("x", token_ids=[1, 2, 3])] * 2
+    return [] if prompt == "empty" else [chunk("x")]
+
+
+def _usage(prompt: str) -> bytes:
+    if "chunks of" not in prompt:
+        return b""
+    count, tokens = int(prompt.split()[0]), int(prompt.split()[3])
+    usage = {"prompt_tokens": 4, "completion_tokens": count * tokens}
+    return event({"choices": [], "usage": usage})
+
+
+async def _answer(send: Send, status: int, payload: Any) -> None:
+    headers = [(b"content-type", b"application/json")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": json.dumps(payload).encode()})

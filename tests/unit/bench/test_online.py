@@ -1,0 +1,184 @@
+"""`bench online` whole: against the real HTTP face, with a stand-in and with a real engine."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from serve_spec.bench.command import main
+from serve_spec.bench.online_record import text_requests
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.engine.loop import EngineLoop
+from serve_spec.serving.admission import Admission
+from serve_spec.serving.api import create_api
+from tests.helpers.engines import make_pair
+from tests.serving.fake_engine import FakeLoop
+from tests.serving.fakes import LoopFleet
+from tests.unit.bench.online_fakes import ScriptedApp, serving
+
+SMALL = ["--num-requests", "5", "--repetitions", "2", "--warm-up", "2", "--output-tokens", "9"]
+SMALL += ["--prompt-chars", "30"]
+
+
+def app(config: ServeSpecConfig, loop: Any) -> Any:
+    """The HTTP face over one engine, without Ray between them."""
+    return create_api(config, LoopFleet(loop), Admission(max_in_flight=64, max_queued=64))
+
+
+def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    result: dict[str, Any] = json.loads(capsys.readouterr().out.splitlines()[-1])
+    return result
+
+
+@pytest.fixture(scope="module")
+def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("online")
+    pair = make_pair(root)
+    settings = {
+        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
+            "speculative_num_steps": 2,
+            "speculative_adaptive": False,
+        },
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.fixture(scope="module")
+def engine_url(config_file: Path) -> Iterator[str]:
+    config = ServeSpecConfig.load(config_file)
+    loop = EngineLoop(config)
+    with serving(app(config, loop)) as url:
+        yield url
+    loop.shutdown()
+
+
+def test_requests_are_the_same_every_time_and_exactly_as_long_as_asked() -> None:
+    first, second = (
+        text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5) for _ in range(2)
+    )
+    assert first == second
+    assert [len(request.prompt) for request in first] == [50] * 4
+    assert len({request.params.seed for request in first}) == 4
+    others = text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5, seed=1)
+    assert not {r.params.seed for r in first} & {r.params.seed for r in others}
+
+
+def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "model").mkdir()
+    config = ServeSpecConfig.load({"model": {"path": str(tmp_path / "model")}})
+    with serving(app(config, FakeLoop(config))) as url:
+        loads = ["--closed", "1", "7", "--poisson", "100", "--bursty", "100", "--burst-size", "2"]
+        loads += ["--ramp", "50:200", "--slo-ttft-ms", "60000", "--slo-tpot-ms", "60000"]
+        files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+        assert main(["online", "--url", url, *SMALL, *loads, *files]) == 0
+    printed = capsys.readouterr().out
+    result = json.loads(printed.splitlines()[-1])
+    assert result == json.loads((tmp_path / "r.json").read_text())
+    names = ["closed 1", "closed 7", "poisson 100/s", "bursty 100/s x2", "ramp 50-200/s"]
+    assert [cell["load"] for cell in result["cells"]] == names
+    for cell in result["cells"]:
+        # Twice five, but never fewer than streams.
+        expected = 14 if cell["load"] == "closed 7" else 10
+        assert (cell["side"], cell["num_requests"], cell["errors"]) == ("http", expected, {})
+        assert cell["same_texts"] == cell["num_texts"] == expected
+        assert cell["goodput_share"] == 1.0
+        assert cell["goodput_tokens_per_second"] == cell["tokens_per_second"] > 0
+        assert cell["rounds_by_num_steps"] == {"3": 5 * expected}, "nine tokens, by twos"
+        assert cell["tokens_per_chunk"] == 9 / 5
+        assert {sample["num_steps"] for sample in cell["samples"]} == {3}
+    assert result["against_offline"] == []
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+    again = ["--from-json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "again.png")]
+    assert main(["online", *again]) == 0
+    assert printed.startswith(capsys.readouterr().out)
+    assert (tmp_path / "again.png").read_bytes() == (tmp_path / "r.png").read_bytes()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_texts_over_http_are_those_of_the_engine_alone(
+    engine_url: str,
+    config_file: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    temperature: float,
+) -> None:
+    arguments = ["--closed", "1", "4", "--poisson", "50", "--temperature", str(temperature)]
+    arguments += ["--compare-offline", str(config_file), "--set", "speculative_num_steps=1"]
+    arguments += ["--plot", str(tmp_path / "r.png")]
+    assert main(["online", "--url", engine_url, *SMALL, *arguments]) == 0
+    result = last_line(capsys)
+    assert [(cell["load"], cell["side"]) for cell in result["cells"]] == [
+        (load, side)
+        for load in ("closed 1", "closed 4", "poisson 50/s")
+        for side in ("http", "offline")
+    ]
+    for cell in result["cells"]:
+        assert cell["same_texts"] == cell["num_texts"] == 10
+        assert cell["ttft_ms"]["p50"] <= cell["ttft_ms"]["p99"] <= cell["e2e_ms"]["p99"]
+        assert cell["prompt_tokens"] > 0
+        deepest = 2 if cell["side"] == "http" else 1
+        assert max(cell["rounds_by_num_steps"]) == str(deepest)
+    assert len({cell["prompt_tokens"] for cell in result["cells"]}) == 1
+    assert len(result["against_offline"]) == 3
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_other_texts_than_the_engine_s_are_a_failure_unless_allowed(
+    config_file: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "model").mkdir()
+    config = ServeSpecConfig.load({"model": {"path": str(tmp_path / "model")}})
+    with serving(app(config, FakeLoop(config))) as url:
+        arguments = ["online", "--url", url, *SMALL, "--closed", "2"]
+        arguments += ["--compare-offline", str(config_file)]
+        assert main(arguments) == 1
+        http, offline = last_line(capsys)["cells"]
+        assert (http["same_texts"], http["num_texts"]) == (0, 10)
+        assert (offline["same_texts"], offline["num_texts"]) == (10, 10)
+        assert main([*arguments, "--allow-differences"]) == 0
+
+
+def test_a_load_without_one_answer_is_a_failure_that_is_counted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serving(ScriptedApp()) as url:
+        assert main(["online", "--url", f"{url}/nothing/here", *SMALL, "--closed", "2"]) == 1
+    (cell,) = last_line(capsys)["cells"]
+    assert (cell["errors"], cell["num_texts"], cell["ttft_ms"]) == ({"404": 10}, 0, None)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--closed", "1"],
+        ["--url", "http://x", "--deploy", "y"],
+        ["--url", "http://x", "--closed", "0"],
+        ["--url", "http://x", "--poisson", "0"],
+        ["--url", "http://x", "--ramp", "5"],
+        ["--url", "http://x", "--port", "1"],
+        ["--url", "http://x", "--set", "max_num_seqs=2"],
+    ],
+    ids=" ".join,
+)
+def test_arguments_that_make_no_sense_are_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["online", *arguments])
+
+
+def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent() -> None:
+    arguments = ["online", "--url", "http://127.0.0.1:9", "--compare-offline", "nowhere.yaml"]
+    with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
+        main(arguments)

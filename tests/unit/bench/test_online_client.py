@@ -1,0 +1,159 @@
+"""Laws of load over HTTP, against a scripted server behind real sockets."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Sequence
+from contextlib import nullcontext
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.bench.online_clients import Clients, Target, merged
+from serve_spec.bench.online_load import Bursty, ClosedLoop, Load, Poisson
+from serve_spec.bench.online_record import LoadRun, Served, TextRequest
+from serve_spec.bench.online_run import deal
+from serve_spec.core.request import SamplingParams
+from tests.unit.bench.online_fakes import ScriptedApp, serving
+
+CUTS = {
+    "429": "429",
+    "500": "500",
+    "error": "error frame",
+    "garbage": "bad frame",
+    "cut": "disconnected",
+    "unfinished": "broken off",
+    "uncounted": "no token count",
+    "empty": "no tokens",
+}
+
+
+def requests(*prompts: str) -> list[TextRequest]:
+    params = SamplingParams(max_tokens=9, temperature=0.5, seed=7, ignore_eos=True)
+    return [TextRequest(prompt, params) for prompt in prompts]
+
+
+def run(
+    app: ScriptedApp, load: Load, prompts: Sequence[str], url: str = "", timeout_s: float = 60
+) -> LoadRun:
+    with (
+        nullcontext(url) if url else serving(app) as here,
+        Clients(Target(here, "m", "k", timeout_s)) as clients,
+    ):
+        return clients.run(load, requests(*prompts), seed=3)
+
+
+def test_a_request_says_all_that_decides_a_text_and_asks_for_the_count() -> None:
+    app = ScriptedApp()
+    run(app, ClosedLoop(1), ["2 chunks of 3"])
+    assert app.bodies == [
+        {
+            "model": "m",
+            "prompt": "2 chunks of 3",
+            "max_tokens": 9,
+            "temperature": 0.5,
+            "seed": 7,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ]
+    assert app.headers[0][b"authorization"] == b"Bearer k"
+
+
+def test_times_of_chunks_are_those_of_the_server_and_tokens_those_it_counted() -> None:
+    delay_s = 0.02
+    (served,) = run(ScriptedApp(delay_s), ClosedLoop(1), ["3 chunks of 5"]).served
+    assert (served.text, served.num_tokens, served.num_prompt_tokens) == ("0 1 2 ", 15, 4)
+    assert len(served.chunk_s) == 3
+    assert served.ttft_s >= delay_s
+    assert served.e2e_s >= 3 * delay_s
+    # 14 tokens in the time of two gaps: a token is not a chunk.
+    assert served.tpot_s == pytest.approx(sum(served.chunk_gaps_s) / 14)
+    assert served.ended_s >= served.chunk_s[-1]
+
+
+def test_token_ids_count_where_usage_is_missing() -> None:
+    (served,) = run(ScriptedApp(), ClosedLoop(1), ["ids"]).served
+    assert (served.error, served.num_tokens) == (None, 6)
+
+
+def test_every_way_to_fail_has_its_name_and_leaves_the_others_alone() -> None:
+    fine = "2 chunks of 1"
+    prompts = [prompt for bad in CUTS for prompt in (bad, fine)]
+    served = run(ScriptedApp(), ClosedLoop(3), prompts).served
+    assert [s.error for s in served[::2]] == list(CUTS.values())
+    assert [(s.error, s.text) for s in served[1::2]] == [(None, "0 1 ")] * len(CUTS)
+
+
+def test_a_stream_that_falls_silent_is_given_up() -> None:
+    (served,) = run(ScriptedApp(), ClosedLoop(1), ["silent"], timeout_s=0.3).served
+    assert (served.error, served.text) == ("timeout", "x")
+
+
+def test_where_nobody_listens_there_is_no_connection() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    served = run(ScriptedApp(), ClosedLoop(2), ["a", "b"], url=url).served
+    assert [s.error for s in served] == ["no connection"] * 2
+
+
+@pytest.mark.parametrize("num_streams", [1, 3, 9])
+def test_a_closed_loop_keeps_exactly_its_streams_open(num_streams: int) -> None:
+    app = ScriptedApp(hold_until=min(num_streams, 6))
+    served = run(app, ClosedLoop(num_streams), ["2 chunks of 1"] * 6).served
+    assert app.most_open == app.hold_until
+    assert all(s.error is None and s.due_s == s.sent_s for s in served)
+    assert [body["prompt"] for body in app.bodies] == ["2 chunks of 1"] * 6
+
+
+def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered() -> None:
+    app = ScriptedApp(hold_until=6)
+    load = Poisson(200.0)
+    served = run(app, load, ["1 chunks of 1"] * 6).served
+    assert [s.due_s for s in served] == load.arrivals(6, seed=3)
+    assert all(s.sent_s >= s.due_s for s in served)
+    assert all(s.error is None for s in served)
+
+
+def test_waiting_behind_others_counts_from_the_scheduled_time() -> None:
+    """All are due at once and served in turn: the last one's latency holds everybody's service."""
+    delay_s = 0.03
+    served = run(ScriptedApp(delay_s, serial=True), Bursty(100.0, 5), ["1 chunks of 1"] * 5).served
+    assert len({s.due_s for s in served}) == 1
+    for place, latency in enumerate(sorted(s.ttft_s for s in served), start=1):
+        assert latency >= place * delay_s
+
+
+def test_a_server_without_server_info_has_no_samples() -> None:
+    assert list(run(ScriptedApp(), ClosedLoop(1), ["1 chunks of 1"]).samples) == []
+
+
+def test_two_clients_together_are_one_load() -> None:
+    app = ScriptedApp(hold_until=3)
+    asked = requests(*(f"{number} chunks of 2" for number in range(1, 8)))
+    with serving(app) as url, Clients(Target(url), 2) as clients:
+        closed = clients.run(ClosedLoop(3), asked)
+        assert app.most_open == 3
+        scheduled = clients.run(Poisson(100.0), asked, seed=3)
+    assert [s.due_s for s in scheduled.served] == Poisson(100.0).arrivals(7, seed=3)
+    for run in (closed, scheduled):
+        assert [s.num_tokens for s in run.served] == [2 * number for number in range(1, 8)]
+    prompts = sorted(request.prompt for request in asked * 2)
+    assert sorted(body["prompt"] for body in app.bodies) == prompts
+
+
+@given(st.integers(1, 20), st.integers(0, 60), st.integers(1, 6))
+def test_a_load_is_dealt_out_whole_and_evenly(
+    num_streams: int, num_requests: int, num_clients: int
+) -> None:
+    asked = requests(*map(str, range(num_requests)))
+    shares = deal(ClosedLoop(num_streams), asked, 0, num_clients)
+    assert sum(share.num_streams for share in shares) == num_streams
+    assert all(share.num_streams for share in shares if share.requests)
+    per_stream = [len(s.requests) / s.num_streams for s in shares if s.num_streams]
+    assert max(per_stream) - min(per_stream) <= 1, "clients end at about the same time"
+    runs = [LoadRun([Served(0, 0, 0, text=r.prompt) for r in s.requests]) for s in shares]
+    back = merged(ClosedLoop(num_streams), runs).served
+    assert [served.text for served in back] == [request.prompt for request in asked]

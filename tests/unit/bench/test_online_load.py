@@ -1,0 +1,104 @@
+"""Laws of arrival schedules: drawn from a seed alone, at the rate and in the shape they name."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+from math import sqrt
+from statistics import fmean, pvariance
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.bench.online_load import Bursty, ClosedLoop, OpenLoop, Poisson, Ramp
+
+RATES = st.floats(0.01, 1000)
+COUNTS = st.integers(1, 200)
+SEEDS = st.integers(0, 2**32)
+OPEN = (
+    st.builds(Poisson, RATES)
+    | st.builds(Bursty, RATES, st.integers(1, 20))
+    | st.builds(Ramp, RATES, RATES)
+)
+MANY = 20_000
+
+
+@given(OPEN, COUNTS, SEEDS)
+def test_a_schedule_is_a_function_of_its_seed_and_never_goes_back(
+    load: OpenLoop, count: int, seed: int
+) -> None:
+    times = load.arrivals(count, seed)
+    assert times == load.arrivals(count, seed)
+    assert len(times) == count
+    assert times[0] >= 0
+    assert all(before <= after for before, after in pairwise(times))
+
+
+@given(OPEN, SEEDS)
+def test_another_seed_is_another_schedule(load: OpenLoop, seed: int) -> None:
+    assert load.arrivals(20, seed) != load.arrivals(20, seed + 1)
+
+
+@given(RATES, st.floats(0.1, 10), COUNTS, SEEDS)
+def test_a_rate_is_a_unit_of_time_and_nothing_else(
+    rate: float, factor: float, count: int, seed: int
+) -> None:
+    """Whatever is measured at several rates sees the same arrivals, closer together."""
+    slow = Poisson(rate).arrivals(count, seed)
+    fast = Poisson(rate * factor).arrivals(count, seed)
+    assert [time * factor for time in fast] == pytest.approx(slow)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential(seed: int) -> None:
+    rate = 3.0
+    times = Poisson(rate).arrivals(MANY, seed)
+    gaps = [after - before for before, after in pairwise([0.0, *times])]
+    # The mean of n exponentials has a relative deviation of 1/√n, their variance one of √(8/n).
+    assert fmean(gaps) * rate == pytest.approx(1, abs=5 / sqrt(MANY))
+    assert pvariance(gaps) * rate**2 == pytest.approx(1, abs=5 * sqrt(8 / MANY))
+
+
+@given(RATES, st.integers(2, 20), st.integers(1, 300), SEEDS)
+def test_bursts_come_whole_at_one_instant_and_are_poisson_themselves(
+    rate: float, size: int, count: int, seed: int
+) -> None:
+    times = Bursty(rate, size).arrivals(count, seed)
+    sizes = list(Counter(times).values())
+    assert sizes[:-1] == [size] * (len(sizes) - 1)
+    assert sizes[-1] == count - size * (len(sizes) - 1) <= size
+    bursts = Poisson(rate / size).arrivals(len(sizes), seed)
+    assert list(Counter(times)) == bursts
+
+
+def test_bursts_of_one_are_poisson() -> None:
+    assert Bursty(3.0, 1).arrivals(50, 7) == Poisson(3.0).arrivals(50, 7)
+
+
+@given(RATES, RATES, COUNTS, SEEDS)
+def test_a_ramp_ends_on_time_at_the_mean_of_its_rates(
+    first: float, last: float, count: int, seed: int
+) -> None:
+    load = Ramp(first, last)
+    assert load.seconds(count) == pytest.approx(count / ((first + last) / 2))
+    assert load.arrivals(count, seed)[-1] <= load.seconds(count) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1, 9), (9, 1), (5, 5), (0.01, 10)])
+@pytest.mark.parametrize("part", [0.1, 0.25, 0.5, 0.9])
+def test_by_any_part_of_a_ramp_as_many_have_come_as_its_rate_adds_up_to(
+    first: float, last: float, part: float
+) -> None:
+    load = Ramp(first, last)
+    end = part * load.seconds(MANY)
+    share = sum(time <= end for time in load.arrivals(MANY, 3)) / MANY
+    expected = (first * part + (last - first) * part**2 / 2) / ((first + last) / 2)
+    deviation = sqrt(expected * (1 - expected) / MANY)
+    assert share == pytest.approx(expected, abs=5 * deviation)
+
+
+def test_loads_are_named_by_what_they_do() -> None:
+    loads = [ClosedLoop(8), Poisson(2.5), Bursty(4, 8), Ramp(1, 20)]
+    names = ["closed 8", "poisson 2.5/s", "bursty 4/s x8", "ramp 1-20/s"]
+    assert [load.name for load in loads] == names

@@ -1,0 +1,68 @@
+"""Laws of a server of one's own: found by what it announces, ended with the benchmark."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from serve_spec.bench.online_server import announced_url, own_server, serve_command
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.serving.command import Plan, announcement
+
+SERVER = """
+import pathlib, sys, time
+print("loading the model ...", flush=True)
+print("ready: tiny at http://127.0.0.1:8123/llm   (Ctrl-C stops it)", flush=True)
+print("x" * 200_000, flush=True)  # more than a pipe holds
+pathlib.Path(sys.argv[1]).write_text("up")
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    pathlib.Path(sys.argv[1]).write_text("interrupted")
+"""
+
+
+def wait_for(file: Path) -> str:
+    """What somebody else writes into `file`."""
+    while not (file.exists() and (text := file.read_text())):
+        time.sleep(0.01)
+    return text
+
+
+def test_the_address_is_the_one_that_serve_announces(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    model = {"path": str(tmp_path / "model"), "served_model_name": "meta/llama at home"}
+    config = ServeSpecConfig.load({"model": model})
+    for configs in ((config,), ()):
+        plan = Plan({}, configs, "0.0.0.0", 8124, "/llm")
+        urls = [announced_url(line) for line in announcement(plan).splitlines()]
+        assert [url for url in urls if url] == ["http://127.0.0.1:8124/llm"]
+
+
+def test_it_is_started_as_an_operator_would() -> None:
+    assert serve_command("deploy/tiny.yaml", None)[-2:] == ["serve", "deploy/tiny.yaml"]
+    assert serve_command("deploy/tiny.yaml", 8123)[-2:] == ["--port", "8123"]
+
+
+def test_a_server_is_waited_for_listened_to_and_interrupted(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with own_server([sys.executable, "-c", SERVER, str(state)]) as url:
+        assert url == "http://127.0.0.1:8123/llm"
+        wait_for(state)  # only a server whose output is read gets so far
+    assert state.read_text() == "interrupted"
+
+
+def test_a_failure_inside_ends_the_server_too(tmp_path: Path) -> None:
+    state = tmp_path / "state"
+    with pytest.raises(ZeroDivisionError), own_server([sys.executable, "-c", SERVER, str(state)]):
+        assert 1 / len(wait_for(state)[2:])
+    assert state.read_text() == "interrupted"
+
+
+def test_a_server_that_does_not_start_is_refused_with_its_status() -> None:
+    command = [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"]
+    with pytest.raises(ConfigError, match="ended with status 3 before it was ready"):
+        own_server(command).__enter__()
