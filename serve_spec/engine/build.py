@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,6 +92,11 @@ def _build_engine(
     costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
     controller = AdaptiveController(policy, costs, logger.warning)
     scheduler = Scheduler(config.scheduler, KVCacheManager(num_pages, config.cache.page_size))
+    if loaded.device.type == "cuda":
+        # What was built lives as long as the engine. Looking through all of it takes Python's
+        # collector a tenth of a second now and then, while the device waits.
+        gc.collect()
+        gc.freeze()
     return SpecEngine(
         scheduler,
         worker,

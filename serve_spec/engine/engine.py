@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -194,6 +195,7 @@ class SpecEngine:
         """Ends the ranks beside this one, if there are any; no round runs afterwards."""
         if self._followers is not None:
             self._followers.stop()
+        gc.unfreeze()
 
     def _encode(self, prompt: str) -> list[int]:
         try:
