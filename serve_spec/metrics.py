@@ -103,6 +103,12 @@ _MS_BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0
 NUM_STEPS = Metric("serve_spec_num_steps", "gauge", "Tier of the last round: drafts per sequence.")
 BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the last round.")
 ROUNDS = Metric("serve_spec_rounds", "counter", "Decode rounds by tier.", ("num_steps",))
+BATCH_SIZE_ROUNDS = Metric(
+    "serve_spec_batch_size_rounds",
+    "counter",
+    "Decode rounds by batch size (powers of two at or below it).",
+    ("batch_size",),
+)
 SWITCHES = Metric("serve_spec_tier_switches", "counter", "Tier changes by reason.", ("reason",))
 PROBE_ROUNDS = Metric("serve_spec_probe_rounds", "counter", "Rounds taken to learn something.")
 DRAFT_TOKENS = Metric("serve_spec_draft_tokens", "counter", "Drafts the target verified.")
@@ -121,11 +127,11 @@ POSITION_ACCEPTED = Metric(
 )
 OUTPUT_TOKENS = Metric("serve_spec_output_tokens", "counter", "Tokens emitted by decoding rows.")
 PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
-ACCEPT_LENGTH = Metric(
-    "serve_spec_accept_length_tokens",
-    "histogram",
-    "Tokens one sequence emits in one round: correct drafts and the final token.",
-    buckets=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 12.0, 16.0),
+ACCEPT_LENGTH_ROWS = Metric(
+    "serve_spec_accept_length_rows",
+    "counter",
+    "Decoding rows by the tokens they emitted in a round: correct drafts and the final token.",
+    ("accept_length",),
 )
 DRAFT_MS = Metric(
     "serve_spec_draft_ms", "histogram", "Drafting of one round, in ms.", buckets=_MS_BUCKETS
@@ -140,7 +146,7 @@ IDLE_MS = Metric(
     buckets=_MS_BUCKETS,
 )
 BROKEN_DRAFTS = Metric(
-    "serve_spec_broken_drafts_total",
+    "serve_spec_broken_drafts",
     "counter",
     "Sequences that stopped drafting because their draft gave NaN or no token.",
 )
@@ -171,11 +177,13 @@ EMA_ACCEPT_LENGTH = Metric(
 RUNNING_SEQS = Metric("serve_spec_running_seqs", "gauge", "Sequences in the batch.")
 WAITING_SEQS = Metric("serve_spec_waiting_seqs", "gauge", "Sequences that wait for pages or rows.")
 KV_USAGE = Metric("serve_spec_kv_usage_ratio", "gauge", "Share of KV pages in use, 0..1.")
+KV_PAGES = Metric("serve_spec_kv_pages", "gauge", "KV pages by state: used or free.", ("state",))
 
-METRICS = (
+ROUND_METRICS = (
     NUM_STEPS,
     BATCH_SIZE,
     ROUNDS,
+    BATCH_SIZE_ROUNDS,
     SWITCHES,
     PROBE_ROUNDS,
     DRAFT_TOKENS,
@@ -185,10 +193,12 @@ METRICS = (
     POSITION_ACCEPTED,
     OUTPUT_TOKENS,
     PREFILL_TOKENS,
-    ACCEPT_LENGTH,
+    ACCEPT_LENGTH_ROWS,
     DRAFT_MS,
     VERIFY_MS,
     STEP_MS,
+    IDLE_MS,
+    BROKEN_DRAFTS,
     PREDICTED_MS,
     OVERHEAD,
     SPEEDUP,
@@ -196,7 +206,95 @@ METRICS = (
     RUNNING_SEQS,
     WAITING_SEQS,
     KV_USAGE,
+    KV_PAGES,
 )
+"""What rounds report."""
+
+PREDICTED_GOODPUT = Metric(
+    "serve_spec_predicted_goodput_tokens_per_ms",
+    "gauge",
+    "What the policy expects of every tier at the batch of now.",
+    ("num_steps",),
+)
+LAST_REASON = Metric(
+    "serve_spec_last_reason",
+    "gauge",
+    "1 for the reason of the policy's last decision, 0 for those before it.",
+    ("reason",),
+)
+SLOT = Metric(
+    "serve_spec_slot", "gauge", "Smallest batch size of the batch-size slot that decided last."
+)
+STATE_METRICS = (PREDICTED_GOODPUT, LAST_REASON, SLOT)
+"""What is read off an engine's snapshot now and then."""
+
+# Every latency has a histogram for its quantiles, and counters for its mean: exporters that
+# rebuild a histogram from its buckets know the sum only to a bucket's width.
+TTFT_MS = Metric(
+    "serve_spec_time_to_first_token_ms",
+    "histogram",
+    "From arrival (at the door, or at the engine) to the first tokens, in ms.",
+    ("measured_at",),
+    buckets=(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 6e4),
+)
+TPOT_MS = Metric(
+    "serve_spec_time_per_output_token_ms",
+    "histogram",
+    "Mean time of a request's tokens after its first ones, in ms.",
+    ("measured_at",),
+    buckets=(0.5, 1.0, 2.0, 3.0, 5.0, 7.0, 10.0, 15.0, 20.0, 30.0, 50.0, 100.0, 200.0, 500.0, 1e3),
+)
+FIRST_TOKEN_WAIT_MS = Metric(
+    "serve_spec_first_token_wait_ms",
+    "counter",
+    "Times to first token added up, in ms; at the door less at the engine is the framework's.",
+    ("measured_at",),
+)
+FIRST_TOKENS = Metric(
+    "serve_spec_first_tokens", "counter", "Requests that got to a first token.", ("measured_at",)
+)
+LATER_TOKENS_WAIT_MS = Metric(
+    "serve_spec_later_tokens_wait_ms",
+    "counter",
+    "Times from the first tokens of a request to its last, added up, in ms.",
+    ("measured_at",),
+)
+LATER_TOKENS = Metric(
+    "serve_spec_later_tokens",
+    "counter",
+    "Tokens of requests after their first ones.",
+    ("measured_at",),
+)
+REQUESTS = Metric(
+    "serve_spec_requests",
+    "counter",
+    "Requests that ended, by how: done, refused, failed or left.",
+    ("measured_at", "outcome"),
+)
+LATENCY_METRICS = (
+    TTFT_MS,
+    TPOT_MS,
+    FIRST_TOKEN_WAIT_MS,
+    FIRST_TOKENS,
+    LATER_TOKENS_WAIT_MS,
+    LATER_TOKENS,
+    REQUESTS,
+)
+"""What requests report, where they arrive and where they run."""
+
+QUEUE_LEN = Metric("serve_spec_queue_len", "gauge", "Requests that wait at the door.")
+IN_FLIGHT = Metric("serve_spec_in_flight_requests", "gauge", "Requests handed to replicas.")
+REJECTED = Metric("serve_spec_rejected_requests", "counter", "Requests answered 429 at the door.")
+SUBMISSIONS = Metric(
+    "serve_spec_submissions",
+    "counter",
+    "Hand-overs to replicas by how many requests went together (at most, powers of two).",
+    ("size",),
+)
+DOOR_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, SUBMISSIONS)
+"""What the router reports of its queue."""
+
+METRICS = (*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS, *DOOR_METRICS)
 """Every metric, for whoever declares them."""
 
 
@@ -219,6 +317,8 @@ def readings(stats: StepStats) -> Iterator[Reading]:
     yield Reading(RUNNING_SEQS, stats.num_running_seqs)
     yield Reading(WAITING_SEQS, stats.num_waiting_seqs)
     yield Reading(KV_USAGE, stats.num_used_pages / stats.num_pages)
+    yield Reading(KV_PAGES, stats.num_used_pages, {"state": "used"})
+    yield Reading(KV_PAGES, stats.num_pages - stats.num_used_pages, {"state": "free"})
     if stats.num_prefill_tokens:
         yield Reading(PREFILL_TOKENS, stats.num_prefill_tokens)
     if stats.batch_size:
@@ -231,6 +331,8 @@ def _decode_readings(stats: StepStats) -> Iterator[Reading]:
     yield Reading(NUM_STEPS, stats.num_steps)
     yield Reading(BATCH_SIZE, stats.batch_size)
     yield Reading(ROUNDS, 1, {"num_steps": str(stats.num_steps)})
+    bucket = batch_size_bucket(stats.batch_size)
+    yield Reading(BATCH_SIZE_ROUNDS, 1, {"batch_size": str(bucket)})
     yield Reading(VERIFY_MS, stats.verify_ms)
     if stats.switch_reason is not None:
         yield Reading(SWITCHES, 1, {"reason": stats.switch_reason})
@@ -241,8 +343,8 @@ def _decode_readings(stats: StepStats) -> Iterator[Reading]:
         yield Reading(CORRECT_DRAFTS, stats.num_correct_drafts)
     if stats.num_output_tokens:
         yield Reading(OUTPUT_TOKENS, stats.num_output_tokens)
-    for length in stats.accept_lengths:
-        yield Reading(ACCEPT_LENGTH, length)
+    for length, num_rows in Counter(stats.accept_lengths).items():
+        yield Reading(ACCEPT_LENGTH_ROWS, num_rows, {"accept_length": str(length)})
 
 
 def _position_readings(stats: StepStats) -> Iterator[Reading]:

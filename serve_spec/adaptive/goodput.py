@@ -27,7 +27,7 @@ from serve_spec.adaptive.exploration import (
     BackOff,
     ExplorationBudget,
 )
-from serve_spec.adaptive.marginal import marginal_ms_by_rows
+from serve_spec.adaptive.marginal import marginal_ms_by_rows, tier_speeds
 from serve_spec.adaptive.objective import (
     Choice,
     Floats,
@@ -133,11 +133,12 @@ class GoodputPolicy:
         self._left: set[str] = set()
         self._num_bad_times = 0
         self._rotation = 0
+        self._batch_size = 1
         self._context = 0.0
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """The best tier for this batch, held for the dwell, and each row's share of it."""
-        self._context = batch.context
+        self._batch_size, self._context = batch.size, batch.context
         key = batch.size.bit_length() - 1
         here = self._ranges.setdefault(key, _SizeRange())
         moved, self._range_key = key != self._range_key, key
@@ -223,6 +224,7 @@ class GoodputPolicy:
             "acceptance": self.survival.snapshot(),
             "costs": self.costs.snapshot(),
             "marginal_ms_by_rows": self._marginal_ms_by_rows(),
+            "break_even": self._break_even(),
         }
 
     def _marginal_ms_by_rows(self) -> dict[str, float]:
@@ -230,6 +232,16 @@ class GoodputPolicy:
         rates = self.survival.pooled_rates
         found = marginal_ms_by_rows(self.costs, rates, context=self._context, bound=self._bound)
         return {str(rows): round(ms, 4) for rows, ms in found.items()}
+
+    def _break_even(self) -> dict[str, object]:
+        """What every tier takes and brings at the batch of now, for rows like the traffic."""
+        size, rates = self._batch_size, self.survival.pooled_rates
+        tiers = tier_speeds(self.costs, rates, batch_size=size, context=self._context)
+        return {
+            "batch_size": size,
+            "round_ms": _by_tier(tiers.round_ms),
+            "tokens_per_ms": _by_tier(tiers.tokens_per_ms),
+        }
 
     def _bound(self, batch_size: int) -> int:
         if not self._bound_keys:
@@ -399,3 +411,7 @@ def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:
     share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
     ms: Floats = steps[above - 1] + share[:, None] * (steps[above] - steps[above - 1])
     return ms
+
+
+def _by_tier(values: Floats) -> dict[str, float]:
+    return {str(num_steps): round(value, 5) for num_steps, value in enumerate(values.tolist())}

@@ -5,13 +5,16 @@
 A batch that grows from b to 2b rows emits θ(2b) - θ(b) tokens per ms more, shared by b newcomers.
 The inverse of one newcomer's share is its marginal cost in ms per token: at an idle engine the time
 per token of a request alone, near a full one many times that. Doublings, not single rows, because
-costs on captured shapes are staircases: a single row is free on a stair and dear at its edge.
+costs on captured shapes are staircases: a single row is free on a stair and dear at its edge. And
+never less than in a smaller batch: where a table says so, it is noise, and whoever fills up one
+engine first because the next rows look cheap has believed it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import pairwise
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -38,16 +41,43 @@ def marginal_ms_by_rows(
     sizes = [0, 1]
     while 2 * sizes[-1] <= costs.max_batch_size:
         sizes.append(2 * sizes[-1])
-    speeds = [0.0, *(_speed(costs, accept_rates[: bound(b)], b, context) for b in sizes[1:])]
+
+    def best(size: int) -> float:
+        rates = accept_rates[: bound(size)]
+        tiers = tier_speeds(costs, rates, batch_size=size, context=context)
+        return float(tiers.tokens_per_ms.max())
+
+    speeds = [0.0, *(best(size) for size in sizes[1:])]
     points = zip(sizes, speeds, strict=True)
-    return {
-        size: (bigger - size) / max(_LEAST_GAIN, faster - speed)
+    ms = [
+        (bigger - size) / max(_LEAST_GAIN, faster - speed)
         for (size, speed), (bigger, faster) in pairwise(points)
-    }
+    ]
+    return dict(zip(sizes, accumulate(ms, max), strict=False))
 
 
-def _speed(costs: CostModel, accept_rates: Floats, batch_size: int, context: float) -> float:
-    """Tokens per ms of `batch_size` rows at the number of drafts that pays best."""
+@dataclass(frozen=True)
+class TierSpeeds:
+    """What every tier would do for a batch whose rows are like the traffic. [max_steps + 1] each.
+
+    Where `tokens_per_ms` falls below its first entry, drafting does not pay.
+    """
+
+    round_ms: Floats
+    tokens_per_ms: Floats
+
+
+def tier_speeds(
+    costs: CostModel, accept_rates: Floats, *, batch_size: int, context: float
+) -> TierSpeeds:
+    """Every tier from 0 to as many drafts as there are accept rates, all rows drafting alike.
+
+    Args:
+        costs: what rounds take.
+        accept_rates: chance that a draft is kept once reached, by position.
+        batch_size: rows, at least 1.
+        context: tokens per sequence.
+    """
     tiers = min(len(accept_rates), costs.max_steps) + 1
     tokens = np.cumsum(np.cumprod(np.append(1.0, accept_rates)))[:tiers]
     ms = (
@@ -55,4 +85,4 @@ def _speed(costs: CostModel, accept_rates: Floats, batch_size: int, context: flo
         + costs.verify_knots(batch_size, context, 0)[:tiers]
         + costs.host_ms(batch_size)
     )
-    return float((batch_size * tokens / ms).max())
+    return TierSpeeds(ms, batch_size * tokens / ms)

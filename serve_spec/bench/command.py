@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import adaptive, controller, kernels, offline, trace
+from serve_spec.bench import adaptive, controller, kernels, offline, online, stats, trace
 
 _BENCHES = {
     "adaptive": adaptive.main,
     "controller": controller.main,
     "kernels": kernels.main,
     "offline": offline.main,
+    "online": online.main,
+    "stats": stats.main,
     "trace": trace.main,
 }
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from serve_spec.config.base import StrictModel
@@ -11,11 +13,28 @@ class RouterConfig(StrictModel):
     """The HTTP door and the queue behind it."""
 
     batch_wait_ms: float = Field(
-        0.0, ge=0, description="How long a request may wait for company, in ms; 0: not at all."
+        0.0,
+        ge=0,
+        description="How long a request may wait for others to go to a replica with, in ms.",
     )
     max_batch_size: int = Field(64, ge=1, description="Most requests handed over together.")
     max_queued_requests: int = Field(
         256, ge=1, description="Requests that may wait at the door; more are answered 429."
+    )
+    routing_policy: Literal["goodput", "balanced", "prefix"] = Field(
+        "goodput",
+        description="Which replica a request goes to. goodput: where one more costs least, by "
+        "each replica's own cost table (balanced where one has none); balanced: where the fewest "
+        "are; prefix: where the longest beginning of its prompt was sent before.",
+    )
+    prefix_load_factor: float = Field(
+        1.25, ge=1, description="Under prefix, most requests of a replica relative to the mean."
+    )
+    routing_stats_period_s: float = Field(
+        1.0, gt=0, description="Seconds between a replica's reports to the routers."
+    )
+    resume_timeout_s: float = Field(
+        60.0, ge=0, description="How long a request whose replica died may wait for another one."
     )
     request_timeout_s: float = Field(
         600.0, gt=0, description="Longest time from arrival to the last token, in seconds."

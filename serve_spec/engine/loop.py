@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
@@ -14,6 +14,7 @@ from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.log import get_logger
+from serve_spec.metrics import MetricsSink
 
 logger = get_logger(__name__)
 
@@ -107,24 +108,20 @@ class EngineLoop:
             ValueError: the settings are invalid; nothing changed.
             RuntimeError: the engine thread has died.
         """
-        self.check_health()
-        done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        self._ask(lambda: self._engine.reconfigure(settings))
 
-        def apply() -> None:
-            try:
-                self._engine.reconfigure(settings)
-            except Exception as error:  # the caller's to hear, not the engine thread's to die of
-                done.put(error)
-            else:
-                done.put(None)
+    def start_from(self, accept_rates: Sequence[float]) -> None:
+        """Gives the policy what other engines learned of this pair; before the first request.
 
-        self._inbox.put(apply)
-        try:
-            error = done.get(timeout=_STUCK_AFTER_S)
-        except queue.Empty:
-            raise RuntimeError(f"the engine did not answer within {_STUCK_AFTER_S:.0f} s") from None
-        if error is not None:
-            raise error
+        Raises:
+            ValueError: not one rate within (0, 1) for each position; nothing changed.
+            RuntimeError: the engine thread has died.
+        """
+        self._ask(lambda: self._engine.controller.start_from(accept_rates))
+
+    def report_to(self, metrics: MetricsSink) -> None:
+        """Sends the figures of every round from now on to `metrics`, from the engine's thread."""
+        self._engine.metrics = metrics
 
     def snapshot(self) -> dict[str, object]:
         """The engine's state for operators, JSON-able; read without stopping it."""
@@ -164,6 +161,27 @@ class EngineLoop:
             self._failure = error
             for stream in list(self._streams.values()):
                 stream.put(RuntimeError(f"the engine thread died: {error!r}"))
+
+    def _ask(self, change: Callable[[], None]) -> None:
+        """Runs a change between rounds; what it raises is raised here."""
+        self.check_health()
+        done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def apply() -> None:
+            try:
+                change()
+            except Exception as error:  # the caller's to hear, not the engine thread's to die of
+                done.put(error)
+            else:
+                done.put(None)
+
+        self._inbox.put(apply)
+        try:
+            error = done.get(timeout=_STUCK_AFTER_S)
+        except queue.Empty:
+            raise RuntimeError(f"the engine did not answer within {_STUCK_AFTER_S:.0f} s") from None
+        if error is not None:
+            raise error
 
     def _serve_inbox(self, *, wait: bool) -> None:
         """Runs what callers asked for; with `wait`, sleeps until there is something."""

@@ -6,7 +6,7 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -17,7 +17,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.log import get_logger
+from serve_spec.log import TRACE_ID, get_logger
+from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
@@ -33,13 +34,16 @@ from serve_spec.serving.completions import (
     whole_answer,
 )
 from serve_spec.serving.errors import ApiError, no_replica, refused, unknown_model
+from serve_spec.serving.latency import ARRIVED
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.openai import CompletionRequest, invalid_body
+from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
+from serve_spec.serving.status_page import add_status_page
 
 logger = get_logger(__name__)
 
-# Probes carry no key.
-_OPEN_PATHS = frozenset({"/health"})
+# Probes carry no key; the status page asks for one.
+_OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
 _TRACE_HEADER = "x-request-id"
 
 
@@ -106,13 +110,37 @@ class ApiKeyCheck:
         return scheme.lower() == b"bearer" and any(matches)
 
 
+class Arrival:
+    """ASGI middleware: notes when a request arrived, and under which id logs speak of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything on."""
+        if scope["type"] == "http":
+            ARRIVED.set(time.perf_counter())
+            TRACE_ID.set(_trace_id(Request(scope)))
+        await self._app(scope, receive, send)
+
+
 def _is_open(scope: Scope) -> bool:
     """Whether the path, without the route prefix of the application, needs no key."""
     return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS
 
 
-def create_api(config: ServeSpecConfig, fleet: Fleet, admission: Admission) -> FastAPI:
-    """The ASGI app: completions, models, health, server_info."""
+def create_api(
+    config: ServeSpecConfig,
+    fleet: Fleet,
+    admission: Admission,
+    record: Callable[[Reading], None] = lambda reading: None,
+    metrics: Callable[[], Awaitable[str]] | None = None,
+) -> FastAPI:
+    """The ASGI app: completions, models, health, server_info, status page.
+
+    record: gets what requests report of themselves.
+    metrics: gives the text of `/metrics`; None: there is no such route.
+    """
     # The documentation pages would load scripts from another host.
     api = FastAPI(
         title="serve_spec",
@@ -123,18 +151,33 @@ def create_api(config: ServeSpecConfig, fleet: Fleet, admission: Admission) -> F
     )
     if config.router.api_keys:
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
+    api.add_middleware(Arrival)
     _add_error_answers(api)
-    _add_completions(api, config, fleet, admission)
+    _add_completions(api, config, fleet, admission, record)
     _add_models(api, config.model.served_model_name)
     _add_operations(api, config, fleet, admission)
+    add_status_page(api)
+    if metrics is not None:
+        _add_metrics(api, metrics)
     return api
 
 
 def _add_completions(
-    api: FastAPI, config: ServeSpecConfig, fleet: Fleet, admission: Admission
+    api: FastAPI,
+    config: ServeSpecConfig,
+    fleet: Fleet,
+    admission: Admission,
+    record: Callable[[Reading], None],
 ) -> None:
     served = config.model.served_model_name
-    runner = CompletionRunner(fleet, admission, timeout_s=config.router.request_timeout_s)
+    router = config.router
+    runner = CompletionRunner(
+        fleet,
+        admission,
+        timeout_s=router.request_timeout_s,
+        resume_timeout_s=router.resume_timeout_s,
+        record=record,
+    )
 
     @api.post("/v1/completions", response_model=Completion)
     async def completions(body: CompletionRequest, request: Request) -> Response:
@@ -190,8 +233,24 @@ def _add_operations(
             "version": __version__,
             "model": config.model.served_model_name,
             **await fleet.stats(),
+            "router": {**admission.snapshot(), **fleet.batching()},
+        }
+
+    @api.get("/status.json", include_in_schema=False)
+    async def status() -> dict[str, object]:
+        """What the status page shows."""
+        return {
+            "model": config.model.served_model_name,
+            **await fleet.status(),
             "router": admission.snapshot(),
         }
+
+
+def _add_metrics(api: FastAPI, metrics: Callable[[], Awaitable[str]]) -> None:
+    @api.get("/metrics", include_in_schema=False)
+    async def exposition() -> Response:
+        """The fleet's metrics as Prometheus reads them."""
+        return Response(await metrics(), media_type="text/plain; version=0.0.4")
 
 
 def _add_error_answers(api: FastAPI) -> None:

@@ -6,12 +6,13 @@ Plain asyncio: the replicas are behind the `Fleet` protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Protocol
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
+from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import Completion, CompletionFormat, Usage, usage
@@ -22,6 +23,7 @@ from serve_spec.serving.errors import (
     refused,
     timed_out,
 )
+from serve_spec.serving.latency import timed
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -29,6 +31,7 @@ from serve_spec.serving.messages import (
     Refused,
     ReplicaItem,
 )
+from serve_spec.serving.resume import resumed
 
 logger = get_logger(__name__)
 
@@ -44,12 +47,20 @@ class Fleet(Protocol):
         """
         ...
 
+    def batching(self) -> dict[str, object]:
+        """Batch sizes as the router knows them: its part of `router` in `/server_info`."""
+        ...
+
     async def num_healthy(self) -> int | None:
         """Replicas that take requests; None when nobody knows at the moment."""
         ...
 
     async def stats(self) -> dict[str, object]:
         """`internal_states` (per replica) and `fleet` of `/server_info`."""
+        ...
+
+    async def status(self) -> dict[str, object]:
+        """What the status page shows; see `FleetStats.status`."""
         ...
 
 
@@ -116,12 +127,26 @@ class RunningCompletion:
 
 
 class CompletionRunner:
-    """Runs completions: one turn at the door and one replica each, within the deadline."""
+    """Runs completions: one turn at the door and a replica each, within the deadline.
 
-    def __init__(self, fleet: Fleet, admission: Admission, *, timeout_s: float) -> None:
+    resume_timeout_s: how long a request that has lost its replica may wait for another one.
+    record: gets how long requests took, and how they ended.
+    """
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        admission: Admission,
+        *,
+        timeout_s: float,
+        resume_timeout_s: float,
+        record: Callable[[Reading], None] = lambda reading: None,
+    ) -> None:
         self._fleet = fleet
         self._admission = admission
         self._timeout_s = timeout_s
+        self._resume_timeout_s = resume_timeout_s
+        self._record = record
 
     @asynccontextmanager
     async def run(self, request: GenerateRequest) -> AsyncIterator[RunningCompletion]:
@@ -136,7 +161,8 @@ class CompletionRunner:
                 await held.enter_async_context(self._admission.slot(deadline))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
-            items = await held.enter_async_context(aclosing(self._fleet.generate(request)))
+            answer = timed(resumed(self._fleet, request, self._resume_timeout_s), self._record)
+            items = await held.enter_async_context(aclosing(answer))
             completion = RunningCompletion(items, deadline, self._timeout_s)
             await completion.start()
             yield completion

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
 from typing import Any
@@ -16,11 +17,20 @@ from ray.serve.exceptions import (
     ReplicaUnavailableError,
 )
 
-from serve_spec.config import StatsConfig
+from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
+from serve_spec.serving.batching import Batcher
 from serve_spec.serving.errors import ApiError, engine_failed, no_replica, queue_full
 from serve_spec.serving.fleet_stats import FleetStats
-from serve_spec.serving.messages import GenerateRequest, ReplicaItem, is_last
+from serve_spec.serving.messages import (
+    Cancellation,
+    GenerateRequest,
+    Items,
+    ReplicaItem,
+    Submission,
+)
+from serve_spec.serving.resume import ReplicaLost
+from serve_spec.serving.routing_policy import first_block
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)
@@ -34,26 +44,44 @@ _SERVING = frozenset({"RUNNING", "UPDATING"})
 
 
 class RayFleet:
-    """Replicas of the deployment behind `handle`, in the Serve application `app_name`."""
+    """Replicas of the deployment behind `handle`, in the Serve application `app_name`.
 
-    def __init__(self, handle: Any, app_name: str, stats: StatsConfig) -> None:
+    sender: the name of this router, unlike that of any other.
+    """
+
+    def __init__(self, handle: Any, app_name: str, sender: str, config: ServeSpecConfig) -> None:
         self._handle = handle
         self._stream = handle.options(stream=True, method_name="generate")
+        self._cancel = handle.options(method_name="cancel")
         self._app_name = app_name
-        self._stats_config = stats
-        self._stats = StatsClient(stats)
+        self._stats_config = config.stats
+        self._stats = StatsClient(config.stats)
+        router = config.router
+        self._batcher = Batcher(
+            self,
+            sender,
+            batch_wait_s=router.batch_wait_ms / 1000,
+            max_batch_size=router.max_batch_size,
+            **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
+        )
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """See `Fleet.generate`."""
-        responses = self._stream.remote(request)
+        return self._batcher.generate(request)
+
+    def batching(self) -> dict[str, object]:
+        """See `Fleet.batching`."""
+        return self._batcher.snapshot()
+
+    async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
+        """See `Transport.send`."""
+        responses = self._stream.remote(submission)
         ended = False
         try:
-            item = await self._first(responses)
-            ended = is_last(item)
-            yield item
-            async for item in responses:
-                ended = is_last(item)
-                yield item
+            yield await self._first(responses)
+            async for items in responses:
+                yield items
+            ended = True
         except (RayError, RayServeException) as error:
             raise _as_api_error(error) from error
         finally:
@@ -61,6 +89,11 @@ class RayFleet:
                 # A response that never reached a replica raises its error here once more.
                 with suppress(RayError, RayServeException):
                     responses.cancel()
+
+    async def cancel(self, cancellation: Cancellation) -> None:
+        """See `Transport.cancel`."""
+        with suppress(RayError, RayServeException):
+            await self._cancel.remote(cancellation)
 
     async def num_healthy(self) -> int | None:
         """See `Fleet.num_healthy`; asks Serve's controller."""
@@ -83,10 +116,18 @@ class RayFleet:
             return await self._stats.view()
         except StatsUnavailable as error:
             logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
-            return await self._ask_replicas()
+            return (await self._heard_from_replicas()).view(time.time())
 
-    async def _first(self, responses: AsyncIterator[ReplicaItem]) -> ReplicaItem:
-        """The first item. Serve would wait for ever where no replica is left; this does not."""
+    async def status(self) -> dict[str, object]:
+        """See `Fleet.status`; without the stats actor, of this moment alone."""
+        try:
+            return await self._stats.status()
+        except StatsUnavailable as error:
+            logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
+            return (await self._heard_from_replicas()).status(time.time())
+
+    async def _first(self, responses: AsyncIterator[Items]) -> Items:
+        """The first items. Serve would wait for ever where no replica is left; this does not."""
         first = asyncio.ensure_future(anext(responses))
         try:
             while True:
@@ -98,7 +139,7 @@ class RayFleet:
         finally:
             first.cancel()
 
-    async def _ask_replicas(self) -> dict[str, object]:
+    async def _heard_from_replicas(self) -> FleetStats:
         config = self._stats_config
         fleet = FleetStats(stale_after_s=config.stale_after_s, history_s=config.history_s)
         try:
@@ -110,8 +151,8 @@ class RayFleet:
             states = []
         for state in states:
             if isinstance(state, dict):
-                fleet.report(str(state["replica"]), state, now_s=0.0)
-        return fleet.view(now_s=0.0)
+                fleet.report(str(state["replica"]), state, time.time())
+        return fleet
 
 
 def _as_api_error(error: Exception) -> ApiError:
@@ -120,5 +161,5 @@ def _as_api_error(error: Exception) -> ApiError:
     if isinstance(error, DeploymentUnavailableError | ReplicaUnavailableError):
         return no_replica(error.message)
     if isinstance(error, RayActorError):
-        return no_replica("the replica that had this request is gone")
+        return ReplicaLost(no_replica("the replica that had this request is gone"))
     return engine_failed(f"the replica failed ({type(error).__name__})")

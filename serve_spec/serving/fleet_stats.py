@@ -2,115 +2,255 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple
 
-Snapshot: TypeAlias = Mapping[str, object]
+from serve_spec.metrics import batch_size_bucket
+from serve_spec.serving.fleet_acceptance import FleetAcceptance
+from serve_spec.serving.series import Series
+from serve_spec.serving.snapshots import Snapshot, number, section, sums
 
 # A replica that has been silent for this many times `stale_after_s` is gone for good.
 _FORGET_FACTOR = 4
-# History is thinned so that its length does not depend on how often replicas report.
-_HISTORY_POINTS = 600
+_MOST_REPORTS_PER_S = 1000
+"""A report takes half a millisecond of a small machine's core, most of it Ray's (`stats_load`)."""
+_FLEET_POINTS, _REPLICA_POINTS = 600, 120
+_SHOWN_POINTS = 120
+_SHOWN_REPLICAS = 64
+"""What a page can show, and an actor can send every few seconds, however large the fleet is."""
 
 _GAUGES = ("batch_size", "num_running", "num_waiting", "num_preemptions")
 _COUNTERS = ("steps", "decode_rows", "decode_tokens", "draft_tokens", "correct_drafts")
+_FLEET_COLUMNS = (
+    "num_replicas", "batch_size", "num_waiting", "decode_tokens", "mean_num_steps",
+    "tokens_per_step", "effective_speedup", "free_pages",
+)  # fmt: skip
+_REPLICA_COLUMNS = ("num_steps", "batch_size", "tokens_per_step", "decode_tokens")
+_SHOWN_FIELDS = (
+    "replica", "replica_rank", "age_s", "stale", "strategy", "speculative_num_steps",
+    "candidate_steps", "last_reason", "fallback", "slot", "slots", "batch_size", "num_running",
+    "num_waiting", "kv", "avg_spec_accept_length", "positions", "switches", "predicted_goodput",
+    "predicted_ms", "break_even", "rounds_by_num_steps", "speculation",
+)  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Report:
+class _Point(NamedTuple):
+    """What history keeps of a snapshot, read once."""
+
+    num_steps: float
+    batch_size: float
+    tokens_per_step: float
+    decode_tokens: float
+    num_waiting: float
+    free_pages: float
+    speedup: float
+    busy_s: float
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Point:
+        speculation = section(snapshot, "speculation")
+        window = section(speculation, "window")
+        return cls(
+            number(snapshot, "speculative_num_steps"),
+            number(snapshot, "batch_size"),
+            number(window, "tokens_per_step"),
+            number(section(snapshot, "counters"), "decode_tokens"),
+            number(snapshot, "num_waiting"),
+            number(section(snapshot, "kv"), "free_pages"),
+            number(speculation, "effective_speedup"),
+            number(window, "busy_s"),
+        )
+
+
+@dataclass
+class _Replica:
+    series: Series
     snapshot: Snapshot
+    point: _Point
     time_s: float
 
 
 class FleetStats:
-    """The latest snapshot of every replica, their sums, and a bounded history of the sums.
+    """The latest snapshot of every replica, their sums, what they say of acceptance, and history.
 
     All times are seconds of one clock, the caller's. Sums leave out stale replicas, so counters
-    fall when a replica goes away.
+    fall when a replica goes away. Memory is bounded per replica; so is the time of a report.
     """
 
     def __init__(self, *, stale_after_s: float, history_s: float) -> None:
         self.stale_after_s = stale_after_s
         self.history_s = history_s
-        self._reports: dict[str, _Report] = {}
-        self._history: deque[dict[str, object]] = deque(maxlen=_HISTORY_POINTS)
-        self._sampled_at = float("-inf")
+        self._replicas: dict[str, _Replica] = {}
+        self._acceptance = FleetAcceptance(stale_after_s=stale_after_s, memory_s=history_s)
+        self._series = Series(_FLEET_COLUMNS, history_s=history_s, max_points=_FLEET_POINTS)
 
     def report(self, replica: str, snapshot: Snapshot, now_s: float) -> None:
         """Takes a replica's snapshot (`EngineLoop.snapshot`); a newer one replaces an older."""
-        self._reports[replica] = _Report(snapshot, now_s)
-        if now_s - self._sampled_at >= self.history_s / _HISTORY_POINTS:
-            self._sampled_at = now_s
+        point = _Point.of(snapshot)
+        known = self._replicas.get(replica)
+        series = self._new_series() if known is None else known.series
+        series.add(now_s, point[: len(_REPLICA_COLUMNS)])
+        self._replicas[replica] = _Replica(series, snapshot, point, now_s)
+        self._acceptance.report(replica, snapshot, now_s)
+        if self._series.is_due(now_s):
             self._drop_the_dead(now_s)
-            self._history.append({"time_s": now_s, **self._fleet(now_s)})
+            self._series.add(now_s, _fleet_point([r.point for r in self._fresh(now_s)]))
+
+    @property
+    def report_interval_s(self) -> float:
+        """How long a replica should wait before its next report, so that all fit into one core.
+
+        Next to nothing in a fleet of ordinary size, and never so long that replicas seem silent.
+        """
+        return min(self.stale_after_s / 2, len(self._replicas) / _MOST_REPORTS_PER_S)
 
     def forget(self, replica: str) -> None:
         """Drops a replica that said goodbye; harmless if it is unknown."""
-        self._reports.pop(replica, None)
+        self._replicas.pop(replica, None)
+        self._acceptance.forget(replica)
+
+    def prior(self, pair: str, max_steps: int, now_s: float) -> list[float] | None:
+        """Accept rates that a new replica of the same models starts from; see `FleetAcceptance`."""
+        return self._acceptance.prior(pair, max_steps, now_s)
 
     def view(self, now_s: float) -> dict[str, object]:
         """`internal_states` and `fleet` of `/server_info`, replicas in order of their names."""
         self._drop_the_dead(now_s)
-        states = [
-            {
-                **report.snapshot,
-                "replica": name,
-                "age_s": round(now_s - report.time_s, 3),
-                "stale": self._is_stale(report, now_s),
-            }
-            for name, report in sorted(self._reports.items())
-        ]
+        states = [self._state(name, now_s) for name in sorted(self._replicas)]
         return {"internal_states": states, "fleet": self._fleet(now_s)}
 
-    def history(self, now_s: float) -> list[dict[str, object]]:
-        """The fleet's sums of the last `history_s` seconds, oldest first, each with its time."""
-        oldest = now_s - self.history_s
-        return [point for point in self._history if _number(point, "time_s") >= oldest]
+    def status(self, now_s: float) -> dict[str, object]:
+        """What the status page shows: the fleet, its history, and the first replicas with theirs.
+
+        Bounded in size, whatever the fleet's.
+        """
+        self._drop_the_dead(now_s)
+        shown = sorted(self._replicas)[:_SHOWN_REPLICAS]
+        return {
+            "time_s": now_s,
+            "fleet": self._fleet(now_s),
+            "history": self.history(now_s, _SHOWN_POINTS),
+            "replicas": [
+                {
+                    **{k: v for k, v in self._state(name, now_s).items() if k in _SHOWN_FIELDS},
+                    "history": self._replicas[name].series.view(now_s),
+                }
+                for name in shown
+            ],
+        }
+
+    def history(self, now_s: float, max_points: int = _FLEET_POINTS + 1) -> dict[str, list[float]]:
+        """The fleet's figures of the last `history_s` seconds by name, oldest first."""
+        columns = self._series.view(now_s)
+        stride = -(-len(columns["time_s"]) // max_points) or 1
+        # From the end, so that the newest point is always among them.
+        return {name: values[::-1][::stride][::-1] for name, values in columns.items()}
+
+    def _new_series(self) -> Series:
+        return Series(_REPLICA_COLUMNS, history_s=self.history_s, max_points=_REPLICA_POINTS)
+
+    def _state(self, name: str, now_s: float) -> dict[str, object]:
+        replica = self._replicas[name]
+        return {
+            **replica.snapshot,
+            "replica": name,
+            "age_s": round(now_s - replica.time_s, 3),
+            "stale": self._is_stale(replica, now_s),
+        }
 
     def _fleet(self, now_s: float) -> dict[str, object]:
-        fresh = [r.snapshot for r in self._reports.values() if not self._is_stale(r, now_s)]
-        counters = _sums([_section(s, "counters") for s in fresh], _COUNTERS)
-        rows = counters["decode_rows"]
+        replicas = self._fresh(now_s)
+        fresh = [replica.snapshot for replica in replicas]
+        counters = sums((section(s, "counters") for s in fresh), _COUNTERS)
         # An engine that has not decoded yet has no tier.
         tiers = [t for s in fresh if (t := s.get("speculative_num_steps")) is not None]
         return {
             "num_replicas": len(fresh),
-            "num_stale": len(self._reports) - len(fresh),
-            **_sums(fresh, _GAUGES),
-            # Weighted by decoded rows: the mean over replicas would count an idle one in full.
-            "avg_spec_accept_length": (round(counters["decode_tokens"] / rows, 4) if rows else 1.0),
-            "replicas_by_num_steps": dict(sorted(Counter(map(str, tiers)).items())),
-            "kv": _sums([_section(s, "kv") for s in fresh], ("free_pages", "total_pages")),
+            "num_stale": len(self._replicas) - len(fresh),
+            **sums(fresh, _GAUGES),
+            "avg_spec_accept_length": _accept_length(counters),
+            "effective_speedup": _speedup([replica.point for replica in replicas]),
+            "replicas_by_num_steps": _counted(tiers),
+            "replicas_by_batch_size": _counted(
+                batch_size_bucket(size) if (size := int(number(s, "batch_size"))) > 0 else 0
+                for s in fresh
+            ),
+            "replicas_by_last_reason": _counted(
+                reason for s in fresh if (reason := s.get("last_reason")) is not None
+            ),
+            "switches": _sum_of_counts(section(s, "switches") for s in fresh),
+            "slots": _mean_averages(fresh),
+            "acceptance": self._acceptance.view(now_s),
+            "kv": sums((section(s, "kv") for s in fresh), ("free_pages", "total_pages")),
             "counters": counters,
         }
 
-    def _is_stale(self, report: _Report, now_s: float) -> bool:
-        return now_s - report.time_s > self.stale_after_s
+    def _fresh(self, now_s: float) -> list[_Replica]:
+        replicas = self._replicas.values()
+        return [replica for replica in replicas if not self._is_stale(replica, now_s)]
+
+    def _is_stale(self, replica: _Replica, now_s: float) -> bool:
+        return now_s - replica.time_s > self.stale_after_s
 
     def _drop_the_dead(self, now_s: float) -> None:
-        limit = self.stale_after_s * _FORGET_FACTOR
-        self._reports = {
-            name: report for name, report in self._reports.items() if now_s - report.time_s <= limit
-        }
+        oldest = now_s - self.stale_after_s * _FORGET_FACTOR
+        dead = [name for name, replica in self._replicas.items() if replica.time_s < oldest]
+        for name in dead:
+            self.forget(name)
 
 
-def _section(snapshot: Snapshot, name: str) -> Snapshot:
-    """A nested mapping of a snapshot; empty where a replica does not send it."""
-    section = snapshot.get(name)
-    return section if isinstance(section, Mapping) else {}
+def _fleet_point(points: list[_Point]) -> tuple[float, ...]:
+    batch_size = sum(point.batch_size for point in points)
+    # Weighted by rows: the mean over replicas would count an idle one in full.
+    weighted = sum(point.batch_size * point.tokens_per_step for point in points)
+    return (
+        len(points),
+        batch_size,
+        sum(point.num_waiting for point in points),
+        sum(point.decode_tokens for point in points),
+        sum(point.num_steps for point in points) / len(points) if points else 0.0,
+        weighted / batch_size if batch_size else 0.0,
+        _speedup(points) or 0.0,
+        sum(point.free_pages for point in points),
+    )
 
 
-def _sums(snapshots: Iterable[Snapshot], names: tuple[str, ...]) -> dict[str, float]:
-    totals = dict.fromkeys(names, 0.0)
-    for snapshot in snapshots:
-        for name in names:
-            totals[name] += _number(snapshot, name)
-    return {name: int(total) if total.is_integer() else total for name, total in totals.items()}
+def _accept_length(counters: dict[str, float]) -> float:
+    """Weighted by decoded rows: the mean over replicas would count an idle one in full."""
+    rows = counters["decode_rows"]
+    return round(counters["decode_tokens"] / rows, 4) if rows else 1.0
 
 
-def _number(snapshot: Snapshot, name: str) -> float:
-    """A number of a snapshot; 0 where a replica (of another version, say) does not send it."""
-    value = snapshot.get(name, 0)
-    return float(value) if isinstance(value, int | float) else 0.0
+def _speedup(points: list[_Point]) -> float | None:
+    """Measured speed over measured plain decoding, weighted by busy time; None: nobody knows."""
+    known = [point for point in points if point.speedup]
+    busy_s = sum(point.busy_s for point in known)
+    weighted = sum(point.busy_s * point.speedup for point in known)
+    return round(weighted / busy_s, 4) if busy_s else None
+
+
+def _mean_averages(fresh: list[Snapshot]) -> dict[str, object]:
+    """The average that each batch-size slot decides by (strategy `ema`), over the replicas."""
+    found: dict[str, list[float]] = {}
+    for snapshot in fresh:
+        for size in section(snapshot, "slots"):
+            slot = section(snapshot, "slots", size)
+            if "ema_accept_len" in slot:
+                found.setdefault(size, []).append(number(slot, "ema_accept_len"))
+    return {
+        size: {"ema_accept_len": round(sum(values) / len(values), 4), "num_replicas": len(values)}
+        for size, values in sorted(found.items())
+    }
+
+
+def _sum_of_counts(mappings: Iterable[Snapshot]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for mapping in mappings:
+        total.update({name: int(number(mapping, name)) for name in mapping})
+    return dict(sorted(total.items()))
+
+
+def _counted(values: Iterable[object]) -> dict[str, int]:
+    return dict(sorted(Counter(map(str, values)).items()))

@@ -11,21 +11,28 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet import RayFleet
+from serve_spec.serving.prometheus import fleet_metrics
+from serve_spec.serving.telemetry import DoorTelemetry
 
 
 class Router:
     """One HTTP app over all engine replicas; `engines` is a handle on their deployment."""
 
     def __init__(self, engines: Any, config: ServeSpecConfig) -> None:
+        context = serve.get_replica_context()
         self._config = config
-        self._fleet = RayFleet(engines, serve.get_replica_context().app_name, config.stats)
+        self._fleet = RayFleet(engines, context.app_name, context.replica_id.unique_id, config)
         self._admission = Admission(
             max_in_flight=config.replica.num_replicas * config.replica.max_ongoing_requests,
             max_queued=config.router.max_queued_requests,
-            batch_wait_s=config.router.batch_wait_ms / 1000,
-            max_batch_size=config.router.max_batch_size,
         )
+        self._telemetry = DoorTelemetry(context, self._show)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The hook with which Serve asks for the app, in the replica's own process."""
-        return create_api(self._config, self._fleet, self._admission)
+        return create_api(
+            self._config, self._fleet, self._admission, self._telemetry.record, fleet_metrics
+        )
+
+    def _show(self) -> dict[str, object]:
+        return {**self._admission.snapshot(), **self._fleet.batching()}

@@ -1,13 +1,16 @@
 """What crosses between router and replica. Plain data, picklable.
 
-A replica answers one `GenerateRequest` with a stream: `Accepted`, then a `TokenDelta` per engine
-round, the last one with its finish reason. Or it ends early with `Refused` or `Failed`: values, not
-exceptions, because Ray prints a full traceback for each exception that crosses a process.
+A replica answers a `Submission` with one stream of lists of (request id, item): whatever its
+requests have to say since the last list, as a rule one list per engine round. Each request says
+`Accepted`, then a `TokenDelta` per engine round, the last one with its finish reason. Or it ends
+early with `Refused` or `Failed`: values, not exceptions, because Ray prints a full traceback for
+each exception that crosses a process.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
@@ -26,6 +29,32 @@ class GenerateRequest:
     trace_id: str
     prompt: str | list[int]
     params: SamplingParams
+    emitted: tuple[int, ...] = ()
+    """Tokens that another replica generated and the caller has: the answer goes on after them."""
+    avoid: frozenset[str] = frozenset()
+    """Replicas that have failed this request; others come first."""
+
+
+@dataclass(eq=False)
+class Submission:
+    """Requests that go to one replica together, at least one."""
+
+    sender: str
+    """Which router sends it."""
+    requests: Sequence[GenerateRequest]
+    num_open: int = field(init=False)
+    """How many have not ended. The sender counts it down; the replica's copy stays as it was."""
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.requests)
+
+
+@dataclass(frozen=True)
+class Cancellation:
+    """Ends some requests of a submission on the replica that has them."""
+
+    replica: str
+    request_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -49,13 +78,16 @@ class Failed:
 
     message: str
     overloaded: bool = False
+    replica: str = ""
 
 
 ReplicaItem: TypeAlias = Accepted | Refused | Failed | TokenDelta
+Items: TypeAlias = list[tuple[str, ReplicaItem]]
+"""(request id, item): what a submission's requests have to say at one time."""
 
 
 def is_last(item: ReplicaItem) -> bool:
-    """Whether the replica has nothing to say after `item`."""
+    """Whether the replica has nothing to say of a request after `item`."""
     if isinstance(item, TokenDelta):
         return item.finish_reason is not None
     return isinstance(item, Refused | Failed)

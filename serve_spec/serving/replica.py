@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from importlib import import_module
 from typing import Any
@@ -11,25 +12,32 @@ from ray import serve
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
-from serve_spec.log import get_logger
+from serve_spec.log import TRACE_ID, get_logger
+from serve_spec.serving.autoscaling import NUM_REQUESTS
+from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.messages import (
     Accepted,
+    Cancellation,
     Failed,
     GenerateRequest,
+    Items,
     Refused,
     ReplicaItem,
+    Submission,
 )
+from serve_spec.serving.outbox import Outbox
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
+from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 
 logger = get_logger(__name__)
 
 
 class EngineReplica:
-    """Answers `GenerateRequest`s with one engine.
+    """Answers `Submission`s with one engine.
 
     Its methods are the names Serve looks for: `check_health`, `record_routing_stats`,
-    `reconfigure`, `__del__`. Serve routes to it once `__init__` has returned, that is once the
-    engine is loaded; on shutdown it lets running requests finish first.
+    `record_autoscaling_stats`, `reconfigure`, `__del__`. Serve routes to it once `__init__` has
+    returned, that is once the engine is loaded; on shutdown it lets running requests finish first.
 
     engine_loop: import path `module:Class` of the engine, `EngineLoop` or a stand-in for it.
     """
@@ -37,32 +45,43 @@ class EngineReplica:
     def __init__(self, config: ServeSpecConfig, engine_loop: str) -> None:
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
-        self._identity = {"replica_rank": context.rank.rank if context.rank else None}
+        self._identity = {
+            "replica_rank": context.rank.rank if context.rank else None,
+            "pair": pair_name(config),
+        }
         self._interval_s = config.stats.push_interval_s
         self._stats = StatsClient(config.stats)
         # Imported here: the engine pulls in torch, which router and builder do without.
         self._loop = _import(engine_loop)(config)
+        self._outboxes: dict[Outbox, str] = {}
+        self._telemetry = ReplicaTelemetry(context, self._loop)
+        start_warm(config, self._loop, self._stats)
         self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
 
-    async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        """The completion, one item per engine round; see `messages` for the protocol.
+    async def generate(self, submission: Submission) -> AsyncGenerator[Items, None]:
+        """What the submission's requests say, a list per engine round; see `messages`.
 
-        Closed or cancelled early, it ends the request in the engine, which frees its pages.
+        Closed or cancelled early, it ends its requests in the engine, which frees their pages.
         """
+        outbox = Outbox(len(submission.requests))
+        self._outboxes[outbox] = submission.sender
+        answers = [
+            asyncio.create_task(self._answer(request, outbox)) for request in submission.requests
+        ]
         try:
-            stream = await self._loop.submit(request.prompt, request.params, request.request_id)
-            yield Accepted(stream.num_prompt_tokens, self._name)
-            async for delta in stream:
-                yield delta
-        except InvalidRequest as error:
-            yield Refused(error)
-        except Exception as error:  # whatever broke, the router must hear of it, once
-            overloaded = isinstance(error, EngineOverloaded)
-            if not overloaded:
-                logger.error("request %s (%s): %r", request.request_id, request.trace_id, error)
-            yield Failed(str(error), overloaded)
+            async for items in outbox:
+                yield items
         finally:
-            self._loop.cancel(request.request_id)
+            del self._outboxes[outbox]
+            for request, answer in zip(submission.requests, answers, strict=True):
+                if not answer.done():
+                    self._loop.cancel(request.request_id)
+                    answer.cancel()
+
+    async def cancel(self, cancellation: Cancellation) -> None:
+        """Ends some requests of a submission; the others do not notice."""
+        for request_id in cancellation.request_ids:
+            self._loop.cancel(request_id)
 
     async def check_health(self) -> None:
         """Raises when the engine thread is dead or stuck; Serve then replaces this replica."""
@@ -73,10 +92,25 @@ class EngineReplica:
         return {**self._loop.snapshot(), **self._identity, "replica": self._name}
 
     def record_routing_stats(self) -> dict[str, object]:
-        """What a request router may weigh; Serve collects it every few seconds."""
+        """What `routing_policy` weighs; Serve collects it every `routing_stats_period_s`."""
         state: Mapping[str, Any] = self._loop.snapshot()
-        wanted = ("batch_size", "num_waiting", "speculative_num_steps", "avg_spec_accept_length")
-        return {name: state.get(name) for name in wanted} | {"kv": state.get("kv")}
+        wanted = (
+            "batch_size",
+            "num_waiting",
+            "kv",
+            "speculative_num_steps",
+            "avg_spec_accept_length",
+            "marginal_ms_by_rows",
+        )
+        return {
+            **{name: state.get(name) for name in wanted},
+            "is_healthy": self._is_healthy(),
+            "rows": self._rows_by_sender(),
+        }
+
+    def record_autoscaling_stats(self) -> dict[str, float]:
+        """What `autoscaling` goes by; Serve collects it where the deployment scales."""
+        return {NUM_REQUESTS: float(sum(self._rows_by_sender().values()))}
 
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Changes policy knobs of the running engine (`user_config` of the deployment).
@@ -90,19 +124,68 @@ class EngineReplica:
         """Serve's farewell, after the last request has ended."""
         if hasattr(self, "_reporter"):
             self._reporter.cancel()
+            self._telemetry.close()
             self._stats.forget(self._name)
             self._loop.shutdown()
+
+    async def _answer(self, request: GenerateRequest, outbox: Outbox) -> None:
+        """Puts everything that one request says into the outbox, the last item included."""
+
+        def say(item: ReplicaItem) -> None:
+            timer.saw(item)
+            outbox.put(request.request_id, item)
+
+        TRACE_ID.set(request.trace_id)
+        timer = self._telemetry.timer()
+        try:
+            stream = await self._begin(request)
+            say(Accepted(stream.num_prompt_tokens, self._name))
+            async for delta in stream:
+                say(delta)
+        except InvalidRequest as error:
+            say(Refused(error))
+        except Exception as error:  # whatever broke, the router must hear of it, once
+            overloaded = isinstance(error, EngineOverloaded)
+            if not overloaded:
+                logger.error("request %s (%s): %r", request.request_id, request.trace_id, error)
+            say(Failed(str(error), overloaded, self._name))
+        finally:
+            self._loop.cancel(request.request_id)
+            timer.end()
+
+    async def _begin(self, request: GenerateRequest) -> Any:
+        if request.emitted:
+            return await continue_request(self._loop, request)
+        return await self._loop.submit(request.prompt, request.params, request.request_id)
+
+    def _rows_by_sender(self) -> dict[str, int]:
+        """Requests here by the router they came from."""
+        rows: Counter[str] = Counter()
+        for outbox, sender in self._outboxes.items():
+            rows[sender] += outbox.num_open
+        return dict(rows)
+
+    def _is_healthy(self) -> bool:
+        """Health checks take their time; meanwhile a dead engine must not attract requests."""
+        try:
+            self._loop.check_health()
+        except RuntimeError:
+            return False
+        return True
 
     async def _report_forever(self) -> None:
         """Keeps the stats actor informed. No request waits for it, and it survives the actor."""
         while True:
+            pace_s = 0.0
             try:
-                await self._stats.report(self._name, await self.snapshot())
+                snapshot = await self.snapshot()
+                self._telemetry.show(snapshot)
+                pace_s = await self._stats.report(self._name, snapshot)
             except StatsUnavailable as error:
                 logger.info("report not delivered: %s", error)
             except Exception as error:
                 logger.warning("no report this time: %r", error)
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(max(self._interval_s, pace_s))
 
 
 def _import(path: str) -> Any:

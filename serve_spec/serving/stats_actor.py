@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import pickle
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,7 @@ from serve_spec.serving.fleet_stats import FleetStats
 
 NAMESPACE = "serve_spec"
 _ANSWER_WITHIN_S = 2.0
+_STATUS_VALID_S = 1.0
 
 
 class StatsUnavailable(RuntimeError):
@@ -27,10 +29,13 @@ class SpecStats:
 
     def __init__(self, stale_after_s: float, history_s: float) -> None:
         self._fleet = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
+        self._status: dict[str, object] = {}
+        self._status_until = float("-inf")
 
-    def report(self, replica: str, snapshot: Mapping[str, object]) -> None:
-        """Takes the newest snapshot of a replica."""
-        self._fleet.report(replica, snapshot, time.time())
+    def report(self, replica: str, pickled: bytes) -> float:
+        """Takes the newest snapshot of a replica; says how many seconds it should wait at least."""
+        self._fleet.report(replica, pickle.loads(pickled), time.time())
+        return self._fleet.report_interval_s
 
     def forget(self, replica: str) -> None:
         """Drops a replica that is shutting down."""
@@ -40,9 +45,16 @@ class SpecStats:
         """`internal_states` and `fleet` as of now."""
         return self._fleet.view(time.time())
 
-    def history(self) -> list[dict[str, object]]:
-        """The fleet's sums over time."""
-        return self._fleet.history(time.time())
+    def status(self) -> dict[str, object]:
+        """What the status page shows; bounded in size, however many look, made once a second."""
+        now_s = time.time()
+        if now_s >= self._status_until:
+            self._status, self._status_until = self._fleet.status(now_s), now_s + _STATUS_VALID_S
+        return self._status
+
+    def prior(self, pair: str, max_steps: int) -> list[float] | None:
+        """Accept rates by position for a new replica of this pair of models; None: not known."""
+        return self._fleet.prior(pair, max_steps, time.time())
 
 
 class StatsClient:
@@ -52,13 +64,14 @@ class StatsClient:
         self._config = config
         self._actor: Any = None
 
-    async def report(self, replica: str, snapshot: Mapping[str, object]) -> None:
-        """Sends a replica's snapshot.
+    async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
+        """Sends a replica's snapshot; seconds to wait before the next one, at least.
 
         Raises:
             StatsUnavailable: it did not arrive.
         """
-        await self._call("report", replica, snapshot)
+        interval_s: float = await self._call("report", replica, packed(snapshot))
+        return interval_s
 
     async def view(self) -> dict[str, object]:
         """What the actor knows.
@@ -68,6 +81,29 @@ class StatsClient:
         """
         view: dict[str, object] = await self._call("view")
         return view
+
+    async def status(self) -> dict[str, object]:
+        """What the status page shows.
+
+        Raises:
+            StatsUnavailable: no answer within two seconds.
+        """
+        status: dict[str, object] = await self._call("status")
+        return status
+
+    def prior(self, pair: str, max_steps: int) -> list[float] | None:
+        """What the fleet knows of a pair's acceptance; None also where nobody answers in time.
+
+        Blocks, for two seconds at most: for a replica that has yet to load its models.
+        """
+        try:
+            actor: Any = ray.get_actor(self._config.actor_name, namespace=NAMESPACE)
+            answer = actor.prior.remote(pair, max_steps)
+            # Not `ray.get`, which warns where an event loop runs.
+            prior: list[float] | None = answer.future().result(_ANSWER_WITHIN_S)
+        except (RayError, TimeoutError, ValueError):
+            return None
+        return prior
 
     def forget(self, replica: str) -> None:
         """Tells the actor that a replica leaves; does not wait, and may get lost."""
@@ -87,8 +123,14 @@ class StatsClient:
             raise StatsUnavailable(f"{self._config.actor_name}: {error!r}") from error
 
 
-def _connect(config: StatsConfig) -> Any:
-    options: dict[str, Any] = {
+def packed(snapshot: Mapping[str, object]) -> bytes:
+    """A snapshot as `SpecStats.report` takes it: Ray passes bytes on, but walks through dicts."""
+    return pickle.dumps(dict(snapshot), pickle.HIGHEST_PROTOCOL)
+
+
+def actor_options(config: StatsConfig) -> dict[str, Any]:
+    """How Ray is to run the actor."""
+    return {
         "name": config.actor_name,
         "namespace": NAMESPACE,
         "get_if_exists": True,
@@ -97,6 +139,11 @@ def _connect(config: StatsConfig) -> Any:
         "num_cpus": 0,
         # Otherwise it is born into the creating replica's placement group and dies with it.
         "scheduling_strategy": "DEFAULT",
+        # Nobody asks for the story of a report, and writing it down costs as much as the report.
+        "enable_task_events": False,
     }
-    actor = ray.remote(SpecStats).options(**options)
+
+
+def _connect(config: StatsConfig) -> Any:
+    actor = ray.remote(SpecStats).options(**actor_options(config))
     return actor.remote(config.stale_after_s, config.history_s)

@@ -5,31 +5,53 @@
 "break ..."  one round, then the engine fails
 "fail ..."   fails before it accepts
 "full ..."   refuses because its queue is full
-"die ..."    one round, then the process ends
+"die ..."    one round, then the process ends; where it is continued, it lives
+"poison ..." one round, then the process ends, wherever it is continued
+
+A word is a token. The next one is what followed the last one before, or the prompt's first.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.metrics import MetricsSink
 
 MAX_MODEL_LEN = 64
+
+
+class FakeTokenizer:
+    """A word, with the space after it, is a token; ids that are no word's are shown as numbers."""
+
+    def encode(self, text: str) -> list[int]:
+        return [int.from_bytes(b"\x01" + word.encode(), "big") for word in text.split()]
+
+    def decode(self, token_ids: list[int]) -> str:
+        return "".join(f"{self._word(token)} " for token in token_ids)
+
+    def _word(self, token: int) -> str:
+        spelled = token.to_bytes((token.bit_length() + 7) // 8, "big")
+        return spelled[1:].decode() if spelled[:1] == b"\x01" and spelled[1:] else f"<{token}>"
 
 
 class FakeStream:
     """The deltas of one request."""
 
-    def __init__(self, request_id: str, words: list[str], params: SamplingParams) -> None:
+    def __init__(
+        self, request_id: str, token_ids: list[int], params: SamplingParams, dies: bool
+    ) -> None:
         self.request_id = request_id
-        self.num_prompt_tokens = len(words)
+        self.num_prompt_tokens = len(token_ids)
         self.cancelled = asyncio.Event()
-        self._words = words
+        self._token_ids = token_ids
+        self._dies = dies
+        self._command = FakeTokenizer().decode(token_ids[:1]).strip()
         self._params = params
         self._stats = SpeculationStats()
 
@@ -37,50 +59,63 @@ class FakeStream:
         total, sent = self._params.max_tokens, 0
         while sent < total:
             count = min(2, total - sent)
-            yield self._delta(sent, count, last=sent + count == total)
+            yield self._delta(count, last=sent + count == total)
             sent += count
-            command = self._words[0]
+            command = self._command
             if command == "hold":
                 await self.cancelled.wait()
                 yield TokenDelta(self.request_id, (), "", FinishReason.ABORT, self._stats)
                 return
             if command == "break":
                 raise RuntimeError("the engine thread died: boom")
-            if command == "die":
+            if self._dies:
+                await asyncio.sleep(0.1)  # what it said is to leave the process
                 os._exit(1)
             await asyncio.sleep(0)
 
-    def _delta(self, start: int, count: int, *, last: bool) -> TokenDelta:
+    def _delta(self, count: int, *, last: bool) -> TokenDelta:
         self._stats.observe(num_steps=3, num_correct_drafts=count - 1)
-        ids = tuple(range(start, start + count))
-        text = "".join(f"{self._words[i % len(self._words)]} " for i in ids)
+        new = [self._draw() for _ in range(count)]
         reason = FinishReason.LENGTH if last else None
-        return TokenDelta(self.request_id, ids, text, reason, self._stats if last else None)
+        text = FakeTokenizer().decode(new)
+        return TokenDelta(self.request_id, tuple(new), text, reason, self._stats if last else None)
+
+    def _draw(self) -> int:
+        *before, last = self._token_ids
+        self._token_ids.append(
+            self._token_ids[1 + before.index(last)] if last in before else self._token_ids[0]
+        )
+        return self._token_ids[-1]
 
 
 class FakeLoop:
     """The protocol of `EngineLoop` without an engine."""
+
+    tokenizer = FakeTokenizer()
 
     def __init__(self, config: ServeSpecConfig | None = None) -> None:
         self.knobs: dict[str, Any] = {}
         self.streams: dict[str, FakeStream] = {}
         self.num_cancelled = 0
         self.tokens = 0
+        self.accept_rates: list[float] | None = None
 
     async def submit(
         self, prompt: str | list[int], params: SamplingParams, request_id: str
     ) -> FakeStream:
-        words = prompt.split() if isinstance(prompt, str) else [f"<{token}>" for token in prompt]
-        if not words:
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if not ids:
             raise InvalidRequest("prompt", prompt, "give at least one token of text")
-        if len(words) >= MAX_MODEL_LEN:
+        if len(ids) >= MAX_MODEL_LEN:
             fix = f"shorten it to at most {MAX_MODEL_LEN - 1} tokens"
-            raise InvalidRequest("prompt", f"<{len(words)} tokens>", fix, too_long=True)
-        if words[0] == "fail":
+            raise InvalidRequest("prompt", f"<{len(ids)} tokens>", fix, too_long=True)
+        command = self.tokenizer.decode(ids[:1]).strip()
+        if command == "fail":
             raise RuntimeError("the engine thread died: boom")
-        if words[0] == "full":
+        if command == "full":
             raise EngineOverloaded("max_waiting_seqs=0 requests wait")
-        stream = FakeStream(request_id, words, params)
+        dies = command == "poison" or (command == "die" and isinstance(prompt, str))
+        stream = FakeStream(request_id, ids, params, dies)
         self.streams[request_id] = stream
         self.tokens += params.max_tokens
         return stream
@@ -97,6 +132,12 @@ class FakeLoop:
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         self.knobs = dict(settings)
+
+    def report_to(self, metrics: MetricsSink) -> None:
+        self.metrics = metrics
+
+    def start_from(self, accept_rates: Sequence[float]) -> None:
+        self.accept_rates = list(accept_rates)
 
     def snapshot(self) -> dict[str, object]:
         return {

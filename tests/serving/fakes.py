@@ -6,6 +6,7 @@ from collections.abc import AsyncGenerator, Iterable
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
 from tests.serving.fake_engine import FakeLoop
 
@@ -30,11 +31,19 @@ class LoopFleet:
         finally:
             self.loop.cancel(request.request_id)
 
+    def batching(self) -> dict[str, object]:
+        return {"submission_size_histogram": {}}
+
     async def num_healthy(self) -> int | None:
         return self.num_replicas
 
     async def stats(self) -> dict[str, object]:
         return {"internal_states": [self.loop.snapshot()], "fleet": {}}
+
+    async def status(self) -> dict[str, object]:
+        stats = FleetStats(stale_after_s=60, history_s=60)
+        stats.report("here", self.loop.snapshot(), 0.0)
+        return stats.status(0.0)
 
 
 class ScriptedFleet:
@@ -54,10 +63,16 @@ class ScriptedFleet:
         finally:
             self.num_open -= 1
 
+    def batching(self) -> dict[str, object]:
+        return {}
+
     async def num_healthy(self) -> int | None:
         return 1
 
     async def stats(self) -> dict[str, object]:
+        return {}
+
+    async def status(self) -> dict[str, object]:
         return {}
 
 

@@ -157,43 +157,6 @@ def test_a_deadline_that_passes_in_the_queue_frees_the_place() -> None:
     asyncio.run(scenario())
 
 
-def test_company_is_waited_for_until_the_batch_is_full() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=8, batch_wait_s=FAR_S, max_batch_size=3)
-        callers = [Caller(door), Caller(door)]
-        await settle()
-        assert not any(c.inside for c in callers)
-        callers.append(Caller(door))
-        await settle()
-        assert all(c.inside for c in callers)
-        assert door.snapshot()["submission_size_histogram"] == {"4": 1}
-        for caller in callers:
-            await caller.leave()
-
-    asyncio.run(scenario())
-
-
-def test_those_who_wait_for_company_do_not_count_as_queued() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=1, batch_wait_s=FAR_S, max_batch_size=3)
-        callers = [Caller(door) for _ in range(3)]
-        await settle()
-        assert all(c.inside for c in callers)
-        for caller in callers:
-            await caller.leave()
-
-    asyncio.run(scenario())
-
-
-def test_nobody_waits_for_company_for_ever() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=8, batch_wait_s=0.001, max_batch_size=3)
-        async with door.slot(far()):
-            assert door.in_flight == 1
-
-    asyncio.run(scenario())
-
-
 def test_batch_sizes_are_counted_as_they_grow() -> None:
     async def scenario() -> None:
         door = Admission(max_in_flight=8, max_queued=8)
@@ -211,9 +174,7 @@ def test_batch_sizes_are_counted_as_they_grow() -> None:
 def test_after_any_coming_and_going_every_place_is_free_again(seed: int) -> None:
     async def scenario() -> None:
         rng = random.Random(seed)
-        door = Admission(
-            max_in_flight=4, max_queued=6, batch_wait_s=rng.choice([0, 1e-4]), max_batch_size=3
-        )
+        door = Admission(max_in_flight=4, max_queued=6)
         callers: list[Caller] = []
         for _ in range(300):
             action = rng.random()
@@ -225,7 +186,7 @@ def test_after_any_coming_and_going_every_place_is_free_again(seed: int) -> None
             if rng.random() < 0.5:
                 await asyncio.sleep(0)
             assert 0 <= door.in_flight <= 4
-            assert door.queue_len <= 6 + 4
+            assert door.queue_len <= 6
         for caller in callers:
             caller.may_leave.set()
         others = asyncio.all_tasks() - {asyncio.current_task()}

@@ -23,7 +23,7 @@ FORM = CompletionFormat("cmpl-1", "m", 0, include_usage=True)
 
 
 def runner(fleet: Any, door: Admission, timeout_s: float = 3600) -> CompletionRunner:
-    return CompletionRunner(fleet, door, timeout_s=timeout_s)
+    return CompletionRunner(fleet, door, timeout_s=timeout_s, resume_timeout_s=0)
 
 
 def open_door() -> Admission:
@@ -106,11 +106,12 @@ def test_what_fails_before_the_first_token_sets_the_status(
 
 
 @pytest.mark.parametrize("end", [Failed("boom"), no_replica("gone"), None], ids=str)
-def test_what_fails_later_is_an_error_frame_and_no_done(end: Any) -> None:
+def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end: Any) -> None:
     items = [ACCEPTED, delta("a", 1), *([end] if end else [])]
-    chunks = asyncio.run(frames(ScriptedFleet(items)))
-    assert [list(c) for c in chunks[1:]] == [["error"]]
-    assert set(chunks[1]["error"]) == {"message", "type", "param", "code"}
+    *rounds, last = asyncio.run(frames(ScriptedFleet(items)))
+    assert [r["choices"][0]["text"] for r in rounds] == ["a"] * 3, "one of each replica"
+    assert list(last) == ["error"]
+    assert set(last["error"]) == {"message", "type", "param", "code"}
 
 
 def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,31 +13,33 @@ from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 
-from serve_spec.config import StatsConfig
+from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fleet import RayFleet
-from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.messages import Accepted, Cancellation, Failed, Refused, Submission
+from serve_spec.serving.resume import ReplicaLost
 from tests.serving.fakes import delta, request
 
 ACCEPTED = Accepted(1, "there")
+ID = request().request_id
 
 
 class Responses:
     """A streaming response of a Serve handle; exceptions among `items` are raised."""
 
-    def __init__(self, items: list[Any], silent: bool = False) -> None:
+    def __init__(self, items: list[Any], endless: bool = False) -> None:
         self.items = list(items)
-        self.silent = silent
+        self.endless = endless
         self.num_cancels = 0
 
     def __aiter__(self) -> AsyncIterator[Any]:
         return self
 
     async def __anext__(self) -> Any:
-        if self.silent:
+        if not self.items and self.endless:
             await asyncio.Event().wait()
         if not self.items:
             raise StopAsyncIteration
@@ -59,18 +62,34 @@ class Handle:
 
     def __init__(self, responses: Responses) -> None:
         self.responses = responses
+        self.calls: list[Any] = []
 
-    def options(self, **options: object) -> Handle:
-        return self
+    def options(self, *, method_name: str, stream: bool = False) -> SimpleNamespace:
+        async def answer() -> None:
+            """A call that is no stream."""
 
-    def remote(self, request: object) -> Responses:
-        return self.responses
+        def remote(message: object) -> Any:
+            self.calls.append((method_name, message))
+            return self.responses if stream else answer()
+
+        return SimpleNamespace(remote=remote)
 
 
-def play(responses: Responses) -> list[Any]:
+@pytest.fixture
+def fleet(config: ServeSpecConfig) -> Callable[[Responses], RayFleet]:
+    return lambda responses: RayFleet(Handle(responses), "app", "router", config)
+
+
+def lists(items: list[Any]) -> list[Any]:
+    """What a replica sends when each item is news of its own."""
+    return [item if isinstance(item, Exception) else [(ID, item)] for item in items]
+
+
+def play(fleet: RayFleet) -> list[Any]:
     async def scenario() -> list[Any]:
-        fleet = RayFleet(Handle(responses), "app", StatsConfig())
-        return [item async for item in fleet.generate(request())]
+        items = [item async for item in fleet.generate(request())]
+        await asyncio.sleep(0)  # the stream ends after the answer
+        return items
 
     return asyncio.run(scenario())
 
@@ -87,12 +106,13 @@ def play(responses: Responses) -> list[Any]:
     ids=lambda value: type(value).__name__,
 )
 def test_whenever_ray_fails_the_caller_gets_an_api_error(
-    before: list[Any], error: Exception, status: int
+    fleet: Any, before: list[Any], error: Exception, status: int
 ) -> None:
-    responses = Responses([*before, error])
+    responses = Responses(lists([*before, error]))
     with pytest.raises(ApiError) as caught:
-        play(responses)
+        play(fleet(responses))
     assert caught.value.status == status
+    assert isinstance(caught.value, ReplicaLost) == isinstance(error, ActorDiedError)
     assert responses.num_cancels == 1
 
 
@@ -105,33 +125,47 @@ def test_whenever_ray_fails_the_caller_gets_an_api_error(
     ],
     ids=len,
 )
-def test_an_answer_that_is_complete_is_not_cancelled(items: list[Any]) -> None:
-    responses = Responses(items)
-    assert play(responses) == items
+def test_an_answer_that_is_complete_is_not_cancelled(fleet: Any, items: list[Any]) -> None:
+    responses = Responses(lists(items))
+    assert play(fleet(responses)) == items
     assert responses.num_cancels == 0
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_an_answer_that_nobody_waits_for_is_cancelled(num_read: int) -> None:
-    responses = Responses([ACCEPTED, delta("a", 1), delta("b", 2, finish=FinishReason.STOP)])
+def test_an_answer_that_nobody_waits_for_is_cancelled(fleet: Any, num_read: int) -> None:
+    responses = Responses(lists([ACCEPTED, delta("a", 1)]), endless=True)
 
     async def scenario() -> None:
-        fleet = RayFleet(Handle(responses), "app", StatsConfig())
-        async with aclosing(fleet.generate(request())) as items:
+        async with aclosing(fleet(responses).generate(request())) as items:
             for _ in range(num_read):
                 await anext(items)
+        await asyncio.sleep(0)
 
     asyncio.run(scenario())
     assert responses.num_cancels == 1
 
 
-def test_waiting_ends_when_no_replica_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_ends_when_no_replica_is_left(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def none_healthy(self: RayFleet) -> int:
         return 0
 
     monkeypatch.setattr(RayFleet, "num_healthy", none_healthy)
     monkeypatch.setattr(module, "_LOOK_AFTER_S", 0.001)
-    responses = Responses([], silent=True)
+    responses = Responses([], endless=True)
     with pytest.raises(ApiError, match="none is running"):
-        play(responses)
+        play(fleet(responses))
     assert responses.num_cancels == 1
+
+
+def test_a_submission_and_the_end_of_one_request_are_calls_of_the_replica(fleet: Any) -> None:
+    async def scenario() -> list[Any]:
+        built = fleet(Responses(lists([ACCEPTED])))
+        assert [items async for items in built.send(Submission("router", [request()]))] == [
+            [(ID, ACCEPTED)]
+        ]
+        await built.cancel(Cancellation("there", (ID,)))
+        return built._handle.calls
+
+    (first, submission), (second, cancellation) = asyncio.run(scenario())
+    assert (first, submission.requests) == ("generate", [request()])
+    assert (second, cancellation) == ("cancel", Cancellation("there", (ID,)))

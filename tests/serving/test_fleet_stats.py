@@ -96,13 +96,81 @@ def test_history_is_bounded_in_time_and_in_number(stats: FleetStats) -> None:
     for tick in range(5000):
         stats.report("a", snapshot(batch_size=tick), tick * 0.05)
     history = stats.history(now_s=250)
-    times = [point["time_s"] for point in history]
+    times = history["time_s"]
     assert times == sorted(times)
-    assert all(isinstance(t, float) and 190 <= t <= 250 for t in times)
-    assert 300 <= len(times) <= 600
+    assert all(190 <= t <= 250 for t in times)
+    assert 300 <= len(times) <= 601
+    assert {len(column) for column in history.values()} == {len(times)}
+
+
+def test_a_shorter_history_keeps_its_newest_point(stats: FleetStats) -> None:
+    for tick in range(50):
+        stats.report("a", snapshot(batch_size=tick), tick)
+    history = stats.history(49, max_points=7)
+    assert len(history["time_s"]) <= 7
+    assert history["batch_size"][-1] == 49
+
+
+def test_the_status_of_a_large_fleet_is_no_larger_than_that_of_a_small_one() -> None:
+    def size(num_replicas: int) -> int:
+        stats = FleetStats(stale_after_s=10, history_s=60)
+        for replica in range(num_replicas):
+            stats.report(f"r{replica:04}", snapshot(), 0)
+        return len(json.dumps(stats.status(0)))
+
+    assert size(1000) <= size(100) + 100
+
+
+def test_the_status_shows_each_replica_s_own_course(stats: FleetStats) -> None:
+    for tick in range(3):
+        stats.report("a", snapshot(batch_size=tick), tick)
+        stats.report("b", snapshot(batch_size=9, speculative_num_steps=5), tick)
+    status: Any = stats.status(2)
+    a, b = status["replicas"]
+    assert a["history"]["batch_size"] == [0, 1, 2]
+    assert b["history"]["num_steps"] == [5, 5, 5]
+    assert status["history"]["batch_size"][-1] == status["fleet"]["batch_size"] == 11
+
+
+def test_a_large_fleet_is_asked_to_report_less_often_but_never_to_seem_silent() -> None:
+    stats = FleetStats(stale_after_s=15, history_s=60)
+    intervals = []
+    for replica in range(20_000):
+        stats.report(str(replica), {}, 0)
+        intervals.append(stats.report_interval_s)
+    assert intervals == sorted(intervals)
+    assert intervals[99] <= 0.1, "less than any replica waits by itself"
+    assert 10_000 / intervals[9_999] <= 1500
+    assert intervals[-1] <= 15 / 2
+
+
+def test_switches_add_up_by_reason_and_reasons_are_counted(stats: FleetStats) -> None:
+    stats.report("a", snapshot(switches={"gain": 2, "kv": 1}, last_reason="kv"), 0)
+    stats.report("b", snapshot(switches={"gain": 3}, last_reason="steady"), 0)
+    view = fleet(stats)
+    assert view["switches"] == {"gain": 5, "kv": 1}
+    assert view["replicas_by_last_reason"] == {"kv": 1, "steady": 1}
+
+
+def test_averages_of_a_slot_are_the_mean_over_the_replicas_that_keep_one(stats: FleetStats) -> None:
+    stats.report("a", snapshot(slots={"1": {"ema_accept_len": 1.0}}), 0)
+    stats.report("b", snapshot(slots={"1": {"ema_accept_len": 2.0}, "8": {"speedup": 1.2}}), 0)
+    assert fleet(stats)["slots"] == {"1": {"ema_accept_len": 1.5, "num_replicas": 2}}
+
+
+def test_the_fleet_s_speedup_weighs_replicas_by_the_time_they_were_busy(stats: FleetStats) -> None:
+    def measured(speedup: float | None, busy_s: float) -> dict[str, Any]:
+        speculation = {"effective_speedup": speedup, "window": {"busy_s": busy_s}}
+        return snapshot(speculation=speculation)
+
+    stats.report("unknown", measured(None, 50), 0)
+    assert fleet(stats)["effective_speedup"] is None
+    stats.report("busy", measured(2.0, 30), 0)
+    stats.report("idle", measured(1.0, 10), 0)
+    assert fleet(stats)["effective_speedup"] == pytest.approx(1.75)
 
 
 def test_everything_shown_is_json(stats: FleetStats) -> None:
     stats.report("a", snapshot(rows=3, tokens=7), 0)
     assert json.loads(json.dumps(stats.view(1.0))) == stats.view(1.0)
-    assert json.loads(json.dumps(stats.history(1.0))) == stats.history(1.0)
+    assert json.loads(json.dumps(stats.status(1.0))) == stats.status(1.0)

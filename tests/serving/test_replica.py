@@ -5,15 +5,25 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
+from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
-from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.autoscaling import NUM_REQUESTS
+from serve_spec.serving.messages import (
+    Accepted,
+    Cancellation,
+    Failed,
+    Refused,
+    Submission,
+    is_last,
+)
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
@@ -26,6 +36,7 @@ class DeafStats:
     """A stats actor that never answers."""
 
     reports = 0
+    known: ClassVar[list[float] | None] = None
 
     def __init__(self, config: object) -> None:
         self.forgotten: list[str] = []
@@ -33,6 +44,9 @@ class DeafStats:
     async def report(self, name: str, snapshot: dict[str, Any]) -> None:
         DeafStats.reports += 1
         raise StatsUnavailable("gone")
+
+    def prior(self, pair: str, max_steps: int) -> list[float] | None:
+        return DeafStats.known
 
     def forget(self, name: str) -> None:
         self.forgotten.append(name)
@@ -42,7 +56,10 @@ class DeafStats:
 def run(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
     """Runs a scenario on a replica and its fake engine."""
     context = SimpleNamespace(
-        replica_id=SimpleNamespace(unique_id="r1"), rank=SimpleNamespace(rank=0)
+        replica_id=SimpleNamespace(unique_id="r1"),
+        rank=SimpleNamespace(rank=0),
+        app_name="app",
+        deployment="EngineReplica",
     )
     monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(module, "StatsClient", DeafStats)
@@ -59,8 +76,17 @@ def run(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[S
     return go
 
 
+def submission(*prompts: str, **params: Any) -> Submission:
+    """Requests r0, r1, ... of one router."""
+    requests = [
+        replace(request(prompt, **params), request_id=f"r{i}") for i, prompt in enumerate(prompts)
+    ]
+    return Submission("router", requests)
+
+
 async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]:
-    return [item async for item in replica.generate(request(prompt, **params))]
+    answer = replica.generate(submission(prompt, **params))
+    return [item async for items in answer for _, item in items]
 
 
 def test_a_request_is_accepted_then_answered_round_by_round(run: Any) -> None:
@@ -79,7 +105,7 @@ def test_refusals_and_failures_are_values_and_end_the_request(run: Any) -> None:
         assert isinstance(refused, Refused)
         assert refused.error.too_long
         (failed,) = await items(replica, "fail")
-        assert failed == Failed("the engine thread died: boom")
+        assert failed == Failed("the engine thread died: boom", replica="r1")
         (full,) = await items(replica, "full")
         assert full.overloaded
         *_, broken = await items(replica, "break", max_tokens=9)
@@ -89,13 +115,53 @@ def test_refusals_and_failures_are_values_and_end_the_request(run: Any) -> None:
     run(scenario)
 
 
-def test_closing_the_answer_cancels_the_request_in_the_engine(run: Any) -> None:
+def test_closing_the_answer_cancels_its_requests_in_the_engine(run: Any) -> None:
     async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        async with aclosing(replica.generate(request("hold on", max_tokens=9))) as answer:
+        answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
+        async with aclosing(answer):
             await anext(answer)
-            await anext(answer)
-            assert len(loop.streams) == 1
+            assert len(loop.streams) == 2
+            assert replica.record_routing_stats()["rows"] == {"router": 2}
         assert not loop.streams
+        assert replica.record_routing_stats()["rows"] == {}
+
+    run(scenario)
+
+
+def test_requests_of_a_submission_answer_side_by_side_and_end_alone(run: Any) -> None:
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        prompts = "a b c", "hold on", "full", "x"
+        said: dict[str, list[Any]] = {f"r{i}": [] for i in range(4)}
+        async for items in replica.generate(submission(*prompts, max_tokens=5)):
+            for request_id, item in items:
+                said[request_id].append(item)
+            if all(is_last(said[name][-1]) for name in ("r0", "r2", "r3") if said[name]) and (
+                replica.record_routing_stats()["rows"] == {"router": 1}
+            ):
+                await replica.cancel(Cancellation("r1", ("r1",)))
+        texts = {
+            name: "".join(d.text for d in items if isinstance(d, TokenDelta))
+            for name, items in said.items()
+        }
+        assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
+        assert said["r1"][-1].finish_reason is FinishReason.ABORT
+        assert said["r2"][-1].overloaded
+        assert not loop.streams
+
+    run(scenario)
+
+
+def test_a_request_that_another_replica_began_goes_on_where_it_was(run: Any) -> None:
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        whole = await items(replica, "a b c", max_tokens=7)
+        emitted = tuple(token for d in whole[1:3] for token in d.token_ids)
+        begun = submission("a b c", max_tokens=7)
+        begun.requests = [replace(begun.requests[0], emitted=emitted)]
+        answer = [item async for items in replica.generate(begun) for _, item in items]
+        assert answer[0] == whole[0], "the prompt is as long as it was"
+        assert [(d.token_ids, d.text) for d in answer[1:]] == [
+            (d.token_ids, d.text) for d in whole[3:]
+        ]
 
     run(scenario)
 
@@ -139,5 +205,42 @@ def test_routing_stats_and_snapshot_are_plain_data(run: Any) -> None:
         stats = replica.record_routing_stats()
         assert stats["speculative_num_steps"] == 3
         assert stats["kv"] == {"free_pages": 100, "total_pages": 100}
+        assert stats["is_healthy"]
+        await replica.reconfigure({"sick": True})
+        assert not replica.record_routing_stats()["is_healthy"]
+
+    run(scenario)
+
+
+def test_a_new_replica_starts_from_what_the_fleet_knows(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicySettings, "candidate_steps", (0, 1, 2))
+    monkeypatch.setattr(DeafStats, "known", [0.8, 0.7])
+
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        assert loop.accept_rates == [0.8, 0.7]
+
+    run(scenario)
+
+
+def test_a_replica_to_which_nobody_answers_starts_cold(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PolicySettings, "candidate_steps", (0, 1, 2))
+
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        assert loop.accept_rates is None
+        assert len(await items(replica, "a", max_tokens=2)) == 2
+
+    run(scenario)
+
+
+def test_autoscaling_hears_of_requests_not_of_the_calls_that_brought_them(run: Any) -> None:
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
+        async with aclosing(replica.generate(submission("hold on", "hold it"))) as answer:
+            await anext(answer)
+            assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}
 
     run(scenario)

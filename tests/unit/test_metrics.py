@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.metrics import METRICS, StepStats, batch_size_bucket, readings
+from serve_spec.metrics import METRICS, ROUND_METRICS, StepStats, batch_size_bucket, readings
 
 ROUND = StepStats(
     num_steps=3,
@@ -32,6 +32,8 @@ ROUND = StepStats(
     slot="1",
     ema_accept_length=2.5,
     speedup=1.5,
+    num_broken_drafts=1,
+    idle_ms=0.2,
 )
 # What is said of a round's time is said only where no prompt shared it.
 PURE = replace(ROUND, num_prefill_tokens=0, predicted_ms=3.5)
@@ -52,6 +54,8 @@ IDLE = replace(
     slot=None,
     ema_accept_length=None,
     speedup=None,
+    num_broken_drafts=0,
+    idle_ms=0.0,
 )
 
 
@@ -67,9 +71,19 @@ def test_names_are_unique_and_say_their_unit() -> None:
 
 def test_full_rounds_with_and_without_prompts_feed_every_metric_with_its_labels() -> None:
     found = [*readings(ROUND), *readings(PURE)]
-    assert {reading.metric for reading in found} == set(METRICS)
+    assert {reading.metric for reading in found} == set(ROUND_METRICS)
     for reading in found:
         assert set(reading.labels) == set(reading.metric.labels)
+
+
+def test_rows_are_counted_by_the_tokens_they_emitted() -> None:
+    stats = replace(ROUND, accept_lengths=(4, 2, 4))
+    found = {
+        reading.labels["accept_length"]: reading.value
+        for reading in readings(stats)
+        if reading.metric.name == "serve_spec_accept_length_rows"
+    }
+    assert found == {"4": 2, "2": 1}
 
 
 def test_a_counter_is_never_given_zero() -> None:
@@ -86,6 +100,7 @@ def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone() -> None
         "serve_spec_running_seqs",
         "serve_spec_waiting_seqs",
         "serve_spec_kv_usage_ratio",
+        "serve_spec_kv_pages",
     }
 
 
@@ -126,8 +141,8 @@ def test_positions_add_up_to_drafts_and_what_was_kept_opens_the_next(
 def test_a_bucket_is_the_power_of_two_at_or_below(batch_size: int, bucket: int) -> None:
     assert batch_size_bucket(batch_size) == bucket
     found = readings(replace(PURE, batch_size=batch_size))
-    (label,) = (r.labels["batch_size"] for r in found if "batch_size" in r.labels)
-    assert label == str(bucket)
+    labels = {r.labels["batch_size"] for r in found if "batch_size" in r.labels}
+    assert labels == {str(bucket)}
 
 
 def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:

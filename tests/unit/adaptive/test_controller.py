@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from serve_spec.adaptive import AdaptiveController, Reason
 from serve_spec.adaptive.acceptance import PositionCounters
 from serve_spec.adaptive.controller import PolicySettings
+from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from tests.helpers.rounds import decode_batch, verified_round
@@ -344,3 +345,47 @@ def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
     made = AdaptiveController.create(SpeculativeConfig())
     with pytest.raises(ConfigError, match="no tier was built that drafts"):
         made.reconfigure({"speculative_adaptive": True})
+
+
+class TestAStartFromWhatOthersLearned:
+    @staticmethod
+    def make() -> AdaptiveController:
+        return AdaptiveController(PolicySettings(3), recorded_table(GPU_8B, (1, 2, 4, 8)))
+
+    @staticmethod
+    def rates(target: AdaptiveController) -> list[float]:
+        acceptance: Any = target.snapshot()["acceptance"]
+        return [position["accept_rate"] for position in acceptance["positions"]]
+
+    def test_it_is_what_the_policy_expects_of_drafts_nobody_has_seen(self) -> None:
+        target = self.make()
+        known = [0.9, 0.5, 0.4, 0.3, 0.3, 0.3, 0.3]
+        target.start_from(known)
+        assert self.rates(target) == pytest.approx(known)
+
+    def test_it_is_left_behind_as_the_traffic_shows_otherwise(self) -> None:
+        target = self.make()
+        target.start_from([0.1] * 7)
+        before = self.rates(target)[0]
+        for _ in range(200):
+            play(target, 4, lambda num_steps: num_steps)
+        assert self.rates(target)[0] > before
+
+    @pytest.mark.parametrize("useless", [[0.5], [0.5] * 6 + [1.5], [0.0] * 7], ids=str)
+    def test_what_is_of_no_use_is_refused_and_changes_nothing(self, useless: list[float]) -> None:
+        target = self.make()
+        before = self.rates(target)
+        with pytest.raises(ValueError, match="prior_rates"):
+            target.start_from(useless)
+        assert self.rates(target) == before
+
+    def test_it_outlives_a_change_of_the_policy(self) -> None:
+        target = self.make()
+        target.start_from([0.9] * 7)
+        target.reconfigure({"min_dwell_rounds": 2})
+        assert self.rates(target) == pytest.approx([0.9] * 7)
+
+    def test_a_policy_that_estimates_nothing_passes_it_over(self) -> None:
+        target = controller(TWO_SLOTS)
+        target.start_from([0.9] * 3)
+        assert choose(target, 4) == 3

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import numpy as np
@@ -10,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import CostModel
-from serve_spec.adaptive.marginal import marginal_ms_by_rows
+from serve_spec.adaptive.marginal import TierSpeeds, marginal_ms_by_rows, tier_speeds
 from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
 from tests.unit.adaptive.test_cost_model import model, verify_ms
+from tests.unit.adaptive.test_goodput import goodput
 
 MAX_STEPS = 7
 CONTEXT = 128
@@ -71,6 +73,50 @@ def test_a_machine_that_is_slower_throughout_is_dearer_in_proportion(
 
 
 @pytest.mark.parametrize("machine", [TWO_CPU_CORES, GPU_8B], ids=["cpu", "gpu"])
-def test_on_recorded_costs_every_entry_is_a_positive_number(machine: Any) -> None:
-    found = marginal(CostModel(recorded_table(machine)), 0.7)
-    assert all(0 < ms < 1e7 for ms in found.values())
+def test_on_recorded_costs_every_entry_is_a_positive_number_and_none_falls(machine: Any) -> None:
+    ms = list(marginal(CostModel(recorded_table(machine)), 0.7).values())
+    assert all(0 < entry < 1e7 for entry in ms)
+    assert ms == sorted(ms)
+
+
+def test_a_batch_size_that_was_measured_too_slow_makes_no_larger_one_look_cheap() -> None:
+    def slow_at_two(ms: Any) -> Any:
+        return tuple(tuple(c * (1.5 if i == 1 else 1) for c in row) for i, row in enumerate(ms))
+
+    table = recorded_table(GPU_8B)
+    noisy = table.model_copy(update={"verify_ms": tuple(map(slow_at_two, table.verify_ms))})
+    ms = list(marginal(CostModel(noisy), 0.7).values())
+    assert ms == sorted(ms)
+
+
+def test_the_goodput_policy_shows_it_as_json() -> None:
+    shown = goodput().snapshot()["marginal_ms_by_rows"]
+    assert json.loads(json.dumps(shown)) == shown
+    assert isinstance(shown, dict)
+    assert list(shown)[:3] == ["0", "1", "2"]
+
+
+def tiers(rate: float, batch_size: int = 4) -> TierSpeeds:
+    rates = np.full(MAX_STEPS, rate)
+    return tier_speeds(model(), rates, batch_size=batch_size, context=CONTEXT)
+
+
+def test_drafts_that_are_never_kept_never_pay() -> None:
+    speeds = tiers(0.0).tokens_per_ms.tolist()
+    assert speeds == sorted(speeds, reverse=True)
+
+
+@given(rate=st.floats(0, 1))
+def test_a_tier_brings_its_accepted_drafts_and_one_token_a_row(rate: float) -> None:
+    found = tiers(rate)
+    tokens = found.tokens_per_ms * found.round_ms / 4
+    assert tokens == pytest.approx([sum(rate**i for i in range(k + 1)) for k in range(8)])
+
+
+@given(rate=st.floats(0, 1), batch_size=st.integers(1, 16))
+def test_plain_decoding_costs_the_same_whatever_drafts_are_worth(
+    rate: float, batch_size: int
+) -> None:
+    plain = tiers(rate, batch_size)
+    assert plain.round_ms[0] == pytest.approx(verify_ms(batch_size, 0, CONTEXT))
+    assert plain.tokens_per_ms[0] == pytest.approx(batch_size / plain.round_ms[0])

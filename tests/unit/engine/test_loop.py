@@ -10,6 +10,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.loop import EngineLoop, TokenStream
+from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM, Pair
 
 PROMPT = [10, 20, 30]
@@ -186,3 +187,29 @@ def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
         return await collect(stream)
 
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
+
+
+def test_rounds_are_reported_to_whoever_asked(loop: EngineLoop) -> None:
+    seen: list[StepStats] = []
+
+    class Sink:
+        def observe(self, stats: StepStats) -> None:
+            seen.append(stats)
+
+    loop.report_to(Sink())
+    deltas = asyncio.run(complete(loop))
+    assert sum(stats.num_output_tokens for stats in seen) == len(deltas) - 1
+    assert sum(stats.num_prefill_tokens for stats in seen) == len(PROMPT)
+
+
+async def complete(loop: EngineLoop) -> list[int]:
+    stream = await loop.submit(PROMPT, params(), "reported")
+    return [token for delta in await collect(stream) for token in delta.token_ids]
+
+
+def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(
+    loop: EngineLoop,
+) -> None:
+    with pytest.raises(ValueError, match="prior_rates"):
+        loop.start_from([2.0])
+    loop.check_health()

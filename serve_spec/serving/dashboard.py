@@ -1,0 +1,312 @@
+"""The Grafana dashboard, written as code: `python -m serve_spec.serving.dashboard > FILE`.
+
+Queries are built from the declared metrics, so a renamed metric can not leave a dead panel behind.
+Gauges of a replica are the largest over its processes, for those that died linger for a while.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from serve_spec import metrics
+from serve_spec.metrics import Metric
+from serve_spec.serving.ray_metrics import exported_names
+
+_SELECTED = 'application=~"$application",replica=~"$replica"'
+_ALL_REPLICAS = 'application=~"$application"'
+_WIDTH, _HEIGHT = 8, 8
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One chart: a title, Grafana's name of the unit, and (legend, query) of its lines."""
+
+    title: str
+    unit: str
+    lines: tuple[tuple[str, str], ...]
+
+
+def dashboard() -> dict[str, Any]:
+    """The dashboard as Grafana imports it."""
+    panels: list[dict[str, Any]] = []
+    top = 0
+    for title, row in _rows():
+        panels.append(_row(title, len(panels) + 1, top))
+        top += 1
+        for index, panel in enumerate(row):
+            left = index % 3
+            place = {"x": left * _WIDTH, "y": top, "w": _WIDTH, "h": _HEIGHT}
+            panels.append(_chart(panel, len(panels) + 1, place))
+            if left == 2 or index == len(row) - 1:
+                top += _HEIGHT
+    return {
+        "uid": "serve-spec",
+        "title": "serve_spec",
+        "tags": ["serve_spec"],
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-30m", "to": "now"},
+        "templating": {"list": _variables()},
+        "panels": panels,
+    }
+
+
+def main() -> None:
+    """Prints the dashboard."""
+    print(json.dumps(dashboard(), indent=1))
+
+
+def _rows() -> Iterable[tuple[str, list[Panel]]]:
+    yield "Fleet", _fleet()
+    yield "Speculation, by tier and position", _speculation()
+    yield "Goodput", _goodput()
+    yield "Batch size and queue", _batches()
+    yield "Time of a round", _rounds()
+    yield "KV pages", _pages()
+    yield "Latency: engine and framework", _latency()
+
+
+def _fleet() -> list[Panel]:
+    kept = metrics.CORRECT_DRAFTS, metrics.DRAFT_TOKENS
+    return [
+        Panel("Decoded tokens per second", "short", (
+            ("fleet", _rate(metrics.OUTPUT_TOKENS)),
+            ("replica {{replica}}", _rate(metrics.OUTPUT_TOKENS, "replica")),
+        )),
+        Panel("Prompt tokens per second", "short", (("fleet", _rate(metrics.PREFILL_TOKENS)),)),
+        Panel("Requests per second", "reqps", (
+            ("{{outcome}}", _rate(metrics.REQUESTS, "outcome", only='measured_at="door"')),
+            ("sent away (429)", _rate(metrics.REJECTED)),
+        )),
+        Panel("Drafts kept, of those verified", "percentunit", (
+            ("fleet", _ratio(*kept)),
+            ("replica {{replica}}", _ratio(*kept, "replica")),
+        )),
+        Panel("Rounds that probe", "percentunit", (
+            ("fleet", _ratio(metrics.PROBE_ROUNDS, metrics.ROUNDS)),
+        )),
+        Panel("Sequences that stopped drafting", "short", (
+            ("replica {{replica}}", _increase(metrics.BROKEN_DRAFTS, "replica")),
+        )),
+    ]  # fmt: skip
+
+
+def _speculation() -> list[Panel]:
+    return [
+        Panel("Tier per replica", "short", (
+            ("replica {{replica}}", _gauge(metrics.NUM_STEPS, "replica")),
+        )),
+        Panel("Rounds per second by tier", "short", (
+            ("tier {{num_steps}}", _rate(metrics.ROUNDS, "num_steps")),
+        )),
+        Panel("Tier switches by reason", "short", (
+            ("{{reason}}", _increase(metrics.SWITCHES, "reason")),
+        )),
+        Panel("Kept of those reached, by position", "percentunit", (
+            ("position {{position}}",
+             _ratio(metrics.POSITION_ACCEPTED, metrics.POSITION_REACHED, "position")),
+        )),
+        Panel("Drafts verified per second, by position", "short", (
+            ("position {{position}}", _rate(metrics.POSITION_DRAFTED, "position")),
+        )),
+        Panel("Rows by tokens per round", "short", (
+            ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTH_ROWS, "accept_length")),
+        )),
+        Panel("Average that a slot decides by (strategy ema)", "short", (
+            ("slot {{slot}}, replica {{replica}}",
+             _gauge(metrics.EMA_ACCEPT_LENGTH, "slot", "replica")),
+        )),
+        Panel("Active batch-size slot", "short", (
+            ("replica {{replica}}", _gauge(metrics.SLOT, "replica")),
+        )),
+        Panel("Reason of the last decision", "short", (
+            ("{{reason}}", f"sum by (reason) ({_gauge(metrics.LAST_REASON, 'reason', 'replica')})"),
+        )),
+    ]  # fmt: skip
+
+
+def _goodput() -> list[Panel]:
+    return [
+        Panel("Measured speed over plain decoding", "short", (
+            ("batch {{batch_size}}, replica {{replica}}",
+             _gauge(metrics.SPEEDUP, "batch_size", "replica")),
+        )),
+        Panel("Predicted goodput by tier, tokens per ms", "short", (
+            ("tier {{num_steps}}, replica {{replica}}",
+             _gauge(metrics.PREDICTED_GOODPUT, "num_steps", "replica")),
+        )),
+        Panel("Drafting in the time of both models", "percentunit", (
+            ("replica {{replica}}", _gauge(metrics.OVERHEAD, "replica")),
+        )),
+    ]  # fmt: skip
+
+
+def _batches() -> list[Panel]:
+    return [
+        Panel("Batch size per replica", "short", (
+            ("replica {{replica}}", _gauge(metrics.BATCH_SIZE, "replica")),
+        )),
+        Panel("Rounds per second by batch size", "short", (
+            ("{{batch_size}} and more", _rate(metrics.BATCH_SIZE_ROUNDS, "batch_size")),
+        )),
+        Panel("Hand-overs per second by requests that went together", "short", (
+            ("at most {{size}}", _rate(metrics.SUBMISSIONS, "size")),
+        )),
+        Panel("Sequences in engines", "short", (
+            ("running", f"sum({_gauge(metrics.RUNNING_SEQS, 'replica')})"),
+            ("waiting", f"sum({_gauge(metrics.WAITING_SEQS, 'replica')})"),
+        )),
+        Panel("Requests at the door", "short", (
+            ("waiting", f"sum({_gauge(metrics.QUEUE_LEN, 'replica', within=_ALL_REPLICAS)})"),
+            ("in flight", f"sum({_gauge(metrics.IN_FLIGHT, 'replica', within=_ALL_REPLICAS)})"),
+        )),
+    ]  # fmt: skip
+
+
+def _rounds() -> list[Panel]:
+    stages = ((metrics.DRAFT_MS, "draft"), (metrics.VERIFY_MS, "verify"),
+              (metrics.STEP_MS, "round"), (metrics.IDLE_MS, "device waits"))  # fmt: skip
+    return [
+        Panel("Median time, ms", "ms", tuple(
+            (name, _quantile(metric, 0.5)) for metric, name in stages
+        )),
+        Panel("99th percentile, ms", "ms", tuple(
+            (name, _quantile(metric, 0.99)) for metric, name in stages
+        )),
+        Panel("Round as predicted and as measured, median", "ms", (
+            ("predicted", _quantile(metrics.PREDICTED_MS, 0.5)),
+            ("measured", _quantile(metrics.STEP_MS, 0.5)),
+        )),
+    ]  # fmt: skip
+
+
+def _pages() -> list[Panel]:
+    by_state = _gauge(metrics.KV_PAGES, "state", "replica")
+    return [
+        Panel("Pages of the fleet", "short", (("{{state}}", f"sum by (state) ({by_state})"),)),
+        Panel("Share in use", "percentunit", (
+            ("replica {{replica}}", _gauge(metrics.KV_USAGE, "replica")),
+        )),
+    ]  # fmt: skip
+
+
+def _latency() -> list[Panel]:
+    return [
+        Panel("Time to first token at the door", "ms", _quantiles(metrics.TTFT_MS)),
+        Panel("Time per output token at the door", "ms", _quantiles(metrics.TPOT_MS)),
+        Panel("Mean time to first token, split", "ms",
+              _split(metrics.FIRST_TOKEN_WAIT_MS, metrics.FIRST_TOKENS)),
+        Panel("Mean time per output token, split", "ms",
+              _split(metrics.LATER_TOKENS_WAIT_MS, metrics.LATER_TOKENS)),
+    ]  # fmt: skip
+
+
+def _quantiles(metric: Metric) -> tuple[tuple[str, str], ...]:
+    door = 'measured_at="door"'
+    return tuple((f"p{round(100 * q)}", _quantile(metric, q, door)) for q in (0.5, 0.9, 0.99))
+
+
+def _split(total_ms: Metric, count: Metric) -> tuple[tuple[str, str], ...]:
+    """The engine's part, and what is left of the door's for the framework."""
+
+    def mean(where: str) -> str:
+        only = f'measured_at="{where}"'
+        return f"({_rate(total_ms, only=only)} / {_rate(count, only=only)})"
+
+    return ("engine", mean("engine")), ("framework", f"{mean('door')} - {mean('engine')}")
+
+
+def _selector(only: str, within: str = _ALL_REPLICAS) -> str:
+    return f"{{{within},{only}}}" if only else f"{{{within}}}"
+
+
+def _counter(metric: Metric, function: str, by: tuple[str, ...], only: str) -> str:
+    (name,) = exported_names(metric)
+    # A router has a rank of its own; the replica chosen above the charts is not about it.
+    is_of_engine = metric in (*metrics.ROUND_METRICS, *metrics.STATE_METRICS)
+    selector = _selector(only, _SELECTED if is_of_engine else _ALL_REPLICAS)
+    grouped = f" by ({', '.join(by)})" if by else ""
+    return f"sum{grouped} ({function}({name}{selector}[$__rate_interval]))"
+
+
+def _rate(metric: Metric, *by: str, only: str = "") -> str:
+    return _counter(metric, "rate", by, only)
+
+
+def _increase(metric: Metric, *by: str) -> str:
+    return _counter(metric, "increase", by, "")
+
+
+def _ratio(part: Metric, whole: Metric, *by: str) -> str:
+    return f"{_rate(part, *by)} / {_rate(whole, *by)}"
+
+
+def _gauge(metric: Metric, *by: str, within: str = _SELECTED) -> str:
+    (name,) = exported_names(metric)
+    return f"max by (application, {', '.join(by)}) ({name}{_selector('', within)})"
+
+
+def _quantile(metric: Metric, quantile: float, only: str = "") -> str:
+    buckets, _, _ = exported_names(metric)
+    within = _ALL_REPLICAS if only else _SELECTED
+    rate = f"rate({buckets}{_selector(only, within)}[$__rate_interval])"
+    return f"histogram_quantile({quantile}, sum by (le) ({rate}))"
+
+
+def _row(title: str, number: int, top: int) -> dict[str, Any]:
+    place = {"x": 0, "y": top, "w": 24, "h": 1}
+    return {"id": number, "type": "row", "title": title, "gridPos": place, "panels": []}
+
+
+def _chart(panel: Panel, number: int, place: dict[str, int]) -> dict[str, Any]:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    targets = [
+        {"refId": chr(ord("A") + i), "datasource": source, "expr": query, "legendFormat": legend}
+        for i, (legend, query) in enumerate(panel.lines)
+    ]
+    return {
+        "id": number,
+        "type": "timeseries",
+        "title": panel.title,
+        "datasource": source,
+        "gridPos": place,
+        "fieldConfig": {"defaults": {"unit": panel.unit, "min": 0}, "overrides": []},
+        "options": {"legend": {"displayMode": "list", "placement": "bottom"}},
+        "targets": targets,
+    }
+
+
+def _variables() -> list[dict[str, Any]]:
+    (known,) = exported_names(metrics.RUNNING_SEQS)
+    choices = [
+        ("application", f"label_values({known}, application)"),
+        ("replica", f'label_values({known}{{application=~"$application"}}, replica)'),
+    ]
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return [
+        {"name": "datasource", "label": "Data source", "type": "datasource", "query": "prometheus"},
+        *(
+            {
+                "name": name,
+                "label": name.capitalize(),
+                "type": "query",
+                "datasource": source,
+                "query": query,
+                "definition": query,
+                "refresh": 2,
+                "multi": True,
+                "includeAll": True,
+                "allValue": ".*",
+                "current": {"text": ["All"], "value": ["$__all"]},
+            }
+            for name, query in choices
+        ),
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Our metrics on Ray's: on its dashboard, and at the Prometheus endpoint of every node.
+
+Ray puts `ray_` before a name and `_total` behind a counter's (`exported_names`). It keeps a series
+for every set of labels as long as the process lives, so labels have few values: a replica is named
+by its rank, which its replacement takes over, not by its id.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from typing import TypeAlias
+
+from ray.util import metrics as ray_metrics
+
+from serve_spec.metrics import LAST_REASON, PREDICTED_GOODPUT, SLOT, Metric, Reading, StepStats
+from serve_spec.metrics import readings as round_readings
+from serve_spec.serving.snapshots import Snapshot, number, section
+
+LABELS = ("application", "deployment", "replica")
+"""On every series, besides the metric's own."""
+
+# Of rounds that wait to be counted. Some seconds of the quickest engine.
+_MOST_WAITING = 8192
+
+_Key: TypeAlias = tuple[Metric, tuple[tuple[str, str], ...]]
+
+
+def exported_names(metric: Metric) -> tuple[str, ...]:
+    """Under which names Prometheus finds a metric."""
+    name = f"ray_{metric.name}"
+    if metric.kind == "counter":
+        return (f"{name}_total",)
+    if metric.kind == "histogram":
+        return (f"{name}_bucket", f"{name}_count", f"{name}_sum")
+    return (name,)
+
+
+class RayMetrics:
+    """Metrics of this process. Takes readings from any thread."""
+
+    def __init__(self, metrics: Iterable[Metric], labels: Mapping[str, str]) -> None:
+        """labels: a value for each of `LABELS`."""
+        self._counters: dict[Metric, ray_metrics.Counter] = {}
+        self._gauges: dict[Metric, ray_metrics.Gauge] = {}
+        self._histograms: dict[Metric, ray_metrics.Histogram] = {}
+        for metric in metrics:
+            self._declare(metric, dict(labels))
+
+    def record(self, reading: Reading) -> None:
+        """Adds to a counter, sets a gauge, puts a value into a histogram: some microseconds."""
+        metric = reading.metric
+        if metric.kind == "counter":
+            self._counters[metric].inc(reading.value, dict(reading.labels))
+        elif metric.kind == "gauge":
+            self._gauges[metric].set(reading.value, dict(reading.labels))
+        else:
+            self._histograms[metric].observe(reading.value, dict(reading.labels))
+
+    def _declare(self, metric: Metric, labels: dict[str, str]) -> None:
+        tags = (*LABELS, *metric.labels)
+        if metric.kind == "counter":
+            self._counters[metric] = ray_metrics.Counter(metric.name, metric.help, tags)
+            self._counters[metric].set_default_tags(labels)
+        elif metric.kind == "gauge":
+            self._gauges[metric] = ray_metrics.Gauge(metric.name, metric.help, tags)
+            self._gauges[metric].set_default_tags(labels)
+        else:
+            self._histograms[metric] = ray_metrics.Histogram(
+                metric.name, metric.help, list(metric.buckets), tags
+            )
+            self._histograms[metric].set_default_tags(labels)
+
+
+class RoundSink:
+    """Takes rounds from the engine's thread at the price of an append; counts them in `flush`."""
+
+    def __init__(self, metrics: RayMetrics) -> None:
+        self._metrics = metrics
+        self._waiting: deque[StepStats] = deque(maxlen=_MOST_WAITING)
+
+    def observe(self, stats: StepStats) -> None:
+        """Keeps a round for the next `flush`; where nobody flushes, the oldest are dropped."""
+        self._waiting.append(stats)
+
+    def flush(self) -> None:
+        """Records what waits: counters added up, of gauges the newest value."""
+        waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
+        for reading in merged(reading for stats in waiting for reading in round_readings(stats)):
+            self._metrics.record(reading)
+
+
+def merged(readings: Iterable[Reading]) -> list[Reading]:
+    """The same in fewer readings: each costs the exporter as much as many."""
+    values: dict[_Key, float] = {}
+    observed: list[Reading] = []
+    for reading in readings:
+        metric = reading.metric
+        key = metric, tuple(reading.labels.items())
+        if metric.kind == "counter":
+            values[key] = values.get(key, 0.0) + reading.value
+        elif metric.kind == "gauge":
+            values[key] = reading.value
+        else:
+            observed.append(reading)
+    return [Reading(m, value, dict(labels)) for (m, labels), value in values.items()] + observed
+
+
+class StateReadings:
+    """What an engine's snapshot says, as readings. Remembers labels, to set old ones to 0."""
+
+    def __init__(self) -> None:
+        self._reasons: set[str] = set()
+
+    def of(self, snapshot: Snapshot) -> list[Reading]:
+        """The readings of one snapshot."""
+        predicted = section(snapshot, "break_even", "tokens_per_ms")
+        found = [
+            Reading(PREDICTED_GOODPUT, number(predicted, steps), {"num_steps": steps})
+            for steps in predicted
+        ]
+        slot, last_reason = snapshot.get("slot"), snapshot.get("last_reason")
+        if isinstance(slot, str) and slot.isdecimal():
+            found.append(Reading(SLOT, int(slot)))
+        if isinstance(last_reason, str):
+            self._reasons.add(last_reason)
+            found += [
+                Reading(LAST_REASON, float(reason == last_reason), {"reason": reason})
+                for reason in sorted(self._reasons)
+            ]
+        return found

@@ -1,0 +1,178 @@
+"""Which replica a submission goes to: arithmetic on what is known of the replicas."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from serve_spec.serving.messages import GenerateRequest
+
+Policy: TypeAlias = Literal["goodput", "balanced", "prefix"]
+
+# Costs that are as close to the least as this are equal: tables of like machines differ so much,
+# and between equals the one with fewer requests is the quicker.
+_NOISE = 1.25
+_SHORT_SHARE = 0.1
+# Prefixes are compared in blocks of so many characters of text, or tokens.
+_CHARS_PER_BLOCK = 64
+_TOKENS_PER_BLOCK = 16
+_MAX_BLOCKS = 64
+_MAX_KNOWN_BLOCKS = 200_000
+
+
+@dataclass(frozen=True)
+class ReplicaLoad:
+    """One replica as a router sees it."""
+
+    name: str
+    own_rows: int = 0
+    """Requests that this router has sent it and that have not ended, as of now."""
+    other_rows: int = 0
+    """Requests of other routers, as of its last report."""
+    max_rows: float = math.inf
+    """With more it is full."""
+    is_short_of_pages: bool = False
+    """Requests wait there for KV pages: a newcomer would stand behind them."""
+    is_healthy: bool = True
+    marginal_ms_by_rows: Mapping[int, float] | None = None
+    """ms per token of one more request by rows, see `adaptive.marginal`; None: no cost table."""
+    matched_blocks: int = 0
+    """Blocks of the submission's prompts that it was sent before."""
+
+    @classmethod
+    def of(cls, name: str, stats: Mapping[str, Any], sender: str) -> ReplicaLoad:
+        """What a replica's last report says to router `sender`; empty before the first.
+
+        stats: `EngineReplica.record_routing_stats`.
+        """
+        rows: Mapping[str, int] = stats.get("rows", {})
+        by_rows: Mapping[str, float] | None = stats.get("marginal_ms_by_rows")
+        return cls(
+            name,
+            other_rows=sum(n for router, n in rows.items() if router != sender),
+            is_short_of_pages=_is_short_of_pages(stats),
+            is_healthy=stats.get("is_healthy", True),
+            marginal_ms_by_rows={int(k): ms for k, ms in by_rows.items()} if by_rows else None,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Requests it has."""
+        return self.own_rows + self.other_rows
+
+    def marginal_ms(self, num_requests: int) -> float:
+        """Mean ms per token of each of `num_requests` more; more than was measured: in proportion.
+
+        Entries hold from their number of rows up to the next.
+        """
+        assert self.marginal_ms_by_rows, "balanced is the policy without costs"
+        known = sorted(self.marginal_ms_by_rows)
+        total = 0.0
+        for rows in range(self.rows, self.rows + num_requests):
+            entry = max((size for size in known if size <= rows), default=known[0])
+            beyond = max(1.0, rows / (2 * known[-1])) if known[-1] else 1.0
+            total += self.marginal_ms_by_rows[entry] * beyond
+        return total / num_requests
+
+
+def ranked(
+    policy: Policy,
+    loads: Sequence[ReplicaLoad],
+    num_requests: int,
+    *,
+    load_factor: float,
+    avoid: frozenset[str] = frozenset(),
+) -> list[str]:
+    """Names of all replicas, the best for `num_requests` more first.
+
+    Whatever the policy, sick replicas come last, then those to be avoided, then full ones.
+
+    load_factor: under `prefix`, the most rows a replica may have, relative to the mean.
+    """
+    order = _order(policy, loads, num_requests, load_factor)
+
+    def key(load: ReplicaLoad) -> tuple[Any, ...]:
+        is_full = load.is_short_of_pages or load.rows + num_requests > load.max_rows
+        return (not load.is_healthy, load.name in avoid, is_full, *order(load))
+
+    return [load.name for load in sorted(loads, key=key)]
+
+
+def _order(
+    policy: Policy, loads: Sequence[ReplicaLoad], num_requests: int, load_factor: float
+) -> Callable[[ReplicaLoad], tuple[float, ...]]:
+    if policy == "goodput" and all(load.marginal_ms_by_rows for load in loads):
+        ms = {load.name: load.marginal_ms(num_requests) for load in loads}
+        equal = _NOISE * min(ms.values())
+        return lambda load: (max(equal, ms[load.name]), load.rows)
+    if policy == "prefix":
+        total = sum(load.rows for load in loads) + num_requests
+        bound = math.ceil(load_factor * total / max(1, len(loads)))
+        return lambda load: (
+            load.rows + num_requests > max(bound, num_requests),
+            -load.matched_blocks,
+            load.rows,
+        )
+    return lambda load: (load.rows,)
+
+
+def _is_short_of_pages(stats: Mapping[str, Any]) -> bool:
+    """Whether a queue is there to stay: for a moment, every request that arrives waits."""
+    pages = stats.get("kv")
+    if not pages or not stats.get("num_waiting"):
+        return False
+    return bool(pages["free_pages"] < _SHORT_SHARE * pages["total_pages"])
+
+
+class SentPrefixes:
+    """Which replica was sent which beginnings of prompts, the newest `max_blocks` of them.
+
+    An estimate of what a replica's cache holds: made of what was sent, not of what is kept.
+    """
+
+    def __init__(self, max_blocks: int = _MAX_KNOWN_BLOCKS) -> None:
+        self._max_blocks = max_blocks
+        self._sent: OrderedDict[tuple[str, int], None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sent)
+
+    def matched(self, replica: str, prefixes: Sequence[int]) -> int:
+        """Leading blocks of one prompt (`blocks`) that the replica was sent before."""
+        for count, block in enumerate(prefixes):
+            if (replica, block) not in self._sent:
+                return count
+        return len(prefixes)
+
+    def note(self, replica: str, prefixes: Sequence[int]) -> None:
+        """The replica is sent a prompt."""
+        for block in prefixes:
+            self._sent[replica, block] = None
+            self._sent.move_to_end((replica, block))
+        while len(self._sent) > self._max_blocks:
+            self._sent.popitem(last=False)
+
+    def forget(self, replica: str) -> None:
+        """The replica is gone, and its cache with it."""
+        for key in [key for key in self._sent if key[0] == replica]:
+            del self._sent[key]
+
+
+def blocks(prompt: str | list[int]) -> list[int]:
+    """One number per whole block of the prompt, each standing for everything up to its end."""
+    size = _CHARS_PER_BLOCK if isinstance(prompt, str) else _TOKENS_PER_BLOCK
+    found: list[int] = []
+    before = 0
+    for start in range(0, min(len(prompt), size * _MAX_BLOCKS) - size + 1, size):
+        part = prompt[start : start + size]
+        before = hash((before, part if isinstance(part, str) else tuple(part)))
+        found.append(before)
+    return found
+
+
+def first_block(request: GenerateRequest) -> int | None:
+    """What requests share that travel together under `prefix`; None: less than a block."""
+    return next(iter(blocks(request.prompt)), None)

@@ -1,0 +1,248 @@
+"use strict";
+
+const POLL_MS = 2000;
+const MOST_LINES = 8;
+const COLORS = ["#2a78d6", "#e07b28", "#3a9a4c", "#b04fc0", "#c33", "#888", "#0aa", "#aa0"];
+const charts = {};
+
+const byId = (id) => document.getElementById(id);
+const shown = (value, digits = 0) =>
+  value === null || value === undefined ? "–" : Number(value).toFixed(digits);
+
+function element(tag, text, className) {
+  const made = document.createElement(tag);
+  if (text !== undefined) made.textContent = text;
+  if (className) made.className = className;
+  return made;
+}
+
+/* Charts ---------------------------------------------------------------------------------- */
+
+// data: uPlot's columns, x first. A chart is made anew when its lines change, else it is updated.
+function draw(id, names, data, options = {}) {
+  const place = byId(id);
+  if (!data || !data[0].length) {
+    if (charts[id]) charts[id].plot.destroy();
+    delete charts[id];
+    place.replaceChildren(element("p", options.empty || "nothing yet"));
+    return;
+  }
+  const key = JSON.stringify(names);
+  if (!charts[id] || charts[id].key !== key) {
+    if (charts[id]) charts[id].plot.destroy();
+    place.replaceChildren();
+    charts[id] = { key, plot: new uPlot(settings(place, names, options), data, place) };
+  } else {
+    charts[id].plot.setData(data);
+  }
+  // What was drawn, for whoever reads the page without eyes.
+  place.dataset.points = data[0].length;
+  place.dataset.last = JSON.stringify(data.slice(1).map((column) => column[column.length - 1]));
+}
+
+function settings(place, names, { overTime = true, range, points = false, bars = false }) {
+  const ink = getComputedStyle(document.body).color;
+  const axis = { stroke: ink, grid: { stroke: "#8883", width: 1 }, ticks: { stroke: "#8883" } };
+  const whole = overTime ? {} : { incrs: [1, 2, 5, 10] };
+  const edge = (u, low, high) => [low - 0.5, high + 0.5];
+  return {
+    width: place.clientWidth || 420,
+    height: 190,
+    scales: { x: { time: overTime, ...(overTime ? {} : { range: edge }) }, y: { range } },
+    axes: [{ ...axis, ...whole }, { ...axis, size: 55 }],
+    series: [{}, ...names.map((label, i) => line(label, i, points, bars))],
+  };
+}
+
+function line(label, index, points, bars) {
+  const stroke = COLORS[index % COLORS.length];
+  const style = { label, stroke, width: 2, spanGaps: true, points: { show: points, size: 7 } };
+  if (!bars) return style;
+  return { ...style, fill: stroke + "55", paths: uPlot.paths.bars({ size: [0.5, 60] }) };
+}
+
+const fromZero = (u, low, high) => [0, Math.max(1, high) * 1.1];
+const share = () => [0, 1.05];
+
+function aroundOne(u, low, high) {
+  return [Math.min(0.9, low * 0.95), Math.max(1.1, high * 1.05)];
+}
+
+/* From figures to columns ----------------------------------------------------------------- */
+
+// Counters fall when a replica leaves or starts anew: no rate is known across that.
+function rates(times, counts) {
+  return counts.map((count, i) =>
+    i === 0 || count < counts[i - 1] ? null : (count - counts[i - 1]) / (times[i] - times[i - 1]));
+}
+
+const nameOf = (replica) =>
+  replica.replica_rank === null || replica.replica_rank === undefined
+    ? replica.replica
+    : `replica ${replica.replica_rank}`;
+
+// One line per replica over the times of all of them.
+function perReplica(replicas, column) {
+  const some = replicas.filter((replica) => replica.history.time_s.length).slice(0, MOST_LINES);
+  if (!some.length) return [[], null];
+  const tables = some.map((replica) => [replica.history.time_s, replica.history[column]]);
+  return [some.map(nameOf), uPlot.join(tables)];
+}
+
+function byPosition(acceptance) {
+  const most = acceptance.reduce((a, b) => (b.num_replicas > (a?.num_replicas ?? -1) ? b : a), null);
+  const positions = (most?.positions ?? []).filter((p) => p.accept_rate !== null && p.trials > 0);
+  return [positions.map((p) => p.position), positions.map((p) => p.accept_rate)];
+}
+
+const largestPowerOfTwo = (size) => 2 ** Math.floor(Math.log2(Math.max(1, size)));
+
+// Predicted and measured speed of every tier, over that of plain decoding.
+function breakEven(replica) {
+  const predicted = replica.break_even?.tokens_per_ms ?? {};
+  const bucket = String(largestPowerOfTwo(replica.break_even?.batch_size ?? replica.batch_size));
+  const measured = replica.speculation?.by_batch_size?.[bucket]?.tokens_per_ms ?? {};
+  const steps = [...new Set([...Object.keys(predicted), ...Object.keys(measured)])]
+    .map(Number).sort((a, b) => a - b);
+  const over = (speeds) => steps.map((k) => (speeds["0"] && speeds[k] ? speeds[k] / speeds["0"] : null));
+  const known = over(predicted).concat(over(measured)).some((value) => value !== null);
+  return known ? [steps, over(predicted), over(measured), steps.map(() => 1)] : null;
+}
+
+const tokensPerRound = (rate, steps) => {
+  let tokens = 1;
+  for (let i = 0; i < steps; i++) tokens = 1 + rate * tokens;
+  return tokens;
+};
+
+// The accept rate, alike at every position, that brings so many tokens a round; null: none does.
+function rateFor(tokens, steps) {
+  if (tokens > steps + 1) return null;
+  let low = 0, high = 1;
+  for (let i = 0; i < 40; i++) {
+    const middle = (low + high) / 2;
+    if (tokensPerRound(middle, steps) < tokens) low = middle; else high = middle;
+  }
+  return high;
+}
+
+// What every tier needs to be as fast as none, and what the traffic brings.
+function neededRates(replica) {
+  const { round_ms: ms, tokens_per_ms: speeds } = replica.break_even ?? {};
+  if (!ms || !("1" in ms)) return null;
+  const steps = Object.keys(ms).map(Number).filter((k) => k > 0).sort((a, b) => a - b);
+  const present = (k) => (ms[k] * speeds[k]) / replica.break_even.batch_size;
+  return [
+    steps,
+    steps.map((k) => rateFor(ms[k] / ms["0"], k)),
+    steps.map((k) => rateFor(present(k), k)),
+  ];
+}
+
+/* The page -------------------------------------------------------------------------------- */
+
+function showTiles(status) {
+  const { fleet, history, router } = status;
+  const speed = rates(history.time_s, history.decode_tokens).at(-1);
+  const tiers = Object.entries(fleet.replicas_by_num_steps).map(([k, n]) => `${k} × ${n}`);
+  const tiles = {
+    replicas: fleet.num_replicas + (fleet.num_stale ? ` (+${fleet.num_stale} silent)` : ""),
+    "tokens per second": shown(speed),
+    "batch size": shown(fleet.batch_size),
+    "tier × replicas": tiers.join(", ") || "–",
+    "tokens per row and round": shown(fleet.avg_spec_accept_length, 2),
+    "speed over plain decoding": shown(fleet.effective_speedup, 2),
+    "waiting at engines": shown(fleet.num_waiting),
+    "waiting at the door": shown(router.queue_len),
+    "free KV pages": `${shown(fleet.kv.free_pages)} / ${shown(fleet.kv.total_pages)}`,
+  };
+  byId("tiles").replaceChildren(...Object.entries(tiles).map(([name, value]) => {
+    const tile = element("div", undefined, "tile");
+    tile.dataset.name = name;
+    tile.append(element("b", value), element("span", name));
+    return tile;
+  }));
+}
+
+function showTable(id, columns, rows) {
+  const head = element("tr");
+  head.append(...columns.map((name) => element("th", name)));
+  byId(id).replaceChildren(head, ...rows.map(({ cells, className }) => {
+    const row = element("tr", undefined, className);
+    row.append(...cells.map((cell) => element("td", cell)));
+    return row;
+  }));
+}
+
+function showReplicas(replicas) {
+  const columns = ["replica", "strategy", "tier", "batch", "running", "waiting", "free pages",
+    "tokens per row", "speedup", "last decision", "heard of"];
+  showTable("replicas", columns, replicas.map((r) => ({
+    className: r.stale ? "stale" : "",
+    cells: [nameOf(r), r.strategy ?? "–", shown(r.speculative_num_steps), shown(r.batch_size),
+      shown(r.num_running), shown(r.num_waiting), shown(r.kv?.free_pages),
+      shown(r.avg_spec_accept_length, 2), shown(r.speculation?.effective_speedup, 2),
+      (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : ""), `${shown(r.age_s, 1)} s ago`],
+  })));
+}
+
+function chosen(replicas) {
+  const select = byId("chosen");
+  const names = replicas.map((replica) => replica.replica);
+  const before = select.value;
+  if (names.join() !== [...select.options].map((option) => option.value).join()) {
+    select.replaceChildren(...replicas.map((replica) => new Option(nameOf(replica), replica.replica)));
+    if (names.includes(before)) select.value = before;
+  }
+  return replicas.find((replica) => replica.replica === select.value);
+}
+
+function show(status) {
+  const { fleet, history, replicas } = status;
+  byId("model").textContent = status.model;
+  showTiles(status);
+  draw("throughput", ["tokens/s"],
+    [history.time_s, rates(history.time_s, history.decode_tokens)], { range: fromZero });
+  draw("batch", ...perReplica(replicas, "batch_size"), { range: fromZero });
+  draw("tier", ...perReplica(replicas, "num_steps"), { range: fromZero });
+  draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero });
+  draw("positions", ["kept"], byPosition(fleet.acceptance),
+    { overTime: false, range: share, bars: true, empty: "nothing was drafted yet" });
+  const replica = chosen(replicas);
+  draw("breakeven", ["predicted", "measured", "break-even"], replica && breakEven(replica),
+    { overTime: false, range: aroundOne, points: true, empty: "no tier was compared yet" });
+  draw("needed", ["break-even", "traffic"], replica && neededRates(replica),
+    { overTime: false, range: share, points: true, empty: "known with strategy goodput only" });
+  showReplicas(replicas);
+  const switches = Object.entries(fleet.switches).sort((a, b) => b[1] - a[1]);
+  showTable("switches", ["reason", "switches"], switches.map(([reason, n]) => ({ cells: [reason, n] })));
+}
+
+async function poll() {
+  const key = sessionStorage.getItem("key");
+  const headers = key ? { authorization: `Bearer ${key}` } : {};
+  const state = byId("state");
+  try {
+    const answer = await fetch("status.json", { headers });
+    byId("key").hidden = answer.status !== 401;
+    if (!answer.ok) throw new Error(`HTTP ${answer.status}`);
+    show(await answer.json());
+    state.textContent = `as of ${new Date().toLocaleTimeString()}`;
+    state.className = "";
+  } catch (error) {
+    state.textContent = `no news: ${error.message}`;
+    state.className = "bad";
+  }
+  setTimeout(poll, POLL_MS);
+}
+
+byId("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  sessionStorage.setItem("key", event.target.querySelector("input").value);
+});
+addEventListener("resize", () => {
+  for (const [id, { plot }] of Object.entries(charts)) {
+    plot.setSize({ width: byId(id).clientWidth, height: plot.height });
+  }
+});
+poll();

@@ -1,0 +1,137 @@
+"""What replicas and routers tell of themselves, and the warm start a replica gets from others."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+from serve_spec.adaptive import PolicySettings
+from serve_spec.config import ServeSpecConfig
+from serve_spec.log import get_logger
+from serve_spec.metrics import (
+    DOOR_METRICS,
+    IN_FLIGHT,
+    LATENCY_METRICS,
+    QUEUE_LEN,
+    REJECTED,
+    ROUND_METRICS,
+    STATE_METRICS,
+    SUBMISSIONS,
+    Reading,
+)
+from serve_spec.serving.latency import RequestTimer
+from serve_spec.serving.ray_metrics import RayMetrics, RoundSink, StateReadings
+from serve_spec.serving.snapshots import Snapshot, number, section
+from serve_spec.serving.stats_actor import StatsClient
+
+logger = get_logger(__name__)
+
+_EXPORT_INTERVAL_S = 0.5
+
+
+def serve_labels(context: Any) -> dict[str, str]:
+    """Values of `ray_metrics.LABELS` for the Serve replica with this context."""
+    return {
+        "application": context.app_name,
+        "deployment": context.deployment,
+        "replica": str(context.rank.rank) if context.rank else "-",
+    }
+
+
+def pair_name(config: ServeSpecConfig) -> str:
+    """What two replicas must have in common to learn from each other: target and draft."""
+    draft = config.speculative.speculative_draft_model_path
+    return f"{config.model.path}+{draft or config.speculative.speculative_algorithm}"
+
+
+class ReplicaTelemetry:
+    """Ray's metrics of one replica; made on its event loop, beside its engine.
+
+    The engine's thread only appends; exporting, which takes milliseconds a second, happens in a
+    thread of its own.
+    """
+
+    def __init__(self, context: Any, engine: Any) -> None:
+        labels = serve_labels(context)
+        self._metrics = RayMetrics((*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS), labels)
+        self._rounds = RoundSink(self._metrics)
+        self._state = StateReadings()
+        engine.report_to(self._rounds)
+        self._exporter = asyncio.get_running_loop().create_task(
+            _export_forever(lambda: asyncio.to_thread(self._rounds.flush))
+        )
+
+    def timer(self) -> RequestTimer:
+        """Times a request that is about to enter the engine."""
+        return RequestTimer(self._metrics.record, "engine", time.perf_counter())
+
+    def show(self, snapshot: Snapshot) -> None:
+        """Exports what only a snapshot says."""
+        for reading in self._state.of(snapshot):
+            self._metrics.record(reading)
+
+    def close(self) -> None:
+        """Ends the export."""
+        self._exporter.cancel()
+
+
+class DoorTelemetry:
+    """Ray's metrics of one router; made on its event loop. `show` gives its `/server_info`."""
+
+    def __init__(self, context: Any, show: Callable[[], Snapshot]) -> None:
+        self._metrics = RayMetrics((*DOOR_METRICS, *LATENCY_METRICS), serve_labels(context))
+        self.record = self._metrics.record
+        self._show = show
+        self._counted: Counter[str] = Counter()
+        self._exporter = asyncio.get_running_loop().create_task(_export_forever(self.export))
+
+    async def export(self) -> None:
+        """Exports queue and counts as of now; on the event loop, whose figures they are."""
+        for reading in self._readings(self._show()):
+            self._metrics.record(reading)
+
+    def _readings(self, door: Snapshot) -> Iterator[Reading]:
+        yield Reading(QUEUE_LEN, number(door, "queue_len"))
+        yield Reading(IN_FLIGHT, number(door, "in_flight"))
+        if rejected := self._new("rejected", number(door, "num_rejected")):
+            yield Reading(REJECTED, rejected)
+        sizes = section(door, "submission_size_histogram")
+        for size in sizes:
+            if submissions := self._new(f"size {size}", number(sizes, size)):
+                yield Reading(SUBMISSIONS, submissions, {"size": size})
+
+    def _new(self, name: str, total: float) -> int:
+        """What a count has grown by since it was asked for last."""
+        growth = int(total) - self._counted[name]
+        self._counted[name] = int(total)
+        return growth
+
+
+async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await asyncio.sleep(_EXPORT_INTERVAL_S)
+        try:
+            await export()
+        except Exception as error:  # figures are lost, requests are not
+            logger.warning("metrics not exported: %r", error)
+
+
+def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None:
+    """Lets an engine start from what the fleet knows; where nobody answers, it starts cold.
+
+    Blocks, for two seconds at most; before the first request.
+    """
+    max_steps = max(PolicySettings.of(config.speculative).candidate_steps)
+    prior = stats.prior(pair_name(config), max_steps) if max_steps else None
+    if prior is None:
+        logger.info("nobody knows this pair's acceptance yet: a cold start")
+        return
+    try:
+        engine.start_from(prior)
+    except ValueError as error:
+        logger.warning("the fleet's acceptance is of no use here: %s", error)
+    else:
+        logger.info("starting from the fleet's acceptance: %s", prior)

@@ -1,0 +1,78 @@
+"""A fake engine that reports rounds and acceptance as a real one does."""
+
+from __future__ import annotations
+
+from serve_spec.core.request import SamplingParams
+from serve_spec.metrics import StepStats
+from tests.serving.fake_engine import FakeLoop, FakeStream
+
+RATES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
+"""What it reports of acceptance, by position."""
+
+ROUND = StepStats(
+    num_steps=3,
+    batch_size=2,
+    num_draft_tokens=6,
+    num_correct_drafts=4,
+    num_output_tokens=6,
+    num_prefill_tokens=0,
+    draft_ms=1.0,
+    verify_ms=2.0,
+    step_ms=4.0,
+    num_running_seqs=3,
+    num_waiting_seqs=1,
+    num_used_pages=5,
+    num_pages=20,
+    switch_reason="gain",
+    accept_lengths=(4, 2),
+    live_steps=(3, 3),
+    live_correct_drafts=(3, 1),
+    is_probe=True,
+    predicted_ms=3.5,
+    slot="1",
+    ema_accept_length=2.5,
+    speedup=1.5,
+    num_broken_drafts=1,
+    idle_ms=0.2,
+)
+PREFILL = StepStats(
+    num_steps=0,
+    batch_size=0,
+    num_draft_tokens=0,
+    num_correct_drafts=0,
+    num_output_tokens=0,
+    num_prefill_tokens=7,
+    draft_ms=0.0,
+    verify_ms=2.0,
+    step_ms=3.0,
+    num_running_seqs=1,
+    num_waiting_seqs=0,
+    num_used_pages=1,
+    num_pages=20,
+)
+
+
+class ReportingLoop(FakeLoop):
+    """Reports two rounds with every request."""
+
+    async def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str
+    ) -> FakeStream:
+        self.metrics.observe(PREFILL)
+        self.metrics.observe(ROUND)
+        return await super().submit(prompt, params, request_id)
+
+    def snapshot(self) -> dict[str, object]:
+        positions = [
+            {"position": position, "accept_rate": rate, "trials": 50.0}
+            for position, rate in enumerate(RATES, start=1)
+        ]
+        return {
+            **super().snapshot(),
+            "candidate_steps": list(range(len(RATES) + 1)),
+            "acceptance": {"positions": positions},
+            "slot": "1",
+            "last_reason": "gain",
+            "break_even": {"tokens_per_ms": {"0": 1.0, "3": 1.5}},
+            "started_from": self.accept_rates,
+        }

@@ -1,0 +1,392 @@
+"""Requests travel together and are answered apart."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.serving.batching import Batcher
+from serve_spec.serving.errors import ApiError, no_replica
+from serve_spec.serving.messages import (
+    Accepted,
+    Cancellation,
+    GenerateRequest,
+    Items,
+    ReplicaItem,
+    Submission,
+    is_last,
+)
+from tests.serving.fakes import request
+
+FAR_S = 3600.0
+
+
+def named(name: str, prompt: str = "a") -> GenerateRequest:
+    return replace(request(prompt), request_id=name)
+
+
+def text(name: str, said: str, *, last: bool = False) -> tuple[str, TokenDelta]:
+    return name, TokenDelta(name, (1,), said, FinishReason.LENGTH if last else None)
+
+
+class Wire:
+    """A transport whose other end is the test: what it is told to say arrives at once."""
+
+    def __init__(self) -> None:
+        self.sent: list[Submission] = []
+        self.cancelled: list[Cancellation] = []
+        self.closed: list[Submission] = []
+        self.lines: list[asyncio.Queue[Items | ApiError | None]] = []
+
+    async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
+        self.sent.append(submission)
+        line: asyncio.Queue[Items | ApiError | None] = asyncio.Queue()
+        self.lines.append(line)
+        try:
+            while (items := await line.get()) is not None:
+                if isinstance(items, ApiError):
+                    raise items
+                yield items
+        finally:
+            self.closed.append(submission)
+
+    async def cancel(self, cancellation: Cancellation) -> None:
+        self.cancelled.append(cancellation)
+
+    def accept(self, index: int = 0, replica: str = "r1") -> None:
+        names = [asked.request_id for asked in self.sent[index].requests]
+        self.lines[index].put_nowait([(name, Accepted(1, replica)) for name in names])
+
+    def say(self, *items: tuple[str, ReplicaItem], index: int = 0) -> None:
+        self.lines[index].put_nowait(list(items))
+
+    def names(self) -> list[list[str]]:
+        return [[asked.request_id for asked in s.requests] for s in self.sent]
+
+
+class Listener:
+    """Asks for one request and keeps what it hears."""
+
+    def __init__(self, batcher: Batcher, asked: GenerateRequest) -> None:
+        self.heard: list[Any] = []
+        self.task = asyncio.create_task(self._listen(batcher, asked))
+
+    async def _listen(self, batcher: Batcher, asked: GenerateRequest) -> None:
+        try:
+            async with aclosing(batcher.generate(asked)) as items:
+                async for item in items:
+                    self.heard.append(item)
+        except ApiError as error:
+            self.heard.append(error)
+
+    @property
+    def text(self) -> str:
+        return "".join(item.text for item in self.heard if isinstance(item, TokenDelta))
+
+    async def leave(self) -> None:
+        self.task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self.task
+
+
+def batcher(wire: Wire, **options: Any) -> Batcher:
+    return Batcher(wire, "router", **{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
+
+
+def run(scenario: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(scenario)
+
+
+async def settle() -> None:
+    """Lets every task that can run now run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def together(wire: Wire, *names: str) -> tuple[Batcher, list[Listener]]:
+    """One submission of these requests, accepted by replica r1."""
+    door = batcher(wire, max_batch_size=len(names))
+    listeners = [Listener(door, named(name)) for name in names]
+    await settle()
+    wire.accept()
+    await settle()
+    return door, listeners
+
+
+def test_requests_wait_for_company_until_the_batch_is_full() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire)
+        listeners = [Listener(door, named(name)) for name in "ab"]
+        await settle()
+        assert not wire.sent
+        listeners += [Listener(door, named(name)) for name in "cd"]
+        await settle()
+        assert wire.names() == [["a", "b", "c"]]
+        assert wire.sent[0].sender == "router"
+        for listener in listeners:
+            await listener.leave()
+
+    run(scenario())
+
+
+def test_nobody_waits_for_company_for_ever() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        listener = Listener(batcher(wire, batch_wait_s=0.001), named("a"))
+        while not wire.sent:
+            await asyncio.sleep(0.001)
+        assert wire.names() == [["a"]]
+        await listener.leave()
+
+    run(scenario())
+
+
+def test_those_of_one_moment_travel_together_without_any_wait() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, batch_wait_s=0.0)
+        listeners = [Listener(door, named(name)) for name in "ab"]
+        await asyncio.sleep(0.001)
+        assert wire.names() == [["a", "b"]]
+        for listener in listeners:
+            await listener.leave()
+
+    run(scenario())
+
+
+def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=2, group_of=lambda asked: asked.prompt)
+        asked = [
+            named("a", "x"),
+            named("b", "y"),
+            named("c", "x"),
+            replace(named("d", "y"), avoid=frozenset({"r1"})),
+            named("e", "y"),
+        ]
+        listeners = [Listener(door, one) for one in asked]
+        await settle()
+        assert wire.names() == [["a", "c"], ["b", "e"]]
+        for listener in listeners:
+            await listener.leave()
+
+    run(scenario())
+
+
+def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        _, (a, b) = await together(wire, "a", "b")
+        wire.say(text("a", "1"), text("b", "x"))
+        await settle()
+        assert (a.text, b.text) == ("1", "x"), "before the other has anything more to say"
+        wire.say(text("b", "y"), text("a", "2", last=True))
+        await settle()
+        assert (a.text, b.text) == ("12", "xy")
+        assert a.task.done()
+        wire.say(text("b", "z", last=True))
+        await settle()
+        assert b.text == "xyz"
+        assert b.task.done()
+
+    run(scenario())
+
+
+def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door, (a, b) = await together(wire, "a", "b")
+        await a.leave()
+        await settle()
+        assert wire.cancelled == [Cancellation("r1", ("a",))]
+        assert (wire.sent[0].num_open, wire.closed) == (1, [])
+        assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
+        wire.say(("a", TokenDelta("a", (), "", FinishReason.ABORT)), text("b", "x", last=True))
+        await settle()
+        assert b.text == "x"
+
+    run(scenario())
+
+
+def test_who_leaves_before_it_is_known_where_it_runs_is_ended_there_as_soon_as_it_is() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=2)
+        a, b = (Listener(door, named(name)) for name in "ab")
+        await settle()
+        await a.leave()
+        await settle()
+        assert not wire.cancelled
+        wire.accept(replica="r7")
+        await settle()
+        assert wire.cancelled == [Cancellation("r7", ("a",))]
+        await b.leave()
+
+    run(scenario())
+
+
+def test_when_the_last_listener_leaves_the_whole_submission_ends() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door, (a, b) = await together(wire, "a", "b")
+        await a.leave()
+        await b.leave()
+        await settle()
+        assert wire.closed == wire.sent
+        assert door.snapshot()["replica_batch_sizes"] == {"r1": 0}
+
+    run(scenario())
+
+
+def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, batch_wait_s=0.01)
+        a = Listener(door, named("a"))
+        await settle()
+        await a.leave()
+        b, c, d = (Listener(door, named(name)) for name in "bcd")
+        await settle()
+        assert wire.names() == [["b", "c", "d"]]
+        for listener in (b, c, d):
+            await listener.leave()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("accepted", [False, True])
+def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it(
+    accepted: bool,
+) -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=2)
+        a, b = (Listener(door, named(name)) for name in "ab")
+        await settle()
+        if accepted:
+            wire.accept()
+            wire.say(text("a", "1", last=True))
+        gone = no_replica("gone")
+        wire.lines[0].put_nowait(gone)
+        await settle()
+        assert (a.heard[-1] is gone) == (not accepted)
+        assert b.heard[-1] is gone
+        assert door.num_interrupted == 2 - accepted
+
+    run(scenario())
+
+
+def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        _, (a,) = await together(wire, "a")
+        wire.lines[0].put_nowait(None)
+        await settle()
+        assert a.heard[-1].status == 500
+
+    run(scenario())
+
+
+def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -> None:
+    """Serve cancels whatever was called in the context of a request whose client has left."""
+    parent: ContextVar[str | None] = ContextVar("parent", default=None)
+    parents: list[str | None] = []
+
+    class Contextual(Wire):
+        def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
+            parents.append(parent.get())
+            return super().send(submission)
+
+        async def cancel(self, cancellation: Cancellation) -> None:
+            parents.append(parent.get())
+
+    async def scenario() -> None:
+        parent.set("a request")
+        _, (a, b) = await together(Contextual(), "a", "b")
+        await a.leave()
+        await settle()
+        await b.leave()
+
+    run(scenario())
+    assert parents == [None, None]
+
+
+def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door, (a,) = await together(wire, "a")
+        (courier,) = door._couriers
+        courier.task.cancel()
+        await settle()
+        assert a.heard[-1].status == 500
+
+    run(scenario())
+
+
+def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=3)
+        listeners = [Listener(door, named(name)) for name in "abcdef"]
+        await settle()
+        wire.accept(0)
+        wire.accept(1)
+        await settle()
+        assert door.snapshot() == {
+            "num_interrupted": 0,
+            "submission_size": 3,
+            "submission_size_histogram": {"4": 2},
+            "replica_batch_sizes": {"r1": 6},
+            "replica_batch_size_histograms": {"r1": {"4": 1, "8": 1}},
+        }
+        for listener in listeners:
+            await listener.leave()
+
+    run(scenario())
+
+
+@settings(deadline=None, max_examples=60)
+@given(data=st.data())
+def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -> None:
+    """Items arrive in any interleaving; some leave; nobody hears a word of somebody else's."""
+
+    async def scenario() -> None:
+        wire = Wire()
+        names = [f"n{i}" for i in range(data.draw(st.integers(1, 5)))]
+        _, listeners = await together(wire, *names)
+        words = {name: data.draw(st.integers(1, 4)) for name in names}
+        spoken = dict.fromkeys(names, 0)
+        left: set[str] = set()
+        while any(spoken[name] < words[name] for name in names):
+            speakers = [name for name in names if spoken[name] < words[name]]
+            now = data.draw(st.lists(st.sampled_from(speakers), unique=True, min_size=1))
+            if len(left) < len(names) - 1 and data.draw(st.booleans()):
+                leaver = data.draw(st.sampled_from(sorted(set(names) - left)))
+                left.add(leaver)
+                await listeners[names.index(leaver)].leave()
+            items = []
+            for name in now:
+                spoken[name] += 1
+                items.append(
+                    text(name, f"{name}.{spoken[name]} ", last=spoken[name] == words[name])
+                )
+            wire.say(*items)
+            await settle()
+        for name, listener in zip(names, listeners, strict=True):
+            whole = "".join(f"{name}.{i + 1} " for i in range(words[name]))
+            assert whole.startswith(listener.text)
+            assert name in left or (listener.text == whole and is_last(listener.heard[-1]))
+        assert wire.sent[0].num_open == 0
+
+    run(scenario())

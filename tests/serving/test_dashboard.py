@@ -1,0 +1,104 @@
+"""Every panel of the dashboard asks for something that exists."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from serve_spec.metrics import METRICS
+from serve_spec.serving.dashboard import dashboard
+from serve_spec.serving.ray_metrics import LABELS
+
+FOLDER = Path(__file__).parents[2] / "deploy/dashboards"
+SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
+# By Ray's rules, not by our code for them: what its exporter really does is in test_metrics_ray.
+EXPORTED = {f"ray_{m.name}{suffix}": m for m in METRICS for suffix in SUFFIXES[m.kind]}
+
+WORD = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
+KEYWORDS = {"sum", "max", "by", "rate", "increase", "histogram_quantile", "label_values"}
+
+
+def files() -> list[Path]:
+    return sorted(FOLDER.glob("*.json"))
+
+
+def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
+    """(query, legend) of every panel and variable."""
+    found = [
+        (target["expr"], target["legendFormat"])
+        for panel in board["panels"]
+        for target in panel.get("targets", [])
+    ]
+    variables = [v["query"] for v in board["templating"]["list"] if v["type"] == "query"]
+    return found + [(query, "") for query in variables]
+
+
+def names_in(query: str) -> set[str]:
+    """Metric names: whatever word is neither PromQL nor a label, a variable, or in quotes."""
+    bare = re.sub(r'"[^"]*"', "", query)
+    bare = re.sub(r"\bby \([^)]*\)", "", bare)
+    bare = re.sub(r"\{[^}]*\}|\[[^]]*\]", "", bare)
+    bare = re.sub(r"(label_values\(\w+), \w+\)", r"\1)", bare)
+    return set(WORD.findall(bare)) - KEYWORDS
+
+
+def labels_in(query: str) -> set[str]:
+    in_selectors = re.findall(r"(\w+)=~?\"", query)
+    grouped = [
+        label for found in re.findall(r"\bby \(([^)]*)\)", query) for label in found.split(", ")
+    ]
+    return {*in_selectors, *grouped} - {"le"}
+
+
+def test_the_shipped_file_is_the_one_the_code_describes() -> None:
+    assert json.loads((FOLDER / "serve_spec.json").read_text()) == dashboard(), (
+        "run python -m serve_spec.serving.dashboard > deploy/dashboards/serve_spec.json"
+    )
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: file.name)
+def test_every_query_names_metrics_and_labels_that_exist(file: Path) -> None:
+    board = json.loads(file.read_text())
+    assert len(queries(board)) > 30
+    for query, legend in queries(board):
+        names = names_in(query)
+        assert names, query
+        assert names <= set(EXPORTED), f"{query} names {names - set(EXPORTED)}"
+        allowed = {label for name in names for label in EXPORTED[name].labels} | set(LABELS)
+        assert labels_in(query) <= allowed, query
+        assert set(re.findall(r"\{\{(\w+)\}\}", legend)) <= labels_in(query), legend
+        for opening, closing in ("()", "{}", "[]"):
+            assert query.count(opening) == query.count(closing), query
+
+
+@pytest.mark.parametrize("file", files(), ids=lambda file: file.name)
+def test_counters_are_asked_for_their_growth_and_gauges_for_their_value(file: Path) -> None:
+    for query, _ in queries(json.loads(file.read_text())):
+        if query.startswith("label_values"):
+            continue
+        for name in names_in(query):
+            grows = bool(re.search(rf"(rate|increase)\({name}\b", query))
+            assert grows == (EXPORTED[name].kind != "gauge"), query
+
+
+def test_every_metric_is_shown_somewhere() -> None:
+    shown = {EXPORTED[name] for query, _ in queries(dashboard()) for name in names_in(query)}
+    assert {metric.name for metric in set(METRICS) - shown} == set()
+
+
+def test_panels_do_not_overlap() -> None:
+    taken: set[tuple[int, int]] = set()
+    for panel in dashboard()["panels"]:
+        place = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not cells & taken, panel["title"]
+        assert max(x for x, _ in cells) < 24
+        taken |= cells

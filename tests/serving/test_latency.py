@@ -1,0 +1,131 @@
+"""Where the time of a request goes, by a clock that the test moves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import FinishReason
+from serve_spec.metrics import Reading
+from serve_spec.serving import latency
+from serve_spec.serving.latency import ARRIVED, RequestTimer, timed
+from serve_spec.serving.messages import Accepted, Failed, Refused, ReplicaItem
+from tests.serving.fakes import delta
+
+LAST = delta("b", 3, 4, 5, 6, finish=FinishReason.STOP)
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(latency, "time", clock)
+    return clock
+
+
+def values(seen: list[Reading]) -> dict[str, float]:
+    return {r.metric.name.removeprefix("serve_spec_"): r.value for r in seen}
+
+
+def test_first_and_later_tokens_are_timed_apart(clock: Clock) -> None:
+    seen: list[Reading] = []
+    timer = RequestTimer(seen.append, "engine", started=99.5)
+    timer.saw(Accepted(3, "r"))
+    timer.saw(delta("a", 1, 2))
+    clock.now += 0.08
+    timer.saw(LAST)
+    timer.end()
+    assert values(seen) == pytest.approx(
+        {
+            "time_to_first_token_ms": 500,
+            "first_token_wait_ms": 500,
+            "first_tokens": 1,
+            "time_per_output_token_ms": 20,
+            "later_tokens_wait_ms": 80,
+            "later_tokens": 4,
+            "requests": 1,
+        }
+    )
+    assert {r.labels["measured_at"] for r in seen} == {"engine"}
+
+
+@pytest.mark.parametrize(
+    ("items", "outcome"),
+    [
+        ([Accepted(3, "r"), LAST], "done"),
+        ([Refused(InvalidRequest("top_k", -3, "no"))], "refused"),
+        ([Accepted(3, "r"), delta("a", 1), Failed("boom")], "failed"),
+        ([Accepted(3, "r"), delta("a", 1), RuntimeError("gone")], "failed"),
+        ([Accepted(3, "r"), delta("a", 1)], "left"),
+    ],
+    ids=["done", "refused", "failed", "broken", "left"],
+)
+def test_every_request_ends_in_one_outcome_and_its_items_pass_unchanged(
+    items: list[Any], outcome: str
+) -> None:
+    async def answers() -> AsyncGenerator[ReplicaItem, None]:
+        for item in items:
+            if isinstance(item, Exception):
+                raise item
+            yield item
+
+    seen: list[Reading] = []
+    passed: list[Any] = []
+
+    async def scenario() -> None:
+        async with aclosing(timed(answers(), seen.append)) as stream:
+            async for item in stream:
+                passed.append(item)
+
+    if any(isinstance(item, Exception) for item in items):
+        with pytest.raises(RuntimeError):
+            asyncio.run(scenario())
+    else:
+        asyncio.run(scenario())
+    assert passed == [item for item in items if not isinstance(item, Exception)]
+    ended = [r.labels["outcome"] for r in seen if r.metric.name == "serve_spec_requests"]
+    assert ended == [outcome]
+
+
+def test_the_door_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
+    async def answers() -> AsyncGenerator[ReplicaItem, None]:
+        yield LAST
+
+    seen: list[Reading] = []
+
+    async def scenario() -> None:
+        ARRIVED.set(98.0)
+        async for _ in timed(answers(), seen.append):
+            pass
+
+    asyncio.run(scenario())
+    assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)
+
+
+def test_leaving_early_closes_what_was_listened_to() -> None:
+    closed = []
+
+    async def answers() -> AsyncGenerator[ReplicaItem, None]:
+        try:
+            yield delta("a", 1)
+            yield LAST
+        finally:
+            closed.append(True)
+
+    async def scenario() -> None:
+        async with aclosing(timed(answers(), lambda reading: None)) as stream:
+            await anext(stream)
+
+    asyncio.run(scenario())
+    assert closed

@@ -1,0 +1,117 @@
+"""What a real Ray exports, asked at the Prometheus endpoint of its node; and a fleet that teaches.
+
+One application for all of it: a router, a replica, and a fake engine that reports rounds.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from serve_spec.metrics import METRICS
+from serve_spec.serving.ray_metrics import LABELS, exported_names
+from tests.serving.cluster import eventually, local_serve
+from tests.serving.reporting_engine import RATES
+
+ENGINE = "tests.serving.reporting_engine:ReportingLoop"
+COMPLETIONS = "/v1/completions"
+# Of requests that are turned away at the door, which this test does not do.
+NOT_CAUSED = {"serve_spec_rejected_requests"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = tmp_path_factory.mktemp("models") / "fake"
+    model.mkdir()
+    return model
+
+
+@pytest.fixture(scope="module")
+def url(model: Path) -> Iterator[str]:
+    with local_serve(num_cpus=4) as url:
+        deploy(model)
+        yield url
+
+
+def deploy(model: Path, **changes: Any) -> None:
+    from ray import serve
+
+    from serve_spec.serving import build_app
+
+    config = {
+        "model": {"path": str(model)},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(model),
+        },
+        "stats": {"push_interval_s": 0.2},
+        "replica": {"graceful_shutdown_timeout_s": 1.0},
+    }
+    serve.run(build_app({"config": config, "engine_loop": ENGINE, **changes}), name="app")
+
+
+def exported() -> str:
+    import ray
+
+    (node,) = ray.nodes()
+    port = node["MetricsExportPort"]
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+
+
+def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> None:
+    answer = httpx.post(url + COMPLETIONS, json={"prompt": "a b", "max_tokens": 6})
+    assert answer.status_code == 200
+    wanted = {
+        name
+        for metric in METRICS
+        if metric.name not in NOT_CAUSED
+        for name in exported_names(metric)
+    }
+
+    def missing(text: str) -> set[str]:
+        return {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
+
+    text = eventually(exported, lambda text: not missing(text))
+    for line in text.splitlines():
+        if line.startswith("ray_serve_spec_"):
+            assert all(f'{label}="' in line for label in LABELS), line
+    ours = httpx.get(url + "/metrics", timeout=30).text
+    assert wanted <= {re.split(r"[{ ]", line)[0] for line in ours.splitlines()}
+    assert "ray_serve_spec" in ours
+    assert "ray_serve_deployment" not in ours
+    # Named by rank: a replacement goes on with the series of the replica before it.
+    assert 'deployment="EngineReplica"' in text
+    assert re.search(r'ray_serve_spec_batch_size{[^}]*replica="0"', text)
+    assert re.search(r'first_tokens_total{[^}]*measured_at="door"[^}]*} 1', text)
+
+
+def test_a_replica_that_starts_later_starts_from_what_the_fleet_knows(
+    url: str, model: Path
+) -> None:
+    """The fake engine says what it was started from, and tells others its own acceptance."""
+
+    def started_from() -> list[Any]:
+        found = httpx.get(url + "/server_info", timeout=30).json()["internal_states"]
+        return [state["started_from"] for state in found]
+
+    def knows(answer: httpx.Response) -> bool:
+        return bool(answer.json()["fleet"]["acceptance"])
+
+    assert eventually(started_from, bool) == [None]
+    eventually(lambda: httpx.get(url + "/status.json", timeout=30), knows)
+    deploy(model, max_queued_requests=7)
+    assert eventually(started_from, any)[-1] == RATES
+
+
+def test_the_page_and_its_figures_come_through_serve(url: str) -> None:
+    assert "<title>serve_spec</title>" in httpx.get(url + "/").text
+    status = eventually(
+        lambda: httpx.get(url + "/status.json").json(), lambda s: bool(s["replicas"])
+    )
+    assert status["replicas"][0]["history"]["time_s"]
+    assert Path(httpx.get(url + "/static/status.js").url.path).name == "status.js"

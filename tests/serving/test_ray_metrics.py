@@ -1,0 +1,138 @@
+"""What reaches Ray's metrics, and at what price for the engine."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.metrics import (
+    BATCH_SIZE,
+    LAST_REASON,
+    METRICS,
+    OUTPUT_TOKENS,
+    ROUNDS,
+    STEP_MS,
+    Reading,
+    StepStats,
+)
+from serve_spec.serving.ray_metrics import (
+    LABELS,
+    RayMetrics,
+    RoundSink,
+    StateReadings,
+    exported_names,
+    merged,
+)
+
+ROUND = StepStats(
+    num_steps=2,
+    batch_size=1,
+    num_draft_tokens=2,
+    num_correct_drafts=1,
+    num_output_tokens=2,
+    num_prefill_tokens=0,
+    draft_ms=1.0,
+    verify_ms=2.0,
+    step_ms=3.5,
+    num_running_seqs=1,
+    num_waiting_seqs=0,
+    num_used_pages=1,
+    num_pages=4,
+    accept_lengths=(2,),
+)
+
+
+class Recorder(RayMetrics):
+    """Keeps what would be exported."""
+
+    def __init__(self) -> None:
+        super().__init__(METRICS, dict.fromkeys(LABELS, "0"))
+        self.seen: list[Reading] = []
+
+    def record(self, reading: Reading) -> None:
+        super().record(reading)
+        self.seen.append(reading)
+
+
+def test_ray_takes_every_metric_with_its_labels() -> None:
+    metrics = RayMetrics(METRICS, dict.fromkeys(LABELS, "0"))
+    for metric in METRICS:
+        metrics.record(Reading(metric, 1.0, dict.fromkeys(metric.labels, "1")))
+
+
+def test_names_get_ray_s_prefix_and_a_counter_its_suffix() -> None:
+    assert exported_names(ROUNDS) == ("ray_serve_spec_rounds_total",)
+    assert exported_names(BATCH_SIZE) == ("ray_serve_spec_batch_size",)
+    assert "ray_serve_spec_step_ms_bucket" in exported_names(STEP_MS)
+
+
+def test_no_metric_s_name_ends_in_what_an_exporter_adds() -> None:
+    for metric in METRICS:
+        assert not metric.name.endswith(("_total", "_bucket", "_count", "_sum"))
+
+
+def test_rounds_are_exported_once_and_only_when_flushed() -> None:
+    metrics = Recorder()
+    sink = RoundSink(metrics)
+    sink.observe(ROUND)
+    sink.observe(ROUND)
+    assert not metrics.seen
+    sink.flush()
+    tokens = [r.value for r in metrics.seen if r.metric == OUTPUT_TOKENS]
+    assert tokens == [4.0]
+    assert [r.value for r in metrics.seen if r.metric == STEP_MS] == [3.5, 3.5]
+    metrics.seen.clear()
+    sink.flush()
+    assert not metrics.seen
+
+
+def test_a_sink_that_nobody_flushes_takes_no_more_memory() -> None:
+    metrics = Recorder()
+    sink = RoundSink(metrics)
+    for _ in range(20_000):
+        sink.observe(ROUND)
+    sink.flush()
+    assert sum(r.metric == STEP_MS for r in metrics.seen) < 10_000
+
+
+readings = st.one_of(
+    st.builds(
+        lambda value, tier: Reading(ROUNDS, value, {"num_steps": tier}),
+        st.integers(1, 9),
+        st.sampled_from("012"),
+    ),
+    st.builds(lambda value: Reading(BATCH_SIZE, value), st.integers(0, 9)),
+    st.builds(lambda value: Reading(STEP_MS, value), st.integers(1, 9)),
+)
+
+
+@given(st.lists(readings, max_size=40))
+def test_merging_keeps_sums_newest_values_and_every_observation(found: list[Reading]) -> None:
+    def facts(some: list[Reading]) -> tuple[Counter[str], list[float], list[float]]:
+        counts: Counter[str] = Counter()
+        for reading in some:
+            if reading.metric == ROUNDS:
+                counts[reading.labels["num_steps"]] += int(reading.value)
+        sizes = [r.value for r in some if r.metric == BATCH_SIZE][-1:]
+        return counts, sizes, [r.value for r in some if r.metric == STEP_MS]
+
+    assert facts(merged(found)) == facts(found)
+
+
+def test_an_old_reason_is_set_back_when_a_new_one_comes() -> None:
+    state = StateReadings()
+    state.of({"last_reason": "gain"})
+    found = {
+        r.labels["reason"]: r.value
+        for r in state.of({"last_reason": "kv"})
+        if r.metric == LAST_REASON
+    }
+    assert found == {"gain": 0.0, "kv": 1.0}
+
+
+@pytest.mark.parametrize("odd", [{}, {"slot": None, "last_reason": None}, {"slot": "all"}], ids=str)
+def test_a_snapshot_that_says_nothing_exports_nothing(odd: dict[str, object]) -> None:
+    assert StateReadings().of(odd) == []

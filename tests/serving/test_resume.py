@@ -1,0 +1,177 @@
+"""A replica that dies costs its streams nothing: no token lost, none repeated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.serving.continuation import continue_request
+from serve_spec.serving.errors import ApiError, no_replica, queue_full
+from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
+from serve_spec.serving.resume import ReplicaLost, resumed
+from tests.serving.fakes import ScriptedFleet, delta, request
+from tests.serving.lawful_engine import LawfulLoop
+
+FOREVER_S = 3600.0
+
+
+def lost() -> ReplicaLost:
+    return ReplicaLost(no_replica("gone"))
+
+
+class MortalFleet:
+    """Replica after replica; each dies when it has said as many items as its life is long.
+
+    Lives: a number of items, or an error instead of the first item. After the last one, a replica
+    lives for ever.
+    """
+
+    def __init__(self, *lives: int | ApiError | Failed) -> None:
+        self.lives = list(lives)
+        self.requests: list[GenerateRequest] = []
+
+    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        self.requests.append(asked)
+        name = f"r{len(self.requests)}"
+        life = self.lives.pop(0) if self.lives else float("inf")
+        if isinstance(life, ApiError):
+            raise life
+        if isinstance(life, Failed):
+            yield life
+            return
+        loop = LawfulLoop(len(self.requests))
+        if asked.emitted:
+            stream: Any = await continue_request(loop, asked)
+        else:
+            stream = await loop.submit(asked.prompt, asked.params, asked.request_id)
+        if life == 0:
+            raise lost()
+        yield Accepted(stream.num_prompt_tokens, name)
+        async for item in stream:
+            life -= 1
+            if life <= 0:
+                raise lost()
+            yield item
+
+
+@dataclass
+class Answer:
+    """What a caller heard."""
+
+    accepted: list[Accepted] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
+
+    @property
+    def said(self) -> tuple[Any, ...]:
+        tokens = [token for d in self.deltas for token in d.token_ids]
+        return "".join(d.text for d in self.deltas), tokens, self.deltas[-1].finish_reason
+
+
+def listen(fleet: Any, asked: GenerateRequest, resume_timeout_s: float = FOREVER_S) -> Answer:
+    async def scenario() -> Answer:
+        answer = Answer()
+        async for item in resumed(fleet, asked, resume_timeout_s):
+            (answer.accepted if isinstance(item, Accepted) else answer.deltas).append(item)  # type: ignore[arg-type]
+        return answer
+
+    return asyncio.run(scenario())
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    seed=st.integers(0, 2**63),
+    max_tokens=st.integers(1, 24),
+    lives=st.lists(st.integers(0, 12), min_size=1, max_size=2),
+    stop=st.lists(st.text("ab é", min_size=1, max_size=4), max_size=2),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.sampled_from(list(b"ab ")), max_size=1),
+)
+def test_wherever_replicas_die_the_answer_is_that_of_one_that_lives(
+    lives: list[int], **params: Any
+) -> None:
+    whole = listen(MortalFleet(), request("the prompt", **params))
+    fleet = MortalFleet(*lives)
+    broken = listen(fleet, request("the prompt", **params))
+    assert broken.said == whole.said
+    assert [a.num_prompt_tokens for a in broken.accepted] == [10]
+    assert broken.deltas[-1].speculation is not None
+
+
+def test_every_chunk_boundary_of_a_long_answer_is_a_place_to_die() -> None:
+    asked = request("the prompt", seed=3, max_tokens=40, ignore_eos=True, stop=("b éa",))
+    whole = listen(MortalFleet(), asked)
+    for life in range(len(whole.deltas) + 2):
+        assert listen(MortalFleet(life), asked).said == whole.said
+
+
+def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None:
+    fleet = MortalFleet(3, 3)
+    listen(fleet, request("x", max_tokens=30, ignore_eos=True))
+    seeds = {asked.params.seed for asked in fleet.requests}
+    assert len(fleet.requests) == 3
+    assert len(seeds) == 1
+    assert None not in seeds
+    other = MortalFleet()
+    listen(other, request("x"))
+    assert other.requests[0].params.seed not in seeds, "a fresh one for every request"
+
+
+def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id() -> None:
+    fleet = MortalFleet(3, Failed("boom", replica="sick"))
+    listen(fleet, request("x", seed=1, max_tokens=30, ignore_eos=True))
+    assert [asked.avoid for asked in fleet.requests] == [set(), {"r1"}, {"r1", "sick"}]
+    assert len({asked.request_id for asked in fleet.requests}) == 3
+
+
+def test_after_a_loss_it_waits_for_a_replica_that_has_room() -> None:
+    fleet = MortalFleet(3, no_replica("none"), queue_full("full", 1), Failed("full", True))
+    asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
+    assert listen(fleet, asked).said == listen(MortalFleet(), asked).said
+
+
+def test_when_nobody_takes_it_in_time_the_error_says_why() -> None:
+    fleet = MortalFleet(3, *[no_replica("none is running")] * 3)
+    asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
+    with pytest.raises(ApiError, match="none is running"):
+        listen(fleet, asked, resume_timeout_s=0)
+    assert len(fleet.requests) == 2
+
+
+def test_a_request_that_kills_replicas_is_not_given_to_all_of_them() -> None:
+    fleet = MortalFleet(*[3] * 9)
+    with pytest.raises(ReplicaLost, match="gone"):
+        listen(fleet, request("x", seed=1, max_tokens=90, ignore_eos=True))
+    assert len(fleet.requests) == 3
+
+
+@pytest.mark.parametrize("error", [no_replica("none"), queue_full("full", 1)], ids=str)
+def test_what_nobody_took_yet_is_refused_at_once(error: ApiError) -> None:
+    fleet = MortalFleet(error)
+    with pytest.raises(ApiError) as caught:
+        listen(fleet, request())
+    assert caught.value is error
+    assert len(fleet.requests) == 1
+
+
+def test_a_wrong_request_is_wrong_everywhere() -> None:
+    refused = Refused(InvalidRequest("top_p", 2, "no"))
+    fleet = ScriptedFleet([refused])
+
+    async def scenario() -> list[ReplicaItem]:
+        return [item async for item in resumed(fleet, request(), FOREVER_S)]
+
+    assert asyncio.run(scenario()) == [refused]
+
+
+def test_an_engine_that_shuts_down_has_not_finished_the_answer() -> None:
+    aborted = delta("", finish=FinishReason.ABORT)
+    with pytest.raises(ReplicaLost, match="shutting down"):
+        listen(ScriptedFleet([Accepted(1, "r1"), delta("a", 1), aborted]), request())

@@ -1,0 +1,201 @@
+"""Which replica is best: by hand in small fleets, laws in any."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.serving.routing_policy import (
+    Policy,
+    ReplicaLoad,
+    SentPrefixes,
+    blocks,
+    first_block,
+    ranked,
+)
+from tests.serving.fakes import request
+
+POLICIES = get_args(Policy)
+CHEAP = {0: 5.0, 1: 6.0, 2: 8.0, 4: 12.0, 8: 20.0}
+DEAR = {rows: 2 * ms for rows, ms in CHEAP.items()}
+
+
+def load(name: str, rows: int, costs: Any = None, **fields: Any) -> ReplicaLoad:
+    return ReplicaLoad(name, rows, max_rows=100, marginal_ms_by_rows=costs, **fields)
+
+
+def order(policy: Policy, *loads: ReplicaLoad, num: int = 1, **options: Any) -> list[str]:
+    return ranked(policy, loads, num, **{"load_factor": 1.25, **options})
+
+
+@st.composite
+def fleets(draw: Any) -> list[ReplicaLoad]:
+    costs = st.sampled_from([CHEAP, DEAR, None])
+    return [
+        ReplicaLoad(
+            f"r{i}",
+            draw(st.integers(0, 6)),
+            draw(st.integers(0, 6)),
+            max_rows=10,
+            is_short_of_pages=draw(st.booleans()),
+            is_healthy=draw(st.booleans()),
+            marginal_ms_by_rows=draw(costs),
+            matched_blocks=draw(st.integers(0, 3)),
+        )
+        for i in range(draw(st.integers(1, 5)))
+    ]
+
+
+@given(fleet=fleets(), policy=st.sampled_from(POLICIES), num=st.integers(1, 8), data=st.data())
+def test_every_replica_is_ranked_and_sick_avoided_and_full_ones_come_last(
+    fleet: list[ReplicaLoad], policy: Policy, num: int, data: Any
+) -> None:
+    avoid = frozenset(data.draw(st.sets(st.sampled_from([f.name for f in fleet]))))
+    names = order(policy, *fleet, num=num, avoid=avoid)
+    assert sorted(names) == [f.name for f in fleet]
+    by_name = {f.name: f for f in fleet}
+
+    def is_full(load: ReplicaLoad) -> bool:
+        return load.is_short_of_pages or load.rows + num > load.max_rows
+
+    classes = [(not by_name[n].is_healthy, n in avoid, is_full(by_name[n])) for n in names]
+    assert classes == sorted(classes)
+
+
+def test_balanced_goes_where_the_fewest_are() -> None:
+    assert order("balanced", load("a", 3), load("b", 1), load("c", 2)) == ["b", "c", "a"]
+
+
+def test_goodput_goes_where_one_more_costs_least_however_many_are_there() -> None:
+    assert order("goodput", load("slow", 1, DEAR), load("fast", 2, CHEAP)) == ["fast", "slow"]
+    assert order("goodput", load("slow", 0, DEAR), load("fast", 4, CHEAP)) == ["slow", "fast"]
+
+
+def test_goodput_weighs_all_requests_of_a_submission() -> None:
+    flat, steep = {0: 7.0}, {0: 5.0, 1: 20.0}
+    assert order("goodput", load("flat", 0, flat), load("steep", 0, steep)) == ["steep", "flat"]
+    fleet = load("flat", 0, flat), load("steep", 0, steep)
+    assert order("goodput", *fleet, num=2) == ["flat", "steep"]
+
+
+def test_goodput_between_equals_is_balanced() -> None:
+    assert order("goodput", load("a", 3, CHEAP), load("b", 2, CHEAP)) == ["b", "a"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_is_sent_behind_a_queue_for_pages(policy: Policy) -> None:
+    fleet = load("queue", 0, CHEAP, is_short_of_pages=True), load("none", 8, DEAR)
+    assert order(policy, *fleet) == ["none", "queue"]
+
+
+@pytest.mark.parametrize(
+    ("num_waiting", "free_pages", "short"), [(3, 5, True), (3, 50, False), (0, 5, False)]
+)
+def test_only_a_queue_without_free_pages_is_there_to_stay(
+    num_waiting: int, free_pages: int, short: bool
+) -> None:
+    stats = {"num_waiting": num_waiting, "kv": {"free_pages": free_pages, "total_pages": 100}}
+    assert ReplicaLoad.of("a", stats, "me").is_short_of_pages == short
+
+
+def test_goodput_between_costs_that_differ_as_measurements_do_is_balanced() -> None:
+    noisy = {rows: 1.2 * ms for rows, ms in CHEAP.items()}
+    assert order("goodput", load("a", 2, CHEAP), load("b", 1, noisy)) == ["b", "a"]
+    assert order("goodput", load("a", 2, CHEAP), load("b", 1, DEAR)) == ["a", "b"]
+
+
+def test_goodput_beyond_what_was_measured_keeps_rising() -> None:
+    assert load("a", 64, CHEAP).marginal_ms(1) > load("a", 32, CHEAP).marginal_ms(1) > CHEAP[8]
+
+
+def test_goodput_without_every_replica_s_costs_is_balanced() -> None:
+    fleet = load("known", 1, CHEAP), load("new", 0)
+    assert order("goodput", *fleet) == order("balanced", *fleet) == ["new", "known"]
+
+
+def test_prefix_goes_to_the_longest_match_until_it_has_too_many() -> None:
+    long, short = load("long", 2, matched_blocks=3), load("short", 2, matched_blocks=1)
+    assert order("prefix", short, long) == ["long", "short"]
+    busy = load("long", 5, matched_blocks=3)
+    assert order("prefix", busy, short) == ["short", "long"], "6 of 8 is over 1.25 · 4"
+    assert order("prefix", busy, short, load_factor=2.0) == ["long", "short"]
+
+
+def test_prefix_without_any_match_is_balanced() -> None:
+    fleet = load("a", 3), load("b", 2)
+    assert order("prefix", *fleet) == order("balanced", *fleet)
+
+
+@given(num=st.integers(1, 40), factor=st.floats(1, 3))
+def test_prefix_never_piles_up_what_it_could_spread(num: int, factor: float) -> None:
+    """All requests share one prompt: still no replica has more than the bound."""
+    rows = {"a": 0, "b": 0, "c": 0}
+    for sent in range(num):
+        fleet = [load(name, n, matched_blocks=9 if n else 0) for name, n in rows.items()]
+        rows[order("prefix", *fleet, load_factor=factor)[0]] += 1
+        assert max(rows.values()) <= -(-factor * (sent + 1) // 3)
+
+
+@given(
+    stem=st.lists(st.integers(0, 9), max_size=80),
+    left=st.lists(st.integers(0, 9), max_size=80),
+    right=st.lists(st.integers(0, 9), max_size=80),
+)
+def test_prompts_share_as_many_blocks_as_they_share_tokens(
+    stem: list[int], left: list[int], right: list[int]
+) -> None:
+    one, other = stem + left, stem + right
+    common = next(
+        (i for i, (x, y) in enumerate(zip(one, other, strict=False)) if x != y),
+        min(len(one), len(other)),
+    )
+    sent = SentPrefixes()
+    sent.note("r", blocks(one))
+    assert sent.matched("r", blocks(other)) == common // 16
+    assert sent.matched("other", blocks(other)) == 0
+
+
+def test_text_is_compared_by_its_beginning_too() -> None:
+    stem = "You are a helpful assistant. " * 10
+    assert blocks(stem + "one")[:4] == blocks(stem + "two")[:4]
+    assert first_block(request(stem + "one")) == first_block(request(stem + "two"))
+    assert first_block(request("short")) is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.lists(st.integers(0, 3), max_size=99))))
+def test_what_was_sent_takes_bounded_memory_and_the_newest_stays(
+    sent: list[tuple[str, list[int]]],
+) -> None:
+    memory = SentPrefixes(max_blocks=8)
+    for replica, prompt in sent:
+        memory.note(replica, blocks(prompt))
+        assert len(memory) <= 8
+        assert memory.matched(replica, blocks(prompt)) == len(blocks(prompt))
+
+
+def test_a_replica_that_is_gone_has_seen_nothing() -> None:
+    memory = SentPrefixes()
+    for name in ("a", "b"):
+        memory.note(name, blocks(list(range(32))))
+    memory.forget("a")
+    assert [memory.matched(name, blocks(list(range(32)))) for name in ("a", "b")] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("stats", "others", "costs"),
+    [
+        ({}, 0, None),
+        ({"rows": {"me": 9, "you": 3, "they": 1}, "marginal_ms_by_rows": None}, 4, None),
+        ({"rows": {}, "marginal_ms_by_rows": {"0": 5.0, "1": 6.0}}, 0, {0: 5.0, 1: 6.0}),
+    ],
+    ids=["nothing reported", "others", "costs"],
+)
+def test_a_report_says_what_others_sent_and_what_rows_cost(
+    stats: dict[str, Any], others: int, costs: Any
+) -> None:
+    found = ReplicaLoad.of("a", stats, "me")
+    assert (found.other_rows, found.own_rows, found.is_healthy) == (others, 0, True)
+    assert found.marginal_ms_by_rows == costs

@@ -1,0 +1,231 @@
+"""The status page: complete, self-contained, and alive in a real browser where there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+import serve_spec.serving
+from serve_spec.config import ServeSpecConfig
+from serve_spec.serving.admission import Admission
+from serve_spec.serving.api import create_api
+from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.status_page import OPEN_PATHS
+from tests.serving.cluster import free_port
+from tests.serving.fakes import ScriptedFleet
+
+STATIC = Path(serve_spec.serving.__file__).parent / "static"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+NODE = shutil.which("node")
+START_S = 1_700_000_000.0
+
+
+class BusyFleet(ScriptedFleet):
+    """Two replicas under load; every look at them is five seconds later than the one before."""
+
+    def __init__(self) -> None:
+        super().__init__([])
+        self.stats_now = FleetStats(stale_after_s=15, history_s=600)
+        self.num_looks = 0
+        for _ in range(20):
+            self._pass_time()
+
+    async def status(self) -> dict[str, object]:
+        self._pass_time()
+        return self.stats_now.status(START_S + 5 * self.num_looks)
+
+    def _pass_time(self) -> None:
+        self.num_looks += 1
+        for rank in (0, 1):
+            now = START_S + 5 * self.num_looks
+            self.stats_now.report(f"r{rank}", self._snapshot(rank), now)
+
+    def _snapshot(self, rank: int) -> dict[str, Any]:
+        looks = self.num_looks
+        accept_rates = (0.8, 0.7, 0.6)
+        return {
+            "pair": "tiny",
+            "replica_rank": rank,
+            "strategy": "goodput",
+            "speculative_num_steps": 1 + (looks // 10 + rank) % 3,
+            "candidate_steps": [0, 1, 2, 3],
+            "batch_size": 4 + rank,
+            "num_running": 4 + rank,
+            "num_waiting": 1,
+            "avg_spec_accept_length": 2.5,
+            "last_reason": "gain" if rank else "<b>steady</b>",
+            "switches": {"gain": looks, "kv": 3},
+            "break_even": {
+                "batch_size": 4,
+                "round_ms": {"0": 4.0, "1": 5.0, "2": 6.0, "3": 10.0},
+                "tokens_per_ms": {"0": 1.0, "1": 1.4, "2": 1.6, "3": 1.2},
+            },
+            "kv": {"free_pages": 90, "total_pages": 100},
+            "counters": {"decode_rows": 400 * looks, "decode_tokens": 1000 * looks},
+            "acceptance": {
+                "positions": [
+                    {"position": i, "accept_rate": rate, "trials": 100.0}
+                    for i, rate in enumerate(accept_rates, start=1)
+                ]
+            },
+            "speculation": {
+                "effective_speedup": 1.5,
+                "window": {"tokens_per_step": 2.5, "busy_s": 5.0},
+                "by_batch_size": {
+                    "4": {"effective_speedup": 1.5, "tokens_per_ms": {"0": 1.0, "2": 1.5}}
+                },
+            },
+        }
+
+
+@contextmanager
+def served(config: ServeSpecConfig) -> Iterator[str]:
+    """The app behind a real HTTP server; its URL."""
+    app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
+    port = free_port()
+    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    try:
+        while not server.started:
+            time.sleep(0.01)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+def ask(config: ServeSpecConfig, path: str, root_path: str = "") -> httpx.Response:
+    app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
+
+    async def send() -> httpx.Response:
+        transport = httpx.ASGITransport(app, root_path=root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.get(path)
+
+    return asyncio.run(send())
+
+
+class Links(HTMLParser):
+    """What a page loads."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.found: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [v for k, v in attrs if k in ("src", "href") and v and tag != "base"]
+
+
+def test_everything_the_page_loads_is_served_here_and_needs_no_key(
+    config: ServeSpecConfig,
+) -> None:
+    config = ServeSpecConfig.load(config, api_keys=["k1"])
+    page = ask(config, "/")
+    assert page.headers["content-type"].startswith("text/html")
+    links = [link for link in Links(page.text).found if not link.startswith("data:")]
+    assert len(links) == 4
+    for link in links:
+        answer = ask(config, f"/{link}")
+        assert answer.status_code == 200, link
+        assert answer.content == (STATIC / link.removeprefix("static/")).read_bytes()
+    assert {f"/{link}" for link in links} | {"/"} == OPEN_PATHS
+
+
+def test_the_figures_need_the_key(config: ServeSpecConfig) -> None:
+    assert ask(ServeSpecConfig.load(config, api_keys=["k1"]), "/status.json").status_code == 401
+    assert ask(config, "/status.json").json()["model"] == config.model.served_model_name
+
+
+def test_no_file_loads_anything_from_another_host() -> None:
+    for file in STATIC.iterdir():
+        text = file.read_text()
+        if file.name == "uplot.min.js":
+            text = re.sub(r"^/\*!.*?\*/", "", text)  # its licence line
+        if file.suffix != ".LICENSE":
+            assert not re.search(r"(https?:)?//[a-z0-9-]+\.[a-z]", text), file.name
+
+
+def test_the_browser_is_told_to_load_nothing_from_elsewhere(config: ServeSpecConfig) -> None:
+    policy = ask(config, "/").headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "http" not in policy
+
+
+def test_below_a_route_prefix_links_stay_below_it(config: ServeSpecConfig) -> None:
+    assert '<base href="/llm/">' in ask(config, "/llm/", root_path="/llm").text
+    assert '<base href="/&quot;&gt;/">' in ask(config, '/">/', root_path='/">').text
+
+
+@pytest.mark.skipif(NODE is None, reason="no node here")
+def test_the_scripts_are_valid() -> None:
+    for script in STATIC.glob("*.js"):
+        subprocess.run([str(NODE), "--check", script], check=True)
+
+
+def test_every_name_the_script_looks_up_is_on_the_page() -> None:
+    script, page = (STATIC / "status.js").read_text(), (STATIC / "status.html").read_text()
+    wanted = set(re.findall(r'(?:byId|draw|showTable)\("(\w+)"', script))
+    assert wanted <= set(re.findall(r'id="(\w+)"', page))
+    assert len(wanted) >= 10
+
+
+def dump(url: str, tmp_path: Path, virtual_ms: int) -> str:
+    """The page as it stands after so many milliseconds of the browser's own clock."""
+    command = [
+        str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
+        f"--user-data-dir={tmp_path}", f"--virtual-time-budget={virtual_ms}", "--dump-dom", url,
+    ]  # fmt: skip
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def last_values(page: str, chart: str) -> list[float | None]:
+    """The last point of every line of a chart."""
+    found = re.search(rf'id="{chart}"[^>]*data-last="([^"]*)"', page)
+    assert found is not None
+    values: list[float | None] = json.loads(found[1])
+    return values
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium here")
+def test_in_a_browser_charts_draw_and_values_change_under_load(
+    config: ServeSpecConfig, tmp_path: Path
+) -> None:
+    with served(config) as url:
+        page = dump(url, tmp_path, virtual_ms=500)
+        later = dump(url, tmp_path, virtual_ms=9000)
+    assert page.count("<canvas") == 7
+    points = {
+        chart: int(re.search(rf'id="{chart}"[^>]*data-points="(\d+)"', page)[1])  # type: ignore[index]
+        for chart in ("throughput", "batch", "tier", "length", "positions", "breakeven", "needed")
+    }
+    assert points["positions"] == 3
+    assert points["breakeven"] == 4
+    assert min(points[chart] for chart in ("throughput", "batch", "tier", "length")) >= 20
+    assert last_values(page, "breakeven") == [pytest.approx(1.2), None, 1]
+    # Three drafts take 2.5 times as long as none, and bring 3 tokens: 1 + a + a² + a³.
+    assert last_values(page, "needed") == pytest.approx([0.691, 0.811], abs=1e-3)
+    assert "<b>400</b><span>tokens per second" in page
+    assert "&lt;b&gt;steady" in page, "what a replica says is text, not markup"
+
+    def switches(text: str) -> int:
+        table = text.index('id="switches"')
+        return int(re.search(r"gain</td><td>(\d+)", text[table:])[1])  # type: ignore[index]
+
+    assert switches(later) > switches(page)
+    assert "as of" in later

@@ -1,0 +1,116 @@
+"""What the door exports, and that whatever breaks there stays there."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.metrics import Reading
+from serve_spec.serving import telemetry
+from serve_spec.serving.telemetry import DoorTelemetry, pair_name, start_warm
+from tests.serving.fake_engine import FakeLoop
+
+CONTEXT = SimpleNamespace(app_name="app", deployment="Router", rank=None)
+
+
+def exports(*doors: dict[str, Any]) -> list[dict[str, float]]:
+    """What is exported at each look at the door, by name and size."""
+    looks = iter(doors)
+    found: list[dict[str, float]] = []
+
+    async def scenario() -> None:
+        door = DoorTelemetry(CONTEXT, lambda: next(looks))
+
+        def keep(reading: Reading) -> None:
+            key = " ".join(
+                [reading.metric.name.removeprefix("serve_spec_"), *reading.labels.values()]
+            )
+            found[-1][key] = reading.value
+
+        door._metrics.record = keep  # type: ignore[method-assign]
+        for _ in doors:
+            found.append({})
+            await door.export()
+
+    asyncio.run(scenario())
+    return found
+
+
+def door(queue_len: int = 0, rejected: int = 0, **sizes: int) -> dict[str, Any]:
+    histogram = {size.removeprefix("s"): count for size, count in sizes.items()}
+    return {
+        "queue_len": queue_len,
+        "in_flight": 3,
+        "num_rejected": rejected,
+        "submission_size_histogram": histogram,
+    }
+
+
+def test_gauges_are_set_and_counters_grow_by_what_is_new() -> None:
+    first, second, third = exports(
+        door(queue_len=2, rejected=5, s1=3), door(rejected=5, s1=3), door(rejected=6, s1=4, s8=1)
+    )
+    assert first == {
+        "queue_len": 2, "in_flight_requests": 3, "rejected_requests": 5, "submissions 1": 3,
+    }  # fmt: skip
+    assert second == {"queue_len": 0, "in_flight_requests": 3}
+    assert third == {
+        "queue_len": 0, "in_flight_requests": 3, "rejected_requests": 1, "submissions 1": 1,
+        "submissions 8": 1,
+    }  # fmt: skip
+
+
+def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telemetry, "_EXPORT_INTERVAL_S", 0.001)
+    looks = 0
+
+    def broken() -> dict[str, object]:
+        nonlocal looks
+        looks += 1
+        raise RuntimeError("boom")
+
+    async def scenario() -> None:
+        DoorTelemetry(CONTEXT, broken)
+        while looks < 3:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(scenario())
+
+
+def test_replicas_of_one_pair_have_one_name(config: ServeSpecConfig) -> None:
+    other = ServeSpecConfig.load(config, num_replicas=4, max_num_seqs=3)
+    assert pair_name(config) == pair_name(other)
+
+
+class Stats:
+    """A stats actor that has an answer."""
+
+    def __init__(self, prior: list[float]) -> None:
+        self._prior = prior
+
+    def prior(self, pair: str, max_steps: int) -> list[float]:
+        return self._prior
+
+
+class Choosy(FakeLoop):
+    """An engine that can not start from anything."""
+
+    def start_from(self, accept_rates: Any) -> None:
+        raise ValueError("not one rate per position")
+
+
+def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(
+    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(telemetry.PolicySettings, "candidate_steps", (0, 1))
+    start_warm(config, Choosy(), Stats([2.0]))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_never_drafts_asks_nobody(config: ServeSpecConfig) -> None:
+    engine = FakeLoop()
+    start_warm(config, engine, Stats([0.5]))  # type: ignore[arg-type]
+    assert engine.accept_rates is None

@@ -1,0 +1,54 @@
+"""One line per record, whoever reads it, and the request it is about."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+
+from serve_spec.log import TRACE_ID, JSONFormatter, get_logger
+
+PROGRAM = """
+from serve_spec.log import TRACE_ID, get_logger
+TRACE_ID.set("req-7")
+try:
+    raise ValueError("two\\nlines")
+except ValueError:
+    get_logger("serving").exception("broke: %s", "off")
+"""
+
+
+def logged(log_format: str) -> str:
+    run = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={"SERVE_SPEC_LOG_FORMAT": log_format},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return run.stderr
+
+
+def test_a_failure_is_one_line_of_json_that_names_its_request() -> None:
+    (line,) = logged("json").splitlines()
+    record = json.loads(line)
+    assert record["x_request_id"] == "req-7"
+    assert record["message"] == "broke: off"
+    assert record["level"] == "ERROR"
+    assert record["logger"] == "serve_spec.serving"
+    assert record["error"].endswith("ValueError: two\nlines")
+
+
+def test_text_names_the_request_too() -> None:
+    assert "[req-7]: broke: off" in logged("text")
+
+
+def test_a_record_from_elsewhere_is_formatted_as_well() -> None:
+    record = logging.LogRecord("x", logging.INFO, "f", 1, "a %d", (1,), None)
+    assert json.loads(JSONFormatter().format(record))["message"] == "a 1"
+
+
+def test_outside_a_request_there_is_no_id() -> None:
+    assert TRACE_ID.get() == "-"
+    assert get_logger("serve_spec.engine").name == "serve_spec.engine"
