@@ -7,7 +7,7 @@ Another number of shares is another order, so bits depend on the number of seque
 made for, but not on what the other ones hold.
 
 That the last program of a head sums up, and not a launch of its own, was tried: at one sequence it
-took 10 to 34 µs instead of 8 to 10, for one program then reads all shares while the others are done.
+took 10 to 34 µs instead of 8 to 10, for one program then reads all shares while the others rest.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
