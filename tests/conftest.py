@@ -3,8 +3,10 @@
 import atexit
 import os
 import shutil
+import sys
 import tempfile
 
+import pytest
 from hypothesis import settings
 
 # The cores are few and shared. Before torch is imported anywhere; child processes inherit it.
@@ -19,3 +21,24 @@ atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 # A busy machine is a valid place to test: no example fails for being slow.
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
+
+_exit_status = pytest.StashKey[int]()
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    session.config.stash[_exit_status] = int(exitstatus)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Ends the process as soon as everything that wants to end in order has.
+
+    Several ranks of gloo share this process in the tests of tensor parallelism. Its threads can
+    outlive what they call while the interpreter takes itself apart: once that was a crash after
+    the last test had passed.
+    """
+    if _exit_status in config.stash:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(config.stash[_exit_status])
