@@ -16,7 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from serve_spec.ops.noise import _mix, gumbel_noise
+from serve_spec.ops.noise import gumbel_noise, mix_words
 
 
 class DrawParams(NamedTuple):
@@ -122,8 +122,8 @@ def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
     """
     low, high = seeds.unbind(1)
     # Constants are 0x9E3779B9 and 0x85EBCA6B as signed words.
-    first = _mix(low ^ _mix(positions.to(torch.int32)))
-    second = _mix(first ^ _mix(high ^ -1640531527) ^ -2048144789)
+    first = mix_words(low ^ mix_words(positions.to(torch.int32)))
+    second = mix_words(first ^ mix_words(high ^ -1640531527) ^ -2048144789)
     return torch.stack([first, second], dim=1)
 
 

@@ -43,15 +43,15 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     that a token can never see minus infinity.
     """
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
-    bits = _mix(token_ids * -1640531527 + keys[:, :1])  # 0x9E3779B9 as a signed word
-    bits = _mix(bits ^ keys[:, 1:])
+    bits = mix_words(token_ids * -1640531527 + keys[:, :1])  # 0x9E3779B9 as a signed word
+    bits = mix_words(bits ^ keys[:, 1:])
     # Halves: a 32-bit word does not fit float32's 24 bits, and the small values are the winners.
     high, low = (bits >> 16) & 0xFFFF, bits & 0xFFFF
     uniform = high.to(torch.float32) * 2.0**-16 + (low.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp_(max=1.0 - 2.0**-24)))
 
 
-def _mix(x: Tensor) -> Tensor:
+def mix_words(x: Tensor) -> Tensor:
     """Avalanche mixer on int32 words (constants: C. Wellons' `lowbias32`, public domain)."""
     # Right shifts of int32 copy the sign bit, hence the masks: the law is on unsigned words.
     x = x ^ ((x >> 16) & 0xFFFF)
@@ -62,7 +62,7 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def _mix_int(x: int) -> int:
-    """`_mix` on one unsigned Python integer."""
+    """`mix_words` on one unsigned Python integer."""
     x ^= x >> 16
     x = (x * 0x7FEB352D) & _MASK32
     x ^= x >> 15

@@ -104,14 +104,17 @@ class StageGraphs:
         Raises:
             ValueError: none does.
         """
+        return self.sizes[self._place(size)]
+
+    def run(self, size: int) -> None:
+        """Runs the stage for `size`, padded; refuses what `padded` refuses."""
+        self._runs[self._place(size)]()
+
+    def _place(self, size: int) -> int:
         at = bisect_left(self.sizes, size)
         if at == len(self.sizes):
             raise ValueError(f"size={size}: recorded for at most {max(self.sizes, default=0)}")
-        return self.sizes[at]
-
-    def run(self, size: int) -> None:
-        """Runs the stage for `size`, padded."""
-        self._runs[bisect_left(self.sizes, size)]()
+        return at
 
 
 def batch_sizes(largest: int) -> tuple[int, ...]:

@@ -19,7 +19,7 @@ def judge(logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyR
     device = logits.device
     drawn = sample(logits, sampling)
     if not any(drafts.num_steps):  # plain decoding: there is nothing to walk
-        return VerifyResult(whole([[token] for token in drawn.tolist()]))
+        return read_verdicts([[0, 0, token] for token in drawn.tolist()])
     num_steps = torch.tensor(drafts.num_steps, device=device)
     first = (num_steps + 1).cumsum(0) - (num_steps + 1)
     column = torch.arange(drafts.token_ids.shape[1] + 1, device=device)
@@ -28,21 +28,21 @@ def judge(logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyR
     correct = accept_chain(drafts.token_ids, drawn, num_steps)
     is_broken = (drafts.token_ids < 0).any(dim=1)
     table = torch.cat([correct.unsqueeze(1), is_broken.unsqueeze(1), drawn], dim=1).tolist()
-    return VerifyResult(
-        token_ids=whole([row[2 : row[0] + 3] for row in table]),
-        broken_drafts=tuple(b for b, row in enumerate(table) if row[1]),
-    )
+    return read_verdicts(table)
 
 
-def whole(token_ids: list[list[int]]) -> list[list[int]]:
-    """The same tokens, if all of them are some.
+def read_verdicts(table: list[list[int]]) -> VerifyResult:
+    """The verdict of a round from what the host reads of it.
+
+    One row per sequence: drafts kept, whether a draft was broken, then the tokens drawn.
 
     Raises:
         RuntimeError: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
     """
+    token_ids = [row[2 : row[0] + 3] for row in table]
     if any(token < 0 for tokens in token_ids for token in tokens):
         raise RuntimeError(
             "the target gave NaN or no token at all: its weights or its dtype are broken; try "
             "dtype=float32, or load them anew"
         )
-    return token_ids
+    return VerifyResult(token_ids, tuple(b for b, row in enumerate(table) if row[1]))

@@ -16,7 +16,7 @@ from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lanes import LaneKeeper, Lanes
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.runtime.timer import StageTimer
-from serve_spec.verify.verifier import whole
+from serve_spec.verify.verifier import read_verdicts
 from serve_spec.worker.lane_tiers import LaneTiers
 from serve_spec.worker.worker import SpecWorker
 
@@ -156,11 +156,11 @@ class _LaneRoundUnderWay:
     def result(self) -> StepResult:
         """Waits for the read-back, [B, K + 3] integers."""
         self.timer.wait("verified")
-        verdicts = self.read_back[: self.batch_size].tolist()
+        verdict = read_verdicts(self.read_back[: self.batch_size].tolist())
         return StepResult(
-            token_ids=whole([verdict[2 : verdict[0] + 3] for verdict in verdicts]),
+            token_ids=verdict.token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
-            broken_drafts=tuple(b for b, verdict in enumerate(verdicts) if verdict[1]),
+            broken_drafts=verdict.broken_drafts,
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),
         )

@@ -6,8 +6,6 @@ Import this module before any `*_triton` module: Triton decides when a kernel is
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -49,17 +47,6 @@ if DEVICE.type == "cpu":
         return _multiply(self, a, b, total, *options)
 
     interpreter.InterpreterBuilder.create_dot = _create_dot
-
-
-@contextmanager
-def poisoned_allocations() -> Iterator[None]:
-    """What is allocated inside without a value holds NaN, or the largest integer."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from serve_spec.ops import fast, paged_attention
 from serve_spec.ops.paged_attention import PagedLayout
-from tests.helpers.triton import DEVICE, poisoned_allocations, relative_error
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE, relative_error
 
 from serve_spec.ops import paged_attention_triton as kernel  # isort: skip
 from serve_spec.ops.paged_attention_triton import Tiling  # isort: skip
@@ -33,7 +34,7 @@ NOWHERE = 1 << 30
 
 @pytest.fixture(autouse=True)
 def _poisoned() -> Iterator[None]:
-    with poisoned_allocations():
+    with poisoned_memory():
         yield
 
 
