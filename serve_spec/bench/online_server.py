@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -25,7 +24,7 @@ def serve_command(file: str, port: int | None) -> list[str]:
 
 @contextmanager
 def own_server(command: Sequence[str]) -> Iterator[str]:
-    """The base URL that `command` announces; it is interrupted, and waited for, at the end.
+    """The base URL that `command` announces; it is terminated, and waited for, at the end.
 
     What it prints goes to standard error.
 
@@ -76,7 +75,7 @@ def _pass_on(output: IO[str]) -> None:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        process.send_signal(signal.SIGINT)
+        process.terminate()  # a shell's background jobs are born deaf to interrupts
     try:
         process.wait(_STOP_WITHIN_S)
     except subprocess.TimeoutExpired:

@@ -13,15 +13,18 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.command import Plan, announcement
 
 SERVER = """
-import pathlib, sys, time
+import pathlib, signal, sys, time
+
+def stop(*_):
+    pathlib.Path(sys.argv[1]).write_text("stopped")
+    raise SystemExit
+
+signal.signal(signal.SIGTERM, stop)
 print("loading the model ...", flush=True)
 print("ready: tiny at http://127.0.0.1:8123/llm   (Ctrl-C stops it)", flush=True)
-print("x" * 200_000, flush=True)  # more than a pipe holds
+print(("x" * 999 + "\\n") * 200, flush=True)  # more than a pipe holds
 pathlib.Path(sys.argv[1]).write_text("up")
-try:
-    time.sleep(60)
-except KeyboardInterrupt:
-    pathlib.Path(sys.argv[1]).write_text("interrupted")
+time.sleep(60)
 """
 
 
@@ -47,19 +50,19 @@ def test_it_is_started_as_an_operator_would() -> None:
     assert serve_command("deploy/tiny.yaml", 8123)[-2:] == ["--port", "8123"]
 
 
-def test_a_server_is_waited_for_listened_to_and_interrupted(tmp_path: Path) -> None:
+def test_a_server_is_waited_for_listened_to_and_stopped(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with own_server([sys.executable, "-c", SERVER, str(state)]) as url:
         assert url == "http://127.0.0.1:8123/llm"
         wait_for(state)  # only a server whose output is read gets so far
-    assert state.read_text() == "interrupted"
+    assert state.read_text() == "stopped"
 
 
 def test_a_failure_inside_ends_the_server_too(tmp_path: Path) -> None:
     state = tmp_path / "state"
     with pytest.raises(ZeroDivisionError), own_server([sys.executable, "-c", SERVER, str(state)]):
         assert 1 / len(wait_for(state)[2:])
-    assert state.read_text() == "interrupted"
+    assert state.read_text() == "stopped"
 
 
 def test_a_server_that_does_not_start_is_refused_with_its_status() -> None:
