@@ -192,9 +192,11 @@ class AdaptiveController:
         """The tier of the next round and each row's share of it, asked before drafting.
 
         Prefill rows are not in the batch: counting them would let one arriving prompt flip the
-        tier. An empty batch gets 0 steps and is not a round.
+        tier. An empty batch gets 0 steps and is not a round; nor is there anything to choose where
+        nothing may be drafted.
         """
-        if not batch.size:
+        if not batch.size or not batch.may_draft:
+            self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(0)
         steps = self._guarded_choice(batch)
         reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason

@@ -22,6 +22,8 @@ class DecodeBatch:
     """Rows that sample (temperature > 0): each of their drawn tokens costs noise."""
     max_draft_tokens: int
     """Drafts the whole round can afford: its token budget and the free pages."""
+    may_draft: bool = True
+    """False: prompts share the round, and beside them this engine drafts nothing."""
 
     @property
     def size(self) -> int:

@@ -210,8 +210,14 @@ class SpecEngine:
         return output.push(token_ids), output.finish_reason
 
     def _plan(self) -> StepPlan | None:
-        kept_up = self.worker.max_backlog_ahead or 0
-        return self.scheduler.plan(self.controller.choose_steps, kept_up)
+        on_lanes = self.worker.max_backlog_ahead is not None
+        return self.scheduler.plan(
+            self.controller.choose_steps,
+            self.worker.max_backlog_ahead or 0,
+            # Beside prompts rounds are eager: launching a draft takes longer there than its tokens
+            # are worth, and a long round has no rows to spare for verifying them.
+            drafts_beside_prompts=not on_lanes,
+        )
 
     def _plan_ahead(self, before: StepPlan) -> StepPlan | None:
         if self.worker.max_backlog_ahead is None:

@@ -79,17 +79,25 @@ class Scheduler:
         """Whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
-    def plan(self, choose_steps: ChooseSteps, max_backlog: int = 0) -> StepPlan | None:
+    def plan(
+        self,
+        choose_steps: ChooseSteps,
+        max_backlog: int = 0,
+        *,
+        drafts_beside_prompts: bool = True,
+    ) -> StepPlan | None:
         """The next round: every decoding row, then prefill within the token budget.
 
         choose_steps: asked once, before anything is drafted; the tier and each row's share of it.
         max_backlog: draft entries the worker makes up for any decode row, whether or not it drafts,
         in a round in which some row does.
+        drafts_beside_prompts: whether decode rows may draft in a round that computes prompts too.
         """
         self._admit()
         decoding = [seq for seq in self.running if seq.is_decoding]
         prefilling = [seq for seq in self.running if not seq.is_decoding]
-        batch = self._decode_batch(decoding, prefilling)
+        may_draft = drafts_beside_prompts or not prefilling
+        batch = self._decode_batch(decoding, prefilling, may_draft=may_draft)
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
         budget = self.limits.max_num_batched_tokens
@@ -212,13 +220,17 @@ class Scheduler:
     def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
         """The policy's answer, which is asked for once a round."""
         choice, self._postponed = self._postponed, None
-        return choose_steps(batch) if choice is None else choice.of(batch)
+        if choice is None or not batch.may_draft:
+            return choose_steps(batch)
+        return choice.of(batch)
 
     def _decode_batch(
         self,
         decoding: list[Sequence],
         prefilling: list[Sequence],
         under_way: list[RowPlan] | None = None,
+        *,
+        may_draft: bool = True,
     ) -> DecodeBatch:
         """What the policy may know of the next round's decode rows.
 
@@ -240,6 +252,7 @@ class Scheduler:
             num_tokens=sum(lengths),
             num_sampled=sum(not seq.params.is_greedy for seq in decoding),
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
+            may_draft=may_draft,
         )
 
     def _plan_decode(self, seq: Sequence, num_steps: int, kept_up: int) -> RowPlan | None:

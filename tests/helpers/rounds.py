@@ -13,6 +13,7 @@ def decode_batch(
     sampled: bool = False,
     max_draft_tokens: int = 100_000,
     first: int = 0,
+    may_draft: bool = True,
 ) -> DecodeBatch:
     """`size` rows named by number from `first`, alike in everything."""
     return DecodeBatch(
@@ -21,6 +22,7 @@ def decode_batch(
         num_tokens=size * context,
         num_sampled=size * sampled,
         max_draft_tokens=max_draft_tokens,
+        may_draft=may_draft,
     )
 
 

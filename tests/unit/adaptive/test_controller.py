@@ -250,6 +250,16 @@ def test_a_changed_tier_is_returned_once_and_used_by_the_next_round() -> None:
     assert told(made, [7, 7], 2, 7) is None
 
 
+def test_a_round_that_may_not_draft_is_no_decision() -> None:
+    target = controller(TWO_SLOTS)
+    assert choose(target, 4) == 3
+    counts = target.snapshot()
+    assert target.choose_steps(decode_batch(4, may_draft=False)).num_steps == 0
+    assert target.switch_reason is None
+    assert target.snapshot() == counts
+    assert choose(target, 4) == 3
+
+
 def test_a_batch_that_changes_slot_takes_its_tier_at_once() -> None:
     made = controller(TWO_SLOTS, num_steps=7, min_dwell_rounds=8)
     rounds = [(choose(made, bs), made.switch_reason) for bs in (7, 8, 9, 7)]

@@ -176,6 +176,44 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     assert arriving.num_output_tokens >= 1
 
 
+def test_an_engine_that_drafts_nothing_beside_prompts_says_so_to_the_policy() -> None:
+    scheduler = make(max_num_batched_tokens=16)
+    worker = PretendedWorker(4, random.Random(11))
+    allowed: list[bool] = []
+
+    def choose(batch: DecodeBatch) -> RoundSteps:
+        allowed.append(batch.may_draft)
+        return RoundSteps(3 if batch.may_draft else 0)
+
+    scheduler.add(sequence("1", 3, max_tokens=60))
+    for round_number in range(6):
+        if round_number == 2:
+            scheduler.add(sequence("2", 40, max_tokens=3))  # three rounds of it
+        plan = scheduler.plan(choose, drafts_beside_prompts=False)
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+    assert allowed == [True, False, False, False, True]
+
+
+def test_a_choice_put_off_is_not_used_beside_prompts() -> None:
+    scheduler = make()
+    worker = PretendedWorker(4, random.Random(12))
+    scheduler.add(sequence("1", 30, max_tokens=60))
+    for _ in range(2):
+        plan = scheduler.plan(lambda _: RoundSteps(0))
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+    under_way = scheduler.plan(lambda _: RoundSteps(0))
+    assert under_way is not None
+    # The whole prompt is to be made up, and the worker has room for two entries.
+    assert scheduler.plan_ahead(under_way, lambda _: RoundSteps(3), max_backlog=2) is None
+    scheduler.commit(under_way, worker.execute(under_way), cut)
+    scheduler.add(sequence("2", 8, max_tokens=3))
+    plan = scheduler.plan(lambda batch: RoundSteps(3 * batch.may_draft), drafts_beside_prompts=False)
+    assert plan is not None
+    assert [row.num_steps for row in plan.rows] == [0, 0]
+
+
 def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     scheduler = make(max_num_batched_tokens=3)
     worker = PretendedWorker(4, random.Random(10))
