@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
+from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
 
 
@@ -19,6 +21,8 @@ class RowPlan:
     none missing before the root after the round, whether or not it drafts; `backlog` bounds what it
     lacks when the round starts.
     `lane` is the sequence's place in tensors that hold one row per running sequence.
+    `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities the
+    row is to tell; each is decided by the row of the position before it.
     """
 
     request_id: str
@@ -35,6 +39,8 @@ class RowPlan:
     catches_up: bool = False
     backlog: int = 0
     lane: int = 0
+    scored_start: int = 0
+    scored_ids: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -70,6 +76,11 @@ class StepPlan:
         """The rows that draw a token this round, in order."""
         return tuple(row for row in self.rows if row.samples)
 
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether any row asks for log-probabilities of what it draws."""
+        return any(row.params.logprobs is not None for row in self.rows)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -78,6 +89,9 @@ class StepResult:
     `broken_drafts` are the sampling rows (by number) whose draft gave no usable token: NaN, or
     none of the vocabulary. Their text is none the worse. `idle_ms` passed on the device between
     the end of the round before and the start of this one, where that is known.
+
+    `logprobs`: by request id, of rows that ask for them and sample, aligned with their tokens.
+    `prompt_logprobs`: by request id, aligned with the rows' `scored_ids`.
     """
 
     token_ids: list[list[int]]
@@ -85,6 +99,8 @@ class StepResult:
     verify_ms: float
     broken_drafts: tuple[int, ...] = ()
     idle_ms: float = 0.0
+    logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
+    prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 
 
 class PendingRound(Protocol):

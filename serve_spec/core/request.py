@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.logprobs import MAX_LOGPROBS, TokenLogprob
 
 
 class FinishReason(StrEnum):
@@ -39,6 +40,13 @@ class SamplingParams:
     filters act jointly on the tempered distribution: a token survives if it is among the `top_k`
     likeliest, inside the smallest set of mass `top_p`, and at least `min_p` times as likely as the
     likeliest. `seed` fixes the text; without one a random seed is drawn on arrival.
+
+    `logprobs` asks for the log-probability of every generated token and of that many likeliest ones
+    (0: of the generated token alone; None: of nothing). They are those of the distribution the
+    token was drawn from: tempered, filtered, and normalised over what the filters leave; for greedy
+    requests, which are neither tempered nor filtered, those of the model's own softmax. This is
+    vLLM's `processed_logprobs`. `prompt_logprobs` asks the same of the prompt's tokens. Nobody drew
+    them, so theirs are the model's own at any temperature; the first token has none.
     """
 
     max_tokens: int = 16
@@ -50,6 +58,8 @@ class SamplingParams:
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     speculative: SpeculativeOptions = field(default_factory=SpeculativeOptions)
 
     def __post_init__(self) -> None:
@@ -65,6 +75,8 @@ class SamplingParams:
             ("top_p", _in_range(self.top_p, 0, 1) and self.top_p > 0, "use a number in (0, 1]"),
             ("min_p", _in_range(self.min_p, 0, 1), "use a number in [0, 1]"),
             ("stop", all(self.stop), "a stop string must not be empty"),
+            ("logprobs", _is_count(self.logprobs), _COUNT),
+            ("prompt_logprobs", _is_count(self.prompt_logprobs), _COUNT),
         ):
             if not ok:
                 raise InvalidRequest(name, getattr(self, name), fix)
@@ -88,11 +100,14 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "min_p": ((int, float), "a number"),
     "seed": ((int, type(None)), "an integer or None"),
     "ignore_eos": ((bool,), "True or False"),
+    "logprobs": ((int, type(None)), "an integer or None"),
+    "prompt_logprobs": ((int, type(None)), "an integer or None"),
     "speculative": ((SpeculativeOptions,), "a SpeculativeOptions"),
     "enabled": ((bool,), "True or False"),
     "max_steps": ((int, type(None)), "an integer or None"),
 }
 _ITEM_TYPES: dict[str, type] = {"stop": str, "stop_token_ids": int}
+_COUNT = f"use an integer in [0, {MAX_LOGPROBS}], or None: none"
 
 
 def _check_types(prefix: str, values: dict[str, object]) -> None:
@@ -108,6 +123,10 @@ def _check_types(prefix: str, values: dict[str, object]) -> None:
         # bool is an int to Python, never to a caller.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
             raise InvalidRequest(prefix + name, value, f"use {said}")
+
+
+def _is_count(value: int | None) -> bool:
+    return value is None or 0 <= value <= MAX_LOGPROBS
 
 
 def _in_range(value: float, low: float, high: float) -> bool:
@@ -158,7 +177,9 @@ class TokenDelta:
     """What one engine round adds to one request: new tokens and the text they complete.
 
     Text is held back while a character or a stop string is incomplete, so `text` may be empty.
-    `finish_reason` is set on the last delta only.
+    `finish_reason` is set on the last delta only. `logprobs` are aligned with `token_ids`, and
+    `prompt_logprobs`, on the first delta only, with the prompt, whose first token has none; both
+    are None for requests that did not ask.
     """
 
     request_id: str
@@ -166,11 +187,17 @@ class TokenDelta:
     text: str
     finish_reason: FinishReason | None = None
     speculation: SpeculationStats | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished request."""
+    """A finished request.
+
+    `logprobs` are aligned with `token_ids`, `prompt_logprobs` with `prompt_token_ids`, whose first
+    has none; both are None where `SamplingParams` did not ask.
+    """
 
     request_id: str
     prompt_token_ids: tuple[int, ...]
@@ -178,3 +205,5 @@ class RequestOutput:
     text: str
     finish_reason: FinishReason
     speculation: SpeculationStats
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats
 
 
@@ -33,6 +34,8 @@ class Sequence:
     """Its place among the running sequences; -1 while it waits."""
     has_broken_draft: bool = False
     """Its draft gave NaN or no token of the vocabulary: it speculates no more."""
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    """Of prompt tokens 1 .., as far as they are known; empty unless they are asked for."""
     finish_reason: FinishReason | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -68,6 +71,13 @@ class Sequence:
     def finished(self) -> bool:
         """Whether the text has ended."""
         return self.finish_reason is not None
+
+    def unscored(self, end: int) -> range:
+        """Prompt positions whose log-probabilities are known, for the first time, once the target
+        has computed all positions below `end`. Preemption forgets none of them."""
+        if self.params.prompt_logprobs is None:
+            return range(0)
+        return range(len(self.prompt_logprobs) + 1, min(end + 1, self.num_prompt_tokens))
 
     def forget_computed(self) -> None:
         """Preemption: the tokens stay, everything computed from them is to be made anew."""

@@ -109,7 +109,7 @@ class SpecEngine:
         round_ms = self._round_ms(flight)
         self._learn(flight.plan, result, committed, round_ms)
         self._report(flight, result, committed, round_ms)
-        return [self._delta(row) for row in committed]
+        return [self._delta(row, result) for row in committed]
 
     @property
     def has_work(self) -> bool:
@@ -306,11 +306,23 @@ class SpecEngine:
         self.collector.observe(stats)
         self.metrics.observe(stats)
 
-    def _delta(self, row: CommittedRow) -> TokenDelta:
+    def _delta(self, row: CommittedRow, result: StepResult) -> TokenDelta:
         seq = row.seq
         output = self._outputs[seq.request_id]
         text = output.take()
         if seq.finished:
             del self._outputs[seq.request_id]
         stats = seq.stats if seq.finished else None
-        return TokenDelta(seq.request_id, tuple(row.token_ids), text, seq.finish_reason, stats)
+        tokens = tuple(row.token_ids)
+        logprobs = result.logprobs.get(seq.request_id)
+        is_first = seq.num_output_tokens == len(tokens)
+        wants_prompt = is_first and seq.params.prompt_logprobs is not None
+        return TokenDelta(
+            seq.request_id,
+            tokens,
+            text,
+            seq.finish_reason,
+            stats,
+            logprobs=None if logprobs is None else logprobs[: len(tokens)],
+            prompt_logprobs=(None, *seq.prompt_logprobs) if wants_prompt else None,
+        )

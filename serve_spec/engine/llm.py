@@ -54,10 +54,7 @@ class LLM:
         finally:  # interrupted: leave nothing behind that the next call would meet
             for seq in sequences:
                 self.engine.abort(seq.request_id)
-        return [
-            _finished(seq, "".join(delta.text for delta in deltas[seq.request_id]))
-            for seq in sequences
-        ]
+        return [_finished(seq, deltas[seq.request_id]) for seq in sequences]
 
     def shutdown(self) -> None:
         """Frees the model and ends its processes; the object can not be used afterwards."""
@@ -77,13 +74,16 @@ class LLM:
         return each
 
 
-def _finished(seq: Sequence, text: str) -> RequestOutput:
+def _finished(seq: Sequence, deltas: list[TokenDelta]) -> RequestOutput:
     assert seq.finish_reason is not None, "the engine stopped before the sequence ended"
+    logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return RequestOutput(
         request_id=seq.request_id,
         prompt_token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]),
         token_ids=tuple(seq.output_token_ids),
-        text=text,
+        text="".join(delta.text for delta in deltas),
         finish_reason=seq.finish_reason,
         speculation=seq.stats,
+        logprobs=None if seq.params.logprobs is None else tuple(logprobs),
+        prompt_logprobs=deltas[0].prompt_logprobs,
     )

@@ -73,7 +73,7 @@ def draw_drafts(
     Everything else as for `draw_tokens`, with logits over draft ids. Returns target ids, or -1.
     """
     rows = params.of(owners)
-    scores = _tempered(logits[:, :num_ids], rows.inverse_temperature / sharpness)
+    scores = tempered(logits[:, :num_ids], rows.inverse_temperature / sharpness)
     choice = _likeliest(_with_noise(scores, rows, positions, target_ids), owners)
     if target_ids is None:
         return choice
@@ -90,7 +90,7 @@ def perturbed_scores(
 ) -> Tensor:
     """What `draw_tokens` takes the largest of: float32 [T, num_ids], -inf where filtered."""
     rows = params.of(owners)
-    scores = _tempered(logits[:, :num_ids], rows.inverse_temperature)
+    scores = tempered(logits[:, :num_ids], rows.inverse_temperature)
     if ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any():
         scores = scores.masked_fill(~survivors(scores, rows), float("-inf"))
     return _with_noise(scores, rows, positions, None)
@@ -115,6 +115,12 @@ def survivors(scores: Tensor, rows: DrawParams) -> Tensor:
     return torch.zeros_like(keep).scatter(1, order, keep)
 
 
+def tempered(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
+    """Scores in float32, [T, V]; rows with inverse temperature 0 [T] stay as they are."""
+    scale = inverse_temperature.where(inverse_temperature > 0, 1.0)
+    return logits.float() * scale.unsqueeze(1)
+
+
 def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
     """`row_keys` of `ops/noise.py` for seeds and positions on the device, the same bits.
 
@@ -125,12 +131,6 @@ def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
     first = mix_words(low ^ mix_words(positions.to(torch.int32)))
     second = mix_words(first ^ mix_words(high ^ -1640531527) ^ -2048144789)
     return torch.stack([first, second], dim=1)
-
-
-def _tempered(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Scores in float32; rows with inverse temperature 0 stay as they are."""
-    scale = inverse_temperature.where(inverse_temperature > 0, 1.0)
-    return logits.float() * scale.unsqueeze(1)
 
 
 def _with_noise(

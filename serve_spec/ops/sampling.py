@@ -88,23 +88,30 @@ class DrawnRows:
         device: torch.device,
     ) -> DrawnRows:
         """See `SamplingRows.create`."""
-        inverse = [0.0 if p.is_greedy else 1.0 / p.temperature for p in params]
-        words = [seed_words(seed) for seed in seeds]
-
-        def tensor(values: Sequence[object], dtype: torch.dtype) -> Tensor:
-            return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
-
         return cls(
             owners=torch.arange(len(params), dtype=torch.int32, device=device),
-            positions=tensor(positions, torch.int64),
-            params=DrawParams(
-                inverse_temperature=tensor(inverse, torch.float32),
-                seeds=tensor(words, torch.int32).reshape(len(words), 2),
-                top_k=tensor([max(0, p.top_k) for p in params], torch.int32),
-                top_p=tensor([p.top_p for p in params], torch.float32),
-                min_p=tensor([p.min_p for p in params], torch.float32),
-            ),
+            positions=torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True),
+            params=draw_params(params, seeds, device),
         )
+
+
+def draw_params(
+    params: Sequence[SamplingParams], seeds: Sequence[int], device: torch.device
+) -> DrawParams:
+    """The parameters of rows, each with its seed, on a device."""
+    inverse = [0.0 if p.is_greedy else 1.0 / p.temperature for p in params]
+    words = [seed_words(seed) for seed in seeds]
+
+    def tensor(values: Sequence[object], dtype: torch.dtype) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
+
+    return DrawParams(
+        inverse_temperature=tensor(inverse, torch.float32),
+        seeds=tensor(words, torch.int32).reshape(len(words), 2),
+        top_k=tensor([max(0, p.top_k) for p in params], torch.int32),
+        top_p=tensor([p.top_p for p in params], torch.float32),
+        min_p=tensor([p.min_p for p in params], torch.float32),
+    )
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:

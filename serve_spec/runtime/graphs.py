@@ -7,9 +7,22 @@ from collections.abc import Callable, Mapping
 from typing import Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
 Run: TypeAlias = Callable[[], None]
 """A stage over static tensors: reads its inputs from them, leaves its outputs in them."""
+
+
+class Leftover(Protocol):
+    """A tensor of a stage that may be read once the stage has run, until any other stage runs."""
+
+    def leave(self, x: Tensor) -> None:
+        """Called by the stage: this is it."""
+        ...
+
+    def tensor(self) -> Tensor:
+        """What the stage left when it ran last."""
+        ...
 
 
 class Recorder(Protocol):
@@ -25,6 +38,10 @@ class Recorder(Protocol):
         """What to call instead of `stage` from now on."""
         ...
 
+    def leftover(self) -> Leftover:
+        """To be filled by a stage that is recorded here."""
+        ...
+
     def milliseconds(self, run: Run) -> float:
         """What something recorded takes on the device; 0 where nothing depends on it."""
         ...
@@ -38,6 +55,7 @@ class PlainRecorder:
 
     def __init__(self) -> None:
         self.num_recorded = 0
+        self._leftover = _KeptTensor()
 
     def start_over(self) -> None:
         """There is nothing to forget."""
@@ -46,6 +64,10 @@ class PlainRecorder:
         """The stage."""
         self.num_recorded += 1
         return stage
+
+    def leftover(self) -> Leftover:
+        """The same for all stages: only what ran last is read."""
+        return self._leftover
 
     def milliseconds(self, run: Run) -> float:
         """0: every size runs as it is."""
@@ -78,6 +100,10 @@ class GraphRecorder:
         self.num_recorded += 1
         return graph.replay
 
+    def leftover(self) -> Leftover:
+        """Keeps nothing but the address: later recordings may use the memory for their own."""
+        return _ReusedMemory()
+
     def milliseconds(self, run: Run) -> float:
         """The least of a few replays, over whatever the static tensors hold."""
         found = []
@@ -89,6 +115,48 @@ class GraphRecorder:
             end.synchronize()
             found.append(float(start.elapsed_time(end)))
         return min(found)
+
+
+class _KeptTensor:
+    """See `Leftover`."""
+
+    def leave(self, x: Tensor) -> None:
+        self._tensor = x
+
+    def tensor(self) -> Tensor:
+        return self._tensor
+
+
+class _ReusedMemory:
+    """See `Leftover`. A place in the pool, which lives as long as any graph of it.
+
+    To keep the tensor itself would keep its memory from all later graphs. Nothing writes there
+    between two replays, for whatever runs outside graphs has its memory elsewhere.
+    """
+
+    def leave(self, x: Tensor) -> None:
+        assert x.is_contiguous(), "an address says nothing of strides"
+        assert x.dtype is torch.float32, "see _Place"
+        self._place = _Place(x)
+        self._view: Tensor | None = None
+
+    def tensor(self) -> Tensor:
+        if self._view is None:  # not while recording: looking up an address is no work for a stream
+            self._view = torch.as_tensor(self._place, device=self._place.device)
+        return self._view
+
+
+class _Place:
+    """Where a float32 tensor lies, as `torch.as_tensor` takes it."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.device = x.device
+        self.__cuda_array_interface__ = {
+            "shape": tuple(x.shape),
+            "typestr": "<f4",
+            "data": (x.data_ptr(), False),
+            "version": 3,
+        }
 
 
 class StageGraphs:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_spec.core.context import AttentionBackend
-from serve_spec.runtime.graphs import StageGraphs
+from serve_spec.runtime.graphs import Leftover, StageGraphs
 
 
 @dataclass(frozen=True)
@@ -13,12 +14,14 @@ class LaneStages:
     """The stages of a decode round on lanes, at every size the tier can meet.
 
     `extend` makes up to num_steps + 1 draft entries per sequence, `draft` num_steps drafts, both
-    by batch size; `verify` runs the target and the verdict, by rows.
+    by batch size; `verify` runs the target and the verdict, by rows. `logits` [T, V] are what it
+    leaves at each of its sizes.
     """
 
     extend: StageGraphs
     draft: StageGraphs
     verify: StageGraphs
+    logits: Mapping[int, Leftover]
 
 
 @dataclass(frozen=True)

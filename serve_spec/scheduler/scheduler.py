@@ -194,6 +194,8 @@ class Scheduler:
             seq = by_id.get(row.request_id)
             if seq is None:
                 continue  # it ended while the round ran
+            if row.scored_ids:
+                seq.prompt_logprobs += result.prompt_logprobs[row.request_id]
             if tokens is None:
                 seq.num_computed = row.length
             else:
@@ -277,6 +279,7 @@ class Scheduler:
         if count <= 0:
             return None
         start = seq.num_computed
+        scored = seq.unscored(start + count)
         return RowPlan(
             request_id=seq.request_id,
             token_ids=tuple(seq.token_ids[start : start + count]),
@@ -286,6 +289,8 @@ class Scheduler:
             params=seq.params,
             seed=seq.seed,
             lane=seq.lane,
+            scored_start=scored.start,
+            scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
         )
 
     def _commit_row(

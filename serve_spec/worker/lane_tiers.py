@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.log import get_logger
-from serve_spec.runtime.graphs import Recorder, Run, StageGraphs, batch_sizes, row_counts
+from serve_spec.runtime.graphs import Leftover, Recorder, Run, StageGraphs, batch_sizes, row_counts
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lane_target import verify_rows
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
@@ -41,6 +41,15 @@ class TierCapture:
             f"tier {self.num_steps}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
             f"{self.seconds:.1f} s"
         )
+
+
+@dataclass(frozen=True)
+class _VerifyStage:
+    """One verification, what it takes, and the logits it leaves."""
+
+    run: Run
+    milliseconds: float
+    logits: Leftover
 
 
 class LaneTiers:
@@ -72,7 +81,7 @@ class LaneTiers:
             round.max_steps, eager.device, eager.synthetic_acceptance, eager.parallel
         )
         self._extends: dict[int, StageGraphs] = {}
-        self._verify_stages: dict[tuple[int, int], tuple[Run, float]] = {}
+        self._verify_stages: dict[tuple[int, int], _VerifyStage] = {}
 
     def build(self) -> None:
         """Records every tier of the eager worker.
@@ -126,8 +135,14 @@ class LaneTiers:
                 self._extends[WIDE_BACKLOG] = self._record_extends(WIDE_BACKLOG, sizes)
             extend = self._extends[num_steps + 1] = self._record_extends(num_steps + 1, sizes)
             draft = StageGraphs({n: self._record_draft(n, num_steps) for n in reversed(sizes)})
-        verify = StageGraphs(self._record_verify_stages(rows, num_steps + 1))
-        return replace(self._eager.tiers[num_steps], stages=LaneStages(extend, draft, verify))
+        verify = self._record_verify_stages(rows, num_steps + 1)
+        stages = LaneStages(
+            extend,
+            draft,
+            StageGraphs({size: stage.run for size, stage in verify.items()}),
+            {size: stage.logits for size, stage in verify.items()},
+        )
+        return replace(self._eager.tiers[num_steps], stages=stages)
 
     def _largest(self, num_steps: int) -> int:
         """The largest batch size a tier can be chosen for."""
@@ -156,32 +171,37 @@ class LaneTiers:
 
         return self._recorder.record(draft)
 
-    def _record_verify_stages(self, counts: Collection[int], query_len: int) -> dict[int, Run]:
+    def _record_verify_stages(
+        self, counts: Collection[int], query_len: int
+    ) -> dict[int, _VerifyStage]:
         """By rows. Tiers of about the same width share theirs: only attention's tiles differ.
 
         Products of some sizes take longer than those of larger ones; such sizes are left out, so
         that their rows are padded to the larger.
         """
         width = 1 << (query_len - 1).bit_length()
-        runs: dict[int, Run] = {}
+        stages: dict[int, _VerifyStage] = {}
         fastest = math.inf
         for num_rows in sorted(counts, reverse=True):
             key = num_rows, width
             if key not in self._verify_stages:
-                run = self._recorder.record(partial(self._verify, num_rows, width))
-                self._verify_stages[key] = run, self._milliseconds(run)
-            run, milliseconds = self._verify_stages[key]
-            if milliseconds <= fastest:
-                runs[num_rows], fastest = run, milliseconds
-        return runs
+                logits = self._recorder.leftover()
+                run = self._recorder.record(partial(self._verify, num_rows, width, logits))
+                self._verify_stages[key] = _VerifyStage(run, self._milliseconds(run), logits)
+            stage = self._verify_stages[key]
+            if stage.milliseconds <= fastest:
+                stages[num_rows], fastest = stage, stage.milliseconds
+        return stages
 
     def _milliseconds(self, run: Run) -> float:
         """What a recorded stage takes: rank 0's word, so that all ranks pad alike."""
         found = torch.tensor([self._recorder.milliseconds(run)], device=self._eager.device)
         return float(self._eager.parallel.broadcast(found))
 
-    def _verify(self, num_rows: int, width: int) -> None:
-        self._judge(verify_rows(self._eager.target, self._round, num_rows, width), self._round)
+    def _verify(self, num_rows: int, width: int, logits: Leftover) -> None:
+        rows = verify_rows(self._eager.target, self._round, num_rows, width)
+        logits.leave(rows.logits)
+        self._judge(rows, self._round)
 
     def _reserved_bytes(self) -> int:
         return (

@@ -16,6 +16,7 @@ from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lanes import LaneKeeper, Lanes
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.runtime.timer import StageTimer
+from serve_spec.verify.logprobs import LaneLogprobs
 from serve_spec.verify.verifier import read_verdicts
 from serve_spec.worker.lane_tiers import LaneTiers
 from serve_spec.worker.worker import SpecWorker
@@ -109,16 +110,25 @@ class LaneWorker:
             self.recorded.extend_for(backlog, len(rows)).run(len(rows))
             self._stages(tier).draft.run(len(rows))
         timer.mark("drafted")
-        self._stages(tier).verify.run(sum(row.num_steps + 1 for row in rows))
+        num_rows = sum(row.num_steps + 1 for row in rows)
+        self._stages(tier).verify.run(num_rows)
         read_back = next(self._read_backs)
         read_back.copy_(self.round.verdicts, non_blocking=True)
+        logprobs = self._start_logprobs(tier, rows, num_rows) if plan.wants_logprobs else None
         timer.mark("verified")
         before, self._newest_timer = self._newest_timer, timer
-        return _LaneRoundUnderWay(read_back, len(rows), timer, before)
+        return _LaneRoundUnderWay(read_back, len(rows), timer, before, logprobs)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a round to its end."""
         return self.submit(plan).result()
+
+    def _start_logprobs(
+        self, tier: SpecRuntimeState, rows: Sequence[RowPlan], num_rows: int
+    ) -> LaneLogprobs:
+        stages = self._stages(tier)
+        logits = stages.logits[stages.verify.padded(num_rows)].tensor()
+        return LaneLogprobs(rows, logits, self.round)
 
     @staticmethod
     def _stages(tier: SpecRuntimeState) -> LaneStages:
@@ -146,12 +156,14 @@ class LaneWorker:
 
 @dataclass(frozen=True)
 class _LaneRoundUnderWay:
-    """See `PendingRound`. `before` are the marks of the round before, if one was."""
+    """See `PendingRound`. `before` are the marks of the round before, if one was; `logprobs` are
+    for the rows that ask, if one does."""
 
     read_back: Tensor
     batch_size: int
     timer: StageTimer
     before: StageTimer | None
+    logprobs: LaneLogprobs | None
 
     def result(self) -> StepResult:
         """Waits for the read-back, [B, K + 3] integers."""
@@ -162,5 +174,6 @@ class _LaneRoundUnderWay:
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=verdict.broken_drafts,
+            logprobs={} if self.logprobs is None else self.logprobs.read(verdict.token_ids),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),
         )

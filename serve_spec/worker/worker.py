@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend
 from serve_spec.core.draft import DraftChain, VerifyResult
@@ -17,6 +18,13 @@ from serve_spec.runtime.inputs import verify_inputs
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.runtime.timer import StageTimer
+from serve_spec.verify.logprobs import (
+    Logprobs,
+    ScoredTokens,
+    emitted_tokens,
+    prompt_tokens,
+    read_logprobs,
+)
 from serve_spec.verify.synthetic import Acceptance, choose_verdict
 
 
@@ -137,9 +145,16 @@ class SpecWorker:
         inputs = verify_inputs(plan, drafts, self.page_size, self.device)
         hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
         verdict = VerifyResult([])
+        logprobs: Logprobs = {}
         if drafts.num_steps:
             logits = self.target.logits(hidden[inputs.draw_rows])
             verdict = self.verdict(logits, drafts, sampling)
+            logprobs = self._read_logprobs(
+                emitted_tokens(plan, verdict.token_ids), lambda at: logits[at]
+            )
+        prompt_logprobs = self._read_logprobs(
+            prompt_tokens(plan), lambda at: self.target.logits(hidden[at])
+        )
         timer.mark("verified")
         return StepResult(
             token_ids=verdict.token_ids,
@@ -147,7 +162,15 @@ class SpecWorker:
             # The noise is the target's; drafts only read it.
             verify_ms=timer.ms("start", "noise made") + timer.ms("drafted", "verified"),
             broken_drafts=verdict.broken_drafts,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
         )
+
+    def _read_logprobs(
+        self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]
+    ) -> Logprobs:
+        # On every rank, for each has only its share of the head.
+        return read_logprobs(scored, logits_of, self.vocab_size, self.device)
 
     def _sampling_rows(self, plan: StepPlan) -> SamplingRows:
         """One row per draw of the round: row `r` of sequence b decides position length_b + r."""

@@ -32,6 +32,11 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, Speculativ
         ("stop", (5,)),
         ("stop_token_ids", ("x",)),
         ("ignore_eos", 1),
+        ("logprobs", -1),
+        ("logprobs", 21),
+        ("logprobs", True),
+        ("prompt_logprobs", 21),
+        ("prompt_logprobs", 2.5),
         ("speculative", {"enabled": True}),
     ],
 )

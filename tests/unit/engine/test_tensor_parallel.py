@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from serve_spec.ops import fast
 from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+from tests.helpers.plain_logprobs import close
 
 Texts = list[tuple[int, ...]]
 SOON_S = 30.0
@@ -72,11 +74,12 @@ def plain(make: MakeLLM) -> Texts:
 
 
 @pytest.fixture
-def threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Followers are threads called "rank 1" ...: nothing but their start is another than that of
-    processes, and they come at once."""
+    processes, and they come at once. None of them outlives its test."""
+    started: list[threading.Thread] = []
 
-    def launch(module: str, size: int, config: Any) -> Followers:
+    def launch(module: str, size: int, config: Any, launcher: None) -> Followers:
         followers = Followers(size)
 
         def run(rank: int) -> None:
@@ -84,12 +87,18 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> None:
                 follow(config, rank, size, followers.address)
 
         for rank in range(1, size):
-            threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True).start()
+            started.append(threading.Thread(target=run, args=(rank,), name=f"rank {rank}"))
+            started[-1].daemon = True
+            started[-1].start()
         followers.accept({})
         return followers
 
     monkeypatch.setattr(build, "launch", launch)
     monkeypatch.setattr(orders, "_GRACE_S", 1e6)  # what fails here must not end this process
+    yield
+    for thread in started:
+        thread.join(SOON_S)
+    assert not any(thread.is_alive() for thread in started)
 
 
 def is_follower() -> bool:
@@ -115,6 +124,22 @@ def test_any_number_of_ranks_says_what_one_says(
     counters = llm.engine.counters
     assert 0 < counters.num_correct_drafts < counters.num_draft_tokens
     assert llm.engine.scheduler.num_preemptions > 0
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_any_number_of_ranks_tells_the_log_probabilities_of_one(
+    threads: None, make: MakeLLM, execution: str
+) -> None:
+    """Each rank has some columns of the logits only; four do not divide the vocabulary."""
+    prompts, params = requests()
+    asking = [
+        replace(p, logprobs=(None, 0, 3)[i % 3], prompt_logprobs=(2, None)[i % 2])
+        for i, p in enumerate(params)
+    ]
+    one = make().generate(prompts, asking)
+    llm = stressed(make, "EAGLE", tensor_parallel_size=4, execution=execution)
+    close(llm.generate(prompts, asking), one)
     llm.shutdown()
 
 

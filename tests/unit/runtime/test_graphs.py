@@ -1,6 +1,7 @@
 """Stages run at the smallest recorded size that holds what is asked."""
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -38,3 +39,13 @@ def test_a_stage_runs_at_the_smallest_size_that_holds_it() -> None:
 def test_a_size_beyond_all_recorded_ones_is_refused() -> None:
     with pytest.raises(ValueError, match="size=9: recorded for at most 8"):
         StageGraphs({8: lambda: None}).padded(9)
+
+
+def test_what_a_stage_left_is_what_it_left_when_it_ran_last() -> None:
+    recorder = PlainRecorder()
+    numbers = iter(range(3))
+    leftover = recorder.leftover()
+    run = recorder.record(lambda: leftover.leave(torch.tensor([next(numbers)])))
+    for number in range(3):
+        run()
+        assert leftover.tensor().tolist() == [number]

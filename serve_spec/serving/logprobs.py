@@ -1,0 +1,179 @@
+"""Log-probabilities as the OpenAI API shows them: for completions, and for chat.
+
+Tokens become bytes and text here, where the tokenizer is; the engine speaks of ids alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
+
+from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
+
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.engine.spelling import Spelling
+
+Spell: TypeAlias = Callable[[int], Spelling]
+"""`engine.tokenizer.Tokenizer.spell`."""
+
+UNLIKELY = -9999.0
+"""What the OpenAI API says of tokens that can hardly come up; JSON has no infinity."""
+
+
+class CompletionLogprobs(TypedDict):
+    """`logprobs` of a completion's choice, or of a chunk: one item per token in every list.
+
+    `top_logprobs` holds the likeliest tokens and the token itself. The first token of an echoed
+    prompt has no log-probability. `text_offset` counts characters from the start of the choice's
+    text. Tokens that are no whole characters are shown as `bytes:\\xe2\\x82`.
+    """
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class ChatTopLogprob(TypedDict):
+    """One of the likeliest tokens at a place."""
+
+    token: str
+    logprob: float
+    bytes: list[int] | None
+
+
+class ChatTokenLogprob(ChatTopLogprob):
+    """A token of the answer. `bytes` of neighbours put together are its text; special tokens, which
+    are not part of it, have none. Tokens that are no whole characters are shown as `\\xe2\\x82`."""
+
+    top_logprobs: list[ChatTopLogprob]
+
+
+class ChatLogprobs(TypedDict):
+    """`logprobs` of a chat choice, or of a chunk."""
+
+    content: list[ChatTokenLogprob]
+    refusal: None
+
+
+class TextOffsets:
+    """Where the tokens of a choice begin in its text, one after the other.
+
+    Give every choice its own, and keep it through the choice's stream.
+    """
+
+    def __init__(self) -> None:
+        self._num_characters = 0
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def next(self, spelling: Spelling) -> int:
+        """Characters before this token. One that goes on with a character begins where it does."""
+        start = self._num_characters
+        if not spelling.is_special:
+            self._num_characters += len(self._decoder.decode(spelling.said))
+        return start
+
+
+def completion_logprobs(
+    entries: Iterable[TokenLogprob], spell: Spell, offsets: TextOffsets
+) -> CompletionLogprobs:
+    """What the completions API shows of generated tokens.
+
+    entries: of one choice, those after the ones that `offsets` has seen.
+    """
+    shown = _empty()
+    for entry in entries:
+        _add(shown, spell(entry.token_id), offsets)
+        shown["token_logprobs"].append(_finite(entry.logprob))
+        shown["top_logprobs"].append(_alternatives(entry, spell))
+    return shown
+
+
+def echoed_logprobs(
+    prompt_ids: Sequence[int],
+    entries: Sequence[TokenLogprob | None],
+    spell: Spell,
+    offsets: TextOffsets,
+) -> CompletionLogprobs:
+    """What the completions API shows of an echoed prompt, whose first token has no entry.
+
+    entries: `prompt_logprobs` of the engine, aligned with `prompt_ids`.
+    """
+    shown = _empty()
+    for token, entry in zip(prompt_ids, entries, strict=True):
+        _add(shown, spell(token), offsets)
+        shown["token_logprobs"].append(None if entry is None else _finite(entry.logprob))
+        shown["top_logprobs"].append(None if entry is None else _alternatives(entry, spell))
+    return shown
+
+
+def joined(first: CompletionLogprobs, second: CompletionLogprobs) -> CompletionLogprobs:
+    """Both, one after the other: a prompt and its completion."""
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
+
+
+def chat_logprobs(entries: Iterable[TokenLogprob], spell: Spell) -> ChatLogprobs:
+    """What the chat API shows of generated tokens."""
+    content: list[ChatTokenLogprob] = [
+        {
+            **_chat_token(entry.token_id, entry.logprob, spell),
+            "top_logprobs": [_chat_token(token, p, spell) for token, p in entry.top],
+        }
+        for entry in entries
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _empty() -> CompletionLogprobs:
+    return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+
+def _add(shown: CompletionLogprobs, spelling: Spelling, offsets: TextOffsets) -> None:
+    shown["tokens"].append(_completion_text(spelling.said))
+    shown["text_offset"].append(offsets.next(spelling))
+
+
+def _alternatives(entry: TokenLogprob, spell: Spell) -> dict[str, float]:
+    """Likeliest first, and the token itself last if it is none of them."""
+    pairs = [*entry.top, (entry.token_id, entry.logprob)]
+    found: dict[str, float] = {}
+    for token, logprob in pairs:  # of tokens that read alike, the likeliest
+        found.setdefault(_completion_text(spell(token).said), _finite(logprob))
+    return found
+
+
+def _chat_token(token_id: int, logprob: float, spell: Spell) -> ChatTopLogprob:
+    spelling = spell(token_id)
+    text = _text(spelling.said)
+    return {
+        "token": _escaped(spelling.said) if text is None else text,
+        "logprob": _finite(logprob),
+        "bytes": None if spelling.is_special else list(spelling.said),
+    }
+
+
+def _completion_text(said: bytes) -> str:
+    text = _text(said)
+    return f"bytes:{_escaped(said)}" if text is None else text
+
+
+def _text(said: bytes) -> str | None:
+    """None: not whole characters."""
+    try:
+        return said.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def _escaped(said: bytes) -> str:
+    return "".join(f"\\x{byte:02x}" for byte in said)
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, UNLIKELY)

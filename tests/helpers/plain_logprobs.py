@@ -1,0 +1,78 @@
+"""Log-probabilities computed once more, as plainly as possible.
+
+The logits are transformers', of the whole text at once; the rest is a loop over sorted tokens in
+float64. Independent of the package.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve_spec.core.request import RequestOutput, SamplingParams
+
+Distribution = dict[int, float]
+"""Log-probability of every token that is left, likeliest first."""
+
+
+CLOSE: dict[str, float] = {"rel": 1e-5, "abs": 3e-5}
+"""Rounding of float32 scores, which a temperature of 0.3 makes three times as large."""
+
+
+class PlainLogprobs:
+    """What a target thinks of a text."""
+
+    def __init__(self, target: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float64)
+
+    def __call__(self, token_ids: list[int], params: SamplingParams) -> list[Distribution]:
+        """Of the token after each one of `token_ids`."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([token_ids])).logits[0]
+        return [processed(row.tolist(), params) for row in logits]
+
+
+def processed(logits: list[float], params: SamplingParams) -> Distribution:
+    """Temperature, top-k, top-p, min-p, and what is left normalised; greedy: the plain softmax."""
+    greedy = params.temperature == 0.0
+    scores = [x if greedy else x / params.temperature for x in logits]
+    order = sorted(range(len(scores)), key=lambda v: (-scores[v], v))
+    best = scores[order[0]]
+    total = math.fsum(math.exp(s - best) for s in scores)
+    left: list[int] = []
+    mass = 0.0
+    for rank, v in enumerate(order):
+        p = math.exp(scores[v] - best) / total
+        inside = (params.top_k < 1 or rank < params.top_k) and (
+            mass < params.top_p or params.top_p == 1.0
+        )
+        if greedy or rank == 0 or (inside and p >= params.min_p / total):
+            left.append(v)
+        mass += p
+    norm = math.log(math.fsum(math.exp(scores[v] - best) for v in left))
+    return {v: scores[v] - best - norm for v in left}
+
+
+def close(found: Sequence[RequestOutput], expected: Sequence[RequestOutput]) -> None:
+    """Whether answers say the same, up to rounding."""
+    for one, other in zip(found, expected, strict=True):
+        assert one.token_ids == other.token_ids
+        for mine, theirs in (
+            (one.logprobs, other.logprobs),
+            (one.prompt_logprobs, other.prompt_logprobs),
+        ):
+            assert (mine is None) == (theirs is None)
+            for a, b in zip(mine or (), theirs or (), strict=True):
+                assert (a is None) == (b is None)
+                if a is not None and b is not None:
+                    assert (a.token_id, a.rank) == (b.token_id, b.rank)
+                    assert [t for t, _ in a.top] == [t for t, _ in b.top]
+                    values = [p for _, p in a.top]
+                    assert values == pytest.approx([p for _, p in b.top], **CLOSE)
+                    assert a.logprob == pytest.approx(b.logprob, **CLOSE)

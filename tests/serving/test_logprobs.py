@@ -1,0 +1,113 @@
+"""Log-probabilities in the two shapes of the OpenAI API."""
+
+from __future__ import annotations
+
+import json
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.engine.spelling import Spelling
+from serve_spec.serving.logprobs import (
+    CompletionLogprobs,
+    TextOffsets,
+    chat_logprobs,
+    completion_logprobs,
+    echoed_logprobs,
+    joined,
+)
+
+EOS = 256
+# The euro sign in two tokens, then an "a".
+EURO = [TokenLogprob(300, -0.5, 1), TokenLogprob(0xAC, -1.0, 2), TokenLogprob(0x61, -2.0, 3)]
+
+
+def spell(token_id: int) -> Spelling:
+    """One byte per id; one special token; one token of two bytes that are no character."""
+    if token_id == EOS:
+        return Spelling(b"<eos>", is_special=True)
+    return Spelling(b"\xe2\x82" if token_id == 300 else bytes([token_id]))
+
+
+def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place() -> None:
+    entries = [
+        TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5), (0x61, -1.5))),
+        TokenLogprob(0x63, -4.0, 9, ((0x62, -0.25),)),
+    ]
+    assert completion_logprobs(entries, spell, TextOffsets()) == {
+        "tokens": ["a", "c"],
+        "token_logprobs": [-1.5, -4.0],
+        "top_logprobs": [{"b": -0.5, "a": -1.5}, {"b": -0.25, "c": -4.0}],
+        "text_offset": [0, 1],
+    }
+
+
+def test_a_chat_shows_bytes_and_exactly_the_rivals_asked_for() -> None:
+    shown = chat_logprobs([TokenLogprob(0x61, -1.5, 2, ((0x62, -0.5),))], spell)
+    assert shown == {
+        "content": [
+            {
+                "token": "a",
+                "logprob": -1.5,
+                "bytes": [0x61],
+                "top_logprobs": [{"token": "b", "logprob": -0.5, "bytes": [0x62]}],
+            }
+        ],
+        "refusal": None,
+    }
+
+
+def test_parts_of_a_character_are_shown_as_bytes_and_begin_where_it_does() -> None:
+    shown = completion_logprobs(EURO, spell, TextOffsets())
+    assert shown["tokens"] == ["bytes:\\xe2\\x82", "bytes:\\xac", "a"]
+    assert shown["text_offset"] == [0, 0, 1]
+    chat = chat_logprobs(EURO, spell)["content"]
+    assert [token["token"] for token in chat] == ["\\xe2\\x82", "\\xac", "a"]
+    assert bytes(b for token in chat for b in token["bytes"] or []).decode() == "€a"
+
+
+def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text() -> None:
+    entries = [TokenLogprob(EOS, -0.1, 1), TokenLogprob(0x61, -0.2, 1)]
+    shown = completion_logprobs(entries, spell, TextOffsets())
+    assert (shown["tokens"], shown["text_offset"]) == (["<eos>", "a"], [0, 0])
+    assert chat_logprobs(entries, spell)["content"][0]["bytes"] is None
+
+
+def test_an_echoed_prompt_comes_first_and_its_first_token_has_no_likelihood() -> None:
+    offsets = TextOffsets()
+    prompt = echoed_logprobs([0x61, 0x62], [None, TokenLogprob(0x62, -3.0, 7)], spell, offsets)
+    both = joined(prompt, completion_logprobs([TokenLogprob(0x63, -1.0, 1)], spell, offsets))
+    assert both == {
+        "tokens": ["a", "b", "c"],
+        "token_logprobs": [None, -3.0, -1.0],
+        "top_logprobs": [None, {"b": -3.0}, {"c": -1.0}],
+        "text_offset": [0, 1, 2],
+    }
+
+
+def test_what_can_not_come_up_has_a_number_that_json_knows() -> None:
+    entries = [TokenLogprob(0x61, -math.inf, 9, ())]
+    for shown in (
+        completion_logprobs(entries, spell, TextOffsets()),
+        chat_logprobs(entries, spell),
+    ):
+        assert "-9999.0" in json.dumps(shown, allow_nan=False)
+
+
+@given(st.text(max_size=20), st.lists(st.integers(0, 60), max_size=6))
+def test_a_stream_in_any_pieces_shows_what_the_whole_answer_shows(
+    text: str, cuts: list[int]
+) -> None:
+    entries = [TokenLogprob(byte, -1.0, 1) for byte in text.encode()]
+    whole = completion_logprobs(entries, spell, TextOffsets())
+    offsets, start = TextOffsets(), 0
+    pieces: CompletionLogprobs | None = None
+    for end in [*sorted(cuts), len(entries)]:
+        piece = completion_logprobs(entries[start:end], spell, offsets)
+        pieces = piece if pieces is None else joined(pieces, piece)
+        start = max(start, end)
+    assert pieces == whole
+    begins = [text.encode()[:i].decode(errors="ignore") for i in range(len(entries))]
+    assert whole["text_offset"] == [len(before) for before in begins]
