@@ -17,6 +17,7 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.costs import cost_key, obtain_costs
+from serve_spec.engine.draft_precision import draft_dtype, keeps_eight_bit
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
 from serve_spec.engine.profile import MeasuredCosts, measure_costs
@@ -28,7 +29,7 @@ from serve_spec.models import DraftHead, Llama, ModelShape, load_draft, load_tar
 from serve_spec.models.compiling import compile_layers
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
-from serve_spec.parallel.launch import launch
+from serve_spec.parallel.launch import Launcher, launch
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
@@ -40,11 +41,11 @@ _PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
 """Seconds at start that measuring costs may take, when no table is at hand."""
 
 
-def build_engine(config: ServeSpecConfig) -> SpecEngine:
+def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> SpecEngine:
     """Loads target, draft and tokenizer and makes an engine that is ready for its first request.
 
     With several ranks this process is rank 0; it starts the others, and `SpecEngine.shutdown` ends
-    them.
+    them. launcher: where they run; None: as processes of this host.
 
     Raises:
         CheckpointError: a file that can not be used.
@@ -53,7 +54,7 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
-    followers = _start_followers(config)
+    followers = _start_followers(config, launcher)
     try:
         with followers.in_step():
             parallel = followers.join(rank_device(config, 0))
@@ -63,16 +64,17 @@ def build_engine(config: ServeSpecConfig) -> SpecEngine:
         raise
 
 
-def _start_followers(config: ServeSpecConfig) -> Followers:
+def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Followers:
     """All ranks but this one, after the refusals that need none of them."""
     size = config.model.tensor_parallel_size
     ModelShape.from_directory(config.model.path).on_rank_of(size)
-    if rank_device(config, 0).type == "cuda" and torch.cuda.device_count() < size:
+    is_on_gpu = rank_device(config, 0).type == "cuda"
+    if launcher is None and is_on_gpu and torch.cuda.device_count() < size:
         raise ValueError(
             f"tensor_parallel_size={size}: torch sees {torch.cuda.device_count()} GPUs here; "
             "lower it, or show more of them (CUDA_VISIBLE_DEVICES)"
         )
-    return launch("serve_spec.engine.follower", size, config)
+    return launch("serve_spec.engine.follower", size, config, launcher)
 
 
 def _build_engine(
@@ -156,7 +158,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
 
 
 def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
-    """Where a rank computes: ranks of one host have a GPU each, or share its CPU."""
+    """Where a rank computes: on a GPU of its own, or on its host's CPU."""
     device = _device(config.model.device)
     if device.type == "cpu" or config.model.tensor_parallel_size == 1:
         return device
@@ -219,24 +221,14 @@ def _load_head(
     if speculative.speculative_algorithm == "NONE":
         return None
     assert speculative.speculative_draft_model_path is not None, "config checked this"
+    eight_bit = keeps_eight_bit(speculative.speculative_draft_model_quantization, device)
     return load_draft(
         Path(speculative.speculative_draft_model_path),
         target,
         algorithm=speculative.speculative_algorithm,
-        dtype=_draft_dtype(speculative.speculative_draft_dtype, dtype, device),
+        dtype=draft_dtype(speculative.speculative_draft_dtype, dtype, device, eight_bit=eight_bit),
+        eight_bit=eight_bit,
     )
-
-
-def _draft_dtype(name: str, target_dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """Resolves `auto`: bfloat16 for a float32 target where it is native, else the target's dtype.
-
-    A draft's precision touches how many tokens a round commits, never which.
-    """
-    if name != "auto":
-        return torch_dtype(name)
-    on_cpu = getattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
-    is_native = device.type == "cuda" or on_cpu()
-    return torch.bfloat16 if is_native and target_dtype == torch.float32 else target_dtype
 
 
 def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:

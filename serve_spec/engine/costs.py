@@ -23,6 +23,7 @@ from serve_spec.config.cost_table import (
     write_cost_table,
 )
 from serve_spec.core.machine import cpu_model
+from serve_spec.engine.draft_precision import keeps_eight_bit
 from serve_spec.engine.profile import MeasuredCosts
 from serve_spec.log import get_logger
 from serve_spec.worker.worker import Worker
@@ -111,11 +112,20 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
         draft="" if draft is None else fingerprint(draft),
         algorithm=config.speculative.speculative_algorithm,
         dtype=_dtype_name(worker.dtype),
-        draft_dtype="" if worker.draft_dtype is None else _dtype_name(worker.draft_dtype),
+        draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=backend,
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
+
+
+def _draft_numbers(config: ServeSpecConfig, worker: Worker) -> str:
+    """What the draft computes in and, if other, what it reads its weights in."""
+    if worker.draft_dtype is None:
+        return ""
+    wanted = config.speculative.speculative_draft_model_quantization
+    weights = ", fp8 weights" if keeps_eight_bit(wanted, worker.device) else ""
+    return _dtype_name(worker.draft_dtype) + weights
 
 
 def fingerprint(checkpoint: Path) -> str:

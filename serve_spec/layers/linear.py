@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from serve_spec.layers.module import Destination, Layer, parameter
 from serve_spec.log import get_logger
 from serve_spec.ops import fast
+from serve_spec.ops.linear import EightBit
 
 _log = get_logger(__name__)
 
@@ -34,11 +35,12 @@ class Linear(Layer):
         # Of the result, if not that of the input: a head's logits leave it in float32.
         self.out_dtype: torch.dtype | None = None
         self._packed: Tensor | None = None
+        self.eight_bit: EightBit | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
         if self._packed is None:
-            return fast.linear(x, self.weight, self.bias, self.out_dtype)
+            return fast.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
         out = _onednn_linear(x, self._packed, self.bias)
         return out if self.out_dtype is None else out.to(self.out_dtype)
 
@@ -58,6 +60,14 @@ class Linear(Layer):
                 views[f"{name}.bias"] = self.bias.narrow(0, start, rows)
             start += rows
         return views
+
+    def add_eight_bit(self) -> None:
+        """Keeps the loaded weight in eight bits too, for products of few rows that take it.
+
+        These read half as much and so take less time; all others go on with the exact weight.
+        """
+        assert self._packed is None, "only where products are torch's or ours are few rows faster"
+        self.eight_bit = EightBit.of(self.weight)
 
     def finish(self) -> None:
         """Lays the loaded weight out for small products on this processor; frees the plain one.

@@ -27,7 +27,7 @@ class GatedMLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
         if x.is_cuda:
-            return self.down(fast.gate_up(x, self.gate_up.weight))
+            return self.down(fast.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit))
         return self.down(activation.silu_and_mul(self.gate_up(x)))
 
     __call__ = forward

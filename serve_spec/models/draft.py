@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import Layer
 from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
 from serve_spec.models.eagle import load_eagle
 from serve_spec.models.eagle3 import load_eagle3
@@ -87,8 +89,12 @@ def load_draft(
     algorithm: str,
     options: DraftOptions | None = None,
     dtype: torch.dtype | None = None,
+    *,
+    eight_bit: bool = False,
 ) -> DraftHead:
     """Loads the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
+
+    eight_bit: also keeps its matrices in eight bits, for products of few rows.
 
     `algorithm` is one of `DRAFTS`; the files decide what they are, and a disagreement is refused.
 
@@ -103,4 +109,11 @@ def load_draft(
         )
     file = open_draft(path, algorithm)
     dtype = dtype or target.embed_tokens.weight.dtype
-    return DRAFTS[algorithm](file, target, options or DraftOptions(), dtype)
+    head = DRAFTS[algorithm](file, target, options or DraftOptions(), dtype)
+    if eight_bit:
+        assert isinstance(head, Layer), "every head is made of layers"
+        shared = set(target.modules())
+        for module in head.modules():
+            if isinstance(module, Linear) and module not in shared:
+                module.add_eight_bit()
+    return head

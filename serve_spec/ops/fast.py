@@ -7,19 +7,20 @@ torch's compiler, where layers are left to it, is shown the plain ones.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from serve_spec.core.context import Rotation
+from serve_spec.core.gpu import is_hopper
 from serve_spec.ops import acceptance, activation, draw, kv_move, layout, linear_tiles, norm, rotary
 from serve_spec.ops import linear as plain_linear
 from serve_spec.ops import paged_attention as plain_paged_attention
 from serve_spec.ops.acceptance import AcceptedPath
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.linear import EightBit
 from serve_spec.ops.paged_attention import PagedLayout
 
 
@@ -187,9 +188,20 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLa
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    eight_bit: EightBit | None = None,
 ) -> Tensor:
-    """See `linear.linear`: the vendor's library, or our own kernel where the rows are few."""
+    """See `linear.linear`: the vendor's library, or our own kernel where the rows are few.
+
+    eight_bit: the weight in eight bits, for whoever is faster with it.
+    """
+    if x.is_cuda and eight_bit is not None and _is_ours(x, weight, eight_bit=True):
+        from serve_spec.ops import linear_triton
+
+        return linear_triton.small_linear(x, eight_bit.values, bias, out_dtype, eight_bit.scale)
     if x.is_cuda and _is_ours(x, weight):
         from serve_spec.ops import linear_triton
 
@@ -197,8 +209,15 @@ def linear(
     return plain_linear.linear(x, weight, bias, out_dtype)
 
 
-def gate_up(x: Tensor, weight: Tensor) -> Tensor:
-    """silu(gate) · up: x [T, in], weight [2·I, in], the rows of the gate first -> [T, I]."""
+def gate_up(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
+    """silu(gate) · up: x [T, in], weight [2·I, in], the rows of the gate first -> [T, I].
+
+    eight_bit: see `linear`.
+    """
+    if x.is_cuda and eight_bit is not None and _is_ours(x, weight, gated=True, eight_bit=True):
+        from serve_spec.ops import linear_triton
+
+        return linear_triton.small_gate_up(x, eight_bit.values, eight_bit.scale)
     if x.is_cuda and _is_ours(x, weight, gated=True):
         from serve_spec.ops import linear_triton
 
@@ -233,18 +252,13 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return norm.add_rms_norm(x, residual, weight, eps)
 
 
-def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False) -> bool:
+def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, eight_bit: bool = False) -> bool:
     """Whether the kernels of `linear_triton` can do this product, and fastest."""
     return (
         not is_compiling()
-        and linear_tiles.is_ours(x.shape[0], gated=gated)
+        and linear_tiles.is_ours(x.shape[0], gated=gated, eight_bit=eight_bit)
         and x.dtype in (torch.bfloat16, torch.float16)
         and x.stride(-1) == 1
         and weight.is_contiguous()
-        and _is_hopper(x.device)
+        and is_hopper(x.device)
     )
-
-
-@cache
-def _is_hopper(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] == 9

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,19 +27,45 @@ def linear(
 
 
 def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """x·Wᵀ + b in `out_dtype` (default: x's).
 
-    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]. Returns [T, out].
+    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]; scale: what each row of an
+    eight-bit weight is to be multiplied with, float32 [out]. Returns [T, out].
     """
     bias = None if bias is None else bias.float()
-    return F.linear(x.float(), weight.float(), bias).to(out_dtype or x.dtype)
+    whole = weight.float() if scale is None else weight.float() * scale[:, None]
+    return F.linear(x.float(), whole, bias).to(out_dtype or x.dtype)
 
 
-def small_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """silu(gate) · up of both products at once, each rounded as if it had been stored.
 
-    x: [T, in]; weight: [2·I, in], the rows of the gate first. Returns [T, I].
+    x: [T, in]; weight: [2·I, in], the rows of the gate first; scale: see `small_linear`. Returns
+    [T, I].
     """
-    return silu_and_mul(small_linear(x, weight))
+    return silu_and_mul(small_linear(x, weight, scale=scale))
+
+
+@dataclass(frozen=True)
+class EightBit:
+    """A weight [out, in] in eight bits: values · scale[:, None], values float8_e4m3fn.
+
+    One factor per row, so that the largest number of each is the largest of its kind.
+    """
+
+    values: Tensor
+    scale: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor) -> EightBit:
+        """The nearest to `weight`, floating point [out, in]."""
+        dtype = torch.float8_e4m3fn
+        largest = weight.float().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = largest / torch.finfo(dtype).max
+        return cls((weight.float() / scale[:, None]).to(dtype), scale)

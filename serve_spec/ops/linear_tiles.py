@@ -52,6 +52,18 @@ _GATED = {
     64: _Block(outputs=64, depth=128, warps=8, stages=4),
     128: _Block(outputs=128, depth=64, warps=8, stages=4),
 }
+# The same for weights of eight bits. With 32 outputs or fewer, programs multiply by the older
+# instructions, whose operands take less shuffling; with more rows that no longer decides.
+_PLAIN_EIGHT_BIT = {
+    16: _Block(outputs=32, depth=512, warps=2, stages=3),
+    32: _Block(outputs=128, depth=128, warps=4, stages=5),
+    64: _Block(outputs=64, depth=128, warps=4, stages=5),
+}
+_GATED_EIGHT_BIT = {
+    16: _Block(outputs=32, depth=256, warps=4, stages=5),
+    32: _Block(outputs=64, depth=128, warps=4, stages=4),
+    64: _Block(outputs=64, depth=128, warps=4, stages=4),
+}
 _MULTIPROCESSORS = 132
 _MAX_UNEVENNESS = 1.2
 # Sums are cut until so many programs of so many outputs have a share.
@@ -61,35 +73,49 @@ _CUT_OUTPUTS = 128
 _MIN_COLUMNS = 256
 
 
-def is_ours(num_rows: int, *, gated: bool = False) -> bool:
+def is_ours(num_rows: int, *, gated: bool = False, eight_bit: bool = False) -> bool:
     """Whether these kernels, and not the vendor's library, multiply so many rows.
 
     Up to the 64 rows of a plain product they are faster, or (a few percent) slower with the same
     bits for a row whatever else is in the batch, which the library does not give. A gated product
     saves a kernel, and is faster up to 128.
     """
-    return num_rows <= max(_GATED if gated else _PLAIN)
+    return num_rows <= max(_blocks(gated, eight_bit))
 
 
-def choose_tiles(num_outputs: int, in_features: int, num_rows: int, gated: bool = False) -> Tiles:
+def choose_tiles(
+    num_outputs: int,
+    in_features: int,
+    num_rows: int,
+    gated: bool = False,
+    eight_bit: bool = False,
+) -> Tiles:
     """Tiles for x [num_rows, in] by num_outputs weight rows (with `gated`: that many pairs).
 
-    `columns` does not depend on `num_rows`: a row is summed in the same order in every batch.
+    `columns` does not depend on `num_rows`: a row is summed in the same order in every batch, but
+    for eight-bit weights, which only drafts have.
     """
-    blocks = _GATED if gated else _PLAIN
+    blocks = _blocks(gated, eight_bit)
     rows = next((most for most in blocks if num_rows <= most), max(blocks))
     block = blocks[rows]
     cuts = 1 if gated else _cuts(num_outputs)  # the product of two sums needs both of them whole
     if block is _PLAIN[16] and _unevenness(num_outputs, block, cuts) > _MAX_UNEVENNESS:
         block = _FINE
+    finest = max(_MIN_COLUMNS, block.depth)
     return Tiles(
         outputs=block.outputs,
         rows=rows,
         depth=block.depth,
-        columns=_ceil(in_features, cuts * _MIN_COLUMNS) * _MIN_COLUMNS,
+        columns=_ceil(in_features, cuts * finest) * finest,
         warps=block.warps,
         stages=block.stages,
     )
+
+
+def _blocks(gated: bool, eight_bit: bool) -> dict[int, _Block]:
+    if eight_bit:
+        return _GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT
+    return _GATED if gated else _PLAIN
 
 
 def _cuts(num_outputs: int) -> int:

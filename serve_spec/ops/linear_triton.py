@@ -25,26 +25,34 @@ _SUM_BLOCK = 512
 
 
 def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """See `linear.small_linear`. Rows of x may be strided, their numbers not."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
-    _multiply(x, weight, bias, out, choose_tiles(weight.shape[0], weight.shape[1], x.shape[0]))
+    num_outputs, in_features = weight.shape
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
+    _multiply(x, weight, scale, bias, out, tiles)
     return out
 
 
-def small_gate_up(x: Tensor, weight: Tensor) -> Tensor:
+def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """See `linear.small_gate_up`. Rows of x may be strided, their numbers not."""
-    width = weight.shape[0] // 2
+    width, in_features = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], width)
-    tiles = choose_tiles(width, weight.shape[1], x.shape[0], gated=True)
-    _multiply(x, weight, None, out, tiles, is_gated=True)
+    eight_bit = scale is not None
+    tiles = choose_tiles(width, in_features, x.shape[0], gated=True, eight_bit=eight_bit)
+    _multiply(x, weight, scale, None, out, tiles, is_gated=True)
     return out
 
 
 def _multiply(
     x: Tensor,
     weight: Tensor,
+    scale: Tensor | None,
     bias: Tensor | None,
     out: Tensor,
     tiles: Tiles,
@@ -61,7 +69,8 @@ def _multiply(
         bias, late_bias = None, bias
     grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_outputs, tiles.outputs), splits)
     _product_kernel[grid](
-        x, weight, bias, sums, num_rows, num_outputs, in_features, tiles.columns, x.stride(0),
+        x, weight, scale, bias, sums,
+        num_rows, num_outputs, in_features, tiles.columns, x.stride(0),
         OUTPUTS=tiles.outputs, ROWS=tiles.rows, DEPTH=tiles.depth, GATED=is_gated,
         EVEN=in_features % tiles.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else None,
@@ -80,12 +89,16 @@ def _multiply(
 # Not specialized: a kernel for one row and another for sixteen would only take longer to compile.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
-    x, weight, bias, out, num_rows, num_outputs, in_features, columns, x_stride,
+    x, weight, scale, bias, out, num_rows, num_outputs, in_features, columns, x_stride,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
     PREFETCH: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out[split, row, output] = Σ over the split's columns of x[row] · weight[output]."""
+    """out[split, row, output] = Σ over the split's columns of x[row] · weight[output].
+
+    Eight-bit weights are multiplied in the dtype of x, which holds them exactly. Into float16 they
+    go in one instruction, into bfloat16 in so many that nothing is gained.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first_output = tl.program_id(1) * OUTPUTS
     split = tl.program_id(2)
@@ -115,22 +128,20 @@ def _product_kernel(
     sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     up_sums = tl.zeros((OUTPUTS, ROWS), dtype=tl.float32)
     for start in tl.range(first, last, DEPTH):
-        if EVEN:
-            x_block = tl.load(x_rows + start, mask=is_row, other=0.0)
-            block = tl.load(weight_rows + start)
-        else:
-            inside = start + column < in_features
-            x_block = tl.load(x_rows + start, mask=is_row & inside[:, None], other=0.0)
-            block = tl.load(weight_rows + start, mask=inside[None, :], other=0.0)
+        inside = start + column < in_features
+        x_mask = is_row if EVEN else is_row & inside[:, None]
+        x_block = tl.load(x_rows + start, mask=x_mask, other=0.0)
+        block = _load_weights(weight_rows + start, inside, x.dtype.element_ty, EVEN)
         sums = tl.dot(block, x_block, sums, input_precision=PRECISION)
         if GATED:
-            if EVEN:
-                block = tl.load(up_rows + start)
-            else:
-                block = tl.load(up_rows + start, mask=inside[None, :], other=0.0)
+            block = _load_weights(up_rows + start, inside, x.dtype.element_ty, EVEN)
             up_sums = tl.dot(block, x_block, up_sums, input_precision=PRECISION)
 
     is_output = (output < num_outputs)[:, None]
+    if scale is not None:
+        sums *= tl.load(scale + weight_row)[:, None]
+        if GATED:
+            up_sums *= tl.load(scale + num_outputs + weight_row)[:, None]
     if bias is not None:
         sums += tl.load(bias + output, mask=output < num_outputs).to(tl.float32)[:, None]
     at = (split * num_rows + row).to(tl.int64)[None, :] * num_outputs + output[:, None]
@@ -138,6 +149,13 @@ def _product_kernel(
     if GATED:
         results = gated(results, up_sums.to(out.dtype.element_ty))
     tl.store(out + at, results, mask=is_row & is_output)
+
+
+@triton.jit
+def _load_weights(weights, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
+    """A block of weights in the dtype of x; 0 in columns that are not inside."""
+    block = tl.load(weights) if EVEN else tl.load(weights, mask=inside[None, :], other=0.0)
+    return block.to(dtype)
 
 
 @triton.jit

@@ -60,6 +60,42 @@ def test_the_fused_kernel_follows_its_law(
     assert relative_error(found, linear.small_gate_up(x, weight)) < TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
+def test_the_kernels_multiply_eight_bit_weights_by_the_same_law(
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
+) -> None:
+    x = random(num_rows, in_features, dtype=dtype)
+    weight = linear.EightBit.of(random(2 * num_outputs, in_features, seed=1))
+    bias = random(2 * num_outputs, dtype=dtype, seed=2)
+    values, scale = weight.values, weight.scale
+    for b in (None, bias):
+        with poisoned_memory():
+            found = linear_triton.small_linear(x, values, b, scale=scale)
+        expected = linear.small_linear(x, values, b, scale=scale)
+        assert relative_error(found, expected) < TOLERANCE[dtype]
+    with poisoned_memory():
+        found = linear_triton.small_gate_up(x, values, scale)
+    assert relative_error(found, linear.small_gate_up(x, values, scale)) < TOLERANCE[dtype]
+
+
+@given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**31), st.floats(-30, 30))
+def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
+    num_outputs: int, in_features: int, seed: int, exponent: float
+) -> None:
+    """Four significant bits, and below 2^-6 / 448 of the largest number a fixed step."""
+    weight = random(num_outputs, in_features, seed=seed) * 2.0**exponent
+    kept = linear.EightBit.of(weight)
+    error = (kept.values.float() * kept.scale[:, None] - weight).abs()
+    smallest = weight.abs().amax(dim=1, keepdim=True) * 2.0**-9 / 448
+    assert bool((error <= weight.abs() / 16 + smallest).all())
+
+
+def test_a_row_of_zeros_stays_one_in_eight_bits() -> None:
+    kept = linear.EightBit.of(torch.zeros(2, 3))
+    assert torch.equal(kept.values.float() * kept.scale[:, None], torch.zeros(2, 3))
+
+
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
 def test_every_weight_is_used_once(num_rows: int, num_outputs: int, in_features: int) -> None:
     x, weight = integers(num_rows, in_features), integers(num_outputs, in_features, seed=1)
@@ -110,18 +146,23 @@ def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
 
 
 @given(
-    st.integers(1, 200_000), st.integers(1, 30_000), st.integers(0, 600), st.booleans()
-)  # fmt: skip
+    st.integers(1, 200_000),
+    st.integers(1, 30_000),
+    st.integers(0, 600),
+    st.booleans(),
+    st.booleans(),
+)
 def test_any_product_is_cut_into_programs_that_fit(
-    num_outputs: int, in_features: int, num_rows: int, gated: bool
+    num_outputs: int, in_features: int, num_rows: int, gated: bool, eight_bit: bool
 ) -> None:
-    tiles = choose_tiles(num_outputs, in_features, num_rows, gated)
+    tiles = choose_tiles(num_outputs, in_features, num_rows, gated, eight_bit)
     assert tiles.columns % tiles.depth == 0
     assert not gated or tiles.columns >= in_features
     assert all(n & (n - 1) == 0 for n in (tiles.outputs, tiles.rows, tiles.depth, tiles.warps))
     weight_rows = tiles.outputs * (2 if gated else 1)
     assert tiles.stages >= 2
-    assert tiles.stages * 2 * tiles.depth * (weight_rows + tiles.rows) <= 227 * 1024
+    bytes_per_column = weight_rows * (1 if eight_bit else 2) + tiles.rows * 2
+    assert tiles.stages * tiles.depth * bytes_per_column <= 227 * 1024
 
 
 @given(
