@@ -15,7 +15,7 @@ _COMMANDS = {
     "expand": "a small pair in a published model's shape: its texts at that model's cost",
     "tune": "measure a pair: its cost table, its steps per batch size, a report",
     "breakeven": "should I speculate: throughput equation, from numbers or a cost table",
-    "bench": "measure: adaptive, controller, kernels, offline, online, stats, trace",
+    "bench": "measure: adaptive, controller, kernels, offline, online, parallel, stats, trace",
     "check-config": "print a configuration as resolved, or say what is wrong with it",
 }
 

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import adaptive, controller, kernels, offline, online, stats, trace
+from serve_spec.bench import (
+    adaptive,
+    controller,
+    kernels,
+    offline,
+    online,
+    parallel,
+    stats,
+    trace,
+)
 
 _BENCHES = {
     "adaptive": adaptive.main,
@@ -12,6 +21,7 @@ _BENCHES = {
     "kernels": kernels.main,
     "offline": offline.main,
     "online": online.main,
+    "parallel": parallel.main,
     "stats": stats.main,
     "trace": trace.main,
 }

@@ -7,7 +7,9 @@ Where this departs from the first floor plan, and why:
 - `drafters` reaches `kvcache`: a drafter owns its pool and reads the target's features by slot.
 - `verify` and `engine` reach `parallel`: draws that stay on the device are taken over from rank 0,
   and the engine starts and ends the other ranks.
-- `bench` reaches `serving`: what the fleet's statistics cost is measured on the real actor.
+- `bench` reaches `serving` and `parallel`: what the fleet's statistics cost is measured on the real
+  actor, what one exchange between ranks takes on the real group.
+- `bench` reaches `scheduler`: arms that take turns share an engine's worker, each with its own queue.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
 - The torch-free rooms are imported for real as well: a library that comes in through a neighbour
   counts like one that is named.
@@ -52,7 +54,10 @@ MAY_IMPORT = {
         "parallel", "runtime", "scheduler", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
-    "bench": ["core", "config", "metrics", "adaptive", "engine", "layers", "models", "serving"],
+    "bench": [
+        "core", "config", "metrics", "parallel", "adaptive", "engine", "layers", "models", "scheduler",
+        "serving",
+    ],
     "training": ["core", "config", "layers", "models"],
     "cli": ["core", "config", "engine", "models", "serving", "bench", "training"],
 }  # fmt: skip
