@@ -1,21 +1,46 @@
-"""The OpenAI completions API: what answers look like."""
+"""The OpenAI API: what answers look like."""
 
 from __future__ import annotations
 
-from typing import NotRequired
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
-from serve_spec.core.request import FinishReason, SpeculationStats
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+
+
+class PromptTokensDetails(TypedDict):
+    """`cached_tokens`: prompt tokens that were not computed for this request."""
+
+    cached_tokens: int
 
 
 class Usage(TypedDict):
-    """Token counts; `speculation` holds the counts of `RequestOutput.speculation`."""
+    """Token counts over all choices; a prompt counts once, however many choices it has.
+
+    `speculation` holds the counts of `RequestOutput.speculation`, summed over the choices.
+    """
 
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
     speculation: dict[str, object]
+
+
+class _Head(TypedDict):
+    id: str
+    object: str
+    created: int
+    model: str
+    system_fingerprint: str
+    usage: NotRequired[Usage | None]
+    synthetic_acceptance: NotRequired[bool]
 
 
 class Choice(TypedDict):
@@ -27,20 +52,63 @@ class Choice(TypedDict):
     finish_reason: str | None
 
 
-class Completion(TypedDict):
+class Completion(_Head):
     """A completion, or one chunk of its stream.
 
     `synthetic_acceptance` is there, and true, where acceptance is forced for a load test: the text
     is not the model's then.
     """
 
-    id: str
-    object: str
-    created: int
-    model: str
     choices: list[Choice]
-    usage: NotRequired[Usage | None]
-    synthetic_acceptance: NotRequired[bool]
+
+
+class ChatAnswerMessage(TypedDict):
+    """What the model says."""
+
+    role: str
+    content: str
+    refusal: None
+
+
+class ChatChoice(TypedDict):
+    """One answer to a conversation."""
+
+    index: int
+    message: ChatAnswerMessage
+    logprobs: None
+    finish_reason: str | None
+
+
+class ChatCompletion(_Head):
+    """Answers to a conversation; `synthetic_acceptance` as for `Completion`."""
+
+    choices: list[ChatChoice]
+
+
+class ChatDelta(TypedDict):
+    """The role first, then pieces of the text."""
+
+    role: NotRequired[str]
+    content: NotRequired[str]
+
+
+class ChatChunkChoice(TypedDict):
+    """The next piece of one answer."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: None
+    finish_reason: str | None
+
+
+class ChatChunk(_Head):
+    """One chunk of a stream of answers to a conversation."""
+
+    choices: list[ChatChunkChoice]
+
+
+Answer: TypeAlias = Completion | ChatCompletion
+Chunk: TypeAlias = Completion | ChatChunk
 
 
 class Model(TypedDict):
@@ -50,6 +118,13 @@ class Model(TypedDict):
     object: str
     created: int
     owned_by: str
+
+
+class ModelList(TypedDict):
+    """GET /v1/models."""
+
+    object: str
+    data: list[Model]
 
 
 class ErrorObject(TypedDict):
@@ -68,64 +143,172 @@ class ErrorAnswer(TypedDict):
 
 
 def usage(num_prompt_tokens: int, num_tokens: int, speculation: SpeculationStats) -> Usage:
-    """The `usage` object of a finished completion."""
+    """The `usage` object of a finished answer."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
+        # The engine computes every prompt whole.
+        "prompt_tokens_details": {"cached_tokens": 0},
         "speculation": speculation.as_dict(),
     }
 
 
-class CompletionFormat:
-    """Answers to one request: the fields they share, and the three shapes they take."""
+@dataclass(frozen=True)
+class AnswerHead:
+    """What all answers to one request share.
 
-    def __init__(
-        self,
-        completion_id: str,
-        model: str,
-        created: int,
-        *,
-        include_usage: bool = False,
-        synthetic_acceptance: bool = False,
-    ) -> None:
-        self.id = completion_id
-        self.model = model
-        self.created = created
-        self.include_usage = include_usage
-        self.synthetic_acceptance = synthetic_acceptance
+    created: seconds since 1970. system_fingerprint: see `fingerprint`. include_usage: a stream ends
+    with a chunk that holds `usage`. synthetic_acceptance: see `Completion`.
+    """
 
-    def completion(self, text: str, finish_reason: FinishReason, counts: Usage) -> Completion:
-        """The whole answer at once."""
-        return {**self._answer([_choice(text, finish_reason)]), "usage": counts}
+    id: str
+    model: str
+    created: int
+    system_fingerprint: str
+    include_usage: bool = False
+    synthetic_acceptance: bool = False
 
-    def chunk(self, text: str, finish_reason: FinishReason | None) -> Completion:
-        """The next piece of a stream; `usage` is there and null if its last chunk will hold it."""
-        answer = self._answer([_choice(text, finish_reason)])
-        return {**answer, "usage": None} if self.include_usage else answer
-
-    def usage_chunk(self, counts: Usage) -> Completion:
-        """The last chunk of a stream that was asked to include usage; it has no choices."""
-        return {**self._answer([]), "usage": counts}
-
-    def _answer(self, choices: list[Choice]) -> Completion:
-        answer: Completion = {
+    def fields(self, kind: str) -> _Head:
+        """The first fields of an answer whose `object` is `kind`."""
+        head: _Head = {
             "id": self.id,
-            "object": "text_completion",
+            "object": kind,
             "created": self.created,
             "model": self.model,
-            "choices": choices,
+            "system_fingerprint": self.system_fingerprint,
         }
-        if self.synthetic_acceptance:
-            answer["synthetic_acceptance"] = True
-        return answer
+        return {**head, "synthetic_acceptance": True} if self.synthetic_acceptance else head
+
+    def chunk_fields(self, kind: str) -> _Head:
+        """The same for a chunk; `usage` is null where the last chunk will hold it."""
+        head = self.fields(kind)
+        return {**head, "usage": None} if self.include_usage else head
 
 
-def _choice(text: str, finish_reason: FinishReason | None) -> Choice:
-    reason = None if finish_reason is None else finish_reason.value
-    return {"index": 0, "text": text, "logprobs": None, "finish_reason": reason}
+class AnswerFormat(ABC):
+    """Answers to one request, whole and in chunks.
+
+    What a choice says comes as deltas: text, and whatever else the engine knows of its tokens.
+    """
+
+    def __init__(self, head: AnswerHead) -> None:
+        self.head = head
+
+    @abstractmethod
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Answer:
+        """The whole answer at once, from all deltas of each choice."""
+
+    @abstractmethod
+    def opening(self, index: int) -> Chunk | None:
+        """What a choice's stream says before its first delta."""
+
+    @abstractmethod
+    def chunk(self, index: int, delta: TokenDelta) -> Chunk:
+        """The next piece of a choice's stream."""
+
+    @abstractmethod
+    def usage_chunk(self, counts: Usage) -> Chunk:
+        """The last chunk of a stream that was asked to include usage; it has no choices."""
+
+
+class CompletionFormat(AnswerFormat):
+    """Answers of the completions API; `echo`: what to say before each choice."""
+
+    def __init__(self, head: AnswerHead, echo: Sequence[str] = ()) -> None:
+        super().__init__(head)
+        self._echo = echo
+
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Completion:
+        """See `AnswerFormat.whole`."""
+        answers = [
+            _choice(index, self._before(index) + _text(deltas), deltas[-1].finish_reason)
+            for index, deltas in enumerate(choices)
+        ]
+        return {**self.head.fields("text_completion"), "choices": answers, "usage": counts}
+
+    def opening(self, index: int) -> Completion | None:
+        """See `AnswerFormat.opening`."""
+        text = self._before(index)
+        return self._chunk([_choice(index, text, None)]) if text else None
+
+    def chunk(self, index: int, delta: TokenDelta) -> Completion:
+        """See `AnswerFormat.chunk`."""
+        return self._chunk([_choice(index, delta.text, delta.finish_reason)])
+
+    def usage_chunk(self, counts: Usage) -> Completion:
+        """See `AnswerFormat.usage_chunk`."""
+        return {**self._chunk([]), "usage": counts}
+
+    def _before(self, index: int) -> str:
+        return self._echo[index] if self._echo else ""
+
+    def _chunk(self, choices: list[Choice]) -> Completion:
+        return {**self.head.chunk_fields("text_completion"), "choices": choices}
+
+
+class ChatFormat(AnswerFormat):
+    """Answers of the chat API."""
+
+    def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> ChatCompletion:
+        """See `AnswerFormat.whole`."""
+        answers: list[ChatChoice] = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": _text(deltas), "refusal": None},
+                "logprobs": None,
+                "finish_reason": _reason(deltas[-1].finish_reason),
+            }
+            for index, deltas in enumerate(choices)
+        ]
+        return {**self.head.fields("chat.completion"), "choices": answers, "usage": counts}
+
+    def opening(self, index: int) -> ChatChunk:
+        """See `AnswerFormat.opening`."""
+        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+
+    def chunk(self, index: int, delta: TokenDelta) -> ChatChunk:
+        """See `AnswerFormat.chunk`."""
+        said: ChatDelta = {"content": delta.text} if delta.text else {}
+        return self._chunk(index, said, delta.finish_reason)
+
+    def usage_chunk(self, counts: Usage) -> ChatChunk:
+        """See `AnswerFormat.usage_chunk`."""
+        head = self.head.chunk_fields("chat.completion.chunk")
+        return {**head, "choices": [], "usage": counts}
+
+    def _chunk(self, index: int, delta: ChatDelta, finish_reason: FinishReason | None) -> ChatChunk:
+        choice: ChatChunkChoice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": _reason(finish_reason),
+        }
+        return {**self.head.chunk_fields("chat.completion.chunk"), "choices": [choice]}
+
+
+def _choice(index: int, text: str, finish_reason: FinishReason | None) -> Choice:
+    reason = _reason(finish_reason)
+    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+def _text(deltas: Sequence[TokenDelta]) -> str:
+    return "".join(delta.text for delta in deltas)
+
+
+def _reason(finish_reason: FinishReason | None) -> str | None:
+    return None if finish_reason is None else finish_reason.value
 
 
 def model_entry(name: str, created: int) -> Model:
     """The entry of GET /v1/models for one served model."""
     return {"id": name, "object": "model", "created": created, "owned_by": "serve_spec"}
+
+
+def fingerprint(version: str, model: Mapping[str, object]) -> str:
+    """`system_fingerprint`: the same as long as a seeded request must say the same.
+
+    model: the settings that the text may depend on. Speculation is none of them.
+    """
+    settings = json.dumps([version, model], sort_keys=True, default=str)
+    return f"fp_{hashlib.blake2b(settings.encode(), digest_size=5).hexdigest()}"

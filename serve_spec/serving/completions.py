@@ -1,4 +1,4 @@
-"""The life of one completion at the door: a turn, a replica, the first token, then the rest.
+"""The life of one answer at the door: for each choice a turn, a replica, the first token, the rest.
 
 Plain asyncio: the replicas are behind the `Fleet` protocol.
 """
@@ -6,16 +6,17 @@ Plain asyncio: the replicas are behind the `Fleet` protocol.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from typing import Protocol
 
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import Completion, CompletionFormat, Usage, usage
+from serve_spec.serving.answers import Answer, AnswerFormat, Usage, usage
+from serve_spec.serving.choices import interleaved
 from serve_spec.serving.errors import (
     ApiError,
     engine_failed,
@@ -31,7 +32,7 @@ from serve_spec.serving.messages import (
     Refused,
     ReplicaItem,
 )
-from serve_spec.serving.resume import resumed
+from serve_spec.serving.resume import FleetSpeculation, resumed
 
 logger = get_logger(__name__)
 
@@ -64,73 +65,114 @@ class Fleet(Protocol):
         ...
 
 
-class RunningCompletion:
-    """A request that a replica works on and whose first tokens are here."""
+class RunningAnswer:
+    """Choices that replicas work on, the first tokens of which are here.
+
+    items: what replicas say, with the choice it belongs to. Choices of one prompt are neighbours.
+    """
 
     def __init__(
-        self, items: AsyncGenerator[ReplicaItem, None], deadline: float, timeout_s: float
+        self,
+        items: AsyncGenerator[tuple[int, ReplicaItem], None],
+        *,
+        num_choices: int,
+        num_prompts: int,
+        deadline: float,
+        timeout_s: float,
     ) -> None:
-        self.num_prompt_tokens = 0
+        self.num_choices = num_choices
         self.num_tokens = 0
-        self.speculation = SpeculationStats()
         self._items = items
+        self._choices_per_prompt = num_choices // num_prompts
         self._deadline = deadline
         self._timeout_s = timeout_s
-        self._first: TokenDelta | None = None
+        self._num_prompt_tokens: dict[int, int] = {}
+        self._speculation: dict[int, SpeculationStats] = {}
+        self._num_ended = 0
+        self._first: list[tuple[int, TokenDelta]] = []
 
     async def start(self) -> None:
-        """Waits for the first tokens, so that whatever goes wrong before them gets its status.
+        """Waits for first tokens, so that whatever goes wrong before them gets its status.
+
+        Those of every choice, unless one has ended: others may wait for its turn.
 
         Raises:
             ApiError: the request did not get so far.
         """
-        accepted = await self._next_item()
-        assert isinstance(accepted, Accepted), "a replica's first item is Accepted"
-        self.num_prompt_tokens = accepted.num_prompt_tokens
-        self._first = await self._next_delta()
+        silent = set(range(self.num_choices))
+        while silent and not self._num_ended:
+            index, delta = await self._next_delta()
+            self._first.append((index, delta))
+            silent.discard(index)
 
-    async def deltas(self) -> AsyncIterator[TokenDelta]:
-        """Every delta in order; the last one carries the finish reason.
+    async def deltas(self) -> AsyncIterator[tuple[int, TokenDelta]]:
+        """Every delta with its choice, in order; a choice's last one carries the finish reason.
 
         Raises:
-            ApiError: the completion broke off.
+            ApiError: one of the choices broke off.
         """
-        assert self._first is not None, "start() comes first"
-        delta = self._first
+        for index, delta in self._first:
+            yield index, delta
+        while self._num_ended < self.num_choices:
+            yield await self._next_delta()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of all prompts, each counted once."""
+        return sum(
+            num_tokens
+            for index, num_tokens in self._num_prompt_tokens.items()
+            if index % self._choices_per_prompt == 0
+        )
+
+    @property
+    def usage(self) -> Usage:
+        """Counts over all choices; complete once they have ended."""
+        return usage(self.num_prompt_tokens, self.num_tokens, self._total_speculation())
+
+    def _total_speculation(self) -> SpeculationStats:
+        total = FleetSpeculation()
+        for counts in self._speculation.values():
+            total.add(counts)
+            if isinstance(counts, FleetSpeculation):
+                total.num_resumes += counts.num_resumes
+        return total
+
+    async def _next_delta(self) -> tuple[int, TokenDelta]:
         while True:
-            self.num_tokens += len(delta.token_ids)
-            if delta.speculation is not None:
-                self.speculation = delta.speculation
-            yield delta
-            if delta.finish_reason is not None:
-                return
-            delta = await self._next_delta()
+            index, item = await self._next_item()
+            if isinstance(item, TokenDelta):
+                self._note(index, item)
+                return index, item
+            self._num_prompt_tokens[index] = item.num_prompt_tokens
 
-    async def _next_delta(self) -> TokenDelta:
-        delta = await self._next_item()
-        assert isinstance(delta, TokenDelta), "a replica's later items are deltas"
-        return delta
+    def _note(self, index: int, delta: TokenDelta) -> None:
+        self.num_tokens += len(delta.token_ids)
+        if delta.speculation is not None:
+            self._speculation[index] = delta.speculation
+        self._num_ended += delta.finish_reason is not None
 
-    async def _next_item(self) -> Accepted | TokenDelta:
+    async def _next_item(self) -> tuple[int, Accepted | TokenDelta]:
         try:
             async with asyncio.timeout_at(self._deadline):
-                item = await anext(self._items, None)
+                said = await anext(self._items, None)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
+        if said is None:
+            raise engine_failed("the replica ended the completion early")
+        index, item = said
         if isinstance(item, Refused):
             raise refused(item.error)
         if isinstance(item, Failed):
             raise queue_full(item.message, 1) if item.overloaded else engine_failed(item.message)
-        if item is None:
-            raise engine_failed("the replica ended the completion early")
-        return item
+        return index, item
 
 
 class CompletionRunner:
-    """Runs completions: one turn at the door and a replica each, within the deadline.
+    """Runs answers: for each choice one turn at the door and a replica, all within one deadline.
 
-    resume_timeout_s: how long a request that has lost its replica may wait for another one.
-    record: gets how long requests took, and how they ended.
+    resume_timeout_s: how long a choice that has lost its replica may wait for another one.
+    record: gets how long choices took, and how they ended.
     """
 
     def __init__(
@@ -148,58 +190,78 @@ class CompletionRunner:
         self._resume_timeout_s = resume_timeout_s
         self._record = record
 
+    @property
+    def max_choices(self) -> int:
+        """Most choices that could ever be at the door together."""
+        return self._admission.max_in_flight + self._admission.max_queued
+
     @asynccontextmanager
-    async def run(self, request: GenerateRequest) -> AsyncIterator[RunningCompletion]:
-        """Holds turn and replica for the body of the `async with`, however it ends.
+    async def run(
+        self, choices: Sequence[GenerateRequest], num_prompts: int = 1
+    ) -> AsyncIterator[RunningAnswer]:
+        """Holds turns and replicas for the body of the `async with`, however it ends.
+
+        num_prompts: how many prompts the choices are for, the same number for each.
 
         Raises:
-            ApiError: the request did not get to its first token.
+            ApiError: the request did not get to its first tokens.
         """
         deadline = asyncio.get_running_loop().time() + self._timeout_s
+        streams = [self._one(choice, deadline) for choice in choices]
+        async with aclosing(interleaved(streams)) as items:
+            answer = RunningAnswer(
+                items,
+                num_choices=len(choices),
+                num_prompts=num_prompts,
+                deadline=deadline,
+                timeout_s=self._timeout_s,
+            )
+            await answer.start()
+            yield answer
+
+    async def _one(
+        self, request: GenerateRequest, deadline: float
+    ) -> AsyncGenerator[ReplicaItem, None]:
+        """What a replica says of one choice, which has its turn at the door meanwhile."""
         async with AsyncExitStack() as held:
             try:
                 await held.enter_async_context(self._admission.slot(deadline))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
-            answer = timed(resumed(self._fleet, request, self._resume_timeout_s), self._record)
-            items = await held.enter_async_context(aclosing(answer))
-            completion = RunningCompletion(items, deadline, self._timeout_s)
-            await completion.start()
-            yield completion
+            said = timed(resumed(self._fleet, request, self._resume_timeout_s), self._record)
+            async for item in await held.enter_async_context(aclosing(said)):
+                yield item
 
 
-async def whole_answer(completion: RunningCompletion, form: CompletionFormat) -> Completion:
+async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> Answer:
     """The answer of a request without `stream`.
 
     Raises:
-        ApiError: the completion broke off.
+        ApiError: one of the choices broke off.
     """
-    texts: list[str] = []
-    finish_reason = FinishReason.ABORT
-    async for delta in completion.deltas():
-        texts.append(delta.text)
-        finish_reason = delta.finish_reason or finish_reason
-    return form.completion("".join(texts), finish_reason, _counts(completion))
+    choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
+    async for index, delta in answer.deltas():
+        choices[index].append(delta)
+    return form.whole(choices, answer.usage)
 
 
 async def stream_frames(
-    completion: RunningCompletion, form: CompletionFormat, trace_id: str
+    answer: RunningAnswer, form: AnswerFormat, trace_id: str
 ) -> AsyncIterator[bytes]:
-    """The answer of a request with `stream`: a frame per round that completes text.
+    """The answer of a request with `stream`: a frame per choice and round that completes text.
 
     The 200 is out by now, so a failure becomes a frame, and [DONE] does not follow it.
     """
     try:
-        async for delta in completion.deltas():
+        for index in range(answer.num_choices):
+            if (opening := form.opening(index)) is not None:
+                yield sse.frame(opening)
+        async for index, delta in answer.deltas():
             if delta.text or delta.finish_reason is not None:
-                yield sse.frame(form.chunk(delta.text, delta.finish_reason))
-        if form.include_usage:
-            yield sse.frame(form.usage_chunk(_counts(completion)))
+                yield sse.frame(form.chunk(index, delta))
+        if form.head.include_usage:
+            yield sse.frame(form.usage_chunk(answer.usage))
         yield sse.DONE
     except ApiError as error:
-        logger.warning("request %s (%s) broke off: %s", form.id, trace_id, error.message)
+        logger.warning("request %s (%s) broke off: %s", form.head.id, trace_id, error.message)
         yield sse.frame(error.body())
-
-
-def _counts(completion: RunningCompletion) -> Usage:
-    return usage(completion.num_prompt_tokens, completion.num_tokens, completion.speculation)

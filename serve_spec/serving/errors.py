@@ -52,10 +52,29 @@ def refused(error: InvalidRequest) -> ApiError:
     return ApiError(400, str(error), param=error.field)
 
 
+def body_too_large(max_bytes: int) -> ApiError:
+    """413: the body is longer than the server reads."""
+    return ApiError(
+        413,
+        f"The body is longer than {max_bytes} bytes; send fewer or shorter prompts",
+        code="request_too_large",
+    )
+
+
 def unknown_model(asked: str, served: str) -> ApiError:
     """404 for a model that is not served here."""
     message = f"The model {asked!r} does not exist; this server serves {served!r}"
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def too_many_choices(num_prompts: int, num_choices: int, most: int) -> ApiError:
+    """400: one request asks for more choices than the server's queue holds."""
+    field, value = (
+        ("n", num_choices) if num_prompts == 1 else ("prompt", f"<{num_prompts} prompts>")
+    )
+    asked = num_prompts * num_choices
+    fix = f"{asked} choices are more than the {most} that fit at once; send several requests"
+    return ApiError(400, f"{field}={value!r}: {fix}", param=field)
 
 
 def queue_full(why: str, retry_after_s: int) -> ApiError:

@@ -1,24 +1,34 @@
-"""The OpenAI completions API: what a request may say, and how a wrong one is refused.
+"""The OpenAI API: what a request may say, and how a wrong one is refused.
 
-The schema is closed: an unknown field is refused by name. Fields of the API that this version can
-not honour are accepted at their neutral value only.
+The schemas are closed: an unknown field is refused by name. Fields of the API that this version can
+not honour are accepted at the values that ask for nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Annotated, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    model_validator,
+)
 
 from serve_spec.config.base import unknown_key
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
+from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
+
+MAX_CHOICES_PER_PROMPT = 128
 
 # Request fields that are SamplingParams fields of the same name and meaning.
 _SAMPLING_FIELDS = (
-    "max_tokens",
     "temperature",
     "top_p",
     "top_k",
@@ -28,29 +38,63 @@ _SAMPLING_FIELDS = (
     "stop_token_ids",
     "ignore_eos",
 )
-# Field -> the value besides null that asks for nothing.
-_NEUTRAL: Mapping[str, object] = {
-    "best_of": 1,
-    "echo": False,
-    "frequency_penalty": 0,
-    "logit_bias": {},
-    "logprobs": None,
-    "n": 1,
-    "presence_penalty": 0,
-    "repetition_penalty": 1,
-    "suffix": "",
-}
 _INT64 = 2**63
-
-
-# Larger numbers do not fit into the engine's tensors.
-Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 
 
 class _Closed(BaseModel):
     """Unknown fields and coerced types (`"3"`, `true` for a number) are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_field_will_do(cls, data: object) -> object:
+        """Drops the other ones: a body may hold a million, and each would become an error."""
+        if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
+            return data
+        unknown = next(name for name in data if name not in cls.model_fields)
+        known = {name: data[name] for name in cls.model_fields if name in data}
+        return {unknown: data[unknown], **known}
+
+
+# Larger numbers do not fit into the engine's tensors.
+Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+Text: TypeAlias = Annotated[str, AfterValidator(fields.unicode)]
+Name: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_NAME_CHARS)]
+
+
+class TextPart(_Closed):
+    """One part of a message's content."""
+
+    type: Literal["text"]
+    text: Text
+
+
+_TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1)]
+_Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
+_Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
+_Stops: TypeAlias = Annotated[list[Text], Field(max_length=fields.MAX_STOPS)]
+_Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
+
+Prompts: TypeAlias = Annotated[
+    list[fields.Prompt],
+    PlainValidator(fields.prompts, json_schema_input_type=Text | _Texts | _TokenIds | _Prompts),
+]
+Stops: TypeAlias = Annotated[
+    list[str] | None,
+    PlainValidator(fields.stops, json_schema_input_type=Text | _Stops | None),
+]
+Variables: TypeAlias = Annotated[
+    dict[str, fields.Variable] | None,
+    PlainValidator(
+        fields.variables, json_schema_input_type=dict[Name, Text | int | float | bool | None] | None
+    ),
+]
+_FEW = BeforeValidator(fields.few)
+Content: TypeAlias = Annotated[
+    str, PlainValidator(fields.content, json_schema_input_type=Text | _Parts)
+]
 
 
 class StreamOptions(_Closed):
@@ -66,128 +110,305 @@ class SpeculativeRequest(_Closed):
     max_steps: Int32 | None = Field(None, description="Most drafts per round; null: no cap.")
 
 
-def _is_token_ids(value: object) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+class _Unavailable:
+    """A field that this version can not honour: the values that ask for nothing, and a way out."""
+
+    def __init__(self, *neutral: object, instead: str = "") -> None:
+        self._neutral = neutral
+        shown = " or ".join(_shown(value) for value in (neutral or (None,)))
+        self._fix = f"not available in this version; leave it out or use {shown}"
+        if instead:
+            self._fix = f"{self._fix}; {instead}"
+
+    def check(self, name: str, value: object) -> None:
+        """Raises InvalidRequest unless `value` asks for nothing."""
+        if value is not None and value not in self._neutral:
+            raise InvalidRequest(name, _summary(value), self._fix)
 
 
-def _is_prompt(value: object) -> bool:
-    return isinstance(value, str) or (_is_token_ids(value) and bool(value))
+def _shown(value: object) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
 
 
-def _one_prompt(value: object) -> object:
-    """A text or one list of token ids; a list of exactly one of either is unwrapped."""
-    if isinstance(value, list) and value and not _is_token_ids(value):
-        if len(value) > 1 and all(_is_prompt(item) for item in value):
-            raise ValueError(
-                f"{len(value)} prompts in one request are not available; send one each"
-            )
-        value = value[0] if len(value) == 1 else None
-    if not _is_prompt(value):
-        raise ValueError("give a text or a non-empty list of token ids")
-    return _unicode(value) if isinstance(value, str) else value
+def _summary(value: object) -> object:
+    """Of a value that may be long or deep, its kind."""
+    if isinstance(value, list | dict):
+        return f"<{type(value).__name__} of {len(value)}>"
+    return value[:80] if isinstance(value, str) else value
 
 
-def _unicode(text: str) -> str:
-    """JSON can spell half of a surrogate pair, which is no character and has no UTF-8."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not a Unicode text: {error.reason}") from None
-    return text
+class _Request(_Closed):
+    """What both endpoints take. Null means the default, as everywhere in the OpenAI API."""
 
+    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
+        "frequency_penalty": _Unavailable(0),
+        "logit_bias": _Unavailable({}),
+        "presence_penalty": _Unavailable(0),
+        "repetition_penalty": _Unavailable(1),
+    }
 
-def _stops(value: object) -> object:
-    if value is None:
-        return None
-    stops = [value] if isinstance(value, str) else value
-    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
-        raise ValueError("give a text or a list of texts")
-    return [_unicode(stop) for stop in stops]
-
-
-class CompletionRequest(_Closed):
-    """Body of POST /v1/completions. Null means the default, as everywhere in the OpenAI API."""
-
-    prompt: Annotated[str | list[int], BeforeValidator(_one_prompt)] = Field(
-        description="Text, or token ids."
-    )
-    model: str | None = Field(None, description="Served model name; may be left out.")
-    max_tokens: Int32 | None = Field(None, description="Most tokens to generate; default 16.")
+    model: Name | None = Field(None, description="Served model name; may be left out.")
     temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
     top_p: float | None = Field(None, description="Nucleus mass in (0, 1]; default 1.")
     top_k: Int32 | None = Field(None, description="Keep the k likeliest; -1 (default) or 0: all.")
     min_p: float | None = Field(None, description="Least share of the top probability; default 0.")
+    n: int | None = Field(
+        None,
+        ge=1,
+        le=MAX_CHOICES_PER_PROMPT,
+        description="Choices per prompt, default 1. Choice 0 draws from `seed`, as the only choice "
+        "would; choice i from a seed that depends on `seed` and i alone.",
+    )
     seed: int | None = Field(
         None, ge=-_INT64, lt=_INT64, description="Fixes the text; default: a random seed."
     )
-    stop: Annotated[list[str] | None, BeforeValidator(_stops)] = Field(
-        None, description="Text or texts that end the completion; they are not part of it."
+    stop: Stops = Field(
+        None,
+        description=f"A text, or up to {fields.MAX_STOPS}, that ends the completion; not part of "
+        "it.",
     )
-    stop_token_ids: list[Int32] | None = Field(None, description="Token ids that end it.")
+    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = Field(
+        None, description="Token ids that end it."
+    )
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
     stream: bool | None = Field(None, description="Send server-sent events.")
-    stream_options: StreamOptions | None = None
+    stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculative: SpeculativeRequest | None = None
-    user: str | None = Field(None, description="Accepted and ignored.")
+    user: Text | None = Field(None, description="Accepted and ignored.")
+    metadata: Annotated[dict[str, str] | None, _FEW] = Field(
+        None, description="Accepted and ignored."
+    )
 
-    best_of: int | None = Field(None, description="Only 1 works.")
-    echo: bool | None = Field(None, description="Only false works.")
     frequency_penalty: float | None = Field(None, description="Only 0 works.")
-    logit_bias: dict[str, float] | None = Field(None, description="Only {} works.")
-    logprobs: int | None = Field(None, description="Only null works.")
-    n: int | None = Field(None, description="Only 1 works.")
+    logit_bias: Annotated[dict[str, float] | None, _FEW] = Field(None, description="Only {} works.")
     presence_penalty: float | None = Field(None, description="Only 0 works.")
     repetition_penalty: float | None = Field(None, description="Only 1 works.")
-    suffix: str | None = Field(None, description="Only null works.")
 
-    def sampling_params(self) -> SamplingParams:
-        """How to draw the tokens.
-
-        Raises:
-            InvalidRequest: a value out of range, or one this version can not honour.
-        """
-        self._refuse_what_is_missing()
-        given = {
-            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
-        }
-        speculative = self.speculative or SpeculativeRequest()
-        options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
-        return SamplingParams(**given, speculative=options)
+    @property
+    def num_choices(self) -> int:
+        """Choices per prompt."""
+        return self.n or 1
 
     @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _refuse_what_is_missing(self) -> None:
-        for name, neutral in _NEUTRAL.items():
-            value = getattr(self, name)
-            if value is not None and value != neutral:
-                shown = "null" if neutral is None else repr(neutral)
-                raise InvalidRequest(
-                    name, value, f"not available in this version; leave it out or use {shown}"
-                )
+    def _params(self, max_tokens: int | None) -> SamplingParams:
+        """How to draw the tokens of the first choice; None: the default number of them.
+
+        Raises:
+            InvalidRequest: a value out of range, or one this version can not honour.
+        """
+        for name, field in self.unavailable.items():
+            field.check(name, getattr(self, name))
         if self.stream_options is not None and not self.stream:
             fix = "allowed only with stream=true"
             raise InvalidRequest("stream_options", self.stream_options.model_dump(), fix)
+        given = {
+            name: value for name in _SAMPLING_FIELDS if (value := getattr(self, name)) is not None
+        }
+        if max_tokens is not None:
+            given["max_tokens"] = max_tokens
+        speculative = self.speculative or SpeculativeRequest()
+        options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
+        return SamplingParams(**given, speculative=options)
 
 
-_KNOWN_FIELDS = (
-    *CompletionRequest.model_fields,
-    *(f"stream_options.{name}" for name in StreamOptions.model_fields),
-    *(f"speculative.{name}" for name in SpeculativeRequest.model_fields),
-)
+class CompletionRequest(_Request):
+    """Body of POST /v1/completions."""
+
+    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
+        **_Request.unavailable,
+        "logprobs": _Unavailable(),
+        "suffix": _Unavailable("", instead="no format for filling a gap is known of this model"),
+    }
+
+    prompt: Prompts = Field(
+        description="A text, texts, token ids, or lists of token ids. The choices of prompt p are "
+        "those with the indices from p · n on."
+    )
+    max_tokens: Int32 | None = Field(None, description="Most tokens to generate; default 16.")
+    echo: bool | None = Field(None, description="Put the prompt's text before the completion.")
+    best_of: int | None = Field(None, description="Only null or the value of `n` works.")
+    logprobs: int | None = Field(None, description="Only null works.")
+    suffix: Text | None = Field(None, description="Only null works.")
+
+    def sampling_params(self) -> SamplingParams:
+        """How to draw the tokens of choice 0.
+
+        Raises:
+            InvalidRequest: a value out of range, or one this version can not honour.
+        """
+        if self.best_of is not None and self.best_of != self.num_choices:
+            fix = f"candidates are not ranked here; ask for n={max(self.best_of, 1)} and choose"
+            raise InvalidRequest("best_of", self.best_of, fix)
+        return self._params(self.max_tokens)
 
 
-def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:
-    """400 for the first of FastAPI's validation errors, naming the field.
+class ChatMessage(_Closed):
+    """One message. What a client sends back of an earlier answer is accepted where it is empty."""
+
+    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
+        "audio": _Unavailable(),
+        "function_call": _Unavailable(),
+        "refusal": _Unavailable(),
+        "tool_calls": _Unavailable([]),
+    }
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Content = Field(description="A text, or text parts, which become its lines.")
+    name: Name | None = Field(None, description="Handed to the chat template.")
+
+    annotations: list[Any] | None = Field(None, description="Accepted and ignored.")
+    audio: dict[str, Any] | None = Field(None, description="Only null works.")
+    function_call: dict[str, Any] | None = Field(None, description="Only null works.")
+    refusal: Text | None = Field(None, description="Only null works.")
+    tool_calls: list[Any] | None = Field(None, description="Only [] works.")
+
+
+class ResponseFormat(_Closed):
+    """`response_format` of the OpenAI API."""
+
+    type: Name = Field(description='Only "text" works.')
+    json_schema: dict[str, Any] | None = Field(None, description="Only null works.")
+
+
+_NO_TOOLS = "describe the tools in a message and read the calls out of the text"
+
+
+class ChatRequest(_Request):
+    """Body of POST /v1/chat/completions."""
+
+    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
+        **_Request.unavailable,
+        "audio": _Unavailable(),
+        "function_call": _Unavailable("none", "auto", instead=_NO_TOOLS),
+        "functions": _Unavailable([], instead=_NO_TOOLS),
+        "logprobs": _Unavailable(False),
+        "modalities": _Unavailable(["text"]),
+        "prediction": _Unavailable(),
+        "reasoning_effort": _Unavailable(
+            "none", instead="a template that knows effort takes it in chat_template_kwargs"
+        ),
+        "tool_choice": _Unavailable("none", "auto", instead=_NO_TOOLS),
+        "tools": _Unavailable([], instead=_NO_TOOLS),
+        "top_logprobs": _Unavailable(0),
+        "verbosity": _Unavailable("medium"),
+        "web_search_options": _Unavailable(),
+    }
+
+    messages: list[ChatMessage] = Field(
+        min_length=1, fail_fast=True, description="The conversation so far, oldest first."
+    )
+    max_completion_tokens: Int32 | None = Field(
+        None, description="Most tokens to generate; default: what the context has room for."
+    )
+    max_tokens: Int32 | None = Field(None, description="Older name of max_completion_tokens.")
+    add_generation_prompt: bool | None = Field(
+        None, description="Let the template begin the assistant's turn; default true."
+    )
+    continue_final_message: bool | None = Field(
+        None, description="Leave the last message open, so that the answer goes on in it."
+    )
+    chat_template_kwargs: Variables = Field(
+        None, description="More variables for the model's chat template."
+    )
+    response_format: ResponseFormat | None = None
+
+    parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
+    prompt_cache_key: Text | None = Field(None, description="Accepted and ignored.")
+    safety_identifier: Text | None = Field(None, description="Accepted and ignored.")
+    service_tier: Text | None = Field(None, description="Accepted and ignored.")
+    store: bool | None = Field(None, description="Accepted and ignored: nothing is stored.")
+
+    audio: dict[str, Any] | None = Field(None, description="Only null works.")
+    function_call: Text | dict[str, Any] | None = Field(
+        None, description='Only "none" or "auto" works.'
+    )
+    functions: list[Any] | None = Field(None, description="Only [] works.")
+    logprobs: bool | None = Field(None, description="Only false works.")
+    modalities: list[Any] | None = Field(None, description='Only ["text"] works.')
+    prediction: dict[str, Any] | None = Field(None, description="Only null works.")
+    reasoning_effort: Text | None = Field(None, description='Only "none" works.')
+    tool_choice: Text | dict[str, Any] | None = Field(
+        None, description='Only "none" or "auto" works.'
+    )
+    tools: list[Any] | None = Field(None, description="Only [] works.")
+    top_logprobs: int | None = Field(None, description="Only 0 works.")
+    verbosity: Text | None = Field(None, description='Only "medium" works.')
+    web_search_options: dict[str, Any] | None = Field(None, description="Only null works.")
+
+    @property
+    def limit(self) -> tuple[str, int | None]:
+        """The field that limits the answer, and its value."""
+        if self.max_tokens is None:
+            return "max_completion_tokens", self.max_completion_tokens
+        return "max_tokens", self.max_tokens
+
+    @property
+    def generation_prompt(self) -> bool:
+        """Whether the template begins the assistant's turn."""
+        if self.add_generation_prompt is None:
+            return not self.continue_final_message
+        return self.add_generation_prompt
+
+    def sampling_params(self) -> SamplingParams:
+        """How to draw the tokens of choice 0; `max_tokens` is a default where `limit` is None.
+
+        Raises:
+            InvalidRequest: a value out of range, or one this version can not honour.
+        """
+        for index, message in enumerate(self.messages):
+            for name, field in message.unavailable.items():
+                field.check(f"messages.{index}.{name}", getattr(message, name))
+        if self.response_format is not None:
+            _Unavailable("text").check("response_format.type", self.response_format.type)
+            _Unavailable().check("response_format.json_schema", self.response_format.json_schema)
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            fix = "max_completion_tokens is its newer name; give one of them"
+            raise InvalidRequest("max_tokens", self.max_tokens, fix)
+        if self.add_generation_prompt and self.continue_final_message:
+            fix = "an open last message leaves no room for add_generation_prompt; use one of them"
+            raise InvalidRequest("continue_final_message", True, fix)
+        name, value = self.limit
+        if value is not None and value < 1:
+            raise InvalidRequest(name, value, "use an integer in [1, 2³¹)")
+        return self._params(value)
+
+
+_NESTED: Mapping[str, type[BaseModel]] = {
+    "stream_options": StreamOptions,
+    "speculative": SpeculativeRequest,
+    "response_format": ResponseFormat,
+    "messages": ChatMessage,
+}
+
+
+def _known_fields(request: type[BaseModel]) -> list[str]:
+    known = list(request.model_fields)
+    for section, model in _NESTED.items():
+        if section in request.model_fields:
+            known += [f"{section}.{name}" for name in model.model_fields]
+    return known
+
+
+_KNOWN_FIELDS: Mapping[type[BaseModel], list[str]] = {
+    request: _known_fields(request) for request in (CompletionRequest, ChatRequest)
+}
+
+
+def invalid_body(
+    errors: Sequence[Mapping[str, object]], request: type[BaseModel] = CompletionRequest
+) -> ApiError:
+    """400 for the first of FastAPI's validation errors of a `request`, naming the field.
 
     errors: dictionaries with `type`, `loc` (beginning with "body"), `msg`, as pydantic makes them.
     """
     error = errors[0]
     location = error["loc"]
     assert isinstance(location, tuple), "pydantic gives locations as tuples"
-    place = [str(part) for part in location[1:]]
+    place = [str(part)[: fields.MAX_NAME_CHARS] for part in location[1:]]
     message = str(error["msg"]).removeprefix("Value error, ")
     if error["type"] == "json_invalid":
         return ApiError(400, f"The body is not valid JSON: {_json_problem(error)}")
@@ -196,7 +417,7 @@ def invalid_body(errors: Sequence[Mapping[str, object]]) -> ApiError:
         return ApiError(400, f"The body is not a JSON object: {fix}")
     field = ".".join(place)
     if error["type"] == "extra_forbidden":
-        return ApiError(400, unknown_key(field, _KNOWN_FIELDS), param=field)
+        return ApiError(400, unknown_key(field, _KNOWN_FIELDS[request]), param=field)
     return ApiError(400, f"{field}: {message[:1].lower()}{message[1:]}", param=field)
 
 

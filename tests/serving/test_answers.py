@@ -3,40 +3,112 @@
 from __future__ import annotations
 
 import json
+from typing import Any
+
+import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_spec.core.request import FinishReason, SpeculationStats
-from serve_spec.serving.answers import CompletionFormat, usage
+from serve_spec.serving.answers import (
+    AnswerFormat,
+    AnswerHead,
+    ChatFormat,
+    CompletionFormat,
+    fingerprint,
+    usage,
+)
+from tests.serving.fakes import delta
+
+COUNTS = usage(2, 3, SpeculationStats())
+FORMATS = [CompletionFormat, ChatFormat]
 
 
-def test_a_stream_shows_usage_only_when_asked_and_then_null_until_the_last_chunk() -> None:
-    plain = CompletionFormat("cmpl-1", "m", 0)
-    assert "usage" not in plain.chunk("a", None)
-    asked = CompletionFormat("cmpl-1", "m", 0, include_usage=True)
-    assert asked.chunk("a", None)["usage"] is None
-    last = asked.usage_chunk(usage(2, 3, SpeculationStats()))
+def head(**options: bool) -> AnswerHead:
+    return AnswerHead("cmpl-1", "m", 0, "fp_1", **options)
+
+
+def every_answer(form: AnswerFormat) -> list[Any]:
+    """One of each shape."""
+    whole = form.whole([[delta("a"), delta("b", finish=FinishReason.STOP)]], COUNTS)
+    chunks = [form.opening(0), form.chunk(0, delta("a")), form.usage_chunk(COUNTS)]
+    return [whole, *[chunk for chunk in chunks if chunk is not None]]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_a_stream_shows_usage_only_when_asked_and_then_null_until_the_last_chunk(
+    form: Any,
+) -> None:
+    assert "usage" not in form(head()).chunk(0, delta("a"))
+    asked = form(head(include_usage=True))
+    assert asked.chunk(0, delta("a"))["usage"] is None
+    last = asked.usage_chunk(COUNTS)
     assert last["choices"] == []
-    assert last["usage"] is not None
     assert last["usage"]["total_tokens"] == 5
 
 
-def test_finish_reasons_are_the_words_of_the_openai_api() -> None:
-    form = CompletionFormat("cmpl-1", "m", 0)
-    reasons = [form.chunk("", reason)["choices"][0]["finish_reason"] for reason in FinishReason]
-    assert reasons == ["stop", "length", "abort"]
-    assert json.loads(json.dumps(form.chunk("", FinishReason.STOP))) == form.chunk(
-        "", FinishReason.STOP
-    )
+@pytest.mark.parametrize("form", FORMATS)
+def test_finish_reasons_are_the_words_of_the_openai_api(form: Any) -> None:
+    chunks = [form(head()).chunk(0, delta("", finish=reason)) for reason in FinishReason]
+    assert [c["choices"][0]["finish_reason"] for c in chunks] == ["stop", "length", "abort"]
+    assert json.loads(json.dumps(chunks)) == chunks
 
 
-def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is() -> None:
+@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("forced", [True, False])
+def test_every_answer_of_forced_acceptance_is_labelled_and_no_other_is(
+    form: Any, forced: bool
+) -> None:
     """Every chunk too: a stream may break off, or not be asked for its usage."""
-    for forced in (True, False):
-        form = CompletionFormat("cmpl-1", "m", 0, synthetic_acceptance=forced)
-        counts = usage(2, 3, SpeculationStats(synthetic_acceptance=forced))
-        assert ("synthetic_acceptance" in counts["speculation"]) == forced
-        for answer in (
-            form.completion("a", FinishReason.STOP, counts),
-            form.chunk("a", None),
-            form.usage_chunk(counts),
-        ):
-            assert answer.get("synthetic_acceptance") == (True if forced else None)
+    counts = usage(2, 3, SpeculationStats(synthetic_acceptance=forced))
+    assert ("synthetic_acceptance" in counts["speculation"]) == forced
+    for answer in every_answer(form(head(synthetic_acceptance=forced))):
+        assert answer.get("synthetic_acceptance") == (True if forced else None)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_all_answers_to_a_request_share_id_time_model_and_fingerprint(form: Any) -> None:
+    for answer in every_answer(form(head())):
+        shared = {k: answer[k] for k in ("id", "created", "model", "system_fingerprint")}
+        expected = {"id": "cmpl-1", "created": 0, "model": "m", "system_fingerprint": "fp_1"}
+        assert shared == expected
+
+
+def test_the_official_client_finds_nothing_missing_in_them() -> None:
+    whole, *_ = every_answer(CompletionFormat(head(), ["before"]))
+    assert Completion.model_validate(whole).model_extra == {}
+    whole, *chunks = every_answer(ChatFormat(head()))
+    assert ChatCompletion.model_validate(whole).choices[0].message.content == "ab"
+    for chunk in chunks:
+        assert ChatCompletionChunk.model_validate(chunk).model_extra == {}
+
+
+def test_a_chat_stream_says_the_role_first_and_then_only_text() -> None:
+    form = ChatFormat(head())
+    assert form.opening(1)["choices"][0] == {
+        "index": 1,
+        "delta": {"role": "assistant", "content": ""},
+        "logprobs": None,
+        "finish_reason": None,
+    }
+    assert form.chunk(1, delta("a"))["choices"][0]["delta"] == {"content": "a"}
+    last = form.chunk(1, delta("", finish=FinishReason.STOP))["choices"][0]
+    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
+
+
+def test_an_echo_comes_before_each_choice_and_once_in_a_stream() -> None:
+    form = CompletionFormat(head(), ["x", "y"])
+    end = delta("b", finish=FinishReason.STOP)
+    whole = form.whole([[delta("a"), end], [end]], COUNTS)
+    assert [choice["text"] for choice in whole["choices"]] == ["xab", "yb"]
+    opening = form.opening(1)
+    assert opening is not None
+    assert opening["choices"][0]["text"] == "y"
+    assert form.chunk(1, end)["choices"][0]["text"] == "b"
+    assert CompletionFormat(head()).opening(0) is None
+
+
+def test_the_fingerprint_is_that_of_version_and_model() -> None:
+    first = fingerprint("1", {"path": "a"})
+    assert first == fingerprint("1", {"path": "a"})
+    assert len({first, fingerprint("2", {"path": "a"}), fingerprint("1", {"path": "b"})}) == 3

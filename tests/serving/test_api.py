@@ -10,18 +10,17 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
-from serve_spec.serving.openai import CompletionRequest
 from tests.serving.conftest import MODEL
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet
+from tests.serving.texts import WORDS, word_tokenizer, write_text_files
 
 COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 
 
 class Server:
@@ -48,10 +47,24 @@ class Server:
     def complete(self, prompt: Any = "a b c", **body: Any) -> httpx.Response:
         return self.ask("POST", COMPLETIONS, json={"prompt": prompt, **body})
 
+    def chat(self, content: Any = "a b c", **body: Any) -> httpx.Response:
+        messages = [{"role": "user", "content": content}]
+        return self.ask("POST", CHAT, json={"messages": messages, **body})
+
 
 @pytest.fixture
 def server(config: ServeSpecConfig) -> Server:
+    write_text_files(config.model.path, tokenizer=word_tokenizer())
     return Server(config)
+
+
+def events_of(answer: httpx.Response) -> list[Any]:
+    """The chunks of a stream, which is complete."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = [line for line in answer.text.split("\n\n") if line]
+    assert all(event.startswith("data: ") for event in events)
+    assert events[-1] == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -83,22 +96,87 @@ def test_token_ids_are_a_prompt(server: Server) -> None:
 
 
 def test_a_stream_is_server_sent_events(server: Server) -> None:
-    answer = server.complete(max_tokens=5, stream=True)
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [line for line in answer.text.split("\n\n") if line]
-    assert all(event.startswith("data: ") for event in events)
-    assert events[-1] == "data: [DONE]"
-    texts = [json.loads(e.removeprefix("data: "))["choices"][0]["text"] for e in events[:-1]]
-    assert "".join(texts) == "a b c a b "
+    chunks = events_of(server.complete(max_tokens=5, stream=True))
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "a b c a b "
 
 
-@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/chat/completions", "/nothing"])
+def test_prompts_and_choices_are_counted_by_one_index(server: Server) -> None:
+    answer = server.complete(["a b", "c"], n=2, max_tokens=2).json()
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
+    usage = answer["usage"]
+    assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 8, 11)
+
+
+def test_choices_of_a_stream_are_told_apart_by_their_index(server: Server) -> None:
+    include = {"include_usage": True}
+    answer = server.complete(["a b", "c"], n=2, max_tokens=3, stream=True, stream_options=include)
+    *chunks, last = events_of(answer)
+    texts = [""] * 4
+    for chunk in chunks:
+        (choice,) = chunk["choices"]
+        texts[choice["index"]] += choice["text"]
+    assert texts == ["a b a "] * 2 + ["c c c "] * 2
+    assert len({(c["id"], c["created"], c["system_fingerprint"]) for c in [*chunks, last]}) == 1
+    assert last["usage"]["completion_tokens"] == 12
+
+
+@pytest.mark.parametrize("prompt", ["a b", ["a b"], [WORDS["a"], WORDS["b"]]], ids=str)
+def test_an_echo_says_the_prompt_first(server: Server, prompt: Any) -> None:
+    answer = server.complete(prompt, echo=True, max_tokens=2)
+    assert answer.json()["choices"][0]["text"] == "a ba b "
+    chunks = events_of(server.complete(prompt, echo=True, max_tokens=2, stream=True))
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a b", "a b "]
+
+
+def test_more_choices_than_the_queue_could_hold_are_refused(server: Server) -> None:
+    most = server.door.max_in_flight + server.door.max_queued
+    assert error_of(server.complete(n=most + 1), 400)["param"] == "n"
+    assert error_of(server.complete(["a"] * (most + 1)), 400)["param"] == "prompt"
+    assert server.complete(n=most, max_tokens=1).status_code == 200
+
+
+def test_a_chat_has_the_fields_of_the_openai_api(server: Server) -> None:
+    answer = server.chat(model=MODEL, max_completion_tokens=5)
+    assert answer.status_code == 200
+    body = answer.json()
+    assert body["id"].startswith("chatcmpl-")
+    assert (body["object"], body["model"]) == ("chat.completion", MODEL)
+    message = {"role": "assistant", "content": "a b c a b ", "refusal": None}
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": "length"}
+    assert body["choices"] == [choice]
+    assert body["usage"]["prompt_tokens_details"] == {"cached_tokens": 0}
+
+
+def test_a_chat_stream_is_chunks_of_a_chat(server: Server) -> None:
+    role, *chunks = events_of(server.chat(max_tokens=3, stream=True))
+    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert {chunk["object"] for chunk in [role, *chunks]} == {"chat.completion.chunk"}
+    assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == ["a b ", "c "]
+
+
+def test_a_chat_goes_on_to_the_end_of_the_context(server: Server) -> None:
+    usage = server.chat("a b c").json()["usage"]
+    assert (usage["prompt_tokens"], usage["total_tokens"]) == (3, 64)
+
+
+def test_a_chat_that_is_too_long_is_a_413_that_names_the_messages(server: Server) -> None:
+    error = error_of(server.chat("a " * 64), 413)
+    assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+
+
+def test_a_chat_where_the_tokenizer_can_not_be_read_is_a_500(config: ServeSpecConfig) -> None:
+    assert error_of(Server(config).chat(), 500)["code"] == "no_tokenizer"
+
+
+@pytest.mark.parametrize("path", ["/v1/nothing", "/v1/chat", "/nothing"])
 def test_an_unknown_url_is_a_404_in_openai_form(server: Server, path: str) -> None:
     assert path in error_of(server.ask("GET", path), 404)["message"]
 
 
-def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server) -> None:
-    answer = server.ask("GET", COMPLETIONS)
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
+def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server, path: str) -> None:
+    answer = server.ask("GET", path)
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
 
@@ -126,9 +204,9 @@ def test_a_missing_prompt_is_a_400_that_names_it(server: Server) -> None:
         ({"max_token": 5}, "max_token"),
         ({"max_tokens": "5"}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"n": 2}, "n"),
+        ({"n": 0}, "n"),
         ({"logprobs": 1}, "logprobs"),
-        ({"prompt": ["a", "b"]}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
         ({"speculative": {"max_steps": -1}}, "speculative.max_steps"),
     ],
     ids=str,
@@ -140,40 +218,11 @@ def test_a_bad_field_is_a_400_that_names_it(
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
 
 
-VALUES = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers()
-    | st.floats()
-    | st.text(alphabet=st.characters(), max_size=5)
-    | st.sampled_from([10**30, -(10**30), 1e-300, "\ud800", "", [], {}]),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner),
-    max_leaves=5,
-)
-FIELDS = st.sampled_from(sorted(CompletionRequest.model_fields)) | st.text(max_size=4)
-
-
-@settings(
-    max_examples=200,
-    deadline=None,
-    derandomize=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture],
-)
-@given(body=st.dictionaries(FIELDS, VALUES, max_size=4), sane=st.booleans())
-@example(body={"\ud800": 1}, sane=True)
-@example(body={"model": "\ud800"}, sane=True)
-def test_no_body_makes_a_5xx(server: Server, body: dict[str, Any], sane: bool) -> None:
-    body = ({"prompt": "a", "max_tokens": 3} if sane else {}) | body
-    answer = server.ask(
-        "POST",
-        COMPLETIONS,
-        content=json.dumps(body).encode(),
-        headers={"content-type": "application/json"},
-    )
-    if answer.status_code != 200:
-        error_of(answer, answer.status_code)
-    assert answer.status_code < 500
-    assert not server.loop.streams
+def test_a_bad_field_of_a_chat_is_a_400_that_names_it(server: Server) -> None:
+    assert error_of(server.chat(max_token=3), 400)["param"] == "max_token"
+    assert error_of(server.chat(3), 400)["param"] == "messages.0.content"
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert error_of(server.chat(tools=tools), 400)["param"] == "tools"
 
 
 def test_a_prompt_that_is_too_long_is_a_413(server: Server) -> None:
@@ -226,8 +275,13 @@ def test_server_info_holds_replicas_fleet_and_router(server: Server) -> None:
 
 def test_the_schema_is_published_and_promises_no_422(server: Server) -> None:
     document = server.ask("GET", "/openapi.json").json()
-    answers = document["paths"][COMPLETIONS]["post"]["responses"]
-    assert set(answers) == {"200", "4XX", "5XX"}
+    for path in (COMPLETIONS, CHAT):
+        answers = document["paths"][path]["post"]["responses"]
+        promised = {"400", "401", "404", "408", "413", "429", "500", "503", "4XX", "5XX"}
+        assert set(answers) == {"200"} | promised
+        assert set(answers["200"]["content"]) == {"application/json", "text/event-stream"}
+        errors = [answers[status]["content"]["application/json"]["schema"] for status in promised]
+        assert all(schema == {"$ref": "#/components/schemas/ErrorAnswer"} for schema in errors)
 
 
 class TestApiKeys:

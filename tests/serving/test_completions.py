@@ -1,25 +1,42 @@
-"""One completion at the door: whatever ends it, its turn and its replica are given back."""
+"""One answer at the door: whatever ends it, its turns and its replicas are given back."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import FinishReason
+from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import CompletionFormat
+from serve_spec.serving.answers import AnswerHead, ChatFormat, CompletionFormat, Usage
+from serve_spec.serving.batching import Batcher
+from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import CompletionRunner, stream_frames, whole_answer
+from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.errors import ApiError, no_replica
-from serve_spec.serving.messages import Accepted, Failed, Refused
+from serve_spec.serving.messages import (
+    Accepted,
+    Cancellation,
+    Failed,
+    GenerateRequest,
+    Items,
+    Refused,
+    ReplicaItem,
+    Submission,
+)
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta, request
+from tests.serving.lawful_engine import LawfulLoop
 
 ACCEPTED = Accepted(2, "here")
-FORM = CompletionFormat("cmpl-1", "m", 0, include_usage=True)
+HEAD = AnswerHead("cmpl-1", "m", 0, "fp_1", include_usage=True)
+FORM = CompletionFormat(HEAD)
 
 
 def runner(fleet: Any, door: Admission, timeout_s: float = 3600) -> CompletionRunner:
@@ -33,7 +50,7 @@ def open_door() -> Admission:
 async def frames(fleet: Any, prompt: str = "a b", timeout_s: float = 3600, **params: Any) -> Any:
     """Every frame of a stream, decoded; and that nothing is left behind."""
     door = open_door()
-    async with runner(fleet, door, timeout_s).run(request(prompt, **params)) as completion:
+    async with runner(fleet, door, timeout_s).run([request(prompt, **params)]) as completion:
         lines = [f async for f in stream_frames(completion, FORM, "trace")]
     assert door.in_flight == 0
     return [decoded(line) for line in lines]
@@ -67,7 +84,7 @@ def test_a_round_that_completes_no_text_sends_nothing_but_counts() -> None:
 def test_without_stream_the_pieces_are_one_text() -> None:
     async def scenario() -> Any:
         fleet = LoopFleet(FakeLoop())
-        async with runner(fleet, open_door()).run(request("a b c", max_tokens=5)) as completion:
+        async with runner(fleet, open_door()).run([request("a b c", max_tokens=5)]) as completion:
             return await whole_answer(completion, FORM)
 
     answer = asyncio.run(scenario())
@@ -97,7 +114,7 @@ def test_what_fails_before_the_first_token_sets_the_status(
     async def scenario() -> None:
         fleet, door = ScriptedFleet(items), open_door()
         with pytest.raises(ApiError) as caught:
-            async with runner(fleet, door).run(request()):
+            async with runner(fleet, door).run([request()]):
                 pytest.fail("there is no first token")
         assert (caught.value.status, caught.value.param) == (status, param)
         assert (fleet.num_open, door.in_flight) == (0, 0)
@@ -118,7 +135,7 @@ def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:
     async def scenario() -> None:
         door = Admission(max_in_flight=1, max_queued=4)
         async with door.slot(asyncio.get_running_loop().time() + 3600):
-            late = runner(LoopFleet(FakeLoop()), door, 0).run(request())
+            late = runner(LoopFleet(FakeLoop()), door, 0).run([request()])
             with pytest.raises(ApiError, match="request_timeout_s=0") as caught:
                 await late.__aenter__()
             assert caught.value.status == 408
@@ -140,7 +157,7 @@ def test_a_caller_who_leaves_frees_turn_and_engine() -> None:
         started = asyncio.Event()
 
         async def listen() -> None:
-            listening = runner(LoopFleet(loop), door).run(request("hold on", max_tokens=9))
+            listening = runner(LoopFleet(loop), door).run([request("hold on", max_tokens=9)])
             async with listening as completion:
                 async for _ in completion.deltas():
                     started.set()
@@ -154,3 +171,214 @@ def test_a_caller_who_leaves_frees_turn_and_engine() -> None:
         assert (door.in_flight, len(loop.streams)) == (0, 0)
 
     asyncio.run(scenario())
+
+
+class Choices:
+    """What became of every choice of one answer."""
+
+    def __init__(self, num_choices: int) -> None:
+        self.texts = [""] * num_choices
+        self.reasons: list[str | None] = [None] * num_choices
+        self.usage: Usage | None = None
+
+
+def several(
+    n: int, prompts: tuple[str | list[int], ...] = ("a b c",), **params: Any
+) -> list[GenerateRequest]:
+    return choices_of("cmpl-1", "trace", prompts, SamplingParams(**params), n)
+
+
+async def choose(
+    fleet: Any, asked: list[GenerateRequest], num_prompts: int = 1, door: Admission | None = None
+) -> Choices:
+    """Runs choices to their ends; and that nothing is left behind."""
+    door = door or open_door()
+    said = Choices(len(asked))
+    async with runner(fleet, door).run(asked, num_prompts) as answer:
+        async for index, delta in answer.deltas():
+            said.texts[index] += delta.text
+            said.reasons[index] = delta.finish_reason or said.reasons[index]
+    said.usage = answer.usage
+    assert door.in_flight == 0
+    return said
+
+
+def test_usage_is_summed_over_choices_and_a_prompt_counted_once() -> None:
+    loop = FakeLoop()
+    asked = several(2, ("a b c", [7, 8]), max_tokens=5)
+    said = asyncio.run(choose(LoopFleet(loop), asked, num_prompts=2))
+    assert said.texts == ["a b c a b "] * 2 + ["<7> <8> <7> <8> <7> "] * 2
+    assert said.usage is not None
+    assert (said.usage["prompt_tokens"], said.usage["completion_tokens"]) == (3 + 2, 4 * 5)
+    assert said.usage["speculation"]["num_rounds"] == 4 * 3
+    assert said.usage["speculation"]["rounds_by_num_steps"] == {"3": 4 * 3}
+
+
+LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
+
+
+class FleetOfMortals:
+    """Every request loses its first replica after `life` items; the second one lives."""
+
+    def __init__(self, life: float = float("inf")) -> None:
+        self.life = life
+
+    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        loop = LawfulLoop(int(asked.request_id.split("-")[-2]))
+        stream: Any = await (
+            continue_request(loop, asked)
+            if asked.emitted
+            else loop.submit(asked.prompt, asked.params, asked.request_id)
+        )
+        left = float("inf") if asked.avoid else self.life
+        yield Accepted(stream.num_prompt_tokens, "first")
+        async for item in stream:
+            if left <= 0:
+                raise no_replica("gone")
+            yield item
+            left -= 1
+
+
+@settings(deadline=None, max_examples=20)
+@given(seed=st.integers(-(2**63), 2**63 - 1), n=st.integers(1, 4), lives=st.integers(0, 9))
+def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(
+    seed: int, n: int, lives: int
+) -> None:
+    whole = asyncio.run(choose(FleetOfMortals(), several(4, seed=seed, **LAWFUL)))
+    first = asyncio.run(choose(FleetOfMortals(), [request("a b c", seed=seed, **LAWFUL)]))
+    assert first.texts == whole.texts[:1]
+    assert len(set(whole.texts)) == 4
+    fewer = asyncio.run(choose(FleetOfMortals(lives), several(n, seed=seed, **LAWFUL)))
+    assert fewer.texts == whole.texts[:n]
+    assert set(fewer.reasons) == {"length"}
+
+
+class Line:
+    """A transport that keeps what is sent and never answers."""
+
+    def __init__(self) -> None:
+        self.sent: list[Submission] = []
+
+    async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
+        self.sent.append(submission)
+        await asyncio.Event().wait()
+        yield []
+
+    async def cancel(self, cancellation: Cancellation) -> None:
+        pass
+
+
+def test_choices_of_one_request_travel_together() -> None:
+    async def scenario() -> None:
+        line = Line()
+        batcher: Any = Batcher(line, "me", batch_wait_s=0, max_batch_size=8)
+        task = asyncio.create_task(choose(batcher, several(3)))
+        while not line.sent:
+            await asyncio.sleep(0)
+        (submission,) = line.sent
+        assert [r.request_id for r in submission.requests] == [f"cmpl-1-{i}-1" for i in range(3)]
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(scenario())
+
+
+def test_more_choices_than_turns_take_turns() -> None:
+    """And the first of them is heard before the last has begun."""
+
+    async def scenario() -> None:
+        loop, door = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
+        asked = several(3, max_tokens=4)
+        async with runner(LoopFleet(loop), door).run(asked) as answer:
+            assert door.queue_len > 0
+            whole = await whole_answer(answer, FORM)
+        assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("prompts", "status", "param"),
+    [
+        (("hold on", "fail"), 500, None),
+        (("hold on", "a " * 100), 413, "prompt"),
+    ],
+)
+def test_one_choice_that_fails_at_once_is_the_answer_to_all(
+    prompts: tuple[str, ...], status: int, param: str | None
+) -> None:
+    async def scenario() -> None:
+        loop, door = FakeLoop(), open_door()
+        with pytest.raises(ApiError) as caught:
+            async with runner(LoopFleet(loop), door).run(several(1, prompts, max_tokens=9), 2):
+                pytest.fail("one of them has no first token")
+        assert (caught.value.status, caught.value.param) == (status, param)
+        assert (len(loop.streams), door.in_flight) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_one_choice_that_breaks_off_ends_the_stream_with_one_error() -> None:
+    async def scenario() -> list[Any]:
+        loop, door = FakeLoop(), open_door()
+        asked = several(1, ("hold on", "break"), max_tokens=9)
+        async with runner(LoopFleet(loop), door).run(asked, 2) as answer:
+            lines = [decoded(f) async for f in stream_frames(answer, FORM, "trace")]
+        assert (len(loop.streams), door.in_flight) == (0, 0)
+        return lines
+
+    *_, last = lines = asyncio.run(scenario())
+    assert list(last) == ["error"]
+    assert sum("error" in line for line in lines) == 1
+
+
+def test_one_deadline_covers_all_choices() -> None:
+    async def scenario() -> list[Any]:
+        loop = FakeLoop()
+        held = runner(LoopFleet(loop), open_door(), 0.05)
+        async with held.run(several(1, ("hold on", "hold it"), max_tokens=9), 2) as answer:
+            lines = [decoded(f) async for f in stream_frames(answer, FORM, "trace")]
+        assert not loop.streams
+        return lines
+
+    assert asyncio.run(scenario())[-1]["error"]["code"] == "request_timeout"
+
+
+def test_a_caller_who_leaves_ends_all_choices() -> None:
+    async def scenario() -> None:
+        loop, door = FakeLoop(), open_door()
+        started = asyncio.Event()
+
+        async def listen() -> None:
+            asked = several(3, ("hold on",), max_tokens=9)
+            async with runner(LoopFleet(loop), door).run(asked) as answer:
+                started.set()
+                async for _ in answer.deltas():
+                    pass
+
+        task = asyncio.create_task(listen())
+        await started.wait()
+        assert (door.in_flight, len(loop.streams)) == (3, 3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert (door.in_flight, len(loop.streams)) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_chat_stream_gives_every_choice_a_role_then_text_then_a_reason() -> None:
+    async def scenario() -> list[Any]:
+        fleet = LoopFleet(FakeLoop())
+        async with runner(fleet, open_door()).run(several(2, max_tokens=3)) as answer:
+            return [decoded(f) async for f in stream_frames(answer, ChatFormat(HEAD), "trace")]
+
+    *chunks, last, done = asyncio.run(scenario())
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        assert mine[0]["delta"] == {"role": "assistant", "content": ""}
+        assert "".join(c["delta"].get("content", "") for c in mine) == "a b c "
+        assert [c["finish_reason"] for c in mine[-2:]] == [None, "length"]
+    assert last["usage"]["completion_tokens"] == 6
+    assert done == "[DONE]"

@@ -10,7 +10,14 @@ from pydantic import ValidationError
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from serve_spec.serving.openai import CompletionRequest, invalid_body
+from serve_spec.serving.openai import (
+    MAX_CHOICES_PER_PROMPT,
+    ChatRequest,
+    CompletionRequest,
+    invalid_body,
+)
+
+USER = {"role": "user", "content": "a"}
 
 
 def parse(**body: Any) -> CompletionRequest:
@@ -18,12 +25,18 @@ def parse(**body: Any) -> CompletionRequest:
     return CompletionRequest.model_validate(json.loads(json.dumps({"prompt": "a", **body})))
 
 
-def refusal(**body: Any) -> dict[str, Any]:
+def chat(*messages: Any, **body: Any) -> ChatRequest:
+    """A conversation as it arrives."""
+    given = {"messages": list(messages or [USER]), **body}
+    return ChatRequest.model_validate(json.loads(json.dumps(given)))
+
+
+def refusal(read: Any = parse, *messages: Any, **body: Any) -> dict[str, Any]:
     """The error object for a body that the schema refuses."""
     with pytest.raises(ValidationError) as caught:
-        parse(**body)
+        read(*messages, **body)
     errors = [{**error, "loc": ("body", *error["loc"])} for error in caught.value.errors()]
-    answer = invalid_body(errors)
+    answer = invalid_body(errors, ChatRequest if read is chat else CompletionRequest)
     assert answer.status == 400
     error = answer.body()["error"]
     assert isinstance(error, dict)
@@ -39,6 +52,8 @@ def test_a_bare_prompt_means_the_defaults_of_the_openai_api() -> None:
 def test_null_means_the_default_for_every_optional_field() -> None:
     optional = set(CompletionRequest.model_fields) - {"prompt"}
     assert parse(**dict.fromkeys(optional)).sampling_params() == SamplingParams()
+    optional = set(ChatRequest.model_fields) - {"messages"}
+    assert chat(**dict.fromkeys(optional)).sampling_params() == SamplingParams()
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
@@ -70,51 +85,67 @@ def test_every_sampling_field_reaches_the_engine() -> None:
 
 @pytest.mark.parametrize(
     ("given", "meant"),
-    [("a b", "a b"), ("", ""), ([1, 2], [1, 2]), (["a"], "a"), ([[1, 2]], [1, 2])],
+    [
+        ("a b", ["a b"]),
+        ("", [""]),
+        (["a", "b"], ["a", "b"]),
+        ([1, 2], [[1, 2]]),
+        ([[1, 2], [3]], [[1, 2], [3]]),
+    ],
     ids=repr,
 )
-def test_one_prompt_may_come_in_any_of_the_shapes_of_the_api(given: object, meant: object) -> None:
+def test_prompts_come_in_the_four_shapes_of_the_api(given: object, meant: object) -> None:
     assert parse(prompt=given).prompt == meant
 
 
 @pytest.mark.parametrize(
     "given",
-    [[], [[]], ["a", "b"], [[1], [2]], [1, "a"], [True], [1.0], 3, {"a": 1}, None],
+    [[], [[]], [1, "a"], [[1], "a"], [True], [-1], [2**31], [1.0], [[[1]]], 3, {"a": 1}, None],
     ids=repr,
 )
 def test_any_other_prompt_is_refused_by_name(given: object) -> None:
     assert refusal(prompt=given)["param"] == "prompt"
 
 
-def test_several_prompts_are_refused_with_a_way_out() -> None:
-    assert "send one each" in refusal(prompt=["a", "b"])["message"]
-
-
-NEUTRAL = {
-    "best_of": 1,
-    "echo": False,
+NEUTRAL: dict[str, Any] = {
     "frequency_penalty": 0.0,
     "logit_bias": {},
-    "n": 1,
     "presence_penalty": 0,
     "repetition_penalty": 1.0,
-    "suffix": "",
+    "metadata": {"a": "b"},
+    "user": "me",
+}
+NEUTRAL_COMPLETION = {**NEUTRAL, "best_of": 1, "echo": False, "logprobs": None, "suffix": ""}
+NEUTRAL_CHAT = {
+    **NEUTRAL,
+    "audio": None,
+    "function_call": "none",
+    "functions": [],
+    "logprobs": False,
+    "modalities": ["text"],
+    "parallel_tool_calls": True,
+    "reasoning_effort": "none",
+    "response_format": {"type": "text"},
+    "service_tier": "auto",
+    "store": False,
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
 }
 
 
 def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> None:
-    assert parse(**NEUTRAL).sampling_params() == SamplingParams()
+    assert parse(**NEUTRAL_COMPLETION).sampling_params() == SamplingParams()
+    assert chat(**NEUTRAL_CHAT).sampling_params() == SamplingParams()
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("best_of", 2),
-        ("echo", True),
         ("frequency_penalty", 0.1),
         ("logit_bias", {"5": 1.0}),
         ("logprobs", 0),
-        ("n", 2),
         ("presence_penalty", -1),
         ("repetition_penalty", 1.1),
         ("suffix", "end"),
@@ -123,9 +154,114 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> Non
 def test_fields_that_are_not_available_are_refused_at_any_other_value(
     field: str, value: object
 ) -> None:
-    with pytest.raises(InvalidRequest, match="not available") as caught:
+    with pytest.raises(InvalidRequest, match=r"not available|not ranked") as caught:
         parse(**{field: value}).sampling_params()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("audio", {"voice": "alloy"}),
+        ("function_call", {"name": "f"}),
+        ("functions", [{"name": "f"}]),
+        ("logit_bias", {"5": 1.0}),
+        ("logprobs", True),
+        ("modalities", ["text", "audio"]),
+        ("prediction", {"type": "content", "content": "a"}),
+        ("reasoning_effort", "high"),
+        ("response_format.type", {"type": "json_object"}),
+        ("tool_choice", "required"),
+        ("tools", [{"type": "function", "function": {"name": "f"}}]),
+        ("top_logprobs", 3),
+    ],
+)
+def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest, match="leave it out or use") as caught:
+        chat(**{field.split(".")[0]: value}).sampling_params()
+    assert caught.value.field == field
+
+
+def test_best_of_may_repeat_n() -> None:
+    assert parse(best_of=3, n=3).sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize("n", [0, -1, MAX_CHOICES_PER_PROMPT + 1, 10**30, 1.5, True])
+def test_n_is_a_number_of_choices(n: object) -> None:
+    assert refusal(n=n)["param"] == "n"
+
+
+def test_stop_is_one_text_or_a_few() -> None:
+    assert parse(stop="x").sampling_params().stop == ("x",)
+    assert len(parse(stop=["x"] * 16).sampling_params().stop) == 16
+    assert "at most 16" in refusal(stop=["x"] * 17)["message"]
+
+
+@pytest.mark.parametrize(
+    ("content", "meant"),
+    [
+        ("a", "a"),
+        ("", ""),
+        ([{"type": "text", "text": "a"}], "a"),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
+    ],
+    ids=repr,
+)
+def test_content_is_a_text_or_parts_of_text(content: object, meant: str) -> None:
+    assert chat({"role": "user", "content": content}).messages[0].content == meant
+
+
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"role": "user"}, "messages.1.content"),
+        ({"role": "user", "content": None}, "messages.1.content"),
+        ({"role": "user", "content": []}, "messages.1.content"),
+        ({"role": "user", "content": ["a"]}, "messages.1.content"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages.1.content"),
+        ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages.1.content"),
+        ({"role": "user", "content": [{"type": "image_url"}]}, "messages.1.content"),
+        ({"role": "user", "content": "a\ud800"}, "messages.1.content"),
+        ({"role": "tool", "content": "a"}, "messages.1.role"),
+        ({"content": "a"}, "messages.1.role"),
+        ({"role": "user", "content": "a", "nam": "b"}, "messages.1.nam"),
+        ("a", "messages.1"),
+    ],
+    ids=str,
+)
+def test_any_other_message_is_refused_by_its_place(message: object, param: str) -> None:
+    assert refusal(chat, USER, message)["param"] == param
+
+
+def test_an_answer_of_ours_may_be_sent_back_as_a_message() -> None:
+    said = {"role": "assistant", "content": "a", "refusal": None, "tool_calls": []}
+    assert chat(USER, said, USER).sampling_params() == SamplingParams()
+    with pytest.raises(InvalidRequest) as caught:
+        chat(USER, {**said, "tool_calls": [{"id": "x"}]}).sampling_params()
+    assert caught.value.field == "messages.1.tool_calls"
+
+
+def test_a_conversation_has_a_message() -> None:
+    assert refusal(chat, messages=[])["param"] == "messages"
+
+
+def test_both_names_of_the_limit_mean_the_same_and_exclude_each_other() -> None:
+    assert chat(max_tokens=7).sampling_params() == chat(max_completion_tokens=7).sampling_params()
+    assert chat(max_tokens=7).limit == ("max_tokens", 7)
+    with pytest.raises(InvalidRequest, match="newer name"):
+        chat(max_tokens=7, max_completion_tokens=7).sampling_params()
+    with pytest.raises(InvalidRequest) as caught:
+        chat(max_completion_tokens=0).sampling_params()
+    assert caught.value.field == "max_completion_tokens"
+
+
+def test_a_message_is_either_left_open_or_answered() -> None:
+    assert chat().generation_prompt
+    assert not chat(continue_final_message=True).generation_prompt
+    assert not chat(add_generation_prompt=False).generation_prompt
+    with pytest.raises(InvalidRequest) as caught:
+        chat(continue_final_message=True, add_generation_prompt=True).sampling_params()
+    assert caught.value.field == "continue_final_message"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +280,45 @@ def test_an_unknown_field_is_refused_and_the_nearest_known_one_named(
     assert suggestion in error["message"]
 
 
-@pytest.mark.parametrize("field", ["prompt", "stop"])
+def test_an_unknown_field_of_a_chat_is_refused_with_one_of_its_own() -> None:
+    error = refusal(chat, max_completion_token=3)
+    assert "did you mean max_completion_tokens?" in error["message"]
+
+
+def test_a_very_long_name_is_neither_compared_nor_sent_back_whole() -> None:
+    assert len(refusal(**{"a" * 10**6: 3})["message"]) < 1000
+
+
+def test_a_million_unknown_fields_are_one_error() -> None:
+    body = {f"k{i}": 1 for i in range(10_000)}
+    with pytest.raises(ValidationError) as caught:
+        parse(**body)
+    (error,) = caught.value.errors()
+    assert error["loc"] == ("k0",)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"a": []},
+        {"a": {}},
+        {"a": float("nan")},
+        {"a": "\ud800"},
+        {"\ud800": 1},
+        {"a" * 257: 1},
+        {str(i): i for i in range(1025)},
+        [],
+        "a",
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_templates_are_given_plain_values(value: object) -> None:
+    given = {"a": "b", "c": 1, "d": 0.5, "e": True, "f": None}
+    assert chat(chat_template_kwargs=given).chat_template_kwargs == given
+    assert refusal(chat, chat_template_kwargs=value)["param"] == "chat_template_kwargs"
+
+
+@pytest.mark.parametrize("field", ["prompt", "stop", "user", "model", "suffix"])
 def test_half_a_surrogate_pair_is_no_text(field: str) -> None:
     error = refusal(**{field: "a\ud800"})
     assert error["param"] == field

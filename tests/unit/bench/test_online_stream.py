@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.bench.online_stream import SseParser, read_stream
-from serve_spec.core.request import FinishReason, SpeculationStats
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.serving import sse
-from serve_spec.serving.answers import CompletionFormat, usage
+from serve_spec.serving.answers import AnswerHead, CompletionFormat, usage
 from tests.unit.bench.online_fakes import chunk, event
 
 TEXTS = st.text(max_size=12)
@@ -49,11 +49,12 @@ def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none() -> Non
 @settings(max_examples=50)
 @given(st.data(), st.lists(TEXTS, min_size=1, max_size=6))
 def test_what_the_server_streams_is_what_is_read(data: st.DataObject, texts: list[str]) -> None:
-    form = CompletionFormat("cmpl-1", "tiny", 0, include_usage=True)
+    form = CompletionFormat(AnswerHead("cmpl-1", "tiny", 0, "fp_1", include_usage=True))
     stats = SpeculationStats()
     stats.observe(3, 2)
-    frames = [sse.frame(dict(form.chunk(text, None))) for text in texts]
-    frames.append(sse.frame(dict(form.chunk("", FinishReason.LENGTH))))
+    said = [TokenDelta("cmpl-1-0", (1,), text) for text in texts]
+    said.append(TokenDelta("cmpl-1-0", (), "", FinishReason.LENGTH))
+    frames = [sse.frame(dict(form.chunk(0, delta))) for delta in said]
     frames.append(sse.frame(dict(form.usage_chunk(usage(7, 11, stats)))))
     pieces = data.draw(cut(b"".join([*frames, sse.DONE])))
     answer = read_stream((float(time), piece) for time, piece in enumerate(pieces))

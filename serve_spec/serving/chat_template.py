@@ -1,0 +1,190 @@
+"""A checkpoint's chat template: from a conversation to the text the model goes on with.
+
+Templates are Jinja programs that come with a checkpoint. They run in Jinja's sandbox, with the
+names that transformers gives them (transformers/utils/chat_template_utils.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError, nodes
+from jinja2.ext import Extension, loopcontrols
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from serve_spec.core.errors import CheckpointError
+
+PLAIN = "{{ messages | map(attribute='content') | join('\\n') }}"
+"""For a checkpoint without a template: the contents, one after the other, each on lines of its own.
+
+Nothing says who speaks, and nothing follows the last message, which is what the model goes on with.
+"""
+
+RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
+"""Variables of a template that `variables` can not set; nor can it set special tokens."""
+
+# Behind the last message, to be found again in the rendered text. The space shows whether the
+# template strips contents.
+_OPEN_END = "\ufdd1 "
+
+
+class ChatTemplateError(ValueError):
+    """The template can not render this conversation; says why."""
+
+
+class _GenerationTag(Extension):
+    """`{% generation %}`, which marks the assistant's words for training, and says nothing here."""
+
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class ChatTemplate:
+    """A compiled template with the special tokens it may write, by their names (`bos_token`)."""
+
+    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+        self.source = source
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template = _environment().from_string(source)
+        except TemplateError as error:
+            raise CheckpointError(f"chat_template can not be compiled: {error}") from error
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> ChatTemplate:
+        """The template of a checkpoint, `PLAIN` if it has none.
+
+        Raises:
+            CheckpointError: a file can not be read, or the template is no template.
+        """
+        settings = _read_json(folder / "tokenizer_config.json")
+        source = _source(folder, settings.get("chat_template"))
+        special_tokens = _special_tokens(_read_json(folder / "special_tokens_map.json") | settings)
+        return cls(PLAIN if source is None else source, special_tokens)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the checkpoint has no template, so that its tokenizer adds special tokens."""
+        return self.source == PLAIN
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, object] | None = None,
+    ) -> str:
+        """The conversation as one text.
+
+        messages: `role`, `content` and perhaps `name` each, at least one message. `developer` is
+            `system` to templates that do not know it.
+        continue_final_message: the text ends where the last message does.
+
+        Raises:
+            ChatTemplateError: the template refuses, or fails.
+        """
+        conversation = [self._known_role(message) for message in messages]
+        if continue_final_message:
+            conversation[-1]["content"] += _OPEN_END
+        try:
+            text = self._template.render(
+                {
+                    **(variables or {}),
+                    **self._special_tokens,
+                    "messages": conversation,
+                    "tools": None,
+                    "documents": None,
+                    "add_generation_prompt": add_generation_prompt,
+                }
+            )
+        except Exception as error:  # a program that we did not write, on data that we did not
+            raise ChatTemplateError(f"the model's chat template says: {error}") from error
+        return _up_to_open_end(text) if continue_final_message else text
+
+    def _known_role(self, message: Mapping[str, str]) -> dict[str, str]:
+        unknown = message["role"] == "developer" and "developer" not in self.source
+        return {**message, "role": "system"} if unknown else dict(message)
+
+
+def _up_to_open_end(text: str) -> str:
+    end = text.rfind(_OPEN_END.strip())
+    if end < 0:
+        raise ChatTemplateError("the model's chat template does not show the last message")
+    is_stripped = not text.startswith(_OPEN_END, end)
+    return text[:end].rstrip() if is_stripped else text[:end]
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def _tojson(
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """JSON as it is; Jinja's own filter would escape it for HTML."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _source(folder: Path, setting: Any) -> str | None:
+    """The template's text: its own file first, then the tokenizer's settings."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    if isinstance(setting, list):  # several, by name
+        named = {entry["name"]: entry["template"] for entry in setting}
+        setting = named.get("default")
+    return setting if isinstance(setting, str) else None
+
+
+def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
+    tokens = {}
+    for name, value in settings.items():
+        content = value.get("content") if isinstance(value, dict) else value
+        if name.endswith("_token") and isinstance(content, str):
+            tokens[name] = content
+    return tokens
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} holds no JSON object")
+    return value

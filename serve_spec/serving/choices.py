@@ -1,0 +1,98 @@
+"""Several answers to one request: every choice is an engine request of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import TypeVar
+
+from serve_spec.core.request import SamplingParams
+from serve_spec.serving.fields import Prompt
+from serve_spec.serving.messages import GenerateRequest
+
+Item = TypeVar("Item")
+
+
+def choice_seed(seed: int, index: int) -> int:
+    """The seed of choice `index`: the request's own for choice 0, so that n=1 says what it says.
+
+    For others the first 63 bits of BLAKE2b-64 over "SEED INDEX" in decimal: a function of the two
+    alone, whatever `n` is.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed} {index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def choices_of(
+    answer_id: str,
+    trace_id: str,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    num_choices: int,
+) -> list[GenerateRequest]:
+    """`num_choices` requests per prompt, prompt after prompt, as `index` counts them.
+
+    A seeded choice depends on its prompt and its place among that prompt's choices, not on the
+    other prompts. Without a seed each draws one of its own.
+    """
+    seeds = [
+        None if params.seed is None else choice_seed(params.seed, place)
+        for place in range(num_choices)
+    ]
+    drawn = [(prompt, replace(params, seed=seed)) for prompt in prompts for seed in seeds]
+    return [
+        GenerateRequest(f"{answer_id}-{index}", trace_id, prompt, seeded)
+        for index, (prompt, seeded) in enumerate(drawn)
+    ]
+
+
+async def interleaved(
+    streams: Sequence[AsyncGenerator[Item, None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """The items of all streams as they come, each with the index of its stream.
+
+    All begin at once. The first that raises ends the others, and so does closing this generator.
+    """
+    if len(streams) == 1:
+        async with aclosing(streams[0]) as only:
+            async for item in only:
+                yield 0, item
+        return
+    said: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue()
+    listeners = [
+        asyncio.create_task(_listen(index, stream, said)) for index, stream in enumerate(streams)
+    ]
+    try:
+        num_open = len(streams)
+        while num_open:
+            event = await said.get()
+            if isinstance(event, Exception):
+                raise event
+            if event is None:
+                num_open -= 1
+            else:
+                yield event
+    finally:
+        for listener in listeners:
+            listener.cancel()
+        await asyncio.gather(*listeners, return_exceptions=True)
+
+
+async def _listen(
+    index: int,
+    stream: AsyncGenerator[Item, None],
+    said: asyncio.Queue[tuple[int, Item] | Exception | None],
+) -> None:
+    """Puts (index, item) for every item, then None, or the exception that came instead."""
+    try:
+        async with aclosing(stream):
+            async for item in stream:
+                said.put_nowait((index, item))
+        said.put_nowait(None)
+    except Exception as error:  # whatever it is, it belongs to whoever reads
+        said.put_nowait(error)

@@ -1,0 +1,81 @@
+"""Errors as HTTP answers: whatever goes wrong in the app, the body is OpenAI's error object."""
+
+from __future__ import annotations
+
+import json
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.log import get_logger
+from serve_spec.serving.errors import ApiError, refused
+from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
+
+logger = get_logger(__name__)
+
+CHAT_PATH = "/v1/chat/completions"
+_TRACE_HEADER = "x-request-id"
+
+
+class AsciiJSON(JSONResponse):
+    """JSON in ASCII: an error may quote half a surrogate pair, which has no UTF-8."""
+
+    def render(self, content: object) -> bytes:
+        """The body."""
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def error_answer(error: ApiError) -> Response:
+    """The answer that says `error`."""
+    return AsciiJSON(error.body(), status_code=error.status, headers=error.headers())
+
+
+def trace_id(request: Request) -> str:
+    """The request's x-request-id. Serve makes one where the client sent none, and sends it back."""
+    return request.headers.get(_TRACE_HEADER, "-")
+
+
+def add_error_answers(api: FastAPI) -> None:
+    """Every error as OpenAI's error object, unknown routes and broken JSON included."""
+
+    @api.exception_handler(ApiError)
+    async def api_error(request: Request, error: ApiError) -> Response:
+        if error.status >= 500 or error.status == 408:
+            logger.warning("request %s: %d %s", trace_id(request), error.status, error.message)
+        return error_answer(error)
+
+    @api.exception_handler(InvalidRequest)
+    async def invalid_request(request: Request, error: InvalidRequest) -> Response:
+        return error_answer(refused(error))
+
+    @api.exception_handler(RequestValidationError)
+    async def validation(request: Request, error: RequestValidationError) -> Response:
+        is_chat = request.url.path.endswith(CHAT_PATH)
+        schema = ChatRequest if is_chat else CompletionRequest
+        return error_answer(invalid_body(error.errors(), schema))
+
+    @api.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        answer = error_answer(_of_framework(request, error))
+        answer.headers.update(error.headers or {})
+        return answer
+
+    @api.exception_handler(Exception)
+    async def bug(request: Request, error: Exception) -> Response:
+        message = f"Internal error ({type(error).__name__}); see the server's log"
+        return error_answer(ApiError(500, message, kind="server_error"))
+
+
+def _of_framework(request: Request, error: HTTPException) -> ApiError:
+    """An error that FastAPI or Starlette found."""
+    what = f"{request.method} {request.url.path}"
+    message = {404: f"Unknown URL ({what})", 405: f"Not allowed: {what}"}
+    if isinstance(error.__cause__, ApiError):
+        return error.__cause__
+    if error.status_code == 400 and error.__cause__ is not None:
+        reason = type(error.__cause__).__name__
+        return ApiError(400, f"The body can not be read as JSON in UTF-8 ({reason})")
+    return ApiError(error.status_code, message.get(error.status_code, str(error.detail)))

@@ -1,0 +1,107 @@
+"""Values of request fields that come in several shapes. A wrong one is a ValueError saying what to
+send; whoever calls adds which field it was.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeAlias
+
+Prompt: TypeAlias = str | list[int]
+"""A text, or token ids."""
+
+Variable: TypeAlias = str | int | float | bool | None
+"""What a chat template may be given."""
+
+MAX_STOPS = 16
+MAX_ENTRIES = 1024
+MAX_NAME_CHARS = 256
+_MAX_TOKEN_ID = 2**31 - 1
+_PROMPT = "give a text, a list of texts, a list of token ids, or a list of such lists; none empty"
+
+
+def unicode(text: str) -> str:
+    """The text itself. JSON can spell half of a surrogate pair, which is no character."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not a Unicode text: {error.reason}") from None
+    return text
+
+
+def prompts(value: object) -> list[Prompt]:
+    """`prompt` of the completions API: one prompt or a list of them, all of one kind."""
+    if isinstance(value, str):
+        return [unicode(value)]
+    if not isinstance(value, list) or not value:
+        raise ValueError(_PROMPT)
+    if _are_token_ids(value):
+        return [value]
+    if all(isinstance(item, str) for item in value):
+        return [unicode(item) for item in value]
+    if all(isinstance(item, list) and item and _are_token_ids(item) for item in value):
+        return value
+    raise ValueError(_PROMPT)
+
+
+def stops(value: object) -> list[str] | None:
+    """`stop`: a text, or a list of up to `MAX_STOPS` of them."""
+    if value is None:
+        return None
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ValueError("give a text or a list of texts")
+    if len(texts) > MAX_STOPS:
+        raise ValueError(f"give at most {MAX_STOPS} texts, not {len(texts)}")
+    return [unicode(text) for text in texts]
+
+
+def few(value: object) -> object:
+    """A mapping of at most `MAX_ENTRIES` entries, or whatever else it is."""
+    if isinstance(value, dict) and len(value) > MAX_ENTRIES:
+        raise ValueError(f"give at most {MAX_ENTRIES} entries, not {len(value)}")
+    return value
+
+
+def variables(value: object) -> dict[str, Variable] | None:
+    """`chat_template_kwargs`: plain values by name."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("give an object of plain values")
+    few(value)
+    for name, variable in value.items():
+        if len(unicode(name)) > MAX_NAME_CHARS:
+            raise ValueError(f"a name has more than {MAX_NAME_CHARS} characters")
+        if isinstance(variable, str):
+            unicode(variable)
+        elif isinstance(variable, float) and not math.isfinite(variable):
+            raise ValueError(f"{name!r} is not a finite number")
+        elif not isinstance(variable, int | float | None):
+            raise ValueError(f"{name!r} is not a text, number, boolean or null")
+    return value
+
+
+def content(value: object) -> str:
+    """`content` of a message: a text, or a list of text parts, which become its lines."""
+    if isinstance(value, str):
+        return unicode(value)
+    if not isinstance(value, list) or not value:
+        raise ValueError("give a text or a list of text parts")
+    return "\n".join(_part(index, part) for index, part in enumerate(value))
+
+
+def _part(index: int, part: object) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    if isinstance(kind, str) and kind != "text":
+        raise ValueError(f"part {index} is of type {kind[:40]!r}, but this model reads text alone")
+    if not isinstance(part, dict) or set(part) != {"type", "text"} or kind != "text":
+        raise ValueError(f'part {index} is not {{"type": "text", "text": ...}}')
+    if not isinstance(part["text"], str):
+        raise ValueError(f"text of part {index} is not a text")
+    return unicode(part["text"])
+
+
+def _are_token_ids(items: list[object]) -> bool:
+    # bool is an int to Python, never to a caller.
+    return all(type(item) is int and 0 <= item <= _MAX_TOKEN_ID for item in items)

@@ -1,0 +1,86 @@
+"""What every HTTP request passes before its route: ASGI middleware."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Collection
+
+from fastapi import Request
+from fastapi.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from serve_spec.log import TRACE_ID
+from serve_spec.serving.error_answers import error_answer, trace_id
+from serve_spec.serving.errors import ApiError, body_too_large
+from serve_spec.serving.latency import ARRIVED
+from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
+
+# Probes carry no key; the status page asks for one.
+_OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
+
+MAX_BODY_BYTES = 8 * 2**20
+"""A million tokens as text, or half a million ids, and some room."""
+
+
+class ApiKeyCheck:
+    """401 unless the request carries one of `keys` as bearer token."""
+
+    def __init__(self, app: ASGIApp, keys: Collection[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes on what may pass."""
+        app = self._app
+        if scope["type"] == "http" and not (_is_open(scope) or self._has_key(scope)):
+            message = "Give one of the server's API keys: Authorization: Bearer KEY"
+            app = error_answer(ApiError(401, message, code="invalid_api_key"))
+        await app(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
+        # Every key is compared in constant time, whichever matches.
+        matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
+        return scheme.lower() == b"bearer" and any(matches)
+
+
+class Arrival:
+    """Notes when a request arrived, and under which id logs speak of it."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything on."""
+        if scope["type"] == "http":
+            ARRIVED.set(time.perf_counter())
+            TRACE_ID.set(trace_id(Request(scope)))
+        await self._app(scope, receive, send)
+
+
+class BodyLimit:
+    """413 for a body of more than `MAX_BODY_BYTES`, whether or not its length was announced."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything on; who reads too much of a body gets an exception."""
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > MAX_BODY_BYTES:
+                # FastAPI lets this kind alone through while it reads a body.
+                raise HTTPException(413) from body_too_large(MAX_BODY_BYTES)
+            return message
+
+        await self._app(scope, limited if scope["type"] == "http" else receive, send)
+
+
+def _is_open(scope: Scope) -> bool:
+    """Whether the path, without the route prefix of the application, needs no key."""
+    return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS

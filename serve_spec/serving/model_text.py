@@ -1,0 +1,152 @@
+"""What the door knows of the model's text: how conversations become prompts, what token ids say.
+
+Everything is read from the checkpoint folder when it is first asked for, and tokenizers work in
+threads of their own, so that streams go on meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from serve_spec.config.engine import ModelConfig
+from serve_spec.core.errors import CheckpointError, InvalidRequest
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.serving.chat_template import RESERVED, ChatTemplate, ChatTemplateError
+from serve_spec.serving.control_tokens import ControlTokens
+from serve_spec.serving.errors import ApiError
+from serve_spec.serving.fields import Prompt
+from serve_spec.serving.openai import ChatRequest
+
+# What a config.json without the key means, here as in `models.shape`.
+_DEFAULT_MODEL_LEN = 2048
+
+
+class ModelText:
+    """Prompts and texts of one served model."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self._model = model
+        self._loading = threading.Lock()
+        self._loaded: _Loaded | None = None
+
+    async def conversation(
+        self, request: ChatRequest, params: SamplingParams
+    ) -> tuple[list[int], SamplingParams]:
+        """The conversation as token ids; `params` with as many tokens as asked for or possible.
+
+        Raises:
+            InvalidRequest: the template refuses it, or it leaves no room for an answer.
+            ApiError: 500, the checkpoint's files can not be used here.
+        """
+        loaded = await asyncio.to_thread(self._files)
+        token_ids = await asyncio.to_thread(loaded.conversation, request)
+        room = loaded.room_for_answer(token_ids, request)
+        limit = request.limit[1]
+        return token_ids, replace(params, max_tokens=room if limit is None else limit)
+
+    async def texts(self, prompts: Sequence[Prompt]) -> list[str]:
+        """What prompts say.
+
+        Raises:
+            ApiError: 500, the checkpoint's files can not be used here.
+        """
+        return [
+            prompt if isinstance(prompt, str) else await self._text(prompt) for prompt in prompts
+        ]
+
+    async def _text(self, token_ids: list[int]) -> str:
+        loaded = await asyncio.to_thread(self._files)
+        return await asyncio.to_thread(loaded.tokenizer.decode, token_ids)
+
+    def _files(self) -> _Loaded:
+        with self._loading:
+            if self._loaded is None:
+                try:
+                    self._loaded = _Loaded(self._model)
+                except (CheckpointError, OSError) as error:
+                    message = f"The router can not read the model's tokenizer: {error}"
+                    raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
+            return self._loaded
+
+
+class _Loaded:
+    """The checkpoint's files that have to do with text."""
+
+    def __init__(self, model: ModelConfig) -> None:
+        self.tokenizer = Tokenizer(model.path)
+        self._template = ChatTemplate.from_folder(model.path)
+        self._control = ControlTokens(self.tokenizer, self._template.source)
+        self._max_model_len = model.max_model_len or _max_model_len(model.path)
+
+    def conversation(self, request: ChatRequest) -> list[int]:
+        """Token ids of the prompt that the template makes of a conversation.
+
+        Raises:
+            InvalidRequest: the template refuses it.
+        """
+        messages = [
+            {"role": message.role, "content": self._control.mark(message.content)}
+            | ({"name": self._control.mark(message.name)} if message.name else {})
+            for message in request.messages
+        ]
+        try:
+            text = self._template.render(
+                messages,
+                add_generation_prompt=request.generation_prompt,
+                continue_final_message=bool(request.continue_final_message),
+                variables=self._variables(request.chat_template_kwargs or {}),
+            )
+        except ChatTemplateError as error:
+            raise InvalidRequest("messages", _summary(request), str(error)) from None
+        return self._control.encode(text, add_special_tokens=self._template.is_plain)
+
+    def room_for_answer(self, token_ids: list[int], request: ChatRequest) -> int:
+        """Tokens that the context has room for after the conversation.
+
+        Raises:
+            InvalidRequest: there is none, or less than the request wants.
+        """
+        if not token_ids:
+            raise InvalidRequest("messages", _summary(request), "give at least one token of text")
+        room = self._max_model_len - len(token_ids)
+        if room < 1:
+            fix = f"shorten them to at most {self._max_model_len - 1} tokens (max_model_len - 1)"
+            raise InvalidRequest("messages", f"<{len(token_ids)} tokens>", fix, too_long=True)
+        field, limit = request.limit
+        if limit is not None and limit > room:
+            fix = f"messages of {len(token_ids)} tokens leave room for {room}; ask for less"
+            raise InvalidRequest(field, limit, fix)
+        return room
+
+    def _variables(self, given: Mapping[str, object]) -> dict[str, object]:
+        for name in given:
+            if name in RESERVED:
+                fix = f"say this with the request's own fields; reserved are {sorted(RESERVED)}"
+                raise InvalidRequest("chat_template_kwargs", name, fix)
+        return {
+            name: self._control.mark(value) if isinstance(value, str) else value
+            for name, value in given.items()
+        }
+
+
+def _summary(request: ChatRequest) -> str:
+    return f"<{len(request.messages)} messages>"
+
+
+def _max_model_len(folder: Path) -> int:
+    """What the model allows, as the engine reads it.
+
+    Raises:
+        CheckpointError: config.json can not be read.
+    """
+    path = folder / "config.json"
+    try:
+        return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} can not be read: {error}") from error

@@ -1,0 +1,154 @@
+"""A checkpoint's template says here what it says in transformers, and nothing worse."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.serving.chat_template import PLAIN, ChatTemplate, ChatTemplateError
+from tests.serving.texts import TEMPLATE, write_text_files
+
+CHAT = [
+    {"role": "system", "content": "Be  brief.\n"},
+    {"role": "user", "content": " <b>é & 'x'</b> \n"},
+    {"role": "assistant", "content": "one\ntwo ", "name": "bot"},
+]
+TEMPLATES = {
+    "writes control tokens": TEMPLATE,
+    "indents blocks": """
+{%- for message in messages %}
+    {%- if loop.first and message.role != 'system' %}
+        {{- '<|system|>default' }}
+    {%- endif %}
+    {% if message.name is defined %}
+[{{ message.name }}]
+    {% endif %}
+    <|{{ message['role'] }}|>
+    {{ message['content'] }}
+{% endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|assistant|>' }}
+{%- endif %}
+""",
+    "keeps state": (
+        "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+        "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}{{ ns.last }}"
+        "{% for m in messages[::-1] %}{{ m.content.split('\n')[-1] }}{% endfor %}"
+    ),
+    "writes JSON": "{% for m in messages %}{{ m | tojson }}{{ m | tojson(indent=2) }}{% endfor %}",
+    "marks generation": (
+        "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}|{% endfor %}"
+    ),
+    "breaks a loop": "{% for m in messages %}{{ m.content }}{% break %}{% endfor %}",
+    "asks for tools": "{% if tools %}T{% endif %}{% if documents is not none %}D{% endif %}ok",
+    "takes variables": "{% if think is defined and think %}{{ level }}{% endif %}{{ bos_token }}",
+}
+VARIABLES: dict[str, Any] = {"think": True, "level": "high"}
+
+
+@pytest.mark.parametrize("source", TEMPLATES.values(), ids=TEMPLATES)
+@pytest.mark.parametrize("generation", [True, False])
+def test_a_conversation_is_rendered_as_in_transformers(source: str, generation: bool) -> None:
+    (theirs,), _ = render_jinja_template(
+        [CHAT], chat_template=source, add_generation_prompt=generation, bos_token="B", **VARIABLES
+    )
+    ours = ChatTemplate(source, {"bos_token": "B"})
+    said = ours.render(CHAT, add_generation_prompt=generation, variables=VARIABLES)
+    assert said == theirs
+
+
+@pytest.mark.parametrize("source", [TEMPLATE, TEMPLATES["indents blocks"]])
+@pytest.mark.parametrize("content", ["def f(x):", " spaced ", "a\n\n", "x"])
+def test_an_open_last_message_ends_as_in_transformers(source: str, content: str) -> None:
+    chat = [*CHAT, {"role": "assistant", "content": content}]
+    (theirs,), _ = render_jinja_template([chat], chat_template=source, continue_final_message=True)
+    ours = ChatTemplate(source).render(
+        chat, add_generation_prompt=False, continue_final_message=True
+    )
+    assert ours == theirs
+    assert ours.rstrip().endswith(content.strip())
+
+
+def test_without_a_template_the_contents_are_lines() -> None:
+    template = ChatTemplate(PLAIN)
+    chat = [{"role": "system", "content": "# maths"}, {"role": "user", "content": "def f(x):"}]
+    for options in ({}, {"add_generation_prompt": False}, {"continue_final_message": True}):
+        assert template.render(chat, **options) == "# maths\ndef f(x):"
+
+
+def test_a_developer_is_the_system_where_a_template_knows_only_that() -> None:
+    chat = [{"role": "developer", "content": "a"}]
+    roles = "{% for m in messages %}{{ m.role }}{% endfor %}"
+    assert ChatTemplate(roles).render(chat) == "system"
+    assert ChatTemplate(f"{{# developer #}}{roles}").render(chat) == "developer"
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
+        ("{{ messages[7].content }}", "has no element 7"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% for i in range(10 ** 9) %}{% endfor %}", "range"),
+        ("{{ 1 // 0 }}", "zero"),
+    ],
+)
+def test_a_template_that_refuses_or_fails_says_why(source: str, says: str) -> None:
+    with pytest.raises(ChatTemplateError, match=says):
+        ChatTemplate(source).render(CHAT)
+
+
+def test_a_template_that_drops_the_last_message_can_not_leave_it_open() -> None:
+    with pytest.raises(ChatTemplateError, match="does not show the last message"):
+        ChatTemplate("nothing").render(CHAT, continue_final_message=True)
+
+
+def test_a_request_can_not_take_the_templates_own_variables() -> None:
+    template = ChatTemplate("{{ bos_token }}{{ messages | length }}", {"bos_token": "B"})
+    assert template.render(CHAT, variables={"bos_token": "X", "messages": []}) == "B3"
+
+
+def test_rendering_leaves_the_conversation_as_it_was() -> None:
+    before = json.dumps(CHAT)
+    ChatTemplate(TEMPLATE).render(CHAT, continue_final_message=True)
+    assert json.dumps(CHAT) == before
+
+
+class TestFolder:
+    def test_the_tokenizers_settings_hold_template_and_special_tokens(self, tmp_path: Path) -> None:
+        write_text_files(tmp_path, "{{ bos_token }}{{ eos_token }}")
+        template = ChatTemplate.from_folder(tmp_path)
+        assert template.render(CHAT) == "<bos><eos>"
+        assert not template.is_plain
+
+    def test_a_file_of_its_own_comes_first(self, tmp_path: Path) -> None:
+        write_text_files(tmp_path, "settings")
+        (tmp_path / "chat_template.jinja").write_text("é")
+        assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "é"
+
+    def test_of_several_templates_the_default_is_taken(self, tmp_path: Path) -> None:
+        named = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
+        write_text_files(tmp_path)
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
+        assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "b"
+
+    def test_special_tokens_may_be_in_their_older_file(self, tmp_path: Path) -> None:
+        (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "old"}')
+        (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
+        assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "old"
+
+    def test_a_checkpoint_without_one_has_the_plain_one(self, tmp_path: Path) -> None:
+        assert ChatTemplate.from_folder(write_text_files(tmp_path)).is_plain
+        assert ChatTemplate.from_folder(tmp_path / "nothing").is_plain
+
+    @pytest.mark.parametrize("settings", ["{", "[]", '{"chat_template": "{% if %}"}'])
+    def test_what_can_not_be_read_is_named(self, tmp_path: Path, settings: str) -> None:
+        (tmp_path / "tokenizer_config.json").write_text(settings)
+        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json|chat_template"):
+            ChatTemplate.from_folder(tmp_path)

@@ -1,0 +1,289 @@
+"""Whatever a client sends, the answer is one that the schema promises, and never a 5xx."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from fastapi import FastAPI
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    negative_data_rejection,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+)
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.request import SamplingParams
+from serve_spec.serving.admission import Admission
+from serve_spec.serving.api import create_api
+from serve_spec.serving.middleware import MAX_BODY_BYTES
+from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop, FakeStream
+from tests.serving.fakes import LoopFleet
+from tests.serving.texts import WORDS, word_tokenizer, write_text_files
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+VOCABULARY = frozenset(WORDS.values()) | set(range(256))
+
+
+class GuardedLoop(FakeLoop):
+    """The fake engine with what the real one refuses."""
+
+    async def submit(
+        self, prompt: str | list[int], params: SamplingParams, request_id: str
+    ) -> FakeStream:
+        if not isinstance(prompt, str) and not VOCABULARY.issuperset(prompt):
+            raise InvalidRequest("prompt", "ids", "use ids of the vocabulary")
+        if params.max_tokens >= MAX_MODEL_LEN:
+            raise InvalidRequest("max_tokens", params.max_tokens, "ask for less")
+        return await super().submit(prompt, params, request_id)
+
+
+class Server:
+    """An app in this process, its fake engine, and its door."""
+
+    def __init__(self, folder: Path) -> None:
+        write_text_files(folder, tokenizer=word_tokenizer())
+        config = ServeSpecConfig.load({"model": {"path": str(folder)}})
+        self.loop = GuardedLoop()
+        self.door = Admission(max_in_flight=8, max_queued=8)
+        self.app: FastAPI = create_api(config, LoopFleet(self.loop), self.door)
+
+    def post(self, path: str, content: Any, **headers: str) -> httpx.Response:
+        """Sends bytes as they are, as JSON unless told otherwise."""
+
+        async def send() -> httpx.Response:
+            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+                sent = {"content-type": "application/json"} | headers
+                return await client.post(path, content=content, headers=sent)
+
+        return asyncio.run(send())
+
+    @property
+    def is_idle(self) -> bool:
+        return not self.loop.streams and self.door.in_flight == 0
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
+    return Server(tmp_path_factory.mktemp("models") / "fake")
+
+
+@pytest.fixture(autouse=True)
+def _leaves_nothing_behind(server: Server) -> Iterator[None]:
+    yield
+    assert server.is_idle
+
+
+@pytest.fixture(scope="module")
+def api(server: Server) -> Any:
+    return schemathesis.openapi.from_asgi("/openapi.json", server.app)
+
+
+CHECKS = [
+    # Not `positive_data_acceptance`: JSON Schema can not say what depends on two fields.
+    content_type_conformance,
+    negative_data_rejection,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+    unsupported_method,
+]
+POSITIVE, NEGATIVE = GenerationMode.POSITIVE, GenerationMode.NEGATIVE
+OPERATIONS = [
+    ("POST", COMPLETIONS, POSITIVE),
+    ("POST", COMPLETIONS, NEGATIVE),
+    ("POST", CHAT, POSITIVE),
+    ("POST", CHAT, NEGATIVE),
+    # What has no body has no wrong one.
+    ("GET", "/v1/models", POSITIVE),
+    ("GET", "/v1/models/{name}", POSITIVE),
+    ("GET", "/health", POSITIVE),
+    ("GET", "/server_info", POSITIVE),
+]
+
+
+def test_every_documented_operation_is_tried_below(api: Any) -> None:
+    operations = [result.ok() for result in api.get_all_operations()]
+    documented = {(operation.method.upper(), operation.path) for operation in operations}
+    assert documented == {(method, path) for method, path, _ in OPERATIONS}
+
+
+@pytest.mark.parametrize(("method", "path", "mode"), OPERATIONS)
+def test_answers_are_those_that_the_schema_promises(
+    api: Any, method: str, path: str, mode: GenerationMode
+) -> None:
+    strategy = api[path][method].as_strategy(generation_mode=mode)
+
+    @settings(
+        max_examples=25,
+        deadline=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=strategy)
+    def answers(case: Any) -> None:
+        case.call_and_validate(checks=CHECKS)
+
+    answers()
+
+
+TEXTS = st.text(alphabet=st.characters(), max_size=5)
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | TEXTS
+    | st.sampled_from([10**30, -(10**30), 1e-300, "\ud800", "\0", "<unk>", "", [], {}]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3),
+    max_leaves=5,
+)
+MESSAGES = st.lists(
+    st.fixed_dictionaries(
+        {"role": st.sampled_from(["system", "user", "assistant", "tool"]) | VALUES},
+        optional={"content": TEXTS | VALUES, "name": VALUES, "tool_calls": VALUES},
+    ),
+    max_size=3,
+)
+SANE: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a", "max_tokens": 3},
+    CHAT: {"messages": [{"role": "user", "content": "a"}], "max_tokens": 3},
+}
+
+
+@st.composite
+def bodies(draw: st.DrawFn, path: str) -> dict[str, Any]:
+    """A request with a few of its fields, and perhaps others, set to anything."""
+    schema = CompletionRequest if path == COMPLETIONS else ChatRequest
+    names = st.sampled_from(sorted(schema.model_fields)) | st.text(max_size=4)
+    body = draw(st.dictionaries(names, VALUES, max_size=4))
+    if path == CHAT and draw(st.booleans()):
+        body["messages"] = draw(MESSAGES)
+    return (SANE[path] if draw(st.booleans()) else {}) | body
+
+
+def checked(answer: httpx.Response) -> int:
+    """The status, after looking at an error's envelope."""
+    assert answer.status_code < 500, answer.text
+    if answer.status_code != 200:
+        error = answer.json()["error"]
+        assert set(error) == {"message", "type", "param", "code"}
+        assert len(answer.content) < 10_000
+    return answer.status_code
+
+
+@pytest.mark.parametrize("path", SANE)
+def test_no_body_makes_a_5xx(server: Server, path: str) -> None:
+    @settings(max_examples=100, deadline=None, derandomize=True)
+    @given(body=bodies(path))
+    @example(body={"\ud800": 1})
+    @example(body={"model": "\ud800"})
+    @example(body={**SANE[path], "user": "\ud800"})
+    @example(body={**SANE[path], "metadata": {"\ud800": "\ud800"}})
+    def law(body: dict[str, Any]) -> None:
+        checked(server.post(path, json.dumps(body).encode()))
+
+    law()
+
+
+NESTED = "[" * 100_000 + "]" * 100_000
+DEEP = "[" * 900 + "]" * 900
+
+
+@pytest.mark.parametrize("path", SANE)
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff\xfe",
+        b"\xef\xbb\xbf{}",
+        b'{"prompt": "\xff"}',
+        b'{"prompt": "\xed\xa0\x80"}',
+        b'{"prompt": "a\0b"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": "a", "temperature": NaN}',
+        b'{"prompt": "a", "temperature": Infinity}',
+        b'{"prompt": "a", "temperature": -Infinity}',
+        b'{"prompt": "a", "temperature": 1e999}',
+        b'{"prompt": "a", "seed": 1e999}',
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 4000 + b"}",
+        b'{"prompt": "a", "max_tokens": ' + b"9" * 100_000 + b"}",
+        b'{"prompt": [' + b"9" * 4000 + b"]}",
+        b'{"messages": ' + DEEP.encode() + b"}",
+        b'{"prompt": ' + NESTED.encode() + b"}",
+        b'{"messages": ' + NESTED.encode() + b"}",
+        b'{"' + b"a" * 10**6 + b'": 1}',
+        b'{"model": "' + b"a" * 10**6 + b'", "prompt": "a"}',
+        b"{" + b",".join(b'"k%d": 1' % i for i in range(20_000)) + b"}",
+    ],
+    ids=lambda content: repr(content[:40]),
+)
+def test_broken_or_monstrous_json_is_a_400(server: Server, path: str, content: bytes) -> None:
+    assert checked(server.post(path, content)) == 400
+
+
+@pytest.mark.parametrize("path", SANE)
+@pytest.mark.parametrize(
+    "field", ["tools", "logit_bias", "response_format", "metadata", "stop", "chat_template_kwargs"]
+)
+def test_values_nested_as_deep_as_json_allows_are_a_400(
+    server: Server, path: str, field: str
+) -> None:
+    head = json.dumps(SANE[path])[:-1]
+    for deep in (DEEP, '{"a":' * 900 + "1" + "}" * 900, f"[{DEEP}]"):
+        assert checked(server.post(path, f'{head}, "{field}": {deep}}}'.encode())) == 400
+
+
+@pytest.mark.parametrize("path", SANE)
+@pytest.mark.parametrize(
+    "content_type", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", ""]
+)
+def test_another_content_type_is_told_which_one_to_send(
+    server: Server, path: str, content_type: str
+) -> None:
+    content = json.dumps(SANE[path]).encode()
+    answer = server.post(path, content, **{"content-type": content_type})
+    assert checked(answer) == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
+def test_a_null_character_is_text(server: Server) -> None:
+    assert checked(server.post(COMPLETIONS, b'{"prompt": "a \\u0000", "max_tokens": 1}')) == 200
+    body = {"messages": [{"role": "user", "content": "a \0"}], "max_tokens": 1}
+    assert checked(server.post(CHAT, json.dumps(body).encode())) == 200
+
+
+@pytest.mark.parametrize("path", SANE)
+@pytest.mark.parametrize("announced", [True, False])
+def test_a_body_of_ten_megabytes_is_a_413(server: Server, path: str, announced: bool) -> None:
+    content = b'{"prompt": "' + b"a" * 10 * 10**6 + b'"}'
+    assert len(content) > MAX_BODY_BYTES
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for start in range(0, len(content), 2**20):
+            yield content[start : start + 2**20]
+
+    answer = server.post(path, content if announced else pieces())
+    assert checked(answer) == 413
+    assert answer.json()["error"]["code"] == "request_too_large"
+
+
+def test_a_body_just_below_the_limit_is_read(server: Server) -> None:
+    content = b'{"prompt": "a", "max_tokens": 1}'
+    assert checked(server.post(COMPLETIONS, content.ljust(MAX_BODY_BYTES))) == 200
+    assert checked(server.post(COMPLETIONS, content.ljust(MAX_BODY_BYTES + 1))) == 413
