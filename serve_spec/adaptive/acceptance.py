@@ -2,46 +2,53 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
+
+import numpy as np
+
+from serve_spec.adaptive.observations import Indices, Observations
 
 
 class PositionCounters:
     """Sums over verified rows. A draft is *reached* when every draft before it was accepted.
 
     accepted / reached is the chance that a draft is kept where it matters; dividing by rounds
-    instead would blame deep positions for the rejections before them. A row of 3 drafts with 1
-    correct: drafted 1 1 1, reached 1 1 0, accepted 1 0 0.
+    instead would blame deep positions for the rejections before them.
     """
 
     def __init__(self, max_steps: int) -> None:
-        # Fixed length: another thread may read while a round is counted.
-        self.drafted = [0] * max_steps
-        self.reached = [0] * max_steps
-        self.accepted = [0] * max_steps
-        self.num_rows = 0
+        self._observations = Observations(max_steps)
+        # One array, by code, added to in one go: another thread may read while a round is counted.
+        self._rows: Indices = np.zeros(self._observations.num_codes, dtype=np.intp)
 
     def observe(self, num_correct_drafts: Sequence[int], row_steps: Sequence[int]) -> None:
         """Counts the rows of one round: drafts kept and drafts verified, per row.
 
-        A row without drafts is not counted: it says nothing about drafts.
-
         Raises:
-            ValueError: a row kept more than it had.
+            ValueError: a row kept more than it had, or had more than `max_steps`.
         """
-        rows = Counter(zip(num_correct_drafts, row_steps, strict=True))
-        for correct, steps in rows:
-            if not 0 <= correct <= steps:
-                raise ValueError(
-                    f"num_correct_drafts={correct}: must lie in 0..{steps}, the drafts of its "
-                    "row, without the final token"
-                )
-        for (correct, steps), count in rows.items():
-            self.num_rows += count * (steps > 0)
-            for position in range(steps):
-                self.drafted[position] += count
-                self.reached[position] += count * (correct >= position)
-                self.accepted[position] += count * (correct > position)
+        codes = self._observations.codes(row_steps, num_correct_drafts)
+        self._rows += self._observations.count(codes)
+
+    @property
+    def drafted(self) -> list[int]:
+        """Drafts verified at each position."""
+        return self._sums(self._observations.drafted)
+
+    @property
+    def reached(self) -> list[int]:
+        """Of these, drafts that every draft before them was accepted of."""
+        return self._sums(self._observations.reached)
+
+    @property
+    def accepted(self) -> list[int]:
+        """Of these, drafts that were kept."""
+        return self._sums(self._observations.accepted)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that drafted; one without drafts says nothing about drafts."""
+        return sum(self.drafted[:1])
 
     @property
     def num_draft_tokens(self) -> int:
@@ -77,3 +84,7 @@ class PositionCounters:
             for position, (drafted, reached, accepted) in enumerate(columns, start=1)
             if drafted
         ]
+
+    def _sums(self, shown: Indices) -> list[int]:
+        sums: list[int] = (self._rows @ shown).tolist()
+        return sums

@@ -61,10 +61,10 @@ class CostModel:
         )
         # Of fixed size: another thread may read them for a snapshot.
         self._drift = 0.0
-        self._draft_residuals = np.zeros(_NUM_BUCKETS)
-        self._verify_residuals = np.zeros((_NUM_BUCKETS, self.max_steps + 1))
-        self._host_ms = np.zeros(_NUM_BUCKETS)
-        self._host_rounds = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+        self._draft_residuals = [0.0] * _NUM_BUCKETS
+        self._verify_residuals = [[0.0] * (self.max_steps + 1) for _ in range(_NUM_BUCKETS)]
+        self._host_ms = [0.0] * _NUM_BUCKETS
+        self._host_rounds = [0] * _NUM_BUCKETS
         self._num_refused = 0
 
     def draft_curve(self, batch_size: int, context: float) -> Floats:
@@ -81,11 +81,11 @@ class CostModel:
         """Time of a round outside drafting and verification, from the nearest sizes that ran."""
         bucket = _bucket(batch_size)
         if not self._host_rounds[bucket]:
-            known = np.flatnonzero(self._host_rounds)
-            if not len(known):
+            known = [other for other, rounds in enumerate(self._host_rounds) if rounds]
+            if not known:
                 return 0.0
-            bucket = int(known[np.abs(known - bucket).argmin()])
-        return float(self._host_ms[bucket])
+            bucket = min(known, key=lambda other: abs(other - bucket))
+        return self._host_ms[bucket]
 
     def round_ms(
         self,
@@ -154,8 +154,9 @@ class CostModel:
             self._learn(self._draft_residuals, _bucket(rows), draft_ms / predicted_draft)
         else:
             draft_ms = 0.0  # the glance that found nothing to draft
-        cell = _bucket(batch_size), int(num_drafts / batch_size + 0.5)
-        self._learn(self._verify_residuals, cell, verify_ms / predicted_verify)
+        drafts_per_row = int(num_drafts / batch_size + 0.5)
+        verify_residuals = self._verify_residuals[_bucket(batch_size)]
+        self._learn(verify_residuals, drafts_per_row, verify_ms / predicted_verify)
         ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
         self._drift = _clipped(self._drift + _DRIFT_SHARE * _log_step(ratio))
         return True
@@ -174,7 +175,7 @@ class CostModel:
             if learned:
                 verify[size] = learned
             if self._host_rounds[bucket]:
-                host[size] = round(float(self._host_ms[bucket]), 4)
+                host[size] = round(self._host_ms[bucket], 4)
         return {
             "drift": round(self._factor(0.0), 4),
             "draft_factors": draft,
@@ -186,7 +187,7 @@ class CostModel:
     def verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
         """ms [max_steps + 1] of the target when every row drafts 0 .. max_steps."""
         residuals = self._verify_residuals[_bucket(batch_size)]
-        factors = np.exp(np.clip(self._drift + residuals, -_LARGEST_LOG, _LARGEST_LOG))
+        factors = [self._factor(residual) for residual in residuals]
         knots = self._verify.curve(batch_size, context)
         if num_sampled:
             rows = np.arange(1, self.max_steps + 2)
@@ -201,11 +202,20 @@ class CostModel:
 
         Straight lines between the rounds in which every row drafts the same.
         """
-        knots = self.verify_knots(batch_size, context, num_sampled)
         at = num_drafts / batch_size
         i = min(int(at), self.max_steps - 1) if self.max_steps else 0
         j = min(i + 1, self.max_steps)
-        return float(knots[i] + (at - i) * (knots[j] - knots[i]))
+        low, high = (self._verify_knot(batch_size, k, context, num_sampled) for k in (i, j))
+        return low + (at - i) * (high - low)
+
+    def _verify_knot(
+        self, batch_size: int, num_steps: int, context: float, num_sampled: int
+    ) -> float:
+        """One entry of `verify_knots`."""
+        table_ms = float(self._verify.curve(batch_size, context)[num_steps])
+        sampled_ms = self._sampled_row_ms * num_sampled * (num_steps + 1)
+        residual = self._verify_residuals[_bucket(batch_size)][num_steps]
+        return (table_ms + sampled_ms) * self._factor(residual)
 
     def _chain_ms(
         self,
@@ -227,13 +237,14 @@ class CostModel:
             return float(self.draft_curve(batch_size, context)[num_steps])
         # One row goes all the way, and every other drafts once at least.
         depth = min(num_steps, num_drafts - num_drafting + 1)
-        every_row = self._draft.curve(num_drafting, context)
-        one_row = self._draft.curve(1, context)
+        # Lists: their single entries are much quicker to get at, and to count with.
+        every_row: list[float] = self._draft.curve(num_drafting, context).tolist()
+        one_row: list[float] = self._draft.curve(1, context).tolist()
         most_rows, fewest_rows = every_row[depth] - every_row[1], one_row[depth] - one_row[1]
         optional = (num_drafting - 1) * (depth - 1)
         share = (num_drafts - num_drafting - (depth - 1)) / optional if optional else 1.0
         ms = every_row[1] + fewest_rows + share * (most_rows - fewest_rows)
-        return float(ms) * self._draft_factor(num_drafting)
+        return ms * self._draft_factor(num_drafting)
 
     def _refuse_impossible(
         self, batch_size: int, num_steps: int, num_rows: int, num_drafting: int
@@ -257,7 +268,7 @@ class CostModel:
         return math.exp(_clipped(self._drift + residual))
 
     @staticmethod
-    def _learn(residuals: Floats, cell: int | tuple[int, int], ratio: float) -> None:
+    def _learn(residuals: list[float], cell: int, ratio: float) -> None:
         residuals[cell] = _clipped(residuals[cell] + (1 - _DRIFT_SHARE) * _log_step(ratio))
 
     def _learn_host(self, bucket: int, host_ms: float) -> None:

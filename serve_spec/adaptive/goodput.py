@@ -8,9 +8,10 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import count, takewhile
+from functools import lru_cache
+from itertools import count, repeat, takewhile
 
 import numpy as np
 
@@ -38,6 +39,7 @@ from serve_spec.adaptive.objective import (
     uniform,
     usable,
 )
+from serve_spec.adaptive.observations import Indices
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, RoundTimes, VerifiedRound
@@ -77,21 +79,23 @@ class _SizeRange:
     )
 
 
-@dataclass(frozen=True)
 class _Plan:
     """Drafts per row for the next rounds: by request, and for requests that join meanwhile."""
 
-    choice: Choice
-    request_ids: Sequence[str]
-    planned: list[int]
-    steps_of: Mapping[str, int]
-    steps_of_others: int
+    def __init__(self, choice: Choice, request_ids: Sequence[str]) -> None:
+        self.choice = choice
+        self._row_steps: list[int] = choice.row_steps.tolist()
+        self._request_ids = request_ids
+        self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
+        self._steps_of_others = sorted(self._row_steps)[len(request_ids) // 2]
 
     def row_steps(self, request_ids: Sequence[str]) -> list[int]:
-        """One entry per row."""
-        if request_ids == self.request_ids:  # as a rule, in small batches
-            return self.planned
-        return [self.steps_of.get(request_id, self.steps_of_others) for request_id in request_ids]
+        """One entry per row; not to be written."""
+        if request_ids != self._request_ids:  # as a rule it is the batch of the round before
+            steps_of: Callable[[str, int], int] = self._steps_of.get
+            self._row_steps = list(map(steps_of, request_ids, repeat(self._steps_of_others)))
+            self._request_ids = request_ids
+        return self._row_steps
 
 
 class GoodputPolicy:
@@ -139,8 +143,7 @@ class GoodputPolicy:
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """The best tier for this batch, held for the dwell, and each row's share of it."""
         self._batch_size, self._context = batch.size, batch.context
-        key = batch.size.bit_length() - 1
-        here = self._ranges.setdefault(key, _SizeRange())
+        key, here = self._range(batch.size)
         moved, self._range_key = key != self._range_key, key
         bound = self._bound(batch.size)
         if here.guard.is_closed or bound == 0:
@@ -191,8 +194,7 @@ class GoodputPolicy:
             return
         self._num_bad_times = 0
         self.budget.pass_time(times.round_ms)
-        key = verified.batch_size.bit_length() - 1
-        guard = self._ranges.setdefault(key, _SizeRange()).guard
+        guard = self._range(verified.batch_size)[1].guard
         context = verified.num_tokens / verified.batch_size
         unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
         if verified.num_draft_tokens:
@@ -243,6 +245,13 @@ class GoodputPolicy:
             "tokens_per_ms": _by_tier(tiers.tokens_per_ms),
         }
 
+    def _range(self, batch_size: int) -> tuple[int, _SizeRange]:
+        """The size range of a batch, by its key."""
+        key = batch_size.bit_length() - 1
+        if key not in self._ranges:
+            self._ranges[key] = _SizeRange()
+        return key, self._ranges[key]
+
     def _bound(self, batch_size: int) -> int:
         if not self._bound_keys:
             return self.max_steps
@@ -259,6 +268,8 @@ class GoodputPolicy:
 
     def _worth(self, batch: DecodeBatch, bound: int) -> Floats:
         survival = self.survival.survival(batch.request_ids)[:, :bound]
+        if min(batch.max_steps) >= bound:  # as a rule
+            return survival
         return usable(survival, np.asarray(batch.max_steps))
 
     def _round_costs(self, batch: DecodeBatch, bound: int) -> RoundCosts:
@@ -275,15 +286,7 @@ class GoodputPolicy:
         menu = self._menu(worth, costs, batch)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._decide(menu, here, moved=moved)
-        choice = menu.choice(self._tier)
-        row_steps = choice.row_steps.tolist()
-        return _Plan(
-            choice,
-            batch.request_ids,
-            row_steps,
-            dict(zip(batch.request_ids, row_steps, strict=True)),
-            sorted(row_steps)[len(row_steps) // 2],
-        )
+        return _Plan(menu.choice(self._tier), batch.request_ids)
 
     def _menu(self, worth: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
         """Steps for every sequence where that promises enough, else the same for all."""
@@ -402,15 +405,30 @@ def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:
         padded: Floats = np.zeros((batch_size + 1, costs.max_steps))
         padded[1:] = np.diff(costs.draft_curve(batch_size, context))
         return padded
-    knots = np.array([*takewhile(lambda n: n < batch_size, (1 << i for i in count())), batch_size])
-    curves = np.stack([costs.draft_curve(n, context) for n in knots.tolist()])
-    steps = np.concatenate([np.zeros((1, costs.max_steps)), np.diff(curves, axis=1)])
-    knots = np.concatenate([[0], knots])
+    knots, above, share = _row_knots(batch_size)
+    curves = np.zeros((len(knots), costs.max_steps + 1))
+    for i, num_rows in enumerate(knots[1:], start=1):
+        curves[i] = costs.draft_curve(num_rows, context)
+    steps = curves[:, 1:] - curves[:, :-1]
+    low, high = steps.take(above - 1, axis=0), steps.take(above, axis=0)
+    ms: Floats = low + share * (high - low)
+    return ms
+
+
+@lru_cache(maxsize=256)
+def _row_knots(batch_size: int) -> tuple[list[int], Indices, Floats]:
+    """Numbers of rows that are priced, and where between two of them 0 .. batch_size rows lie.
+
+    knots: 0, the powers of two below `batch_size`, and itself.
+    above, share: [batch_size + 1] and [batch_size + 1, 1]; n rows are at `share` of the way to
+        knots[above]. Shared between calls, not to be written.
+    """
+    powers = takewhile(lambda n: n < batch_size, (1 << i for i in count()))
+    knots = np.array([0, *powers, batch_size])
     rows = np.arange(batch_size + 1)
     above = np.maximum(1, np.searchsorted(knots, rows))
     share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
-    ms: Floats = steps[above - 1] + share[:, None] * (steps[above] - steps[above - 1])
-    return ms
+    return knots.tolist(), above, share[:, None]
 
 
 def _by_tier(values: Floats) -> dict[str, float]:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -128,12 +129,11 @@ def uniform(survival: Floats, weights: Floats, costs: RoundCosts, max_drafts: in
     np.cumsum(survival, axis=1, out=tokens[:, 1:])
     tokens[:, 1:] += 1.0
     harmonic_mean = weights.sum() / (weights @ (1.0 / tokens))
-    usable_steps = np.count_nonzero(survival, axis=1)
     return Menu(
         tokens.sum(axis=0),
         ms,
         batch_size * harmonic_mean / ms,
-        lambda num_steps: np.minimum(usable_steps, num_steps),
+        lambda num_steps: np.count_nonzero(survival[:, :num_steps], axis=1),
     )
 
 
@@ -147,9 +147,8 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
     tokens = 1.0 + np.cumsum(survival, axis=1)
     saved = (weights[:, None] * survival / (tokens * (tokens - survival))).ravel()
     order = np.argsort(-saved)[: np.count_nonzero(saved)]
-    step = order % max_steps
-    ends = _grid(len(order))
-    cell = step * len(ends) + np.searchsorted(ends, np.arange(len(order)), side="right")
+    ends, first_end = _grid(len(order))
+    cell = order % max_steps * len(ends) + first_end
 
     def totals(values: Floats | None) -> Any:
         """Sums over the first `ends` drafts, of each step alone, [max_steps, ends]."""
@@ -166,7 +165,8 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
     ms = draft_ms + costs.verify_ms(drafts) + costs.host
     ms[drafts > max_drafts] = np.inf
     work = weights.sum() - by_tier(totals(saved[order]))
-    best = np.argmin(work * ms, axis=1)
+    time = work * ms
+    best = np.argmin(time, axis=1)
     tiers = np.arange(max_steps + 1)
 
     def row_steps(num_steps: int) -> Counts:
@@ -177,13 +177,19 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
     return Menu(
         batch_size + by_tier(totals(survival.ravel()[order]))[tiers, best],
         ms[tiers, best],
-        batch_size * weights.sum() / (work * ms)[tiers, best],
+        batch_size * weights.sum() / time[tiers, best],
         row_steps,
     )
 
 
-def _grid(most: int) -> Counts:
-    return np.unique(np.linspace(0, most, min(most + 1, _MAX_POINTS)).astype(np.int64))
+@lru_cache(maxsize=64)
+def _grid(most: int) -> tuple[Counts, Counts]:
+    """Numbers of drafts to try, 0 .. most, and of each draft the first of them that has it.
+
+    Both are shared between calls, not to be written.
+    """
+    ends = np.unique(np.linspace(0, most, min(most + 1, _MAX_POINTS)).astype(np.int64))
+    return ends, np.searchsorted(ends, np.arange(most), side="right")
 
 
 def _from_zero(values: Floats | Counts) -> Any:

@@ -24,8 +24,9 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_spec.adaptive.observations import Indices, Observations
+
 Floats: TypeAlias = NDArray[np.float64]
-Indices: TypeAlias = NDArray[np.intp]
 
 DEFAULT_RATE = 0.7
 """Expected of a draft nobody has seen: worth a try, and soon corrected."""
@@ -80,7 +81,9 @@ class SurvivalEstimator:
         if max_steps < 1:
             raise ValueError(f"max_steps={max_steps}: use an integer ≥ 1")
         self.max_steps = max_steps
-        self._first_code, hits, trials = _observations(max_steps)
+        self._observations = Observations(max_steps)
+        hits = self._observations.accepted.astype(np.float64)
+        trials = self._observations.reached.astype(np.float64)
         # Of the traffic, by position: hits, trials, and the hits expected from the one before.
         self._pooled_lessons = np.concatenate([hits, trials, trials], axis=1)
         self._pooled = np.zeros((3, max_steps))
@@ -134,13 +137,13 @@ class SurvivalEstimator:
         if not len(request_ids) == len(row_steps) == len(num_correct_drafts):
             lengths = [len(request_ids), len(row_steps), len(num_correct_drafts)]
             raise ValueError(f"lengths={lengths}: give every column one entry per row")
-        codes = self._codes(row_steps, num_correct_drafts)
+        codes = self._observations.codes(row_steps, num_correct_drafts)
         slots = self._slots_of_drafted(request_ids, row_steps)
         evidence = self._requests.take(slots, axis=0)
         evidence *= self._request_keep.take(codes, axis=0)
         evidence += self._request_lessons.take(codes, axis=0)
         self._requests[slots] = evidence
-        self._learn_pooled(np.bincount(codes, minlength=len(self._pooled_lessons)))
+        self._learn_pooled(self._observations.count(codes))
 
     def survival(self, request_ids: Sequence[str]) -> Floats:
         """The chance that each draft of each request is kept, [len(request_ids), max_steps].
@@ -157,7 +160,7 @@ class SurvivalEstimator:
         odds = np.multiply.outer(self._odds, ease)
         rates = odds / (1.0 + odds)
         survival: Floats = np.multiply.accumulate(rates, axis=0).T
-        return survival
+        return np.ascontiguousarray(survival)
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a request; harmless if that is nothing."""
@@ -182,29 +185,6 @@ class SurvivalEstimator:
                 for position, (rate, trials) in enumerate(columns, start=1)
             ],
         }
-
-    def _codes(self, row_steps: Sequence[int], num_correct_drafts: Sequence[int]) -> Indices:
-        """Which of all possible observations each row is."""
-        try:
-            # The quickest way from a list of small integers to an array.
-            steps = np.frombuffer(bytes(row_steps), np.uint8)
-            correct = np.frombuffer(bytes(num_correct_drafts), np.uint8)
-        except (TypeError, ValueError):
-            raise self._refused(row_steps, num_correct_drafts) from None
-        if not (np.all(steps <= self.max_steps) and np.all(correct <= steps)):
-            raise self._refused(row_steps, num_correct_drafts)
-        return self._first_code.take(steps) + correct
-
-    def _refused(self, row_steps: Sequence[int], num_correct_drafts: Sequence[int]) -> ValueError:
-        allowed = range(self.max_steps + 1)
-        for steps, correct in zip(row_steps, num_correct_drafts, strict=True):
-            if steps not in allowed:
-                fix = f"must be an integer in 0..{self.max_steps}"
-                return ValueError(f"row_steps={steps!r}: {fix}")
-            if correct not in range(steps + 1):
-                fix = f"must be an integer in 0..{steps}, the drafts of its row"
-                return ValueError(f"num_correct_drafts={correct!r}: {fix}")
-        return ValueError(f"row_steps={row_steps!r}: give lists of integers")
 
     def _slots(self, request_ids: Sequence[str]) -> Indices:
         """Which row of `_requests` holds each request."""
@@ -257,20 +237,6 @@ def _odds_ratio(hits: Floats, trials: Floats, expected_hits: Floats) -> Floats:
 def _rates_before(rates: Floats) -> Floats:
     """The rate of the position before each; even odds before the first, whose step is its odds."""
     return np.concatenate([_EVEN_RATE, rates[:-1]])
-
-
-def _observations(max_steps: int) -> tuple[Indices, Floats, Floats]:
-    """Everything a row can show, by its code: hits and trials, [codes, max_steps].
-
-    A row of k steps and m correct drafts has code `first[k] + m`.
-    """
-    shown = [(steps, correct) for steps in range(max_steps + 1) for correct in range(steps + 1)]
-    steps, correct = np.array(shown).T[:, :, None]
-    position = np.arange(max_steps)
-    hits = (position < correct).astype(np.float64)
-    trials = (position < np.minimum(correct + 1, steps)).astype(np.float64)
-    first = np.array([steps * (steps + 1) // 2 for steps in range(max_steps + 1)], dtype=np.intp)
-    return first, hits, trials
 
 
 def _checked(prior_rates: Sequence[float] | None, max_steps: int) -> Floats:

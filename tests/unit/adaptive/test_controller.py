@@ -237,7 +237,7 @@ def test_at_every_position_accepted_is_at_most_reached_is_at_most_drafted(
 @pytest.mark.parametrize("counts", [[4], [-1], [0, 9]])
 def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -> None:
     made = controller(TWO_SLOTS)
-    with pytest.raises(ValueError, match=r"must lie in 0\.\.3"):
+    with pytest.raises(ValueError, match=r"must be an integer in 0\.\.3"):
         told(made, counts, 2, 3)
     assert made.snapshot()["learned_draft_tokens"] == 0
 

@@ -310,7 +310,8 @@ def test_a_plain_round_teaches_nothing_about_drafting() -> None:
     times = {"draft_ms": 0.02, "verify_ms": verify_ms(4, 0, 128), "round_ms": 8.5}
     assert costs.observe(**round_of(4, 0, **times))
     assert costs.draft_curve(4, 128) == pytest.approx(model().draft_curve(4, 128))
-    assert not costs.observe(**round_of(4, 0, **times | {"draft_ms": math.nan}))
+    for bad in (math.nan, -math.inf, -1.0):
+        assert not costs.observe(**round_of(4, 0, **times | {"draft_ms": bad}))
 
 
 def test_sizes_that_never_ran_take_the_host_time_of_the_nearest_that_did() -> None:

@@ -1,8 +1,10 @@
 """Laws of the goodput policy, on recorded acceptance, recorded costs and a clock that is a sum."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -199,6 +201,30 @@ def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
     assert max(row_steps[easy:]) == 0
 
 
+def test_between_two_plans_each_request_keeps_its_drafts_wherever_its_row_is() -> None:
+    size = 128
+    policy = goodput(GPU_TABLE)
+    for _ in range(100):
+        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
+        kept = [k if i % 2 else 0 for i, k in enumerate(row_steps)]
+        times = times_of(row_steps, size, GPU_8B)
+        policy.observe(verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times))
+    batch = decode_batch(size)
+    present = list(batch.request_ids)
+    planned = dict(zip(present, policy.choose(batch).row_steps or [], strict=True))
+    assert len(set(planned.values())) > 1, "all alike, anything would hold"
+    for request_ids in (
+        present[::-1],
+        ["joined", *present[1:]],
+        [*present[1:], "joined"],
+        present,
+    ):
+        steps = policy.choose(replace(batch, request_ids=request_ids))
+        assert not steps.notes.is_probe
+        rows = zip(request_ids, steps.row_steps or [], strict=True)
+        assert all(k == planned[name] for name, k in rows if name != "joined")
+
+
 def test_requests_that_left_leave_no_state(traces: TraceSet) -> None:
     policy = goodput()
     Simulator(policy, traces, TWO_CPU_CORES).run(Phase("mixture", 8, 40, 64))
@@ -235,21 +261,69 @@ def controller(said: list[str], **keys: object) -> AdaptiveController:
     return AdaptiveController(PolicySettings(2, **keys), TABLE, said.append)  # type: ignore[arg-type]
 
 
-def test_a_broken_clock_ends_in_a_fixed_tier_said_once() -> None:
+def play(made: AdaptiveController, size: int, times: RoundTimes) -> int:
+    """One round in which nothing is kept and that takes `times`; its tier."""
+    steps = made.choose_steps(decode_batch(size))
+    row_steps = list(steps.row_steps or [steps.num_steps] * size)
+    made.on_verify_complete(
+        verified_round([0] * size, size, steps.num_steps, row_steps=row_steps, times=times)
+    )
+    return steps.num_steps
+
+
+UNUSABLE_TIMES = {
+    "not a number": RoundTimes(1.0, 5.0, math.nan),
+    "no draft time": RoundTimes(math.nan, 5.0, 8.0),
+    "no verify time": RoundTimes(1.0, math.nan, 8.0),
+    "endless": RoundTimes(1.0, 5.0, math.inf),
+    "the clock went back": RoundTimes(1.0, 5.0, -8.0),
+    "the device's clock went back": RoundTimes(1.0, -5.0, 8.0),
+    "the clock jumped": RoundTimes(1.0, 5.0, 3.6e6),
+    "both clocks jumped": RoundTimes(3.6e6, 3.6e6, 7.2e6),
+    "no time at all": RoundTimes(0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("times", UNUSABLE_TIMES.values(), ids=UNUSABLE_TIMES)
+def test_a_broken_clock_ends_in_a_fixed_tier_said_once(times: RoundTimes) -> None:
     said: list[str] = []
     made = controller(said)
     for _ in range(3 * MAX_BAD_TIMES):
-        steps = made.choose_steps(decode_batch(2))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 2)
-        made.on_verify_complete(
-            verified_round([0, 0], 2, steps.num_steps, row_steps=row_steps,
-                           times=RoundTimes(1.0, 5.0, math.nan))
-        )  # fmt: skip
+        play(made, 2, times)
     assert len(said) == 1
     assert "times in a row" in said[0]
     assert made.choose_steps(decode_batch(2)).num_steps == 0
     assert made.snapshot()["last_reason"] == "fallback"
     assert made.snapshot()["fallback"] is not None
+
+
+def test_a_clock_that_stays_broken_is_tried_again_and_still_said_once() -> None:
+    said: list[str] = []
+    made = controller(said)
+    for _ in range(2 * FALLBACK_ROUNDS):
+        play(made, 1, UNUSABLE_TIMES["not a number"])
+    assert made.snapshot()["num_fallbacks"] == 2
+    assert len(said) == 1
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_costs_of_another_machine_end_in_a_fixed_tier_said_once(factor: float) -> None:
+    """A table that was damaged, or copied, and still reads as one."""
+    said: list[str] = []
+    foreign = TABLE.model_copy(
+        update={
+            field: tuple(
+                tuple(tuple(ms * factor for ms in line) for line in grid)
+                for grid in getattr(TABLE, field)
+            )
+            for field in ("draft_ms", "verify_ms")
+        }
+    )
+    made = AdaptiveController(PolicySettings(2), foreign, said.append)
+    for _ in range(3 * MAX_BAD_TIMES):
+        play(made, 2, RoundTimes(1.6, 8.0, 9.8))
+    assert len(said) == 1
+    assert play(made, 2, RoundTimes(1.6, 8.0, 9.8)) == 0
 
 
 def test_a_clock_that_recovers_gets_its_policy_back() -> None:
@@ -311,3 +385,28 @@ def test_a_policy_that_breaks_is_replaced_and_the_engine_goes_on() -> None:
     assert "failed to choose" in said[0]
     made.reconfigure({"min_dwell_rounds": 8})
     assert made.snapshot()["fallback"] is None, "an operator may bring it back"
+
+
+def test_a_policy_that_can_not_learn_is_replaced_and_the_engine_goes_on() -> None:
+    said: list[str] = []
+    made = controller(said)
+    made._policy.observe = None  # type: ignore[assignment, method-assign]
+    play(made, 2, times_of([1, 1], 2))
+    assert len(said) == 1
+    assert "failed to learn" in said[0]
+    assert play(made, 2, times_of([0, 0], 2)) == 0
+    assert made.snapshot()["last_reason"] == "fallback"
+
+
+def test_rounds_of_which_no_row_goes_on_teach_what_they_cost_and_nothing_else() -> None:
+    said: list[str] = []
+    made = controller(said)
+    expected = made.snapshot()["acceptance"]
+    for _ in range(40):
+        steps = made.choose_steps(decode_batch(1)).num_steps
+        ended = verified_round([], 1, 0, row_steps=[], times=times_of([0], 1))
+        made.on_verify_complete(replace(ended, num_steps=steps))
+    costs: Any = made.snapshot()["costs"]
+    assert costs["host_ms"].keys() == {"1"}
+    assert made.snapshot()["acceptance"] == expected
+    assert not said
