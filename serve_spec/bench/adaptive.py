@@ -1,17 +1,22 @@
 """`serve-spec bench adaptive`: policies over phases of load and text, against fixed depths.
 
-One engine, one controller per arm. In every phase all arms run the same requests, in an order that
-is shuffled for each repetition, and each arm keeps its controller through all phases and
-repetitions, as a server would: the first repetition is cold, the others are not.
+One worker, one controller per arm. In every phase all arms run the same requests, and each keeps
+its controller through all phases and repetitions, as a server would: the first repetition is cold,
+the others are not. On a CPU, whose speed wanders, arms take turns of some ten milliseconds; on a
+GPU each runs a phase in one piece. The arm `off-again` repeats `off`: what it differs by is what
+the measurement can not resolve.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import json
 import random
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,8 +26,8 @@ from tqdm import tqdm
 
 from serve_spec.bench.adaptive_arms import ADAPTIVE_ARMS, Arm, make_arms
 from serve_spec.bench.adaptive_plots import plot_adaptive
-from serve_spec.bench.adaptive_report import OFF, measure, result_of, tables
-from serve_spec.bench.closed_loop import PhaseRun, prompt_ms_per_token, run_phase
+from serve_spec.bench.adaptive_report import CONTROL, OFF, measure, result_of, tables
+from serve_spec.bench.closed_loop import ClosedLoop, PhaseRun, prompt_ms_per_token, run_phase
 from serve_spec.bench.phases import (
     CLASSES,
     CPU_BATCH_SIZES,
@@ -33,15 +38,20 @@ from serve_spec.bench.phases import (
     phase_trace,
     shuffled,
 )
-from serve_spec.bench.report import emit, environment
+from serve_spec.bench.report import emit, environment, save
+from serve_spec.bench.turns import engine_beside, run_in_turns, turns_of
 from serve_spec.bench.workload import held_out_prompts
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
+from serve_spec.engine.build import rank_device
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.lanes import runs_on_lanes
 from serve_spec.engine.llm import LLM
 
-HOPELESS = 0.6
+HOPELESS = 0.7
 """A fixed depth below this share of the best speed in a phase is not run there again."""
+CPU_TURN_MS = 40.0
+"""Long enough for caches that another arm left cold to cost little: they are warm after a round."""
 WARM_UP_TOKENS = 12
 NUM_PROMPTS = 256
 MIN_BATCHED_TOKENS = 2048
@@ -52,7 +62,11 @@ Prompts = Mapping[str, Sequence[Sequence[int]]]
 def main(argv: list[str]) -> int:
     """Runs the benchmark, or draws an old result; prints tables and, last, one JSON line."""
     args = _parser().parse_args(argv)
-    result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
+    if args.from_json is None:
+        for result in _measured(args):
+            save(result, args.json)
+    else:
+        result = json.loads(args.from_json.read_text())
     print(tables(result))
     if args.plot is not None:
         plot_adaptive(result, args.plot)
@@ -84,6 +98,15 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(
+        "--max-seconds", type=float, metavar="S",
+        help="begin no repetition that would end later than S seconds after the start",
+    )  # fmt: skip
+    parser.add_argument(
+        "--turn-ms", type=float, metavar="MS",
+        help="arms take turns that long, by the time of plain decoding; 0: every arm runs its "
+        f"phase in one piece. Default: {CPU_TURN_MS:g} on a CPU, 0 on a GPU",
+    )  # fmt: skip
+    parser.add_argument(
         "--allow-differences",
         action="store_true",
         help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
@@ -96,23 +119,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _measured(args: argparse.Namespace) -> dict[str, Any]:
+def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The result after every repetition; the last is of them all."""
+    started = time.monotonic()
     config = ServeSpecConfig.load(args.config, **_overrides(args))
+    args.turn_ms = _turn_ms(config, args.turn_ms)
     batch_sizes = args.batch_sizes or _ramp(config.model.device)
     llm = LLM(config, **_sizes(config, args, max(batch_sizes)))
     prompts = _prompts(llm.engine, args.prompt_tokens)
     arms = make_arms(llm.engine.controller, args.num_steps, args.arms)
     plain_ms = _warm_up(llm.engine, arms, sorted(set(batch_sizes)), prompts)
+    arms.append(Arm(CONTROL, True, copy.deepcopy(arms[0].controller)))
     phases = phase_trace(batch_sizes, args.classes, plain_ms, args.seconds_per_phase)
-    _run_all(llm.engine, arms, phases, prompts, args.repetitions)
-    num_requests = [phase.num_requests for phase in phases]
+    turns = [turns_of(phase, plain_ms[phase.batch_size], args.turn_ms) for phase in phases]
+    trace = _Trace(_engines(llm.engine, arms, args.turn_ms), arms, phases, turns, prompts)
+    gc.collect()
+    gc.freeze()  # looking through all of torch now and then would hit whoever has its turn
+    try:
+        for _ in range(args.repetitions):
+            began = time.monotonic()
+            trace.repeat()
+            yield _result(args, trace)
+            now = time.monotonic()
+            if args.max_seconds is not None and now - started + now - began > args.max_seconds:
+                return
+    finally:
+        gc.unfreeze()
+
+
+def _result(args: argparse.Namespace, trace: _Trace) -> dict[str, Any]:
+    num_requests = [phase.num_requests for phase in trace.phases]
     outputs = ("json", "plot", "from_json")
+    said = {k: v for k, v in vars(args).items() if k not in outputs}
     return {
         "bench": "adaptive",
         "environment": environment(),
-        "arguments": {k: v for k, v in vars(args).items() if k not in outputs},
-        **result_of(phases, [arm.runs(num_requests) for arm in arms]),
-        "controllers": {arm.name: arm.controller.snapshot() for arm in arms if not arm.is_static},
+        "arguments": {**said, "repetitions": trace.num_repetitions},
+        "turns": trace.turns,
+        **result_of(trace.phases, [arm.runs(num_requests) for arm in trace.arms]),
+        "controllers": {
+            arm.name: arm.controller.snapshot() for arm in trace.arms if not arm.is_static
+        },
     }
 
 
@@ -121,6 +168,25 @@ def _overrides(args: argparse.Namespace) -> dict[str, Any]:
     named = {key: getattr(args, key) for key in ("device", "dtype")}
     said = {key: value for key, value in named.items() if value is not None}
     return {**said, **dict(parse_override(pair) for pair in args.set)}
+
+
+def _turn_ms(config: ServeSpecConfig, wanted: float | None) -> float:
+    """What was asked for, or what suits the device."""
+    device = rank_device(config, 0)
+    on_lanes = runs_on_lanes(config, device)
+    if wanted and on_lanes:
+        raise ConfigError(
+            f"turn_ms={wanted:g}: rounds on lanes run ahead of the host and belong to one arm; "
+            "set turn_ms to 0, or execution to 'eager'"
+        )
+    if wanted is not None:
+        return wanted
+    return CPU_TURN_MS if device.type == "cpu" and not on_lanes else 0.0
+
+
+def _engines(engine: SpecEngine, arms: Sequence[Arm], turn_ms: float) -> dict[str, SpecEngine]:
+    """By arm: engines of their own where arms take turns, else always `engine`."""
+    return {arm.name: engine_beside(engine, arm.controller) if turn_ms else engine for arm in arms}
 
 
 def _ramp(device: str) -> tuple[int, ...]:
@@ -136,9 +202,6 @@ def _sizes(
     Strategy goodput is what the engine is built for: it measures costs and builds every tier.
     """
     deepest = max([*args.num_steps, 0])
-    pages_per_request = -(
-        -(args.prompt_tokens + LONGEST_TOKENS + deepest) // config.cache.page_size
-    )
     num_batched = max(MIN_BATCHED_TOKENS, 2 * max_batch_size * (deepest + 1))
     sizes = {
         "speculative_adaptive": True,
@@ -147,8 +210,17 @@ def _sizes(
         "max_num_batched_tokens": max(config.scheduler.max_num_batched_tokens, num_batched),
     }
     if config.cache.num_pages is not None:
-        sizes["num_pages"] = max(config.cache.num_pages, max_batch_size * pages_per_request)
+        pages_per_request = -(
+            -(args.prompt_tokens + LONGEST_TOKENS + deepest) // config.cache.page_size
+        )
+        num_open = max_batch_size * (_num_arms(args) if args.turn_ms else 1)
+        sizes["num_pages"] = max(config.cache.num_pages, num_open * pages_per_request)
     return sizes
+
+
+def _num_arms(args: argparse.Namespace) -> int:
+    """Off, off again, the fixed depths, the policies."""
+    return 2 + len(set(args.num_steps)) + len(args.arms)
 
 
 def _prompts(engine: SpecEngine, num_tokens: int) -> Prompts:
@@ -172,32 +244,45 @@ def _warm_up(
     return plain_ms
 
 
-def _run_all(
-    engine: SpecEngine,
-    arms: Sequence[Arm],
-    phases: Sequence[Phase],
-    prompts: Prompts,
-    repetitions: int,
-) -> None:
+@dataclass
+class _Trace:
     """Every phase with every arm, over and over. Texts are compared with the first ones of off."""
-    for arm in arms:
-        arm.measurements = [[] for _ in phases]
-        arm.different_texts = [set() for _ in phases]
-    expected: dict[int, list[int]] = {}
-    with tqdm(total=repetitions * len(phases) * len(arms)) as bar:
-        for repetition in range(repetitions):
-            for index, phase in enumerate(phases):
-                requests = phase_requests(phase, index, prompts)
-                runs: dict[str, PhaseRun] = {}
-                for arm in random.Random(f"{repetition} {index}").sample(arms, len(arms)):
-                    bar.set_description(f"{phase.name}: {arm.name}")
-                    if not (repetition and _is_hopeless(arm, index, arms)):
-                        engine.controller = arm.controller
-                        lengths = [phase.length(n) for n in range(phase.num_requests)]
-                        runs[arm.name] = run_phase(engine, requests, phase.batch_size, lengths)
-                    bar.update()
-                expected.setdefault(index, _hashes(runs[OFF]))
-                _note(arms, index, runs, expected[index])
+
+    engines: Mapping[str, SpecEngine]
+    arms: Sequence[Arm]
+    phases: Sequence[Phase]
+    turns: Sequence[int]
+    """Of every phase, see `run_in_turns`."""
+    prompts: Prompts
+    num_repetitions: int = 0
+    expected: dict[int, list[int]] = field(default_factory=dict)
+    """Hashes of the texts, by phase."""
+
+    def __post_init__(self) -> None:
+        for arm in self.arms:
+            arm.measurements = [[] for _ in self.phases]
+            arm.different_texts = [set() for _ in self.phases]
+
+    def repeat(self) -> None:
+        """Runs it once more."""
+        for index in tqdm(range(len(self.phases)), desc=f"repetition {self.num_repetitions + 1}"):
+            runs = self._run(index)
+            expected = self.expected.setdefault(index, _hashes(runs[OFF]))
+            _note(self.arms, index, runs, expected)
+        self.num_repetitions += 1
+
+    def _run(self, index: int) -> dict[str, PhaseRun]:
+        phase = self.phases[index]
+        requests = phase_requests(phase, index, self.prompts)
+        again = self.num_repetitions > 0
+        arms = [arm for arm in self.arms if not (again and _is_hopeless(arm, index, self.arms))]
+        loops = [
+            ClosedLoop(self.engines[arm.name], requests, phase.batch_size, phase.lengths)
+            for arm in arms
+        ]
+        rng = random.Random(f"{self.num_repetitions} {index}")
+        run_in_turns(loops, [arm.controller for arm in arms], self.turns[index], rng)
+        return {arm.name: loop.run for arm, loop in zip(arms, loops, strict=True)}
 
 
 def _note(
@@ -217,6 +302,6 @@ def _hashes(run: PhaseRun) -> list[int]:
 
 
 def _is_hopeless(arm: Arm, phase: int, arms: Sequence[Arm]) -> bool:
-    if not arm.is_static or arm.name == OFF:
+    if not arm.is_static or arm.name in (OFF, CONTROL):
         return False
     return arm.first_rate(phase) < HOPELESS * max(other.first_rate(phase) for other in arms)

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from serve_spec.bench.adaptive_report import OFF
+from serve_spec.bench.adaptive_report import CONTROL, OFF
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -113,13 +113,15 @@ def _course(cells: Sequence[Result], arm: str) -> tuple[list[float], list[float]
 
 def _draw_speed(axis: Axes, result: Result) -> None:
     """A level per phase; fixed depths stay in the background, darker the deeper."""
-    fixed = [arm for arm in result["arms"] if arm["is_static"] and arm["arm"] != OFF]
+    fixed = [arm for arm in result["arms"] if arm["is_static"] and arm["arm"] not in (OFF, CONTROL)]
     for index, arm in enumerate(fixed):
         shade = str(0.75 - 0.5 * index / max(1, len(fixed) - 1))
         _levels(axis, result, arm, color=shade, linewidth=0.9, linestyle="--")
     for arm in result["arms"]:
         if not arm["is_static"]:
             _levels(axis, result, arm, color=_color(arm["arm"]), linewidth=2.0)
+        elif arm["arm"] == CONTROL:
+            _levels(axis, result, arm, color="black", linewidth=0.9, linestyle=":")
     axis.axhline(1.0, color="black", linewidth=0.9)
     levels = [cell["speed_over_off"] for cell in result["cells"]]
     axis.set_yscale("log")

@@ -1,7 +1,12 @@
 """From measured phases to figures: cells, regret, the worst cell. JSON-able throughout.
 
 Machines drift, so arms are compared within a repetition; what is reported is the median over
-repetitions of such a ratio.
+repetitions of such a ratio, and how far the ratios spread. What two arms that are alike differ by
+(`off` and `off-again`) is the noise floor: less than that, nobody can tell.
+
+Regret is against the fixed depth of every phase that was best in the *other* repetitions. Among
+several that are about as good, the luckiest looks better than any is: `hindsight_regret`, against
+those that were best in all repetitions, has that error in it.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean, median
 from typing import Any, TypeVar
+
+import numpy as np
 
 from serve_spec.bench.closed_loop import MeasuredRound, PhaseRun
 from serve_spec.bench.phases import Phase
@@ -26,7 +33,10 @@ from serve_spec.bench.report import table
 Value = TypeVar("Value")
 
 OFF = "off"
+CONTROL = "off-again"
+"""The same as off, measured as any other arm is."""
 SERIES_POINTS = 60
+SPREAD_PERCENTILES = (10, 90)
 
 
 @dataclass(frozen=True)
@@ -71,17 +81,17 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
 
     prompt_ms_per_token: the same for all arms that are compared. Where many requests come and go,
         hardly a round is without a prompt, and those that are come from the ends of the phase; so
-        the time of prompts is taken out of the whole instead.
+        the time of prompts is taken out of the rounds that they share with decode rows.
     """
     rounds = run.decode_rounds
     alone = [r for r in rounds if r.stats.decodes_only]
-    prompt_ms = prompt_ms_per_token * run.num_prompt_tokens
+    prompt_ms = prompt_ms_per_token * sum(r.stats.num_prefill_tokens for r in rounds)
     ms_by_steps: defaultdict[int, float] = defaultdict(float)
     for r in rounds:
         ms_by_steps[r.stats.num_steps] += r.ms
     ms = sum(ms_by_steps.values())
     return Measurement(
-        tokens_per_second=run.num_decode_tokens / (run.wall_ms - prompt_ms) * 1e3,
+        tokens_per_second=run.num_decode_tokens / (ms - prompt_ms) * 1e3,
         wall_tokens_per_second=run.num_tokens / run.wall_ms * 1e3,
         ms_per_round=_mean(r.ms for r in alone),
         draft_ms_per_round=_mean(r.stats.draft_ms for r in alone),
@@ -133,6 +143,7 @@ def result_of(phases: Sequence[Phase], runs: Sequence[ArmRuns]) -> dict[str, Any
             figures.cell(run, index, phase) for index, phase in enumerate(phases) for run in runs
         ],
         "arms": [figures.arm(run) for run in runs],
+        "noise": figures.noise(),
     }
 
 
@@ -150,9 +161,12 @@ class _Figures:
             run.name: [median(_there(_rate(m) for m in of_phase)) for of_phase in run.measurements]
             for run in runs
         }
-        # Not by rates: a machine may be slow by the time an arm that was given up is missing.
-        over_off = {run.name: self._over_off(run.name) for run in runs if run.is_static}
-        self.best = best_arms(over_off, list(over_off))
+        self.fixed = [run.name for run in runs if run.is_static and run.name != CONTROL]
+        repetitions = range(num_repetitions)
+        self.best = self._best(repetitions)
+        self.best_by_repetition = [
+            self._best([other for other in repetitions if other != r] or [r]) for r in repetitions
+        ]
         self.ema = [name for name in self.median if name.startswith("ema")]
 
     def cell(self, run: ArmRuns, index: int, phase: Phase) -> dict[str, Any]:
@@ -168,6 +182,7 @@ class _Figures:
             "tokens_per_second": self.median[run.name][index],
             "wall_tokens_per_second": median(m.wall_tokens_per_second for m in there),
             "speed_over_off": self._over_off(run.name)[index],
+            "spread": _spread(row[index] for row in self._ratios(run.name)),
             "regret": self._regrets(run.name)[index],
             "repetitions": [_rate(m) for m in run.measurements[index]],
             "same_texts": run.same_texts[index],
@@ -188,8 +203,15 @@ class _Figures:
             "is_static": run.is_static,
             "tokens_per_second": self._trace_rate(self.median[run.name]),
             "wall_tokens_per_second": self._trace_rate(walls),
-            "regret": _median(self._trace_regret(rates, run.name) for rates in self.by_repetition),
-            "first_regret": self._trace_regret(self.by_repetition[0], run.name),
+            "speed_over_off": _median(self._trace_over_off(run.name)),
+            "speed_over_off_spread": _spread(self._trace_over_off(run.name)),
+            "regret": _median(self._trace_regrets(run.name)),
+            "regret_spread": _spread(self._trace_regrets(run.name)),
+            "hindsight_regret": _median(
+                trace_regret(rates, run.name, self.best, self.num_tokens)
+                for rates in self.by_repetition
+            ),
+            "first_regret": self._trace_regrets(run.name)[0],
             "worst_over_off": over_off[worst],
             "worst_over_off_phase": worst,
             "worst_regret": regrets[worst_regret],
@@ -204,14 +226,53 @@ class _Figures:
         assert seconds is not None, "medians leave no gaps"
         return sum(self.num_tokens) / seconds
 
+    def _best(self, repetitions: Iterable[int]) -> list[str]:
+        """The fixed depth of every phase that gained most over off in these repetitions.
+
+        Not by rates: a machine may be slow by the time an arm that was given up is missing.
+        """
+        chosen = list(repetitions)
+        gains = {
+            arm: [_median(column) for column in zip(*self._ratios(arm, chosen), strict=True)]
+            for arm in self.fixed
+        }
+        return best_arms(gains, self.fixed)
+
+    def noise(self) -> dict[str, Any] | None:
+        """What the measurement made of two arms that are alike; None without the second."""
+        if CONTROL not in self.median:
+            return None
+        over_off = self._over_off(CONTROL)
+        return {
+            "arm": CONTROL,
+            "speed_over_off": over_off,
+            "largest_error": max(abs(ratio - 1) for ratio in over_off),
+            "spread": _spread(ratio for row in self._ratios(CONTROL) for ratio in row),
+            "trace": _median(self._trace_over_off(CONTROL)),
+        }
+
+    def _ratios(
+        self, arm: str, repetitions: Iterable[int] | None = None
+    ) -> list[list[float | None]]:
+        """Speed over off, by repetition (all, or these), then by phase."""
+        chosen = range(len(self.by_repetition)) if repetitions is None else repetitions
+        return [relative_rates(self.by_repetition[r], arm, OFF) for r in chosen]
+
     def _over_off(self, arm: str) -> list[float]:
-        return _medians(relative_rates(rates, arm, OFF) for rates in self.by_repetition)
+        return _medians(self._ratios(arm))
 
     def _regrets(self, arm: str) -> list[float]:
-        return _medians(phase_regrets(rates, arm, self.best) for rates in self.by_repetition)
+        pairs = zip(self.by_repetition, self.best_by_repetition, strict=True)
+        return _medians(phase_regrets(rates, arm, best) for rates, best in pairs)
 
-    def _trace_regret(self, rates: Mapping[str, list[float | None]], arm: str) -> float | None:
-        return trace_regret(rates, arm, self.best, self.num_tokens)
+    def _trace_regrets(self, arm: str) -> list[float | None]:
+        """By repetition."""
+        pairs = zip(self.by_repetition, self.best_by_repetition, strict=True)
+        return [trace_regret(rates, arm, best, self.num_tokens) for rates, best in pairs]
+
+    def _trace_over_off(self, arm: str) -> list[float | None]:
+        """Time of off over the arm's, whole trace, by repetition."""
+        return self._time_ratios(OFF, arm)
 
     def _over_ema(self, arm: str) -> float | None:
         """Speed over the whole trace, against the better of the `ema` arms; None without any."""
@@ -219,11 +280,15 @@ class _Figures:
             return None
         times = {name: trace_time(self.median[name], self.num_tokens) or 0.0 for name in self.ema}
         better = min(self.ema, key=times.__getitem__)
+        return _median(self._time_ratios(better, arm))
+
+    def _time_ratios(self, arm: str, other: str) -> list[float | None]:
+        """Time of the trace over the other's, by repetition; None where a phase is missing."""
         pairs = [
-            (trace_time(rates[better], self.num_tokens), trace_time(rates[arm], self.num_tokens))
+            (trace_time(rates[arm], self.num_tokens), trace_time(rates[other], self.num_tokens))
             for rates in self.by_repetition
         ]
-        return _median(theirs / mine if theirs and mine else None for theirs, mine in pairs)
+        return [mine / theirs if mine and theirs else None for mine, theirs in pairs]
 
 
 def _rate(measurement: Measurement | None) -> float | None:
@@ -244,9 +309,18 @@ def _medians(rows: Iterable[Sequence[float | None]]) -> list[float]:
     return [median(_there(column)) for column in zip(*rows, strict=True)]
 
 
+def _spread(values: Iterable[float | None]) -> list[float] | None:
+    """Tenth and ninetieth percentile of those that are there, interpolated."""
+    there = _there(values)
+    return [float(p) for p in np.percentile(there, SPREAD_PERCENTILES)] if there else None
+
+
 def tables(result: Mapping[str, Any]) -> str:
-    """What a person reads first: speed over off by phase, then what every arm came to."""
-    return _phase_table(result) + "\n\n" + _arm_table(result)
+    """What a person reads first: speed over off by phase, what every arm came to, and the noise."""
+    parts = [_phase_table(result), _arm_table(result)]
+    if result.get("noise"):
+        parts += [_spread_table(result), _noise_line(result["noise"])]
+    return "\n\n".join(parts)
 
 
 def phase_label(phase: Mapping[str, Any]) -> str:
@@ -287,11 +361,13 @@ def _arm_table(result: Mapping[str, Any]) -> str:
                 arm["arm"],
                 f"{arm['tokens_per_second']:.0f}",
                 f"{arm['wall_tokens_per_second']:.0f}",
+                _ratio(arm.get("speed_over_off")),
                 _percent(arm["regret"]),
+                _percent(arm.get("hindsight_regret")),
                 _percent(arm["first_regret"]),
                 f"{_percent(arm['worst_regret'])} {regretted}",
                 f"{arm['worst_over_off']:.2f} {worst}",
-                "" if arm["speed_over_ema"] is None else arm["speed_over_ema"],
+                _ratio(arm["speed_over_ema"]),
                 _percent(arm["probe_share"]),
                 arm["switches"],
             ]
@@ -300,12 +376,47 @@ def _arm_table(result: Mapping[str, Any]) -> str:
         "arm",
         "tok/s",
         "with prompts",
+        "x off",
         "regret",
+        "in hindsight",
         "first pass",
         "worst regret",
         "worst / off",
     ]
     return table([*columns, "x ema", "probing", "switches"], rows)
+
+
+def _ratio(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
+
+
+def _spread_table(result: Mapping[str, Any]) -> str:
+    """How far repetitions differ: one row per arm, one column per phase."""
+    cells = {(cell["arm"], cell["phase"]): cell for cell in result["cells"]}
+    phases = range(len(result["phases"]))
+    rows = [
+        [
+            arm["arm"],
+            *(_range(cells[arm["arm"], phase]["spread"]) for phase in phases),
+            _range(arm["speed_over_off_spread"]),
+        ]
+        for arm in result["arms"]
+        if arm["arm"] != OFF
+    ]
+    columns = [f"batch {p['batch_size']}, {p['prompt_class']}" for p in result["phases"]]
+    return table(["x off, p10 to p90", *columns, "whole trace"], rows)
+
+
+def _range(spread: Sequence[float] | None) -> str:
+    return "" if spread is None else f"{spread[0]:.2f} to {spread[1]:.2f}"
+
+
+def _noise_line(noise: Mapping[str, Any]) -> str:
+    return (
+        f"noise floor: {noise['arm']} / off is {min(noise['speed_over_off']):.3f} to "
+        f"{max(noise['speed_over_off']):.3f} by phase, {noise['trace']:.3f} over the trace; single "
+        f"repetitions of a phase {_range(noise['spread'])} (p10 to p90)"
+    )
 
 
 def _percent(share: float | None) -> str:

@@ -50,16 +50,64 @@ class PhaseRun:
         """Without the first of each text, which its prompt's round draws."""
         return sum(r.stats.num_output_tokens for r in self.rounds)
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        """Prompt tokens computed."""
-        return sum(r.stats.num_prefill_tokens for r in self.rounds)
-
 
 def prompt_ms_per_token(runs: Iterable[PhaseRun]) -> float:
     """What a prompt token takes, by the rounds that computed nothing but prompts."""
     alone = [r for run in runs for r in run.rounds if not r.stats.batch_size]
     return sum(r.ms for r in alone) / sum(r.stats.num_prefill_tokens for r in alone)
+
+
+class ClosedLoop:
+    """A phase on an engine, as far as it got: `batch_size` of its requests are open at any time.
+
+    lengths: tokens that each of `requests` emits.
+    """
+
+    def __init__(
+        self,
+        engine: SpecEngine,
+        requests: Sequence[TextRequest],
+        batch_size: int,
+        lengths: Sequence[int],
+    ) -> None:
+        self.engine = engine
+        self.batch_size = batch_size
+        self.lengths = lengths
+        self.num_tokens = sum(lengths)
+        self.run = PhaseRun(texts=[[] for _ in requests])
+        self._waiting = iter(enumerate(requests))
+        self._num_open = 0
+        self._num_emitted = 0
+
+    def advance(self, num_tokens: int) -> None:
+        """Runs rounds until the texts have so many tokens together; all of them end every text.
+
+        The engine must have no other work. Its metrics go to the run meanwhile.
+        """
+        heard: list[StepStats] = []
+        sink, self.engine.metrics = self.engine.metrics, _Listener(heard)
+        try:
+            while self._num_emitted < num_tokens:
+                self._round(heard)
+        finally:
+            self.engine.metrics = sink
+
+    def _round(self, heard: list[StepStats]) -> None:
+        self._open_requests()
+        started = time.perf_counter()
+        deltas = self.engine.step()
+        ms = (time.perf_counter() - started) * 1e3
+        self.run.rounds.append(MeasuredRound(ms, heard.pop()))
+        for delta in deltas:
+            self.run.texts[int(delta.request_id)] += delta.token_ids
+            self._num_emitted += len(delta.token_ids)
+            self._num_open -= delta.finish_reason is not None
+
+    def _open_requests(self) -> None:
+        for number, request in islice(self._waiting, self.batch_size - self._num_open):
+            asked = _asked(request, self.lengths[number])
+            self.engine.add(self.engine.new_sequence(str(number), *asked))
+            self._num_open += 1
 
 
 def run_phase(
@@ -73,27 +121,9 @@ def run_phase(
     The engine must be idle. Its metrics go to the run meanwhile, and to their sink afterwards.
     """
     lengths = [num_tokens] * len(requests) if isinstance(num_tokens, int) else num_tokens
-    run = PhaseRun(texts=[[] for _ in requests])
-    heard: list[StepStats] = []
-    sink, engine.metrics = engine.metrics, _Listener(heard)
-    waiting = iter(enumerate(requests))
-    num_open = 0
-    try:
-        while True:
-            for number, request in islice(waiting, batch_size - num_open):
-                engine.add(engine.new_sequence(str(number), *_asked(request, lengths[number])))
-                num_open += 1
-            if not num_open:
-                return run
-            started = time.perf_counter()
-            deltas = engine.step()
-            ms = (time.perf_counter() - started) * 1e3
-            run.rounds.append(MeasuredRound(ms, heard.pop()))
-            for delta in deltas:
-                run.texts[int(delta.request_id)] += delta.token_ids
-                num_open -= delta.finish_reason is not None
-    finally:
-        engine.metrics = sink
+    loop = ClosedLoop(engine, requests, batch_size, lengths)
+    loop.advance(loop.num_tokens)
+    return loop.run
 
 
 @dataclass(frozen=True)

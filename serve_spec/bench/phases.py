@@ -36,7 +36,7 @@ CLASSES: dict[str, tuple[TextKind, ...]] = {
 
 CPU_BATCH_SIZES = (1, 4, 16, 64, 16, 4, 1)
 GPU_BATCH_SIZES = (1, 8, 32, 64, 128, 256, 128, 64, 32, 8, 1)
-MIN_TOKENS, USUAL_TOKENS, MAX_TOKENS = 48, 64, 96
+MIN_TOKENS, USUAL_TOKENS, MAX_TOKENS = 32, 64, 96
 SPREAD = 0.5
 LONGEST_TOKENS = round(MAX_TOKENS * (1 + SPREAD))
 MIN_WAVES = 2
@@ -67,7 +67,12 @@ class Phase:
     @property
     def total_tokens(self) -> int:
         """Tokens of all requests."""
-        return sum(self.length(request) for request in range(self.num_requests))
+        return sum(self.lengths)
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every request."""
+        return [self.length(request) for request in range(self.num_requests)]
 
     def length(self, request: int) -> int:
         """Tokens request number `request` emits."""

@@ -27,11 +27,13 @@ from serve_spec.bench.adaptive_report import (
 from serve_spec.bench.closed_loop import MeasuredRound, PhaseRun, prompt_ms_per_token
 from serve_spec.bench.command import main
 from serve_spec.bench.phases import Phase
+from serve_spec.config import ConfigError
 from serve_spec.metrics import StepStats
 from tests.helpers.engines import make_pair
 
 PHASES = [Phase("predictable", 1, 4, 64), Phase("mixture", 4, 8, 100), Phase("heated", 2, 2, 70)]
-ARMS = {"off": True, "K=3": True, "ema": False, "goodput": False}
+ARMS = {"off": True, "K=3": True, "ema": False, "goodput": False, "off-again": True}
+FIXED = ("off", "K=3")
 RATE = st.floats(1, 1000)
 
 
@@ -97,7 +99,7 @@ def test_no_fixed_depth_gains_more_over_off_than_the_best(rates: list[list[list[
         gains = {
             cell["arm"]: cell["speed_over_off"]
             for cell in result["cells"]
-            if cell["phase"] == phase and ARMS[cell["arm"]]
+            if cell["phase"] == phase and cell["arm"] in FIXED
         }
         assert gains[name] == max(gains.values())
 
@@ -115,15 +117,93 @@ def test_a_depth_that_was_given_up_is_compared_where_it_ran() -> None:
     given_up = [cell for cell in result["cells"] if cell["arm"] == "K=3"]
     assert [cell["repetitions"] for cell in given_up] == [[5.0, None, None]] * 3
     assert all(cell["speed_over_off"] == 0.5 and cell["regret"] == 1.0 for cell in given_up)
-    assert [arm["regret"] for arm in result["arms"]] == [0.0, 1.0, 0.0, 0.0]
+    assert [arm["regret"] for arm in result["arms"]] == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert "K=3" in tables(result)
+
+
+@given(all_rates())
+def test_the_control_is_never_the_best_and_its_error_is_told(
+    rates: list[list[list[float]]],
+) -> None:
+    result = result_of(PHASES, runs(rates))
+    control = list(ARMS).index("off-again")
+    assert set(result["best_fixed"]) <= set(FIXED)
+    by_phase = [
+        [mine / off for mine, off in zip(*pair, strict=True)]
+        for pair in zip(rates[control], rates[0], strict=True)
+    ]
+    noise = result["noise"]
+    assert noise["speed_over_off"] == [pytest.approx(sorted(ratios)[1]) for ratios in by_phase]
+    assert noise["largest_error"] == max(abs(ratio - 1) for ratio in noise["speed_over_off"])
+    everywhere = [ratio for ratios in by_phase for ratio in ratios]
+    low, high = noise["spread"]
+    assert min(everywhere) <= low * (1 + 1e-9)
+    assert high <= max(everywhere) * (1 + 1e-9)
+    assert f"{max(noise['speed_over_off']):.3f} by phase" in tables(result)
+
+
+@given(all_rates())
+def test_the_median_of_a_cell_lies_within_its_spread(
+    rates: list[list[list[float]]],
+) -> None:
+    for cell in result_of(PHASES, runs(rates))["cells"]:
+        low, high = cell["spread"]
+        assert low * (1 - 1e-9) <= cell["speed_over_off"] <= high * (1 + 1e-9)
+
+
+def test_the_luckiest_of_a_repetition_is_no_reason_to_regret() -> None:
+    """K=3 is as fast as off, but for its luck in one repetition and its bad luck in the others."""
+    rates: list[list[list[float | None]]] = [[[100.0] * 4 for _ in PHASES] for _ in ARMS]
+    rates[1] = [[130.0, 99.0, 99.0, 99.0] for _ in PHASES]
+    off = result_of(PHASES, runs(rates))["arms"][0]
+    assert off["regret"] == pytest.approx(0.0)
+    assert off["first_regret"] == pytest.approx(0.0)
+    rates[1] = [[130.0] * 4 for _ in PHASES]
+    off = result_of(PHASES, runs(rates))["arms"][0]
+    assert off["regret"] == off["hindsight_regret"] == pytest.approx(0.3)
+
+
+def test_results_of_a_time_before_the_control_are_still_printed() -> None:
+    result = result_of(PHASES, runs([[[1.0] * 3 for _ in PHASES] for _ in ARMS]))
+    del result["noise"]
+    for arm in result["arms"]:
+        for key in ("speed_over_off", "speed_over_off_spread", "regret_spread"):
+            del arm[key]
+        del arm["hindsight_regret"]
+    for cell in result["cells"]:
+        del cell["spread"]
+    assert "goodput" in tables(result)
+    assert "noise floor" not in tables(result)
+
+
+def test_turns_are_refused_where_rounds_run_ahead(config: Path) -> None:
+    arguments = ["adaptive", "--config", str(config), "--set", "execution=lanes", "--turn-ms", "5"]
+    with pytest.raises(ConfigError, match="turn_ms=5"):
+        main(arguments)
+
+
+def test_no_repetition_begins_that_would_end_too_late(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    arguments = ["adaptive", "--config", str(config), "--prompt-tokens", "8", "--batch-sizes", "1"]
+    arguments += ["--classes", "predictable", "--seconds-per-phase", "0.001", "--arms", "ema"]
+    arguments += ["--num-steps", "1", "--repetitions", "5"]
+    assert main([*arguments, "--max-seconds", "0"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["arguments"]["repetitions"] == 1
+    assert all(len(cell["repetitions"]) == 1 for cell in result["cells"])
 
 
 def test_only_fixed_depths_are_given_up_and_never_off() -> None:
     controller = AdaptiveController(PolicySettings(0, strategy="static"))
-    rates = {"off": 1.0, "K=1": 100 * HOPELESS - 1, "K=3": 100 * HOPELESS + 1, "ema": 1.0, "x": 100}
+    below, above = 100 * HOPELESS - 1, 100 * HOPELESS + 1
+    rates = {"off": 1.0, "off-again": 1.0, "K=1": below, "K=3": above, "ema": 1.0, "x": 100.0}
     arms = [
-        Arm(name, name in ("off", "K=1", "K=3"), controller, [[measurement(rate)]])
+        Arm(name, name not in ("ema", "x"), controller, [[measurement(rate)]])
         for name, rate in rates.items()
     ]
     assert [arm.name for arm in arms if _is_hopeless(arm, 0, arms)] == ["K=1"]
@@ -243,6 +323,7 @@ def test_every_arm_says_the_same_and_an_old_result_is_drawn_anew(
     arguments = ["adaptive", "--config", str(config), "--prompt-tokens", "12"]
     arguments += ["--batch-sizes", "1", "3", "--classes", "predictable", "mixture"]
     arguments += ["--seconds-per-phase", "0.01", "--repetitions", "2", "--num-steps", "1", "4"]
+    arguments += ["--turn-ms", "2"]
     result_file, plot = tmp_path / "r.json", tmp_path / "r.png"
     assert main([*arguments, "--json", str(result_file), "--plot", str(plot)]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
@@ -251,7 +332,11 @@ def test_every_arm_says_the_same_and_an_old_result_is_drawn_anew(
 
     arms = [arm["arm"] for arm in result["arms"]]
     assert arms[:3] == ["off", "K=1", "K=4"]
-    assert set(arms[3:]) == {"ema", "ema-aggressive", "per-request", "goodput-uniform", "goodput"}
+    policies = {"ema", "ema-aggressive", "per-request", "goodput-uniform", "goodput"}
+    assert set(arms[3:]) == {*policies, "off-again"}
+    assert all(turns > 1 for turns in result["turns"])
+    assert len(result["noise"]["speed_over_off"]) == 4
+    assert set(result["best_fixed"]) <= {"off", "K=1", "K=4"}
     assert [(p["batch_size"], p["prompt_class"]) for p in result["phases"]] == [
         *((1, "predictable"), (1, "mixture"), (3, "predictable"), (3, "mixture")),
     ]
