@@ -15,6 +15,10 @@ LAST_CLOSED_ROUNDS = 4096
 TRUSTED_AFTER_ROUNDS = 512
 """Open rounds after which the closings before them are forgiven."""
 
+DOUBTED_EVERY_ROUNDS = 4
+"""While in doubt, one plain round among so many: on a machine whose speed wanders, only rounds
+that were close together can be compared."""
+
 _DECAY = 0.98
 _BASELINE_DECAY = 0.75
 """Plain rounds are few between, and all emit the same; the newest say most."""
@@ -58,6 +62,9 @@ class SpeedGuard:
     def __init__(self) -> None:
         self.closed_rounds_left = 0
         self.num_closings = 0
+        self.is_in_doubt = False
+        """Whether speculation looked slower than plain rounds of some time ago, and is compared
+        with new ones before that counts."""
         self._off_units = MovingAverage(_BASELINE_DECAY)
         self._wait = BackOff(FIRST_CLOSED_ROUNDS, LAST_CLOSED_ROUNDS)
         self._forget_rounds()
@@ -94,8 +101,18 @@ class SpeedGuard:
         if self._off_units.count:
             # Tokens per row ahead of what plain decoding emits in the same time.
             self._lead.observe(tokens - SLOWEST_RATIO * units / self._off_units.mean)
-            if self._is_behind():
-                self._close()
+            self._judge()
+
+    def _judge(self) -> None:
+        is_behind = self._is_behind()
+        if is_behind and not self.is_in_doubt:
+            self.is_in_doubt = True
+            self._off_units = MovingAverage(_BASELINE_DECAY)
+            self._forget_rounds()
+        elif is_behind:
+            self._close()
+        elif self._lead.count >= MIN_SAMPLES:
+            self.is_in_doubt = False
 
     def _is_behind(self) -> bool:
         lead = self._lead
@@ -104,6 +121,7 @@ class SpeedGuard:
     def _close(self) -> None:
         self.closed_rounds_left = self._wait.rounds
         self.num_closings += 1
+        self.is_in_doubt = False
         self._wait.fail()
         self._forget_rounds()
 
@@ -114,4 +132,5 @@ class SpeedGuard:
             "speedup": None if speedup is None else round(speedup, 4),
             "closed_rounds_left": self.closed_rounds_left,
             "num_closings": self.num_closings,
+            "is_in_doubt": self.is_in_doubt,
         }

@@ -15,7 +15,7 @@ from itertools import count, repeat, takewhile
 
 import numpy as np
 
-from serve_spec.adaptive.baseline import SpeedGuard
+from serve_spec.adaptive.baseline import DOUBTED_EVERY_ROUNDS, SpeedGuard
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
@@ -332,9 +332,11 @@ class GoodputPolicy:
             return answer
         here.rounds_since_baseline += 1
         here.rounds_since_deeper += 1
-        if here.rounds_since_baseline >= BASELINE_EVERY_ROUNDS:
+        in_doubt = here.guard.is_in_doubt
+        every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
+        if here.rounds_since_baseline >= every:
             here.rounds_since_baseline -= RETRY_ROUNDS
-            answer = self._probe_off(batch, bound)
+            answer = self._probe_off(batch, bound, is_free=in_doubt)
             if answer is not None:
                 here.rounds_since_baseline = 0
                 return answer
@@ -346,14 +348,17 @@ class GoodputPolicy:
                 return answer
         return None
 
-    def _probe_off(self, batch: DecodeBatch, bound: int) -> RoundSteps | None:
-        """A plain round, to know what speculation is measured against."""
+    def _probe_off(self, batch: DecodeBatch, bound: int, *, is_free: bool) -> RoundSteps | None:
+        """A plain round, to know what speculation is measured against.
+
+        is_free: plain rounds seem to be the faster ones, so that nothing is lost by them.
+        """
         assert self._plan is not None, "only a plan with drafts needs a baseline"
         off_ms = self._round_costs(batch, bound).off
         # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
         choice = self._plan.choice
         lost_ms = off_ms - batch.size * choice.ms / choice.tokens
-        if not self.budget.spend(max(0.0, lost_ms)):
+        if not is_free and not self.budget.spend(max(0.0, lost_ms)):
             return None
         self.last_reason = Reason.BASELINE
         return RoundSteps(0, notes=RoundNotes(is_probe=True, predicted_ms=off_ms))
