@@ -50,8 +50,16 @@ class ReplicaConfig(StrictModel):
     """Engine replicas: how many, what each takes, and when one counts as dead."""
 
     num_replicas: int = Field(1, ge=1, description="Engine replicas.")
-    num_cpus: float = Field(1.0, ge=0, description="Logical CPUs that Ray reserves per replica.")
-    num_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves per replica.")
+    num_cpus: float = Field(
+        1.0, ge=0, description="Logical CPUs that Ray reserves per replica, for all its ranks."
+    )
+    num_gpus: float = Field(
+        0.0, ge=0, description="GPUs that Ray reserves per replica, for all its ranks."
+    )
+    placement_group_strategy: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
+        "STRICT_PACK",
+        description="Where the ranks of one replica go: on one node, or on several.",
+    )
     max_ongoing_requests: int = Field(256, ge=1, description="Most requests inside one replica.")
     torch_num_threads: int | None = Field(
         None, ge=1, description="CPU threads of one replica's torch; null: torch decides."

@@ -191,6 +191,11 @@ class SpecEngine:
         if self._followers is not None:
             self._followers.check()
 
+    def give_up(self, reason: str) -> None:
+        """Frees a round that waits for a rank which does not answer. From any thread."""
+        if self._followers is not None:
+            self._followers.give_up(reason)
+
     def shutdown(self) -> None:
         """Ends the ranks beside this one, if there are any; no round runs afterwards."""
         if self._followers is not None:

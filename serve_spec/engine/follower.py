@@ -1,6 +1,6 @@
 """A rank that follows rank 0: the same models, the same rounds.
 
-As a program (`parallel.launch` starts it) it reads what to follow from its standard input.
+As a program (`ProcessLauncher` starts it) it reads what to follow from its standard input.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import os
 import pickle
 import sys
 import traceback
-from pathlib import Path
 
 import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import build_worker, load_models, rank_device
 from serve_spec.parallel.group import join
+from serve_spec.parallel.line import Address
 from serve_spec.parallel.orders import Orders
 from serve_spec.worker.tensor_parallel import obey
 
 
-def follow(config: ServeSpecConfig, rank: int, size: int, address: Path) -> None:
+def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> None:
     """Loads this rank's part and executes rank 0's plans until it is told to stop, or rank 0 ends.
 
-    address: see `Followers`. What fails here, rank 0 hears.
+    What fails here, rank 0 hears.
     """
     with Orders(address, rank) as orders:
         device = rank_device(config, rank)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         orders.ready()
-        parallel = join(rank, size, device, address)
+        parallel = join(rank, size, device, address, orders.host)
         try:
             obey(build_worker(config, load_models(config, parallel)), orders)
         finally:

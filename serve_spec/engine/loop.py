@@ -15,6 +15,7 @@ from serve_spec.engine.build import build_engine
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink
+from serve_spec.parallel.launch import Launcher
 
 logger = get_logger(__name__)
 
@@ -51,9 +52,10 @@ class TokenStream:
 class EngineLoop:
     """Owns a `SpecEngine` and its thread. Everything that touches the engine goes through it."""
 
-    def __init__(self, config: ServeSpecConfig) -> None:
+    def __init__(self, config: ServeSpecConfig, launcher: Launcher | None = None) -> None:
+        """launcher: see `build_engine`."""
         self.config = config
-        self._engine: SpecEngine = build_engine(config)
+        self._engine: SpecEngine = build_engine(config, launcher)
         self.tokenizer = self._engine.tokenizer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
@@ -136,7 +138,9 @@ class EngineLoop:
         self._engine.check_health()
         started = self._round_started
         if started is not None and time.monotonic() - started > _STUCK_AFTER_S:
-            raise RuntimeError(f"a round has been running for over {_STUCK_AFTER_S:.0f} s")
+            reason = f"a round has been running for over {_STUCK_AFTER_S:.0f} s"
+            self._engine.give_up(reason)
+            raise RuntimeError(reason)
 
     def shutdown(self) -> None:
         """Stops the thread after the round in progress; unfinished streams are aborted."""

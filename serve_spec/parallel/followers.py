@@ -3,29 +3,38 @@
 from __future__ import annotations
 
 import atexit
+import os
 import pickle
-import shutil
-import subprocess
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future, wait
 from contextlib import contextmanager, suppress
-from pathlib import Path
-from typing import cast
+from typing import Protocol, cast
 
 import torch
+from torch._C._distributed_c10d import TCPStore
 
 from serve_spec.log import get_logger
-from serve_spec.parallel.group import DeviceGroup, TensorParallel, join
-from serve_spec.parallel.line import Line, listen, wait_for_end
+from serve_spec.parallel.group import DeviceGroup, TensorParallel, join, store_server
+from serve_spec.parallel.line import LOOPBACK, Address, Line, answer, listen, wait_for_end
 from serve_spec.parallel.orders import STOP
 
 logger = get_logger(__name__)
 
-Processes = Mapping[int, "subprocess.Popen[bytes]"]
-"""Followers that are processes of this one, by rank."""
+
+class Process(Protocol):
+    """What a follower runs in."""
+
+    def how_it_ended(self, within_s: float = 0.0) -> str | None:
+        """A few words on its end; None: it runs, also after that many seconds."""
+
+    def kill(self) -> None:
+        """Ends it if it runs; returns when it has ended."""
+
+
+Processes = Mapping[int, Process]
+"""What followers run in, by rank."""
 
 _START_S = 300.0
 """Seconds that followers get to start: a cold file system reads libraries slowly."""
@@ -45,26 +54,27 @@ class RankLost(RuntimeError):
 
 
 class Followers:
-    """All ranks but 0, wherever they run on this host.
+    """All ranks but 0, wherever they run. They call at `address` (see `Orders`).
 
-    `address` is a folder that only this user can open; followers call there (see `Orders`).
+    host: the address of this machine that they reach.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, host: str = LOOPBACK) -> None:
         self.size = size
-        self.address = Path(tempfile.mkdtemp(prefix="serve-spec-"))
-        self._listener = listen(self.address)
+        self._listener = listen(host)
         self._listener.settimeout(_LOOK_S)
+        self._store: TCPStore | None = store_server(host)
+        port = self._listener.getsockname()[1]
+        self.address = Address(host, port, self._store.port, os.urandom(32))
         self._lines: dict[int, Line] = {}
         self._processes: Processes = {}
         self._watcher = threading.Thread(target=self._watch, name="followers", daemon=True)
+        self._joiner: threading.Thread | None = None
         self._group: TensorParallel | None = None
         self._loss: str | None = None
         self._has_lost = threading.Event()
         self._end: str | None = None
         self._is_stopped = False
-        # Not before this process ends: NCCL looks into the folder as long as it runs.
-        atexit.register(shutil.rmtree, self.address, ignore_errors=True)
         atexit.register(self.stop)
 
     def accept(self, processes: Processes) -> None:
@@ -78,7 +88,9 @@ class Followers:
         while missing := [rank for rank in range(1, self.size) if rank not in self._lines]:
             self._check_start(missing, deadline)
             with suppress(TimeoutError):
-                self._greet(Line(self._listener.accept()[0]))
+                line = answer(self._listener, self.address.secret)
+                if line is not None:
+                    self._greet(line)
         self._watcher.start()
 
     def join(self, device: torch.device) -> TensorParallel:
@@ -91,12 +103,13 @@ class Followers:
 
         def enter() -> None:
             try:
-                joined.set_result(join(0, self.size, device, self.address))
+                joined.set_result(join(0, self.size, device, self.address, self.address.host))
             except BaseException as error:
                 joined.set_exception(error)
 
-        # In a thread that can be left behind: a rank that does not come is waited for inside.
-        threading.Thread(target=enter, name="join", daemon=True).start()
+        # In a thread of its own: a rank that does not come is waited for inside. `stop` ends it.
+        self._joiner = threading.Thread(target=enter, name="join", daemon=True)
+        self._joiner.start()
         while not wait([joined], _LOOK_S).done:
             self.check()
         self._group = joined.result()
@@ -139,6 +152,16 @@ class Followers:
             raise
         self.check()
 
+    def give_up(self, reason: str) -> None:
+        """Ends all of them because one does not answer; what rank 0 waits for in them fails."""
+        if self._end is None:
+            self._loss = self._end = reason
+            self._has_lost.set()
+            # First of all: the group of this rank can not close while it waits for them.
+            for process in self._processes.values():
+                process.kill()
+            self._let_go(reason)
+
     def stop(self) -> None:
         """Ends all of them. Safe to call again."""
         if self._is_stopped:
@@ -152,6 +175,7 @@ class Followers:
         self._listener.close()
         self._end_processes()
         self._let_go(_SHUT_DOWN)
+        self._end_joining()
         if self._watcher.is_alive():
             self._watcher.join()
         for line in self._lines.values():
@@ -160,10 +184,9 @@ class Followers:
     def _check_start(self, missing: list[int], deadline: float) -> None:
         for rank in missing:
             process = self._processes.get(rank)
-            if process is not None and process.poll() is not None:
+            if process is not None and (end := process.how_it_ended()) is not None:
                 raise RankLost(
-                    f"rank {rank} of {self.size} ended with exit code {process.returncode} while "
-                    "it started; what it wrote says why"
+                    f"rank {rank} of {self.size} {end} while it started; what it wrote says why"
                 )
         if time.monotonic() > deadline:
             raise RankLost(f"ranks {missing} of {self.size} did not start in {_START_S:.0f} s")
@@ -193,10 +216,8 @@ class Followers:
         with suppress(EOFError):
             if line.has_message():
                 return f"failed: {_words(line)[1]}"
-        with suppress(subprocess.TimeoutExpired):
-            if process is not None:
-                return f"ended with exit code {process.wait(_NEWS_S)}"
-        return "hung up"
+        end = None if process is None else process.how_it_ended(_NEWS_S)
+        return end or "hung up"
 
     def _let_go(self, reason: str) -> None:
         """Ends what ranks wait for in each other; followers that hear nothing more end."""
@@ -206,16 +227,19 @@ class Followers:
         if self._group is not None:
             self._group.close()
 
+    def _end_joining(self) -> None:
+        """Nobody comes any more; without a store, whoever waits for them hears of it."""
+        if self._joiner is not None and self._joiner.is_alive():
+            self._store = None
+            self._joiner.join(_GRACE_S)
+
     def _end_processes(self) -> None:
         # One that waits for the others to join hears no order.
         grace_s = _GRACE_S if self._group is not None else 0.0
         deadline = time.monotonic() + grace_s
         for process in self._processes.values():
-            try:
-                process.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
+            if process.how_it_ended(max(0.0, deadline - time.monotonic())) is None:
                 process.kill()
-                process.wait()
 
 
 def _words(line: Line) -> tuple[int, str | None]:

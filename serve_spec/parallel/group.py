@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._distributed_c10d import AllgatherOptions, FileStore
+from torch._C._distributed_c10d import AllgatherOptions, TCPStore
 from torch.distributed.distributed_c10d import (
     AllreduceOptions,
     BroadcastOptions,
@@ -18,8 +18,12 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
+from serve_spec.parallel.line import LOOPBACK, Address
+
 _TIMEOUT = timedelta(minutes=5)
 """A collective that takes longer has lost a rank that is neither dead nor alive."""
+_ABORT_S = 10.0
+"""Seconds that the end of a process waits for NCCL to end."""
 
 
 class TensorParallel:
@@ -56,19 +60,25 @@ SINGLE = TensorParallel()
 
 
 class DeviceGroup(TensorParallel):
-    """Several ranks, one process each: over NCCL on GPUs, over gloo on CPUs of one host.
+    """Several ranks, one process each: over NCCL on GPUs, over gloo on CPUs.
 
     On a GPU the calls only launch, on the current stream, and can be recorded in a graph.
     """
 
-    def __init__(self, rank: int, size: int, device: torch.device, store: Store) -> None:
-        """Returns when all ranks are here. store: one that all of them see."""
+    def __init__(
+        self, rank: int, size: int, device: torch.device, store: Store, host: str = LOOPBACK
+    ) -> None:
+        """Returns when all ranks are here.
+
+        store: one that all of them see. host: the address at which they reach this one (gloo).
+        """
         self.rank = rank
         self.size = size
         self._device = device
-        make = _nccl if device.type == "cuda" else _gloo
         # Made directly: torch's default group is one per process, and engines are not.
-        self._group: Any = make(store, rank, size)
+        self._group: Any = (
+            _nccl(store, rank, size) if device.type == "cuda" else _gloo(store, rank, size, host)
+        )
         self._sum = AllreduceOptions()
         self._min = AllreduceOptions()
         self._min.reduceOp = ReduceOp(ReduceOp.MIN)
@@ -79,13 +89,13 @@ class DeviceGroup(TensorParallel):
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorParallel`; x is contiguous."""
-        _finish(self._group.allreduce([x], self._sum))
+        _finish(self._open.allreduce([x], self._sum))
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See `TensorParallel`."""
         gathered = x.new_empty(self.size * x.shape[0], *x.shape[1:])
-        _finish(self._group._allgather_base(gathered, x.contiguous(), self._gather))
+        _finish(self._open._allgather_base(gathered, x.contiguous(), self._gather))
         return gathered if dim == 0 else torch.cat(gathered.chunk(self.size), dim)
 
     def broadcast(self, x: Tensor, source: int = 0) -> Tensor:
@@ -93,26 +103,72 @@ class DeviceGroup(TensorParallel):
         options = BroadcastOptions()
         options.rootRank = source
         options.asyncOp = False
-        _finish(self._group.broadcast([x], options))
+        _finish(self._open.broadcast([x], options))
         return x
 
     def smallest(self, value: int) -> int:
         """See `TensorParallel`."""
         values = torch.tensor([value], device=self._device)
-        _finish(self._group.allreduce([values], self._min))
+        _finish(self._open.allreduce([values], self._min))
         return int(values)
 
     def close(self) -> None:
-        """See `TensorParallel`. Goes on behind the caller: recorded graphs may hold it up."""
-        threading.Thread(target=self._group.abort, daemon=True).start()
+        """See `TensorParallel`.
+
+        With gloo, the threads of this rank have ended when this returns: one that outlives the
+        interpreter takes the process down with it. What waits for other ranks ends when they do,
+        for gloo can not be interrupted, so end them first. NCCL ends behind the caller, for
+        recorded graphs may hold it up.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        if self._device.type == "cuda":
+            _abort_aside(group)
+        else:
+            group.abort()
+
+    @property
+    def _open(self) -> Any:
+        group = self._group
+        if group is None:
+            raise RuntimeError("the group of ranks has been closed")
+        return group
 
 
-def join(rank: int, size: int, device: torch.device, folder: Path) -> DeviceGroup:
+def store_server(host: str) -> TCPStore:
+    """Where ranks find each other, on a port of its own; open for as long as the object lives."""
+    return TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=_TIMEOUT)
+
+
+def join(
+    rank: int, size: int, device: torch.device, address: Address, host: str = LOOPBACK
+) -> DeviceGroup:
     """The group of all ranks; returns when each of them has called this.
 
-    folder: the same for all, on their host.
+    address: rank 0's. host: this rank's.
+
+    Raises:
+        RuntimeError: rank 0 is gone, or has given up.
     """
-    return DeviceGroup(rank, size, device, FileStore(str(folder / "store"), size))
+    store = TCPStore(address.host, address.store_port, wait_for_workers=False, timeout=_TIMEOUT)
+    return DeviceGroup(rank, size, device, store, host)
+
+
+def _abort_aside(group: Any) -> None:
+    aside = threading.Thread(target=group.abort, name="abort", daemon=True)
+    aside.start()
+    _asides.append(aside)
+
+
+_asides: list[threading.Thread] = []
+
+
+@atexit.register
+def _wait_for_asides() -> None:
+    """Not for ever: graphs that nobody frees hold NCCL up."""
+    for aside in _asides:
+        aside.join(_ABORT_S)
 
 
 def _finish(work: Any) -> None:
@@ -121,10 +177,9 @@ def _finish(work: Any) -> None:
         work.wait()
 
 
-def _gloo(store: Store, rank: int, size: int) -> ProcessGroupGloo:
-    # The loopback interface by name: a host's own name may resolve to anything.
+def _gloo(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
     options: Any = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+    options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
     return ProcessGroupGloo(store, rank, size, options)
 

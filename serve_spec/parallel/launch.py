@@ -1,4 +1,4 @@
-"""Followers as processes of this host."""
+"""How followers come to run: as processes of this host, or wherever else a launcher puts them."""
 
 from __future__ import annotations
 
@@ -8,24 +8,88 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 import serve_spec
-from serve_spec.parallel.followers import Followers
+from serve_spec.parallel.followers import Followers, Process
+from serve_spec.parallel.line import LOOPBACK, Address
 
 
-def launch(module: str, size: int, settings: object) -> Followers:
-    """Starts ranks 1 .. size - 1, each as `python -m module`; returns when all have called.
+class Launcher(Protocol):
+    """Puts followers somewhere."""
 
-    A rank finds (settings, rank, size, address), pickled, at its standard input.
+    @property
+    def host(self) -> str:
+        """The address of this machine that they reach."""
+
+    def start(
+        self, module: str, settings: object, rank: int, size: int, address: Address
+    ) -> Process:
+        """Starts `module.follow(settings, rank, size, address)`; does not wait for it."""
+
+
+class ProcessLauncher:
+    """Followers are processes of this one, each `python -m module`.
+
+    They find (settings, rank, size, address), pickled, at their standard input.
+    """
+
+    host = LOOPBACK
+
+    def start(
+        self, module: str, settings: object, rank: int, size: int, address: Address
+    ) -> ChildProcess:
+        """See `Launcher`."""
+        package = str(Path(serve_spec.__file__).parents[1])
+        paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
+        process = subprocess.Popen(
+            # -P: no module of the current folder takes the place of a library's.
+            [sys.executable, "-P", "-m", module],
+            stdin=subprocess.PIPE,
+            # Progress is rank 0's to show.
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"},
+            start_new_session=True,  # an interrupt at the terminal is rank 0's to answer
+        )
+        assert process.stdin is not None
+        with suppress(BrokenPipeError), process.stdin as stdin:
+            stdin.write(pickle.dumps((settings, rank, size, address)))
+        return ChildProcess(process)
+
+
+class ChildProcess:
+    """A follower that is a process of this one."""
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self.pid = process.pid
+        self._process = process
+
+    def how_it_ended(self, within_s: float = 0.0) -> str | None:
+        """See `Process`."""
+        with suppress(subprocess.TimeoutExpired):
+            return f"ended with exit code {self._process.wait(within_s)}"
+        return None
+
+    def kill(self) -> None:
+        """See `Process`."""
+        self._process.kill()
+        self._process.wait()
+
+
+def launch(module: str, size: int, settings: object, launcher: Launcher | None = None) -> Followers:
+    """Starts ranks 1 .. size - 1; returns when all have called.
+
+    module: import path of what has `follow(settings, rank, size, address)`. launcher: None for
+    processes of this host.
 
     Raises:
         RankLost: one did not start.
     """
-    followers = Followers(size)
+    launcher = launcher or ProcessLauncher()
+    followers = Followers(size, launcher.host)
     try:
         followers.accept(
             {
-                rank: _start(module, (settings, rank, size, followers.address))
+                rank: launcher.start(module, settings, rank, size, followers.address)
                 for rank in range(1, size)
             }
         )
@@ -33,20 +97,3 @@ def launch(module: str, size: int, settings: object) -> Followers:
         followers.stop()
         raise
     return followers
-
-
-def _start(module: str, arguments: object) -> subprocess.Popen[bytes]:
-    package = str(Path(serve_spec.__file__).parents[1])
-    paths = [package, *filter(None, [os.environ.get("PYTHONPATH")])]
-    process = subprocess.Popen(
-        # -P: no module of the current folder takes the place of a library's.
-        [sys.executable, "-P", "-m", module],
-        stdin=subprocess.PIPE,
-        # Progress is rank 0's to show.
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TQDM_DISABLE": "1"},
-        start_new_session=True,  # an interrupt at the terminal is rank 0's to answer
-    )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as stdin:
-        stdin.write(pickle.dumps(arguments))
-    return process

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -29,15 +28,20 @@ class Orders:
     As a context, it tells rank 0 what ended it. Once rank 0 is gone, the process ends, be it in the
     middle of a computation that waits for rank 0 and never ends.
 
-    address: the folder where rank 0 listens.
+    address: where rank 0 listens.
     """
 
-    def __init__(self, address: Path, rank: int) -> None:
+    def __init__(self, address: line.Address, rank: int) -> None:
         self._rank = rank
         self._line = line.call(address)
         self._has_ended = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="rank 0", daemon=True)
         self._watcher.start()
+
+    @property
+    def host(self) -> str:
+        """The address at which other ranks reach this one."""
+        return self._line.host
 
     def ready(self) -> None:
         """Tells rank 0 that this one is about to join."""

@@ -14,6 +14,7 @@ import serve_spec
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
 from serve_spec.serving.ingress import Router
+from serve_spec.serving.ranks import placement_of
 from serve_spec.serving.replica import EngineReplica
 
 ENGINE_LOOP = "serve_spec.engine.loop:EngineLoop"
@@ -46,7 +47,7 @@ def build_app(args: dict[str, Any]) -> Application:
         # `SubmissionRouter`, and a cancellation must never wait for room.
         max_ongoing_requests=_NO_LIMIT,
         request_router_config=routing_of(config),
-        ray_actor_options={"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus},
+        **placement_of(config),
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
@@ -57,6 +58,8 @@ def build_app(args: dict[str, Any]) -> Application:
         max_ongoing_requests=_NO_LIMIT,
         # It mostly waits: on a small machine it must not take a core's place from an engine.
         ray_actor_options={"num_cpus": 0},
+        health_check_period_s=replica.health_check_period_s,
+        health_check_timeout_s=replica.health_check_timeout_s,
         # Streams run through it: it has to outlive them.
         graceful_shutdown_timeout_s=replica.graceful_shutdown_timeout_s,
         graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,

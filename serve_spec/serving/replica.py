@@ -26,8 +26,10 @@ from serve_spec.serving.messages import (
     Submission,
 )
 from serve_spec.serving.outbox import Outbox
+from serve_spec.serving.ranks import ActorLauncher
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
+from serve_spec.serving.unheard import close_unheard, router_is_there
 
 logger = get_logger(__name__)
 
@@ -52,11 +54,15 @@ class EngineReplica:
         self._interval_s = config.stats.push_interval_s
         self._stats = StatsClient(config.stats)
         # Imported here: the engine pulls in torch, which router and builder do without.
-        self._loop = _import(engine_loop)(config)
+        self._loop = _import(engine_loop)(config, **_followers(config))
         self._outboxes: dict[Outbox, str] = {}
         self._telemetry = ReplicaTelemetry(context, self._loop)
         start_warm(config, self._loop, self._stats)
-        self._reporter = asyncio.get_running_loop().create_task(self._report_forever())
+        tasks = asyncio.get_running_loop()
+        self._reporter = tasks.create_task(self._report_forever())
+        self._hearing = tasks.create_task(
+            close_unheard(self._outboxes, router_is_there(context.replica_id))
+        )
 
     async def generate(self, submission: Submission) -> AsyncGenerator[Items, None]:
         """What the submission's requests say, a list per engine round; see `messages`.
@@ -124,6 +130,7 @@ class EngineReplica:
         """Serve's farewell, after the last request has ended."""
         if hasattr(self, "_reporter"):
             self._reporter.cancel()
+            self._hearing.cancel()
             self._telemetry.close()
             self._stats.forget(self._name)
             self._loop.shutdown()
@@ -186,6 +193,11 @@ class EngineReplica:
             except Exception as error:
                 logger.warning("no report this time: %r", error)
             await asyncio.sleep(max(self._interval_s, pace_s))
+
+
+def _followers(config: ServeSpecConfig) -> dict[str, Any]:
+    """How an engine of several ranks comes to its followers."""
+    return {"launcher": ActorLauncher(config)} if config.model.tensor_parallel_size > 1 else {}
 
 
 def _import(path: str) -> Any:

@@ -6,6 +6,7 @@ As a program it is started as any follower; its settings are what it does:
 "say no"        raises before it is ready
 "exit"          ends with exit code 3 before it calls
 "stay away"     ends after it called, without joining
+"only rank 1 joins"  rank 1 obeys, the others stay away
 """
 
 from __future__ import annotations
@@ -14,17 +15,18 @@ import os
 import pickle
 import sys
 import time
-from pathlib import Path
+from contextlib import closing
 
 import torch
 
 from serve_spec.parallel.group import join
+from serve_spec.parallel.line import Address
 from serve_spec.parallel.orders import Orders
 
 CPU = torch.device("cpu")
 
 
-def follow(settings: str, rank: int, size: int, address: Path) -> None:
+def follow(settings: str, rank: int, size: int, address: Address) -> None:
     """One follower's life."""
     if settings == "exit":
         os._exit(3)
@@ -32,16 +34,16 @@ def follow(settings: str, rank: int, size: int, address: Path) -> None:
         if settings == "say no":
             raise ValueError("no such model")
         orders.ready()
-        if settings == "stay away":
+        if settings == "stay away" or (settings == "only rank 1 joins" and rank != 1):
             raise ValueError("no memory left")
-        group = join(rank, size, CPU, address)
-        for order in orders:
-            if order == "sum":
-                group.all_reduce(torch.ones(3))
-            elif order == "fail":
-                raise ValueError("broken weights")
-            elif order == "sleep":
-                time.sleep(600)
+        with closing(join(rank, size, CPU, address, orders.host)) as group:
+            for order in orders:
+                if order == "sum":
+                    group.all_reduce(torch.ones(3))
+                elif order == "fail":
+                    raise ValueError("broken weights")
+                elif order == "sleep":
+                    time.sleep(600)
 
 
 if __name__ == "__main__":

@@ -25,8 +25,12 @@ def isolated_environment(tmp: str) -> dict[str, str]:
         "RAY_TMPDIR": tmp,
         "RAY_AUTH_MODE": "disabled",
         "RAY_SERVE_LOG_TO_STDERR": "0",
-        # Busy machines answer late, which is not what is tested here.
+        # Busy machines answer late, which is not what is tested here. A proxy that is not up after
+        # five seconds, or silent for ten, would be killed and started anew, streams and all.
         "RAY_SERVE_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",
+        "RAY_SERVE_MAX_QUEUE_LENGTH_RESPONSE_DEADLINE_S": "5",
+        "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+        "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
         "RAY_USAGE_STATS_ENABLED": "0",
     }
 
@@ -42,34 +46,53 @@ def short_tmp() -> Iterator[str]:
 
 
 @contextmanager
-def local_serve(num_cpus: int) -> Iterator[str]:
-    """Serve on a local Ray; the base URL of its HTTP proxy."""
+def local_ray(
+    num_cpus: int, *, num_gpus: int = 0, include_dashboard: bool = False
+) -> Iterator[None]:
+    """A Ray that ends with the body, and its Serve with it. Commands started here find it.
+
+    num_gpus: those that Ray believes in; there need not be any.
+    """
     with short_tmp() as tmp:
         before = dict(os.environ)
         os.environ.update(isolated_environment(tmp))
         import ray
         from ray import serve
 
-        port = free_port()
         try:
-            ray.init(
+            context = ray.init(
                 "local",
                 num_cpus=num_cpus,
-                include_dashboard=False,
+                num_gpus=num_gpus,
+                include_dashboard=include_dashboard,
+                dashboard_port=free_port(),
                 log_to_driver=False,
                 object_store_memory=80 * 2**20,
             )
-            serve.start(
-                proxy_location="HeadOnly",
-                http_options={"host": "127.0.0.1", "port": port},
-                logging_config={"log_level": "ERROR", "enable_access_log": False},
-            )
-            yield f"http://127.0.0.1:{port}"
+            os.environ["RAY_ADDRESS"] = context.address_info["gcs_address"]
+            if include_dashboard:
+                os.environ["RAY_DASHBOARD_ADDRESS"] = f"http://{context.dashboard_url}"
+            yield
         finally:
             serve.shutdown()
             ray.shutdown()
             os.environ.clear()
             os.environ.update(before)
+
+
+@contextmanager
+def local_serve(num_cpus: int, num_gpus: int = 0) -> Iterator[str]:
+    """Serve on a local Ray; the base URL of its HTTP proxy."""
+    with local_ray(num_cpus, num_gpus=num_gpus):
+        from ray import serve
+
+        port = free_port()
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": "127.0.0.1", "port": port},
+            logging_config={"log_level": "ERROR", "enable_access_log": False},
+        )
+        yield f"http://127.0.0.1:{port}"
 
 
 def free_port() -> int:
@@ -78,10 +101,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def eventually(ask: Callable[[], Answer], accept: Callable[[Answer], object]) -> Answer:
-    """Asks until the answer is acceptable; gives up after a minute, showing the last one."""
-    deadline = time.monotonic() + 60
+def eventually(
+    ask: Callable[[], Answer], accept: Callable[[Answer], object], within_s: float = 60
+) -> Answer:
+    """Asks until the answer is acceptable; gives up at last, showing the last one."""
+    deadline = time.monotonic() + within_s
     while not accept(answer := ask()):
-        assert time.monotonic() < deadline, f"still {answer!r} after a minute"
+        assert time.monotonic() < deadline, f"still {answer!r} after {within_s:.0f} s"
         time.sleep(0.05)
     return answer

@@ -244,3 +244,26 @@ def test_autoscaling_hears_of_requests_not_of_the_calls_that_brought_them(run: A
             assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}
 
     run(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_of_several_ranks_puts_them_where_the_replica_says(
+    run: Any, monkeypatch: pytest.MonkeyPatch, config: ServeSpecConfig, size: int
+) -> None:
+    given: dict[str, Any] = {}
+
+    class RankedLoop(FakeLoop):
+        def __init__(self, config: ServeSpecConfig, **options: Any) -> None:
+            super().__init__(config)
+            given.update(options)
+
+    monkeypatch.setattr(module, "ActorLauncher", lambda config: config.model.tensor_parallel_size)
+    monkeypatch.setattr(module, "_import", lambda path: RankedLoop)
+    load = ServeSpecConfig.load
+
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        sized = load(config, tensor_parallel_size=size)
+        EngineReplica(sized, "tests.serving.fake_engine:FakeLoop").__del__()
+        assert given == ({} if size == 1 else {"launcher": 2})
+
+    run(scenario)

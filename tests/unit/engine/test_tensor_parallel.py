@@ -284,6 +284,32 @@ def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, mak
     loop.shutdown()
 
 
+def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(
+    make: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = make().config
+    loop = EngineLoop(type(config).load(config, tensor_parallel_size=2))
+    pid = follower_pid(loop._engine)
+    monkeypatch.setattr("serve_spec.engine.loop._STUCK_AFTER_S", 1.0)
+
+    async def scenario() -> None:
+        os.kill(pid, signal.SIGSTOP)
+        stream = await loop.submit([1, 2, 3], SamplingParams(max_tokens=50), "a")
+        while True:
+            try:
+                loop.check_health()
+            except RuntimeError:
+                break
+            await asyncio.sleep(0.05)
+        async for _ in stream:
+            pass
+
+    with pytest.raises(RuntimeError, match="a round has been running for over 1 s"):
+        asyncio.run(scenario())
+    wait_until_ended(pid)
+    loop.shutdown()
+
+
 def test_without_rank_0_no_other_lives_on(shared_pair: Pair, tmp_path: Path) -> None:
     """Killed in the middle of a text, with no chance to say anything."""
     program = (
@@ -308,6 +334,17 @@ def test_without_rank_0_no_other_lives_on(shared_pair: Pair, tmp_path: Path) -> 
         pid = int(rank_0.stdout.readline())
         rank_0.kill()
     wait_until_ended(pid)
+
+
+def test_a_program_that_does_not_shut_down_ends_in_order(shared_pair: Pair) -> None:
+    """No thread of a group may outlive the interpreter: it would take the process down."""
+    program = (
+        "from serve_spec import LLM\n"
+        f"llm = LLM({{'model': {{'path': {str(shared_pair.target)!r}, 'device': 'cpu',"
+        " 'tensor_parallel_size': 2}}, max_model_len=128)\n"
+        "llm.generate([[1, 2, 3]])\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=4 * SOON_S)
 
 
 def test_shutdown_ends_every_process(make: MakeLLM) -> None:

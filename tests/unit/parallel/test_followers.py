@@ -6,12 +6,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
 
+from serve_spec.parallel import line
 from serve_spec.parallel import orders as orders_module
 from serve_spec.parallel.followers import Followers, RankLost
 from serve_spec.parallel.launch import launch
@@ -23,30 +26,45 @@ TOY = "tests.helpers.follower"
 
 
 @pytest.fixture(autouse=True)
-def _no_process_ends_with_its_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+def threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[threading.Thread]]:
+    """Those of a test's followers; none of them is left behind, and none ends the process."""
     monkeypatch.setattr(orders_module, "_GRACE_S", 1e6)
+    threads: list[threading.Thread] = []
+    yield threads
+    for thread in threads:
+        thread.join(SOON_S)
+    assert not any(thread.is_alive() for thread in threads)
 
 
-def start(settings: str, size: int = 2) -> Followers:
-    """Followers as threads: a line does not know better."""
-    followers = Followers(size)
-
-    def run(rank: int) -> None:
-        with suppress(ValueError):
-            follow(settings, rank, size, followers.address)
-
-    for rank in range(1, size):
-        threading.Thread(target=run, args=(rank,), daemon=True).start()
-    try:
-        followers.accept({})
-    except BaseException:
-        followers.stop()
-        raise
-    return followers
+Start = Callable[..., Followers]
 
 
 @pytest.fixture
-def two() -> Iterator[Followers]:
+def start(threads: list[threading.Thread]) -> Start:
+    """Starts followers as threads: a line does not know better."""
+
+    def start(settings: str, size: int = 2) -> Followers:
+        followers = Followers(size)
+
+        def run(rank: int) -> None:
+            with suppress(ValueError, RuntimeError):
+                follow(settings, rank, size, followers.address)
+
+        for rank in range(1, size):
+            threads.append(threading.Thread(target=run, args=(rank,), daemon=True))
+            threads[-1].start()
+        try:
+            followers.accept({})
+        except BaseException:
+            followers.stop()
+            raise
+        return followers
+
+    return start
+
+
+@pytest.fixture
+def two(start: Start) -> Iterator[Followers]:
     followers = start("obey", size=3)
     followers.join(CPU)
     yield followers
@@ -106,22 +124,63 @@ def test_after_the_end_nothing_can_be_ordered_and_ending_again_is_nothing(two: F
         two.tell("sum")
 
 
-def test_one_that_can_not_start_says_why() -> None:
+def test_one_that_can_not_start_says_why(start: Start) -> None:
     with pytest.raises(RankLost, match="rank 1 of 2 can not start: ValueError: no such model"):
         start("say no")
 
 
-def test_one_that_does_not_join_is_not_waited_for() -> None:
+def test_one_that_does_not_join_is_not_waited_for(start: Start) -> None:
     followers = start("stay away")
     with pytest.raises(RankLost, match="rank 1 of 2 failed: ValueError: no memory left"):
         followers.join(CPU)
     followers.stop()
+    assert "join" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_nobody_else_can_call() -> None:
+def test_when_one_does_not_join_the_others_hear_of_it(start: Start) -> None:
+    followers = start("only rank 1 joins", size=3)
+    with pytest.raises(RankLost, match="rank 2 of 3 failed: ValueError: no memory left"):
+        followers.join(CPU)
+    followers.stop()  # and so all threads end
+
+
+@pytest.mark.parametrize("secret", [b"guessed", b""])
+def test_a_stranger_is_turned_away_and_keeps_nobody_waiting(start: Start, secret: bytes) -> None:
     followers = Followers(2)
-    assert os.stat(followers.address).st_mode & 0o077 == 0
-    followers.stop()
+    stranger = replace(followers.address, secret=secret)
+    with ThreadPoolExecutor(2) as pool:
+        intrusion = pool.submit(line.call, stranger)
+        member = pool.submit(follow, "obey", 1, 2, followers.address)
+        followers.accept({})
+        with pytest.raises(ConnectionRefusedError):
+            intrusion.result()
+        followers.join(CPU)
+        followers.stop()
+        member.result()
+
+
+def test_ranks_meet_at_the_address_that_rank_0_is_given() -> None:
+    """As ranks of several hosts do: the loopback's own address is not among those in use."""
+    followers = Followers(2, "127.0.0.2")
+    with ThreadPoolExecutor(1) as pool:
+        member = pool.submit(follow, "obey", 1, 2, followers.address)
+        followers.accept({})
+        group = followers.join(CPU)
+        followers.tell("sum")
+        assert group.all_reduce(torch.ones(3)).tolist() == [2.0] * 3
+        followers.stop()
+        member.result()
+
+
+def test_whoever_took_rank_0s_place_is_not_believed() -> None:
+    """A pickle of a stranger's could do anything."""
+    listener = line.listen(line.LOOPBACK)
+    port = listener.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool, listener:
+        member = pool.submit(line.call, line.Address(line.LOOPBACK, port, 0, b"secret"))
+        assert line.answer(listener, b"another") is None
+        with pytest.raises(ConnectionRefusedError):
+            member.result()
 
 
 def test_a_process_that_ends_before_it_calls_is_noticed() -> None:
@@ -138,4 +197,4 @@ def test_a_process_that_is_killed_releases_rank_0() -> None:
     with pytest.raises(RankLost, match="rank 1 of 2 ended with exit code -9"), followers.in_step():
         group.all_reduce(torch.ones(3))
     followers.stop()
-    assert process.poll() is not None
+    assert process.how_it_ended() is not None

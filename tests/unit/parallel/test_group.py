@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -10,18 +11,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_spec.parallel.group import SINGLE, DeviceGroup, join
+from serve_spec.parallel.group import SINGLE, DeviceGroup, join, store_server
+from serve_spec.parallel.line import LOOPBACK, Address
 
 T = TypeVar("T")
 SIZE = 3
 
 
-@pytest.fixture(scope="module")
-def groups(tmp_path_factory: pytest.TempPathFactory) -> list[DeviceGroup]:
-    folder = tmp_path_factory.mktemp("group")
+def join_all() -> list[DeviceGroup]:
+    store, cpu = store_server(LOOPBACK), torch.device("cpu")
+    address = Address(LOOPBACK, 0, store.port, b"")
     with ThreadPoolExecutor(SIZE) as pool:
-        cpu = torch.device("cpu")
-        return list(pool.map(lambda rank: join(rank, SIZE, cpu, folder), range(SIZE)))
+        return list(pool.map(lambda rank: join(rank, SIZE, cpu, address), range(SIZE)))
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[list[DeviceGroup]]:
+    groups = join_all()
+    yield groups
+    for group in groups:
+        group.close()
 
 
 def on_all(groups: list[DeviceGroup], run: Callable[[DeviceGroup], T]) -> list[T]:
@@ -80,3 +89,30 @@ def test_alone_nothing_is_copied_or_changed() -> None:
     assert SINGLE.size == 1
     assert SINGLE.all_reduce(x) is SINGLE.all_gather(x, 0) is SINGLE.broadcast(x) is x
     assert SINGLE.smallest(4) == 4
+
+
+def num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def test_closing_all_ranks_leaves_no_thread_behind() -> None:
+    before = num_threads()
+    groups = join_all()
+    assert num_threads() > before
+    for group in groups:
+        group.close()
+        group.close()
+    assert num_threads() <= before
+    with pytest.raises(RuntimeError, match="closed"):
+        groups[0].all_reduce(torch.ones(3))
+
+
+def test_ranks_that_close_free_the_one_that_waits_for_them() -> None:
+    first, second, third = join_all()
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.all_reduce, torch.ones(3))
+        second.close()
+        third.close()
+        with pytest.raises(RuntimeError):
+            waiting.result()
+    first.close()

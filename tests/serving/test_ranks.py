@@ -1,0 +1,213 @@
+"""A replica's ranks are Ray's actors: one placement group each, one fate, and nothing left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import httpx
+import pytest
+from ray.serve import Application
+
+from serve_spec import LLM, SamplingParams
+from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.serving.app import build_app
+from serve_spec.serving.ranks import placement_of
+from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.serving.cluster import eventually, local_serve
+
+NUM_STREAMS = 4
+PROMPTS = [f"def f{i}(x):" for i in range(NUM_STREAMS)]
+LONG = 600
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A random pair in float32, on one rank."""
+    root = tmp_path_factory.mktemp("pair")
+    target = make_target(root / "target", layer_scale=0.3, max_position_embeddings=1024)
+    return {
+        "model": {"path": str(target), "dtype": "float32", "device": "cpu"},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(make_eagle3(root / "eagle3", target, mimic=True)),
+            "speculative_num_steps": 3,
+            "speculative_adaptive": False,
+        },
+        "cache": {"num_pages": 512},
+        "scheduler": {"max_num_seqs": 8},
+    }
+
+
+@pytest.fixture(scope="module")
+def texts(settings: dict[str, Any]) -> list[str]:
+    """What one rank says, without Ray."""
+    llm = LLM(settings)
+    params = [SamplingParams(**params_of(i)) for i in range(NUM_STREAMS)]
+    said = [output.text for output in llm.generate(PROMPTS, params)]
+    llm.shutdown()
+    return said
+
+
+@pytest.fixture(scope="module")
+def url(settings: dict[str, Any]) -> Iterator[str]:
+    """Two replicas of two ranks each."""
+    replica = {
+        "num_replicas": 2,
+        "num_cpus": 0.2,
+        "num_gpus": 2,
+        "torch_num_threads": 1,
+        "health_check_period_s": 0.5,
+        "graceful_shutdown_timeout_s": 0.0,
+    }
+    shared = {**settings, "replica": replica}
+    shared["model"] = {**settings["model"], "tensor_parallel_size": 2}
+    shared["router"] = {"routing_policy": "balanced", "routing_stats_period_s": 0.2}
+    with local_serve(num_cpus=4, num_gpus=4) as url:
+        from ray import serve
+
+        serve.run(build_app({"config": shared}), name="ranks", route_prefix="/")
+        yield url
+
+
+def params_of(index: int) -> dict[str, Any]:
+    """Every other one is drawn, the others are greedy."""
+    return {
+        "max_tokens": LONG,
+        "temperature": 0.8 * (index % 2),
+        "seed": index,
+        "ignore_eos": True,
+    }
+
+
+def groups() -> list[dict[str, Any]]:
+    """Placement groups that hold something."""
+    from ray.util import placement_group_table
+
+    return [g for g in placement_group_table().values() if g["state"] == "CREATED"]
+
+
+def followers() -> dict[int, str]:
+    """Processes of followers of this test's Ray: what Ray shows each of them, by pid."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (path / "cmdline").read_bytes()
+            environment = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR')}".encode() in environment
+        if b"_Follower" in title and mine:
+            found[int(path.name)] = title.decode()
+    return found
+
+
+def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(
+    url: str,
+) -> None:
+    assert len(groups()) == 2
+    for group in groups():
+        assert group["strategy"] == "STRICT_PACK"
+        assert list(group["bundles"].values()) == [{"CPU": 0.1, "GPU": 1.0}] * 2
+    assert len(followers()) == 2
+
+
+def test_the_ranks_reserve_every_gpu(url: str) -> None:
+    import ray
+
+    assert ray.available_resources().get("GPU", 0) == 0
+
+
+def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
+    url: str, texts: list[str]
+) -> None:
+    before = followers()
+    has_begun = Barrier(NUM_STREAMS + 1)
+
+    def stream(client: httpx.Client, index: int) -> str:
+        body = {"prompt": PROMPTS[index], "stream": True, **params_of(index)}
+        said = ""
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200
+            for line in answer.iter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                said += "".join(choice["text"] for choice in chunk["choices"])
+                if not has_begun.broken and len(said) and index not in begun:
+                    begun.add(index)
+                    has_begun.wait(60)
+        return said
+
+    begun: set[int] = set()
+    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(8) as pool:
+        streams = [pool.submit(stream, client, index) for index in range(NUM_STREAMS)]
+        has_begun.wait(60)
+        os.kill(min(before), signal.SIGKILL)
+        assert [s.result() for s in streams] == texts
+        eventually(lambda: set(followers()), lambda now: len(now) == 2 and now != set(before))
+        eventually(
+            lambda: client.get("/health").json(), lambda health: health["healthy_replicas"] == 2
+        )
+        assert len(groups()) == 2
+
+
+def test_nothing_of_a_replica_outlives_it(url: str) -> None:
+    from ray import serve
+
+    serve.delete("ranks")
+    eventually(followers, lambda found: not found)
+    eventually(groups, lambda found: not found)
+
+
+def placed(settings: dict[str, Any], **overrides: Any) -> dict[str, Any]:
+    return placement_of(ServeSpecConfig.load(settings, **overrides))
+
+
+def test_one_rank_needs_no_placement_group(settings: dict[str, Any]) -> None:
+    options = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
+    assert placed(settings, num_cpus=2, num_gpus=1) == options
+
+
+@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK"])
+def test_ranks_share_what_a_replica_reserves_and_go_where_the_configuration_says(
+    settings: dict[str, Any], strategy: str
+) -> None:
+    placement = placed(
+        settings,
+        tensor_parallel_size=4,
+        num_cpus=2,
+        num_gpus=4,
+        placement_group_strategy=strategy,
+    )
+    assert placement == {
+        "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1},
+        "placement_group_bundles": [{"CPU": 0.5, "GPU": 1}] * 4,
+        "placement_group_strategy": strategy,
+    }
+
+
+@pytest.mark.parametrize(
+    ("reserved", "named"),
+    [({"num_gpus": 1}, "num_gpus=1: .* set num_gpus to 2"), ({"num_cpus": 0}, "raise num_cpus")],
+)
+def test_what_ranks_can_not_share_is_refused_before_anything_starts(
+    settings: dict[str, Any], reserved: dict[str, float], named: str
+) -> None:
+    config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
+    with pytest.raises(ConfigError, match=named):
+        build_app({"config": config, **reserved})
+
+
+def test_ranks_on_cpus_reserve_no_gpu(settings: dict[str, Any]) -> None:
+    placement = placed(settings, tensor_parallel_size=2, num_cpus=1)
+    assert placement["placement_group_bundles"] == [{"CPU": 0.5}] * 2
+    config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
+    assert isinstance(build_app({"config": config}), Application)
