@@ -285,13 +285,18 @@ LATENCY_METRICS = (
 QUEUE_LEN = Metric("serve_spec_queue_len", "gauge", "Requests that wait at the door.")
 IN_FLIGHT = Metric("serve_spec_in_flight_requests", "gauge", "Requests handed to replicas.")
 REJECTED = Metric("serve_spec_rejected_requests", "counter", "Requests answered 429 at the door.")
+RESUMED = Metric(
+    "serve_spec_resumed_requests",
+    "counter",
+    "Requests that a replica took over from one that had failed them.",
+)
 SUBMISSIONS = Metric(
     "serve_spec_submissions",
     "counter",
     "Hand-overs to replicas by how many requests went together (at most, powers of two).",
     ("size",),
 )
-DOOR_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, SUBMISSIONS)
+DOOR_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
 """What the router reports of its queue."""
 
 METRICS = (*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS, *DOOR_METRICS)

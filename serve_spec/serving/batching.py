@@ -85,6 +85,8 @@ class Batcher:
         self._replica_sizes: dict[str, SizeHistogram] = {}
         self.num_interrupted = 0
         """Requests whose submission broke off before they had ended."""
+        self.num_resumed = 0
+        """Requests that a replica took over from one that had failed them."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """What a replica answers to one request; closing the generator ends the request there.
@@ -116,6 +118,7 @@ class Batcher:
         """
         return {
             "num_interrupted": self.num_interrupted,
+            "num_resumed": self.num_resumed,
             "submission_size": self._submission_sizes.last,
             "submission_size_histogram": self._submission_sizes.as_dict(),
             "replica_batch_sizes": {name: self._rows(name) for name in self._replica_sizes},
@@ -221,7 +224,10 @@ class _Courier:
             if is_last(item):
                 self._close(request_id, item)
             elif request_id in self._open:
-                self._open[request_id].items.put_nowait(item)
+                mailbox = self._open[request_id]
+                mailbox.items.put_nowait(item)
+                is_resumed = isinstance(item, Accepted) and bool(mailbox.request.avoid)
+                self._batcher.num_resumed += is_resumed
 
     def _close(
         self, request_id: str, last: ReplicaItem | ApiError | None = None

@@ -81,6 +81,7 @@ def _fleet() -> list[Panel]:
         Panel("Requests per second", "reqps", (
             ("{{outcome}}", _rate(metrics.REQUESTS, "outcome", only='measured_at="door"')),
             ("sent away (429)", _rate(metrics.REJECTED)),
+            ("taken over by another replica", _rate(metrics.RESUMED)),
         )),
         Panel("Drafts kept, of those verified", "percentunit", (
             ("fleet", _ratio(*kept)),

@@ -20,10 +20,16 @@ class Outbox:
         """Requests whose last item has not been handed out."""
         self._items: Items = []
         self._news = asyncio.Event()
+        self._is_closed = False
 
     def put(self, request_id: str, item: ReplicaItem) -> None:
         """Adds an item of one request."""
         self._items.append((request_id, item))
+        self._news.set()
+
+    def close(self) -> None:
+        """Nobody listens any more: iterating ends, whatever has not been said."""
+        self._is_closed = True
         self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[Items]:
@@ -31,6 +37,8 @@ class Outbox:
             await self._news.wait()
             # The engine says what a round brought request by request: let all of them arrive.
             await asyncio.sleep(0)
+            if self._is_closed:
+                return
             items, self._items = self._items, []
             self._news.clear()
             self.num_open -= sum(is_last(item) for _, item in items)

@@ -11,10 +11,10 @@ import asyncio
 import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
-from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.serving.errors import ApiError, engine_failed, no_replica, queue_full
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, ReplicaItem, is_last
@@ -40,6 +40,28 @@ class ReplicaLost(ApiError):
         )
 
 
+@dataclass
+class FleetSpeculation(SpeculationStats):
+    """What speculation did for one request, added up over the replicas that had it."""
+
+    num_resumes: int = 0
+    """How often a replica took the request over from one that had failed it."""
+
+    def add(self, counts: SpeculationStats) -> None:
+        """Adds what one replica counted."""
+        self.num_rounds += counts.num_rounds
+        self.num_draft_tokens += counts.num_draft_tokens
+        self.num_correct_drafts += counts.num_correct_drafts
+        for num_steps, num_rounds in counts.rounds_by_num_steps.items():
+            known = self.rounds_by_num_steps.get(num_steps, 0)
+            self.rounds_by_num_steps[num_steps] = known + num_rounds
+        self.synthetic_acceptance |= counts.synthetic_acceptance
+
+    def as_dict(self) -> dict[str, object]:
+        """The JSON form: `usage.speculation` of the HTTP API."""
+        return {**super().as_dict(), "num_resumes": self.num_resumes}
+
+
 class _Fleet(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]: ...
 
@@ -54,6 +76,9 @@ class _Attempts:
         self._request = replace(request, params=params)
         self._resume_timeout_s = resume_timeout_s
         self._emitted: list[int] = []
+        # By attempt: the newest that its replica said of speculation, which counts from its start.
+        self._counts: dict[int, SpeculationStats] = {}
+        self._num_resumes = 0
         self._avoid: set[str] = set()
         self._num_attempts = 0
         self._num_losses = 0
@@ -72,8 +97,8 @@ class _Attempts:
             avoid=frozenset(self._avoid),
         )
 
-    def take(self, item: ReplicaItem) -> bool:
-        """Notes an item; whether the caller has not heard it before.
+    def take(self, item: ReplicaItem) -> ReplicaItem | None:
+        """Notes an item; what the caller is to hear of it, if anything.
 
         Raises:
             ReplicaLost: the item is a failure, and another replica may do better.
@@ -87,12 +112,24 @@ class _Attempts:
         if isinstance(item, Accepted):
             is_first, self._was_accepted = not self._was_accepted, True
             self._replica, self._give_up_at = item.replica, float("inf")
-            return is_first
+            self._num_resumes += bool(self._avoid)
+            return item if is_first else None
         if isinstance(item, TokenDelta):
-            if item.finish_reason is FinishReason.ABORT:  # not ours: the engine is shutting down
-                raise ReplicaLost(no_replica("the replica that had this request is shutting down"))
-            self._emitted += item.token_ids
-        return True
+            return self._take_delta(item)
+        return item
+
+    def _take_delta(self, delta: TokenDelta) -> TokenDelta:
+        if delta.speculation is not None:
+            self._counts[self._num_attempts] = delta.speculation
+        if delta.finish_reason is FinishReason.ABORT:  # not ours: the engine is shutting down
+            raise ReplicaLost(no_replica("the replica that had this request is shutting down"))
+        self._emitted += delta.token_ids
+        if delta.finish_reason is None:
+            return delta
+        total = FleetSpeculation(num_resumes=self._num_resumes)
+        for counts in self._counts.values():
+            total.add(counts)
+        return replace(delta, speculation=total)
 
     async def after(self, error: ApiError) -> None:
         """Returns when it is time for another attempt.
@@ -129,7 +166,8 @@ async def resumed(
 ) -> AsyncGenerator[ReplicaItem, None]:
     """`fleet.generate(request)` without breaks: `Accepted` once, no token lost or repeated.
 
-    Counts of speculation in the last delta are those of the last replica.
+    The last delta's counts (`FleetSpeculation`) are the sum of the newest that each of the replicas
+    has said of itself; nobody knows what one that died has counted since.
 
     Raises:
         ApiError: nobody takes the request; after a loss, nobody took it for `resume_timeout_s`,
@@ -140,8 +178,8 @@ async def resumed(
         try:
             async with aclosing(fleet.generate(attempts.next_request())) as items:
                 async for item in items:
-                    if attempts.take(item):
-                        yield item
+                    if (heard := attempts.take(item)) is not None:
+                        yield heard
                     if is_last(item):
                         return
             raise engine_failed("the replica ended the completion early")

@@ -17,6 +17,7 @@ from serve_spec.metrics import (
     LATENCY_METRICS,
     QUEUE_LEN,
     REJECTED,
+    RESUMED,
     ROUND_METRICS,
     STATE_METRICS,
     SUBMISSIONS,
@@ -98,6 +99,8 @@ class DoorTelemetry:
         yield Reading(IN_FLIGHT, number(door, "in_flight"))
         if rejected := self._new("rejected", number(door, "num_rejected")):
             yield Reading(REJECTED, rejected)
+        if resumed := self._new("resumed", number(door, "num_resumed")):
+            yield Reading(RESUMED, resumed)
         sizes = section(door, "submission_size_histogram")
         for size in sizes:
             if submissions := self._new(f"size {size}", number(sizes, size)):

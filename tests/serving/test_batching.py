@@ -287,6 +287,24 @@ def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it(
     run(scenario())
 
 
+def test_a_request_that_another_replica_takes_over_is_counted_once_it_has_been_taken() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=1)
+        fresh = Listener(door, named("a"))
+        again = Listener(door, replace(named("b"), avoid=frozenset({"r0"})))
+        await settle()
+        assert door.num_resumed == 0
+        wire.accept(0)
+        wire.accept(1)
+        await settle()
+        assert door.num_resumed == 1
+        for listener in (fresh, again):
+            await listener.leave()
+
+    run(scenario())
+
+
 def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
     async def scenario() -> None:
         wire = Wire()
@@ -345,6 +363,7 @@ def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
         await settle()
         assert door.snapshot() == {
             "num_interrupted": 0,
+            "num_resumed": 0,
             "submission_size": 3,
             "submission_size_histogram": {"4": 2},
             "replica_batch_sizes": {"r1": 6},

@@ -59,3 +59,17 @@ def test_nothing_is_lost_or_out_of_order_however_slow_the_reader(
             assert tokens == list(range(1, length + 1))
 
     asyncio.run(scenario())
+
+
+def test_a_closed_one_ends_at_once_and_says_no_more() -> None:
+    async def scenario() -> None:
+        outbox = Outbox(1)
+        lists = aiter(outbox)
+        waiting = asyncio.ensure_future(anext(lists, None))
+        await asyncio.sleep(0)
+        say(outbox, "a", 1)
+        outbox.close()
+        assert await waiting is None
+        assert outbox.num_open == 1
+
+    asyncio.run(scenario())

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from tests.serving.cluster import eventually, local_serve
+from tests.serving.texts import word_tokenizer, write_text_files
 
 MAX_ONGOING = 4
 MAX_QUEUED = 4
@@ -23,7 +24,7 @@ HOLD = {"prompt": "hold on", "max_tokens": 9, "stream": True}
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     model = tmp_path_factory.mktemp("models") / "fake"
-    model.mkdir()
+    write_text_files(model, tokenizer=word_tokenizer())
     with local_serve(num_cpus=4) as url:
         from ray import serve
 
@@ -96,6 +97,36 @@ def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 5
 
 
+def test_the_official_client_chats(api: openai.OpenAI) -> None:
+    answer = api.chat.completions.create(
+        model="fake", messages=[{"role": "user", "content": "a b c"}], max_completion_tokens=5, n=2
+    )
+    assert [choice.message.content for choice in answer.choices] == ["a b c a b "] * 2
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 10)
+
+
+def test_the_official_client_streams_several_choices(api: openai.OpenAI) -> None:
+    texts = [""] * 3
+    for chunk in api.chat.completions.create(
+        model="fake",
+        messages=[{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}],
+        max_tokens=4,
+        n=3,
+        stream=True,
+    ):
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["a b a b "] * 3
+
+
+def test_a_list_of_prompts_travels_as_one_submission(client: httpx.Client) -> None:
+    body = {"prompt": ["p0", "p1", "p2", "p3"], "max_tokens": 3}
+    answer = client.post(COMPLETIONS, json=body).raise_for_status().json()
+    assert [choice["text"] for choice in answer["choices"]] == [f"p{i} " * 3 for i in range(4)]
+    assert info(client)["router"]["submission_size"] == 4
+
+
 def test_the_official_client_lists_models(api: openai.OpenAI) -> None:
     assert [model.id for model in api.models.list()] == ["fake"]
     assert api.models.retrieve("fake").id == "fake"
@@ -103,8 +134,8 @@ def test_the_official_client_lists_models(api: openai.OpenAI) -> None:
 
 def test_the_official_client_understands_our_errors(api: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as bad:
-        api.completions.create(model="fake", prompt="a", n=2)
-    assert bad.value.param == "n"
+        api.completions.create(model="fake", prompt="a", suffix="b")
+    assert bad.value.param == "suffix"
     with pytest.raises(openai.NotFoundError) as unknown:
         api.completions.create(model="other", prompt="a")
     assert unknown.value.code == "model_not_found"
@@ -228,8 +259,27 @@ def test_a_replica_that_dies_takes_no_stream_with_it(client: httpx.Client) -> No
         assert victim.json()["choices"][0]["text"] == "die now " * 4 + "die "
         assert victim.json()["usage"]["prompt_tokens"] == 2
         assert victim.json()["usage"]["completion_tokens"] == 9
+        assert victim.json()["usage"]["speculation"]["num_resumes"] == 1
         assert text_of(next(line for line in lines if line)) == "hold on "
     assert client.get("/health").json()["healthy_replicas"] == 1
+    eventually(lambda: info(client), idle)
+
+
+def test_all_choices_outlive_their_replica(client: httpx.Client) -> None:
+    body = {"prompt": ["die now", "die too"], "max_tokens": 5, "n": 2}
+    answer = client.post(COMPLETIONS, json=body).json()
+    texts = [choice["text"] for choice in answer["choices"]]
+    assert texts == ["die now die now die "] * 2 + ["die too die too die "] * 2
+    assert answer["usage"]["completion_tokens"] == 20
+    eventually(lambda: info(client), idle)
+
+
+def test_a_client_that_leaves_ends_all_its_choices(client: httpx.Client) -> None:
+    body = {"prompt": ["hold on", "hold it"], "max_tokens": 9, "stream": True}
+    with client.stream("POST", COMPLETIONS, json=body) as stream:
+        lines = stream.iter_lines()
+        next(lines)
+        eventually(lambda: info(client), lambda i: i["internal_states"][0]["num_running"] == 2)
     eventually(lambda: info(client), idle)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+from contextlib import aclosing
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.errors import ApiError, no_replica, queue_full
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
@@ -60,6 +62,19 @@ class MortalFleet:
             if life <= 0:
                 raise lost()
             yield item
+
+
+class CountingFleet(MortalFleet):
+    """Its replicas say with every delta what speculation has done on them so far."""
+
+    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        counts = SpeculationStats()
+        async with aclosing(super().generate(asked)) as items:
+            async for item in items:
+                if isinstance(item, TokenDelta):
+                    counts.observe(2 + len(self.requests), len(item.token_ids) - 1)
+                    item = replace(item, speculation=copy.deepcopy(counts))
+                yield item
 
 
 @dataclass
@@ -110,6 +125,30 @@ def test_every_chunk_boundary_of_a_long_answer_is_a_place_to_die() -> None:
     whole = listen(MortalFleet(), asked)
     for life in range(len(whole.deltas) + 2):
         assert listen(MortalFleet(life), asked).said == whole.said
+
+
+@settings(deadline=None, max_examples=60)
+@given(lives=st.lists(st.integers(1, 9), max_size=2), max_tokens=st.integers(1, 40))
+def test_speculation_is_added_up_over_all_replicas(lives: list[int], max_tokens: int) -> None:
+    fleet = CountingFleet(*lives)
+    answer = listen(fleet, request("x", seed=1, max_tokens=max_tokens, ignore_eos=True))
+    counts = answer.deltas[-1].speculation
+    assert counts is not None
+    assert counts.num_rounds == len(answer.deltas)
+    assert counts.num_correct_drafts == max_tokens - len(answer.deltas)
+    assert sum(counts.rounds_by_num_steps.values()) == counts.num_rounds
+    drafts = sum(steps * rounds for steps, rounds in counts.rounds_by_num_steps.items())
+    assert counts.num_draft_tokens == drafts
+    assert counts.as_dict()["num_resumes"] == len(fleet.requests) - 1
+
+
+@pytest.mark.parametrize(("lives", "num_resumes"), [((0,), 0), ((3, 0), 1), ((3, 3), 2)])
+def test_a_replica_that_never_took_it_is_not_counted(
+    lives: tuple[int, ...], num_resumes: int
+) -> None:
+    answer = listen(MortalFleet(*lives), request("x", seed=1, max_tokens=30, ignore_eos=True))
+    assert answer.deltas[-1].speculation is not None
+    assert answer.deltas[-1].speculation.as_dict()["num_resumes"] == num_resumes
 
 
 def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None:

@@ -40,27 +40,30 @@ def exports(*doors: dict[str, Any]) -> list[dict[str, float]]:
     return found
 
 
-def door(queue_len: int = 0, rejected: int = 0, **sizes: int) -> dict[str, Any]:
+def door(queue_len: int = 0, rejected: int = 0, resumed: int = 0, **sizes: int) -> dict[str, Any]:
     histogram = {size.removeprefix("s"): count for size, count in sizes.items()}
     return {
         "queue_len": queue_len,
         "in_flight": 3,
         "num_rejected": rejected,
+        "num_resumed": resumed,
         "submission_size_histogram": histogram,
     }
 
 
 def test_gauges_are_set_and_counters_grow_by_what_is_new() -> None:
     first, second, third = exports(
-        door(queue_len=2, rejected=5, s1=3), door(rejected=5, s1=3), door(rejected=6, s1=4, s8=1)
+        door(queue_len=2, rejected=5, s1=3),
+        door(rejected=5, s1=3),
+        door(rejected=6, resumed=2, s1=4, s8=1),
     )
     assert first == {
         "queue_len": 2, "in_flight_requests": 3, "rejected_requests": 5, "submissions 1": 3,
     }  # fmt: skip
     assert second == {"queue_len": 0, "in_flight_requests": 3}
     assert third == {
-        "queue_len": 0, "in_flight_requests": 3, "rejected_requests": 1, "submissions 1": 1,
-        "submissions 8": 1,
+        "queue_len": 0, "in_flight_requests": 3, "rejected_requests": 1, "resumed_requests": 2,
+        "submissions 1": 1, "submissions 8": 1,
     }  # fmt: skip
 
 

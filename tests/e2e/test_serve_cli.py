@@ -1,0 +1,225 @@
+"""Ray Serve's own commands: run, deploy, status, shutdown; and updates of a fleet that serves."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from tests.e2e.fleet import (
+    LONG,
+    NUM_STREAMS,
+    SHORT,
+    Stream,
+    all_streams,
+    held,
+    holds_nothing,
+    keep_asking,
+    kill,
+    pids,
+    said,
+    under_way,
+)
+from tests.serving.cluster import ROOT, eventually, free_port, local_ray
+
+SERVE = Path(sys.executable).with_name("serve")
+TINY = ROOT / "deploy/tiny.yaml"
+WITHIN_S = 240
+
+
+def serve(*arguments: object) -> str:
+    """What one of Ray Serve's commands prints."""
+    command = [str(argument) for argument in (SERVE, *arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=WITHIN_S)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def is_up(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health", timeout=60).status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def complete(url: str) -> dict[str, Any]:
+    body = {"model": "tiny", "prompt": "def fibonacci(n):", "max_tokens": 16, "temperature": 0}
+    return dict(httpx.post(f"{url}/v1/completions", json=body, timeout=60).json())
+
+
+@dataclass
+class Deployment:
+    """A Serve file and where it is served."""
+
+    file: Path
+    content: dict[str, Any]
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.content['http_options']['port']}"
+
+    @property
+    def app(self) -> dict[str, Any]:
+        return dict(self.content["applications"][0])
+
+    def save(self) -> Path:
+        self.file.write_text(yaml.safe_dump(self.content))
+        return self.file
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    with local_ray(num_cpus=6, include_dashboard=True):
+        yield
+
+
+@pytest.fixture
+def tiny(cluster: None, tmp_path: Path) -> Deployment:
+    """The shipped file, on a port of its own."""
+    content = yaml.safe_load(TINY.read_text())
+    content["http_options"]["port"] = free_port()
+    deployment = Deployment(tmp_path / TINY.name, content)
+    deployment.save()
+    return deployment
+
+
+def test_serve_run_serves_the_shipped_file_until_ctrl_c(tiny: Deployment) -> None:
+    command = [str(SERVE), "run", str(tiny.file)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        try:
+            eventually(lambda: process.poll() is not None or is_up(tiny.url), bool, WITHIN_S)
+            assert complete(tiny.url)["choices"][0]["text"].strip()
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=WITHIN_S)
+    assert not is_up(tiny.url)
+
+
+def test_serve_deploy_status_and_shutdown_do_what_ray_s_documentation_says(
+    tiny: Deployment,
+) -> None:
+    serve("deploy", tiny.file)
+    eventually(lambda: is_up(tiny.url), bool, WITHIN_S)
+    assert complete(tiny.url)["choices"][0]["text"].strip()
+    status = yaml.safe_load(serve("status"))
+    app = status["applications"]["serve_spec"]
+    assert app["status"] == "RUNNING", app
+    assert {d["status"] for d in app["deployments"].values()} == {"HEALTHY"}
+    assert set(app["deployments"]) == {"Router", "EngineReplica"}
+    serve("shutdown", "-y")
+    left = httpx.get(f"{os.environ['RAY_DASHBOARD_ADDRESS']}/api/serve/applications/", timeout=60)
+    assert left.raise_for_status().json()["applications"] == {}
+    assert not is_up(tiny.url)
+
+
+@pytest.fixture(scope="module")
+def fleet(
+    cluster: None,
+    settings: dict[str, Any],
+    offline: object,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Deployment:
+    """Two routers, two replicas; whoever is told to go may end what runs."""
+    settings["replica"]["graceful_shutdown_timeout_s"] = 60.0
+    content = yaml.safe_load(TINY.read_text())
+    content["http_options"]["port"] = free_port()
+    content["applications"][0] |= {
+        "args": {"config": settings},
+        "deployments": [{"name": "Router", "num_replicas": 2}, {"name": "EngineReplica"}],
+    }
+    fleet = Deployment(tmp_path_factory.mktemp("fleet") / "fleet.yaml", content)
+    serve("deploy", fleet.save())
+    eventually(is_settled, bool, WITHIN_S)
+    return fleet
+
+
+def is_settled() -> bool:
+    """Whether Serve has made everything what the file says."""
+    from ray import serve
+
+    app = serve.status().applications.get("serve_spec")
+    return (
+        app is not None
+        and app.status == "RUNNING"
+        and all(
+            deployment.status == "HEALTHY" and deployment.replica_states == {"RUNNING": 2}
+            for deployment in app.deployments.values()
+        )
+    )
+
+
+def test_a_new_user_config_changes_the_policy_of_running_replicas(
+    fleet: Deployment, offline: Any
+) -> None:
+    before = pids()
+
+    async def update(streams: list[Stream], _: httpx.AsyncClient) -> None:
+        await under_way(streams)
+        (engines,) = (d for d in fleet.app["deployments"] if d["name"] == "EngineReplica")
+        engines["user_config"] = {"speculative_adaptive": False, "speculative_num_steps": 0}
+        await asyncio.to_thread(serve, "deploy", fleet.save())
+
+    streams = all_streams(fleet.url, LONG, update)
+    assert said(streams) == offline[LONG]
+    eventually(is_settled, bool)
+    assert pids() == before, "nobody was started anew"
+    streams = all_streams(fleet.url, SHORT)
+    assert said(streams) == offline[SHORT]
+    assert {stream.usage["speculation"]["num_draft_tokens"] for stream in streams} == {0}
+
+
+def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
+    fleet: Deployment, settings: dict[str, Any], offline: Any
+) -> None:
+    before = set(pids().values())
+    settings["scheduler"]["max_num_seqs"] += 1
+
+    def is_updated() -> bool:
+        return is_settled() and not before & set(pids().values())
+
+    async def update(done: asyncio.Event) -> None:
+        try:
+            await asyncio.to_thread(serve, "deploy", fleet.save())
+            await asyncio.to_thread(eventually, is_updated, bool, WITHIN_S)
+        finally:
+            done.set()
+
+    async def scenario() -> None:
+        done = asyncio.Event()
+        # Busy all the while: whichever replica is told to go has streams.
+        await asyncio.gather(keep_asking(fleet.url, offline[LONG], done), update(done))
+
+    asyncio.run(scenario())
+    assert len(pids()) == 2
+    assert said(all_streams(fleet.url, SHORT)) == offline[SHORT]
+
+
+def test_the_streams_of_another_router_do_not_notice_a_router_s_death(
+    fleet: Deployment, offline: Any
+) -> None:
+    (_, pid), (bystander, _) = pids("Router").items()
+    rows: list[int] = []
+
+    async def murder(streams: list[Stream], _: httpx.AsyncClient) -> None:
+        await under_way(streams)
+        rows.append(sum(state["rows"].get(bystander, 0) for state in held().values()))
+        kill(pid)
+
+    streams = all_streams(fleet.url, LONG, murder)
+    broken = [i for i, stream in enumerate(streams) if not stream.is_done]
+    whole = [i for i, stream in enumerate(streams) if stream.is_done]
+    assert 0 < len(broken) <= NUM_STREAMS - rows[0]
+    assert said([streams[i] for i in whole]) == [offline[LONG][i] for i in whole]
+    eventually(held, holds_nothing)
+    eventually(is_settled, bool)
+    assert said(all_streams(fleet.url, SHORT)) == offline[SHORT]

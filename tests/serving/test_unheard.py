@@ -1,0 +1,75 @@
+"""What a router asked for ends when the router does, and nothing else does."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+from ray.exceptions import RaySystemError
+from ray.serve._private.common import DeploymentID
+from ray.serve.request_router import ReplicaID
+
+from serve_spec.serving import unheard
+from serve_spec.serving.outbox import Outbox
+from serve_spec.serving.unheard import close_unheard, router_is_there
+
+ENGINE = ReplicaID("e1", DeploymentID("EngineReplica", "app"))
+
+
+def test_what_nobody_hears_is_closed_and_what_somebody_hears_is_not() -> None:
+    async def scenario() -> None:
+        outboxes = {Outbox(1): "lost", Outbox(2): "here", Outbox(3): "lost"}
+        lost, here, _ = outboxes
+        living = {"lost", "here"}
+        looks: asyncio.Queue[str] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def is_there(sender: str) -> bool:
+            loop.call_soon_threadsafe(looks.put_nowait, sender)
+            return sender in living
+
+        async def listen(outbox: Outbox) -> None:
+            async for _ in outbox:
+                raise AssertionError("nothing has been said")
+            del outboxes[outbox]
+
+        watch = asyncio.create_task(close_unheard(outboxes, is_there, look_every_s=0))
+        listeners = [asyncio.create_task(listen(outbox)) for outbox in list(outboxes)]
+        for _ in range(4):
+            await looks.get()
+        assert not any(listener.done() for listener in listeners)
+        living.remove("lost")
+        await listeners[0]
+        await listeners[2]
+        for _ in range(4):
+            await looks.get()
+        assert not listeners[1].done()
+        assert list(outboxes) == [here]
+        assert lost.num_open == 1, "unsaid"
+        for task in (watch, listeners[1]):
+            task.cancel()
+
+    asyncio.run(scenario())
+
+
+def raiser(error: Exception | None) -> Callable[..., object]:
+    def get_actor(name: str, namespace: str) -> object:
+        assert (name, namespace) == ("SERVE_REPLICA::app#Router#r1", "serve")
+        if error is not None:
+            raise error
+        return object()
+
+    return get_actor
+
+
+@pytest.mark.parametrize(
+    ("error", "is_there"),
+    [(None, True), (ValueError("no such actor"), False), (RaySystemError("busy"), True)],
+    ids=repr,
+)
+def test_a_router_is_gone_only_when_ray_says_so(
+    error: Exception | None, is_there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unheard.ray, "get_actor", raiser(error))
+    assert router_is_there(ENGINE)("r1") is is_there
