@@ -6,7 +6,8 @@ The residual belongs to one bucket: there the table itself is off. A round that 
 was predicted moves its factor by clip(r, 0.5, 2)^0.05, half through either part: one round can not
 say which of the two it saw, several buckets that agree move the drift more than any residual.
 
-Time outside drafting and verification (host) is in no table; it is learned alone.
+Time outside drafting and verification (host) is in no table; it is learned alone, and so is what
+the draft takes to make up for prompts and pauses, by the token.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from serve_spec.config.cost_table import CostTable
 
 GAIN = 0.05
 """Exponent of one round's ratio in its factor."""
+CATCH_UP_GAIN = 0.1
+"""Weight of one catch-up in what an entry takes; they are rarer than rounds, and vary more."""
 LARGEST_RATIO = 2.0
 """One round counts as at most this much dearer, or cheaper, than predicted."""
 LARGEST_FACTOR = 8.0
@@ -66,6 +69,9 @@ class CostModel:
         self._host_ms = [0.0] * _NUM_BUCKETS
         self._host_rounds = [0] * _NUM_BUCKETS
         self._num_refused = 0
+        self.entry_ms = 0.0
+        """What the draft takes to make up for one token of a prompt or of a pause."""
+        self._num_catch_ups = 0
 
     def draft_curve(self, batch_size: int, context: float) -> Floats:
         """ms [max_steps + 1] for `batch_size` rows that draft 0 .. max_steps each."""
@@ -161,6 +167,36 @@ class CostModel:
         self._drift = _clipped(self._drift + _DRIFT_SHARE * _log_step(ratio))
         return True
 
+    def observe_catch_up(
+        self,
+        *,
+        batch_size: int,
+        num_steps: int,
+        num_rows: int,
+        num_drafting: int,
+        context: float,
+        num_entries: int,
+        draft_ms: float,
+    ) -> bool:
+        """Learns from a round that made up for prompts or pauses; False: an unusable time.
+
+        num_entries: made before drafting.
+
+        Raises:
+            ValueError: no such round.
+        """
+        self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
+        drafts = num_rows - batch_size
+        predicted = self._chain_ms(batch_size, num_drafting, num_steps, drafts, context)
+        if not math.isfinite(draft_ms) or draft_ms < 0:
+            self._num_refused += 1
+            return False
+        self._num_catch_ups += 1
+        weight = max(CATCH_UP_GAIN, 1 / self._num_catch_ups)
+        entry_ms = max(0.0, draft_ms - predicted) / num_entries
+        self.entry_ms += weight * (entry_ms - self.entry_ms)
+        return True
+
     def snapshot(self) -> dict[str, object]:
         """What was learned, JSON-able; buckets by their largest batch size, then drafts per row."""
         draft: dict[str, float] = {}
@@ -181,6 +217,7 @@ class CostModel:
             "draft_factors": draft,
             "verify_factors": verify,
             "host_ms": host,
+            "entry_ms": round(self.entry_ms, 5),
             "num_refused": self._num_refused,
         }
 

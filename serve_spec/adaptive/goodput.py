@@ -8,15 +8,16 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import count, repeat, takewhile
+from itertools import count, takewhile
 
 import numpy as np
 
 from serve_spec.adaptive.baseline import DOUBTED_EVERY_ROUNDS, SpeedGuard
 from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.entries import Entries
 from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
     DEEPER_EVERY_ROUNDS,
@@ -80,21 +81,28 @@ class _SizeRange:
 
 
 class _Plan:
-    """Drafts per row for the next rounds: by request, and for requests that join meanwhile."""
+    """Drafts per row for the next rounds: by request, and for requests that join meanwhile.
 
-    def __init__(self, choice: Choice, request_ids: Sequence[str]) -> None:
+    entries: what it takes rows to begin.
+    """
+
+    def __init__(self, choice: Choice, request_ids: Sequence[str], entries: Entries) -> None:
         self.choice = choice
         self._row_steps: list[int] = choice.row_steps.tolist()
         self._request_ids = request_ids
         self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
         self._steps_of_others = sorted(self._row_steps)[len(request_ids) // 2]
+        self._entries = entries
 
-    def row_steps(self, request_ids: Sequence[str]) -> list[int]:
+    def row_steps(self, batch: DecodeBatch) -> list[int]:
         """One entry per row; not to be written."""
-        if request_ids != self._request_ids:  # as a rule it is the batch of the round before
-            steps_of: Callable[[str, int], int] = self._steps_of.get
-            self._row_steps = list(map(steps_of, request_ids, repeat(self._steps_of_others)))
-            self._request_ids = request_ids
+        if batch.request_ids != self._request_ids:  # as a rule it is the batch of the round before
+            for row, request_id in enumerate(batch.request_ids):
+                if request_id not in self._steps_of:
+                    pays = self._entries.pays_for_another(batch, row)
+                    self._steps_of[request_id] = self._steps_of_others if pays else 0
+            self._row_steps = [self._steps_of[request_id] for request_id in batch.request_ids]
+            self._request_ids = batch.request_ids
         return self._row_steps
 
 
@@ -154,7 +162,7 @@ class GoodputPolicy:
         if plan is None or moved or self._tier > bound:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
         self._rounds_at_tier += 1
-        row_steps = plan.row_steps(batch.request_ids)
+        row_steps = plan.row_steps(batch)
         self.last_reason = self._tier_reason
         return self._probe(batch, bound, here, row_steps) or RoundSteps(
             self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms)
@@ -283,10 +291,12 @@ class GoodputPolicy:
 
     def _make_plan(self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool) -> _Plan:
         worth, costs = self._worth(batch, bound), self._round_costs(batch, bound)
+        entries = Entries.of(batch, worth, self._tier, costs.off, self.costs.entry_ms)
+        worth, costs = entries.applied(worth, costs)
         menu = self._menu(worth, costs, batch)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._decide(menu, here, moved=moved)
-        return _Plan(menu.choice(self._tier), batch.request_ids)
+        return _Plan(menu.choice(self._tier), batch.request_ids, entries)
 
     def _menu(self, worth: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
         """Steps for every sequence where that promises enough, else the same for all."""
@@ -379,7 +389,8 @@ class GoodputPolicy:
         costs = self._round_costs(batch, bound)
         ms = costs.round_ms(deeper)
         affordable = deeper.sum() <= batch.max_draft_tokens
-        if not affordable or not self.budget.spend(ms - costs.round_ms(present)):
+        begin_ms = self.costs.entry_ms * sum(batch.backlogs[row] for row in rows if batch.backlogs)
+        if not affordable or not self.budget.spend(ms + begin_ms - costs.round_ms(present)):
             return None
         self._rotation += num_rows
         self.last_reason = Reason.PROBE
@@ -389,8 +400,16 @@ class GoodputPolicy:
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
         """False: the times can not be those of a round."""
         usual = verified.num_drafting * (self.max_steps + 1)
-        if verified.num_catch_up > usual:
-            return True  # a prompt was made up for: dear, but no figure for the rounds to come
+        if verified.num_catch_up > usual:  # a prompt was made up for
+            return self.costs.observe_catch_up(
+                batch_size=verified.batch_size,
+                num_steps=verified.deepest,
+                num_rows=verified.batch_size + verified.num_draft_tokens,
+                num_drafting=verified.num_drafting,
+                context=verified.num_tokens / verified.batch_size,
+                num_entries=verified.num_catch_up,
+                draft_ms=times.draft_ms,
+            )
         return self.costs.observe(
             batch_size=verified.batch_size,
             num_steps=verified.deepest,

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = NDArray[np.int64]
+Flags: TypeAlias = NDArray[np.bool_]
 
 _MAX_POINTS = 65
 """Numbers of drafts tried: costs are smooth or have few stairs, so a grid of them is enough."""
@@ -42,12 +43,15 @@ class RoundCosts:
     verify[k]: the target verifies k drafts for each row; a straight line between two k, for rows
         that draft differently.
     host: everything outside those two.
+    entry: what rows take to catch up before they draft, spread over the rounds they have left; paid
+        by every plan that drafts at all.
     """
 
     batch_size: int
     step: Floats
     verify: Floats
     host: float
+    entry: float = 0.0
 
     @property
     def off(self) -> float:
@@ -132,7 +136,7 @@ def uniform(survival: Floats, weights: Floats, costs: RoundCosts, max_drafts: in
     return Menu(
         tokens.sum(axis=0),
         ms,
-        batch_size * harmonic_mean / ms,
+        batch_size * harmonic_mean / (ms + costs.entry * (drafts > 0)),
         lambda num_steps: np.count_nonzero(survival[:, :num_steps], axis=1),
     )
 
@@ -165,7 +169,7 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
     ms = draft_ms + costs.verify_ms(drafts) + costs.host
     ms[drafts > max_drafts] = np.inf
     work = weights.sum() - by_tier(totals(saved[order]))
-    time = work * ms
+    time = work * (ms + costs.entry * (drafts > 0))
     best = np.argmin(time, axis=1)
     tiers = np.arange(max_steps + 1)
 

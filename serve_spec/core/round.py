@@ -22,6 +22,11 @@ class DecodeBatch:
     """Rows that sample (temperature > 0): each of their drawn tokens costs noise."""
     max_draft_tokens: int
     """Drafts the whole round can afford: its token budget and the free pages."""
+    backlogs: Sequence[int] = ()
+    """Draft entries each row lacks, and gets before its first draft: of a row that drafts, those
+    of a round; of others all since their prompt began. None at all where nobody knows."""
+    num_remaining: Sequence[int] = ()
+    """Most tokens each row may still emit, where `backlogs` are known."""
     may_draft: bool = True
     """False: prompts share the round, and beside them this engine drafts nothing."""
 

@@ -254,6 +254,8 @@ class Scheduler:
             num_tokens=sum(lengths),
             num_sampled=sum(not seq.params.is_greedy for seq in decoding),
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
+            backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding],
+            num_remaining=[seq.num_remaining for seq in decoding],
             may_draft=may_draft,
         )
 

@@ -361,6 +361,7 @@ def test_the_snapshot_says_what_was_learned_and_is_json() -> None:
         "draft_factors": {},
         "verify_factors": {},
         "host_ms": {},
+        "entry_ms": 0.0,
         "num_refused": 0,
     }
     assert costs.snapshot() == fresh

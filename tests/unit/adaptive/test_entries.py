@@ -1,0 +1,137 @@
+"""Rows begin to draft where what they must make up for first pays in the rounds they have left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.entries import Entries
+from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.objective import Floats, RoundCosts
+from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
+from serve_spec.core.round import DecodeBatch, RoundTimes
+from tests.helpers.rounds import decode_batch, verified_round
+
+OFF_MS = 10.0
+COSTS = RoundCosts(2, np.ones((3, 3)), np.full(4, OFF_MS), 0.0)
+
+
+def worth(*accept_rates: float) -> Floats:
+    """Survival of three drafts, a row for each rate."""
+    return np.array([[rate, rate**2, rate**3] for rate in accept_rates])
+
+
+def rows(backlogs: list[int], num_remaining: list[int]) -> DecodeBatch:
+    return replace(decode_batch(len(backlogs)), backlogs=backlogs, num_remaining=num_remaining)
+
+
+def weigh(batch: DecodeBatch, survival: Floats, entry_ms: float = 0.1) -> Entries:
+    return Entries.of(batch, survival, 3, OFF_MS, entry_ms)
+
+
+def test_rows_that_draft_already_have_nothing_to_make_up_for() -> None:
+    survival = worth(0.8, 0.1)
+    entries = weigh(rows([4, 1], [1, 1]), survival)
+    assert entries.ms == 0
+    shown, costs = entries.applied(survival, COSTS)
+    assert np.array_equal(shown, survival)
+    assert costs == COSTS
+
+
+@pytest.mark.parametrize("entry_ms", [0.0, 5.0])
+def test_where_backlogs_are_unknown_or_cost_nothing_every_row_may_begin(entry_ms: float) -> None:
+    batch = rows([1000, 1000], [1, 1]) if not entry_ms else decode_batch(2)
+    survival = worth(0.5, 0.5)
+    entries = weigh(batch, survival, entry_ms)
+    shown, costs = entries.applied(survival, COSTS)
+    assert shown is survival
+    assert costs is COSTS
+    assert entries.pays_for_another(batch, 0)
+
+
+def test_a_row_that_soon_ends_does_not_begin_and_one_that_has_long_to_go_does() -> None:
+    survival = worth(0.7, 0.7)
+    entries = weigh(rows([200, 200], [3, 400]), survival)
+    shown, _ = entries.applied(survival, COSTS)
+    assert not shown[0].any()
+    assert np.array_equal(shown[1], survival[1])
+
+
+def test_the_longer_a_row_goes_on_the_less_of_its_beginning_falls_on_a_round() -> None:
+    survival = worth(0.7, 0.7)
+    short, long = (weigh(rows([104, 0], [n, n]), survival).ms for n in (200, 400))
+    assert long == pytest.approx(short / 2)
+    # A hundred entries beyond those of a round, spread over 400 / (1 + 0.7 + 0.49 + 0.343) rounds.
+    assert long == pytest.approx(0.1 * 100 / (400 / 2.533))
+
+
+@given(
+    st.lists(st.integers(0, 4000), min_size=1, max_size=6),
+    st.integers(1, 4000),
+    st.floats(0.0, 0.99),
+    st.floats(1e-4, 10),
+)
+def test_nobody_begins_who_would_lose_by_it(
+    backlogs: list[int], num_remaining: int, rate: float, entry_ms: float
+) -> None:
+    batch = rows(backlogs, [num_remaining] * len(backlogs))
+    survival = worth(*[rate] * len(backlogs))
+    entries = weigh(batch, survival, entry_ms)
+    tokens = 1 + survival[0].sum()
+    begin = entries.applied(survival, COSTS)[0].any(axis=1)
+    for backlog, begins in zip(backlogs, begin, strict=True):
+        if begins:
+            spent = entry_ms * max(0, backlog - 4) / max(1.0, num_remaining / tokens)
+            assert spent <= (tokens - 1) * OFF_MS / batch.size + 1e-9
+
+
+def test_a_row_that_joins_begins_where_one_of_the_batch_would() -> None:
+    survival = worth(0.7, 0.7)
+    batch = rows([0, 0], [100, 100])
+    entries = weigh(batch, survival)
+    joined = rows([0, 0, 40, 4000], [100, 100, 100, 100])
+    assert entries.pays_for_another(joined, 2)
+    assert not entries.pays_for_another(joined, 3)
+
+
+def policy_that_knows_entries(entry_ms: float) -> GoodputPolicy:
+    policy = GoodputPolicy(
+        CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=0, initial_steps=3
+    )
+    policy.costs.entry_ms = entry_ms
+    return policy
+
+
+def test_the_policy_leaves_prompts_alone_that_cost_more_than_drafts_can_bring() -> None:
+    for num_remaining, drafts in ((5000, True), (4, False)):
+        policy = policy_that_knows_entries(0.5)
+        batch = rows([500] * 2, [num_remaining] * 2)
+        steps = policy.choose(batch).row_steps
+        assert steps is not None
+        assert any(steps) == drafts
+
+
+def test_what_an_entry_takes_is_learned_from_rounds_that_catch_up() -> None:
+    policy = policy_that_knows_entries(0.0)
+    table = recorded_table(TWO_CPU_CORES)
+    usual = CostModel(table)
+    for _ in range(40):
+        draft_ms = float(usual.draft_curve(2, 128)[3]) + 0.2 * 100
+        times = RoundTimes(draft_ms, 20.0, draft_ms + 20.0)
+        verified = verified_round([1, 1], 2, 3, times=times)
+        policy.observe(replace(verified, num_catch_up=100))
+    assert policy.costs.entry_ms == pytest.approx(0.2, rel=0.05)
+    assert policy.costs.snapshot()["draft_factors"] == {}, "of other rounds it says nothing"
+
+
+def test_a_broken_clock_teaches_nothing_about_entries() -> None:
+    costs = CostModel(recorded_table(TWO_CPU_CORES))
+    shape = {"batch_size": 2, "num_steps": 3, "num_rows": 8, "num_drafting": 2, "context": 128.0}
+    for draft_ms in (float("nan"), float("inf"), -1.0):
+        assert not costs.observe_catch_up(**shape, num_entries=100, draft_ms=draft_ms)
+    assert costs.entry_ms == 0
