@@ -11,7 +11,9 @@ from typing import NotRequired, TypeAlias
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.serving.choice_text import ChoiceText, Echo
+from serve_spec.serving.logprobs import ChatLogprobs, CompletionLogprobs, Spell, chat_logprobs
 
 
 class PromptTokensDetails(TypedDict):
@@ -48,7 +50,7 @@ class Choice(TypedDict):
 
     index: int
     text: str
-    logprobs: None
+    logprobs: CompletionLogprobs | None
     finish_reason: str | None
 
 
@@ -75,7 +77,7 @@ class ChatChoice(TypedDict):
 
     index: int
     message: ChatAnswerMessage
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
@@ -97,7 +99,7 @@ class ChatChunkChoice(TypedDict):
 
     index: int
     delta: ChatDelta
-    logprobs: None
+    logprobs: ChatLogprobs | None
     finish_reason: str | None
 
 
@@ -187,13 +189,16 @@ class AnswerHead:
 
 
 class AnswerFormat(ABC):
-    """Answers to one request, whole and in chunks.
+    """Answers to one request, whole or in chunks.
 
     What a choice says comes as deltas: text, and whatever else the engine knows of its tokens.
+
+    spell: the tokenizer's; None where nobody asked for log-probabilities.
     """
 
-    def __init__(self, head: AnswerHead) -> None:
+    def __init__(self, head: AnswerHead, spell: Spell | None = None) -> None:
         self.head = head
+        self._spell = spell
 
     @abstractmethod
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Answer:
@@ -215,33 +220,35 @@ class AnswerFormat(ABC):
 class CompletionFormat(AnswerFormat):
     """Answers of the completions API; `echo`: what to say before each choice."""
 
-    def __init__(self, head: AnswerHead, echo: Sequence[str] = ()) -> None:
-        super().__init__(head)
+    def __init__(
+        self, head: AnswerHead, echo: Sequence[Echo] = (), spell: Spell | None = None
+    ) -> None:
+        super().__init__(head, spell)
         self._echo = echo
+        self._streams: dict[int, ChoiceText] = {}
 
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Completion:
         """See `AnswerFormat.whole`."""
         answers = [
-            _choice(index, self._before(index) + _text(deltas), deltas[-1].finish_reason)
-            for index, deltas in enumerate(choices)
+            _choice(index, self._text_of(index), deltas) for index, deltas in enumerate(choices)
         ]
         return {**self.head.fields("text_completion"), "choices": answers, "usage": counts}
 
-    def opening(self, index: int) -> Completion | None:
+    def opening(self, index: int) -> None:
         """See `AnswerFormat.opening`."""
-        text = self._before(index)
-        return self._chunk([_choice(index, text, None)]) if text else None
 
     def chunk(self, index: int, delta: TokenDelta) -> Completion:
         """See `AnswerFormat.chunk`."""
-        return self._chunk([_choice(index, delta.text, delta.finish_reason)])
+        if index not in self._streams:
+            self._streams[index] = self._text_of(index)
+        return self._chunk([_choice(index, self._streams[index], [delta])])
 
     def usage_chunk(self, counts: Usage) -> Completion:
         """See `AnswerFormat.usage_chunk`."""
         return {**self._chunk([]), "usage": counts}
 
-    def _before(self, index: int) -> str:
-        return self._echo[index] if self._echo else ""
+    def _text_of(self, index: int) -> ChoiceText:
+        return ChoiceText(self._echo[index] if self._echo else None, self._spell)
 
     def _chunk(self, choices: list[Choice]) -> Completion:
         return {**self.head.chunk_fields("text_completion"), "choices": choices}
@@ -256,8 +263,8 @@ class ChatFormat(AnswerFormat):
             {
                 "index": index,
                 "message": {"role": "assistant", "content": _text(deltas), "refusal": None},
-                "logprobs": None,
-                "finish_reason": _reason(deltas[-1].finish_reason),
+                "logprobs": self._logprobs(deltas),
+                "finish_reason": _reason(deltas),
             }
             for index, deltas in enumerate(choices)
         ]
@@ -265,39 +272,53 @@ class ChatFormat(AnswerFormat):
 
     def opening(self, index: int) -> ChatChunk:
         """See `AnswerFormat.opening`."""
-        return self._chunk(index, {"role": "assistant", "content": ""}, None)
+        return self._chunk(
+            {
+                "index": index,
+                "delta": {"role": "assistant", "content": ""},
+                "logprobs": None,
+                "finish_reason": None,
+            }
+        )
 
     def chunk(self, index: int, delta: TokenDelta) -> ChatChunk:
         """See `AnswerFormat.chunk`."""
-        said: ChatDelta = {"content": delta.text} if delta.text else {}
-        return self._chunk(index, said, delta.finish_reason)
+        return self._chunk(
+            {
+                "index": index,
+                "delta": {"content": delta.text} if delta.text else {},
+                "logprobs": self._logprobs([delta]),
+                "finish_reason": _reason([delta]),
+            }
+        )
 
     def usage_chunk(self, counts: Usage) -> ChatChunk:
         """See `AnswerFormat.usage_chunk`."""
         head = self.head.chunk_fields("chat.completion.chunk")
         return {**head, "choices": [], "usage": counts}
 
-    def _chunk(self, index: int, delta: ChatDelta, finish_reason: FinishReason | None) -> ChatChunk:
-        choice: ChatChunkChoice = {
-            "index": index,
-            "delta": delta,
-            "logprobs": None,
-            "finish_reason": _reason(finish_reason),
-        }
+    def _logprobs(self, deltas: Sequence[TokenDelta]) -> ChatLogprobs | None:
+        if self._spell is None:
+            return None
+        entries = (entry for delta in deltas for entry in delta.logprobs or ())
+        return chat_logprobs(entries, self._spell)
+
+    def _chunk(self, choice: ChatChunkChoice) -> ChatChunk:
         return {**self.head.chunk_fields("chat.completion.chunk"), "choices": [choice]}
 
 
-def _choice(index: int, text: str, finish_reason: FinishReason | None) -> Choice:
-    reason = _reason(finish_reason)
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+def _choice(index: int, said: ChoiceText, deltas: Sequence[TokenDelta]) -> Choice:
+    text, logprobs = said.next(deltas)
+    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": _reason(deltas)}
 
 
 def _text(deltas: Sequence[TokenDelta]) -> str:
     return "".join(delta.text for delta in deltas)
 
 
-def _reason(finish_reason: FinishReason | None) -> str | None:
-    return None if finish_reason is None else finish_reason.value
+def _reason(deltas: Sequence[TokenDelta]) -> str | None:
+    reason = deltas[-1].finish_reason
+    return None if reason is None else reason.value
 
 
 def model_entry(name: str, created: int) -> Model:

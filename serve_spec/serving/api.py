@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import SamplingParams
 from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
@@ -29,6 +30,7 @@ from serve_spec.serving.answers import (
     fingerprint,
     model_entry,
 )
+from serve_spec.serving.choice_text import Echo
 from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import (
     CompletionRunner,
@@ -45,6 +47,7 @@ from serve_spec.serving.error_answers import (
 )
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
+from serve_spec.serving.logprobs import Spell
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import ApiKeyCheck, Arrival, BodyLimit
 from serve_spec.serving.model_text import ModelText
@@ -77,6 +80,7 @@ class CompletionAnswer(Response):
         form: AnswerFormat,
         *,
         num_prompts: int,
+        is_prompt_only: bool,
         stream: bool,
     ) -> None:
         super().__init__()
@@ -84,11 +88,14 @@ class CompletionAnswer(Response):
         self._choices = choices
         self._form = form
         self._num_prompts = num_prompts
+        self._is_prompt_only = is_prompt_only
         self._stream = stream
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers; errors before the first tokens are raised, so that they set the status."""
-        async with self._runner.run(self._choices, self._num_prompts) as running:
+        async with self._runner.run(
+            self._choices, self._num_prompts, is_prompt_only=self._is_prompt_only
+        ) as running:
             answer: Response
             if self._stream:
                 frames = stream_frames(running, self._form, self._choices[0].trace_id)
@@ -179,27 +186,49 @@ class _Door:
         choices: Sequence[GenerateRequest],
         form: AnswerFormat,
         num_prompts: int = 1,
+        *,
+        is_prompt_only: bool = False,
     ) -> Response:
         """The response that generates."""
         return CompletionAnswer(
-            self._runner, choices, form, num_prompts=num_prompts, stream=bool(body.stream)
+            self._runner,
+            choices,
+            form,
+            num_prompts=num_prompts,
+            is_prompt_only=is_prompt_only,
+            stream=bool(body.stream),
         )
+
+    async def spell(self, params: SamplingParams) -> Spell | None:
+        """What spells tokens, where the answer is to name them."""
+        return None if params.logprobs is None else await self.text.spell()
+
+    async def echoes(self, body: CompletionRequest, params: SamplingParams) -> list[Echo]:
+        """What to say before the choices of each prompt; nothing unless asked."""
+        if not body.echo:
+            return []
+        texts = await self.text.texts(body.prompt)
+        if params.prompt_logprobs is None:
+            return [Echo(text) for text in texts]
+        token_ids = await self.text.token_ids(body.prompt)
+        return [Echo(text, ids) for text, ids in zip(texts, token_ids, strict=True)]
 
 
 def _add_completions(api: FastAPI, door: _Door) -> None:
     @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Completes prompts; with `stream`, as server-sent events."""
-        prompts = body.prompt
-        door.admit(body, len(prompts))
+        door.admit(body, len(body.prompt))
         params = body.sampling_params()
         head = door.head("cmpl", body)
+        echoes = await door.echoes(body, params)
+        # What is echoed token by token must be what the engine reads.
+        scored: list[Prompt] = [echo.token_ids for echo in echoes]
+        prompts = body.prompt if params.prompt_logprobs is None else scored
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        echo: list[str] = []
-        if body.echo:
-            texts = await door.text.texts(prompts)
-            echo = [text for text in texts for _ in range(body.num_choices)]
-        return door.answer(body, choices, CompletionFormat(head, echo), len(prompts))
+        before = [echo for echo in echoes for _ in range(body.num_choices)]
+        form = CompletionFormat(head, before, await door.spell(params))
+        return door.answer(body, choices, form, len(prompts), is_prompt_only=body.is_prompt_only)
 
     @api.post(CHAT_PATH, response_model=ChatCompletion, responses=_answers("chat completion"))
     async def chat(body: ChatRequest, request: Request) -> Response:
@@ -209,12 +238,18 @@ def _add_completions(api: FastAPI, door: _Door) -> None:
         head = door.head("chatcmpl", body)
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
-        return door.answer(body, choices, ChatFormat(head))
+        return door.answer(body, choices, ChatFormat(head, await door.spell(params)))
 
 
 def _answers(kind: str) -> dict[int | str, dict[str, Any]]:
     """The documented answers of an endpoint that generates."""
-    stream = {"schema": {"type": "string"}, "example": "data: {...}\n\ndata: [DONE]\n\n"}
+    event = {
+        "type": "object",
+        "properties": {"data": {"type": "string"}},
+        "required": ["data"],
+        "description": "One event; its data is a chunk as JSON, or [DONE].",
+    }
+    stream = {"schema": event, "example": "data: {...}\n\ndata: [DONE]\n\n"}
     whole = f"The {kind}; with `stream`, server-sent events of chunks, then [DONE]."
     errors: dict[int | str, dict[str, Any]] = {
         status: {"model": ErrorAnswer, "description": description}

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
+from dataclasses import replace
 from typing import Protocol
 
-from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
 from serve_spec.serving import sse
@@ -69,6 +70,7 @@ class RunningAnswer:
     """Choices that replicas work on, the first tokens of which are here.
 
     items: what replicas say, with the choice it belongs to. Choices of one prompt are neighbours.
+    is_prompt_only: drop the tokens that choices bring; what is said of their prompts stays.
     """
 
     def __init__(
@@ -77,6 +79,7 @@ class RunningAnswer:
         *,
         num_choices: int,
         num_prompts: int,
+        is_prompt_only: bool,
         deadline: float,
         timeout_s: float,
     ) -> None:
@@ -84,6 +87,7 @@ class RunningAnswer:
         self.num_tokens = 0
         self._items = items
         self._choices_per_prompt = num_choices // num_prompts
+        self._is_prompt_only = is_prompt_only
         self._deadline = deadline
         self._timeout_s = timeout_s
         self._num_prompt_tokens: dict[int, int] = {}
@@ -142,8 +146,9 @@ class RunningAnswer:
         while True:
             index, item = await self._next_item()
             if isinstance(item, TokenDelta):
-                self._note(index, item)
-                return index, item
+                delta = _without_tokens(item) if self._is_prompt_only else item
+                self._note(index, delta)
+                return index, delta
             self._num_prompt_tokens[index] = item.num_prompt_tokens
 
     def _note(self, index: int, delta: TokenDelta) -> None:
@@ -197,11 +202,16 @@ class CompletionRunner:
 
     @asynccontextmanager
     async def run(
-        self, choices: Sequence[GenerateRequest], num_prompts: int = 1
+        self,
+        choices: Sequence[GenerateRequest],
+        num_prompts: int = 1,
+        *,
+        is_prompt_only: bool = False,
     ) -> AsyncIterator[RunningAnswer]:
         """Holds turns and replicas for the body of the `async with`, however it ends.
 
         num_prompts: how many prompts the choices are for, the same number for each.
+        is_prompt_only: see `RunningAnswer`.
 
         Raises:
             ApiError: the request did not get to its first tokens.
@@ -213,6 +223,7 @@ class CompletionRunner:
                 items,
                 num_choices=len(choices),
                 num_prompts=num_prompts,
+                is_prompt_only=is_prompt_only,
                 deadline=deadline,
                 timeout_s=self._timeout_s,
             )
@@ -242,13 +253,16 @@ async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> Answer:
     choices: list[list[TokenDelta]] = [[] for _ in range(answer.num_choices)]
     async for index, delta in answer.deltas():
         choices[index].append(delta)
-    return form.whole(choices, answer.usage)
+    # Log-probabilities of a long answer take a while to write down; streams go on meanwhile.
+    return await asyncio.to_thread(form.whole, choices, answer.usage)
 
 
 async def stream_frames(
     answer: RunningAnswer, form: AnswerFormat, trace_id: str
 ) -> AsyncIterator[bytes]:
-    """The answer of a request with `stream`: a frame per choice and round that completes text.
+    """The answer of a request with `stream`: a frame per choice and round that adds to it.
+
+    A round that completes no text adds its tokens' log-probabilities, where they are asked for.
 
     The 200 is out by now, so a failure becomes a frame, and [DONE] does not follow it.
     """
@@ -257,7 +271,7 @@ async def stream_frames(
             if (opening := form.opening(index)) is not None:
                 yield sse.frame(opening)
         async for index, delta in answer.deltas():
-            if delta.text or delta.finish_reason is not None:
+            if delta.text or delta.logprobs or delta.finish_reason is not None:
                 yield sse.frame(form.chunk(index, delta))
         if form.head.include_usage:
             yield sse.frame(form.usage_chunk(answer.usage))
@@ -265,3 +279,15 @@ async def stream_frames(
     except ApiError as error:
         logger.warning("request %s (%s) broke off: %s", form.head.id, trace_id, error.message)
         yield sse.frame(error.body())
+
+
+def _without_tokens(delta: TokenDelta) -> TokenDelta:
+    """As if the engine had read the prompt and stopped: the length, 0 tokens, is reached."""
+    ended = delta.finish_reason is not None
+    return replace(
+        delta,
+        token_ids=(),
+        text="",
+        logprobs=None,
+        finish_reason=FinishReason.LENGTH if ended else None,
+    )

@@ -54,6 +54,7 @@ class ContinuedStream:
             token_ids=tuple(token_ids[:count]),
             text=self._text.take(),
             finish_reason=reason,
+            logprobs=None if delta.logprobs is None else delta.logprobs[:count],
         )
 
 
@@ -70,6 +71,11 @@ async def continue_request(loop: Any, request: GenerateRequest) -> ContinuedStre
     text = OutputText(loop.tokenizer, sequence, eos_token_ids=())
     text.push(list(request.emitted))
     text.take()  # the caller has it
-    rest = replace(params, max_tokens=params.max_tokens - len(request.emitted), stop=())
+    rest = replace(
+        params,
+        max_tokens=params.max_tokens - len(request.emitted),
+        stop=(),
+        prompt_logprobs=None,  # they came with the first token
+    )
     stream = await loop.submit([*prompt_ids, *request.emitted], rest, request.request_id)
     return ContinuedStream(loop, stream, text, len(prompt_ids))

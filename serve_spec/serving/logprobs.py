@@ -61,18 +61,42 @@ class TextOffsets:
     """Where the tokens of a choice begin in its text, one after the other.
 
     Give every choice its own, and keep it through the choice's stream.
+
+    start: characters of the text before the first of the tokens.
     """
 
-    def __init__(self) -> None:
-        self._num_characters = 0
+    def __init__(self, start: int = 0) -> None:
+        self._num_characters = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def next(self, spelling: Spelling) -> int:
         """Characters before this token. One that goes on with a character begins where it does."""
         start = self._num_characters
-        if not spelling.is_special:
-            self._num_characters += len(self._decoder.decode(spelling.said))
+        self._num_characters += self._length(spelling)
         return start
+
+    def _length(self, spelling: Spelling) -> int:
+        return 0 if spelling.is_special else len(self._decoder.decode(spelling.said))
+
+
+class EchoOffsets(TextOffsets):
+    """Where the tokens of a prompt begin in its text.
+
+    The text decides: tokenizers add tokens and spaces to it, and clients may write the names of
+    special tokens into it.
+    """
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def _length(self, spelling: Spelling) -> int:
+        special = spelling.is_special
+        said = spelling.said.decode() if special else self._decoder.decode(spelling.said)
+        for found in (said, said.removeprefix(" ")):  # SentencePiece puts a space before the text
+            if self._text.startswith(found, self._num_characters):
+                return len(found)
+        return 0 if special else min(len(said), len(self._text) - self._num_characters)
 
 
 def completion_logprobs(
@@ -91,16 +115,18 @@ def completion_logprobs(
 
 
 def echoed_logprobs(
+    text: str,
     prompt_ids: Sequence[int],
     entries: Sequence[TokenLogprob | None],
     spell: Spell,
-    offsets: TextOffsets,
 ) -> CompletionLogprobs:
     """What the completions API shows of an echoed prompt, whose first token has no entry.
 
+    text: the prompt as it is echoed.
     entries: `prompt_logprobs` of the engine, aligned with `prompt_ids`.
     """
     shown = _empty()
+    offsets = EchoOffsets(text)
     for token, entry in zip(prompt_ids, entries, strict=True):
         _add(shown, spell(token), offsets)
         shown["token_logprobs"].append(None if entry is None else _finite(entry.logprob))

@@ -11,6 +11,7 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 from serve_spec.config.engine import ModelConfig
@@ -21,10 +22,13 @@ from serve_spec.serving.chat_template import RESERVED, ChatTemplate, ChatTemplat
 from serve_spec.serving.control_tokens import ControlTokens
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
+from serve_spec.serving.logprobs import Spell
 from serve_spec.serving.openai import ChatRequest
 
 # What a config.json without the key means, here as in `models.shape`.
 _DEFAULT_MODEL_LEN = 2048
+# Likely tokens come again and again: an answer with 20 alternatives spells 21 of them per token.
+_KEPT_SPELLINGS = 2**16
 
 
 class ModelText:
@@ -60,6 +64,31 @@ class ModelText:
             prompt if isinstance(prompt, str) else await self._text(prompt) for prompt in prompts
         ]
 
+    async def token_ids(self, prompts: Sequence[Prompt]) -> list[list[int]]:
+        """Prompts as the engine would encode them; an empty text has no tokens.
+
+        Raises:
+            ApiError: 500, the checkpoint's files can not be used here.
+        """
+        return [
+            await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
+        ]
+
+    async def spell(self) -> Spell:
+        """What spells single tokens.
+
+        Raises:
+            ApiError: 500, the checkpoint's files can not be used here.
+        """
+        loaded = await asyncio.to_thread(self._files)
+        return loaded.spell
+
+    async def _encoded(self, prompt: str) -> list[int]:
+        if not prompt:  # for the engine to refuse, whatever special tokens would be added
+            return []
+        loaded = await asyncio.to_thread(self._files)
+        return await asyncio.to_thread(loaded.tokenizer.encode, prompt)
+
     async def _text(self, token_ids: list[int]) -> str:
         loaded = await asyncio.to_thread(self._files)
         return await asyncio.to_thread(loaded.tokenizer.decode, token_ids)
@@ -80,6 +109,7 @@ class _Loaded:
 
     def __init__(self, model: ModelConfig) -> None:
         self.tokenizer = Tokenizer(model.path)
+        self.spell: Spell = lru_cache(_KEPT_SPELLINGS)(self.tokenizer.spell)
         self._template = ChatTemplate.from_folder(model.path)
         self._control = ControlTokens(self.tokenizer, self._template.source)
         self._max_model_len = model.max_model_len or _max_model_len(model.path)

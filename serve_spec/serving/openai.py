@@ -21,6 +21,7 @@ from pydantic import (
 
 from serve_spec.config.base import unknown_key
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.logprobs import MAX_LOGPROBS
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
@@ -59,6 +60,7 @@ class _Closed(BaseModel):
 
 # Larger numbers do not fit into the engine's tensors.
 Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
+NumLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Text: TypeAlias = Annotated[str, AfterValidator(fields.unicode)]
 Name: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_NAME_CHARS)]
 
@@ -194,8 +196,16 @@ class _Request(_Closed):
         """Whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def _params(self, max_tokens: int | None) -> SamplingParams:
-        """How to draw the tokens of the first choice; None: the default number of them.
+    def _params(
+        self,
+        max_tokens: int | None,
+        logprobs: int | None,
+        prompt_logprobs: int | None = None,
+    ) -> SamplingParams:
+        """How to draw the tokens of the first choice.
+
+        max_tokens: None: the default number of them.
+        logprobs, prompt_logprobs: as in `SamplingParams`.
 
         Raises:
             InvalidRequest: a value out of range, or one this version can not honour.
@@ -212,7 +222,9 @@ class _Request(_Closed):
             given["max_tokens"] = max_tokens
         speculative = self.speculative or SpeculativeRequest()
         options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
-        return SamplingParams(**given, speculative=options)
+        return SamplingParams(
+            **given, logprobs=logprobs, prompt_logprobs=prompt_logprobs, speculative=options
+        )
 
 
 class CompletionRequest(_Request):
@@ -220,7 +232,6 @@ class CompletionRequest(_Request):
 
     unavailable: ClassVar[Mapping[str, _Unavailable]] = {
         **_Request.unavailable,
-        "logprobs": _Unavailable(),
         "suffix": _Unavailable("", instead="no format for filling a gap is known of this model"),
     }
 
@@ -228,22 +239,43 @@ class CompletionRequest(_Request):
         description="A text, texts, token ids, or lists of token ids. The choices of prompt p are "
         "those with the indices from p · n on."
     )
-    max_tokens: Int32 | None = Field(None, description="Most tokens to generate; default 16.")
-    echo: bool | None = Field(None, description="Put the prompt's text before the completion.")
+    max_tokens: Int32 | None = Field(
+        None, description="Most tokens to generate; default 16. With `echo`, 0: the prompt alone."
+    )
+    echo: bool | None = Field(
+        None, description="Put the prompt before the completion: its text, and its `logprobs`."
+    )
     best_of: int | None = Field(None, description="Only null or the value of `n` works.")
-    logprobs: int | None = Field(None, description="Only null works.")
+    logprobs: NumLogprobs | None = Field(
+        None,
+        description="Report the log-probability of every token, and of that many likeliest tokens "
+        "in its place. Generated tokens have those of the distribution that they were drawn from, "
+        "after `temperature` and filters; tokens of an echoed prompt have the model's own.",
+    )
     suffix: Text | None = Field(None, description="Only null works.")
 
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether nothing is to be generated: the client wants to see what prompts are worth."""
+        return self.max_tokens == 0 and bool(self.echo)
+
     def sampling_params(self) -> SamplingParams:
-        """How to draw the tokens of choice 0.
+        """How to draw the tokens of choice 0; `is_prompt_only`: one, which nobody is to see.
 
         Raises:
             InvalidRequest: a value out of range, or one this version can not honour.
         """
+        if self.max_tokens == 0 and not self.echo:
+            fix = "use an integer in [1, 2³¹); 0 goes with echo=true alone"
+            raise InvalidRequest("max_tokens", 0, fix)
         if self.best_of is not None and self.best_of != self.num_choices:
             fix = f"candidates are not ranked here; ask for n={max(self.best_of, 1)} and choose"
             raise InvalidRequest("best_of", self.best_of, fix)
-        return self._params(self.max_tokens)
+        return self._params(
+            1 if self.is_prompt_only else self.max_tokens,
+            self.logprobs,
+            self.logprobs if self.echo else None,
+        )
 
 
 class ChatMessage(_Closed):
@@ -285,7 +317,6 @@ class ChatRequest(_Request):
         "audio": _Unavailable(),
         "function_call": _Unavailable("none", "auto", instead=_NO_TOOLS),
         "functions": _Unavailable([], instead=_NO_TOOLS),
-        "logprobs": _Unavailable(False),
         "modalities": _Unavailable(["text"]),
         "prediction": _Unavailable(),
         "reasoning_effort": _Unavailable(
@@ -293,7 +324,6 @@ class ChatRequest(_Request):
         ),
         "tool_choice": _Unavailable("none", "auto", instead=_NO_TOOLS),
         "tools": _Unavailable([], instead=_NO_TOOLS),
-        "top_logprobs": _Unavailable(0),
         "verbosity": _Unavailable("medium"),
         "web_search_options": _Unavailable(),
     }
@@ -315,6 +345,14 @@ class ChatRequest(_Request):
         None, description="More variables for the model's chat template."
     )
     response_format: ResponseFormat | None = None
+    logprobs: bool | None = Field(
+        None,
+        description="Report the log-probability of every token: that of the distribution that it "
+        "was drawn from, after `temperature` and filters.",
+    )
+    top_logprobs: NumLogprobs | None = Field(
+        None, description="Report those of that many likeliest tokens too; only with `logprobs`."
+    )
 
     parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
     prompt_cache_key: Text | None = Field(None, description="Accepted and ignored.")
@@ -327,7 +365,6 @@ class ChatRequest(_Request):
         None, description='Only "none" or "auto" works.'
     )
     functions: list[Any] | None = Field(None, description="Only [] works.")
-    logprobs: bool | None = Field(None, description="Only false works.")
     modalities: list[Any] | None = Field(None, description='Only ["text"] works.')
     prediction: dict[str, Any] | None = Field(None, description="Only null works.")
     reasoning_effort: Text | None = Field(None, description='Only "none" works.')
@@ -335,7 +372,6 @@ class ChatRequest(_Request):
         None, description='Only "none" or "auto" works.'
     )
     tools: list[Any] | None = Field(None, description="Only [] works.")
-    top_logprobs: int | None = Field(None, description="Only 0 works.")
     verbosity: Text | None = Field(None, description='Only "medium" works.')
     web_search_options: dict[str, Any] | None = Field(None, description="Only null works.")
 
@@ -371,10 +407,14 @@ class ChatRequest(_Request):
         if self.add_generation_prompt and self.continue_final_message:
             fix = "an open last message leaves no room for add_generation_prompt; use one of them"
             raise InvalidRequest("continue_final_message", True, fix)
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest(
+                "top_logprobs", self.top_logprobs, "allowed only with logprobs=true"
+            )
         name, value = self.limit
         if value is not None and value < 1:
             raise InvalidRequest(name, value, "use an integer in [1, 2³¹)")
-        return self._params(value)
+        return self._params(value, (self.top_logprobs or 0) if self.logprobs else None)
 
 
 _NESTED: Mapping[str, type[BaseModel]] = {

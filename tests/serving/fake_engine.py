@@ -22,6 +22,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.metrics import MetricsSink
+from tests.serving.lawful_logprobs import entries_of, prompt_entries
 
 MAX_MODEL_LEN = 64
 
@@ -75,10 +76,18 @@ class FakeStream:
 
     def _delta(self, count: int, *, last: bool) -> TokenDelta:
         self._stats.observe(num_steps=3, num_correct_drafts=count - 1)
+        before = list(self._token_ids)
         new = [self._draw() for _ in range(count)]
-        reason = FinishReason.LENGTH if last else None
-        text = FakeTokenizer().decode(new)
-        return TokenDelta(self.request_id, tuple(new), text, reason, self._stats if last else None)
+        is_first = len(before) == self.num_prompt_tokens
+        return TokenDelta(
+            self.request_id,
+            tuple(new),
+            FakeTokenizer().decode(new),
+            FinishReason.LENGTH if last else None,
+            self._stats if last else None,
+            entries_of(before, new, self._params.logprobs),
+            prompt_entries(before, self._params.prompt_logprobs) if is_first else None,
+        )
 
     def _draw(self) -> int:
         *before, last = self._token_ids

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Iterable
+from typing import Any
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.serving.continuation import continue_request
+from serve_spec.serving.errors import no_replica
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
 from tests.serving.fake_engine import FakeLoop
+from tests.serving.lawful_engine import LawfulLoop
 
 
 class LoopFleet:
@@ -74,6 +78,28 @@ class ScriptedFleet:
 
     async def status(self) -> dict[str, object]:
         return {}
+
+
+class FleetOfMortals:
+    """Lawful engines. A request's first one dies after `life` items; the second one lives."""
+
+    def __init__(self, life: float = float("inf")) -> None:
+        self.life = life
+
+    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        loop = LawfulLoop(int(asked.request_id.split("-")[-2]))
+        stream: Any = await (
+            continue_request(loop, asked)
+            if asked.emitted
+            else loop.submit(asked.prompt, asked.params, asked.request_id)
+        )
+        left = float("inf") if asked.avoid else self.life
+        yield Accepted(stream.num_prompt_tokens, "first")
+        async for item in stream:
+            if left <= 0:
+                raise no_replica("gone")
+            yield item
+            left -= 1
 
 
 def request(prompt: str = "a b", **params: object) -> GenerateRequest:

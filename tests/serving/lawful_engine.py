@@ -1,7 +1,7 @@
 """A stand-in for `EngineLoop` that obeys the sampling law: a token is a function of text and seed.
 
-Rounds bring one to three tokens, different ones on different replicas, as speculation does. Text
-is made by the engine's own `OutputText`.
+Log-probabilities are a function of the text too. Rounds bring one to three tokens, different ones
+on different replicas, as speculation does. Text is made by the engine's own `OutputText`.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
+from tests.serving.lawful_logprobs import entries_of, prompt_entries
 
 EOS = 0
 _ALPHABET = "\x00ab é"
@@ -52,10 +53,22 @@ class LawfulStream:
             for _ in range(self.rounds.randint(1, 3)):
                 new.append(_draw([*self.sequence.token_ids, *new], self.sequence.seed))
             new = new[: self.text.push(new)]
-            self.sequence.token_ids += new
-            reason = self.text.finish_reason
-            counts = SpeculationStats(num_rounds=1) if reason else None
-            yield TokenDelta(request_id, tuple(new), self.text.take(), reason, counts)
+            yield self._delta(new)
+
+    def _delta(self, new: list[int]) -> TokenDelta:
+        before, params = list(self.sequence.token_ids), self.sequence.params
+        self.sequence.token_ids += new
+        reason = self.text.finish_reason
+        is_first = len(before) == self.num_prompt_tokens
+        return TokenDelta(
+            self.sequence.request_id,
+            tuple(new),
+            self.text.take(),
+            reason,
+            SpeculationStats(num_rounds=1) if reason else None,
+            entries_of(before, new, params.logprobs),
+            prompt_entries(before, params.prompt_logprobs) if is_first else None,
+        )
 
 
 class LawfulLoop:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from serve_spec.core.request import FinishReason, SpeculationStats
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.engine.spelling import Spelling
 from serve_spec.serving.answers import (
     AnswerFormat,
     AnswerHead,
@@ -18,6 +21,7 @@ from serve_spec.serving.answers import (
     fingerprint,
     usage,
 )
+from serve_spec.serving.choice_text import Echo
 from tests.serving.fakes import delta
 
 COUNTS = usage(2, 3, SpeculationStats())
@@ -75,7 +79,7 @@ def test_all_answers_to_a_request_share_id_time_model_and_fingerprint(form: Any)
 
 
 def test_the_official_client_finds_nothing_missing_in_them() -> None:
-    whole, *_ = every_answer(CompletionFormat(head(), ["before"]))
+    whole, *_ = every_answer(CompletionFormat(head(), [Echo("before")]))
     assert Completion.model_validate(whole).model_extra == {}
     whole, *chunks = every_answer(ChatFormat(head()))
     assert ChatCompletion.model_validate(whole).choices[0].message.content == "ab"
@@ -97,15 +101,61 @@ def test_a_chat_stream_says_the_role_first_and_then_only_text() -> None:
 
 
 def test_an_echo_comes_before_each_choice_and_once_in_a_stream() -> None:
-    form = CompletionFormat(head(), ["x", "y"])
+    form = CompletionFormat(head(), [Echo("x"), Echo("y")])
     end = delta("b", finish=FinishReason.STOP)
     whole = form.whole([[delta("a"), end], [end]], COUNTS)
     assert [choice["text"] for choice in whole["choices"]] == ["xab", "yb"]
-    opening = form.opening(1)
-    assert opening is not None
-    assert opening["choices"][0]["text"] == "y"
-    assert form.chunk(1, end)["choices"][0]["text"] == "b"
-    assert CompletionFormat(head()).opening(0) is None
+    chunks = [form.chunk(1, delta("a")), form.chunk(0, end), form.chunk(1, end)]
+    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["ya", "xb", "b"]
+
+
+def spell(token_id: int) -> Spelling:
+    return Spelling(bytes([token_id]))
+
+
+def scored(token: str, finish: FinishReason | None = None) -> TokenDelta:
+    """A round that brings one token."""
+    entry = TokenLogprob(ord(token), -1.0, 1, ((ord("z"), -2.0),))
+    return replace(delta(token, ord(token), finish=finish), logprobs=(entry,))
+
+
+def test_every_choice_shows_the_log_probabilities_of_its_own_tokens() -> None:
+    choices = [[scored("a"), scored("b", FinishReason.STOP)], [scored("c", FinishReason.STOP)]]
+    whole = CompletionFormat(head(), spell=spell).whole(choices, COUNTS)
+    shown = [choice["logprobs"] for choice in whole["choices"]]
+    assert [s["tokens"] if s else None for s in shown] == [["a", "b"], ["c"]]
+    assert [s["text_offset"] if s else None for s in shown] == [[0, 1], [0]]
+    chats = ChatFormat(head(), spell).whole(choices, COUNTS)["choices"]
+    texts = [[t["token"] for t in c["logprobs"]["content"]] if c["logprobs"] else c for c in chats]
+    assert texts == [["a", "b"], ["c"]]
+
+
+def test_in_a_stream_offsets_go_on_where_the_choice_was_left() -> None:
+    form = CompletionFormat(head(), spell=spell)
+    chunks = [form.chunk(i, scored(token)) for i, token in ((0, "a"), (1, "b"), (0, "c"))]
+    shown = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [s["text_offset"] if s else None for s in shown] == [[0], [0], [1]]
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_log_probabilities_that_nobody_asked_for_are_null(form: Any) -> None:
+    for answer in every_answer(form(head())):
+        assert all(choice["logprobs"] is None for choice in answer["choices"])
+
+
+def test_the_official_client_reads_log_probabilities() -> None:
+    choices = [[scored("a", FinishReason.STOP)]]
+    whole = Completion.model_validate(CompletionFormat(head(), spell=spell).whole(choices, COUNTS))
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.top_logprobs == [{"z": -2.0, "a": -1.0}]
+    form = ChatFormat(head(), spell)
+    chat = ChatCompletion.model_validate(form.whole(choices, COUNTS))
+    chunk = ChatCompletionChunk.model_validate(form.chunk(0, *choices[0]))
+    for logprobs in (chat.choices[0].logprobs, chunk.choices[0].logprobs):
+        assert logprobs is not None
+        assert logprobs.content is not None
+        assert [(t.token, t.bytes, t.logprob) for t in logprobs.content] == [("a", [97], -1.0)]
+        assert [t.token for t in logprobs.content[0].top_logprobs] == ["z"]
 
 
 def test_the_fingerprint_is_that_of_version_and_model() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,13 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.engine.spelling import Spelling
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerHead, ChatFormat, CompletionFormat, Usage
 from serve_spec.serving.batching import Batcher
+from serve_spec.serving.choice_text import Echo
 from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import CompletionRunner, stream_frames, whole_answer
-from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.messages import (
     Accepted,
@@ -27,12 +30,10 @@ from serve_spec.serving.messages import (
     GenerateRequest,
     Items,
     Refused,
-    ReplicaItem,
     Submission,
 )
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import LoopFleet, ScriptedFleet, delta, request
-from tests.serving.lawful_engine import LawfulLoop
+from tests.serving.fakes import FleetOfMortals, LoopFleet, ScriptedFleet, delta, request
 
 ACCEPTED = Accepted(2, "here")
 HEAD = AnswerHead("cmpl-1", "m", 0, "fp_1", include_usage=True)
@@ -79,6 +80,36 @@ def test_a_round_that_completes_no_text_sends_nothing_but_counts() -> None:
     assert last["choices"][0]["finish_reason"] == "stop"
     assert usage["usage"]["completion_tokens"] == 4
     assert done == "[DONE]"
+
+
+def test_a_round_that_completes_no_text_still_sends_its_log_probabilities() -> None:
+    entries = [TokenLogprob(token, -1.0, 1) for token in (0xC3, 0xA9)]
+    half = replace(delta("", 0xC3), logprobs=(entries[0],))
+    whole = replace(delta("é", 0xA9, finish=FinishReason.LENGTH), logprobs=(entries[1],))
+
+    async def scenario() -> list[Any]:
+        form = CompletionFormat(HEAD, spell=lambda token: Spelling(bytes([token])))
+        items: list[Any] = [ACCEPTED, half, whole]
+        async with runner(ScriptedFleet(items), open_door()).run([request()]) as answer:
+            return [decoded(f) async for f in stream_frames(answer, form, "trace")]
+
+    first, last, *_ = asyncio.run(scenario())
+    shown = [chunk["choices"][0]["logprobs"]["tokens"] for chunk in (first, last)]
+    assert shown == [["bytes:\\xc3"], ["bytes:\\xa9"]]
+    assert [chunk["choices"][0]["text"] for chunk in (first, last)] == ["", "é"]
+
+
+def test_where_only_prompts_are_wanted_nothing_is_generated_for_all_the_caller_knows() -> None:
+    async def scenario() -> Any:
+        asked, loop = several(2, max_tokens=1), FakeLoop()
+        held = runner(LoopFleet(loop), open_door()).run(asked, is_prompt_only=True)
+        async with held as answer:
+            return await whole_answer(answer, CompletionFormat(HEAD, [Echo("x"), Echo("y")]))
+
+    answer = asyncio.run(scenario())
+    assert [choice["text"] for choice in answer["choices"]] == ["x", "y"]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
+    assert (answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (0, 3)
 
 
 def test_without_stream_the_pieces_are_one_text() -> None:
@@ -215,28 +246,6 @@ def test_usage_is_summed_over_choices_and_a_prompt_counted_once() -> None:
 
 
 LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
-
-
-class FleetOfMortals:
-    """Every request loses its first replica after `life` items; the second one lives."""
-
-    def __init__(self, life: float = float("inf")) -> None:
-        self.life = life
-
-    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        loop = LawfulLoop(int(asked.request_id.split("-")[-2]))
-        stream: Any = await (
-            continue_request(loop, asked)
-            if asked.emitted
-            else loop.submit(asked.prompt, asked.params, asked.request_id)
-        )
-        left = float("inf") if asked.avoid else self.life
-        yield Accepted(stream.num_prompt_tokens, "first")
-        async for item in stream:
-            if left <= 0:
-                raise no_replica("gone")
-            yield item
-            left -= 1
 
 
 @settings(deadline=None, max_examples=20)

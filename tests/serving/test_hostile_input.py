@@ -195,6 +195,9 @@ def test_no_body_makes_a_5xx(server: Server, path: str) -> None:
     @example(body={"model": "\ud800"})
     @example(body={**SANE[path], "user": "\ud800"})
     @example(body={**SANE[path], "metadata": {"\ud800": "\ud800"}})
+    @example(body={**SANE[path], "logprobs": 20, "echo": True, "max_tokens": 0})
+    @example(body={**SANE[path], "logprobs": 0, "echo": True, "prompt": [2**31 - 1]})
+    @example(body={**SANE[path], "logprobs": True, "top_logprobs": 20, "stream": True})
     def law(body: dict[str, Any]) -> None:
         checked(server.post(path, json.dumps(body).encode()))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +13,7 @@ from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.engine.spelling import Spelling
 from serve_spec.serving.logprobs import (
     CompletionLogprobs,
+    EchoOffsets,
     TextOffsets,
     chat_logprobs,
     completion_logprobs,
@@ -76,15 +78,47 @@ def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text() -> Non
 
 
 def test_an_echoed_prompt_comes_first_and_its_first_token_has_no_likelihood() -> None:
-    offsets = TextOffsets()
-    prompt = echoed_logprobs([0x61, 0x62], [None, TokenLogprob(0x62, -3.0, 7)], spell, offsets)
-    both = joined(prompt, completion_logprobs([TokenLogprob(0x63, -1.0, 1)], spell, offsets))
-    assert both == {
+    prompt = echoed_logprobs("ab", [0x61, 0x62], [None, TokenLogprob(0x62, -3.0, 7)], spell)
+    said = completion_logprobs([TokenLogprob(0x63, -1.0, 1)], spell, TextOffsets(2))
+    assert joined(prompt, said) == {
         "tokens": ["a", "b", "c"],
         "token_logprobs": [None, -3.0, -1.0],
         "top_logprobs": [None, {"b": -3.0}, {"c": -1.0}],
         "text_offset": [0, 1, 2],
     }
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens", "offsets"),
+    [
+        ("ab", ["<eos>", "a", "b"], [0, 0, 1]),
+        ("<eos>b", ["<eos>", "b"], [0, 5]),
+        ("<eos>b", ["<eos>", "<eos>", "b"], [0, 5, 5]),
+        ("a b", [" a", " b"], [0, 1]),
+        ("a b", [" ", "a", " b"], [0, 0, 1]),
+        (" a", [" a", "<eos>"], [0, 2]),
+        ("a\u0301b", ["á", "b", "c"], [0, 1, 2]),
+        ("a", ["a", "b", "c"], [0, 1, 1]),
+    ],
+    ids=str,
+)
+def test_tokens_of_a_prompt_are_found_in_its_text(
+    text: str, tokens: list[str], offsets: list[int]
+) -> None:
+    """Added tokens and spaces, special tokens that a client wrote, and texts that were changed."""
+    places = EchoOffsets(text)
+    spelled = [Spelling(token.encode(), token == "<eos>") for token in tokens]
+    assert [places.next(spelling) for spelling in spelled] == offsets
+
+
+@given(st.binary(max_size=12))
+def test_broken_characters_of_a_prompt_do_not_move_what_follows(said: bytes) -> None:
+    """Bytes that are none are shown as U+FFFD, one for several of them."""
+    text = said.decode(errors="replace") + "end"
+    places = EchoOffsets(text)
+    offsets = [places.next(Spelling(bytes([byte]))) for byte in said + b"end"]
+    assert [text[offset:] for offset in offsets[-2:]] == ["nd", "d"]
+    assert offsets == sorted(offsets)
 
 
 def test_what_can_not_come_up_has_a_number_that_json_knows() -> None:

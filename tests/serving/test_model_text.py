@@ -12,6 +12,8 @@ from transformers import PreTrainedTokenizerFast
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams
+from serve_spec.engine.spelling import Spelling
+from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
@@ -123,6 +125,26 @@ def test_prompts_that_are_ids_are_read_out_and_texts_left_alone(tmp_path: Path) 
     text = text_of(write_text_files(tmp_path))
     ids = byte_tokenizer().encode("é b").ids
     assert asyncio.run(text.texts(["a", ids])) == ["a", "é b"]
+
+
+def test_prompts_are_encoded_as_the_engine_does_and_ids_left_alone(tmp_path: Path) -> None:
+    text = text_of(write_text_files(tmp_path))
+    ids = byte_tokenizer().encode("é b").ids
+    assert asyncio.run(text.token_ids(["é b", [7, 8]])) == [ids, [7, 8]]
+    assert Tokenizer(tmp_path).encode("é b") == ids
+
+
+def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_path: Path) -> None:
+    text = text_of(write_text_files(tmp_path))
+    assert byte_tokenizer().encode("").ids
+    assert asyncio.run(text.token_ids([""])) == [[]]
+
+
+def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path: Path) -> None:
+    spell = asyncio.run(text_of(write_text_files(tmp_path)).spell())
+    bos, *rest = byte_tokenizer().encode("é").ids
+    assert spell(bos) == Spelling(BOS.encode(), is_special=True)
+    assert b"".join(spell(token).said for token in rest) == "é".encode()
 
 
 def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path: Path) -> None:

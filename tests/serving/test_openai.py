@@ -145,7 +145,6 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> Non
         ("best_of", 2),
         ("frequency_penalty", 0.1),
         ("logit_bias", {"5": 1.0}),
-        ("logprobs", 0),
         ("presence_penalty", -1),
         ("repetition_penalty", 1.1),
         ("suffix", "end"),
@@ -166,20 +165,63 @@ def test_fields_that_are_not_available_are_refused_at_any_other_value(
         ("function_call", {"name": "f"}),
         ("functions", [{"name": "f"}]),
         ("logit_bias", {"5": 1.0}),
-        ("logprobs", True),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "a"}),
         ("reasoning_effort", "high"),
         ("response_format.type", {"type": "json_object"}),
         ("tool_choice", "required"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
-        ("top_logprobs", 3),
     ],
 )
 def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match="leave it out or use") as caught:
         chat(**{field.split(".")[0]: value}).sampling_params()
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("count", [0, 5, 20])
+def test_a_completion_reports_log_probabilities_and_of_the_prompt_if_it_is_echoed(
+    count: int,
+) -> None:
+    assert parse(logprobs=count).sampling_params() == SamplingParams(logprobs=count)
+    both = SamplingParams(logprobs=count, prompt_logprobs=count)
+    assert parse(logprobs=count, echo=True).sampling_params() == both
+
+
+def test_a_chat_reports_log_probabilities_of_as_many_rivals_as_it_asks_for() -> None:
+    assert chat(logprobs=True).sampling_params() == SamplingParams(logprobs=0)
+    assert chat(logprobs=True, top_logprobs=20).sampling_params() == SamplingParams(logprobs=20)
+    assert chat(logprobs=False, top_logprobs=0).sampling_params() == SamplingParams()
+
+
+@pytest.mark.parametrize("logprobs", [None, False])
+def test_rivals_are_reported_only_beside_the_token_itself(logprobs: bool | None) -> None:
+    with pytest.raises(InvalidRequest, match=r"top_logprobs=3: .*logprobs=true") as caught:
+        chat(logprobs=logprobs, top_logprobs=3).sampling_params()
+    assert caught.value.field == "top_logprobs"
+
+
+@pytest.mark.parametrize("count", [-1, 21, True, 1.0, "5"])
+def test_other_numbers_of_log_probabilities_are_refused_by_the_field_that_asks(
+    count: object,
+) -> None:
+    assert refusal(logprobs=count)["param"] == "logprobs"
+    assert refusal(chat, logprobs=True, top_logprobs=count)["param"] == "top_logprobs"
+
+
+def test_a_chat_says_whether_and_a_completion_how_many() -> None:
+    assert refusal(chat, logprobs=5)["param"] == "logprobs"
+    assert refusal(logprobs=True)["param"] == "logprobs"
+
+
+def test_no_tokens_may_be_asked_for_where_the_prompt_is_echoed() -> None:
+    """The engine generates at least one; see `RunningAnswer`."""
+    body = parse(max_tokens=0, echo=True, logprobs=1)
+    assert body.is_prompt_only
+    assert body.sampling_params() == SamplingParams(max_tokens=1, logprobs=1, prompt_logprobs=1)
+    assert not parse(max_tokens=1, echo=True).is_prompt_only
+    with pytest.raises(InvalidRequest, match=r"max_tokens=0: .*echo=true"):
+        parse(max_tokens=0, logprobs=1).sampling_params()
 
 
 def test_best_of_may_repeat_n() -> None:

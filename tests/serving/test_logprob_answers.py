@@ -1,0 +1,308 @@
+"""Log-probabilities over HTTP: of every token exactly once, whatever happens on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator
+from typing import Any
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec import LLM
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.request import RequestOutput, SamplingParams
+from serve_spec.engine.loop import EngineLoop
+from serve_spec.serving.admission import Admission
+from serve_spec.serving.api import create_api
+from serve_spec.serving.logprobs import joined
+from serve_spec.serving.messages import GenerateRequest, ReplicaItem
+from serve_spec.serving.model_text import ModelText
+from serve_spec.serving.openai import ChatRequest
+from tests.helpers.checkpoints import make_tokenizer
+from tests.helpers.engines import llm_maker, make_pair
+from tests.serving.fake_engine import FakeLoop
+from tests.serving.fakes import FleetOfMortals, LoopFleet
+from tests.serving.lawful_logprobs import entries_of, prompt_entries
+from tests.serving.texts import write_text_files
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+TINY = 1e-4
+
+
+def ask(config: ServeSpecConfig, fleet: Any, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def send() -> httpx.Response:
+        app = create_api(config, fleet, Admission(max_in_flight=64, max_queued=64))
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(send())
+
+
+def chunks_of(answer: httpx.Response) -> list[Any]:
+    """The chunks of a stream, which is complete."""
+    *events, last = [line for line in answer.text.split("\n\n") if line]
+    assert last == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def put_together(answer: httpx.Response, num_choices: int) -> list[dict[str, Any]]:
+    """What a stream said, in the form of a whole answer's choices."""
+    choices: list[dict[str, Any]] = [{"index": i, "text": ""} for i in range(num_choices)]
+    for chunk in chunks_of(answer):
+        (piece,) = chunk["choices"]
+        choice = choices[piece["index"]]
+        choice["text"] += piece["text"] if "text" in piece else piece["delta"].get("content", "")
+        choice["finish_reason"] = piece["finish_reason"]
+        before, shown = choice.get("logprobs"), piece["logprobs"]
+        if before is None or shown is None:
+            choice["logprobs"] = shown
+        elif "content" in shown:
+            choice["logprobs"] = {**shown, "content": before["content"] + shown["content"]}
+        else:
+            choice["logprobs"] = joined(before, shown)
+    return choices
+
+
+@pytest.fixture(scope="module")
+def lawful(tmp_path_factory: pytest.TempPathFactory) -> ServeSpecConfig:
+    """A model whose tokens are bytes, as those of the lawful engine."""
+    folder = make_tokenizer(tmp_path_factory.mktemp("lawful"))
+    (folder / "config.json").write_text(json.dumps({"max_position_embeddings": 99}))
+    (folder / "tokenizer_config.json").unlink()  # its chat template writes special tokens
+    return ServeSpecConfig.load({"model": {"path": str(folder)}})
+
+
+MESSAGES = [{"role": "user", "content": "the é prompt"}]
+ANYTHING: dict[str, st.SearchStrategy[Any]] = {
+    "seed": st.integers(0, 2**63 - 1),
+    "max_tokens": st.integers(1, 20),
+    "n": st.integers(1, 3),
+    "stop": st.lists(st.text("ab é", min_size=1, max_size=3), max_size=2),
+    "ignore_eos": st.booleans(),
+}
+COMPLETION_BODIES = st.fixed_dictionaries(
+    {
+        **ANYTHING,
+        "prompt": st.sampled_from(["the é prompt", ["x", "é"], [[120, 121], [195, 169, 98]]]),
+        "logprobs": st.integers(0, 20),
+        "echo": st.booleans(),
+    }
+)
+CHAT_BODIES = st.fixed_dictionaries({**ANYTHING, "top_logprobs": st.integers(0, 20)})
+LAW = settings(deadline=None, max_examples=12)
+
+
+def prompts_of(body: dict[str, Any]) -> list[bytes]:
+    """The tokens of every prompt."""
+    prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
+    return [p.encode() if isinstance(p, str) else bytes(p) for p in prompts]
+
+
+@LAW
+@given(body=COMPLETION_BODIES, life=st.integers(0, 9))
+def test_a_stream_that_loses_its_replicas_shows_what_the_whole_answer_shows(
+    lawful: ServeSpecConfig, body: dict[str, Any], life: int
+) -> None:
+    whole = ask(lawful, FleetOfMortals(), COMPLETIONS, body).json()["choices"]
+    streamed = ask(lawful, FleetOfMortals(life), COMPLETIONS, {**body, "stream": True})
+    assert put_together(streamed, len(whole)) == whole
+
+
+@LAW
+@given(body=CHAT_BODIES, life=st.integers(0, 9))
+def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(
+    lawful: ServeSpecConfig, body: dict[str, Any], life: int
+) -> None:
+    body = {**body, "messages": MESSAGES, "logprobs": True}
+    answer = ask(lawful, FleetOfMortals(), CHAT, body).json()
+    streamed = put_together(
+        ask(lawful, FleetOfMortals(life), CHAT, {**body, "stream": True}), body["n"]
+    )
+    num_tokens = 0
+    for choice, pieces in zip(answer["choices"], streamed, strict=True):
+        assert pieces["text"] == choice["message"]["content"]
+        assert pieces["finish_reason"] == choice["finish_reason"]
+        assert pieces["logprobs"] == choice["logprobs"]
+        content = choice["logprobs"]["content"]
+        said = bytes(byte for token in content for byte in token["bytes"])
+        assert said.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
+        assert {len(token["top_logprobs"]) for token in content} <= {body["top_logprobs"]}
+        num_tokens += len(content)
+    assert num_tokens == answer["usage"]["completion_tokens"]
+
+
+@LAW
+@given(body=COMPLETION_BODIES, life=st.integers(0, 9))
+def test_every_token_has_its_own_likelihood_and_its_place_in_the_text(
+    lawful: ServeSpecConfig, body: dict[str, Any], life: int
+) -> None:
+    answer = ask(lawful, FleetOfMortals(life), COMPLETIONS, body).json()
+    num_tokens = 0
+    for index, choice in enumerate(answer["choices"]):
+        prompt, shown = prompts_of(body)[index // body["n"]], choice["logprobs"]
+        before = list(prompt_entries(prompt, body["logprobs"]) or ()) if body["echo"] else []
+        said = b"".join(_bytes(token) for token in shown["tokens"])[len(before) :]
+        entries = [*before, *(entries_of(prompt, said, body["logprobs"]) or ())]
+        expected = [None if entry is None else entry.logprob for entry in entries]
+        assert shown["token_logprobs"] == expected
+        num_tokens += len(said)
+        for token, offset in zip(shown["tokens"], shown["text_offset"], strict=True):
+            if offset < len(choice["text"]):  # others belong to the stop string, which is cut off
+                here = choice["text"][offset]
+                assert here == "\ufffd" or _bytes(token) in here.encode()
+    assert num_tokens == answer["usage"]["completion_tokens"]
+
+
+def _bytes(token: str) -> bytes:
+    """What a token of a completion says; `bytes:\\xc3` is a part of a character."""
+    if token.startswith("bytes:"):
+        return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
+    return token.encode()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_alone_is_scored_and_nothing_generated(
+    lawful: ServeSpecConfig, stream: bool
+) -> None:
+    prompts = ["the é prompt", "x"]
+    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
+    if stream:
+        body["stream_options"] = {"include_usage": True}
+    answer = ask(lawful, FleetOfMortals(), COMPLETIONS, body)
+    *chunks, usage = chunks_of(answer) if stream else [answer.json()] * 2
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    for choice in choices:
+        prompt = prompts[choice["index"]]
+        first, *rest = prompt_entries(prompt.encode(), 1) or ()
+        likely = [entry.logprob for entry in rest if entry is not None]
+        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
+        assert choice["logprobs"]["token_logprobs"] == [first, *likely]
+    assert len(choices) == 2
+    assert usage["usage"]["completion_tokens"] == 0
+    assert usage["usage"]["prompt_tokens"] == len("".join(prompts).encode())
+
+
+class Listener(FleetOfMortals):
+    """Notes what engines are given to read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prompts: list[str | list[int]] = []
+
+    def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        self.prompts.append(asked.prompt)
+        return super().generate(asked)
+
+
+def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful: ServeSpecConfig) -> None:
+    fleet = Listener()
+    body = {"prompt": ["é", "x"], "echo": True, "n": 2}
+    ask(lawful, fleet, COMPLETIONS, {**body, "logprobs": 0})
+    assert fleet.prompts == [list("é".encode())] * 2 + [[120]] * 2
+    ask(lawful, fleet, COMPLETIONS, body)
+    assert fleet.prompts[4:] == ["é"] * 2 + ["x"] * 2
+
+
+def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> None:
+    write_text_files(config.model.path)  # its tokenizer would add a special token
+    for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):
+        answer = ask(config, LoopFleet(FakeLoop()), COMPLETIONS, body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
+        (COMPLETIONS, {"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens"),
+        (CHAT, {"messages": MESSAGES, "logprobs": 5}, "logprobs"),
+        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
+    ],
+    ids=str,
+)
+def test_what_can_not_be_reported_is_refused_by_the_client_s_own_field(
+    lawful: ServeSpecConfig, path: str, body: dict[str, Any], param: str
+) -> None:
+    answer = ask(lawful, FleetOfMortals(), path, body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+
+
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """A random pair that drafts three tokens a round."""
+    return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")("EAGLE3", 3)
+
+
+@pytest.fixture(scope="module")
+def engine(offline: LLM) -> Iterator[EngineLoop]:
+    """The same pair behind HTTP."""
+    loop = EngineLoop(offline.config)
+    yield loop
+    loop.shutdown()
+
+
+PROMPTS = ["def f(x):", "é import os"]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0.8, "top_k": 30, "seed": 7},
+]
+
+
+def likelihoods(output: RequestOutput) -> list[float | None]:
+    """Of every token of prompt and completion."""
+    entries = [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
+    return [None if entry is None else entry.logprob for entry in entries]
+
+
+@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
+@pytest.mark.parametrize("stream", [False, True])
+def test_http_says_of_a_real_model_what_the_engine_says_offline(
+    offline: LLM, engine: EngineLoop, sampling: dict[str, Any], stream: bool
+) -> None:
+    params = SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=3, **sampling)
+    expected = offline.generate(PROMPTS, params)
+    body = {"prompt": PROMPTS, "max_tokens": 12, "logprobs": 3, "echo": True, "stream": stream}
+    fleet: Any = LoopFleet(engine)  # type: ignore[arg-type]
+    answer = ask(offline.config, fleet, COMPLETIONS, body | sampling)
+    choices = put_together(answer, 2) if stream else answer.json()["choices"]
+    for prompt, choice, output in zip(PROMPTS, choices, expected, strict=True):
+        assert choice["text"] == prompt + output.text
+        first, *found = choice["logprobs"]["token_logprobs"]
+        nothing, *likely = likelihoods(output)
+        assert first is nothing is None
+        assert found == pytest.approx(likely, abs=TINY)
+        for shown, entry in zip(
+            choice["logprobs"]["top_logprobs"][-len(output.token_ids) :],
+            output.logprobs or (),
+            strict=True,
+        ):
+            best = [likelihood for _, likelihood in entry.top]
+            assert list(shown.values())[: len(best)] == pytest.approx(best, abs=TINY)
+
+
+def test_a_chat_says_of_a_real_model_what_the_engine_says_offline(
+    offline: LLM, engine: EngineLoop
+) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
+    fleet: Any = LoopFleet(engine)  # type: ignore[arg-type]
+    answer = ask(offline.config, fleet, CHAT, {**body, "top_logprobs": 4}).json()
+    content = answer["choices"][0]["logprobs"]["content"]
+    chat = ChatRequest.model_validate({"messages": MESSAGES})
+    text = ModelText(offline.config.model)
+    prompt, _ = asyncio.run(text.conversation(chat, SamplingParams()))
+    params = SamplingParams(max_tokens=12, temperature=0, logprobs=4)
+    (output,) = offline.generate([prompt], params)
+    entries = output.logprobs or ()
+    assert [token["logprob"] for token in content] == pytest.approx(
+        [entry.logprob for entry in entries], abs=TINY
+    )
+    for token, entry in zip(content, entries, strict=True):
+        found = [rival["logprob"] for rival in token["top_logprobs"]]
+        assert found == pytest.approx([likelihood for _, likelihood in entry.top], abs=TINY)
