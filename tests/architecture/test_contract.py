@@ -9,7 +9,7 @@ Where this departs from the first floor plan, and why:
   and the engine starts and ends the other ranks.
 - `bench` reaches `serving` and `parallel`: what the fleet's statistics cost is measured on the real
   actor, what one exchange between ranks takes on the real group.
-- `bench` reaches `scheduler`: arms that take turns share an engine's worker, each with its own queue.
+- `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
 - The torch-free rooms are imported for real as well: a library that comes in through a neighbour
   counts like one that is named.
@@ -55,8 +55,8 @@ MAY_IMPORT = {
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": [
-        "core", "config", "metrics", "parallel", "adaptive", "engine", "layers", "models", "scheduler",
-        "serving",
+        "core", "config", "metrics", "parallel", "adaptive", "engine", "layers", "models",
+        "scheduler", "serving",
     ],
     "training": ["core", "config", "layers", "models"],
     "cli": ["core", "config", "engine", "models", "serving", "bench", "training"],
