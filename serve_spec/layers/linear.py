@@ -66,7 +66,7 @@ class Linear(Layer):
 
         These read half as much and so take less time; all others go on with the exact weight.
         """
-        assert self._packed is None, "only where products are torch's or ours are few rows faster"
+        assert self._packed is None, "oneDNN has taken the plain weight"
         self.eight_bit = EightBit.of(self.weight)
 
     def finish(self) -> None:
