@@ -13,6 +13,7 @@ from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.entries import Entries
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.objective import Floats, RoundCosts
+from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
 from serve_spec.core.round import DecodeBatch, RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
@@ -135,3 +136,18 @@ def test_a_broken_clock_teaches_nothing_about_entries() -> None:
     for draft_ms in (float("nan"), float("inf"), -1.0):
         assert not costs.observe_catch_up(**shape, num_entries=100, draft_ms=draft_ms)
     assert costs.entry_ms == 0
+
+
+def test_a_probe_pays_for_the_prompt_it_makes_up_for() -> None:
+    policy = policy_that_knows_entries(0.5)
+    batch = rows([200] * 4, [30] * 4)
+    plain = RoundTimes(0.0, 20.0, 20.0)
+    for _ in range(4000):
+        steps = policy.choose(batch)
+        if any(steps.row_steps or ()):
+            assert policy.last_reason is Reason.PROBE
+            assert policy.budget.spent_ms >= 0.5 * 200
+            assert policy.budget.spent_share <= 0.005
+            return
+        policy.observe(verified_round([0] * 4, 4, 0, times=plain))
+    pytest.fail("there was no probe")
