@@ -12,6 +12,8 @@ _Key: TypeAlias = tuple[str, int]
 
 # Replicas of so many pairs share one actor at most; a rolling update needs two.
 _MOST_PAIRS = 16
+# A merge over all replicas is too much for every report.
+_MERGE_EVERY_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -93,8 +95,7 @@ class FleetAcceptance:
         return len(self._ledgers) < _MOST_PAIRS
 
     def _remember(self, key: _Key, now_s: float) -> None:
-        """Now and then: a merge over all replicas is too much for every report."""
-        if now_s - self._merged_at.get(key, float("-inf")) >= self._stale_after_s / 2:
+        if now_s - self._merged_at.get(key, float("-inf")) >= _MERGE_EVERY_S:
             self._merged_at[key] = now_s
             rates = self._ledgers[key].prior(now_s)
             if rates is not None:

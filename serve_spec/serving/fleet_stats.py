@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any
 
 from serve_spec.metrics import batch_size_bucket
 from serve_spec.serving.fleet_acceptance import FleetAcceptance
+from serve_spec.serving.reports import Figures, Report, opened
 from serve_spec.serving.series import Series
 from serve_spec.serving.snapshots import Snapshot, number, section, sums
 
 # A replica that has been silent for this many times `stale_after_s` is gone for good.
 _FORGET_FACTOR = 4
-_MOST_REPORTS_PER_S = 1000
-"""A report takes half a millisecond of a small machine's core, most of it Ray's (`stats_load`)."""
+_MOST_TAUGHT_PER_S = 200
+"""Reports opened for what they say of acceptance, which changes slowly."""
+_MOST_SUMMED_PER_S = 2000
+"""Figures that go into points of the fleet's history."""
 _FLEET_POINTS, _REPLICA_POINTS = 600, 120
 _SHOWN_POINTS = 120
 _SHOWN_REPLICAS = 64
@@ -36,40 +39,13 @@ _SHOWN_FIELDS = (
 )  # fmt: skip
 
 
-class _Point(NamedTuple):
-    """What history keeps of a snapshot, read once."""
-
-    num_steps: float
-    batch_size: float
-    tokens_per_step: float
-    decode_tokens: float
-    num_waiting: float
-    free_pages: float
-    speedup: float
-    busy_s: float
-
-    @classmethod
-    def of(cls, snapshot: Snapshot) -> _Point:
-        speculation = section(snapshot, "speculation")
-        window = section(speculation, "window")
-        return cls(
-            number(snapshot, "speculative_num_steps"),
-            number(snapshot, "batch_size"),
-            number(window, "tokens_per_step"),
-            number(section(snapshot, "counters"), "decode_tokens"),
-            number(snapshot, "num_waiting"),
-            number(section(snapshot, "kv"), "free_pages"),
-            number(speculation, "effective_speedup"),
-            number(window, "busy_s"),
-        )
-
-
-@dataclass
+@dataclass(slots=True)
 class _Replica:
     series: Series
-    snapshot: Snapshot
-    point: _Point
+    report: Report
     time_s: float
+    taught_s: float = float("-inf")
+    """When its acceptance was last looked at."""
 
 
 class FleetStats:
@@ -83,28 +59,35 @@ class FleetStats:
         self.stale_after_s = stale_after_s
         self.history_s = history_s
         self._replicas: dict[str, _Replica] = {}
-        self._acceptance = FleetAcceptance(stale_after_s=stale_after_s, memory_s=history_s)
+        # What a replica has learned is true for longer than what it does.
+        self._acceptance = FleetAcceptance(
+            stale_after_s=stale_after_s * _FORGET_FACTOR, memory_s=history_s
+        )
         self._series = Series(_FLEET_COLUMNS, history_s=history_s, max_points=_FLEET_POINTS)
+        self._summed_s = float("-inf")
 
     def report(self, replica: str, snapshot: Snapshot, now_s: float) -> None:
         """Takes a replica's snapshot (`EngineLoop.snapshot`); a newer one replaces an older."""
-        point = _Point.of(snapshot)
-        known = self._replicas.get(replica)
-        series = self._new_series() if known is None else known.series
-        series.add(now_s, point[: len(_REPLICA_COLUMNS)])
-        self._replicas[replica] = _Replica(series, snapshot, point, now_s)
-        self._acceptance.report(replica, snapshot, now_s)
-        if self._series.is_due(now_s):
-            self._drop_the_dead(now_s)
-            self._series.add(now_s, _fleet_point([r.point for r in self._fresh(now_s)]))
+        self.take(Report.of(replica, snapshot), now_s)
+
+    def take(self, report: Report, now_s: float) -> None:
+        """Takes a snapshot that nobody has opened yet, and mostly nobody ever will."""
+        replica = self._replicas.get(report.replica)
+        if replica is None:
+            replica = _Replica(self._new_series(), report, now_s)
+            self._replicas[report.replica] = replica
+        replica.report, replica.time_s = report, now_s
+        replica.series.add(now_s, report.figures[: len(_REPLICA_COLUMNS)])
+        if now_s - replica.taught_s >= self._teaching_interval_s():
+            replica.taught_s = now_s
+            self._acceptance.report(report.replica, opened(report.whole), now_s)
+        if now_s - self._summed_s >= len(self._replicas) / _MOST_SUMMED_PER_S:
+            self._sum_up(now_s)
 
     @property
-    def report_interval_s(self) -> float:
-        """How long a replica should wait before its next report, so that all fit into one core.
-
-        Next to nothing in a fleet of ordinary size, and never so long that replicas seem silent.
-        """
-        return min(self.stale_after_s / 2, len(self._replicas) / _MOST_REPORTS_PER_S)
+    def num_replicas(self) -> int:
+        """Replicas that have reported and are not gone, stale ones included."""
+        return len(self._replicas)
 
     def forget(self, replica: str) -> None:
         """Drops a replica that said goodbye; harmless if it is unknown."""
@@ -117,8 +100,15 @@ class FleetStats:
 
     def view(self, now_s: float) -> dict[str, object]:
         """`internal_states` and `fleet` of `/server_info`, replicas in order of their names."""
+        return open_view(self.closed_view(now_s))
+
+    def closed_view(self, now_s: float) -> dict[str, object]:
+        """What `open_view` makes a `view` of, where there is time for it."""
         self._drop_the_dead(now_s)
-        states = [self._state(name, now_s) for name in sorted(self._replicas)]
+        states = [
+            (self._replicas[name].report.whole, self._about(name, now_s))
+            for name in sorted(self._replicas)
+        ]
         return {"internal_states": states, "fleet": self._fleet(now_s)}
 
     def status(self, now_s: float) -> dict[str, object]:
@@ -132,13 +122,7 @@ class FleetStats:
             "time_s": now_s,
             "fleet": self._fleet(now_s),
             "history": self.history(now_s, _SHOWN_POINTS),
-            "replicas": [
-                {
-                    **{k: v for k, v in self._state(name, now_s).items() if k in _SHOWN_FIELDS},
-                    "history": self._replicas[name].series.view(now_s),
-                }
-                for name in shown
-            ],
+            "replicas": [self._shown(name, now_s) for name in shown],
         }
 
     def history(self, now_s: float, max_points: int = _FLEET_POINTS + 1) -> dict[str, list[float]]:
@@ -151,18 +135,26 @@ class FleetStats:
     def _new_series(self) -> Series:
         return Series(_REPLICA_COLUMNS, history_s=self.history_s, max_points=_REPLICA_POINTS)
 
-    def _state(self, name: str, now_s: float) -> dict[str, object]:
+    def _about(self, name: str, now_s: float) -> dict[str, object]:
+        """What is to be known of a replica beside its snapshot."""
         replica = self._replicas[name]
         return {
-            **replica.snapshot,
             "replica": name,
             "age_s": round(now_s - replica.time_s, 3),
             "stale": self._is_stale(replica, now_s),
         }
 
+    def _shown(self, name: str, now_s: float) -> dict[str, object]:
+        replica = self._replicas[name]
+        state = {**opened(replica.report.whole), **self._about(name, now_s)}
+        return {
+            **{field: state[field] for field in _SHOWN_FIELDS if field in state},
+            "history": replica.series.view(now_s),
+        }
+
     def _fleet(self, now_s: float) -> dict[str, object]:
         replicas = self._fresh(now_s)
-        fresh = [replica.snapshot for replica in replicas]
+        fresh: list[Snapshot] = [opened(replica.report.summary) for replica in replicas]
         counters = sums((section(s, "counters") for s in fresh), _COUNTERS)
         # An engine that has not decoded yet has no tier.
         tiers = [t for s in fresh if (t := s.get("speculative_num_steps")) is not None]
@@ -171,7 +163,7 @@ class FleetStats:
             "num_stale": len(self._replicas) - len(fresh),
             **sums(fresh, _GAUGES),
             "avg_spec_accept_length": _accept_length(counters),
-            "effective_speedup": _speedup([replica.point for replica in replicas]),
+            "effective_speedup": _speedup([replica.report.figures for replica in replicas]),
             "replicas_by_num_steps": _counted(tiers),
             "replicas_by_batch_size": _counted(
                 batch_size_bucket(size) if (size := int(number(s, "batch_size"))) > 0 else 0
@@ -187,6 +179,18 @@ class FleetStats:
             "counters": counters,
         }
 
+    def _sum_up(self, now_s: float) -> None:
+        """Adds a point to the fleet's history, if one is due."""
+        self._summed_s = now_s
+        if self._series.is_due(now_s):
+            self._drop_the_dead(now_s)
+            self._series.add(now_s, _fleet_point([r.report.figures for r in self._fresh(now_s)]))
+
+    def _teaching_interval_s(self) -> float:
+        """How old a replica's part in the fleet's acceptance may grow: nothing in a small fleet."""
+        longest_s = self.stale_after_s * _FORGET_FACTOR / 2
+        return min(longest_s, len(self._replicas) / _MOST_TAUGHT_PER_S)
+
     def _fresh(self, now_s: float) -> list[_Replica]:
         replicas = self._replicas.values()
         return [replica for replica in replicas if not self._is_stale(replica, now_s)]
@@ -201,7 +205,13 @@ class FleetStats:
             self.forget(name)
 
 
-def _fleet_point(points: list[_Point]) -> tuple[float, ...]:
+def open_view(closed: Mapping[str, Any]) -> dict[str, object]:
+    """The `view` that a `closed_view` is of."""
+    states = [{**opened(whole), **about} for whole, about in closed["internal_states"]]
+    return {**closed, "internal_states": states}
+
+
+def _fleet_point(points: list[Figures]) -> tuple[float, ...]:
     batch_size = sum(point.batch_size for point in points)
     # Weighted by rows: the mean over replicas would count an idle one in full.
     weighted = sum(point.batch_size * point.tokens_per_step for point in points)
@@ -223,7 +233,7 @@ def _accept_length(counters: dict[str, float]) -> float:
     return round(counters["decode_tokens"] / rows, 4) if rows else 1.0
 
 
-def _speedup(points: list[_Point]) -> float | None:
+def _speedup(points: list[Figures]) -> float | None:
     """Measured speed over measured plain decoding, weighted by busy time; None: nobody knows."""
     known = [point for point in points if point.speedup]
     busy_s = sum(point.busy_s for point in known)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -13,11 +12,18 @@ import ray
 from ray.exceptions import RayError
 
 from serve_spec.config import StatsConfig
-from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.log import get_logger
+from serve_spec.serving.fleet_stats import FleetStats, open_view
+from serve_spec.serving.pace import ReportPace
+from serve_spec.serving.reports import Report
+
+logger = get_logger(__name__)
 
 NAMESPACE = "serve_spec"
 _ANSWER_WITHIN_S = 2.0
+_TAKEN_AT_ONCE = 64
 _STATUS_VALID_S = 1.0
+_STATUS_CORES = 0.1
 
 
 class StatsUnavailable(RuntimeError):
@@ -25,36 +31,65 @@ class StatsUnavailable(RuntimeError):
 
 
 class SpecStats:
-    """The actor: a clock and a process around `FleetStats`."""
+    """The actor: clocks and a process around `FleetStats`.
+
+    Reports are taken many at a time, as soon as enough have come or somebody asks: between two of
+    Ray's calls the host's caches are cold, and the same lines take several times as long.
+    """
 
     def __init__(self, stale_after_s: float, history_s: float) -> None:
-        self._fleet = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
+        self._known = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
+        self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
+        self._waiting: list[tuple[bytes, float]] = []
+        self._interval_s = 0.0
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
 
-    def report(self, replica: str, pickled: bytes) -> float:
-        """Takes the newest snapshot of a replica; says how many seconds it should wait at least."""
-        self._fleet.report(replica, pickle.loads(pickled), time.time())
-        return self._fleet.report_interval_s
+    def report(self, packed: bytes) -> float:
+        """Takes a `Report`; says how many seconds its replica should wait at least."""
+        self._waiting.append((packed, time.time()))
+        if len(self._waiting) >= _TAKEN_AT_ONCE:
+            self._take_waiting()
+        return self._interval_s
 
     def forget(self, replica: str) -> None:
         """Drops a replica that is shutting down."""
         self._fleet.forget(replica)
 
     def view(self) -> dict[str, object]:
-        """`internal_states` and `fleet` as of now."""
-        return self._fleet.view(time.time())
+        """`FleetStats.closed_view` as of now; who asked has more time to open it."""
+        return self._fleet.closed_view(time.time())
 
     def status(self) -> dict[str, object]:
-        """What the status page shows; bounded in size, however many look, made once a second."""
-        now_s = time.time()
-        if now_s >= self._status_until:
-            self._status, self._status_until = self._fleet.status(now_s), now_s + _STATUS_VALID_S
+        """What the status page shows; bounded in size, and made anew so rarely that it costs a
+        tenth of a core at most, however many look.
+        """
+        if time.time() >= self._status_until:
+            used_s = -time.process_time()
+            self._status = self._fleet.status(time.time())
+            used_s += time.process_time()
+            self._status_until = time.time() + max(_STATUS_VALID_S, used_s / _STATUS_CORES)
         return self._status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
         """Accept rates by position for a new replica of this pair of models; None: not known."""
         return self._fleet.prior(pair, max_steps, time.time())
+
+    @property
+    def _fleet(self) -> FleetStats:
+        """With everything that has arrived."""
+        self._take_waiting()
+        return self._known
+
+    def _take_waiting(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for packed, time_s in waiting:
+            try:
+                self._known.take(Report.unpacked(packed), time_s)
+            except Exception as error:  # one replica's nonsense is not another's
+                logger.warning("a report that can not be read: %r", error)
+        self._pace.count(len(waiting))
+        self._interval_s = self._pace.interval_s(self._known.num_replicas)
 
 
 class StatsClient:
@@ -70,7 +105,7 @@ class StatsClient:
         Raises:
             StatsUnavailable: it did not arrive.
         """
-        interval_s: float = await self._call("report", replica, packed(snapshot))
+        interval_s: float = await self._call("report", Report.of(replica, snapshot).packed())
         return interval_s
 
     async def view(self) -> dict[str, object]:
@@ -79,8 +114,8 @@ class StatsClient:
         Raises:
             StatsUnavailable: no answer within two seconds.
         """
-        view: dict[str, object] = await self._call("view")
-        return view
+        # Of a large fleet that takes long: not on the event loop.
+        return await asyncio.to_thread(open_view, await self._call("view"))
 
     async def status(self) -> dict[str, object]:
         """What the status page shows.
@@ -121,11 +156,6 @@ class StatsClient:
         except (RayError, TimeoutError, ValueError) as error:
             self._actor = None
             raise StatsUnavailable(f"{self._config.actor_name}: {error!r}") from error
-
-
-def packed(snapshot: Mapping[str, object]) -> bytes:
-    """A snapshot as `SpecStats.report` takes it: Ray passes bytes on, but walks through dicts."""
-    return pickle.dumps(dict(snapshot), pickle.HIGHEST_PROTOCOL)
 
 
 def actor_options(config: StatsConfig) -> dict[str, Any]:

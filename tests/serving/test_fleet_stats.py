@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -132,16 +133,41 @@ def test_the_status_shows_each_replica_s_own_course(stats: FleetStats) -> None:
     assert status["history"]["batch_size"][-1] == status["fleet"]["batch_size"] == 11
 
 
-def test_a_large_fleet_is_asked_to_report_less_often_but_never_to_seem_silent() -> None:
-    stats = FleetStats(stale_after_s=15, history_s=60)
-    intervals = []
-    for replica in range(20_000):
-        stats.report(str(replica), {}, 0)
-        intervals.append(stats.report_interval_s)
-    assert intervals == sorted(intervals)
-    assert intervals[99] <= 0.1, "less than any replica waits by itself"
-    assert 10_000 / intervals[9_999] <= 1500
-    assert intervals[-1] <= 15 / 2
+def estimate(rate: float) -> dict[str, Any]:
+    positions = [{"position": 1, "accept_rate": rate, "trials": 100.0}]
+    return snapshot(pair="pair", candidate_steps=[0, 1], acceptance={"positions": positions})
+
+
+@pytest.mark.parametrize("look", [FleetStats.view, FleetStats.status])
+def test_who_looks_sees_the_newest_acceptance(stats: FleetStats, look: Any) -> None:
+    stats.report("a", estimate(0.5), 0)
+    stats.report("a", estimate(0.8), 0.1)
+    assert look(stats, 0.1)["fleet"]["acceptance"][0]["positions"][0]["accept_rate"] == 0.8
+
+
+def test_new_replicas_profit_from_the_newest_reports_even_if_nobody_looks(
+    stats: FleetStats,
+) -> None:
+    for tick in range(100):
+        stats.report("a", estimate(0.5 + tick / 1000), tick * 0.1)
+    assert stats.prior("pair", 1, 10) == pytest.approx([0.599])
+
+
+def test_a_large_fleet_teaches_newcomers_though_few_reports_are_opened() -> None:
+    stats = FleetStats(stale_after_s=10, history_s=60)
+    for report in range(9000):
+        stats.report(f"r{report % 3000}", estimate(0.5 if report < 3000 else 0.8), report / 200)
+    assert stats.prior("pair", 1, 45) == pytest.approx([0.8], abs=0.05)
+
+
+def test_a_large_fleet_is_summed_up_less_often_and_no_less_rightly() -> None:
+    stats = FleetStats(stale_after_s=10, history_s=60)
+    for report in range(12_000):
+        stats.report(f"r{report % 4000}", snapshot(batch_size=2), report / 2000)
+    history = stats.history(6)
+    assert history["num_replicas"][-1] == 4000
+    assert history["batch_size"][-1] == 8000
+    assert all(b - a >= 1.9 for a, b in pairwise(history["time_s"][-3:]))
 
 
 def test_switches_add_up_by_reason_and_reasons_are_counted(stats: FleetStats) -> None:

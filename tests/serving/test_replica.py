@@ -63,6 +63,7 @@ def run(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[S
     )
     monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(module, "StatsClient", DeafStats)
+    monkeypatch.setattr(module, "router_is_there", lambda replica_id: lambda sender: True)
     config = ServeSpecConfig.load(config, push_interval_s=0.001)
 
     def go(scenario: Scenario) -> None:

@@ -1,0 +1,97 @@
+"""What a replica sends to `SpecStats`: history's figures to be read at once, the rest on demand.
+
+A large fleet's snapshots take more time to read, and far more memory, than anybody who looks at
+them needs; most are replaced unread.
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import NamedTuple
+
+from serve_spec.serving.snapshots import Snapshot, number, section
+
+_SUMMED_FIELDS = (
+    "batch_size", "num_running", "num_waiting", "num_preemptions", "speculative_num_steps",
+    "last_reason", "switches", "kv", "counters",
+)  # fmt: skip
+
+
+class Figures(NamedTuple):
+    """What history keeps of a snapshot; 0 where a replica does not say it."""
+
+    num_steps: float
+    batch_size: float
+    tokens_per_step: float
+    decode_tokens: float
+    num_waiting: float
+    free_pages: float
+    speedup: float
+    busy_s: float
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> Figures:
+        """Those of an engine's snapshot."""
+        speculation = section(snapshot, "speculation")
+        window = section(speculation, "window")
+        return cls(
+            number(snapshot, "speculative_num_steps"),
+            number(snapshot, "batch_size"),
+            number(window, "tokens_per_step"),
+            number(section(snapshot, "counters"), "decode_tokens"),
+            number(snapshot, "num_waiting"),
+            number(section(snapshot, "kv"), "free_pages"),
+            number(speculation, "effective_speedup"),
+            number(window, "busy_s"),
+        )
+
+
+class Report(NamedTuple):
+    """A replica's snapshot on its way: its figures, and two closed parcels."""
+
+    replica: str
+    figures: Figures
+    summary: bytes
+    """What the fleet's sums need."""
+    whole: bytes
+    """Everything."""
+
+    @classmethod
+    def of(cls, replica: str, snapshot: Snapshot) -> Report:
+        """The report that a replica makes of its engine's snapshot."""
+        return cls(replica, Figures.of(snapshot), _closed(_summary(snapshot)), _closed(snapshot))
+
+    @classmethod
+    def unpacked(cls, packed: bytes) -> Report:
+        """What `packed` made, perhaps in another version: figures go by their names."""
+        replica, figures, *parcels = pickle.loads(packed)
+        return cls(replica, Figures(*[number(figures, name) for name in Figures._fields]), *parcels)
+
+    def packed(self) -> bytes:
+        """As one value of bytes: Ray charges for every argument, and walks through dicts."""
+        parts = (self.replica, self.figures._asdict(), self.summary, self.whole)
+        return pickle.dumps(parts, pickle.HIGHEST_PROTOCOL)
+
+
+def opened(parcel: bytes) -> dict[str, object]:
+    """What is in a parcel of a report."""
+    content: dict[str, object] = pickle.loads(parcel)
+    return content
+
+
+def _closed(content: Snapshot) -> bytes:
+    return pickle.dumps(dict(content), pickle.HIGHEST_PROTOCOL)
+
+
+def _summary(snapshot: Snapshot) -> dict[str, object]:
+    """The fields that are summed; of a slot, its average."""
+    slots = section(snapshot, "slots")
+    averages = {size: section(slots, size).get("ema_accept_len") for size in slots}
+    return {
+        **{name: snapshot[name] for name in _SUMMED_FIELDS if name in snapshot},
+        "slots": {
+            size: {"ema_accept_len": average}
+            for size, average in averages.items()
+            if average is not None
+        },
+    }

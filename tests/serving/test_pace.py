@@ -1,0 +1,59 @@
+"""A fleet reports no more than its actor can bear, and no less than it must."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.serving.pace import ReportPace
+
+LONGEST_S = 7.5
+BATCH = 40
+
+
+class Process:
+    """Uses so many CPU seconds for a report."""
+
+    def __init__(self) -> None:
+        self.used_s = 3.0
+        self.pace = ReportPace(lambda: self.used_s, longest_s=LONGEST_S)
+
+    def take(self, num_reports: int, cost_s: float) -> None:
+        for _ in range(num_reports // BATCH):
+            self.used_s += BATCH * cost_s
+            self.pace.count(BATCH)
+
+
+@given(st.floats(50e-6, 5e-3), st.integers(1, 100_000))
+def test_what_reports_cost_stays_within_a_core_unless_replicas_would_seem_silent(
+    cost_s: float, num_replicas: int
+) -> None:
+    process = Process()
+    process.take(20_000, cost_s)
+    interval_s = process.pace.interval_s(num_replicas)
+    cores = num_replicas / interval_s * cost_s
+    assert interval_s == LONGEST_S or cores == pytest.approx(0.6, rel=0.05)
+
+
+@given(st.lists(st.floats(0, 1), max_size=4), st.integers(0, 10**9))
+def test_no_replica_is_told_to_seem_silent(costs_s: list[float], num_replicas: int) -> None:
+    process = Process()
+    for cost_s in costs_s:
+        process.take(200, cost_s)
+    assert 0 <= process.pace.interval_s(num_replicas) <= LONGEST_S
+
+
+def test_a_fleet_of_ordinary_size_reports_as_it_likes() -> None:
+    assert Process().pace.interval_s(100) < 0.1
+
+
+def test_a_machine_that_others_burden_asks_for_fewer_and_later_for_more_again() -> None:
+    process = Process()
+    process.take(20_000, 200e-6)
+    calm = process.pace.interval_s(5000)
+    process.take(20_000, 600e-6)
+    burdened = process.pace.interval_s(5000)
+    process.take(20_000, 200e-6)
+    assert burdened == pytest.approx(3 * calm, rel=0.05)
+    assert process.pace.interval_s(5000) == pytest.approx(calm, rel=0.05)

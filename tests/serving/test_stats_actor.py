@@ -1,0 +1,106 @@
+"""The actor without Ray: its clocks, and what it answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from serve_spec.serving import stats_actor
+from serve_spec.serving.fleet_stats import open_view
+from serve_spec.serving.reports import Report
+from serve_spec.serving.stats_actor import SpecStats
+
+
+class Clocks:
+    """Time stands still unless told otherwise; every look at the CPU clock finds `work_s` more."""
+
+    def __init__(self) -> None:
+        self.now_s, self.used_s, self.work_s = 1000.0, 0.0, 0.0
+
+    def time(self) -> float:
+        return self.now_s
+
+    def process_time(self) -> float:
+        self.used_s += self.work_s
+        return self.used_s
+
+
+@pytest.fixture
+def clocks(monkeypatch: pytest.MonkeyPatch) -> Clocks:
+    clocks = Clocks()
+    monkeypatch.setattr(stats_actor, "time", clocks)
+    return clocks
+
+
+def report(actor: SpecStats, replica: str, **snapshot: Any) -> float:
+    return actor.report(Report.of(replica, snapshot).packed())
+
+
+def batch_size(shown: Any) -> int:
+    return int(shown["fleet"]["batch_size"])
+
+
+def test_what_is_reported_is_shown(clocks: Clocks) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=60)
+    report(actor, "a", batch_size=3)
+    report(actor, "b", batch_size=4)
+    view: Any = open_view(actor.view())
+    assert batch_size(view) == batch_size(actor.status()) == 7
+    assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
+    actor.forget("a")
+    assert batch_size(actor.view()) == 4
+
+
+def test_the_status_is_made_once_a_second_and_more_rarely_where_it_is_dear(clocks: Clocks) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=60)
+    report(actor, "a", batch_size=1)
+    assert batch_size(actor.status()) == 1
+    report(actor, "a", batch_size=2)
+    clocks.now_s += 0.9
+    assert batch_size(actor.status()) == 1
+    clocks.now_s += 0.2
+    clocks.work_s = 0.5
+    assert batch_size(actor.status()) == 2
+    report(actor, "a", batch_size=3)
+    clocks.now_s += 4.9
+    assert batch_size(actor.status()) == 2
+    clocks.now_s += 0.2
+    assert batch_size(actor.status()) == 3
+
+
+def test_replicas_are_told_to_wait_by_what_their_reports_cost(clocks: Clocks) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=60)
+    assert report(actor, "0") < 0.01, "less than any replica waits by itself"
+    clocks.work_s = 200 * 3e-3
+    asked = [report(actor, str(number)) for number in range(3000)]
+    assert asked[-1] == 7.5, "3,000 reports of 2 ms and more do not fit, and none may seem silent"
+    assert asked == sorted(asked)
+
+
+@pytest.mark.parametrize("num_reports", [1, 63, 64, 65, 200])
+def test_every_report_counts_with_the_time_it_came(clocks: Clocks, num_reports: int) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=600)
+    for _ in range(num_reports):
+        clocks.now_s += 1
+        report(actor, "a", batch_size=int(clocks.now_s))
+    clocks.now_s += 0.25
+    status: Any = actor.status()
+    assert batch_size(status) == 1000 + num_reports
+    assert status["replicas"][0]["age_s"] == 0.25
+    assert status["history"]["time_s"][-1] == status["history"]["batch_size"][-1]
+
+
+def test_a_goodbye_comes_after_the_reports_before_it(clocks: Clocks) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=60)
+    report(actor, "a", batch_size=3)
+    actor.forget("a")
+    assert batch_size(actor.view()) == 0
+
+
+def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks: Clocks) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=60)
+    report(actor, "a", batch_size=3)
+    actor.report(b"nonsense")
+    report(actor, "b", batch_size=4)
+    assert batch_size(actor.view()) == 7
