@@ -61,6 +61,8 @@ class Measurement:
     """By reason."""
     probe_share: float
     """Share of their time that rounds run to learn took, whole."""
+    over_predicted: Mapping[int, float]
+    """Time of rounds that no prompt shared over what the policy expected of them, by tier."""
     series: Mapping[str, Sequence[float]]
     """What the rounds did over time, in at most `SERIES_POINTS` pieces."""
 
@@ -101,6 +103,7 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
         time_by_num_steps={steps: part / ms for steps, part in sorted(ms_by_steps.items())},
         switches=dict(Counter(r.stats.switch_reason for r in rounds if r.stats.switch_reason)),
         probe_share=sum(r.ms for r in rounds if r.stats.is_probe) / ms,
+        over_predicted=_over_predicted(alone),
         series=_series(rounds),
     )
 
@@ -108,6 +111,16 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
 def _mean(values: Iterable[float]) -> float | None:
     there = list(values)
     return fmean(there) if there else None
+
+
+def _over_predicted(rounds: Iterable[MeasuredRound]) -> dict[int, float]:
+    measured: defaultdict[int, float] = defaultdict(float)
+    predicted: defaultdict[int, float] = defaultdict(float)
+    for r in rounds:
+        if r.stats.predicted_ms is not None:
+            measured[r.stats.num_steps] += r.stats.step_ms
+            predicted[r.stats.num_steps] += r.stats.predicted_ms
+    return {steps: measured[steps] / ms for steps, ms in sorted(predicted.items())}
 
 
 def _series(rounds: Sequence[MeasuredRound]) -> dict[str, list[float]]:

@@ -40,7 +40,7 @@ RATE = st.floats(1, 1000)
 def measurement(rate: float) -> Measurement:
     """A phase at `rate` tokens per second; the rest does not matter."""
     course = {"ms": [1.0], "batch_size": [1.0], "steps_per_row": [0.0], "tokens_per_second": [rate]}
-    return Measurement(rate, rate, 1.0, 0.0, 1.0, 1.0, {0: 1}, {0: 1.0}, {}, 0.0, course)
+    return Measurement(rate, rate, 1.0, 0.0, 1.0, 1.0, {0: 1}, {0: 1.0}, {}, 0.0, {}, course)
 
 
 def runs(rates: list[list[list[float | None]]]) -> list[ArmRuns]:
@@ -351,3 +351,17 @@ def test_every_arm_says_the_same_and_an_old_result_is_drawn_anew(
     assert main(["adaptive", "--from-json", str(result_file), "--plot", str(again)]) == 0
     assert again.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == tables(result) + "\n"
+
+
+def test_what_a_policy_expected_is_compared_with_rounds_that_no_prompt_shared() -> None:
+    rounds = []
+    for ms, drafts, predicted_ms, prompt in (
+        (10.0, 0, 8.0, 0),
+        (30.0, 3, 20.0, 0),
+        (30.0, 3, 28.0, 0),
+        (99.0, 3, 1.0, 7),
+        (99.0, 1, None, 0),
+    ):
+        r = measured_round(ms, 2, drafts, 4, prompt)
+        rounds.append(replace(r, stats=replace(r.stats, predicted_ms=predicted_ms)))
+    assert measure(a_run(rounds), 2.0).over_predicted == {0: 1.25, 3: 60 / 48}
