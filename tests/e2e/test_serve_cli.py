@@ -95,7 +95,13 @@ def tiny(cluster: None, tmp_path: Path) -> Deployment:
 
 def test_serve_run_serves_the_shipped_file_until_ctrl_c(tiny: Deployment) -> None:
     command = [str(SERVE), "run", str(tiny.file)]
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        # As at a terminal: what a shell runs in the background is born deaf to Ctrl-C.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    ) as process:
         try:
             eventually(lambda: process.poll() is not None or is_up(tiny.url), bool, WITHIN_S)
             assert complete(tiny.url)["choices"][0]["text"].strip()
