@@ -132,10 +132,13 @@ class CostModel:
         draft_ms: float,
         verify_ms: float,
         round_ms: float,
+        num_entries: int = 0,
     ) -> bool:
         """Learns from a round of decode rows alone; False: unusable times, nothing was learned.
 
         num_steps: drafts of the row that drafted most.
+        num_entries: draft entries it made up for prompts or pauses; with any, what they take is all
+            that it says.
 
         Raises:
             ValueError: no such round.
@@ -145,8 +148,14 @@ class CostModel:
         predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_drafts, context)
         predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
+        are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
+        entry_ms = (draft_ms - predicted_draft) / num_entries if num_entries else 0.0
+        if are_times and num_entries and entry_ms <= predicted_verify:
+            self._learn_entry(max(0.0, entry_ms))
+            return True
         usable = (
-            _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
+            are_times
+            and not num_entries  # one entry would have taken a round
             and (not num_drafts or _is_near(draft_ms, predicted_draft))
             and _is_near(verify_ms, predicted_verify)
             and round_ms <= ABSURD_RATIO * predicted_round
@@ -165,36 +174,6 @@ class CostModel:
         self._learn(verify_residuals, drafts_per_row, verify_ms / predicted_verify)
         ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
         self._drift = _clipped(self._drift + _DRIFT_SHARE * _log_step(ratio))
-        return True
-
-    def observe_catch_up(
-        self,
-        *,
-        batch_size: int,
-        num_steps: int,
-        num_rows: int,
-        num_drafting: int,
-        context: float,
-        num_entries: int,
-        draft_ms: float,
-    ) -> bool:
-        """Learns from a round that made up for prompts or pauses; False: an unusable time.
-
-        num_entries: made before drafting.
-
-        Raises:
-            ValueError: no such round.
-        """
-        self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
-        drafts = num_rows - batch_size
-        predicted = self._chain_ms(batch_size, num_drafting, num_steps, drafts, context)
-        if not math.isfinite(draft_ms) or draft_ms < 0:
-            self._num_refused += 1
-            return False
-        self._num_catch_ups += 1
-        weight = max(CATCH_UP_GAIN, 1 / self._num_catch_ups)
-        entry_ms = max(0.0, draft_ms - predicted) / num_entries
-        self.entry_ms += weight * (entry_ms - self.entry_ms)
         return True
 
     def snapshot(self) -> dict[str, object]:
@@ -307,6 +286,11 @@ class CostModel:
     @staticmethod
     def _learn(residuals: list[float], cell: int, ratio: float) -> None:
         residuals[cell] = _clipped(residuals[cell] + (1 - _DRIFT_SHARE) * _log_step(ratio))
+
+    def _learn_entry(self, entry_ms: float) -> None:
+        self._num_catch_ups += 1
+        weight = max(CATCH_UP_GAIN, 1 / self._num_catch_ups)
+        self.entry_ms += weight * (entry_ms - self.entry_ms)
 
     def _learn_host(self, bucket: int, host_ms: float) -> None:
         # A plain mean at first, then a moving average of the same weight as the corrections.

@@ -400,16 +400,7 @@ class GoodputPolicy:
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
         """False: the times can not be those of a round."""
         usual = verified.num_drafting * (self.max_steps + 1)
-        if verified.num_catch_up > usual:  # a prompt was made up for
-            return self.costs.observe_catch_up(
-                batch_size=verified.batch_size,
-                num_steps=verified.deepest,
-                num_rows=verified.batch_size + verified.num_draft_tokens,
-                num_drafting=verified.num_drafting,
-                context=verified.num_tokens / verified.batch_size,
-                num_entries=verified.num_catch_up,
-                draft_ms=times.draft_ms,
-            )
+        made_up_for_more = verified.num_catch_up > usual  # a prompt, or a pause
         return self.costs.observe(
             batch_size=verified.batch_size,
             num_steps=verified.deepest,
@@ -420,6 +411,7 @@ class GoodputPolicy:
             draft_ms=times.draft_ms,
             verify_ms=times.verify_ms,
             round_ms=times.round_ms,
+            num_entries=verified.num_catch_up if made_up_for_more else 0,
         )
 
 

@@ -132,10 +132,12 @@ def test_what_an_entry_takes_is_learned_from_rounds_that_catch_up() -> None:
 
 def test_a_broken_clock_teaches_nothing_about_entries() -> None:
     costs = CostModel(recorded_table(TWO_CPU_CORES))
-    shape = {"batch_size": 2, "num_steps": 3, "num_rows": 8, "num_drafting": 2, "context": 128.0}
-    for draft_ms in (float("nan"), float("inf"), -1.0):
-        assert not costs.observe_catch_up(**shape, num_entries=100, draft_ms=draft_ms)
+    shape = {"batch_size": 2, "num_steps": 3, "num_rows": 8, "num_drafting": 2, "num_sampled": 0}
+    for draft_ms in (float("nan"), float("inf"), -1.0, 1e6):
+        times = {"draft_ms": draft_ms, "verify_ms": 20.0, "round_ms": draft_ms + 20.0}
+        assert not costs.observe(**shape, **times, context=128.0, num_entries=100)
     assert costs.entry_ms == 0
+    assert costs.snapshot()["num_refused"] == 4
 
 
 def test_a_probe_pays_for_the_prompt_it_makes_up_for() -> None:
