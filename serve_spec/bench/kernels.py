@@ -32,14 +32,12 @@ from serve_spec.bench.kernels_plots import plot_kernels
 from serve_spec.bench.kernels_report import tables
 from serve_spec.bench.kernels_rounds import compiled, host, plain, rounds
 from serve_spec.bench.kernels_run import KernelsRun, Measure
-from serve_spec.bench.kernels_setting import Acceptance, Sizes
+from serve_spec.bench.kernels_setting import Sizes, configured, forced_acceptance, with_room
 from serve_spec.bench.kernels_start import capture, costs
 from serve_spec.bench.kernels_switch import switch
 from serve_spec.bench.kernels_transformers import transformers
 from serve_spec.bench.report import emit
-from serve_spec.bench.waves import Wave
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.root import parse_override
 
 _REAL: Mapping[str, Measure] = {
     "floor": floor,
@@ -58,9 +56,6 @@ _COMPILED: Mapping[str, Measure] = {"compile": compiled}
 SECTIONS = (*_REAL, *_FORCED, *_COMPILED)
 
 _NO_DRAFTS = "speculative_algorithm='NONE'; name an algorithm and its draft"
-_MIN_BATCHED_TOKENS = 2048
-_MIN_PAGES = 256
-"""Of an engine for the smallest batches: more than its longest text."""
 
 
 def main(argv: list[str]) -> int:
@@ -121,7 +116,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         repetitions=args.repetitions,
         rows=tuple(args.rows),
     )
-    config = _config(args, sizes)
+    config = with_room(configured(args), sizes)
     real, forced = _split(args.sections)
     outputs = ("json", "plot", "from_json")
     arguments = {key: value for key, value in vars(args).items() if key not in outputs}
@@ -137,7 +132,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
             {name: {**_REAL, **_FORCED}[name] for name in forced},
             speculative_adaptive=True,
             speculative_adaptive_strategy="goodput",
-            synthetic_acceptance=_acceptance(args.acceptance),
+            synthetic_acceptance=forced_acceptance(args.acceptance),
         )
     elif forced:
         run.leave_out(forced, _NO_DRAFTS)
@@ -149,7 +144,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
                 torch_compile=True,
                 speculative_adaptive=False,
                 speculative_num_steps=min(ROUND_STEPS, sizes.num_steps[-1]),
-                synthetic_acceptance=_acceptance(args.acceptance),
+                synthetic_acceptance=forced_acceptance(args.acceptance),
             )
         else:
             run.leave_out(_COMPILED, why)
@@ -163,28 +158,6 @@ def _why_not_compiled(config: ServeSpecConfig) -> str | None:
     if config.model.tensor_parallel_size > 1:
         return "torch_compile is for one GPU; set tensor_parallel_size to 1"
     return None if config.speculative.enabled else _NO_DRAFTS
-
-
-def _config(args: argparse.Namespace, sizes: Sizes) -> ServeSpecConfig:
-    """The configuration with room for the largest batch, so that no draft is ever cut."""
-    named = {key: getattr(args, key) for key in ("device", "dtype")}
-    said = {key: value for key, value in named.items() if value is not None}
-    others = dict(parse_override(pair) for pair in args.set)
-    config = ServeSpecConfig.load(args.config, **{**said, **others})
-    most, deepest = sizes.batch_sizes[-1], sizes.num_steps[-1]
-    longest = Wave(most, sizes.prompt_tokens, sizes.output_tokens).num_tokens + 2 * (deepest + 1)
-    pages = most * -(-longest // config.cache.page_size)
-    num_batched = max(_MIN_BATCHED_TOKENS, 2 * most * (deepest + 1))
-    return ServeSpecConfig.load(
-        config,
-        max_num_seqs=most,
-        max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, num_batched),
-        num_pages=max(config.cache.num_pages or 0, pages, _MIN_PAGES),
-    )
-
-
-def _acceptance(values: Sequence[float]) -> Acceptance:
-    return values[0] if len(values) == 1 and values[0] >= 1 else tuple(values)
 
 
 def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:

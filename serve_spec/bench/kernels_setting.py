@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,6 +13,8 @@ from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.adaptive_arms import make_arms
 from serve_spec.bench.kernels_aims import Aim
 from serve_spec.bench.waves import Wave
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 from serve_spec.models import Llama
@@ -19,6 +22,11 @@ from serve_spec.models.expand import SHAPES
 
 Acceptance = float | tuple[float, ...]
 Row = dict[str, Any]
+
+
+_MIN_BATCHED_TOKENS = 2048
+_MIN_PAGES = 256
+"""Of an engine for the smallest batches: more than its longest text."""
 
 
 class LeftOut(Exception):
@@ -139,3 +147,33 @@ class Setting:
     def _refuse_ranks(self) -> None:
         if self._num_ranks > 1:
             raise LeftOut(f"tensor_parallel_size={self._num_ranks}: measured on one GPU alone")
+
+
+def configured(args: argparse.Namespace) -> ServeSpecConfig:
+    """The configuration that a benchmark's --config, --device, --dtype and --set name.
+
+    Raises:
+        ConfigError: it is missing or wrong.
+    """
+    named = {key: getattr(args, key) for key in ("device", "dtype")}
+    said = {key: value for key, value in named.items() if value is not None}
+    return ServeSpecConfig.load(args.config, **{**said, **dict(map(parse_override, args.set))})
+
+
+def with_room(config: ServeSpecConfig, sizes: Sizes) -> ServeSpecConfig:
+    """The same with room for the largest batch, so that no draft is ever cut, and no more."""
+    most, deepest = sizes.batch_sizes[-1], sizes.num_steps[-1]
+    longest = Wave(most, sizes.prompt_tokens, sizes.output_tokens).num_tokens + 2 * (deepest + 1)
+    pages = most * -(-longest // config.cache.page_size)
+    num_batched = max(_MIN_BATCHED_TOKENS, 2 * most * (deepest + 1))
+    return ServeSpecConfig.load(
+        config,
+        max_num_seqs=most,
+        max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, num_batched),
+        num_pages=max(config.cache.num_pages or 0, pages, _MIN_PAGES),
+    )
+
+
+def forced_acceptance(values: Sequence[float]) -> Acceptance:
+    """What --acceptance means: one number from 1 on is an accept length, else chances."""
+    return values[0] if len(values) == 1 and values[0] >= 1 else tuple(values)

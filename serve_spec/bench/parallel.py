@@ -20,18 +20,12 @@ from typing import Any
 import torch
 
 from serve_spec.bench.kernels_report import tables
-from serve_spec.bench.kernels_setting import Sizes
+from serve_spec.bench.kernels_setting import Sizes, configured, forced_acceptance, with_room
 from serve_spec.bench.parallel_figures import texts_differ
 from serve_spec.bench.parallel_plots import plot_parallel
 from serve_spec.bench.parallel_run import ParallelRun, Ranks
 from serve_spec.bench.report import emit
-from serve_spec.bench.waves import Wave
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.config.root import parse_override
-
-_MIN_BATCHED_TOKENS = 2048
-_MIN_PAGES = 256
-"""More than the longest text of a small model."""
 
 
 def main(argv: list[str]) -> int:
@@ -91,7 +85,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    loaded = _loaded(args)
+    loaded = configured(args)
     enabled = loaded.speculative.enabled
     work = Sizes(
         batch_sizes=tuple(sorted(set(args.batch_sizes))),
@@ -101,9 +95,11 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
         repetitions=args.repetitions,
         rows=tuple(args.rows),
     )
-    config = _with_room(loaded, work)
+    config = with_room(loaded, work)
     if enabled:
-        config = ServeSpecConfig.load(config, synthetic_acceptance=_acceptance(args.acceptance))
+        config = ServeSpecConfig.load(
+            config, synthetic_acceptance=forced_acceptance(args.acceptance)
+        )
     outputs = ("json", "plot", "from_json")
     arguments = {key: value for key, value in vars(args).items() if key not in outputs}
     run = ParallelRun(config, work, _ranks(args, config), arguments, args.json)
@@ -117,12 +113,6 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     return run.result
 
 
-def _loaded(args: argparse.Namespace) -> ServeSpecConfig:
-    named = {key: getattr(args, key) for key in ("device", "dtype")}
-    said = {key: value for key, value in named.items() if value is not None}
-    return ServeSpecConfig.load(args.config, **said, **dict(map(parse_override, args.set)))
-
-
 def _ranks(args: argparse.Namespace, config: ServeSpecConfig) -> Ranks:
     """Raises ConfigError: a size below 1."""
     on_gpus = config.model.device != "cpu" and torch.cuda.is_available()
@@ -131,21 +121,3 @@ def _ranks(args: argparse.Namespace, config: ServeSpecConfig) -> Ranks:
     if min(sizes) < 1:
         raise ConfigError(f"sizes={sizes!r}: give numbers of ranks, such as 1 2 4")
     return Ranks(tuple(sorted(set(sizes))), on_gpus, args.limit_s)
-
-
-def _with_room(config: ServeSpecConfig, work: Sizes) -> ServeSpecConfig:
-    """Room for the largest batch, so that no draft is cut, and no more: sizes share their GPUs."""
-    most, deepest = work.batch_sizes[-1], work.num_steps[-1]
-    longest = Wave(most, work.prompt_tokens, work.output_tokens).num_tokens + 2 * (deepest + 1)
-    pages = most * -(-longest // config.cache.page_size)
-    num_batched = max(_MIN_BATCHED_TOKENS, 2 * most * (deepest + 1))
-    return ServeSpecConfig.load(
-        config,
-        max_num_seqs=most,
-        max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, num_batched),
-        num_pages=max(config.cache.num_pages or 0, pages, _MIN_PAGES),
-    )
-
-
-def _acceptance(values: list[float]) -> float | tuple[float, ...]:
-    return values[0] if len(values) == 1 and values[0] >= 1 else tuple(values)
