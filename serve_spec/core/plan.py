@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -54,15 +54,40 @@ class RowPlan:
 
 
 @dataclass(frozen=True)
+class AheadLimits:
+    """What a worker can start while the round before still runs.
+
+    max_backlog: draft entries it makes up for any decode row, whether or not the row drafts, in a
+    round in which some row does. Entries of tokens the host knows are no matter.
+    max_prompt_rows: most rows of a round that computes prompts too.
+    max_prompt_length: the longest text of which it computes a piece in such a round.
+    """
+
+    max_backlog: int
+    max_prompt_rows: int
+    max_prompt_length: int
+
+    def take(self, rows: Iterable[RowPlan]) -> bool:
+        """Whether it can start a round of these rows."""
+        rows = tuple(rows)
+        prompts = [row for row in rows if not row.is_decode]
+        return not prompts or (
+            sum(row.query_len for row in rows) <= self.max_prompt_rows
+            and all(row.length <= self.max_prompt_length for row in prompts)
+            and not any(row.scored_ids for row in prompts)
+        )
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One round: what every row computes and the tier that shapes it.
 
-    `batch_size` counts decode rows (prefill rows excluded): the number the policy is asked about.
+    Decode rows come first. `batch_size` counts them: the number the policy is asked about.
 
-    A plan that `follows` was made while its predecessor ran, so its rows know nothing of the tokens
-    that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of before.
-    Its rows are decode rows of the predecessor, and a worker that runs ahead knows where they
-    really are. `max_backlog` bounds the draft entries any row that catches up has to make.
+    A plan that `follows` was made while its predecessor ran, so its decode rows know nothing of the
+    tokens that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of
+    before. A worker that runs ahead knows where they really are. `max_backlog` bounds the draft
+    entries any row that catches up has to make.
     """
 
     rows: tuple[RowPlan, ...]
@@ -79,7 +104,7 @@ class StepPlan:
     @property
     def wants_logprobs(self) -> bool:
         """Whether any row asks for log-probabilities of what it draws."""
-        return any(row.params.logprobs is not None for row in self.rows)
+        return any(row.params.logprobs is not None for row in self.sampling_rows)
 
 
 @dataclass(frozen=True)

@@ -215,21 +215,13 @@ class SpecEngine:
         return output.push(token_ids), output.finish_reason
 
     def _plan(self) -> StepPlan | None:
-        on_lanes = self.worker.max_backlog_ahead is not None
-        return self.scheduler.plan(
-            self.controller.choose_steps,
-            self.worker.max_backlog_ahead or 0,
-            # Beside prompts rounds are eager: launching a draft takes longer there than its tokens
-            # are worth, and a long round has no rows to spare for verifying them.
-            drafts_beside_prompts=not on_lanes,
-        )
+        return self.scheduler.plan(self.controller.choose_steps, self.worker.ahead)
 
     def _plan_ahead(self, before: StepPlan) -> StepPlan | None:
-        if self.worker.max_backlog_ahead is None:
-            return None
-        return self.scheduler.plan_ahead(
-            before, self.controller.choose_steps, self.worker.max_backlog_ahead
-        )
+        ahead = self.worker.ahead
+        if ahead is None or not ahead.take(before.rows):
+            return None  # it has ended already, or nothing may follow
+        return self.scheduler.plan_ahead(before, self.controller.choose_steps, ahead)
 
     def _launch(self, plan: StepPlan | None) -> _Flight | None:
         if plan is None:

@@ -24,6 +24,16 @@ class RowLayout(NamedTuple):
     slots: Tensor
     query_starts: Tensor
 
+    def first(self, num_rows: int, num_sequences: int) -> RowLayout:
+        """The first rows, as if the others, of which none is theirs, were padding."""
+        return RowLayout(
+            self.owners[:num_rows],
+            self.offsets[:num_rows],
+            self.positions[:num_rows],
+            self.slots[:num_rows],
+            self.query_starts[: num_sequences + 1],
+        )
+
 
 def lay_out_rows(
     query_lens: Tensor,

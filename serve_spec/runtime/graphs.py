@@ -185,6 +185,18 @@ class StageGraphs:
         return at
 
 
+class VerifyGraphs(StageGraphs):
+    """A verification at the numbers of rows it was recorded for, and the logits it leaves."""
+
+    def __init__(self, runs: Mapping[int, Run], logits: Mapping[int, Leftover]) -> None:
+        super().__init__(runs)
+        self._logits = logits
+
+    def logits(self, num_rows: int) -> Tensor:
+        """float32 [T, V] of a run for `num_rows`, until any other stage runs."""
+        return self._logits[self.padded(num_rows)].tensor()
+
+
 def batch_sizes(largest: int) -> tuple[int, ...]:
     """Padded batch sizes up to `largest`: 1, 2, 4, then steps of 8, 16 and 32.
 
@@ -198,4 +210,10 @@ def row_counts(largest: int) -> tuple[int, ...]:
     """Padded numbers of verified rows up to `largest`, finer where a row is paid for in full."""
     counts = [1, 2, 4, *range(8, 32, 8), *range(32, 128, 16), *range(128, 512, 32)]
     counts += range(512, largest + 128, 128)
+    return (*(count for count in counts if count < largest), largest)
+
+
+def prompt_row_counts(largest: int) -> tuple[int, ...]:
+    """Padded numbers of rows beside prompts: coarser, for few rounds compute any."""
+    counts = [16, 32, 64, 96, 128, *range(192, 512, 64), *range(512, largest + 128, 128)]
     return (*(count for count in counts if count < largest), largest)

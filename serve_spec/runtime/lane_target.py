@@ -11,13 +11,13 @@ from serve_spec.attention.lane_attention import LaneAttention
 from serve_spec.core.context import ForwardContext
 from serve_spec.ops import fast
 from serve_spec.ops.layout import RowLayout
-from serve_spec.runtime.lane_round import LaneRound
+from serve_spec.runtime.lane_round import LaneRound, PromptPieces
 from serve_spec.runtime.target import TargetRunner
 
 
 @dataclass(frozen=True)
 class VerifiedRows:
-    """What a verification leaves for the verdict.
+    """What a verification leaves for the verdict: T rows of those that draw, then padding.
 
     `token_ids` int64 [T]: the root, then the drafts of each sequence (-1: no token). `row_lanes`
     int32 [T]: each row's lane, -1 for padding. `logits` float32 [T, V].
@@ -30,18 +30,28 @@ class VerifiedRows:
 
 
 def verify_rows(
-    target: TargetRunner, round: LaneRound, num_rows: int, max_query_len: int
+    target: TargetRunner,
+    round: LaneRound,
+    num_rows: int,
+    max_query_len: int,
+    *,
+    beside_prompts: bool = False,
 ) -> VerifiedRows:
     """Runs the target over the roots and drafts of a round, `num_rows` rows with padding.
 
-    max_query_len: bounds each sequence's rows.
+    max_query_len: bounds each sequence's rows. beside_prompts: over the round's pieces of prompts
+    too, which come last.
     """
-    lanes = round.lanes
+    lanes, pieces = round.lanes, round.pieces
     batch_size = min(num_rows, round.max_batch_size)  # every sequence has a row at least
     members = round.members[:batch_size]
     query_lens = round.query_lens[:batch_size]
-    tables = lanes.pages.index_select(0, members)
     starts = lanes.lengths.index_select(0, members) - 1
+    if beside_prompts:
+        members = torch.cat([members, pieces.lanes[:num_rows]])
+        query_lens = torch.cat([query_lens, pieces.lens[:num_rows]])
+        starts = torch.cat([starts, pieces.starts[:num_rows]])
+    tables = lanes.pages.index_select(0, members)
     layout = fast.lay_out_rows(
         query_lens,
         starts,
@@ -60,18 +70,43 @@ def verify_rows(
         max_query_len=max_query_len,
         window=target.model.shape.sliding_window,
     )
-    owners = layout.owners.clamp_min(0)
-    row_lanes = members.index_select(0, owners)
-    roots = fast.ring_tokens(lanes.recent, row_lanes, layout.positions)
-    token_ids = roots
-    if round.drafts.shape[1]:
-        drafts = round.drafts[owners.long(), (layout.offsets - 1).clamp_min(0).long()]
-        token_ids = torch.where(layout.offsets > 0, drafts, roots)
+    row_lanes = members.index_select(0, layout.owners.clamp_min(0))
+    token_ids = _row_tokens(round, layout, row_lanes)
+    if beside_prompts:
+        token_ids = torch.where(
+            layout.owners < batch_size, token_ids, _prompt_tokens(pieces, layout, batch_size)
+        )
     output = target.model.forward(
         token_ids.clamp_min(0), ForwardContext(layout.positions, attention), target.capture
     )
     if target.features is not None:
         assert output.features is not None, "a drafter waits for features"
         target.features.write(layout.slots, output.features)
-    row_lanes = row_lanes.masked_fill(layout.owners < 0, -1)
-    return VerifiedRows(token_ids, row_lanes, layout, target.model.logits(output.hidden))
+    # A sequence draws from its rows alone, and those are the first.
+    num_drawn = min(num_rows, round.max_batch_size * (round.max_steps + 1))
+    drawn = layout.first(num_drawn, batch_size)
+    draws = (drawn.owners >= 0) & (drawn.owners < batch_size)
+    return VerifiedRows(
+        token_ids[:num_drawn],
+        row_lanes[:num_drawn].where(draws, -1),
+        drawn,
+        target.model.logits(output.hidden[:num_drawn]),
+    )
+
+
+def _row_tokens(round: LaneRound, layout: RowLayout, row_lanes: Tensor) -> Tensor:
+    """Roots and drafts of a round's sequences, int64 [T]; other rows' are anything."""
+    roots = fast.ring_tokens(round.lanes.recent, row_lanes, layout.positions)
+    most, width = round.drafts.shape
+    if not width:
+        return roots
+    owners = layout.owners.clamp(0, most - 1)
+    drafts = round.drafts[owners.long(), (layout.offsets - 1).clamp(0, width - 1).long()]
+    return torch.where(layout.offsets > 0, drafts, roots)
+
+
+def _prompt_tokens(pieces: PromptPieces, layout: RowLayout, batch_size: int) -> Tensor:
+    """Tokens of the pieces, int64 [T]; other rows' are anything."""
+    most, width = pieces.token_ids.shape
+    owners = (layout.owners - batch_size).clamp(0, most - 1)
+    return pieces.token_ids[owners.long(), layout.offsets.clamp(max=width - 1).long()].long()

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from serve_spec.core.context import AttentionBackend
-from serve_spec.runtime.graphs import Leftover, StageGraphs
+from serve_spec.runtime.graphs import StageGraphs, VerifyGraphs
 
 
 @dataclass(frozen=True)
@@ -14,14 +13,12 @@ class LaneStages:
     """The stages of a decode round on lanes, at every size the tier can meet.
 
     `extend` makes up to num_steps + 1 draft entries per sequence, `draft` num_steps drafts, both
-    by batch size; `verify` runs the target and the verdict, by rows. `logits` [T, V] are what it
-    leaves at each of its sizes.
+    by batch size; `verify` runs the target and the verdict, by rows.
     """
 
     extend: StageGraphs
     draft: StageGraphs
-    verify: StageGraphs
-    logits: Mapping[int, Leftover]
+    verify: VerifyGraphs
 
 
 @dataclass(frozen=True)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.plan import RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -79,92 +79,65 @@ class Scheduler:
         """Whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
-    def plan(
-        self,
-        choose_steps: ChooseSteps,
-        max_backlog: int = 0,
-        *,
-        drafts_beside_prompts: bool = True,
-    ) -> StepPlan | None:
+    def plan(self, choose_steps: ChooseSteps, ahead: AheadLimits | None = None) -> StepPlan | None:
         """The next round: every decoding row, then prefill within the token budget.
 
         choose_steps: asked once, before anything is drafted; the tier and each row's share of it.
-        max_backlog: draft entries the worker makes up for any decode row, whether or not it drafts,
-        in a round in which some row does.
-        drafts_beside_prompts: whether decode rows may draft in a round that computes prompts too.
+        ahead: what the worker runs without the host, if anything. Beside longer prompts than those
+        nothing is drafted: launching a draft from the host takes longer than its tokens are worth.
         """
         self._admit()
         decoding = [seq for seq in self.running if seq.is_decoding]
-        prefilling = [seq for seq in self.running if not seq.is_decoding]
-        may_draft = drafts_beside_prompts or not prefilling
-        batch = self._decode_batch(decoding, prefilling, may_draft=may_draft)
+        prompts = [_Prompt(seq, seq.num_computed) for seq in self.running if not seq.is_decoding]
+        room = None if ahead is None else self._room_ahead(ahead, prompts, len(decoding))
+        may_draft = ahead is None or room is not None
+        budget = room or self.limits.max_num_batched_tokens
+        batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
-        budget = self.limits.max_num_batched_tokens
         num_steps = _fair_steps(steps, batch)
-        kept_up = 0 if prefilling or not any(num_steps) else max_backlog
+        kept_up = _kept_up(ahead, num_steps)
         # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
         # planned already loses its pages.
         for seq, count in zip(decoding, num_steps, strict=True):
             row = self._plan_decode(seq, count, kept_up) if seq.page_ids else None
             if row is not None:
                 rows.append(row)
-                budget -= row.query_len
-        num_decode_rows = len(rows)
-        for seq in prefilling:
-            is_first = len(rows) == num_decode_rows
-            row = self._plan_prefill(seq, budget, is_first=is_first) if seq.page_ids else None
-            if row is not None:
-                rows.append(row)
-                budget -= row.query_len
-        if not rows:
-            return None
-        return self._planned(rows, steps, batch)
+        rows += self._plan_prompts(prompts, budget - sum(row.query_len for row in rows))
+        return self._planned(rows, steps, batch) if rows else None
 
     def plan_ahead(
-        self, before: StepPlan, choose_steps: ChooseSteps, max_backlog: int
+        self, before: StepPlan, choose_steps: ChooseSteps, ahead: AheadLimits
     ) -> StepPlan | None:
         """The round after `before`, which still runs; None where its outcome must be known first.
 
-        Only where nothing but decoding goes on, and there is room for whatever `before` commits.
-        max_backlog: most draft entries a worker can make up on its own (see `StepPlan.follows`).
+        Only where there is room for whatever `before` commits: nothing is preempted.
         """
-        if self.waiting and len(self.running) < self.limits.max_num_seqs:
+        under_way = {row.request_id: row for row in before.rows}
+        self._admit()
+        decoding, prompts = self._after(under_way)
+        room = self._room_ahead(ahead, prompts, len(decoding))
+        if room is None or not (decoding or prompts):
             return None
-        under_way = {row.request_id: row for row in before.rows if row.is_decode}
-        if len(under_way) < len(before.rows):
-            return None
-        if not all(seq.request_id in under_way for seq in self.running):
-            return None
-        # `before` commits one token at least: whoever needs no other is done.
-        decoding = [seq for seq in self.running if seq.num_remaining > 1]
-        if not decoding:
-            return None
-        rows_before = [under_way[seq.request_id] for seq in decoding]
-        batch = self._decode_batch(decoding, [], rows_before)
-        steps = self._choose(choose_steps, batch)
+        rows_before = [under_way.get(seq.request_id) for seq in decoding]
+        batch = self._decode_batch(decoding, prompts, room, rows_before)
+        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         num_steps = _fair_steps(steps, batch)
-        backlogs = [
-            _backlog_after(seq, row) for seq, row in zip(decoding, rows_before, strict=True)
-        ]
-        is_lost = any(
-            count and backlog > max_backlog
-            for count, backlog in zip(num_steps, backlogs, strict=True)
-        )
         ends = [
-            len(seq) + row.num_steps + 1 + count
+            len(seq) + _most_coming(row) + count
             for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
         ]
-        if is_lost or not self.cache.can_reserve_all(decoding, ends):
+        if not self.cache.can_reserve_all(decoding, ends):
             self._postponed = _Choice(steps, dict(zip(batch.request_ids, num_steps, strict=True)))
             return None
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
-        kept_up = max_backlog if any(num_steps) else 0
+        kept_up = _kept_up(ahead, num_steps)
         rows = [
-            _decode_row(seq, count, backlog, kept_up)
-            for seq, count, backlog in zip(decoding, num_steps, backlogs, strict=True)
+            _decode_row(seq, count, _backlog_after(seq, row), kept_up)
+            for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
         ]
+        rows += self._plan_prompts(prompts, room - sum(row.query_len for row in rows))
         return self._planned(rows, steps, batch, follows=True)
 
     def _planned(
@@ -226,11 +199,50 @@ class Scheduler:
             return choose_steps(batch)
         return choice.of(batch)
 
+    def _after(self, under_way: Mapping[str, RowPlan]) -> tuple[list[Sequence], list[_Prompt]]:
+        """Who decodes and whose prompt is not done once the round of these rows is committed.
+
+        Who decodes gains one token at least: whoever needs no other is done.
+        """
+        decoding: list[Sequence] = []
+        prompts: list[_Prompt] = []
+        for seq in self.running:
+            row = under_way.get(seq.request_id)
+            if row is None:
+                if seq.is_decoding:
+                    decoding.append(seq)
+                else:
+                    prompts.append(_Prompt(seq, seq.num_computed))
+            elif not row.samples:
+                prompts.append(_Prompt(seq, row.length))
+            elif seq.num_remaining > 1:
+                decoding.append(seq)
+        return decoding, prompts
+
+    def _room_ahead(
+        self, ahead: AheadLimits, prompts: list[_Prompt], num_decoding: int
+    ) -> int | None:
+        """Rows of a round that a worker runs without the host; None: with these prompts it can not.
+
+        The prompts leave half of the rows to drafts.
+        """
+        most = self.limits.max_num_batched_tokens
+        if not prompts:
+            return most
+        room = min(most, ahead.max_prompt_rows)
+        fits = (
+            sum(prompt.num_pending for prompt in prompts) <= (room - num_decoding) // 2
+            and all(len(prompt.seq) <= ahead.max_prompt_length for prompt in prompts)
+            and all(prompt.seq.params.prompt_logprobs is None for prompt in prompts)
+        )
+        return room if fits else None
+
     def _decode_batch(
         self,
         decoding: list[Sequence],
-        prefilling: list[Sequence],
-        under_way: list[RowPlan] | None = None,
+        prompts: list[_Prompt],
+        budget: int,
+        under_way: list[RowPlan | None] | None = None,
         *,
         may_draft: bool = True,
     ) -> DecodeBatch:
@@ -238,19 +250,20 @@ class Scheduler:
 
         under_way: their rows of the round that still runs, if one does.
         """
-        budget = self.limits.max_num_batched_tokens - len(decoding)
+        budget -= len(decoding)
         # Prompts that wait keep half of what the decode rows leave.
-        budget -= min(sum(seq.num_pending for seq in prefilling), budget // 2)
+        budget -= min(sum(prompt.num_pending for prompt in prompts), budget // 2)
         lengths = [len(seq) for seq in decoding]
         page_size = self.cache.page_size
+        rows_before = under_way or [None] * len(decoding)
         held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
-        coming = 0
-        if under_way is not None:
-            coming = 1
-            held -= sum(row.num_steps + 1 for row in under_way)
+        held -= sum(map(_most_coming, rows_before))
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
-            max_steps=[_usable_steps(seq, coming) for seq in decoding],
+            max_steps=[
+                _usable_steps(seq, 0 if row is None else 1)
+                for seq, row in zip(decoding, rows_before, strict=True)
+            ],
             num_tokens=sum(lengths),
             num_sampled=sum(not seq.params.is_greedy for seq in decoding),
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
@@ -270,26 +283,38 @@ class Scheduler:
         self.cache.reserve(seq, len(seq) + num_steps)
         return _decode_row(seq, num_steps, len(seq) - 1 - seq.num_draft_computed, kept_up)
 
-    def _plan_prefill(self, seq: Sequence, budget: int, *, is_first: bool) -> RowPlan | None:
+    def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
+        """Pieces of those that still have pages, the oldest first."""
+        rows: list[RowPlan] = []
+        for prompt in prompts:
+            row = self._plan_prompt(prompt, budget, is_first=not rows)
+            if row is not None:
+                rows.append(row)
+                budget -= row.query_len
+        return rows
+
+    def _plan_prompt(self, prompt: _Prompt, budget: int, *, is_first: bool) -> RowPlan | None:
         # One prompt a round may overrun the budget, by a token or, without chunks, whole: decode
         # rows could otherwise keep it waiting for ever.
-        count = seq.num_pending
+        seq, start, count = prompt.seq, prompt.start, prompt.num_pending
         if self.limits.chunked_prefill:
             count = min(count, max(budget, 1 if is_first else 0))
         elif count > budget and not is_first:
             count = 0
-        if count <= 0:
+        if count <= 0 or not seq.page_ids:
             return None
-        start = seq.num_computed
-        scored = seq.unscored(start + count)
+        end = start + count
+        scored = seq.unscored(end)
+        is_named = end - 1 <= SHORT_BACKLOG
         return RowPlan(
             request_id=seq.request_id,
-            token_ids=tuple(seq.token_ids[start : start + count]),
+            token_ids=tuple(seq.token_ids[start:end]),
             start=start,
-            samples=count == seq.num_pending,
+            samples=count == prompt.num_pending,
             page_ids=tuple(seq.page_ids),
             params=seq.params,
             seed=seq.seed,
+            catch_up_ids=tuple(seq.token_ids[1:end]) if is_named else (),
             lane=seq.lane,
             scored_start=scored.start,
             scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
@@ -354,6 +379,19 @@ class Scheduler:
 
 
 @dataclass(frozen=True)
+class _Prompt:
+    """A sequence whose text is not computed yet from position `start` on."""
+
+    seq: Sequence
+    start: int
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens the target has not seen."""
+        return len(self.seq) - self.start
+
+
+@dataclass(frozen=True)
 class _Choice:
     """An answer of the policy that had to wait, by request."""
 
@@ -366,11 +404,21 @@ class _Choice:
         return RoundSteps(self.steps.num_steps, rows, self.steps.notes)
 
 
-def _backlog_after(seq: Sequence, row: RowPlan) -> int:
+def _most_coming(row: RowPlan | None) -> int:
+    """Most tokens a row that still runs commits."""
+    return 0 if row is None else row.num_steps + 1
+
+
+def _backlog_after(seq: Sequence, row: RowPlan | None) -> int:
     """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
-    if row.catches_up:
-        return row.num_steps + 1
-    return len(seq) - seq.num_draft_computed
+    if row is not None and row.catches_up:
+        return _most_coming(row)
+    return len(seq) - 1 - seq.num_draft_computed + _most_coming(row)
+
+
+def _kept_up(ahead: AheadLimits | None, num_steps: list[int]) -> int:
+    """Backlogs up to this are made up for rows that do not draft."""
+    return ahead.max_backlog if ahead is not None and any(num_steps) else 0
 
 
 def _usable_steps(seq: Sequence, coming: int) -> int:
@@ -396,8 +444,7 @@ def _fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 def _decode_row(seq: Sequence, num_steps: int, backlog: int, kept_up: int) -> RowPlan:
     """A row that verifies `num_steps` drafts.
 
-    backlog: draft entries it lacks when the round starts. kept_up: backlogs up to this are made up
-    for rows that do not draft.
+    backlog: draft entries it lacks when the round starts. kept_up: see `_kept_up`.
     """
     last = len(seq) - 1
     # A row that does not draft names a short backlog all the same: the next round may need it.

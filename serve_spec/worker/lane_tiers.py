@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,8 +14,17 @@ from tqdm import tqdm
 
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.log import get_logger
-from serve_spec.runtime.graphs import Leftover, Recorder, Run, StageGraphs, batch_sizes, row_counts
-from serve_spec.runtime.lane_round import LaneRound
+from serve_spec.runtime.graphs import (
+    Leftover,
+    Recorder,
+    Run,
+    StageGraphs,
+    VerifyGraphs,
+    batch_sizes,
+    prompt_row_counts,
+    row_counts,
+)
+from serve_spec.runtime.lane_round import PIECE_ROWS, LaneRound
 from serve_spec.runtime.lane_target import verify_rows
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.verify.lanes import LaneJudge
@@ -28,17 +38,21 @@ what any usual tier leaves, its drafts and one."""
 
 
 @dataclass(frozen=True)
-class TierCapture:
-    """What recording one tier took; stages it shares with deeper tiers are counted there."""
+class StageCapture:
+    """What recording some stages took; those a tier shares with deeper ones are counted there.
 
-    num_steps: int
+    num_steps: the tier; None: the stages beside prompts, which all tiers share.
+    """
+
+    num_steps: int | None
     num_stages: int
     seconds: float
     num_bytes: int
 
     def __str__(self) -> str:
+        what = "beside prompts" if self.num_steps is None else f"tier {self.num_steps}"
         return (
-            f"tier {self.num_steps}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
+            f"{what}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
             f"{self.seconds:.1f} s"
         )
 
@@ -67,15 +81,17 @@ class LaneTiers:
         recorder: Recorder,
         *,
         max_rows: int,
+        max_prompt_rows: int,
         largest_batch: Callable[[int], int | None],
     ) -> None:
         self.states: dict[int, SpecRuntimeState] = {}
-        self.report: list[TierCapture] = []
+        self.report: list[StageCapture] = []
         self._eager = eager
         self._drafter = drafter
         self._round = round
         self._recorder = recorder
         self._max_rows = max_rows
+        self._max_prompt_rows = max_prompt_rows
         self._largest_batch = largest_batch
         self._judge = LaneJudge(
             round.max_steps, eager.device, eager.synthetic_acceptance, eager.parallel
@@ -84,27 +100,35 @@ class LaneTiers:
         self._verify_stages: dict[tuple[int, int], _VerifyStage] = {}
 
     def build(self) -> None:
-        """Records every tier of the eager worker.
+        """Records every tier of the eager worker, then what runs beside prompts.
 
         Raises:
             MemoryError: one does not fit; says what each takes.
         """
         for num_steps in tqdm(sorted(self._eager.tiers, reverse=True), "tiers", leave=False):
-            started, reserved = time.perf_counter(), self._reserved_bytes()
-            before = self._recorder.num_recorded
-            try:
+            with self._reported(num_steps):
                 self.states[num_steps] = self._tier(num_steps)
-            except torch.OutOfMemoryError as error:
-                raise MemoryError(self._no_room_for(num_steps)) from error
-            self.report.append(
-                TierCapture(
-                    num_steps,
-                    self._recorder.num_recorded - before,
-                    time.perf_counter() - started,
-                    self._reserved_bytes() - reserved,
-                )
-            )
+        with self._reported(None):
+            self.beside_prompts = self._record_beside_prompts()
         logger.info("recorded: %s", "; ".join(map(str, self.report)))
+
+    @contextmanager
+    def _reported(self, num_steps: int | None) -> Iterator[None]:
+        """Notes what recording this takes."""
+        started, reserved = time.perf_counter(), self._reserved_bytes()
+        before = self._recorder.num_recorded
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(self._no_room_for(num_steps)) from error
+        self.report.append(
+            StageCapture(
+                num_steps,
+                self._recorder.num_recorded - before,
+                time.perf_counter() - started,
+                self._reserved_bytes() - reserved,
+            )
+        )
 
     @property
     def max_backlog(self) -> int:
@@ -132,16 +156,13 @@ class LaneTiers:
         extend = draft = StageGraphs({})
         if num_steps:
             if is_deepest:
-                self._extends[WIDE_BACKLOG] = self._record_extends(WIDE_BACKLOG, sizes)
+                # What a round leaves behind, and an entry that the host leaves of older ones.
+                widest = max(WIDE_BACKLOG, num_steps + 2)
+                self._extends[widest] = self._record_extends(widest, sizes)
             extend = self._extends[num_steps + 1] = self._record_extends(num_steps + 1, sizes)
             draft = StageGraphs({n: self._record_draft(n, num_steps) for n in reversed(sizes)})
         verify = self._record_verify_stages(rows, num_steps + 1)
-        stages = LaneStages(
-            extend,
-            draft,
-            StageGraphs({size: stage.run for size, stage in verify.items()}),
-            {size: stage.logits for size, stage in verify.items()},
-        )
+        stages = LaneStages(extend, draft, verify)
         return replace(self._eager.tiers[num_steps], stages=stages)
 
     def _largest(self, num_steps: int) -> int:
@@ -171,9 +192,7 @@ class LaneTiers:
 
         return self._recorder.record(draft)
 
-    def _record_verify_stages(
-        self, counts: Collection[int], query_len: int
-    ) -> dict[int, _VerifyStage]:
+    def _record_verify_stages(self, counts: Collection[int], query_len: int) -> VerifyGraphs:
         """By rows. Tiers of about the same width share theirs: only attention's tiles differ.
 
         Products of some sizes take longer than those of larger ones; such sizes are left out, so
@@ -185,23 +204,42 @@ class LaneTiers:
         for num_rows in sorted(counts, reverse=True):
             key = num_rows, width
             if key not in self._verify_stages:
-                logits = self._recorder.leftover()
-                run = self._recorder.record(partial(self._verify, num_rows, width, logits))
-                self._verify_stages[key] = _VerifyStage(run, self._milliseconds(run), logits)
+                self._verify_stages[key] = self._record_verify(num_rows, width)
             stage = self._verify_stages[key]
             if stage.milliseconds <= fastest:
                 stages[num_rows], fastest = stage, stage.milliseconds
-        return stages
+        return _verify_graphs(stages)
+
+    def _record_beside_prompts(self) -> VerifyGraphs:
+        """By rows, those of prompts and those that draw, of whatever tier."""
+        width = max(PIECE_ROWS, 1 << self._round.max_steps.bit_length())
+        counts = prompt_row_counts(self._max_prompt_rows)
+        return _verify_graphs(
+            {
+                num_rows: self._record_verify(num_rows, width, beside_prompts=True)
+                for num_rows in reversed(counts)
+            }
+        )
+
+    def _record_verify(
+        self, num_rows: int, width: int, *, beside_prompts: bool = False
+    ) -> _VerifyStage:
+        logits = self._recorder.leftover()
+
+        def verify() -> None:
+            rows = verify_rows(
+                self._eager.target, self._round, num_rows, width, beside_prompts=beside_prompts
+            )
+            logits.leave(rows.logits)
+            self._judge(rows, self._round)
+
+        run = self._recorder.record(verify)
+        return _VerifyStage(run, self._milliseconds(run), logits)
 
     def _milliseconds(self, run: Run) -> float:
         """What a recorded stage takes: rank 0's word, so that all ranks pad alike."""
         found = torch.tensor([self._recorder.milliseconds(run)], device=self._eager.device)
         return float(self._eager.parallel.broadcast(found))
-
-    def _verify(self, num_rows: int, width: int, logits: Leftover) -> None:
-        rows = verify_rows(self._eager.target, self._round, num_rows, width)
-        logits.leave(rows.logits)
-        self._judge(rows, self._round)
 
     def _reserved_bytes(self) -> int:
         return (
@@ -210,12 +248,22 @@ class LaneTiers:
             else 0
         )
 
-    def _no_room_for(self, num_steps: int) -> str:
+    def _no_room_for(self, num_steps: int | None) -> str:
         """What a device too small for the tiers is told."""
         held = "; ".join(map(str, self.report)) or "none was recorded"
+        what = f"num_steps={num_steps}, max_num_seqs={self._round.max_batch_size}"
+        way_out = f"leave {num_steps} out of the candidate steps (speculative_adaptive_config)"
+        if num_steps is None:
+            what = f"max_num_batched_tokens={self._max_rows}"
+            way_out = "max_num_batched_tokens"
         return (
-            f"num_steps={num_steps}, max_num_seqs={self._round.max_batch_size}: the device has no "
-            f"memory left for this tier (recorded so far: {held}). Lower memory_fraction or "
-            f"max_num_seqs, or leave {num_steps} out of the candidate steps "
-            "(speculative_adaptive_config)"
+            f"{what}: the device has no memory left for these stages (recorded so far: {held}). "
+            f"Lower memory_fraction or max_num_seqs, or {way_out}"
         )
+
+
+def _verify_graphs(stages: Mapping[int, _VerifyStage]) -> VerifyGraphs:
+    return VerifyGraphs(
+        {size: stage.run for size, stage in stages.items()},
+        {size: stage.logits for size, stage in stages.items()},
+    )

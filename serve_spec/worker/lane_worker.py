@@ -9,7 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
-from serve_spec.core.plan import PendingRound, RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, PendingRound, RowPlan, StepPlan, StepResult
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.runtime.graphs import Recorder
 from serve_spec.runtime.lane_round import LaneRound
@@ -21,11 +21,18 @@ from serve_spec.verify.verifier import read_verdicts
 from serve_spec.worker.lane_tiers import LaneTiers
 from serve_spec.worker.worker import SpecWorker
 
+MAX_PROMPT_ROWS = 1024
+"""Most rows of a round on lanes that computes prompts. The arithmetic of more takes longer than
+launching it, so that recording it gains nothing."""
+
+MAX_PROMPT_LENGTH = 4096
+"""Of longer texts every piece would read too much of the cache; FlashInfer reads it less often."""
+
 _ROUNDS_IN_FLIGHT = 2
 
 
 class LaneWorker:
-    """Rounds of nothing but decoding run on lanes, from graphs; all others on the eager worker.
+    """Rounds of decoding and short prompts run on lanes, from graphs; others on the eager worker.
 
     Lengths and last tokens of such rounds stay on the device, so the next one may be submitted at
     any time; the host reads one small tensor of each.
@@ -64,16 +71,12 @@ class LaneWorker:
         """Recorded tiers by num_steps."""
         return self.recorded.states
 
-    @property
-    def max_backlog_ahead(self) -> int:
-        """Draft entries the widest catch-up stage makes."""
-        return self.recorded.max_backlog
-
     def init_states(self, candidate_steps: Iterable[int]) -> None:
         """Records every tier's stages, and the plain one's."""
         self.eager.init_states(candidate_steps)
         head = None if self.drafter is None else self.drafter.head
-        self.round = LaneRound.create(self.lanes, max(self.eager.tiers), head)
+        max_prompt_rows = min(MAX_PROMPT_ROWS, self.max_rows)
+        self.round = LaneRound.create(self.lanes, max(self.eager.tiers), head, max_prompt_rows)
         self._read_backs = cycle(
             torch.empty_like(self.round.verdicts, device="cpu", pin_memory=self.lanes.pages.is_cuda)
             for _ in range(_ROUNDS_IN_FLIGHT + 1)
@@ -86,49 +89,52 @@ class LaneWorker:
             self.round,
             self.recorder,
             max_rows=self.max_rows,
+            max_prompt_rows=max_prompt_rows,
             largest_batch=self.largest_batch,
         )
         self.recorded.build()
+        self.ahead = AheadLimits(self.recorded.max_backlog, max_prompt_rows, MAX_PROMPT_LENGTH)
 
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingRound:
         """Starts a round; on lanes, nothing is waited for."""
-        if not all(row.is_decode for row in plan.rows):
-            assert not plan.follows, "only decode rounds may follow one under way"
+        if not self.ahead.take(plan.rows):
+            assert not plan.follows, "what the host has to plan may not follow a round under way"
             self._keeper.forget(plan.rows)
             return self.eager.submit(plan)
-        rows, backlog = plan.rows, plan.max_backlog
-        if backlog > self.max_backlog_ahead:
-            rows, backlog = self._shorten_backlogs(rows), self.max_backlog_ahead
-        self._keeper.sync(rows)
+        prompts = [row for row in plan.rows if not row.is_decode]
+        rows = self._move_in([row for row in plan.rows if row.is_decode], prompts)
+        members = plan.sampling_rows
         self._seat(rows)
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        tier = self.recorded.tier_for(max(row.num_steps for row in rows), len(rows))
+        tier = self.recorded.tier_for(max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
+            backlog = min(plan.max_backlog, self.ahead.max_backlog)
             self.recorded.extend_for(backlog, len(rows)).run(len(rows))
             self._stages(tier).draft.run(len(rows))
         timer.mark("drafted")
-        num_rows = sum(row.num_steps + 1 for row in rows)
-        self._stages(tier).verify.run(num_rows)
+        verify = self._stages(tier).verify
+        if prompts:
+            # Their last rows draw with the others, but take no part in drafting.
+            self._seat(members)
+            self.round.pieces.write(prompts)
+            verify = self.recorded.beside_prompts
+        num_rows = sum(row.query_len for row in plan.rows)
+        verify.run(num_rows)
         read_back = next(self._read_backs)
         read_back.copy_(self.round.verdicts, non_blocking=True)
-        logprobs = self._start_logprobs(tier, rows, num_rows) if plan.wants_logprobs else None
+        logprobs = None
+        if plan.wants_logprobs:
+            logprobs = LaneLogprobs(members, verify.logits(num_rows), self.round)
         timer.mark("verified")
         before, self._newest_timer = self._newest_timer, timer
-        return _LaneRoundUnderWay(read_back, len(rows), timer, before, logprobs)
+        return _LaneRoundUnderWay(read_back, len(members), timer, before, logprobs)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a round to its end."""
         return self.submit(plan).result()
-
-    def _start_logprobs(
-        self, tier: SpecRuntimeState, rows: Sequence[RowPlan], num_rows: int
-    ) -> LaneLogprobs:
-        stages = self._stages(tier)
-        logits = stages.logits[stages.verify.padded(num_rows)].tensor()
-        return LaneLogprobs(rows, logits, self.round)
 
     @staticmethod
     def _stages(tier: SpecRuntimeState) -> LaneStages:
@@ -142,16 +148,23 @@ class LaneWorker:
             self.round.seat(*seats)
             self._seats = seats
 
-    def _shorten_backlogs(self, rows: Sequence[RowPlan]) -> tuple[RowPlan, ...]:
-        """Makes the entries of prompts and long pauses, which no stage has room for."""
-        drafter, longest = self.eager.drafter, self.max_backlog_ahead
-        assert drafter is not None, "a plan with drafts needs a drafter"
-        long = [row for row in rows if row.num_steps and len(row.catch_up_ids) > longest]
-        # Their lanes do not hold the tokens of the backlog.
-        self._keeper.forget(long)
-        attention = self.eager.tiers[max(self.eager.tiers)].extend
-        short = {row.lane: row for row in drafter.shorten_backlogs(long, longest, attention)}
-        return tuple(short.get(row.lane, row) for row in rows)
+    def _move_in(self, rows: list[RowPlan], prompts: list[RowPlan]) -> list[RowPlan]:
+        """Tells the lanes all they can not know; the decode rows, no backlog longer than a stage
+        makes up."""
+        drafter, longest = self.eager.drafter, self.ahead.max_backlog
+        long = [row for row in rows if row.num_steps and row.backlog > longest]
+        short: dict[int, RowPlan] = {}
+        if long:
+            assert drafter is not None, "a plan with drafts needs a drafter"
+            attention = self.eager.tiers[max(self.eager.tiers)].extend
+            # To the last: what is left has to be among the newest tokens, which lanes hold.
+            short = {row.lane: row for row in drafter.shorten_backlogs(long, 1, attention)}
+        rows = [short.get(row.lane, row) for row in rows]
+        self._keeper.forget(prompts)  # they may have been here before, and lost their pages
+        self._keeper.sync([*rows, *prompts])
+        if short:
+            self._keeper.caught_up(short.values())
+        return rows
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, PendingRound, StepPlan, StepResult
 from serve_spec.parallel.followers import Followers
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.worker.worker import Worker
@@ -44,9 +44,9 @@ class TensorParallelWorker:
         return self._worker.draft_dtype
 
     @property
-    def max_backlog_ahead(self) -> int | None:
+    def ahead(self) -> AheadLimits | None:
         """See `Worker`."""
-        return self._worker.max_backlog_ahead
+        return self._worker.ahead
 
     @property
     def tiers(self) -> Mapping[int, SpecRuntimeState]:

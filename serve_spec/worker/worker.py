@@ -10,7 +10,7 @@ from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend
 from serve_spec.core.draft import DraftChain, VerifyResult
-from serve_spec.core.plan import FinishedRound, PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, FinishedRound, PendingRound, StepPlan, StepResult
 from serve_spec.drafters.base import Drafter
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -48,8 +48,8 @@ class Worker(Protocol):
         ...
 
     @property
-    def max_backlog_ahead(self) -> int | None:
-        """Most draft entries a row of a plan that `follows` may lack; None: no plan may follow."""
+    def ahead(self) -> AheadLimits | None:
+        """What a plan that `follows` may ask for; None: no plan may follow."""
         ...
 
     @property
@@ -102,7 +102,7 @@ class SpecWorker:
         self.parallel = parallel
         self.verdict = choose_verdict(synthetic_acceptance)
         self.tiers: dict[int, SpecRuntimeState] = {}
-        self.max_backlog_ahead: int | None = None
+        self.ahead: AheadLimits | None = None
 
     @property
     def dtype(self) -> torch.dtype:

@@ -48,7 +48,9 @@ def test_compiled_layers_write_the_same_texts(
     switch_every_round(llm, (3, 0, 1, 2, 0, 3))
     assert texts(llm) == texts(make_llm())
     num_compiled = counters["stats"]["unique_graphs"]
-    assert 0 < num_compiled <= 16, "two regions, one row or more, a first layer or not, two models"
+    # Two regions, a first layer or not, two models: for one row, for more, and for the number that
+    # came first, which is taken for the only one.
+    assert 0 < num_compiled <= 24
     assert not counters["graph_break"]
     assert len(texts(llm)) == len(PROMPTS)
     assert counters["stats"]["unique_graphs"] == num_compiled, "all there is has been compiled"

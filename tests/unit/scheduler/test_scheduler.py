@@ -1,11 +1,12 @@
 """Laws of continuous batching, with a worker that only pretends to compute."""
 
 import random
+from dataclasses import replace
 
 import pytest
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -176,7 +177,7 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     assert arriving.num_output_tokens >= 1
 
 
-def test_an_engine_that_drafts_nothing_beside_prompts_says_so_to_the_policy() -> None:
+def test_beside_prompts_the_host_has_to_plan_nothing_is_drafted_and_the_policy_knows() -> None:
     scheduler = make(max_num_batched_tokens=16)
     worker = PretendedWorker(4, random.Random(11))
     allowed: list[bool] = []
@@ -188,32 +189,92 @@ def test_an_engine_that_drafts_nothing_beside_prompts_says_so_to_the_policy() ->
     scheduler.add(sequence("1", 3, max_tokens=60))
     for round_number in range(6):
         if round_number == 2:
-            scheduler.add(sequence("2", 40, max_tokens=3))  # three rounds of it
-        plan = scheduler.plan(choose, drafts_beside_prompts=False)
+            scheduler.add(sequence("2", 40, max_tokens=3))  # three rounds of it, and one beside it
+        plan = scheduler.plan(choose, AheadLimits(8, max_prompt_rows=16, max_prompt_length=39))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert allowed == [True, False, False, False, True]
 
 
-def test_a_choice_put_off_is_not_used_beside_prompts() -> None:
-    scheduler = make()
-    worker = PretendedWorker(4, random.Random(12))
-    scheduler.add(sequence("1", 30, max_tokens=60))
-    for _ in range(2):
-        plan = scheduler.plan(lambda _: RoundSteps(0))
-        assert plan is not None
-        scheduler.commit(plan, worker.execute(plan), cut)
-    under_way = scheduler.plan(lambda _: RoundSteps(0))
+@pytest.mark.parametrize("num_prompt_tokens", [1, 8, 30])
+def test_beside_prompts_the_worker_can_run_ahead_rows_draft_and_all_fit(
+    num_prompt_tokens: int,
+) -> None:
+    scheduler = make(num_pages=100)
+    worker = PretendedWorker(4, random.Random(11))
+    ahead = AheadLimits(8, max_prompt_rows=64, max_prompt_length=32)
+    for name in ("1", "2", "3", "4"):
+        scheduler.add(sequence(name, 3, max_tokens=60))
+    under_way = scheduler.plan(lambda _: RoundSteps(0), ahead)
     assert under_way is not None
-    # The whole prompt is to be made up, and the worker has room for two entries.
-    assert scheduler.plan_ahead(under_way, lambda _: RoundSteps(3), max_backlog=2) is None
-    scheduler.commit(under_way, worker.execute(under_way), cut)
-    scheduler.add(sequence("2", 8, max_tokens=3))
-    plan = scheduler.plan(
-        lambda batch: RoundSteps(3 if batch.may_draft else 0), drafts_beside_prompts=False
-    )
+    scheduler.add(arriving := sequence("5", num_prompt_tokens, max_tokens=60))
+    plan = scheduler.plan_ahead(under_way, lambda _: RoundSteps(7), ahead)
     assert plan is not None
-    assert [row.num_steps for row in plan.rows] == [0, 0]
+    assert [row.is_decode for row in plan.rows] == [True] * 4 + [False]
+    assert ahead.take(plan.rows)
+    assert all(row.num_steps > 0 for row in plan.rows[:4])
+    assert plan.rows[4].token_ids == tuple(arriving.token_ids)
+    scheduler.commit(under_way, worker.execute(under_way), cut)
+    # The next one knows the prompt to be done, whatever it drew.
+    after = scheduler.plan_ahead(plan, lambda _: RoundSteps(7), ahead)
+    assert after is not None
+    assert [row.is_decode for row in after.rows] == [True] * 5
+    assert after.rows[4].backlog == num_prompt_tokens
+
+
+@pytest.mark.parametrize("what", ["too many rows", "a text too long", "its own log-probabilities"])
+def test_prompts_the_worker_has_no_stage_for_wait_for_the_round_under_way(what: str) -> None:
+    scheduler = make(num_pages=100)
+    ahead = AheadLimits(
+        8,
+        max_prompt_rows=20 if what == "too many rows" else 64,
+        max_prompt_length=15 if what == "a text too long" else 64,
+    )
+    scheduler.add(sequence("1", 3, max_tokens=60))
+    under_way = scheduler.plan(lambda _: RoundSteps(0), ahead)
+    assert under_way is not None
+    scored = {"prompt_logprobs": 0} if what == "its own log-probabilities" else {}
+    scheduler.add(sequence("2", 16, max_tokens=3, **scored))
+    assert scheduler.plan_ahead(under_way, lambda _: pytest.fail("asked"), ahead) is None
+
+
+def put_off(scheduler: Scheduler, num_ending: int) -> None:
+    """Makes a policy choose 3 drafts for texts whose next round has to wait for want of pages.
+
+    All but the first end then, if that many are to.
+    """
+    worker = PretendedWorker(4, random.Random(12))
+    for number in range(scheduler.cache.num_free_pages // 2 + 1):
+        stops = (token_at(number, 4),) if number and number <= num_ending else ()
+        scheduler.add(sequence(str(number), 3, max_tokens=60, stop_token_ids=stops))
+    plan = scheduler.plan(lambda _: RoundSteps(0), AHEAD)
+    assert plan is not None
+    scheduler.commit(plan, worker.execute(plan), cut)
+    # Texts of four tokens, in a page of four each: with one more each they need another.
+    under_way = scheduler.plan(lambda _: RoundSteps(0), AHEAD)
+    assert under_way is not None
+    assert scheduler.plan_ahead(under_way, lambda _: RoundSteps(3), AHEAD) is None
+    scheduler.commit(under_way, worker.execute(under_way), cut)
+
+
+def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
+    """A policy counts its answers: dwell, budgets and probes go by rounds."""
+    scheduler = make(num_pages=3)
+    put_off(scheduler, num_ending=0)
+    plan = scheduler.plan(lambda _: pytest.fail("asked twice"), AHEAD)
+    assert plan is not None
+    assert plan.num_steps == 3
+    assert any(row.num_steps for row in plan.rows)
+
+
+def test_a_choice_put_off_is_not_used_beside_prompts_of_the_host() -> None:
+    scheduler = make(num_pages=5)
+    put_off(scheduler, num_ending=2)
+    scheduler.add(sequence("9", 6, max_tokens=3))
+    ahead = replace(AHEAD, max_prompt_rows=5)
+    plan = scheduler.plan(lambda batch: RoundSteps(3 if batch.may_draft else 0), ahead)
+    assert plan is not None
+    assert [(row.is_decode, row.num_steps) for row in plan.rows] == [(True, 0), (False, 0)]
 
 
 def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
@@ -318,6 +379,9 @@ def test_aborting_while_a_round_runs_drops_its_result() -> None:
     scheduler.check_integrity()
 
 
+AHEAD = AheadLimits(8, max_prompt_rows=24, max_prompt_length=35)
+
+
 class AheadWorker(PretendedWorker):
     """Runs rounds of which the host learns one round late, as a device would."""
 
@@ -328,7 +392,7 @@ class AheadWorker(PretendedWorker):
     def execute(self, plan: StepPlan) -> StepResult:
         drawn = []
         for row in plan.rows:
-            if not plan.follows:
+            if not (plan.follows and row.is_decode):
                 self.lengths[row.request_id] = row.length
             length = self.lengths[row.request_id]
             assert length + row.num_steps <= len(row.page_ids) * self.page_size
@@ -350,7 +414,7 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
     scheduler = make(num_pages=30, max_num_batched_tokens=24)
     worker = AheadWorker(4, rng)
     everyone: list[Sequence] = []
-    num_ahead = 0
+    num_ahead = num_prompts_ahead = 0
     flight: tuple[StepPlan, StepResult] | None = None
     for step in range(3000):
         if step < 2500 and rng.random() < 0.1 and len(scheduler.waiting) < 4:
@@ -363,15 +427,18 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
         if rng.random() < 0.02 and scheduler.has_work:
             scheduler.abort(rng.choice(list(scheduler.sequences())).request_id)
         if flight is None:
-            plan = scheduler.plan(lambda batch: any_steps(rng, batch), 8)
+            plan = scheduler.plan(lambda batch: any_steps(rng, batch), AHEAD)
             if plan is None:
                 assert not scheduler.has_work
                 continue
             flight = plan, worker.execute(plan)
-        ahead = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), 8)
+        ahead = None
+        if AHEAD.take(flight[0].rows):
+            ahead = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), AHEAD)
         following = None
         if ahead is not None:
             num_ahead += 1
+            num_prompts_ahead += not all(row.is_decode for row in ahead.rows)
             following = ahead, worker.execute(ahead)
         scheduler.commit(*flight, cut)
         scheduler.check_integrity()
@@ -379,29 +446,10 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
     assert not scheduler.has_work, "two hundred rounds end whatever is left"
     assert scheduler.cache.num_free_pages == 30
     assert num_ahead > 500
+    assert num_prompts_ahead > 20
     assert scheduler.num_preemptions > 20, "the pool must be small enough to force preemption"
     for seq in everyone:
         expected = [
             token_at(seq.seed, seq.num_prompt_tokens + i) for i in range(seq.num_output_tokens)
         ]
         assert seq.output_token_ids == expected
-
-
-def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
-    """A policy counts its answers: dwell, budgets and probes go by rounds."""
-    scheduler = make()
-    worker = AheadWorker(4, random.Random(0))
-    seq = sequence("1", 5, max_tokens=60)
-    scheduler.add(seq)
-    plan = scheduler.plan(lambda _: RoundSteps(0))
-    assert plan is not None
-    scheduler.commit(plan, worker.execute(plan), cut)
-    plan = scheduler.plan(lambda _: RoundSteps(0))
-    assert plan is not None
-    result = worker.execute(plan)
-    # Five prompt entries are to be made up, and the worker has room for two.
-    assert scheduler.plan_ahead(plan, lambda _: RoundSteps(3), 2) is None
-    scheduler.commit(plan, result, cut)
-    plan = scheduler.plan(lambda _: pytest.fail("asked twice"))
-    assert plan is not None
-    assert plan.num_steps == plan.rows[0].num_steps == 3

@@ -1,0 +1,76 @@
+"""Short prompts run on lanes beside decoding, and leave what eager rounds leave."""
+
+import random
+from typing import Any
+
+import pytest
+
+from serve_spec import LLM
+from serve_spec.core.request import SamplingParams
+from serve_spec.worker.lane_worker import LaneWorker
+from tests.helpers.engines import MakeLLM, switch_every_round
+
+RNG = random.Random(5)
+# Around the rows of a piece, and such that later ones arrive while others decode.
+PROMPTS = [[RNG.randrange(256) for _ in range(n)] for n in (1, 2, 15, 16, 17, 18, 33, 47, 5, 30)]
+PARAMS = [
+    SamplingParams(max_tokens=12 + 7 * (i % 3), temperature=0.4 * (i % 3), seed=i, ignore_eos=True)
+    for i in range(len(PROMPTS))
+]
+SIZES = {"max_num_seqs": 3, "max_model_len": 128}
+
+
+def worker_of(llm: LLM) -> LaneWorker:
+    worker: Any = llm.engine.worker
+    assert isinstance(worker, LaneWorker)
+    return worker
+
+
+def without_the_host(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    """The same; a round of the eager worker is an error."""
+    monkeypatch.setattr(worker_of(llm).eager, "submit", lambda plan: pytest.fail("eager round"))
+    return llm
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "NONE"])
+def test_prompts_that_arrive_while_others_decode_need_no_eager_round(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    num_steps = 0 if algorithm == "NONE" else 3
+    llm = make_llm(algorithm, num_steps, execution="lanes", **SIZES)
+    if num_steps:
+        switch_every_round(llm, (3, 0, 1, 2, 0, 0, 3))
+    outputs = without_the_host(llm, monkeypatch).generate(PROMPTS, PARAMS)
+    plain = make_llm(execution="eager", **SIZES).generate(PROMPTS, PARAMS)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_drafts_after_a_prompt_are_kept_as_often_as_after_an_eager_one(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, algorithm: str
+) -> None:
+    """The features and the tokens a draft conditions on are all there, of every prompt."""
+    lanes = make_llm(algorithm, 3, execution="lanes", **SIZES)
+    outputs = without_the_host(lanes, monkeypatch).generate(PROMPTS, PARAMS)
+    eager = make_llm(algorithm, 3, execution="eager", **SIZES).generate(PROMPTS, PARAMS)
+    kept = [output.speculation.num_correct_drafts for output in outputs]
+    assert kept == [output.speculation.num_correct_drafts for output in eager]
+    assert sum(kept) > 0
+
+
+def test_longer_prompts_are_computed_eagerly_and_mix_with_lanes(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("serve_spec.worker.lane_worker.MAX_PROMPT_ROWS", 24)
+    llm = make_llm("EAGLE3", 3, execution="lanes", **SIZES)
+    submit, num_rows = worker_of(llm).eager.submit, []
+
+    def counted(plan: Any) -> Any:
+        num_rows.append(sum(row.query_len for row in plan.rows))
+        return submit(plan)
+
+    monkeypatch.setattr(worker_of(llm).eager, "submit", counted)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    plain = make_llm(execution="eager", **SIZES).generate(PROMPTS, PARAMS)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
+    assert max(num_rows) > 24
