@@ -4,7 +4,9 @@ A correction has two parts, kept as logarithms. The drift is shared by all cells
 tenant slows the whole machine, tiers in use must not look dear beside tiers that are not in use.
 The residual belongs to one bucket: there the table itself is off. A round that took r times what
 was predicted moves its factor by clip(r, 0.5, 2)^0.05, half through either part: one round can not
-say which of the two it saw, several buckets that agree move the drift more than any residual.
+say which of the two it saw, several buckets that agree move the drift more than any residual. The
+first rounds, and the first of every bucket, move them by more: the table, too, was measured in a
+few rounds, on a machine that perhaps did other things at the time.
 
 Time outside drafting and verification (host) is in no table; it is learned alone, and so is what
 the draft takes to make up for prompts and pauses, by the token.
@@ -20,7 +22,9 @@ from serve_spec.adaptive.cost_surface import CostSurface, Floats
 from serve_spec.config.cost_table import CostTable
 
 GAIN = 0.05
-"""Exponent of one round's ratio in its factor."""
+"""Exponent of one round's ratio in its factor, once its bucket is known."""
+TABLE_ROUNDS = 4
+"""The table says as much of a bucket as so many rounds of it."""
 CATCH_UP_GAIN = 0.1
 """Weight of one catch-up in what an entry takes; they are rarer than rounds, and vary more."""
 LARGEST_RATIO = 2.0
@@ -64,8 +68,9 @@ class CostModel:
         )
         # Of fixed size: another thread may read them for a snapshot.
         self._drift = 0.0
-        self._draft_residuals = [0.0] * _NUM_BUCKETS
-        self._verify_residuals = [[0.0] * (self.max_steps + 1) for _ in range(_NUM_BUCKETS)]
+        self._num_rounds = 0
+        self._draft_residuals = _Residuals(_NUM_BUCKETS)
+        self._verify_residuals = [_Residuals(self.max_steps + 1) for _ in range(_NUM_BUCKETS)]
         self._host_ms = [0.0] * _NUM_BUCKETS
         self._host_rounds = [0] * _NUM_BUCKETS
         self._num_refused = 0
@@ -164,16 +169,18 @@ class CostModel:
             self._num_refused += 1
             return False
         self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
+        self._num_rounds += 1
+        drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
         if num_drafts:
             rows = batch_size if self.padded else num_drafting
-            self._learn(self._draft_residuals, _bucket(rows), draft_ms / predicted_draft)
+            self._draft_residuals.learn(_bucket(rows), draft_ms / predicted_draft, drift_gain)
         else:
             draft_ms = 0.0  # the glance that found nothing to draft
         drafts_per_row = int(num_drafts / batch_size + 0.5)
-        verify_residuals = self._verify_residuals[_bucket(batch_size)]
-        self._learn(verify_residuals, drafts_per_row, verify_ms / predicted_verify)
+        residuals = self._verify_residuals[_bucket(batch_size)]
+        residuals.learn(drafts_per_row, verify_ms / predicted_verify, drift_gain)
         ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
-        self._drift = _clipped(self._drift + _DRIFT_SHARE * _log_step(ratio))
+        self._drift = _clipped(self._drift + drift_gain * _log_ratio(ratio))
         return True
 
     def snapshot(self) -> dict[str, object]:
@@ -183,9 +190,9 @@ class CostModel:
         host: dict[str, float] = {}
         for bucket in range(_NUM_BUCKETS):
             size = str(1 << bucket)
-            if self._draft_residuals[bucket]:
-                draft[size] = round(self._factor(self._draft_residuals[bucket]), 4)
-            cells = enumerate(self._verify_residuals[bucket])
+            if self._draft_residuals.logs[bucket]:
+                draft[size] = round(self._factor(self._draft_residuals.logs[bucket]), 4)
+            cells = enumerate(self._verify_residuals[bucket].logs)
             learned = {str(k): round(self._factor(cell), 4) for k, cell in cells if cell}
             if learned:
                 verify[size] = learned
@@ -203,7 +210,7 @@ class CostModel:
     def verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
         """ms [max_steps + 1] of the target when every row drafts 0 .. max_steps."""
         residuals = self._verify_residuals[_bucket(batch_size)]
-        factors = [self._factor(residual) for residual in residuals]
+        factors = [self._factor(residual) for residual in residuals.logs]
         knots = self._verify.curve(batch_size, context)
         if num_sampled:
             rows = np.arange(1, self.max_steps + 2)
@@ -230,7 +237,7 @@ class CostModel:
         """One entry of `verify_knots`."""
         table_ms = float(self._verify.curve(batch_size, context)[num_steps])
         sampled_ms = self._sampled_row_ms * num_sampled * (num_steps + 1)
-        residual = self._verify_residuals[_bucket(batch_size)][num_steps]
+        residual = self._verify_residuals[_bucket(batch_size)].logs[num_steps]
         return (table_ms + sampled_ms) * self._factor(residual)
 
     def _chain_ms(
@@ -278,14 +285,10 @@ class CostModel:
             )
 
     def _draft_factor(self, batch_size: int) -> float:
-        return self._factor(self._draft_residuals[_bucket(batch_size)])
+        return self._factor(self._draft_residuals.logs[_bucket(batch_size)])
 
     def _factor(self, residual: float) -> float:
         return math.exp(_clipped(self._drift + residual))
-
-    @staticmethod
-    def _learn(residuals: list[float], cell: int, ratio: float) -> None:
-        residuals[cell] = _clipped(residuals[cell] + (1 - _DRIFT_SHARE) * _log_step(ratio))
 
     def _learn_entry(self, entry_ms: float) -> None:
         self._num_catch_ups += 1
@@ -299,13 +302,32 @@ class CostModel:
         self._host_ms[bucket] += weight * (host_ms - self._host_ms[bucket])
 
 
+class _Residuals:
+    """Logarithms of what buckets differ by from the table, beyond the drift."""
+
+    def __init__(self, num_buckets: int) -> None:
+        self.logs = [0.0] * num_buckets
+        self._num_rounds = [0] * num_buckets
+
+    def learn(self, bucket: int, ratio: float, drift_gain: float) -> None:
+        """A round took `ratio` times what was predicted; the drift moved by its share of that."""
+        self._num_rounds[bucket] += 1
+        gain = max(0.0, _gain(self._num_rounds[bucket]) - drift_gain)
+        self.logs[bucket] = _clipped(self.logs[bucket] + gain * _log_ratio(ratio))
+
+
+def _gain(num_rounds: int) -> float:
+    """Weight of the newest of so many rounds: of a plain mean at first, then of a moving one."""
+    return max(GAIN, 1 / (TABLE_ROUNDS + num_rounds))
+
+
 def _bucket(batch_size: int) -> int:
     """Batch sizes up to the same power of two share a bucket: 1, 2, 3-4, 5-8, ..."""
     return min((batch_size - 1).bit_length(), _NUM_BUCKETS - 1)
 
 
-def _log_step(ratio: float) -> float:
-    return GAIN * math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
+def _log_ratio(ratio: float) -> float:
+    return math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
 
 
 def _clipped(log_factor: float) -> float:

@@ -18,6 +18,7 @@ from tests.helpers.costs import KEY
 SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
 SAMPLED_ROW_MS = 0.1
 ONE_STEP = 2.0**GAIN * (1 + 1e-9)
+"""The most that a round moves the factors of a bucket that is known."""
 
 
 def draft_ms(batch_size: int, steps: int, context: float) -> float:
@@ -221,6 +222,8 @@ def test_one_outlier_moves_no_factor_by_more_than_its_step(
     slower: float, draft_slower: float, num_steps: int
 ) -> None:
     costs = model()
+    for _ in range(200):
+        run(costs, 4, num_steps)
     verify = {b: verify_curve(costs, b, 128, 0) for b in SIZES}
     draft = {b: costs.draft_curve(b, 128) for b in SIZES}
     times = {
@@ -233,6 +236,22 @@ def test_one_outlier_moves_no_factor_by_more_than_its_step(
         assert np.all((moved >= 1 / ONE_STEP) & (moved <= ONE_STEP))
         moved = costs.draft_curve(b, 128)[1:] / draft[b][1:]
         assert np.all((moved >= 1 / ONE_STEP) & (moved <= ONE_STEP))
+
+
+@given(error=st.floats(0.6, 1.6), num_steps=st.integers(0, 7))
+def test_a_table_that_is_off_is_mostly_forgotten_after_a_dozen_rounds(
+    error: float, num_steps: int
+) -> None:
+    """Of a bucket that ran first, and of one that ran after many rounds of another."""
+    for before in (0, 300):
+        costs = model()
+        for _ in range(before):
+            run(costs, 16, 0)
+        for _ in range(12):
+            run(costs, 4, num_steps, error)
+        found = verify_curve(costs, 4, 128, 0)[4 * num_steps]
+        left = math.log(found / (verify_ms(4, num_steps, 128) * error))
+        assert abs(left) <= 0.4 * abs(math.log(error)) + 1e-9
 
 
 def test_a_machine_that_slows_down_moves_tiers_in_use_and_others_alike() -> None:
@@ -252,7 +271,7 @@ def test_a_machine_that_slows_down_moves_tiers_in_use_and_others_alike() -> None
     several = other_over_used([(4, 3), (4, 2), (2, 3), (8, 3)])
     assert one == pytest.approx(slower**-0.5, rel=0.01)
     assert one < several < 1
-    assert several > slower**-0.25
+    assert several > slower**-0.4
 
 
 def test_an_error_of_one_cell_stays_with_it_when_others_ran_as_predicted() -> None:
