@@ -13,9 +13,9 @@ from serve_spec.ops.paged_attention import PagedLayout
 class LaneAttention:
     """A `LayerAttention` that reads its layout from device tensors when it runs.
 
-    So a CUDA graph of it serves every round of its size. `tables`, `query_starts`, `kv_lens`,
-    `max_query_len`, `window` and `tree_mask`: see `PagedLayout`. slots: int64 [T], where each
-    row's key and value go; rows that no sequence owns need one too that nobody reads.
+    So a CUDA graph of it serves every round of its size. slots: int64 [T], where each row's key and
+    value go; rows that no sequence owns need one too that nobody reads. Everything else: see
+    `PagedLayout`.
     """
 
     def __init__(
@@ -27,13 +27,21 @@ class LaneAttention:
         slots: Tensor,
         *,
         max_query_len: int,
+        usual_query_len: int | None = None,
         window: int | None = None,
         tree_mask: Tensor | None = None,
     ) -> None:
         self._pool = pool
         self._slots = slots
         self._layout = PagedLayout(
-            tables, query_starts, kv_lens, pool.page_size, max_query_len, window, tree_mask
+            tables,
+            query_starts,
+            kv_lens,
+            pool.page_size,
+            max_query_len,
+            window,
+            tree_mask,
+            usual_query_len,
         )
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:

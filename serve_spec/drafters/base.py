@@ -8,7 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import AttentionBackend
 from serve_spec.core.plan import RowPlan
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.runtime.spec_state import SpecRuntimeState
@@ -35,10 +34,4 @@ class Drafter(Protocol):
         the draw `root_draws[b] + s`. Entries past a row's own num_steps are padding; -1 stands for
         a draft that gave no usable token.
         """
-        ...
-
-    def shorten_backlogs(
-        self, rows: Sequence[RowPlan], longest: int, attention: AttentionBackend | None
-    ) -> list[RowPlan]:
-        """Makes entries until no row lacks more than `longest`; the rows as they are then."""
         ...

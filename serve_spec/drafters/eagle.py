@@ -8,7 +8,6 @@ own features) are always overwritten by the next catch-up.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -101,18 +100,6 @@ class EagleDrafter:
         hidden = self._forward(self._ids(tokens), slots, begin, lens, attention)
         last = torch.tensor(lens, device=hidden.device).cumsum(0) - 1
         return hidden[last]
-
-    def shorten_backlogs(
-        self, rows: Sequence[RowPlan], longest: int, attention: AttentionBackend | None
-    ) -> list[RowPlan]:
-        """See `Drafter.shorten_backlogs`."""
-        assert attention is not None, "a tier built without a drafter can not catch up"
-        slots = slot_table([row.page_ids for row in rows], self.page_size, self.device)
-        begin = self._shorten(rows, slots, longest, attention)
-        return [
-            replace(row, draft_start=at, catch_up_ids=row.catch_up_ids[at - row.draft_start :])
-            for row, at in zip(rows, begin, strict=True)
-        ]
 
     def _shorten(
         self,

@@ -1,4 +1,4 @@
-"""EAGLE chains over lanes: the two draft stages of a round that needs no host.
+"""EAGLE chains over lanes: the draft stages of a round that needs no host.
 
 See `drafters.eagle` for what entries are; here every shape is fixed, so that a stage can be
 recorded once and replayed.
@@ -16,6 +16,7 @@ from serve_spec.models.draft import DraftHead
 from serve_spec.ops import fast
 from serve_spec.ops.layout import RowLayout
 from serve_spec.runtime.lane_round import LaneRound
+from serve_spec.runtime.pieces import PIECE_ROWS
 
 _NEVER = torch.iinfo(torch.int32).max
 
@@ -31,6 +32,20 @@ class EagleLaneDrafter:
         self.features = features
         self.sharpness = sharpness
 
+    def make_up(self, round: LaneRound, num_rows: int) -> None:
+        """Makes the entries of `round.pieces`, `num_rows` rows with padding.
+
+        A piece's tokens are those after its positions. For prompts and long pauses: what a head
+        says of them is not asked.
+        """
+        pieces = round.pieces
+        lanes, lens, starts = (x[:num_rows] for x in (pieces.lanes, pieces.lens, pieces.starts))
+        layout, context = self._context(
+            round, lanes, lens, starts, num_rows=num_rows, max_query_len=PIECE_ROWS
+        )
+        hidden = self.head.encode(self.features.read(layout.slots))
+        self.head.forward(pieces.tokens(layout.owners, layout.offsets), hidden, context)
+
     def extend(self, round: LaneRound, batch_size: int, extend_len: int) -> None:
         """Makes each sequence's missing entries, up to `extend_len`; leaves `round.hidden`.
 
@@ -43,11 +58,14 @@ class EagleLaneDrafter:
         ends = lanes.lengths.index_select(0, members) - 1
         made = lanes.draft_lengths.index_select(0, members)
         lacks_more = ends - made > extend_len
+        starts = ends - extend_len
         layout, context = self._context(
             round,
-            batch_size,
-            extend_len,
-            starts=ends - extend_len,
+            members,
+            torch.full_like(starts, extend_len),
+            starts,
+            num_rows=batch_size * extend_len,
+            max_query_len=extend_len,
             first_valid=made.masked_fill(lacks_more, _NEVER),
         )
         rows = members.repeat_interleave(extend_len)
@@ -75,35 +93,42 @@ class EagleLaneDrafter:
             )
             round.drafts[:batch_size, step] = tokens
             if step + 1 < num_steps:
-                _, context = self._context(round, batch_size, 1, starts=lengths - 1 + step)
+                starts = lengths - 1 + step
+                one_row = torch.ones_like(starts)
+                _, context = self._context(
+                    round, members, one_row, starts, num_rows=batch_size, max_query_len=1
+                )
                 hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
 
     def _context(
         self,
         round: LaneRound,
-        batch_size: int,
-        query_len: int,
+        members: Tensor,
+        query_lens: Tensor,
         starts: Tensor,
+        *,
+        num_rows: int,
+        max_query_len: int,
         first_valid: Tensor | None = None,
     ) -> tuple[RowLayout, ForwardContext]:
-        """`query_len` rows for each sequence from position `starts` on."""
-        tables = round.lanes.pages.index_select(0, round.members[:batch_size])
+        """`query_lens` [B] rows of the lanes `members` [B], from positions `starts` [B] on."""
+        tables = round.lanes.pages.index_select(0, members)
         layout = fast.lay_out_rows(
-            torch.full_like(starts, query_len),
+            query_lens,
             starts,
             torch.zeros_like(starts) if first_valid is None else first_valid,
             tables,
             self.pool.page_size,
-            num_rows=batch_size * query_len,
+            num_rows=num_rows,
             scratch_slot=self.pool.scratch_slot,
         )
         attention = LaneAttention(
             self.pool,
             tables,
             layout.query_starts,
-            starts + query_len,
+            starts + query_lens,
             layout.slots,
-            max_query_len=query_len,
+            max_query_len=max_query_len,
             window=self.head.shape.sliding_window,
         )
         return layout, ForwardContext(layout.positions, attention)

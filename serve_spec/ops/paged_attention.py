@@ -24,6 +24,8 @@ class PagedLayout:
     `tree_mask` int64 [T]: bit j says that a row sees row j of its own sequence, itself included.
     All entries before a sequence's rows are seen; a row's depth is the number of its other bits,
     and a window is counted from there. Trees are shallower than a window. None: a chain.
+    `usual_query_len`: rows most sequences have, where that is not `max_query_len`. It changes how
+    work is cut, not what comes out.
     """
 
     tables: Tensor
@@ -33,6 +35,7 @@ class PagedLayout:
     max_query_len: int
     window: int | None = None
     tree_mask: Tensor | None = None
+    usual_query_len: int | None = None
 
 
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:

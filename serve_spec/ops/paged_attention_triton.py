@@ -71,7 +71,8 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLa
     """See `paged_attention.paged_attention`. head_dim: a power of two from 16 on."""
     group = query.shape[1] // keys.shape[1]
     # Sequences that fill the rows: others of the launch are most likely padding.
-    num_pairs = triton.cdiv(query.shape[0], layout.max_query_len) * keys.shape[1]
+    usual = layout.usual_query_len or layout.max_query_len
+    num_pairs = triton.cdiv(query.shape[0], usual) * keys.shape[1]
     tiling = _choose_tiling(num_pairs, group * layout.max_query_len, query.dtype)
     return _launch(query, keys, values, layout, tiling)
 

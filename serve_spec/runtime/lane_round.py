@@ -2,68 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from serve_spec.core.plan import RowPlan
 from serve_spec.models.draft import DraftHead
 from serve_spec.runtime.lanes import Lanes
-
-PIECE_ROWS = 16
-"""Rows of a prompt that attention reads the cache for together."""
-
-_LANE, _START, _LEN, _TOKENS = range(4)
-
-
-@dataclass(frozen=True)
-class PromptPieces:
-    """Prompt tokens that share a round with decode rows, in up to P pieces of PIECE_ROWS each.
-
-    Of these the round wants keys, values and features alone. The last token of a prompt, which
-    draws, is a decode row. `table` int32 [P, 3 + PIECE_ROWS]: lane, first position, rows (0 past
-    the last piece), tokens.
-    """
-
-    table: Tensor
-
-    @classmethod
-    def create(cls, max_rows: int, max_prompts: int, device: torch.device) -> PromptPieces:
-        """Room for `max_rows` rows of `max_prompts` prompts; none at first."""
-        num_pieces = max_rows // PIECE_ROWS + max_prompts
-        return cls(torch.zeros(num_pieces, _TOKENS + PIECE_ROWS, dtype=torch.int32, device=device))
-
-    @property
-    def lanes(self) -> Tensor:
-        """Whose piece: int32 [P]."""
-        return self.table[:, _LANE]
-
-    @property
-    def starts(self) -> Tensor:
-        """Position of the first row: int32 [P]."""
-        return self.table[:, _START]
-
-    @property
-    def lens(self) -> Tensor:
-        """Rows: int32 [P]."""
-        return self.table[:, _LEN]
-
-    @property
-    def token_ids(self) -> Tensor:
-        """int32 [P, PIECE_ROWS]."""
-        return self.table[:, _TOKENS:]
-
-    def write(self, prompts: Sequence[RowPlan]) -> None:
-        """Cuts what these rows compute into pieces, without waiting for the device."""
-        written = torch.zeros(self.table.shape, dtype=torch.int32)
-        cut = [piece for row in prompts for piece in _pieces(row)]
-        if cut:
-            written[: len(cut)] = torch.tensor(cut, dtype=torch.int32)
-        if self.table.is_cuda:
-            written = written.pin_memory()
-        self.table.copy_(written, non_blocking=True)
+from serve_spec.runtime.pieces import Pieces
 
 
 @dataclass(frozen=True)
@@ -74,6 +21,7 @@ class LaneRound:
     [B]: rows the target verifies, num_steps + 1, and 0 past the last. `hidden` [B, H]: the draft
     head's state after catching up. `drafts` int64 [B, K]: -1 where the head gave no token.
     `verdicts` int32 [B, K + 3]: drafts kept, flags, then the tokens; see `ops.acceptance`.
+    `pieces`: texts a stage computes beside these rows, or instead of them.
     """
 
     lanes: Lanes
@@ -82,7 +30,7 @@ class LaneRound:
     hidden: Tensor | None
     drafts: Tensor
     verdicts: Tensor
-    pieces: PromptPieces
+    pieces: Pieces
 
     @classmethod
     def create(
@@ -103,7 +51,7 @@ class LaneRound:
             else zeros(max_batch_size, head.hidden_size, dtype=head.dtype),
             drafts=zeros(max_batch_size, max_steps, dtype=torch.int64),
             verdicts=zeros(max_batch_size, max_steps + 3),
-            pieces=PromptPieces.create(max_prompt_rows, max_batch_size, device),
+            pieces=Pieces.create(max_prompt_rows, max_batch_size, device),
         )
 
     @property
@@ -126,12 +74,3 @@ class LaneRound:
             seats = seats.pin_memory()
         self.members.copy_(seats[0], non_blocking=True)
         self.query_lens.copy_(seats[1], non_blocking=True)
-
-
-def _pieces(row: RowPlan) -> Iterator[list[int]]:
-    """What `PromptPieces.table` holds of a prompt: all that it computes but a row that draws."""
-    tokens = row.token_ids[:-1] if row.samples else row.token_ids
-    for first in range(0, len(tokens), PIECE_ROWS):
-        piece = tokens[first : first + PIECE_ROWS]
-        spare = [0] * (PIECE_ROWS - len(piece))
-        yield [row.lane, row.start + first, len(piece), *piece, *spare]

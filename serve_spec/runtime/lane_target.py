@@ -11,8 +11,11 @@ from serve_spec.attention.lane_attention import LaneAttention
 from serve_spec.core.context import ForwardContext
 from serve_spec.ops import fast
 from serve_spec.ops.layout import RowLayout
-from serve_spec.runtime.lane_round import LaneRound, PromptPieces
+from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.target import TargetRunner
+
+_USUAL_ROWS = 4
+"""Of the sequences of a round with prompts: few rows of many that decode, many of a few."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +42,9 @@ def verify_rows(
 ) -> VerifiedRows:
     """Runs the target over the roots and drafts of a round, `num_rows` rows with padding.
 
-    max_query_len: bounds each sequence's rows. beside_prompts: over the round's pieces of prompts
-    too, which come last.
+    max_query_len: bounds each sequence's rows. beside_prompts: over the round's pieces, too, which
+    come last, and of which it wants keys, values and features alone. (The last token of a prompt,
+    which draws, is a root.)
     """
     lanes, pieces = round.lanes, round.pieces
     batch_size = min(num_rows, round.max_batch_size)  # every sequence has a row at least
@@ -68,14 +72,14 @@ def verify_rows(
         starts + query_lens,
         layout.slots,
         max_query_len=max_query_len,
+        usual_query_len=_USUAL_ROWS if beside_prompts else None,
         window=target.model.shape.sliding_window,
     )
     row_lanes = members.index_select(0, layout.owners.clamp_min(0))
     token_ids = _row_tokens(round, layout, row_lanes)
     if beside_prompts:
-        token_ids = torch.where(
-            layout.owners < batch_size, token_ids, _prompt_tokens(pieces, layout, batch_size)
-        )
+        given = pieces.tokens(layout.owners - batch_size, layout.offsets)
+        token_ids = torch.where(layout.owners < batch_size, token_ids, given)
     output = target.model.forward(
         token_ids.clamp_min(0), ForwardContext(layout.positions, attention), target.capture
     )
@@ -103,10 +107,3 @@ def _row_tokens(round: LaneRound, layout: RowLayout, row_lanes: Tensor) -> Tenso
     owners = layout.owners.clamp(0, most - 1)
     drafts = round.drafts[owners.long(), (layout.offsets - 1).clamp(0, width - 1).long()]
     return torch.where(layout.offsets > 0, drafts, roots)
-
-
-def _prompt_tokens(pieces: PromptPieces, layout: RowLayout, batch_size: int) -> Tensor:
-    """Tokens of the pieces, int64 [T]; other rows' are anything."""
-    most, width = pieces.token_ids.shape
-    owners = (layout.owners - batch_size).clamp(0, most - 1)
-    return pieces.token_ids[owners.long(), layout.offsets.clamp(max=width - 1).long()].long()

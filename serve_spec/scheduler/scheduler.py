@@ -224,14 +224,16 @@ class Scheduler:
     ) -> int | None:
         """Rows of a round that a worker runs without the host; None: with these prompts it can not.
 
-        The prompts leave half of the rows to drafts.
+        Where prompts may not be cut, they leave half of the rows to drafts.
         """
         most = self.limits.max_num_batched_tokens
         if not prompts:
             return most
         room = min(most, ahead.max_prompt_rows)
+        num_pending = sum(prompt.num_pending for prompt in prompts)
         fits = (
-            sum(prompt.num_pending for prompt in prompts) <= (room - num_decoding) // 2
+            (self.limits.chunked_prefill or num_pending <= (room - num_decoding) // 2)
+            and num_decoding + 1 < room
             and all(len(prompt.seq) <= ahead.max_prompt_length for prompt in prompts)
             and all(prompt.seq.params.prompt_logprobs is None for prompt in prompts)
         )

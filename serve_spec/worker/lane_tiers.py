@@ -24,8 +24,9 @@ from serve_spec.runtime.graphs import (
     prompt_row_counts,
     row_counts,
 )
-from serve_spec.runtime.lane_round import PIECE_ROWS, LaneRound
+from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lane_target import verify_rows
+from serve_spec.runtime.pieces import PIECE_ROWS
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.verify.lanes import LaneJudge
 from serve_spec.worker.worker import SpecWorker
@@ -41,7 +42,7 @@ what any usual tier leaves, its drafts and one."""
 class StageCapture:
     """What recording some stages took; those a tier shares with deeper ones are counted there.
 
-    num_steps: the tier; None: the stages beside prompts, which all tiers share.
+    num_steps: the tier; None: what all tiers share, the stages over texts the host knows.
     """
 
     num_steps: int | None
@@ -50,7 +51,7 @@ class StageCapture:
     num_bytes: int
 
     def __str__(self) -> str:
-        what = "beside prompts" if self.num_steps is None else f"tier {self.num_steps}"
+        what = "prompts" if self.num_steps is None else f"tier {self.num_steps}"
         return (
             f"{what}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
             f"{self.seconds:.1f} s"
@@ -81,7 +82,6 @@ class LaneTiers:
         recorder: Recorder,
         *,
         max_rows: int,
-        max_prompt_rows: int,
         largest_batch: Callable[[int], int | None],
     ) -> None:
         self.states: dict[int, SpecRuntimeState] = {}
@@ -91,7 +91,6 @@ class LaneTiers:
         self._round = round
         self._recorder = recorder
         self._max_rows = max_rows
-        self._max_prompt_rows = max_prompt_rows
         self._largest_batch = largest_batch
         self._judge = LaneJudge(
             round.max_steps, eager.device, eager.synthetic_acceptance, eager.parallel
@@ -100,7 +99,7 @@ class LaneTiers:
         self._verify_stages: dict[tuple[int, int], _VerifyStage] = {}
 
     def build(self) -> None:
-        """Records every tier of the eager worker, then what runs beside prompts.
+        """Records every tier of the eager worker, then what runs over prompts.
 
         Raises:
             MemoryError: one does not fit; says what each takes.
@@ -110,6 +109,7 @@ class LaneTiers:
                 self.states[num_steps] = self._tier(num_steps)
         with self._reported(None):
             self.beside_prompts = self._record_beside_prompts()
+            self.make_up = self._record_make_up()
         logger.info("recorded: %s", "; ".join(map(str, self.report)))
 
     @contextmanager
@@ -210,15 +210,27 @@ class LaneTiers:
                 stages[num_rows], fastest = stage, stage.milliseconds
         return _verify_graphs(stages)
 
+    @torch.inference_mode()
     def _record_beside_prompts(self) -> VerifyGraphs:
         """By rows, those of prompts and those that draw, of whatever tier."""
         width = max(PIECE_ROWS, 1 << self._round.max_steps.bit_length())
-        counts = prompt_row_counts(self._max_prompt_rows)
+        counts = prompt_row_counts(self._round.pieces.max_rows)
         return _verify_graphs(
             {
                 num_rows: self._record_verify(num_rows, width, beside_prompts=True)
                 for num_rows in reversed(counts)
             }
+        )
+
+    @torch.inference_mode()
+    def _record_make_up(self) -> StageGraphs:
+        drafter = self._drafter
+        if drafter is None:
+            return StageGraphs({})
+        counts = prompt_row_counts(self._round.pieces.max_rows)
+        record = self._recorder.record
+        return StageGraphs(
+            {n: record(partial(drafter.make_up, self._round, n)) for n in reversed(counts)}
         )
 
     def _record_verify(

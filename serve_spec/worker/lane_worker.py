@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import cycle
 
 import torch
@@ -14,6 +14,7 @@ from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.runtime.graphs import Recorder
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lanes import LaneKeeper, Lanes
+from serve_spec.runtime.pieces import Stretch, parted
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.runtime.timer import StageTimer
 from serve_spec.verify.logprobs import LaneLogprobs
@@ -25,7 +26,7 @@ MAX_PROMPT_ROWS = 1024
 """Most rows of a round on lanes that computes prompts. The arithmetic of more takes longer than
 launching it, so that recording it gains nothing."""
 
-MAX_PROMPT_LENGTH = 4096
+MAX_PROMPT_LENGTH = 2048
 """Of longer texts every piece would read too much of the cache; FlashInfer reads it less often."""
 
 _ROUNDS_IN_FLIGHT = 2
@@ -89,7 +90,6 @@ class LaneWorker:
             self.round,
             self.recorder,
             max_rows=self.max_rows,
-            max_prompt_rows=max_prompt_rows,
             largest_batch=self.largest_batch,
         )
         self.recorded.build()
@@ -102,24 +102,29 @@ class LaneWorker:
             assert not plan.follows, "what the host has to plan may not follow a round under way"
             self._keeper.forget(plan.rows)
             return self.eager.submit(plan)
-        prompts = [row for row in plan.rows if not row.is_decode]
-        rows = self._move_in([row for row in plan.rows if row.is_decode], prompts)
-        members = plan.sampling_rows
+        rows = [row for row in plan.rows if row.is_decode]
+        prompts = plan.rows[len(rows) :]
+        long = [row for row in rows if row.num_steps and row.backlog > self.ahead.max_backlog]
+        self._keeper.forget(prompts)  # they may have been here before, and lost their pages
+        self._keeper.sync(plan.rows)
         self._seat(rows)
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
+        if long:
+            self._make_up(long)
         tier = self.recorded.tier_for(max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
             backlog = min(plan.max_backlog, self.ahead.max_backlog)
             self.recorded.extend_for(backlog, len(rows)).run(len(rows))
             self._stages(tier).draft.run(len(rows))
         timer.mark("drafted")
+        members = plan.sampling_rows
         verify = self._stages(tier).verify
         if prompts:
             # Their last rows draw with the others, but take no part in drafting.
             self._seat(members)
-            self.round.pieces.write(prompts)
+            self.round.pieces.write(_computed_only(row) for row in prompts)
             verify = self.recorded.beside_prompts
         num_rows = sum(row.query_len for row in plan.rows)
         verify.run(num_rows)
@@ -148,23 +153,23 @@ class LaneWorker:
             self.round.seat(*seats)
             self._seats = seats
 
-    def _move_in(self, rows: list[RowPlan], prompts: list[RowPlan]) -> list[RowPlan]:
-        """Tells the lanes all they can not know; the decode rows, no backlog longer than a stage
-        makes up."""
-        drafter, longest = self.eager.drafter, self.ahead.max_backlog
-        long = [row for row in rows if row.num_steps and row.backlog > longest]
-        short: dict[int, RowPlan] = {}
-        if long:
-            assert drafter is not None, "a plan with drafts needs a drafter"
-            attention = self.eager.tiers[max(self.eager.tiers)].extend
-            # To the last: what is left has to be among the newest tokens, which lanes hold.
-            short = {row.lane: row for row in drafter.shorten_backlogs(long, 1, attention)}
-        rows = [short.get(row.lane, row) for row in rows]
-        self._keeper.forget(prompts)  # they may have been here before, and lost their pages
-        self._keeper.sync([*rows, *prompts])
-        if short:
-            self._keeper.caught_up(short.values())
-        return rows
+    def _make_up(self, rows: Sequence[RowPlan]) -> None:
+        """Makes the draft entries of prompts and long pauses, all the host knows the tokens of.
+
+        But for one: what a stage makes up from there on is among the tokens that lanes hold.
+        """
+        made_up = [replace(row, draft_start=row.start - 1) for row in rows]
+        backlogs = (Stretch(row.lane, row.draft_start, row.catch_up_ids[:-1]) for row in rows)
+        pieces = self.round.pieces
+        for group in parted(backlogs, pieces.max_rows):
+            pieces.write(group)
+            self.recorded.make_up.run(sum(len(stretch.token_ids) for stretch in group))
+        self._keeper.caught_up(made_up)
+
+
+def _computed_only(row: RowPlan) -> Stretch:
+    """What a round computes of a prompt beside the row that draws, if one does."""
+    return Stretch(row.lane, row.start, row.token_ids[:-1] if row.samples else row.token_ids)
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,24 @@ def test_prompts_that_arrive_while_others_decode_need_no_eager_round(
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
 
 
+@pytest.mark.parametrize("max_rows", [8, 17, 40])
+def test_prompts_longer_than_a_round_are_computed_in_pieces(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, max_rows: int
+) -> None:
+    """And so are the draft's entries of them."""
+    monkeypatch.setattr("serve_spec.worker.lane_worker.MAX_PROMPT_ROWS", max_rows)
+    llm = without_the_host(make_llm("EAGLE3", 3, execution="lanes", **SIZES), monkeypatch)
+    outputs = llm.generate(PROMPTS, PARAMS)
+    eager = make_llm("EAGLE3", 3, execution="eager", **SIZES).generate(PROMPTS, PARAMS)
+    assert [output.token_ids for output in outputs] == [output.token_ids for output in eager]
+    accepted, expected = (
+        [output.speculation.accept_length for output in found] for found in (outputs, eager)
+    )
+    # Where few rows are left for drafts there are fewer of them, never worse ones.
+    assert sum(accepted) <= sum(expected)
+    assert sum(accepted) > 0.8 * sum(expected)
+
+
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
 def test_drafts_after_a_prompt_are_kept_as_often_as_after_an_eager_one(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, algorithm: str
@@ -61,16 +79,16 @@ def test_drafts_after_a_prompt_are_kept_as_often_as_after_an_eager_one(
 def test_longer_prompts_are_computed_eagerly_and_mix_with_lanes(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("serve_spec.worker.lane_worker.MAX_PROMPT_ROWS", 24)
+    monkeypatch.setattr("serve_spec.worker.lane_worker.MAX_PROMPT_LENGTH", 24)
     llm = make_llm("EAGLE3", 3, execution="lanes", **SIZES)
-    submit, num_rows = worker_of(llm).eager.submit, []
+    submit, lengths = worker_of(llm).eager.submit, []
 
     def counted(plan: Any) -> Any:
-        num_rows.append(sum(row.query_len for row in plan.rows))
+        lengths.extend(row.length for row in plan.rows if not row.is_decode)
         return submit(plan)
 
     monkeypatch.setattr(worker_of(llm).eager, "submit", counted)
     outputs = llm.generate(PROMPTS, PARAMS)
     plain = make_llm(execution="eager", **SIZES).generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
-    assert max(num_rows) > 24
+    assert max(lengths) == max(map(len, PROMPTS))

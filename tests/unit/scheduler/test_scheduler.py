@@ -222,12 +222,34 @@ def test_beside_prompts_the_worker_can_run_ahead_rows_draft_and_all_fit(
     assert after.rows[4].backlog == num_prompt_tokens
 
 
-@pytest.mark.parametrize("what", ["too many rows", "a text too long", "its own log-probabilities"])
-def test_prompts_the_worker_has_no_stage_for_wait_for_the_round_under_way(what: str) -> None:
+def test_a_prompt_longer_than_a_round_ahead_is_cut_and_leaves_rows_to_drafts() -> None:
     scheduler = make(num_pages=100)
+    worker = PretendedWorker(4, random.Random(11))
+    ahead = AheadLimits(8, max_prompt_rows=20, max_prompt_length=64)
+    scheduler.add(sequence("1", 3, max_tokens=60))
+    plan = scheduler.plan(lambda _: RoundSteps(0), ahead)
+    assert plan is not None
+    scheduler.add(sequence("2", 30, max_tokens=3))
+    cut_at = []
+    while plan is not None and len(cut_at) < 2:
+        following = scheduler.plan_ahead(plan, lambda _: RoundSteps(7), ahead)
+        assert following is not None
+        assert ahead.take(following.rows)
+        cut_at += [row.length for row in following.rows if not row.is_decode]
+        assert following.rows[0].num_steps == 7
+        scheduler.commit(plan, worker.execute(plan), cut)
+        plan = following
+    assert cut_at == [12, 24]
+
+
+@pytest.mark.parametrize(
+    "what", ["too many rows, uncut", "a text too long", "its own log-probabilities"]
+)
+def test_prompts_the_worker_has_no_stage_for_wait_for_the_round_under_way(what: str) -> None:
+    scheduler = make(num_pages=100, chunked_prefill=what != "too many rows, uncut")
     ahead = AheadLimits(
         8,
-        max_prompt_rows=20 if what == "too many rows" else 64,
+        max_prompt_rows=20 if what == "too many rows, uncut" else 64,
         max_prompt_length=15 if what == "a text too long" else 64,
     )
     scheduler.add(sequence("1", 3, max_tokens=60))
@@ -271,7 +293,7 @@ def test_a_choice_put_off_is_not_used_beside_prompts_of_the_host() -> None:
     scheduler = make(num_pages=5)
     put_off(scheduler, num_ending=2)
     scheduler.add(sequence("9", 6, max_tokens=3))
-    ahead = replace(AHEAD, max_prompt_rows=5)
+    ahead = replace(AHEAD, max_prompt_length=5)
     plan = scheduler.plan(lambda batch: RoundSteps(3 if batch.may_draft else 0), ahead)
     assert plan is not None
     assert [(row.is_decode, row.num_steps) for row in plan.rows] == [(True, 0), (False, 0)]
