@@ -1,12 +1,12 @@
 """What a round costs: the measured table, corrected by every round that runs.
 
-A correction has two parts, kept as logarithms. The drift is shared by all cells: when another
+A correction has two parts, kept as logarithms. The drift is shared by all buckets: when another
 tenant slows the whole machine, tiers in use must not look dear beside tiers that are not in use.
-The residual belongs to one bucket: there the table itself is off. A round that took r times what
-was predicted moves its factor by clip(r, 0.5, 2)^0.05, half through either part: one round can not
-say which of the two it saw, several buckets that agree move the drift more than any residual. The
-first rounds, and the first of every bucket, move them by more: the table, too, was measured in a
-few rounds, on a machine that perhaps did other things at the time.
+The residual belongs to one bucket: there the table itself is off. A bucket that never ran takes the
+mean of those that did, for the same reason. A round that took r times what was predicted moves its
+factor by clip(r, 0.5, 2)^0.05, half through either part: one round can not say which of the two it
+saw. The first rounds, and the first of every bucket, move them by more: the table, too, was
+measured in a few rounds, on a machine that perhaps did other things at the time.
 
 Time outside drafting and verification (host) is in no table; it is learned alone, and so is what
 the draft takes to make up for prompts and pauses, by the token.
@@ -173,12 +173,15 @@ class CostModel:
         drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
         if num_drafts:
             rows = batch_size if self.padded else num_drafting
-            self._draft_residuals.learn(_bucket(rows), draft_ms / predicted_draft, drift_gain)
+            self._draft_residuals.learn(
+                _bucket(rows), draft_ms / predicted_draft, drift_gain, self._draft_residuals.mean
+            )
         else:
             draft_ms = 0.0  # the glance that found nothing to draft
-        drafts_per_row = int(num_drafts / batch_size + 0.5)
         residuals = self._verify_residuals[_bucket(batch_size)]
-        residuals.learn(drafts_per_row, verify_ms / predicted_verify, drift_gain)
+        stair = -(-num_drafts // batch_size)
+        usual = self._usual_residual(_bucket(batch_size))
+        residuals.learn(stair, verify_ms / predicted_verify, drift_gain, usual)
         ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
         self._drift = _clipped(self._drift + drift_gain * _log_ratio(ratio))
         return True
@@ -190,10 +193,13 @@ class CostModel:
         host: dict[str, float] = {}
         for bucket in range(_NUM_BUCKETS):
             size = str(1 << bucket)
-            if self._draft_residuals.logs[bucket]:
-                draft[size] = round(self._factor(self._draft_residuals.logs[bucket]), 4)
-            cells = enumerate(self._verify_residuals[bucket].logs)
-            learned = {str(k): round(self._factor(cell), 4) for k, cell in cells if cell}
+            if self._draft_residuals.has_run(bucket):
+                draft[size] = round(self._draft_factor(1 << bucket), 4)
+            has_run, factors = (
+                self._verify_residuals[bucket].has_run,
+                self.verify_factors(1 << bucket),
+            )
+            learned = {str(k): round(f, 4) for k, f in enumerate(factors.tolist()) if has_run(k)}
             if learned:
                 verify[size] = learned
             if self._host_rounds[bucket]:
@@ -208,37 +214,39 @@ class CostModel:
         }
 
     def verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
-        """ms [max_steps + 1] of the target when every row drafts 0 .. max_steps."""
-        residuals = self._verify_residuals[_bucket(batch_size)]
-        factors = [self._factor(residual) for residual in residuals.logs]
+        """ms [max_steps + 1] of the target when every row drafts 0 .. max_steps, by the table."""
         knots = self._verify.curve(batch_size, context)
         if num_sampled:
             rows = np.arange(1, self.max_steps + 2)
             knots = knots + self._sampled_row_ms * num_sampled * rows
-        corrected: Floats = knots * factors
-        return corrected
+        return knots
+
+    def verify_factors(self, batch_size: int) -> Floats:
+        """What corrects them, [max_steps + 1]: entry k for more than k - 1 and up to k drafts per
+        row. So rounds in which a few rows draft say nothing of plain ones, which they are judged
+        against, even where the first few rows cost as much as all."""
+        bucket = _bucket(batch_size)
+        residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
+        logs = [residuals.of(k, usual) for k in range(self.max_steps + 1)]
+        return np.array([self._factor(log) for log in logs])
 
     def verify_ms(
         self, batch_size: int, num_drafts: int, context: float, num_sampled: int
     ) -> float:
         """ms of the target for so many drafts in all.
 
-        Straight lines between the rounds in which every row drafts the same.
+        Straight lines between the rounds in which every row drafts the same, each corrected by what
+        is known of its stretch.
         """
         at = num_drafts / batch_size
         i = min(int(at), self.max_steps - 1) if self.max_steps else 0
-        j = min(i + 1, self.max_steps)
-        low, high = (self._verify_knot(batch_size, k, context, num_sampled) for k in (i, j))
-        return low + (at - i) * (high - low)
-
-    def _verify_knot(
-        self, batch_size: int, num_steps: int, context: float, num_sampled: int
-    ) -> float:
-        """One entry of `verify_knots`."""
-        table_ms = float(self._verify.curve(batch_size, context)[num_steps])
-        sampled_ms = self._sampled_row_ms * num_sampled * (num_steps + 1)
-        residual = self._verify_residuals[_bucket(batch_size)].logs[num_steps]
-        return (table_ms + sampled_ms) * self._factor(residual)
+        # Lists: their single entries are much quicker to get at, and to count with.
+        knots: list[float] = self._verify.curve(batch_size, context).tolist()
+        low, high = knots[i], knots[min(i + 1, self.max_steps)]
+        table_ms = low + (at - i) * (high - low) + self._sampled_row_ms * num_sampled * (at + 1)
+        bucket = _bucket(batch_size)
+        residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
+        return table_ms * self._factor(residuals.of(-(-num_drafts // batch_size), usual))
 
     def _chain_ms(
         self,
@@ -260,7 +268,6 @@ class CostModel:
             return float(self.draft_curve(batch_size, context)[num_steps])
         # One row goes all the way, and every other drafts once at least.
         depth = min(num_steps, num_drafts - num_drafting + 1)
-        # Lists: their single entries are much quicker to get at, and to count with.
         every_row: list[float] = self._draft.curve(num_drafting, context).tolist()
         one_row: list[float] = self._draft.curve(1, context).tolist()
         most_rows, fewest_rows = every_row[depth] - every_row[1], one_row[depth] - one_row[1]
@@ -285,7 +292,16 @@ class CostModel:
             )
 
     def _draft_factor(self, batch_size: int) -> float:
-        return self._factor(self._draft_residuals.logs[_bucket(batch_size)])
+        residuals = self._draft_residuals
+        return self._factor(residuals.of(_bucket(batch_size), residuals.mean))
+
+    def _usual_residual(self, bucket: int) -> float:
+        """Of verification at these batch sizes; of all where they never ran."""
+        residuals = self._verify_residuals[bucket]
+        if residuals.num_known:
+            return residuals.mean
+        means = [other.mean for other in self._verify_residuals if other.num_known]
+        return sum(means) / len(means) if means else 0.0
 
     def _factor(self, residual: float) -> float:
         return math.exp(_clipped(self._drift + residual))
@@ -306,14 +322,37 @@ class _Residuals:
     """Logarithms of what buckets differ by from the table, beyond the drift."""
 
     def __init__(self, num_buckets: int) -> None:
-        self.logs = [0.0] * num_buckets
+        self.num_known = 0
+        """Buckets that ran."""
+        self._logs = [0.0] * num_buckets
         self._num_rounds = [0] * num_buckets
+        self._sum = 0.0
 
-    def learn(self, bucket: int, ratio: float, drift_gain: float) -> None:
-        """A round took `ratio` times what was predicted; the drift moved by its share of that."""
+    @property
+    def mean(self) -> float:
+        """Of the buckets that ran; 0 where none did."""
+        return self._sum / self.num_known if self.num_known else 0.0
+
+    def has_run(self, bucket: int) -> bool:
+        """Whether anything is known of a bucket."""
+        return self._num_rounds[bucket] > 0
+
+    def of(self, bucket: int, otherwise: float) -> float:
+        """A bucket's, or `otherwise` where it never ran."""
+        return self._logs[bucket] if self._num_rounds[bucket] else otherwise
+
+    def learn(self, bucket: int, ratio: float, drift_gain: float, before: float) -> None:
+        """A round took `ratio` times what was predicted; the drift moved by its share of that.
+
+        before: what a bucket that never ran was taken to have.
+        """
+        old = self.of(bucket, before)
+        self.num_known += not self._num_rounds[bucket]
+        self._sum -= self._logs[bucket]
         self._num_rounds[bucket] += 1
         gain = max(0.0, _gain(self._num_rounds[bucket]) - drift_gain)
-        self.logs[bucket] = _clipped(self.logs[bucket] + gain * _log_ratio(ratio))
+        self._logs[bucket] = _clipped(old + gain * _log_ratio(ratio))
+        self._sum += self._logs[bucket]
 
 
 def _gain(num_rounds: int) -> float:

@@ -286,6 +286,7 @@ class GoodputPolicy:
             batch_size=size,
             step=step_costs(self.costs, size, context)[:, :bound],
             verify=self.costs.verify_knots(size, context, batch.num_sampled),
+            factors=self.costs.verify_factors(size),
             host=self.costs.host_ms(size),
         )
 

@@ -80,9 +80,7 @@ def tier_speeds(
     """
     tiers = min(len(accept_rates), costs.max_steps) + 1
     tokens = np.cumsum(np.cumprod(np.append(1.0, accept_rates)))[:tiers]
-    ms = (
-        costs.draft_curve(batch_size, context)[:tiers]
-        + costs.verify_knots(batch_size, context, 0)[:tiers]
-        + costs.host_ms(batch_size)
-    )
+    verify_ms = costs.verify_knots(batch_size, context, 0) * costs.verify_factors(batch_size)
+    draft_ms = costs.draft_curve(batch_size, context)
+    ms = draft_ms[:tiers] + verify_ms[:tiers] + costs.host_ms(batch_size)
     return TierSpeeds(ms, batch_size * tokens / ms)

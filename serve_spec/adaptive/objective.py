@@ -42,6 +42,7 @@ class RoundCosts:
     step[n, k]: a draft step taken by n rows that draft k+1 deep, [batch_size + 1, max_steps].
     verify[k]: the target verifies k drafts for each row; a straight line between two k, for rows
         that draft differently.
+    factors[k]: what corrects `verify` for more than k - 1 and up to k drafts per row.
     host: everything outside those two.
     entry: what rows take to catch up before they draft, spread over the rounds they have left; paid
         by every plan that drafts at all.
@@ -50,18 +51,20 @@ class RoundCosts:
     batch_size: int
     step: Floats
     verify: Floats
+    factors: Floats
     host: float
     entry: float = 0.0
 
     @property
     def off(self) -> float:
         """A round without drafts."""
-        return float(self.verify[0]) + self.host
+        return float(self.verify[0] * self.factors[0]) + self.host
 
     def verify_ms(self, num_drafts: Counts) -> Floats:
         """The target's share of rounds with so many drafts in all."""
         known = self.batch_size * np.arange(len(self.verify))
-        ms: Floats = np.interp(num_drafts, known, self.verify)
+        stairs = -(-num_drafts // self.batch_size)
+        ms: Floats = np.interp(num_drafts, known, self.verify) * self.factors[stairs]
         return ms
 
     def round_ms(self, row_steps: Counts) -> float:

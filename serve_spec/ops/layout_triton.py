@@ -27,6 +27,8 @@ def lay_out_rows(
     """See `layout.lay_out_rows`."""
     num_sequences = len(query_lens)
     device = query_lens.device
+    for dense in (query_lens, starts, first_valid):
+        assert dense.is_contiguous(), "what is known of sequences is dense"
     layout = RowLayout(
         owners=torch.empty(num_rows, dtype=torch.int32, device=device),
         offsets=torch.empty(num_rows, dtype=torch.int32, device=device),

@@ -25,9 +25,9 @@ class Stretch(NamedTuple):
 
 @dataclass(frozen=True)
 class Pieces:
-    """Up to P pieces of up to PIECE_ROWS rows; a row's place within its piece is its column.
+    """Up to P pieces of up to PIECE_ROWS rows; a row's place within its piece is its offset.
 
-    `table` int32 [P, 3 + PIECE_ROWS]: lane, first position, rows (0 past the last piece), tokens.
+    `table` int32 [3 + PIECE_ROWS, P]: lane, first position, rows (0 past the last piece), tokens.
     """
 
     table: Tensor
@@ -37,37 +37,37 @@ class Pieces:
     def create(cls, max_rows: int, max_stretches: int, device: torch.device) -> Pieces:
         """Room for `max_rows` rows of so many stretches; none at first."""
         num_pieces = max_rows // PIECE_ROWS + max_stretches
-        shape = (num_pieces, _TOKENS + PIECE_ROWS)
+        shape = (_TOKENS + PIECE_ROWS, num_pieces)
         return cls(torch.zeros(shape, dtype=torch.int32, device=device), max_rows)
 
     @property
     def lanes(self) -> Tensor:
         """Whose piece: int32 [P]."""
-        return self.table[:, _LANE]
+        return self.table[_LANE]
 
     @property
     def starts(self) -> Tensor:
         """Position of the first row: int32 [P]."""
-        return self.table[:, _START]
+        return self.table[_START]
 
     @property
     def lens(self) -> Tensor:
         """Rows: int32 [P]."""
-        return self.table[:, _LEN]
+        return self.table[_LEN]
 
-    def tokens(self, owners: Tensor, columns: Tensor) -> Tensor:
-        """int64 [T] of rows that are the columns [T] of pieces [T]; anything where there is no
-        such piece."""
-        table = self.table[:, _TOKENS:]
-        most, width = table.shape
-        return table[owners.clamp(0, most - 1).long(), columns.clamp(0, width - 1).long()].long()
+    def tokens(self, owners: Tensor, offsets: Tensor) -> Tensor:
+        """int64 [T], of rows at `offsets` [T] of pieces `owners` [T]; anything where there is no
+        such row."""
+        table = self.table[_TOKENS:]
+        width, most = table.shape
+        return table[offsets.clamp(0, width - 1).long(), owners.clamp(0, most - 1).long()].long()
 
     def write(self, stretches: Iterable[Stretch]) -> None:
         """Cuts these, at most `max_rows` rows, without waiting for the device."""
         cut = [piece for stretch in stretches for piece in _cut(stretch)]
         written = torch.zeros(self.table.shape, dtype=torch.int32)
         if cut:
-            written[: len(cut)] = torch.tensor(cut, dtype=torch.int32)
+            written[:, : len(cut)] = torch.tensor(cut, dtype=torch.int32).t()
         if self.table.is_cuda:
             written = written.pin_memory()
         self.table.copy_(written, non_blocking=True)
@@ -91,7 +91,7 @@ def parted(stretches: Iterable[Stretch], max_rows: int) -> Iterator[list[Stretch
 
 
 def _cut(stretch: Stretch) -> Iterator[list[int]]:
-    """Rows of `Pieces.table`."""
+    """Columns of `Pieces.table`."""
     for first in range(0, len(stretch.token_ids), PIECE_ROWS):
         tokens = stretch.token_ids[first : first + PIECE_ROWS]
         spare = [0] * (PIECE_ROWS - len(tokens))

@@ -238,6 +238,30 @@ def test_one_outlier_moves_no_factor_by_more_than_its_step(
         assert np.all((moved >= 1 / ONE_STEP) & (moved <= ONE_STEP))
 
 
+@given(st.integers(1, 4), st.integers(1, 7), st.floats(0.7, 1.5))
+def test_rounds_in_which_some_rows_draft_correct_themselves_and_no_plain_round(
+    num_drafting: int, num_steps: int, error: float
+) -> None:
+    """Up to the drift, which no choice goes by: it is common to all."""
+    costs = model()
+    num_drafts = num_drafting * num_steps
+    draft = sum(
+        (costs.draft_curve(num_drafting, 128)[k + 1] - costs.draft_curve(num_drafting, 128)[k])
+        for k in range(num_steps)
+    )
+    verify = verify_ms(4, num_drafts / 4, 128) * error
+    for _ in range(300):
+        plain = {"draft_ms": 0.0, "verify_ms": verify_ms(4, 0, 128)}
+        costs.observe(**round_of(4, 0, **plain, round_ms=plain["verify_ms"]))
+        shape = {"batch_size": 4, "num_steps": num_steps, "num_rows": 4 + num_drafts}
+        times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
+        assert costs.observe(
+            **shape, **times, num_drafting=num_drafting, context=128, num_sampled=0
+        )
+    assert costs.verify_ms(4, num_drafts, 128, 0) == pytest.approx(verify, rel=0.02)
+    assert costs.verify_ms(4, 0, 128, 0) == pytest.approx(verify_ms(4, 0, 128), rel=0.02)
+
+
 @given(error=st.floats(0.6, 1.6), num_steps=st.integers(0, 7))
 def test_a_table_that_is_off_is_mostly_forgotten_after_a_dozen_rounds(
     error: float, num_steps: int
@@ -254,24 +278,22 @@ def test_a_table_that_is_off_is_mostly_forgotten_after_a_dozen_rounds(
         assert abs(left) <= 0.4 * abs(math.log(error)) + 1e-9
 
 
-def test_a_machine_that_slows_down_moves_tiers_in_use_and_others_alike() -> None:
-    """Half for a single tier; the more tiers and sizes agree, the less is left between them."""
-    slower = 1.5
-
-    def other_over_used(in_use: list[tuple[int, int]]) -> float:
-        costs = model()
-        for _ in range(1000):
+@pytest.mark.parametrize("in_use", [[(4, 0)], [(4, 3)], [(4, 3), (4, 2), (2, 3), (8, 3)]])
+def test_a_machine_that_slows_down_moves_tiers_in_use_and_others_alike(
+    in_use: list[tuple[int, int]],
+) -> None:
+    """Else every tier would look cheaper than the one in use."""
+    costs = model()
+    for num_rounds in (3, 10, 300):
+        for _ in range(num_rounds):
             for batch_size, num_steps in in_use:
-                run(costs, batch_size, num_steps, slower)
-        others = verify_curve(costs, 16, 128, 0) / verify_curve(model(), 16, 128, 0)
-        assert others[0] > 1
-        return float(others[0]) / slower
-
-    one = other_over_used([(4, 3)])
-    several = other_over_used([(4, 3), (4, 2), (2, 3), (8, 3)])
-    assert one == pytest.approx(slower**-0.5, rel=0.01)
-    assert one < several < 1
-    assert several > slower**-0.4
+                run(costs, batch_size, num_steps, 1.5)
+        moved = {
+            (b, k): costs.verify_ms(b, b * k, 128, 0) / verify_ms(b, k, 128)
+            for b, k in [*in_use, (4, 1), (16, 0), (16, 7)]
+        }
+        assert min(moved.values()) >= 0.94 * max(moved.values())
+    assert list(moved.values()) == pytest.approx([1.5] * len(moved), rel=0.01)
 
 
 def test_an_error_of_one_cell_stays_with_it_when_others_ran_as_predicted() -> None:

@@ -1,5 +1,6 @@
 """The drafts of a round maximise the throughput of a batch that is refilled."""
 
+import math
 from itertools import product
 
 import numpy as np
@@ -24,7 +25,8 @@ def costs_of(
     """Draft steps cost the same for any rows; verification 5 ms and what each depth adds."""
     step = np.tile(step_ms, (rows + 1, 1))
     step[0] = 0.0
-    return RoundCosts(rows, step, 5.0 + np.concatenate([[0.0], np.cumsum(verify_ms)]), host)
+    verify = 5.0 + np.concatenate([[0.0], np.cumsum(verify_ms)])
+    return RoundCosts(rows, step, verify, np.ones(len(verify)), host)
 
 
 MS = st.floats(0.0, 3.0)
@@ -144,5 +146,18 @@ def test_where_no_draft_pays_none_is_made() -> None:
 def test_rows_that_stop_drafting_early_are_not_paid_for_later_steps() -> None:
     """Draft steps here cost 1 ms per row: four rows in the first step, one in the second."""
     step = np.arange(5)[:, None] * np.array([[1.0, 1.0]])
-    costs = RoundCosts(4, step, np.ones(3), 0.0)
+    costs = RoundCosts(4, step, np.ones(3), np.ones(3), 0.0)
     assert costs.round_ms(np.array([1, 1, 1, 2])) == 4 + 1 + 1
+
+
+@given(st.integers(1, 8), st.lists(st.floats(0.5, 2), min_size=4, max_size=4))
+def test_a_correction_holds_for_its_stretch_of_drafts_per_row(
+    rows: int, factors: list[float]
+) -> None:
+    verify = np.array([5.0, 6.0, 8.0, 9.0])
+    costs = RoundCosts(rows, np.zeros((rows + 1, 3)), verify, np.array(factors), 0.0)
+    drafts = np.arange(3 * rows + 1)
+    table = np.interp(drafts, rows * np.arange(4), verify)
+    found = costs.verify_ms(drafts) / table
+    assert found == pytest.approx([factors[math.ceil(n / rows)] for n in drafts])
+    assert costs.off == pytest.approx(5.0 * factors[0])
