@@ -111,11 +111,12 @@ class LaneWorker:
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
+        backlog = plan.max_backlog
         if long:
             self._make_up(long)
+            backlog = max(self._backlog_left(row) for row in rows if row.catches_up)
         tier = self.recorded.tier_for(max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
-            backlog = min(plan.max_backlog, self.ahead.max_backlog)
             self.recorded.extend_for(backlog, len(rows)).run(len(rows))
             self._stages(tier).draft.run(len(rows))
         timer.mark("drafted")
@@ -165,6 +166,12 @@ class LaneWorker:
             pieces.write(group)
             self.recorded.make_up.run(sum(len(stretch.token_ids) for stretch in group))
         self._keeper.caught_up(made_up)
+
+    def _backlog_left(self, row: RowPlan) -> int:
+        """Most entries a row lacks after `_make_up`: that one, and those of a round under way."""
+        if row.backlog <= self.ahead.max_backlog:
+            return row.backlog
+        return row.backlog - (row.start - row.draft_start) + 1
 
 
 def _computed_only(row: RowPlan) -> Stretch:
