@@ -21,7 +21,10 @@ class PerRequestPolicy:
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """Each row's own number of steps; the tier is the largest of them."""
-        row_steps = [self._speculator(request_id).num_steps for request_id in batch.request_ids]
+        row_steps = [
+            (self._speculators.get(request_id) or self._new(request_id)).num_steps
+            for request_id in batch.request_ids
+        ]
         return RoundSteps(max(row_steps), row_steps)
 
     def observe(self, verified: VerifiedRound) -> None:
@@ -31,7 +34,8 @@ class PerRequestPolicy:
         )
         for request_id, steps, correct in rows:
             if steps:
-                self._speculator(request_id).update(steps, correct)
+                speculator = self._speculators.get(request_id) or self._new(request_id)
+                speculator.update(steps, correct)
 
     def forget(self, request_id: str) -> None:
         """Drops the request's history."""
@@ -44,7 +48,7 @@ class PerRequestPolicy:
         requests = {str(k): steps.count(k) for k in self.candidate_steps if k in steps}
         return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": requests}
 
-    def _speculator(self, request_id: str) -> AdaptiveSpeculator:
-        if request_id not in self._speculators:
-            self._speculators[request_id] = AdaptiveSpeculator(max_steps=self.max_steps)
-        return self._speculators[request_id]
+    def _new(self, request_id: str) -> AdaptiveSpeculator:
+        speculator = AdaptiveSpeculator(max_steps=self.max_steps)
+        self._speculators[request_id] = speculator
+        return speculator
