@@ -7,6 +7,7 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
+from serve_spec.worker.lane_tiers import WIDE_BACKLOG
 from serve_spec.worker.lane_worker import LaneWorker
 from tests.helpers.engines import MakeLLM, switch_every_round
 
@@ -74,6 +75,24 @@ def test_drafts_after_a_prompt_are_kept_as_often_as_after_an_eager_one(
     kept = [output.speculation.num_correct_drafts for output in outputs]
     assert kept == [output.speculation.num_correct_drafts for output in eager]
     assert sum(kept) > 0
+
+
+def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is left of a prompt's entries is one, and those of the round under way."""
+    num_steps = 3
+    llm = make_llm("EAGLE3", num_steps, execution="lanes", **SIZES)
+    extend_for, widths = worker_of(llm).recorded.extend_for, []
+
+    def noted(backlog: int, batch_size: int) -> Any:
+        widths.append(backlog)
+        return extend_for(backlog, batch_size)
+
+    monkeypatch.setattr(worker_of(llm).recorded, "extend_for", noted)
+    long = [prompt for prompt in PROMPTS if len(prompt) > WIDE_BACKLOG]
+    llm.generate(long, PARAMS[: len(long)])
+    assert max(widths) <= num_steps + 2
 
 
 def test_longer_prompts_are_computed_eagerly_and_mix_with_lanes(
