@@ -14,7 +14,17 @@ from torch.compiler import is_compiling
 
 from serve_spec.core.context import Rotation
 from serve_spec.core.gpu import is_hopper
-from serve_spec.ops import acceptance, activation, draw, kv_move, layout, linear_tiles, norm, rotary
+from serve_spec.ops import (
+    acceptance,
+    activation,
+    draw,
+    kv_move,
+    layout,
+    linear_tiles,
+    norm,
+    rotary,
+    shared_sum,
+)
 from serve_spec.ops import linear as plain_linear
 from serve_spec.ops import paged_attention as plain_paged_attention
 from serve_spec.ops.acceptance import AcceptedPath
@@ -22,6 +32,7 @@ from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.layout import RowLayout
 from serve_spec.ops.linear import EightBit
 from serve_spec.ops.paged_attention import PagedLayout
+from serve_spec.ops.shared_sum import SharedMemory
 
 
 def draw_tokens(
@@ -250,6 +261,16 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
         return norm_triton.add_rms_norm(x, residual, weight, eps)
     return norm.add_rms_norm(x, residual, weight, eps)
+
+
+def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
+    """See `shared_sum.sum_over_ranks`."""
+    if x.is_cuda:
+        from serve_spec.ops import shared_sum_triton
+
+        shared_sum_triton.sum_over_ranks(x, memory)
+    else:
+        shared_sum.sum_over_ranks(x, memory)
 
 
 def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, eight_bit: bool = False) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import threading
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,9 @@ from torch.distributed.distributed_c10d import (
 )
 
 from serve_spec.parallel.line import LOOPBACK, Address
+
+if TYPE_CHECKING:
+    from serve_spec.parallel.shared_sum import SharedSum
 
 _TIMEOUT = timedelta(minutes=5)
 """A collective that takes longer has lost a rank that is neither dead nor alive."""
@@ -62,7 +65,8 @@ SINGLE = TensorParallel()
 class DeviceGroup(TensorParallel):
     """Several ranks, one process each: over NCCL on GPUs, over gloo on CPUs.
 
-    On a GPU the calls only launch, on the current stream, and can be recorded in a graph.
+    On a GPU the calls only launch, on the current stream, and can be recorded in a graph. GPUs of
+    one host make small sums in memory they share, where they can (`shared_sum.py`).
     """
 
     def __init__(
@@ -86,10 +90,17 @@ class DeviceGroup(TensorParallel):
         for options in (self._sum, self._min, self._gather):
             options.asyncOp = False
         self.smallest(0)  # connects
+        self._shared_sum: SharedSum | None = None
+        if device.type == "cuda":
+            self._shared_sum = _open_shared_sum(self, store, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """See `TensorParallel`; x is contiguous."""
-        _finish(self._open.allreduce([x], self._sum))
+        group = self._open
+        if self._shared_sum is not None and self._shared_sum.fits(x):
+            self._shared_sum.add_up(x)
+        else:
+            _finish(group.allreduce([x], self._sum))
         return x
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -123,6 +134,9 @@ class DeviceGroup(TensorParallel):
         group, self._group = self._group, None
         if group is None:
             return
+        # Its memory stays, for recorded graphs write to it.
+        if self._shared_sum is not None:
+            self._shared_sum.let_go()
         if self._device.type == "cuda":
             _abort_aside(group)
         else:
@@ -182,6 +196,12 @@ def _gloo(store: Store, rank: int, size: int, host: str) -> ProcessGroupGloo:
     options._devices = [ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = _TIMEOUT
     return ProcessGroupGloo(store, rank, size, options)
+
+
+def _open_shared_sum(group: DeviceGroup, store: Store, device: torch.device) -> SharedSum | None:
+    from serve_spec.parallel.shared_sum import open_shared_sum  # not for CPUs
+
+    return open_shared_sum(group, store, device)
 
 
 def _nccl(store: Store, rank: int, size: int) -> Any:

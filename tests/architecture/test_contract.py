@@ -35,7 +35,7 @@ MAY_IMPORT = {
     "core": [],
     "config": [],
     "metrics": [],
-    "parallel": ["core"],
+    "parallel": ["core", "ops"],
     "ops": ["core"],
     "adaptive": ["config", "core"],
     "kvcache": ["core", "ops"],

@@ -1,0 +1,227 @@
+"""Small sums of ranks whose GPUs address each other's memory, where NCCL would take longer.
+
+The memory is torch's symmetric memory, which needs no default group: ranks meet in their own store.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+from uuid import uuid4
+
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
+
+from serve_spec.log import get_logger
+from serve_spec.ops import fast
+from serve_spec.ops.shared_sum import (
+    CAPACITY_BYTES,
+    NUM_PROGRAMS,
+    SLOTS_BYTES,
+    SharedMemory,
+    fits,
+    flag_bytes,
+    shared_sum,
+)
+from serve_spec.parallel.group import TensorParallel
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+_MEETING = timedelta(seconds=60)
+"""A rank that has not brought its memory by then will not."""
+_TRIAL_S = 60.0
+"""Seconds that a sum on trial may take; the first of a size waits for every rank's compiler."""
+_TRIAL_BYTES = (2 * 1000, CAPACITY_BYTES // 8, CAPACITY_BYTES)
+"""An uneven number of parts' worth, many small parts, the largest ones."""
+_TRIAL_TURNS = 3
+"""Both slots of every program are used, and one of them again."""
+
+
+class SharedSum:
+    """Sums of one group's ranks. The memory goes with the last reference."""
+
+    def __init__(self, memory: SharedMemory, owner: object = None) -> None:
+        """owner: whatever keeps the memory in place."""
+        self._memory = memory
+        self._owner = owner
+        flags = memory.flags[memory.rank]
+        self._all_told = torch.full_like(flags, torch.iinfo(flags.dtype).max)
+        # A sum that waits holds up its stream, and streams of its priority may share its queue.
+        self._aside = torch.cuda.Stream(flags.device, priority=-1) if flags.is_cuda else None
+
+    def fits(self, x: Tensor) -> bool:
+        """Whether x can be summed so. Where it can not, bandwidth counts, and NCCL is better."""
+        return fits(x)
+
+    def add_up(self, x: Tensor) -> None:
+        """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
+        fast.sum_over_ranks(x, self._memory)
+
+    def let_go(self) -> None:
+        """No sum of this rank waits for another one any more; what it gives is worthless."""
+        # A GPU that has failed waits for nothing.
+        with suppress(RuntimeError), torch.cuda.stream(self._aside):
+            # A copy: code that would have to be loaded first could wait for the sum that waits.
+            self._memory.flags[self._memory.rank].copy_(self._all_told)
+
+
+def open_shared_sum(group: TensorParallel, store: Store, device: torch.device) -> SharedSum | None:
+    """All ranks call this; all get one, or none does, and a line of the log says why.
+
+    store: one that all of them see. device: this rank's GPU.
+    """
+    try:
+        _check_host(group)
+        return _meet(group, store, device)
+    except _Unavailable as reason:
+        logger.warning("sums of rank %d go through NCCL: %s", group.rank, reason)
+        return None
+
+
+class _Unavailable(Exception):
+    """Why the ranks can not share memory."""
+
+
+def _check_host(group: TensorParallel) -> None:
+    # The same kernel and the same container: file descriptors are handed over by process ids.
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    host = socket.gethostname() + (boot.read_text() if boot.exists() else "")
+    number = zlib.crc32(host.encode())
+    if group.smallest(number) != -group.smallest(-number):
+        raise _Unavailable("the ranks are on different hosts")
+
+
+def _meet(group: TensorParallel, store: Store, device: torch.device) -> SharedSum:
+    own = _together(group, lambda: _allocate(device, group.size))
+    shared = _together(group, lambda: _share(own, group.rank, group.size, store))
+    _together(group, lambda: _try(shared, group.rank, group.size, device))
+    return shared
+
+
+def _together(group: TensorParallel, step: Callable[[], T]) -> T:
+    """What a step gives that succeeds on every rank."""
+    problem: Exception | None = None
+    try:
+        result = step()
+    except Exception as error:
+        problem = error
+    if group.smallest(int(problem is None)):
+        return result
+    if problem is None:
+        raise _Unavailable("another rank can not share memory; its log says why")
+    # The rest of what torch has to say is a stack of its own.
+    reason = next(iter(str(problem).splitlines()), "")
+    raise _Unavailable(f"{type(problem).__name__}: {reason}") from problem
+
+
+def _allocate(device: torch.device, size: int) -> Tensor:
+    """This rank's part of the memory, zeros."""
+    import serve_spec.ops.shared_sum_triton  # noqa: F401  no kernel, no use for memory
+
+    # Nothing here needs the multicast of the switch between GPUs, whose failures are the host's.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    # Where every rank is shown its own GPU alone, all of them have the same number. Two ranks
+    # that do share one have been refused by NCCL.
+    os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
+    num_bytes = SLOTS_BYTES + flag_bytes(size)
+    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    own.zero_()
+    torch.cuda.synchronize(device)
+    return own
+
+
+def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
+    handle, ranks = _rendezvous(own, rank, size, store), range(size)
+    after_slots = SLOTS_BYTES // torch.int64.itemsize
+    memory = SharedMemory(
+        rank,
+        slots=tuple(handle.get_buffer(r, (SLOTS_BYTES,), torch.uint8, 0) for r in ranks),
+        flags=tuple(
+            handle.get_buffer(r, (NUM_PROGRAMS, size), torch.int64, after_slots) for r in ranks
+        ),
+        counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
+    )
+    return SharedSum(memory, (own, handle))
+
+
+def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:
+    """torch's handle to the memory of all ranks."""
+    torch_groups: Any = torch._C._distributed_c10d
+    # torch finds the store by the name of a group; one without a backend is enough.
+    group = torch_groups.ProcessGroup(_RelativeKeys(store), rank, size)
+    name = f"shared_sum_{uuid4()}"
+    group._set_group_name(name)
+    torch_groups._register_process_group(name, group)
+    try:
+        return _SymmetricMemory.rendezvous(own, name)
+    finally:
+        torch_groups._unregister_process_group(name)
+
+
+class _RelativeKeys(Store):
+    """A store for one meeting.
+
+    torch numbers what it exchanges (prefix/number/rank) throughout a process, but processes that
+    meet may have met in different numbers of groups before. Here numbers begin with each meeting.
+    """
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self._store = PrefixStore("shared_sum", store)
+        self._numbers: dict[str, int] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._store.set(self._relative(key), value)
+
+    def get(self, key: str) -> bytes:
+        self.wait([key])
+        return self._store.get(self._relative(key))
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta = _MEETING) -> None:
+        self._store.wait([self._relative(key) for key in keys], min(timeout, _MEETING))
+
+    def _relative(self, key: str) -> str:
+        prefix, number, rank = key.rsplit("/", 2)
+        return f"{prefix}/{self._numbers.setdefault(number, len(self._numbers))}/{rank}"
+
+
+def _try(shared: SharedSum, rank: int, size: int, device: torch.device) -> None:
+    """Raises if sums are wrong or do not end."""
+    with torch.cuda.device(device):
+        for num_bytes in _TRIAL_BYTES:
+            for turn in range(_TRIAL_TURNS):
+                parts = [_drawn(num_bytes // 2, turn * size + r, device) for r in range(size)]
+                expected = shared_sum(parts)
+                shared.add_up(parts[rank])
+                _wait_for_end(shared)
+                if not torch.equal(parts[rank], expected):
+                    raise ArithmeticError(f"sums of {num_bytes} bytes are wrong on trial")
+
+
+def _drawn(count: int, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, generator=generator).to(device, torch.bfloat16)
+
+
+def _wait_for_end(shared: SharedSum) -> None:
+    ended = torch.cuda.Event()
+    ended.record()
+    deadline = time.monotonic() + _TRIAL_S
+    while not ended.query():
+        if time.monotonic() > deadline:
+            shared.let_go()
+            raise TimeoutError(f"a sum on trial did not end in {_TRIAL_S:.0f} s")
+        time.sleep(1e-4)

@@ -1,0 +1,187 @@
+"""How ranks come to share memory, or agree not to; sums of several processes in one memory."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch._C._distributed_c10d import HashStore, PrefixStore
+
+from tests.helpers.triton import DEVICE  # isort: skip  before kernels
+from serve_spec.ops.shared_sum import CAPACITY_BYTES
+from serve_spec.parallel import shared_sum as shared_sum_module
+from serve_spec.parallel.group import DeviceGroup, join, store_server
+from serve_spec.parallel.line import LOOPBACK, Address
+from serve_spec.parallel.shared_sum import (
+    SharedSum,
+    _check_host,
+    _RelativeKeys,
+    _together,
+    _Unavailable,
+    open_shared_sum,
+)
+from tests.unit.parallel.shared_memory_rank import shared_memory
+
+ROOT = Path(__file__).parents[3]
+SIZE = 2
+CPU = torch.device("cpu")
+
+interpreted = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="on GPUs kernels do not run in a CPU's memory: see tests/gpu"
+)
+
+
+def join_all() -> list[DeviceGroup]:
+    store = store_server(LOOPBACK)
+    address = Address(LOOPBACK, 0, store.port, b"")
+    with ThreadPoolExecutor(SIZE) as pool:
+        return list(pool.map(lambda rank: join(rank, SIZE, CPU, address), range(SIZE)))
+
+
+@pytest.fixture(scope="module")
+def groups() -> Iterator[list[DeviceGroup]]:
+    groups = join_all()
+    yield groups
+    for group in groups:
+        group.close()
+
+
+@interpreted
+def test_several_processes_add_to_the_bit(tmp_path: Path) -> None:
+    """Each runs as fast as it can; nothing but the kernel keeps them in step."""
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.unit.parallel.shared_memory_rank", tmp_path, str(r), "2"],
+            cwd=ROOT,
+        )
+        for r in range(2)
+    ]
+    try:
+        assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    finally:
+        for rank in ranks:
+            rank.kill()
+
+
+def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path: Path) -> None:
+    shared = SharedSum(shared_memory(tmp_path, 0, 2))
+    timer = threading.Timer(0.2, shared.let_go)
+    timer.start()
+    for _ in range(3):
+        shared.add_up(torch.ones(3000))
+    timer.join()
+
+
+def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: Path) -> None:
+    groups = join_all()
+    memories = [shared_memory(tmp_path, rank, SIZE) for rank in range(SIZE)]
+
+    def run(group: DeviceGroup) -> None:
+        memory = memories[group.rank]
+        group._shared_sum = SharedSum(memory)
+        small = torch.full((3, 1000), group.rank + 1.0)
+        assert group.all_reduce(small) is small
+        assert (small == 3.0).all()
+        assert memory.counts[:4].tolist() == [1, 1, 1, 0]
+        large = torch.full((CAPACITY_BYTES // 4 + 1,), group.rank + 1.0)
+        whole = torch.full((3, 1000), group.rank + 1)
+        assert (group.all_reduce(large) == 3.0).all()
+        assert (group.all_reduce(whole) == 3).all()
+        assert memory.counts[:4].tolist() == [1, 1, 1, 0]
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        list(pool.map(run, groups))
+    for group in groups:
+        group.close()
+        with pytest.raises(RuntimeError, match="closed"):
+            group.all_reduce(torch.ones(3))
+    assert all((memory.flags[memory.rank] > 1).all() for memory in memories), "nobody waits"
+
+
+def test_ranks_that_can_not_share_memory_agree_to_do_without(
+    groups: list[DeviceGroup], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on GPUs that do not reach each other: no CPU has what torch shares."""
+    monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")  # puts back what is set
+    monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    shared_sum_module.logger.addHandler(handler)
+    try:
+        with ThreadPoolExecutor(SIZE) as pool:
+            found = list(pool.map(lambda group: open_shared_sum(group, HashStore(), CPU), groups))
+    finally:
+        shared_sum_module.logger.removeHandler(handler)
+    assert found == [None] * SIZE
+    assert sorted(line.split(":")[0] for line in lines) == [
+        f"sums of rank {rank} go through NCCL" for rank in range(SIZE)
+    ]
+
+
+def test_what_fails_on_one_rank_is_given_up_by_all(groups: list[DeviceGroup]) -> None:
+    def run(group: DeviceGroup) -> str:
+        def step() -> int:
+            if group.rank == 1:
+                raise ValueError("no way\nto the other GPU")
+            return 7
+
+        with pytest.raises(_Unavailable) as caught:
+            _together(group, step)
+        assert _together(group, lambda: group.rank) == group.rank, "the ranks are still in step"
+        return str(caught.value)
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        reasons = list(pool.map(run, groups))
+    assert "another rank" in reasons[0]
+    assert reasons[1] == "ValueError: no way"
+
+
+@pytest.mark.parametrize("names", [("a", "a"), ("a", "b"), ("b", "a")])
+def test_only_ranks_of_one_host_try(
+    groups: list[DeviceGroup], names: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.local()
+    monkeypatch.setattr(socket, "gethostname", lambda: here.name)
+
+    def run(group: DeviceGroup) -> bool:
+        here.name = names[group.rank]
+        try:
+            _check_host(group)
+        except _Unavailable:
+            return False
+        return True
+
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert list(pool.map(run, groups)) == [names[0] == names[1]] * SIZE
+
+
+def test_ranks_meet_however_often_their_processes_have_met_before() -> None:
+    """torch's numbers go on throughout a process; here one has had seven exchanges, one none."""
+    store = HashStore()
+
+    def meet(rank: int, first: int) -> list[bytes]:
+        # Called as torch calls it: from C++.
+        own = _RelativeKeys(store)
+        keys = PrefixStore("torch", own)
+        found = []
+        for number in range(first, first + 3):
+            keys.set(f"{number}/{rank}", f"{rank} says {number - first}")
+            keys.wait([f"{number}/{1 - rank}"])
+            found.append(keys.get(f"{number}/{1 - rank}"))
+        found += own.multi_get([f"torch/{first}/{r}" for r in range(2)])
+        return found
+
+    with ThreadPoolExecutor(2) as pool:
+        heard = list(pool.map(meet, (0, 1), (7, 0)))
+    for rank in range(2):
+        said = [f"{1 - rank} says {number}".encode() for number in range(3)]
+        assert heard[rank] == [*said, b"0 says 0", b"1 says 0"]
