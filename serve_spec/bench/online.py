@@ -3,9 +3,10 @@
     serve-spec bench online --deploy deploy/tiny.yaml --closed 1 8 --poisson 4
     serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --slo-ttft-ms 200
 
-Requests are the same in every load: held-out source text, a seed each. With --compare-offline the
-same loads run on an engine in this process, too, once the server is stopped (or beside an idle
-one that --url names). An API key is taken from $SERVE_SPEC_API_KEY.
+Requests are the same in every load: held-out source text, a seed each. With --arms the same loads
+run on several servers, one after the other. With --compare-offline they run on an engine in this
+process, too, once the servers are stopped (or beside an idle one that --url names). An API key is
+taken from $SERVE_SPEC_API_KEY.
 """
 
 from __future__ import annotations
@@ -14,24 +15,28 @@ import argparse
 import json
 import os
 import random
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from serve_spec.bench.online_arguments import Plan, parse, plan_of
+from serve_spec.bench.online_arms import Arm, arm_file, arm_of
 from serve_spec.bench.online_figures import (
     HTTP,
     OFFLINE,
     Cell,
     Objective,
+    against_first_arm,
     against_offline,
     cell,
     is_forced,
     reference_texts,
 )
+from serve_spec.bench.online_first_tokens import FirstTokenReader
 from serve_spec.bench.online_load import ClosedLoop, Load
 from serve_spec.bench.online_plots import plot_online
 from serve_spec.bench.online_record import LoadRun, TextRequest
@@ -43,6 +48,8 @@ from serve_spec.config.root import parse_override
 
 Runs = dict[Load, list[LoadRun]]
 """Repetitions of each load."""
+Sides = dict[str, Runs]
+"""By the name of an arm, `HTTP` where there are none; and `OFFLINE`."""
 
 
 def main(argv: list[str]) -> int:
@@ -67,22 +74,26 @@ def main(argv: list[str]) -> int:
 
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = _offline_config(args)
+    arms = [arm_of(Path(args.deploy), name) for name in args.arms]
     plan, warm_up = plan_of(args)
-    with _server(args) as url:
-        online = _online(args, url, plan, warm_up)
-    result = _result(args, config, online, {})
+    sides: Sides = {}
+    servers: Sequence[Arm | None] = arms or [None]
+    for arm in servers:
+        sides[HTTP if arm is None else arm.name] = _online(args, arm, plan, warm_up)
+        result = _result(args, config, arms, sides)
+        save(result, args.json)  # a server that fails later does not cost this one's figures
     if config is None:
         return result
-    save(result, args.json)
-    return _result(args, config, online, _offline(args, config, plan, warm_up))
+    sides[OFFLINE] = _offline(args, config, plan, warm_up)
+    return _result(args, config, arms, sides)
 
 
 def _result(
-    args: argparse.Namespace, config: ServeSpecConfig | None, online: Runs, offline: Runs
+    args: argparse.Namespace, config: ServeSpecConfig | None, arms: Sequence[Arm], sides: Sides
 ) -> dict[str, Any]:
     objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
-    cells = _cells(online, offline, objective)
-    forced = any(is_forced(run) for runs in online.values() for run in runs)
+    cells = _cells(sides, objective)
+    forced = any(is_forced(run) for run in _runs(sides.values()))
     outputs = ("json", "plot", "from_json")
     return {
         "bench": "online",
@@ -94,7 +105,18 @@ def _result(
         "objective": asdict(objective),
         "cells": [asdict(cell) for cell in cells],
         "against_offline": against_offline(cells),
+        "against_first_arm": _against_first_arm(arms, cells, sides),
     }
+
+
+def _against_first_arm(
+    arms: Sequence[Arm], cells: Sequence[Cell], sides: Sides
+) -> list[dict[str, Any]]:
+    if not arms:
+        return []
+    loads = sides[arms[0].name]
+    num_streams = {load.name: load.num_streams for load in loads if isinstance(load, ClosedLoop)}
+    return against_first_arm(cells, {arm.name: arm.num_replicas for arm in arms}, num_streams)
 
 
 def _offline_config(args: argparse.Namespace) -> ServeSpecConfig | None:
@@ -105,29 +127,42 @@ def _offline_config(args: argparse.Namespace) -> ServeSpecConfig | None:
     return ServeSpecConfig.load(args.compare_offline, **overrides)
 
 
-def _server(args: argparse.Namespace) -> AbstractContextManager[str]:
-    if args.url is not None:
-        return nullcontext(args.url)
-    return own_server(serve_command(args.deploy, args.port))
-
-
 def _online(
-    args: argparse.Namespace,
-    url: str,
-    plan: Plan,
-    warm_up: Sequence[TextRequest],
+    args: argparse.Namespace, arm: Arm | None, plan: Plan, warm_up: Sequence[TextRequest]
+) -> Runs:
+    with ExitStack() as stack:
+        url = args.url
+        if url is None:
+            file = args.deploy if arm is None else stack.enter_context(arm_file(arm))
+            command = serve_command(file, args.port)
+            url = stack.enter_context(own_server(command, args.client_cores))
+        return _against_server(args, url, plan, warm_up)
+
+
+def _against_server(
+    args: argparse.Namespace, url: str, plan: Plan, warm_up: Sequence[TextRequest]
 ) -> Runs:
     # Here, because only this benchmark needs httpx.
     from serve_spec.bench.online_clients import Clients, Target
 
-    target = Target(url, args.model, os.environ.get("SERVE_SPEC_API_KEY"), args.timeout_s)
+    api_key = os.environ.get("SERVE_SPEC_API_KEY")
+    target = Target(url, args.model, api_key, args.timeout_s)
+    reader = FirstTokenReader(url, api_key) if args.split_ttft else None
     runs: Runs = {load: [] for load in plan}
     with Clients(target, args.clients) as clients:
-        clients.run(_widest(plan), warm_up)
+        _told(reader, clients.run(_widest(plan), warm_up))
         for repetition, load in tqdm(_turns(plan, args.repetitions), desc=HTTP, leave=False):
             run = clients.run(load, plan[load], seed=args.seed + repetition, poll_s=args.poll_s)
-            runs[load].append(run)
+            runs[load].append(_told(reader, run))
     return runs
+
+
+def _told(reader: FirstTokenReader | None, run: LoadRun) -> LoadRun:
+    """The run, with what the server says of its first tokens."""
+    if reader is None:
+        return run
+    num_answered = sum(bool(served.chunk_s) for served in run.served)
+    return replace(run, first_token_ms=reader.after(num_answered))
 
 
 def _offline(
@@ -167,15 +202,19 @@ def _widest(loads: Collection[Load]) -> ClosedLoop:
     )
 
 
-def _cells(online: Runs, offline: Runs, objective: Objective) -> list[Cell]:
-    """Both sides of each load, one after the other; texts are compared with the offline ones."""
-    sides = {HTTP: online, OFFLINE: offline}
-    reference = reference_texts(
-        run for runs in (offline, online) for each in runs.values() for run in each
-    )
+def _cells(sides: Sides, objective: Objective) -> list[Cell]:
+    """All sides of each load, one after the other.
+
+    Texts are compared with the offline ones, without those with the first server's.
+    """
+    offline_first = sorted(sides, key=lambda side: side != OFFLINE)
+    reference = reference_texts(_runs(sides[side] for side in offline_first))
     return [
         cell(load.name, side, runs[load], objective, reference)
-        for load in online
+        for load in next(iter(sides.values()))
         for side, runs in sides.items()
-        if load in runs
     ]
+
+
+def _runs(sides: Iterable[Runs]) -> Iterator[LoadRun]:
+    return (run for runs in sides for repetitions in runs.values() for run in repetitions)

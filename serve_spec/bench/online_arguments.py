@@ -20,22 +20,21 @@ def parse(argv: list[str], description: str | None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.set and args.compare_offline is None:
         parser.error("--set changes the configuration of --compare-offline; give that, too")
-    if args.port is not None and args.deploy is None:
-        parser.error("--port is where the server of --deploy listens; --url names its own")
+    for option in ("port", "arms", "client_cores"):
+        if getattr(args, option) and args.deploy is None:
+            flag = option.replace("_", "-")
+            parser.error(f"--{flag} is about the server of --deploy; --url names one that runs")
     return args
 
 
 def plan_of(args: argparse.Namespace) -> tuple[Plan, list[TextRequest]]:
-    """What each load asks, at least one request for every stream of it; and what warms up.
+    """What each load asks, and what warms up.
 
     Raises:
         ValueError: see `text_requests`.
     """
     loads = _loads(args)
-    sizes = {
-        load: max(args.num_requests, load.num_streams if isinstance(load, ClosedLoop) else 0)
-        for load in loads
-    }
+    sizes = {load: _num_requests(load, args) for load in loads}
     most = max(sizes.values())
     requests = text_requests(
         most + args.warm_up,
@@ -44,8 +43,14 @@ def plan_of(args: argparse.Namespace) -> tuple[Plan, list[TextRequest]]:
         temperature=args.temperature,
         packages=args.packages,
         seed=args.seed,
+        mixed=args.mixed,
     )
     return {load: requests[:size] for load, size in sizes.items()}, requests[most:]
+
+
+def _num_requests(load: Load, args: argparse.Namespace) -> int:
+    num_streams = load.num_streams if isinstance(load, ClosedLoop) else 0
+    return max(int(args.num_requests), int(args.requests_per_stream) * num_streams)
 
 
 def _parser(description: str | None) -> argparse.ArgumentParser:
@@ -62,7 +67,22 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     )
     parser.add_argument("--port", type=int, help="of the server that --deploy starts")
     parser.add_argument(
+        "--arms",
+        nargs="+",
+        default=[],
+        metavar="KEY=VALUE[,KEY=VALUE...]",
+        help="one server after the other, with these keys of --deploy's configuration, "
+        "for example num_replicas=1 num_replicas=2,routing_policy=balanced",
+    )
+    parser.add_argument(
         "--clients", type=_at_least(1), default=1, help="processes that share a load"
+    )
+    parser.add_argument(
+        "--client-cores",
+        type=_at_least(0),
+        default=0,
+        metavar="N",
+        help="keep the server of --deploy off the last N cores, and the clients on them",
     )
     parser.add_argument("--model", help="model name to ask for; default: none is sent")
 
@@ -73,6 +93,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     loads.add_argument("--burst-size", type=_at_least(1), default=8)
     loads.add_argument("--ramp", type=_ramp, nargs="+", default=[], metavar="FROM:TO")
     loads.add_argument("--num-requests", type=_at_least(1), default=32, help="per load")
+    loads.add_argument(
+        "--requests-per-stream", type=_at_least(1), default=1, help="of closed loops, at least"
+    )
     loads.add_argument("--repetitions", type=_at_least(1), default=3, help="interleaved")
     loads.add_argument(
         "--warm-up", type=_at_least(0), default=16, metavar="REQUESTS", help="not counted"
@@ -83,6 +106,11 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     asked.add_argument("--prompt-chars", type=_at_least(1), default=400)
     asked.add_argument("--output-tokens", type=_at_least(1), default=64)
     asked.add_argument("--temperature", type=float, default=0.0)
+    asked.add_argument(
+        "--mixed",
+        action="store_true",
+        help="every other prompt is hard to draft: its words shuffled, drawn at T = 1",
+    )
     asked.add_argument("--packages", nargs="+", default=list(HELD_OUT_PACKAGES))
     asked.add_argument("--timeout-s", type=_positive, default=600.0, help="of a whole request")
 
@@ -90,6 +118,11 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     judged.add_argument("--slo-ttft-ms", type=_positive, help="goodput: time to first token")
     judged.add_argument("--slo-tpot-ms", type=_positive, help="goodput: time per output token")
     judged.add_argument("--poll-s", type=_positive, default=0.5, help="between /server_info")
+    judged.add_argument(
+        "--split-ttft",
+        action="store_true",
+        help="time to first token at the server's door and at its engine, from /metrics",
+    )
     judged.add_argument("--compare-offline", metavar="CONFIG", help="the engine without HTTP")
     judged.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of --compare-offline"

@@ -69,7 +69,7 @@ def merged(load: Load, runs: Sequence[LoadRun]) -> LoadRun:
     return LoadRun(
         [next(each[owner(number, num_streams, len(runs))]) for number in range(num_requests)],
         runs[0].samples,
-        max(run.client_cpu_share or 0.0 for run in runs),
+        max((run.client_cpu_share or 0.0 for run in runs if run.served), default=0.0),
     )
 
 

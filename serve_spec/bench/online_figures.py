@@ -46,7 +46,7 @@ class Cell:
 
     load: str
     side: str
-    """`HTTP` or `OFFLINE`."""
+    """`OFFLINE`, or a server: `HTTP`, or the name of an arm."""
     num_requests: int
     errors: dict[str, int]
     """Requests without a whole answer, by HTTP status or by what happened."""
@@ -79,6 +79,8 @@ class Cell:
     """Sequences that decode, as replicas report it now and then: means, summed over replicas."""
     same_texts: int
     num_texts: int
+    first_token_ms: dict[str, float]
+    """Mean time to first token as the server measures it, by place: median of repetitions."""
     client_cpu_share: float | None
     samples: list[Sample]
     """Of the last repetition."""
@@ -129,6 +131,7 @@ def cell(
             for number, served in enumerate(run.served)
         ),
         num_texts=len(whole),
+        first_token_ms=_first_token_ms(runs),
         client_cpu_share=max(shares, default=None),
         samples=list(runs[-1].samples),
     )
@@ -160,12 +163,47 @@ def against_offline(cells: Sequence[Cell]) -> list[dict[str, Any]]:
     return [
         {
             "load": http.load,
+            "side": http.side,
             "tokens_per_second_over_offline": http.tokens_per_second / alone.tokens_per_second,
             "added_ttft_ms_p50": _difference(http.ttft_ms, alone.ttft_ms),
             "added_tpot_ms_p50": _difference(http.tpot_ms, alone.tpot_ms),
         }
         for http in cells
-        if http.side == HTTP and (alone := offline.get(http.load)) is not None
+        if http.side != OFFLINE and (alone := offline.get(http.load)) is not None
+    ]
+
+
+def against_first_arm(
+    cells: Sequence[Cell], num_replicas: Mapping[str, int], num_streams: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Per load of each arm: its speed over the first arm's.
+
+    `over_first`: under the same load. `over_first_per_stream`: under the closed loop that gives
+    each of the first arm's replicas as many streams; None where none was run.
+
+    num_replicas: by arm, the first one first. num_streams: of closed loops, by name.
+    """
+    first = next(iter(num_replicas))
+    of_first = {cell.load: cell.tokens_per_second for cell in cells if cell.side == first}
+    by_streams = {
+        num_streams[load] / num_replicas[first]: speed
+        for load, speed in of_first.items()
+        if load in num_streams
+    }
+    return [
+        {
+            "load": cell.load,
+            "arm": cell.side,
+            "num_replicas": num_replicas[cell.side],
+            "tokens_per_second": cell.tokens_per_second,
+            "over_first": _over(cell, of_first[cell.load]),
+            "over_first_per_stream": _over(
+                cell,
+                by_streams.get(num_streams.get(cell.load, 0) / num_replicas[cell.side]),
+            ),
+        }
+        for cell in cells
+        if cell.side in num_replicas
     ]
 
 
@@ -217,6 +255,18 @@ def _speculation(whole: Sequence[Served]) -> dict[str, Any]:
         "num_steps": drafts / total if total else None,
         "rounds_by_num_steps": dict(sorted(rounds.items(), key=lambda item: int(item[0]))),
     }
+
+
+def _first_token_ms(runs: Sequence[LoadRun]) -> dict[str, float]:
+    known = [run.first_token_ms for run in runs if run.first_token_ms]
+    return {
+        place: statistics.median(each[place] for each in known)
+        for place in (known[0] if known else ())
+    }
+
+
+def _over(cell: Cell, speed: float | None) -> float | None:
+    return cell.tokens_per_second / speed if speed else None
 
 
 def _difference(here: dict[str, float] | None, there: dict[str, float] | None) -> float | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from serve_spec.bench.online_figures import HTTP, fleet_course
+from serve_spec.bench.online_figures import OFFLINE, fleet_course
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -39,7 +39,7 @@ def plot_online(result: Result, path: Path) -> None:
     _draw_latency(above[0], cells, "ttft_ms", objective["ttft_ms"], "time to first token, ms")
     _draw_latency(above[1], cells, "tpot_ms", objective["tpot_ms"], "time per output token, ms")
     _draw_speed(above[2], cells)
-    _draw_course(below[0], below[1], [cell for cell in cells if cell["side"] == HTTP])
+    _draw_course(below[0], below[1], [cell for cell in cells if cell["side"] != OFFLINE])
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
     asked = result["arguments"]
     figure.suptitle(

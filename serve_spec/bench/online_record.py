@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -71,6 +72,8 @@ class LoadRun:
     samples: Sequence[Sample] = ()
     client_cpu_share: float | None = None
     """Time on a CPU of this process over wall time: near 1, the client is what is measured."""
+    first_token_ms: Mapping[str, float] = field(default_factory=dict)
+    """Mean time to first token as the server measures it; see `online_first_tokens`."""
 
     @property
     def seconds(self) -> float:
@@ -86,10 +89,13 @@ def text_requests(
     temperature: float,
     packages: Sequence[str] = HELD_OUT_PACKAGES,
     seed: int = 0,
+    mixed: bool = False,
 ) -> list[TextRequest]:
     """`count` requests of exactly so many characters and tokens, the same every time.
 
     Prompts are texts, not token ids, because a server is asked in texts and tokenizes them itself.
+
+    mixed: every other one is hard to draft: its words are shuffled, its text is drawn at T = 1.
 
     Raises:
         ValueError: see `held_out_prompts`.
@@ -101,15 +107,23 @@ def text_requests(
         seed=seed,
         packages=packages,
     )
+    texts = ["".join(map(chr, prompt)) for prompt in prompts]
+    hard = [mixed and number % 2 == 1 for number in range(count)]
     return [
         TextRequest(
-            "".join(map(chr, prompt)),
+            _shuffled(text, number) if is_hard else text,
             SamplingParams(
                 max_tokens=output_tokens,
-                temperature=temperature,
+                temperature=1.0 if is_hard else temperature,
                 seed=10**6 * seed + number,
                 ignore_eos=True,
             ),
         )
-        for number, prompt in enumerate(prompts)
+        for number, (text, is_hard) in enumerate(zip(texts, hard, strict=True))
     ]
+
+
+def _shuffled(text: str, seed: int) -> str:
+    words = text.split(" ")
+    random.Random(seed).shuffle(words)
+    return " ".join(words)

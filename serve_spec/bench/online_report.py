@@ -20,6 +20,8 @@ _LATENCIES = {
     "chunk_gap_ms": ("p50", "p99"),
     "sent_late_ms": ("p99",),
 }
+_SPLIT = ["load", "side", "client", "door", "engine", "client - engine"]
+_ARMS = ["load", "arm", "replicas", "tok/s", "x first", "x first per stream"]
 _SHORT = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "e2e", "chunk_gap_ms": "gap"}
 
 
@@ -35,9 +37,16 @@ def tables(result: Result) -> str:
         "sending.\nTPOT is per token after the first, gap per chunk.",
         table(["load", "side", *_latency_columns()], [_latency_row(cell) for cell in cells]),
     ]
+    split = [cell for cell in cells if cell.get("first_token_ms")]
+    if split:
+        shown.append("Time to first token, mean ms, from arrival at each place.")
+        shown.append(table(_SPLIT, [_split_row(cell) for cell in split]))
     if result["against_offline"]:
-        columns = ["load", "tok/s of offline", "added TTFT p50", "added TPOT p50"]
+        columns = ["load", "side", "tok/s of offline", "added TTFT p50", "added TPOT p50"]
         shown.append(table(columns, [_against_row(row) for row in result["against_offline"]]))
+    if result.get("against_first_arm"):
+        shown.append("x first: under the same load; per stream: at as many streams per replica.")
+        shown.append(table(_ARMS, [_arm_row(row) for row in result["against_first_arm"]]))
     return "\n\n".join(shown)
 
 
@@ -85,9 +94,23 @@ def _latency_row(cell: Mapping[str, Any]) -> list[object]:
     ]
 
 
+def _split_row(cell: Mapping[str, Any]) -> list[object]:
+    client, places = cell["ttft_ms"]["mean"], cell["first_token_ms"]
+    door, engine = places["door"], places["engine"]
+    return [cell["load"], cell["side"], client, door, engine, client - engine]
+
+
+def _arm_row(row: Mapping[str, Any]) -> list[object]:
+    return [
+        *(row[key] for key in ("load", "arm", "num_replicas", "tokens_per_second")),
+        *(_known(row[key]) for key in ("over_first", "over_first_per_stream")),
+    ]
+
+
 def _against_row(row: Mapping[str, Any]) -> Sequence[object]:
     return [
         row["load"],
+        row["side"],
         f"{row['tokens_per_second_over_offline']:.1%}",
         _known(row["added_ttft_ms_p50"]),
         _known(row["added_tpot_ms_p50"]),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO
 
@@ -23,20 +24,27 @@ def serve_command(file: str, port: int | None) -> list[str]:
 
 
 @contextmanager
-def own_server(command: Sequence[str]) -> Iterator[str]:
+def own_server(command: Sequence[str], client_cores: int = 0) -> Iterator[str]:
     """The base URL that `command` announces; it is terminated, and waited for, at the end.
 
     What it prints goes to standard error.
 
+    client_cores: the body runs on so many cores, and the server on all others; 0: no difference.
+
     Raises:
-        ConfigError: it ended before it was ready.
+        ConfigError: it ended before it was ready, or would have no core.
     """
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,  # Ctrl-C is ours to hand on, once
-    )
+    cores = sorted(os.sched_getaffinity(0))
+    kept = len(cores) - client_cores
+    if kept < 1:
+        raise ConfigError(f"client_cores={client_cores!r}: there are {len(cores)}; leave some")
+    with _on(cores[:kept]):  # a child inherits them
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C is ours to hand on, once
+        )
     assert process.stdout is not None, "it was asked for"
     try:
         url = _ready_url(process.stdout)
@@ -47,9 +55,20 @@ def own_server(command: Sequence[str]) -> Iterator[str]:
             )
         # A full pipe would stop the server.
         threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True).start()
-        yield url
+        with _on(cores[kept:] or cores):
+            yield url
     finally:
         _stop(process)
+
+
+@contextmanager
+def _on(cores: Collection[int]) -> Iterator[None]:
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def announced_url(line: str) -> str | None:

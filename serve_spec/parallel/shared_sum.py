@@ -157,8 +157,10 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
 def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:
     """torch's handle to the memory of all ranks."""
     torch_groups: Any = torch._C._distributed_c10d
-    # torch finds the store by the name of a group; one without a backend is enough.
-    group = torch_groups.ProcessGroup(_RelativeKeys(store), rank, size)
+    # torch finds the store by the name of a group; one without a backend is enough. The group does
+    # not keep what Python makes of a store, so that has to live until all have met.
+    keys = _RelativeKeys(store)
+    group = torch_groups.ProcessGroup(keys, rank, size)
     name = f"shared_sum_{uuid4()}"
     group._set_group_name(name)
     torch_groups._register_process_group(name, group)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from serve_spec.bench import online
 from serve_spec.bench.command import main
 from serve_spec.bench.online_record import text_requests
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
+from serve_spec.serving.command import read_plan
 from tests.helpers.engines import make_pair
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet
@@ -71,6 +74,18 @@ def test_requests_are_the_same_every_time_and_exactly_as_long_as_asked() -> None
     assert len({request.params.seed for request in first}) == 4
     others = text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5, seed=1)
     assert not {r.params.seed for r in first} & {r.params.seed for r in others}
+
+
+def test_of_mixed_requests_every_other_one_is_shuffled_and_hot() -> None:
+    plain, mixed = (
+        text_requests(6, prompt_chars=80, output_tokens=7, temperature=0.5, mixed=mixed)
+        for mixed in (False, True)
+    )
+    assert mixed[::2] == plain[::2]
+    for hard, easy in zip(mixed[1::2], plain[1::2], strict=True):
+        assert hard.prompt != easy.prompt
+        assert sorted(hard.prompt.split(" ")) == sorted(easy.prompt.split(" "))
+        assert (hard.params.temperature, hard.params.seed) == (1.0, easy.params.seed)
 
 
 def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(
@@ -169,6 +184,8 @@ def test_a_load_without_one_answer_is_a_failure_that_is_counted(
         ["--url", "http://x", "--poisson", "0"],
         ["--url", "http://x", "--ramp", "5"],
         ["--url", "http://x", "--port", "1"],
+        ["--url", "http://x", "--arms", "num_replicas=2"],
+        ["--url", "http://x", "--client-cores", "1"],
         ["--url", "http://x", "--set", "max_num_seqs=2"],
     ],
     ids=" ".join,
@@ -182,3 +199,40 @@ def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent() -> N
     arguments = ["online", "--url", "http://127.0.0.1:9", "--compare-offline", "nowhere.yaml"]
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         main(arguments)
+
+
+def test_every_arm_gets_its_server_and_the_same_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
+    started: list[ServeSpecConfig] = []
+
+    @contextmanager
+    def in_a_thread(command: Sequence[str], client_cores: int) -> Iterator[str]:
+        (config,) = read_plan(Path(command[-1]), None, None).configs
+        started.append(config)
+        with serving(app(config, FakeLoop(config))) as url:
+            yield url
+
+    monkeypatch.setattr(online, "own_server", in_a_thread)
+    arms = ["num_replicas=1", "num_replicas=2,routing_policy=balanced"]
+    loads = ["--closed", "2", "4", "--poisson", "100", "--requests-per-stream", "3", "--mixed"]
+    assert main(["online", "--deploy", str(file), *SMALL, *loads, "--arms", *arms]) == 0
+    replicas = [(c.replica.num_replicas, c.router.routing_policy) for c in started]
+    assert replicas == [(1, "goodput"), (2, "balanced")]
+    result = last_line(capsys)
+    assert [(cell["load"], cell["side"]) for cell in result["cells"]] == [
+        (load, arm) for load in ("closed 2", "closed 4", "poisson 100/s") for arm in arms
+    ]
+    expected = {"closed 2": 12, "closed 4": 24, "poisson 100/s": 10}
+    for cell in result["cells"]:
+        assert cell["same_texts"] == cell["num_texts"] == expected[cell["load"]]
+    rows = {(row["load"], row["arm"]): row for row in result["against_first_arm"]}
+    speed = {at: row["tokens_per_second"] for at, row in rows.items()}
+    two = rows["closed 4", arms[1]]
+    assert two["over_first"] == speed["closed 4", arms[1]] / speed["closed 4", arms[0]]
+    assert two["over_first_per_stream"] == speed["closed 4", arms[1]] / speed["closed 2", arms[0]]
+    assert rows["closed 2", arms[1]]["over_first_per_stream"] is None
+    assert rows["poisson 100/s", arms[1]]["over_first_per_stream"] is None

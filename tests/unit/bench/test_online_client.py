@@ -157,3 +157,9 @@ def test_a_load_is_dealt_out_whole_and_evenly(
     runs = [LoadRun([Served(0, 0, 0, text=r.prompt) for r in s.requests]) for s in shares]
     back = merged(ClosedLoop(num_streams), runs).served
     assert [served.text for served in back] == [request.prompt for request in asked]
+
+
+def test_a_client_without_requests_does_not_speak_for_the_busiest() -> None:
+    """It ends at once, all of its time on a CPU."""
+    busy, idle = LoadRun([Served(0, 0, 1)], client_cpu_share=0.2), LoadRun([], client_cpu_share=1.0)
+    assert merged(ClosedLoop(1), [busy, idle]).client_cpu_share == 0.2

@@ -16,6 +16,7 @@ from serve_spec.bench.online_figures import (
     OFFLINE,
     Cell,
     Objective,
+    against_first_arm,
     against_offline,
     cell,
     fleet_course,
@@ -193,6 +194,35 @@ def test_both_sides_of_a_load_are_compared() -> None:
     assert row["tokens_per_second_over_offline"] == pytest.approx(0.2 / 0.4)
     assert row["added_ttft_ms_p50"] == pytest.approx(200)
     assert row["added_tpot_ms_p50"] == pytest.approx(0)
+
+
+def test_arms_are_compared_under_the_same_load_and_at_the_same_streams_per_replica() -> None:
+    one, two = "num_replicas=1", "num_replicas=2"
+    seconds = {("closed 2", one): 1.0, ("closed 4", one): 0.8, ("closed 4", two): 0.5}
+    cells = [
+        replace(figures(LoadRun([answer(first=first, gap=0.0)]), side=arm), load=load)
+        for (load, arm), first in seconds.items()
+    ]
+    rows = against_first_arm(cells, {one: 1, two: 2}, {"closed 2": 2, "closed 4": 4})
+    assert [(row["load"], row["arm"]) for row in rows] == list(seconds)
+    assert rows[2]["over_first"] == pytest.approx(0.8 / 0.5)
+    assert rows[2]["over_first_per_stream"] == pytest.approx(1.0 / 0.5)
+    assert [row["over_first_per_stream"] for row in rows[:2]] == [1.0, 1.0]
+
+
+def test_what_the_server_says_of_first_tokens_is_the_median_of_what_it_said() -> None:
+    told = [
+        {"door": 9.0, "engine": 5.0},
+        {},
+        {"door": 7.0, "engine": 6.0},
+        {"door": 8.0, "engine": 1.0},
+    ]
+    runs = [LoadRun([answer(first=0.01)], first_token_ms=each) for each in told]
+    found = figures(*runs)
+    assert found.first_token_ms == {"door": 8.0, "engine": 5.0}
+    result = {"objective": asdict(Objective()), "cells": [asdict(found)], "against_offline": []}
+    (row,) = [line.split() for line in tables(result).splitlines() if "10.00  8.00" in line]
+    assert row == ["load", "http", "10.00", "8.00", "5.00", "5.00"]
 
 
 def test_a_load_that_was_refused_altogether_still_has_its_row() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -56,6 +57,28 @@ def test_a_server_is_waited_for_listened_to_and_stopped(tmp_path: Path) -> None:
         assert url == "http://127.0.0.1:8123/llm"
         wait_for(state)  # only a server whose output is read gets so far
     assert state.read_text() == "stopped"
+
+
+CORES = """
+import os, time
+print(f"ready: http://x/{'-'.join(map(str, sorted(os.sched_getaffinity(0))))}", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can not be shared out")
+def test_clients_and_server_have_cores_of_their_own_and_all_come_back() -> None:
+    everything = os.sched_getaffinity(0)
+    with own_server([sys.executable, "-c", CORES], client_cores=1) as url:
+        server = {int(core) for core in url.rsplit("/", 1)[1].split("-")}
+        assert server == everything - os.sched_getaffinity(0)
+        assert len(everything) - len(server) == 1
+    assert os.sched_getaffinity(0) == everything
+    with own_server([sys.executable, "-c", CORES]) as url:
+        assert url.rsplit("/", 1)[1] == "-".join(map(str, sorted(everything)))
+        assert os.sched_getaffinity(0) == everything
+    with pytest.raises(ConfigError, match="client_cores"):
+        own_server([sys.executable, "-c", CORES], client_cores=len(everything)).__enter__()
 
 
 def test_a_failure_inside_ends_the_server_too(tmp_path: Path) -> None:
