@@ -69,7 +69,7 @@ MAX_BAD_TIMES = 8
 
 @dataclass
 class _SizeRange:
-    """What is remembered of batches of one size range, 2^i .. 2^(i+1)-1 rows."""
+    """What is remembered of batches of about the same size, see `_range_key`."""
 
     guard: SpeedGuard = field(default_factory=SpeedGuard)
     rounds_since_baseline: int = 0
@@ -255,7 +255,7 @@ class GoodputPolicy:
 
     def _range(self, batch_size: int) -> tuple[int, _SizeRange]:
         """The size range of a batch, by its key."""
-        key = batch_size.bit_length() - 1
+        key = _range_key(batch_size)
         if key not in self._ranges:
             self._ranges[key] = _SizeRange()
         return key, self._ranges[key]
@@ -446,6 +446,15 @@ def _row_knots(batch_size: int) -> tuple[list[int], Indices, Floats]:
     above = np.maximum(1, np.searchsorted(knots, rows))
     share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
     return knots.tolist(), above, share[:, None]
+
+
+def _range_key(batch_size: int) -> int:
+    """The power of two that is nearest to a batch size, by its exponent.
+
+    Powers of two lie in the middle of their ranges: they are what batches are usually limited to,
+    and a full batch always misses a row now and then. A change of range costs a new plan.
+    """
+    return (batch_size * batch_size).bit_length() // 2
 
 
 def _by_tier(values: Floats) -> dict[str, float]:

@@ -225,6 +225,18 @@ def test_between_two_plans_each_request_keeps_its_drafts_wherever_its_row_is() -
         assert all(k == planned[name] for name, k in rows if name != "joined")
 
 
+@pytest.mark.parametrize("most", [4, 16, 64])
+def test_a_full_batch_that_misses_a_row_now_and_then_keeps_its_plan(most: int) -> None:
+    """Batches are usually limited to a power of two; a new plan takes time."""
+    policy = goodput()
+    plans = []
+    for missing in (0, 1, 0, 1):
+        policy.choose(decode_batch(most - missing))
+        plans.append(policy._plan)
+    assert plans[0] is not None
+    assert all(plan is plans[0] for plan in plans)
+
+
 def test_requests_that_left_leave_no_state(traces: TraceSet) -> None:
     policy = goodput()
     Simulator(policy, traces, TWO_CPU_CORES).run(Phase("mixture", 8, 40, 64))
