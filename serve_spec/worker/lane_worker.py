@@ -104,26 +104,42 @@ class LaneWorker:
             return self.eager.submit(plan)
         rows = [row for row in plan.rows if row.is_decode]
         prompts = plan.rows[len(rows) :]
-        long = [row for row in rows if row.num_steps and row.backlog > self.ahead.max_backlog]
         self._keeper.forget(prompts)  # they may have been here before, and lost their pages
         self._keeper.sync(plan.rows)
         self._seat(rows)
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        backlog = plan.max_backlog
-        if long:
-            self._make_up(long)
-            backlog = max(self._backlog_left(row) for row in rows if row.catches_up)
         tier = self.recorded.tier_for(max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
-            self.recorded.extend_for(backlog, len(rows)).run(len(rows))
-            self._stages(tier).draft.run(len(rows))
+            self._draft(rows, tier, plan.max_backlog)
         timer.mark("drafted")
+        read_back, logprobs = self._verify(plan, prompts, tier)
+        timer.mark("verified")
+        before, self._newest_timer = self._newest_timer, timer
+        return _LaneRoundUnderWay(read_back, timer, before, logprobs)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Runs a round to its end."""
+        return self.submit(plan).result()
+
+    def _draft(self, rows: Sequence[RowPlan], tier: SpecRuntimeState, max_backlog: int) -> None:
+        """Catches up, then drafts; max_backlog: of the rows that catch up."""
+        long = [row for row in rows if row.num_steps and row.backlog > self.ahead.max_backlog]
+        if long:
+            self._make_up(long)
+            max_backlog = max(self._backlog_left(row) for row in rows if row.catches_up)
+        self.recorded.extend_for(max_backlog, len(rows)).run(len(rows))
+        self._stages(tier).draft.run(len(rows))
+
+    def _verify(
+        self, plan: StepPlan, prompts: Sequence[RowPlan], tier: SpecRuntimeState
+    ) -> tuple[Tensor, LaneLogprobs | None]:
+        """Where the host will find the verdicts of the sampling rows, and what else they ask."""
         members = plan.sampling_rows
         verify = self._stages(tier).verify
         if prompts:
-            # Their last rows draw with the others, but take no part in drafting.
+            # Their last rows draw with the others, but took no part in drafting.
             self._seat(members)
             self.round.pieces.write(_computed_only(row) for row in prompts)
             verify = self.recorded.beside_prompts
@@ -134,13 +150,7 @@ class LaneWorker:
         logprobs = None
         if plan.wants_logprobs:
             logprobs = LaneLogprobs(members, verify.logits(num_rows), self.round)
-        timer.mark("verified")
-        before, self._newest_timer = self._newest_timer, timer
-        return _LaneRoundUnderWay(read_back, len(members), timer, before, logprobs)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Runs a round to its end."""
-        return self.submit(plan).result()
+        return read_back[: len(members)], logprobs
 
     @staticmethod
     def _stages(tier: SpecRuntimeState) -> LaneStages:
@@ -185,7 +195,6 @@ class _LaneRoundUnderWay:
     for the rows that ask, if one does."""
 
     read_back: Tensor
-    batch_size: int
     timer: StageTimer
     before: StageTimer | None
     logprobs: LaneLogprobs | None
@@ -193,7 +202,7 @@ class _LaneRoundUnderWay:
     def result(self) -> StepResult:
         """Waits for the read-back, [B, K + 3] integers."""
         self.timer.wait("verified")
-        verdict = read_verdicts(self.read_back[: self.batch_size].tolist())
+        verdict = read_verdicts(self.read_back.tolist())
         return StepResult(
             token_ids=verdict.token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
