@@ -47,9 +47,9 @@ def _load(command: str) -> Callable[[list[str]], int]:
     elif command == "expand":
         from serve_spec.models.command import main as run
     elif command == "tune":
-        from serve_spec.bench.tune import main as run
+        from serve_spec.bench.tune.command import main as run
     elif command == "breakeven":
-        from serve_spec.bench.breakeven import main as run
+        from serve_spec.bench.breakeven.command import main as run
     elif command == "bench":
         from serve_spec.bench.command import main as run
     else:

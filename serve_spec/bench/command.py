@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import (
-    adaptive,
-    controller,
-    kernels,
-    offline,
-    online,
-    parallel,
-    stats,
-    trace,
-)
+from serve_spec.bench import controller, offline, stats, trace
+from serve_spec.bench.adaptive import command as adaptive
+from serve_spec.bench.kernels import command as kernels
+from serve_spec.bench.online import command as online
+from serve_spec.bench.parallel import command as parallel
 
 _BENCHES = {
     "adaptive": adaptive.main,

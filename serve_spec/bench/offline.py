@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.adaptive_arms import make_arms
+from serve_spec.bench.adaptive.arms import make_arms
 from serve_spec.bench.full_batches import FullBatches
 from serve_spec.bench.plots import plot_offline
 from serve_spec.bench.report import emit, environment, save, table

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.bench import phases as phases_module
-from serve_spec.bench.adaptive import HOPELESS, _is_hopeless
-from serve_spec.bench.adaptive_arms import Arm
-from serve_spec.bench.adaptive_report import (
+from serve_spec.bench.adaptive.arms import Arm
+from serve_spec.bench.adaptive.command import HOPELESS, _is_hopeless
+from serve_spec.bench.adaptive.report import (
     SERIES_POINTS,
     ArmRuns,
     Measurement,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from serve_spec.bench.breakeven import main
+from serve_spec.bench.breakeven.command import main
 from serve_spec.bench.throughput import best_num_steps, speedup
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostKey, CostTable, write_cost_table
@@ -178,7 +178,7 @@ def test_what_contradicts_the_cost_table_is_refused(
 def test_it_starts_without_torch() -> None:
     code = (
         "import sys\n"
-        "from serve_spec.bench.breakeven import main\n"
+        "from serve_spec.bench.breakeven.command import main\n"
         f"main({NUMBERS!r})\n"
         "sys.exit('torch was loaded' if 'torch' in sys.modules else 0)"
     )

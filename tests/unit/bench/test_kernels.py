@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.bench.command import main
-from serve_spec.bench.kernels import SECTIONS
-from serve_spec.bench.kernels_adaptive import expected_tokens
-from serve_spec.bench.kernels_aims import at_least, at_most
-from serve_spec.bench.kernels_report import tables, with_others
-from serve_spec.bench.kernels_rounds import compiled
-from serve_spec.bench.kernels_run import KernelsRun
-from serve_spec.bench.kernels_setting import LeftOut, Section, Setting, Sizes
+from serve_spec.bench.kernels.adaptive import expected_tokens
+from serve_spec.bench.kernels.aims import at_least, at_most
+from serve_spec.bench.kernels.command import SECTIONS
+from serve_spec.bench.kernels.report import tables, with_others
+from serve_spec.bench.kernels.rounds import compiled
+from serve_spec.bench.kernels.run import KernelsRun
+from serve_spec.bench.kernels.setting import LeftOut, Section, Setting, Sizes
 from serve_spec.config import ServeSpecConfig
 from serve_spec.verify.synthetic import draft_chances
 from tests.helpers.engines import make_pair

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_spec.bench import online
 from serve_spec.bench.command import main
-from serve_spec.bench.online_record import text_requests
+from serve_spec.bench.online import command as online
+from serve_spec.bench.online.record import text_requests
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.admission import Admission

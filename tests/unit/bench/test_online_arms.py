@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from serve_spec.bench.online_arms import arm_file, arm_of
+from serve_spec.bench.online.arms import arm_file, arm_of
 from serve_spec.config import ConfigError
 from serve_spec.serving.app import load_config
 from serve_spec.serving.command import read_plan

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.online_clients import Clients, Target, merged
-from serve_spec.bench.online_load import Bursty, ClosedLoop, Load, Poisson
-from serve_spec.bench.online_record import LoadRun, Served, TextRequest
-from serve_spec.bench.online_run import deal
+from serve_spec.bench.online.clients import Clients, Target, merged
+from serve_spec.bench.online.load import Bursty, ClosedLoop, Load, Poisson
+from serve_spec.bench.online.record import LoadRun, Served, TextRequest
+from serve_spec.bench.online.run import deal
 from serve_spec.core.request import SamplingParams
 from tests.unit.bench.online_fakes import ScriptedApp, serving
 

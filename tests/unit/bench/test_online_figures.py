@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.bench.online_figures import (
+from serve_spec.bench.online.figures import (
     HTTP,
     OFFLINE,
     Cell,
@@ -24,8 +24,8 @@ from serve_spec.bench.online_figures import (
     percentiles_ms,
     reference_texts,
 )
-from serve_spec.bench.online_record import LoadRun, Sample, Served
-from serve_spec.bench.online_report import tables
+from serve_spec.bench.online.record import LoadRun, Sample, Served
+from serve_spec.bench.online.report import tables
 
 TIMES = st.floats(0, 100)
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench import online_first_tokens
-from serve_spec.bench.online_first_tokens import (
+from serve_spec.bench.online import first_tokens as online_first_tokens
+from serve_spec.bench.online.first_tokens import (
     FirstTokenReader,
     FirstTokens,
     counter_name,

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.online_load import Bursty, ClosedLoop, OpenLoop, Poisson, Ramp
+from serve_spec.bench.online.load import Bursty, ClosedLoop, OpenLoop, Poisson, Ramp
 
 RATES = st.floats(0.01, 1000)
 COUNTS = st.integers(1, 200)

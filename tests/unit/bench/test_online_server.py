@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from serve_spec.bench.online_server import announced_url, own_server, serve_command
+from serve_spec.bench.online.server import announced_url, own_server, serve_command
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.command import Plan, announcement
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.bench.online_stream import SseParser, read_stream
+from serve_spec.bench.online.stream import SseParser, read_stream
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.serving import sse
 from serve_spec.serving.answers import AnswerHead, CompletionFormat, usage

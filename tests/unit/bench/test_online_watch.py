@@ -7,8 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.online_record import Sample
-from serve_spec.bench.online_watch import accounts, news
+from serve_spec.bench.online.record import Sample
+from serve_spec.bench.online.watch import accounts, news
 
 
 def state(replica: str, age_s: float, **said: Any) -> dict[str, Any]:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.bench.command import main
-from serve_spec.bench.kernels_report import tables
-from serve_spec.bench.kernels_setting import Sizes
-from serve_spec.bench.parallel_figures import (
+from serve_spec.bench.kernels.report import tables
+from serve_spec.bench.kernels.setting import Sizes
+from serve_spec.bench.parallel.figures import (
     SCALING_AIM,
     Rounds,
     rounds_section,
@@ -22,8 +22,8 @@ from serve_spec.bench.parallel_figures import (
     texts_section,
     with_all_columns,
 )
-from serve_spec.bench.parallel_latency import Traffic
-from serve_spec.bench.parallel_run import ParallelRun, Ranks
+from serve_spec.bench.parallel.latency import Traffic
+from serve_spec.bench.parallel.run import ParallelRun, Ranks
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, RequestOutput, SpeculationStats
 from serve_spec.metrics import StepStats

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_spec.bench import parallel_aside
-from serve_spec.bench.parallel_aside import Aside, AsideFailed
+from serve_spec.bench.parallel import aside as parallel_aside
+from serve_spec.bench.parallel.aside import Aside, AsideFailed
 
 
 class Counter:

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
-from serve_spec.bench.tune import main
-from serve_spec.bench.tune_cells import Cell, CellFile
-from serve_spec.bench.tune_report import adaptive_config, best_cells, markdown, rows, speedups
+from serve_spec.bench.tune.cells import Cell, CellFile
+from serve_spec.bench.tune.command import main
+from serve_spec.bench.tune.report import adaptive_config, best_cells, markdown, rows, speedups
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table

@@ -8,7 +8,7 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.adaptive_arms import make_arms
+from serve_spec.bench.adaptive.arms import make_arms
 from serve_spec.bench.waves import Wave, figures, run_wave
 from serve_spec.config import ConfigError
 from tests.helpers.engines import llm_maker, make_pair

@@ -1,0 +1,1 @@
+"""`serve-spec bench adaptive`: policies against fixed depths."""

@@ -1,0 +1,1 @@
+"""`serve-spec breakeven`: should I speculate."""

@@ -1,0 +1,1 @@
+"""`serve-spec bench kernels`: one GPU, figure by figure."""

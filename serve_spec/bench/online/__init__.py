@@ -1,0 +1,1 @@
+"""`serve-spec bench online`: load through HTTP."""

@@ -1,0 +1,1 @@
+"""`serve-spec bench parallel`: several GPUs."""

@@ -1,0 +1,1 @@
+"""`serve-spec tune`: how to speculate with a pair, measured."""

@@ -1,0 +1,220 @@
+"""Runs the cells of a sweep on one engine: static tiers in turn on prompts of several kinds."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from tqdm import tqdm
+
+from serve_spec.bench.phases import TextKind, shuffled
+from serve_spec.bench.tune.cells import Cell, CellFile
+from serve_spec.bench.workload import held_out_prompts
+from serve_spec.config import ConfigError
+from serve_spec.core.request import SamplingParams
+from serve_spec.core.sequence import Sequence as TextSequence
+from serve_spec.engine.engine import SpecEngine
+
+Prompts = list[list[int]]
+
+PROMPT_CLASSES = {
+    "predictable": TextKind("code", 0.0),
+    "mixed": TextKind("code", 0.7),
+    "unpredictable": TextKind("shuffled", 1.0),
+}
+"""Prompts that are alike in how well their continuations can be drafted."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every cell runs: at least `num_prompts`, more where they do not fill whole batches."""
+
+    num_prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    repetitions: int
+
+
+@dataclass
+class _Run:
+    """Sums over the measured rounds of one pass through the prompts, and its texts."""
+
+    num_rounds: int = 0
+    num_tokens: int = 0
+    seconds: float = 0.0
+    draft_ms: float = 0.0
+    verify_ms: float = 0.0
+    texts: Prompts = field(default_factory=list)
+
+
+def sweep(
+    engine: SpecEngine,
+    record: CellFile,
+    batch_sizes: Sequence[int],
+    num_steps: Sequence[int],
+    work: Workload,
+) -> None:
+    """Measures every group (prompt class at a batch size) that lacks a cell, into `record`.
+
+    num_steps: ascending from 0; the engine has a tier for each.
+
+    Raises:
+        ConfigError: the engine has no room for a batch, or the texts are too short.
+    """
+    missing = [
+        (batch_size, prompt_class)
+        for batch_size in sorted(batch_sizes, reverse=True)  # what does not fit is known at once
+        for prompt_class in PROMPT_CLASSES
+        if any((batch_size, prompt_class, steps) not in record.cells for steps in num_steps)
+    ]
+    with tqdm(total=len(missing) * len(num_steps) * work.repetitions, unit="run") as bar:
+        for batch_size, prompt_class in missing:
+            bar.set_description(f"batch {batch_size}, {prompt_class}")
+            cells = _measure_group(engine, prompt_class, batch_size, num_steps, work, bar.update)
+            record.append(cells)
+
+
+def _measure_group(
+    engine: SpecEngine,
+    prompt_class: str,
+    batch_size: int,
+    num_steps: Sequence[int],
+    work: Workload,
+    tick: Callable[[], object],
+) -> list[Cell]:
+    """The cells of one prompt class at one batch size; the numbers of steps take turns.
+
+    num_steps: 0 first, whose texts the others are compared with.
+    tick: called after every run, `repetitions` times per cell.
+    """
+    count = -(-work.num_prompts // batch_size) * batch_size
+    kind = PROMPT_CLASSES[prompt_class]
+    prompts = held_out_prompts(engine.tokenizer.encode, count=count, num_tokens=work.prompt_tokens)
+    if kind.prompts == "shuffled":
+        prompts = shuffled(prompts)
+    params = [
+        SamplingParams(
+            max_tokens=work.output_tokens,
+            temperature=kind.temperature,
+            seed=1000 + i,
+            ignore_eos=True,
+        )
+        for i in range(count)
+    ]
+    runs: dict[int, list[_Run]] = {steps: [] for steps in num_steps}
+    for steps in num_steps:
+        num_tokens = min(work.output_tokens, 4 * (steps + 1))
+        warm_up = [replace(p, max_tokens=num_tokens) for p in params[:batch_size]]
+        _run_batch(engine, steps, prompts[:batch_size], warm_up, _Run())
+    for _ in range(work.repetitions):
+        for steps in num_steps:
+            runs[steps].append(_run(engine, steps, prompts, params, batch_size))
+            tick()
+    reference = runs[num_steps[0]][-1].texts
+    return [_cell(batch_size, prompt_class, steps, runs[steps], reference) for steps in num_steps]
+
+
+def _run(
+    engine: SpecEngine,
+    num_steps: int,
+    prompts: Prompts,
+    params: Sequence[SamplingParams],
+    batch_size: int,
+) -> _Run:
+    run = _Run()
+    for first in range(0, len(prompts), batch_size):
+        group = slice(first, first + batch_size)
+        _run_batch(engine, num_steps, prompts[group], params[group], run)
+    if not run.num_rounds:
+        raise ConfigError(
+            f"output_tokens={params[0].max_tokens}: at batch size {batch_size} a text ends before "
+            f"one round with num_steps={num_steps} could be measured; give more"
+        )
+    return run
+
+
+def _run_batch(
+    engine: SpecEngine,
+    num_steps: int,
+    prompts: Prompts,
+    params: Sequence[SamplingParams],
+    run: _Run,
+) -> None:
+    """Runs one batch until a sequence has too little left to draft in full; adds it to `run`."""
+    sequences = [
+        engine.new_sequence(f"tune-{i}", prompt, p)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
+    try:
+        for seq in sequences:
+            engine.add(seq)
+        _hold(engine, 0)
+        while not all(seq.is_decoding for seq in sequences):
+            engine.step()
+        _hold(engine, num_steps)
+        engine.step()  # not measured: here drafts catch up over the prompts
+        _measure(engine, num_steps, sequences, run)
+    finally:
+        for seq in sequences:
+            engine.abort(seq.request_id)
+
+
+def _measure(
+    engine: SpecEngine, num_steps: int, sequences: Sequence[TextSequence], run: _Run
+) -> None:
+    before = replace(engine.counters)
+    num_rounds = 0
+    started = time.perf_counter()
+    while min(seq.num_remaining for seq in sequences) > num_steps:
+        engine.step()
+        num_rounds += 1
+    run.seconds += time.perf_counter() - started
+    after = engine.counters
+    num_rows = num_rounds * len(sequences)
+    if (
+        after.num_decode_rows - before.num_decode_rows != num_rows
+        or after.num_draft_tokens - before.num_draft_tokens != num_rows * num_steps
+    ):
+        raise ConfigError(
+            f"batch_size={len(sequences)}: there was no room for {num_steps} drafts of every "
+            "sequence in every round; raise num_pages (cache), or measure smaller batches"
+        )
+    run.num_rounds += num_rounds
+    run.num_tokens += after.num_decode_tokens - before.num_decode_tokens
+    run.draft_ms += after.draft_ms - before.draft_ms
+    run.verify_ms += after.verify_ms - before.verify_ms
+    run.texts += [seq.output_token_ids for seq in sequences]
+
+
+def _hold(engine: SpecEngine, num_steps: int) -> None:
+    """Stays at one tier from the next round on."""
+    engine.reconfigure({"speculative_adaptive": False, "speculative_num_steps": num_steps})
+
+
+def _cell(
+    batch_size: int, prompt_class: str, num_steps: int, runs: list[_Run], reference: Prompts
+) -> Cell:
+    speeds = [run.num_tokens / run.seconds for run in runs]
+    num_rounds = sum(run.num_rounds for run in runs)
+    texts = runs[-1].texts
+    return Cell(
+        batch_size=batch_size,
+        prompt_class=prompt_class,
+        num_steps=num_steps,
+        tokens_per_second=statistics.median(speeds),
+        tokens_per_second_low=min(speeds),
+        accept_length=sum(run.num_tokens for run in runs) / num_rounds / batch_size,
+        round_ms=1e3 * sum(run.seconds for run in runs) / num_rounds,
+        draft_ms=sum(run.draft_ms for run in runs) / num_rounds,
+        verify_ms=sum(run.verify_ms for run in runs) / num_rounds,
+        same_texts=sum(map(_agree, texts, reference)),
+        num_texts=len(texts),
+    )
+
+
+def _agree(text: list[int], other: list[int]) -> bool:
+    """Whether one begins with the other: each ends where its batch stopped being full."""
+    length = min(len(text), len(other))
+    return text[:length] == other[:length]
