@@ -13,9 +13,9 @@ from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
-from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
+from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import RoundNotes, RoundSteps, RoundTimes
+from serve_spec.core.round import RoundNotes, RoundSteps
 from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
 from tests.helpers.rounds import decode_batch, verified_round
@@ -111,9 +111,8 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
         seen.add(reason)
         if not notes.is_probe:
             assert policy.snapshot()["predicted_ms"] == pytest.approx(notes.predicted_ms, abs=1e-4)
-        half = notes.predicted_ms / 2
-        times = RoundTimes(half * (steps.num_steps > 0), half, notes.predicted_ms)
         row_steps = [steps.num_steps] if steps.row_steps is None else steps.row_steps
+        times = TWO_CPU_CORES(RoundShape(1, (1,) * max(row_steps), 128, 0, 0, 0))
         # Half of the first drafts are kept: deep enough to draft, not to draft as deep as can be.
         kept = [min(1 - number % 2, k) for k in row_steps]
         policy.observe(verified_round(kept, 1, steps.num_steps, row_steps=row_steps, times=times))
