@@ -18,17 +18,15 @@ from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.adaptive.arms import make_arms
+from serve_spec.bench.configuration import add_configuration, overrides
 from serve_spec.bench.full_batches import FullBatches
 from serve_spec.bench.plots import plot_offline
 from serve_spec.bench.report import emit, environment, save, table
 from serve_spec.bench.waves import heard_rounds
 from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.root import parse_override
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.llm import LLM
-
-Overrides = dict[str, Any]
 
 WARM_UP_TOKENS = 24
 
@@ -71,7 +69,7 @@ class Cell:
 def main(argv: list[str]) -> int:
     """Runs the benchmark; prints a table and, last, one JSON line."""
     args = _parser().parse_args(argv)
-    llm = LLM(args.config, **_overrides(args))
+    llm = LLM(args.config, **{**_room(args), **overrides(args)})
     arms = _arms(llm.engine.controller, args.num_steps)
     prompts = held_out_prompts(
         llm.engine.tokenizer.encode,
@@ -100,12 +98,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="serve-spec bench offline", description=__doc__)
-    parser.add_argument("--config", default="configs/tiny.yaml")
-    parser.add_argument("--device", help="overrides the configuration")
-    parser.add_argument("--dtype", help="overrides the configuration")
-    parser.add_argument(
-        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys, for every arm"
-    )
+    add_configuration(parser, "other keys, for every arm")
     parser.add_argument("--num-steps", type=int, nargs="+", default=[1, 3, 7], help="static arms")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1])
@@ -137,19 +130,15 @@ def _result(
     }
 
 
-def _overrides(args: argparse.Namespace) -> Overrides:
-    """The arguments that replace keys of the configuration, and room that fits every arm."""
+def _room(args: argparse.Namespace) -> dict[str, Any]:
+    """Keys with which every arm fits."""
     most = max(args.batch_sizes)
     tokens = most * (args.prompt_tokens + args.output_tokens + 64)
-    overrides: Overrides = {
+    return {
         "num_pages": max(256, tokens // 16),
         "max_num_seqs": most,
         "speculative_adaptive": True,
     }
-    for key in ("device", "dtype"):
-        if getattr(args, key) is not None:
-            overrides[key] = getattr(args, key)
-    return {**overrides, **dict(parse_override(pair) for pair in args.set)}
 
 
 def _arms(controller: AdaptiveController, num_steps: Sequence[int]) -> list[Arm]:

@@ -28,6 +28,7 @@ from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, Arm, make_arms
 from serve_spec.bench.adaptive.plots import plot_adaptive
 from serve_spec.bench.adaptive.report import CONTROL, OFF, measure, result_of, tables
 from serve_spec.bench.closed_loop import ClosedLoop, PhaseRun, prompt_ms_per_token, run_phase
+from serve_spec.bench.configuration import add_configuration, configured
 from serve_spec.bench.phases import (
     CLASSES,
     CPU_BATCH_SIZES,
@@ -42,7 +43,6 @@ from serve_spec.bench.report import emit, environment, save
 from serve_spec.bench.turns import engine_beside, run_in_turns, turns_of
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.config.root import parse_override
 from serve_spec.engine.build import rank_device
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.lanes import runs_on_lanes
@@ -79,10 +79,7 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="serve-spec bench adaptive", description=__doc__)
-    parser.add_argument("--config", default="configs/tiny.yaml")
-    parser.add_argument("--device", help="overrides the configuration")
-    parser.add_argument("--dtype", help="overrides the configuration")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
+    add_configuration(parser)
     parser.add_argument(
         "--batch-sizes", type=int, nargs="+", help="in order; default: up and down again"
     )
@@ -122,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
 def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The result after every repetition; the last is of them all."""
     started = time.monotonic()
-    config = ServeSpecConfig.load(args.config, **_overrides(args))
+    config = configured(args)
     args.turn_ms = _turn_ms(config, args.turn_ms)
     batch_sizes = args.batch_sizes or _ramp(config.model.device)
     llm = LLM(config, **_sizes(config, args, max(batch_sizes)))
@@ -161,13 +158,6 @@ def _result(args: argparse.Namespace, trace: _Trace) -> dict[str, Any]:
             arm.name: arm.controller.snapshot() for arm in trace.arms if not arm.is_static
         },
     }
-
-
-def _overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of the configuration."""
-    named = {key: getattr(args, key) for key in ("device", "dtype")}
-    said = {key: value for key, value in named.items() if value is not None}
-    return {**said, **dict(parse_override(pair) for pair in args.set)}
 
 
 def _turn_ms(config: ServeSpecConfig, wanted: float | None) -> float:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from serve_spec.bench.configuration import add_configuration, configured
 from serve_spec.bench.kernels.adaptive import adaptive
 from serve_spec.bench.kernels.aims import ACCEPT_LENGTH, LINEARS_MS, ROUND_STEPS
 from serve_spec.bench.kernels.floor import floor
@@ -32,7 +33,7 @@ from serve_spec.bench.kernels.plots import plot_kernels
 from serve_spec.bench.kernels.report import tables
 from serve_spec.bench.kernels.rounds import compiled, host, plain, rounds
 from serve_spec.bench.kernels.run import KernelsRun, Measure
-from serve_spec.bench.kernels.setting import Sizes, configured, forced_acceptance, with_room
+from serve_spec.bench.kernels.setting import Sizes, forced_acceptance, with_room
 from serve_spec.bench.kernels.start import capture, costs
 from serve_spec.bench.kernels.switch import switch
 from serve_spec.bench.kernels.transformers import transformers
@@ -79,10 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", default="configs/tiny.yaml")
-    parser.add_argument("--device", help="overrides the configuration")
-    parser.add_argument("--dtype", help="overrides the configuration")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
+    add_configuration(parser)
     parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, metavar="NAME")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
     parser.add_argument(

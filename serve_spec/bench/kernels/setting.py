@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,6 @@ from serve_spec.bench.adaptive.arms import make_arms
 from serve_spec.bench.kernels.aims import Aim
 from serve_spec.bench.waves import Wave
 from serve_spec.config import ServeSpecConfig
-from serve_spec.config.root import parse_override
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 from serve_spec.models import Llama
@@ -147,17 +145,6 @@ class Setting:
     def _refuse_ranks(self) -> None:
         if self._num_ranks > 1:
             raise LeftOut(f"tensor_parallel_size={self._num_ranks}: measured on one GPU alone")
-
-
-def configured(args: argparse.Namespace) -> ServeSpecConfig:
-    """The configuration that a benchmark's --config, --device, --dtype and --set name.
-
-    Raises:
-        ConfigError: it is missing or wrong.
-    """
-    named = {key: getattr(args, key) for key in ("device", "dtype")}
-    said = {key: value for key, value in named.items() if value is not None}
-    return ServeSpecConfig.load(args.config, **{**said, **dict(map(parse_override, args.set))})
 
 
 def with_room(config: ServeSpecConfig, sizes: Sizes) -> ServeSpecConfig:

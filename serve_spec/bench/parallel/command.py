@@ -19,8 +19,9 @@ from typing import Any
 
 import torch
 
+from serve_spec.bench.configuration import add_configuration, configured
 from serve_spec.bench.kernels.report import tables
-from serve_spec.bench.kernels.setting import Sizes, configured, forced_acceptance, with_room
+from serve_spec.bench.kernels.setting import Sizes, forced_acceptance, with_room
 from serve_spec.bench.parallel.figures import texts_differ
 from serve_spec.bench.parallel.plots import plot_parallel
 from serve_spec.bench.parallel.run import ParallelRun, Ranks
@@ -51,10 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--config", default="configs/tiny.yaml")
-    parser.add_argument("--device", help="overrides the configuration")
-    parser.add_argument("--dtype", help="overrides the configuration")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
+    add_configuration(parser)
     parser.add_argument(
         "--sizes", type=int, nargs="+", help="tensor-parallel sizes (default: the powers of two "
         "there are GPUs for; 1 and 2 on a CPU)",

@@ -1,0 +1,37 @@
+"""Which configuration a benchmark measures: --config, --device, --dtype and --set."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.config.root import parse_override
+
+
+def add_configuration(parser: argparse.ArgumentParser, other_keys: str = "other keys") -> None:
+    """The arguments. other_keys: what --set is for."""
+    parser.add_argument("--config", default="configs/tiny.yaml")
+    parser.add_argument("--device", help="overrides the configuration")
+    parser.add_argument("--dtype", help="overrides the configuration")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help=other_keys)
+
+
+def overrides(args: argparse.Namespace) -> dict[str, Any]:
+    """The keys that the command line names.
+
+    Raises:
+        ConfigError: --set is not KEY=VALUE.
+    """
+    named = {key: getattr(args, key) for key in ("device", "dtype")}
+    said = {key: value for key, value in named.items() if value is not None}
+    return {**said, **dict(map(parse_override, args.set))}
+
+
+def configured(args: argparse.Namespace) -> ServeSpecConfig:
+    """The configuration with these keys.
+
+    Raises:
+        ConfigError: it is missing or wrong.
+    """
+    return ServeSpecConfig.load(args.config, **overrides(args))
