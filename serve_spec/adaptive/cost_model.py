@@ -18,7 +18,7 @@ import math
 
 import numpy as np
 
-from serve_spec.adaptive.cost_surface import CostSurface, Floats
+from serve_spec.adaptive.cost_surface import CostSurface, Counts, Floats
 from serve_spec.config.cost_table import CostTable
 
 GAIN = 0.05
@@ -247,6 +247,14 @@ class CostModel:
         bucket = _bucket(batch_size)
         residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
         return table_ms * self._factor(residuals.of(-(-num_drafts // batch_size), usual))
+
+    def prompt_ms(self, num_prompt_rows: int, context: float, num_rows: Counts) -> Floats:
+        """What so many rows of prompts add to verifications of `num_rows` decode rows and drafts.
+
+        By the table, which has no prompts: a row of theirs is taken for one of a deep draft.
+        """
+        deepest = self._verify.deepest
+        return deepest(num_rows + num_prompt_rows, context) - deepest(num_rows, context)
 
     def _chain_ms(
         self,

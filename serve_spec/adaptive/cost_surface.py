@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from serve_spec.config.cost_table import Grid
 
 Floats: TypeAlias = NDArray[np.float64]
+Counts: TypeAlias = NDArray[np.int64]
 
 _CONTEXT_PARTS = 16
 """Contexts are told apart in sixteenths of the distance between the two measured ones."""
@@ -50,15 +51,31 @@ class CostSurface:
 
     def curve(self, batch_size: int, context: float) -> Floats:
         """ms at 0 .. max_steps steps for each of `batch_size` rows; shared, not to be written."""
-        short, long = self._contexts
-        position = max(0.0, (context - short) / (long - short))
-        point = batch_size, round(position * _CONTEXT_PARTS) / _CONTEXT_PARTS
+        point = batch_size, self._position(context)
         found = self._cache.get(point)
         if found is None:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
             found = self._cache[point] = self._interpolated(*point)
         return found
+
+    def deepest(self, num_rows: Counts, context: float) -> Floats:
+        """ms of batches of so many rows in all, each sequence going as deep as it can.
+
+        Of all batches of so many rows these read the fewest texts. Fewer rows than the smallest one
+        has cost what it costs.
+        """
+        i, w = _segment(self._positions, self._position(context))
+        ms = _between(self._ms[i, :, -1], self._ms[i + 1, :, -1], w)
+        rows = np.array(self._sizes) * (self.max_steps + 1)
+        beyond = np.maximum(0, num_rows - rows[-1]) * (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
+        on_lines: Floats = np.interp(num_rows, rows, ms) + beyond
+        return on_lines
+
+    def _position(self, context: float) -> float:
+        short, long = self._contexts
+        position = max(0.0, (context - short) / (long - short))
+        return round(position * _CONTEXT_PARTS) / _CONTEXT_PARTS
 
     def _interpolated(self, batch_size: int, position: float) -> Floats:
         i, w = _segment(self._sizes, batch_size)

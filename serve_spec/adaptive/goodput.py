@@ -8,9 +8,9 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import count, takewhile
 
 import numpy as np
@@ -35,6 +35,7 @@ from serve_spec.adaptive.objective import (
     Floats,
     Menu,
     RoundCosts,
+    depth_beside_prompts,
     per_sequence,
     speeds,
     uniform,
@@ -83,11 +84,20 @@ class _SizeRange:
 class _Plan:
     """Drafts per row for the next rounds: by request, and for requests that join meanwhile.
 
-    entries: what it takes rows to begin.
+    entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
+    in a round with so many rows of prompts.
     """
 
-    def __init__(self, choice: Choice, request_ids: Sequence[str], entries: Entries) -> None:
+    def __init__(
+        self,
+        choice: Choice,
+        request_ids: Sequence[str],
+        entries: Entries,
+        depth_beside: Callable[[int], int],
+    ) -> None:
         self.choice = choice
+        self._depth_beside = depth_beside
+        self._depths: dict[int, int] = {}
         self._row_steps: list[int] = choice.row_steps.tolist()
         self._request_ids = request_ids
         self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
@@ -104,6 +114,15 @@ class _Plan:
             self._row_steps = [self._steps_of[request_id] for request_id in batch.request_ids]
             self._request_ids = batch.request_ids
         return self._row_steps
+
+    def depth(self, num_prompt_rows: int) -> int:
+        """Most drafts per row in a round with about so many rows of prompts."""
+        if not num_prompt_rows:
+            return self.choice.num_steps
+        about = num_prompt_rows.bit_length()
+        if about not in self._depths:
+            self._depths[about] = self._depth_beside(num_prompt_rows)
+        return self._depths[about]
 
 
 class GoodputPolicy:
@@ -162,11 +181,14 @@ class GoodputPolicy:
         if plan is None or moved or self._tier > bound:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
         self._rounds_at_tier += 1
-        row_steps = plan.row_steps(batch)
-        self.last_reason = self._tier_reason
-        return self._probe(batch, bound, here, row_steps) or RoundSteps(
-            self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms)
-        )
+        row_steps, depth = plan.row_steps(batch), plan.depth(batch.num_prompt_rows)
+        if depth < plan.choice.num_steps:
+            wanted = RoundSteps(depth, [min(steps, depth) for steps in row_steps])
+            self.last_reason = Reason.PROMPTS
+        else:
+            wanted = RoundSteps(self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms))
+            self.last_reason = self._tier_reason
+        return self._probe(batch, bound, here, wanted) or wanted
 
     def observe(self, verified: VerifiedRound) -> None:
         """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
@@ -297,7 +319,14 @@ class GoodputPolicy:
         menu = self._menu(worth, costs, batch)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._decide(menu, here, moved=moved)
-        return _Plan(menu.choice(self._tier), batch.request_ids, entries)
+        choice, context = menu.choice(self._tier), batch.context
+
+        def depth_beside(num_prompt_rows: int) -> int:
+            prompt_ms = partial(self.costs.prompt_ms, num_prompt_rows, context)
+            least_ms = (MOVE_GAIN - 1.0) * choice.ms
+            return depth_beside_prompts(choice, worth, costs, prompt_ms, least_ms)
+
+        return _Plan(choice, batch.request_ids, entries, depth_beside)
 
     def _menu(self, worth: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
         """Steps for every sequence where that promises enough, else the same for all."""
@@ -327,16 +356,17 @@ class GoodputPolicy:
         self._tier, self._rounds_at_tier = wanted, 0
 
     def _probe(
-        self, batch: DecodeBatch, bound: int, here: _SizeRange, row_steps: list[int]
+        self, batch: DecodeBatch, bound: int, here: _SizeRange, wanted: RoundSteps
     ) -> RoundSteps | None:
-        """Once in a while, a round that teaches something that `row_steps` would not."""
-        if not any(row_steps):
+        """Once in a while, a round that teaches something that the wanted one would not."""
+        assert wanted.row_steps is not None, "a plan names every row's drafts"
+        if not any(wanted.row_steps):
             # Nothing pays now. Without a few drafts the policy would never hear that it does.
             here.rounds_off += 1
             if here.rounds_off < here.off_probe.rounds:
                 return None
             here.rounds_off -= RETRY_ROUNDS
-            answer = self._probe_drafts(batch, bound, row_steps, OFF_PROBE_STEPS)
+            answer = self._probe_drafts(batch, bound, wanted, OFF_PROBE_STEPS)
             if answer is not None:
                 here.rounds_off = 0
                 here.off_probe.fail()  # until the policy leaves 0
@@ -345,7 +375,8 @@ class GoodputPolicy:
         here.rounds_since_deeper += 1
         in_doubt = here.guard.is_in_doubt
         every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
-        if here.rounds_since_baseline >= every:
+        # Beside prompts nobody would learn what a plain round takes.
+        if here.rounds_since_baseline >= every and not batch.num_prompt_rows:
             here.rounds_since_baseline -= RETRY_ROUNDS
             answer = self._probe_off(batch, bound, is_free=in_doubt)
             if answer is not None:
@@ -353,7 +384,7 @@ class GoodputPolicy:
                 return answer
         if here.rounds_since_deeper >= DEEPER_EVERY_ROUNDS:
             here.rounds_since_deeper -= RETRY_ROUNDS
-            answer = self._probe_drafts(batch, bound, row_steps, 1)
+            answer = self._probe_drafts(batch, bound, wanted, 1)
             if answer is not None:
                 here.rounds_since_deeper = 0
                 return answer
@@ -375,11 +406,11 @@ class GoodputPolicy:
         return RoundSteps(0, notes=RoundNotes(is_probe=True, predicted_ms=off_ms))
 
     def _probe_drafts(
-        self, batch: DecodeBatch, bound: int, row_steps: list[int], more: int
+        self, batch: DecodeBatch, bound: int, wanted: RoundSteps, more: int
     ) -> RoundSteps | None:
         """Up to `more` further drafts on one row in sixteen, in rotation."""
         usable_steps = np.minimum(np.asarray(batch.max_steps), bound)
-        present = np.minimum(np.asarray(row_steps), usable_steps)
+        present = np.minimum(np.asarray(wanted.row_steps), usable_steps)
         open_rows = np.flatnonzero(usable_steps > present)
         if not len(open_rows):
             return None
@@ -395,7 +426,7 @@ class GoodputPolicy:
             return None
         self._rotation += num_rows
         self.last_reason = Reason.PROBE
-        tier = max(self._tier, int(deeper.max()))
+        tier = max(wanted.num_steps, int(deeper.max()))
         return RoundSteps(tier, deeper.tolist(), RoundNotes(is_probe=True, predicted_ms=ms))
 
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:

@@ -189,6 +189,35 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
     )
 
 
+def depth_beside_prompts(
+    choice: Choice,
+    survival: Floats,
+    costs: RoundCosts,
+    prompt_ms: Callable[[Counts], Floats],
+    least_ms: float = 0.0,
+) -> int:
+    """Most drafts per row of `choice` that pay in a round that computes prompts, too.
+
+    Rows that would have been free cost something beside those of prompts. The prompts have to be
+    computed sooner or later and are no part of the bargain: what a draft brings are tokens, each
+    worth the time it takes without prompts, and what it costs is the time it adds to this round.
+
+    survival, costs: those `choice` was made with. prompt_ms: what the prompts add to verifications
+    of so many rows. least_ms: what a cut has to save beyond its tokens' worth, or there is none.
+    """
+    depths, steps = choice.num_steps + 1, np.arange(survival.shape[1])
+    is_drafted = choice.row_steps[:, None] > steps
+    rows = is_drafted.sum(axis=0)
+    drafts = _from_zero(rows)[:depths]
+    tokens = _from_zero(np.where(is_drafted, survival, 0.0).sum(axis=0))[:depths]
+    added_ms = _from_zero(costs.step[rows, steps])[:depths] + costs.verify_ms(drafts)
+    added_ms += prompt_ms(costs.batch_size + drafts)
+    token_ms = (choice.ms + costs.entry) / choice.tokens
+    saved_ms = tokens * token_ms - added_ms
+    best = int(np.argmax(saved_ms))
+    return best if saved_ms[best] - saved_ms[-1] >= least_ms else choice.num_steps
+
+
 @lru_cache(maxsize=64)
 def _grid(most: int) -> tuple[Counts, Counts]:
     """Numbers of drafts to try, 0 .. most, and of each draft the first of them that has it.

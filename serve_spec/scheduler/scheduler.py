@@ -253,8 +253,9 @@ class Scheduler:
         under_way: their rows of the round that still runs, if one does.
         """
         budget -= len(decoding)
+        num_prompt_rows = max(0, min(sum(prompt.num_pending for prompt in prompts), budget))
         # Prompts that wait keep half of what the decode rows leave.
-        budget -= min(sum(prompt.num_pending for prompt in prompts), budget // 2)
+        budget -= min(num_prompt_rows, budget // 2)
         lengths = [len(seq) for seq in decoding]
         page_size = self.cache.page_size
         rows_before = under_way or [None] * len(decoding)
@@ -271,6 +272,7 @@ class Scheduler:
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
             backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding],
             num_remaining=[seq.num_remaining for seq in decoding],
+            num_prompt_rows=num_prompt_rows,
             may_draft=may_draft,
         )
 

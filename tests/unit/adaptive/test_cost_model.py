@@ -131,6 +131,18 @@ def test_each_sampled_row_adds_its_price_for_every_row_it_verifies() -> None:
     assert sampled - greedy == pytest.approx(SAMPLED_ROW_MS * rows * 3 / 4)
 
 
+def test_rows_of_prompts_add_what_rows_of_deep_drafts_would() -> None:
+    """The table's own slope: a row more costs the same wherever texts are as often read."""
+    costs = model()
+    sizes = np.array([2, 4, 8])
+    rows = sizes * (1 + costs.max_steps)
+    for more in (1, 2, 7):
+        expected = verify_ms(1, 7, 128) - verify_ms(0, 7, 128)
+        added = costs.prompt_ms(more * (1 + costs.max_steps), 128, rows)
+        assert added == pytest.approx([more * expected] * 3)
+    assert (costs.prompt_ms(0, 128, rows) == 0.0).all()
+
+
 def test_nobody_drafting_costs_nothing() -> None:
     costs = model()
     assert costs.round_ms(4, 3, 4, 128, 0) == pytest.approx(verify_ms(4, 0, 128))

@@ -150,3 +150,19 @@ def test_the_curves_of_a_long_life_do_not_pile_up() -> None:
     for context in range(100, 60_000, 5):
         costs.curve(1, context)
     assert len(costs._cache) <= 4096
+
+
+@given(noisy())
+def test_the_deepest_batches_by_rows_are_those_of_the_table_and_rise_on_lines_beyond(
+    table: dict[str, Any],
+) -> None:
+    costs = surface(rising(table))
+    depth, context = 1 + costs.max_steps, table["contexts"][0]
+    sizes = np.array(table["batch_sizes"])
+    expected = [costs.curve(int(size), context)[-1] for size in sizes]
+    assert costs.deepest(sizes * depth, context) == pytest.approx(expected)
+    assert costs.deepest(np.array([0]), context) == pytest.approx(expected[0])
+    far = int(sizes[-1]) * depth * np.arange(1, 6)
+    steps = np.diff(costs.deepest(far, context))
+    assert steps == pytest.approx(steps[0])
+    assert all_le(np.zeros(4), steps)

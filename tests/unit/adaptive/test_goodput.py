@@ -181,6 +181,32 @@ def test_without_room_for_drafts_it_goes_to_zero_at_once_and_says_why() -> None:
     assert policy.last_reason is Reason.KV
 
 
+def test_where_prompts_take_the_room_of_drafts_it_drafts_less_beside_them_and_says_why() -> None:
+    """As on a GPU whose rows are free up to a number of them."""
+    size = 16
+    policy = goodput(GPU_TABLE, per_sequence=False)
+    for turn in range(60):
+        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
+        kept = [min((row + turn) % 5, k) for row, k in enumerate(row_steps)]
+        times = times_of(row_steps, size, GPU_8B)
+        policy.observe(verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times))
+
+    def chosen(num_prompt_rows: int) -> tuple[int, Reason]:
+        batch = replace(decode_batch(size), num_prompt_rows=num_prompt_rows)
+        while (steps := policy.choose(batch)).notes.is_probe:
+            pass
+        assert max(steps.row_steps or [0]) == steps.num_steps
+        return steps.num_steps, policy.last_reason
+
+    usual = chosen(0)
+    assert usual[1] is not Reason.PROMPTS
+    fewer, why = chosen(256)
+    assert 1 <= fewer < usual[0]
+    assert why is Reason.PROMPTS
+    assert chosen(0) == usual
+    assert chosen(1) == usual, "room for one is left"
+
+
 def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
     """Where verified rows are dear: a large batch on a GPU."""
     size, easy = 128, 64

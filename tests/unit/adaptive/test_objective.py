@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.objective import RoundCosts, per_sequence, speeds, uniform, usable
+from serve_spec.adaptive.objective import (
+    RoundCosts,
+    depth_beside_prompts,
+    per_sequence,
+    speeds,
+    uniform,
+    usable,
+)
 
 PLENTY = 10_000
 
@@ -161,3 +168,59 @@ def test_a_correction_holds_for_its_stretch_of_drafts_per_row(
     found = costs.verify_ms(drafts) / table
     assert found == pytest.approx([factors[math.ceil(n / rows)] for n in drafts])
     assert costs.off == pytest.approx(5.0 * factors[0])
+
+
+@given(
+    survival=survivals(3, 3),
+    step_ms=st.lists(MS, min_size=3, max_size=3),
+    verify_ms=st.lists(MS, min_size=3, max_size=3),
+    added_ms=st.lists(MS, min_size=13, max_size=13),
+    tier=st.integers(0, 3),
+)
+def test_beside_prompts_a_plan_is_cut_where_its_tokens_are_worth_most_beyond_their_time(
+    survival: np.ndarray,
+    step_ms: list[float],
+    verify_ms: list[float],
+    added_ms: list[float],
+    tier: int,
+) -> None:
+    costs = costs_of(3, step_ms, verify_ms)
+    choice = per_sequence(survival, np.ones(3), costs, PLENTY).choice(tier)
+    prompt_ms = np.cumsum(added_ms)
+
+    def gain(depth: int) -> float:
+        cut = np.minimum(choice.row_steps, depth)
+        tokens = 3 + sum(survival[row, :steps].sum() for row, steps in enumerate(cut))
+        ms = costs.round_ms(cut) + prompt_ms[3 + cut.sum()]
+        return float(tokens * choice.ms / choice.tokens - ms)
+
+    depth = depth_beside_prompts(choice, survival, costs, lambda rows: prompt_ms[rows])
+    assert 0 <= depth <= choice.num_steps
+    best = max(gain(other) for other in range(choice.num_steps + 1))
+    assert gain(depth) == pytest.approx(best, abs=1e-9)
+
+
+@given(
+    rates=st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3),
+    step_ms=st.lists(st.floats(0.01, 3.0), min_size=3, max_size=3),
+    verify_ms=st.lists(MS, min_size=3, max_size=3),
+    prompt_ms=st.floats(0.0, 100.0),
+)
+def test_prompts_that_take_the_same_beside_any_rows_cut_nothing(
+    rates: list[float], step_ms: list[float], verify_ms: list[float], prompt_ms: float
+) -> None:
+    """However long they take: they have to be computed anyway."""
+    survival = np.tile(np.cumprod(rates), (4, 1))
+    costs = costs_of(4, step_ms, verify_ms)
+    menu = uniform(survival, np.ones(4), costs, PLENTY)
+    best = menu.choice(int(np.argmax(menu.goodput)))
+    depth = depth_beside_prompts(best, survival, costs, lambda rows: np.full(len(rows), prompt_ms))
+    assert menu.goodput[depth] == pytest.approx(menu.goodput.max(), rel=1e-9)
+
+
+def test_where_every_further_row_is_dear_beside_prompts_none_drafts() -> None:
+    survival = np.full((4, 3), 0.9).cumprod(axis=1)
+    costs = costs_of(4, [0.1] * 3, [0.0] * 3)
+    choice = uniform(survival, np.ones(4), costs, PLENTY).choice(3)
+    assert depth_beside_prompts(choice, survival, costs, lambda rows: 0.0 * rows) == 3
+    assert depth_beside_prompts(choice, survival, costs, lambda rows: 5.0 * rows) == 0

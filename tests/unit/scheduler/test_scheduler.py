@@ -360,6 +360,25 @@ def test_prefill_rows_do_not_count_in_the_batch_size_the_policy_sees() -> None:
     assert plan.batch_size == 0
 
 
+def test_the_policy_knows_how_many_rows_of_prompts_share_the_round() -> None:
+    scheduler = make(max_num_batched_tokens=32)
+    scheduler.add(sequence("1", 20, max_tokens=9))
+    asked: list[int] = []
+
+    def choose(batch: DecodeBatch) -> RoundSteps:
+        asked.append(batch.num_prompt_rows)
+        return RoundSteps(0)
+
+    worker = PretendedWorker(4, random.Random(0))
+    for name, num_prompt in (("2", 0), ("3", 5), ("4", 40)):
+        if num_prompt:
+            scheduler.add(sequence(name, num_prompt, max_tokens=1))
+        plan = scheduler.plan(choose)
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+    assert asked == [5, 31]
+
+
 def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
     """Two texts that just fit: rounds shrink their drafts instead of evicting."""
     scheduler = make(num_pages=6)
