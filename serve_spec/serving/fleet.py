@@ -26,7 +26,9 @@ from serve_spec.serving.messages import (
     Cancellation,
     GenerateRequest,
     Items,
+    News,
     ReplicaItem,
+    ReplicaRows,
     Submission,
 )
 from serve_spec.serving.resume import ReplicaLost
@@ -39,6 +41,7 @@ logger = get_logger(__name__)
 _LOOK_AFTER_S = 1.0
 _STATUS_WITHIN_S = 5.0
 _SNAPSHOT_WITHIN_S = 2.0
+_MAX_HEARD = 256
 # UPDATING: it is taking a new user_config, in place.
 _SERVING = frozenset({"RUNNING", "UPDATING"})
 
@@ -56,6 +59,7 @@ class RayFleet:
         self._app_name = app_name
         self._stats_config = config.stats
         self._stats = StatsClient(config.stats)
+        self._heard: dict[str, ReplicaRows] = {}
         router = config.router
         self._batcher = Batcher(
             self,
@@ -75,12 +79,13 @@ class RayFleet:
 
     async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
         """See `Transport.send`."""
+        submission.heard = self._heard
         responses = self._stream.remote(submission)
         ended = False
         try:
-            yield await self._first(responses)
-            async for items in responses:
-                yield items
+            yield self._hear(await self._first(responses))
+            async for news in responses:
+                yield self._hear(news)
             ended = True
         except (RayError, RayServeException) as error:
             raise _as_api_error(error) from error
@@ -126,8 +131,15 @@ class RayFleet:
             logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
             return (await self._heard_from_replicas()).status(time.time())
 
-    async def _first(self, responses: AsyncIterator[Items]) -> Items:
-        """The first items. Serve would wait for ever where no replica is left; this does not."""
+    def _hear(self, news: News) -> Items:
+        """The items; how busy their replica is, is kept for whatever is routed next."""
+        self._heard[news.rows.replica] = news.rows
+        if len(self._heard) > _MAX_HEARD:  # replicas come and go
+            del self._heard[next(iter(self._heard))]
+        return news.items
+
+    async def _first(self, responses: AsyncIterator[News]) -> News:
+        """The first news. Serve would wait for ever where no replica is left; this does not."""
         first = asyncio.ensure_future(anext(responses))
         try:
             while True:

@@ -1,7 +1,7 @@
 """What crosses between router and replica. Plain data, picklable.
 
-A replica answers a `Submission` with one stream of lists of (request id, item): whatever its
-requests have to say since the last list, as a rule one list per engine round. Each request says
+A replica answers a `Submission` with one stream of `News`: whatever its requests have to say since
+the last one, as lists of (request id, item), as a rule once per engine round. Each request says
 `Accepted`, then a `TokenDelta` per engine round, the last one with its finish reason. Or it ends
 early with `Refused` or `Failed`: values, not exceptions, because Ray prints a full traceback for
 each exception that crosses a process.
@@ -9,9 +9,9 @@ each exception that crosses a process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, TokenDelta
@@ -35,6 +35,18 @@ class GenerateRequest:
     """Replicas that have failed this request; others come first."""
 
 
+@dataclass(frozen=True)
+class ReplicaRows:
+    """How many requests a replica has, by the router they came from.
+
+    time_s: when, by the replica's own clock.
+    """
+
+    replica: str
+    time_s: float
+    by_sender: Mapping[str, int]
+
+
 @dataclass(eq=False)
 class Submission:
     """Requests that go to one replica together, at least one."""
@@ -44,9 +56,14 @@ class Submission:
     requests: Sequence[GenerateRequest]
     num_open: int = field(init=False)
     """How many have not ended. The sender counts it down; the replica's copy stays as it was."""
+    heard: Mapping[str, ReplicaRows] = field(default_factory=dict)
+    """What replicas last said to the sender, by name. It does not travel."""
 
     def __post_init__(self) -> None:
         self.num_open = len(self.requests)
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "heard": {}}
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,13 @@ class Failed:
 ReplicaItem: TypeAlias = Accepted | Refused | Failed | TokenDelta
 Items: TypeAlias = list[tuple[str, ReplicaItem]]
 """(request id, item): what a submission's requests have to say at one time."""
+
+
+class News(NamedTuple):
+    """One element of a replica's answer: what the requests say, and how busy it is."""
+
+    items: Items
+    rows: ReplicaRows
 
 
 def is_last(item: ReplicaItem) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from importlib import import_module
@@ -20,9 +21,10 @@ from serve_spec.serving.messages import (
     Cancellation,
     Failed,
     GenerateRequest,
-    Items,
+    News,
     Refused,
     ReplicaItem,
+    ReplicaRows,
     Submission,
 )
 from serve_spec.serving.outbox import Outbox
@@ -32,6 +34,9 @@ from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 from serve_spec.serving.unheard import close_unheard, router_is_there
 
 logger = get_logger(__name__)
+
+# A count of rows serves everybody who is told of it within so many seconds.
+_ROWS_AGE_S = 0.005
 
 
 class EngineReplica:
@@ -56,6 +61,7 @@ class EngineReplica:
         # Imported here: the engine pulls in torch, which router and builder do without.
         self._loop = _import(engine_loop)(config, **_followers(config))
         self._outboxes: dict[Outbox, str] = {}
+        self._rows = ReplicaRows(self._name, 0.0, {})
         self._telemetry = ReplicaTelemetry(context, self._loop)
         start_warm(config, self._loop, self._stats)
         tasks = asyncio.get_running_loop()
@@ -64,8 +70,8 @@ class EngineReplica:
             close_unheard(self._outboxes, router_is_there(context.replica_id))
         )
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[Items, None]:
-        """What the submission's requests say, a list per engine round; see `messages`.
+    async def generate(self, submission: Submission) -> AsyncGenerator[News, None]:
+        """What the submission's requests say, as a rule once per engine round; see `messages`.
 
         Closed or cancelled early, it ends its requests in the engine, which frees their pages.
         """
@@ -76,7 +82,7 @@ class EngineReplica:
         ]
         try:
             async for items in outbox:
-                yield items
+                yield News(items, self._newest_rows())
         finally:
             del self._outboxes[outbox]
             for request, answer in zip(submission.requests, answers, strict=True):
@@ -112,6 +118,7 @@ class EngineReplica:
             **{name: state.get(name) for name in wanted},
             "is_healthy": self._is_healthy(),
             "rows": self._rows_by_sender(),
+            "time_s": time.time(),
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
@@ -164,6 +171,13 @@ class EngineReplica:
         if request.emitted:
             return await continue_request(self._loop, request)
         return await self._loop.submit(request.prompt, request.params, request.request_id)
+
+    def _newest_rows(self) -> ReplicaRows:
+        """Counted at most every few milliseconds: every submission is told, in every round."""
+        now_s = time.time()
+        if not 0 <= now_s - self._rows.time_s < _ROWS_AGE_S:
+            self._rows = ReplicaRows(self._name, now_s, self._rows_by_sender())
+        return self._rows
 
     def _rows_by_sender(self) -> dict[str, int]:
         """Requests here by the router they came from."""

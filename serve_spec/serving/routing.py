@@ -30,7 +30,7 @@ class SubmissionRouter(RequestRouter):
         self._load_factor = load_factor
         self._prefixes = SentPrefixes()
         # By Serve's id of the call: where it went, and what. Its sender counts a submission down
-        # as its requests end, so rows are exact between two reports of the replicas.
+        # as its requests end, so this router's own rows are exact.
         self._sent: dict[str, tuple[str, Submission]] = {}
 
     async def choose_replicas(
@@ -81,7 +81,12 @@ class SubmissionRouter(RequestRouter):
         prompts = [blocks(request.prompt) for request in submission.requests if by_prefix]
         loads = [
             replace(
-                ReplicaLoad.of(name, replica.routing_stats or {}, submission.sender),
+                ReplicaLoad.of(
+                    name,
+                    replica.routing_stats or {},
+                    submission.sender,
+                    submission.heard.get(name),
+                ),
                 own_rows=own_rows[name],
                 max_rows=self._max_rows,
                 matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from serve_spec.serving.messages import GenerateRequest
+from serve_spec.serving.messages import GenerateRequest, ReplicaRows
 
 Policy: TypeAlias = Literal["goodput", "balanced", "prefix"]
 
@@ -31,7 +31,7 @@ class ReplicaLoad:
     own_rows: int = 0
     """Requests that this router has sent it and that have not ended, as of now."""
     other_rows: int = 0
-    """Requests of other routers, as of its last report."""
+    """Requests of other routers, as of the last that is heard of it."""
     max_rows: float = math.inf
     """With more it is full."""
     is_short_of_pages: bool = False
@@ -43,12 +43,17 @@ class ReplicaLoad:
     """Blocks of the submission's prompts that it was sent before."""
 
     @classmethod
-    def of(cls, name: str, stats: Mapping[str, Any], sender: str) -> ReplicaLoad:
-        """What a replica's last report says to router `sender`; empty before the first.
+    def of(
+        cls, name: str, stats: Mapping[str, Any], sender: str, heard: ReplicaRows | None = None
+    ) -> ReplicaLoad:
+        """What a replica says to router `sender`; nothing is known before it said anything.
 
-        stats: `EngineReplica.record_routing_stats`.
+        stats: its last report, `EngineReplica.record_routing_stats`, a second old as a rule. heard:
+        what came with its answers, milliseconds ago while it has requests of this router.
         """
         rows: Mapping[str, int] = stats.get("rows", {})
+        if heard is not None and heard.time_s > stats.get("time_s", 0.0):
+            rows = heard.by_sender
         by_rows: Mapping[str, float] | None = stats.get("marginal_ms_by_rows")
         return cls(
             name,

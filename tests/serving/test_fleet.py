@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from types import SimpleNamespace
@@ -19,7 +20,15 @@ from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fleet import RayFleet
-from serve_spec.serving.messages import Accepted, Cancellation, Failed, Refused, Submission
+from serve_spec.serving.messages import (
+    Accepted,
+    Cancellation,
+    Failed,
+    News,
+    Refused,
+    ReplicaRows,
+    Submission,
+)
 from serve_spec.serving.resume import ReplicaLost
 from tests.serving.fakes import delta, request
 
@@ -82,7 +91,8 @@ def fleet(config: ServeSpecConfig) -> Callable[[Responses], RayFleet]:
 
 def lists(items: list[Any]) -> list[Any]:
     """What a replica sends when each item is news of its own."""
-    return [item if isinstance(item, Exception) else [(ID, item)] for item in items]
+    rows = ReplicaRows("r1", 5.0, {"router": 1})
+    return [item if isinstance(item, Exception) else News([(ID, item)], rows) for item in items]
 
 
 def play(fleet: RayFleet) -> list[Any]:
@@ -129,6 +139,19 @@ def test_an_answer_that_is_complete_is_not_cancelled(fleet: Any, items: list[Any
     responses = Responses(lists(items))
     assert play(fleet(responses)) == items
     assert responses.num_cancels == 0
+
+
+def test_the_next_submission_knows_what_replicas_said_with_their_answers(
+    config: ServeSpecConfig,
+) -> None:
+    handle = Handle(Responses(lists([ACCEPTED, delta("a", 1, finish=FinishReason.STOP)])))
+    fleet = RayFleet(handle, "app", "router", config)
+    play(fleet)
+    handle.responses.items = lists([ACCEPTED, delta("b", 1, finish=FinishReason.STOP)])
+    play(fleet)
+    sent = [message for method, message in handle.calls if method == "generate"]
+    assert sent[1].heard == {"r1": ReplicaRows("r1", 5.0, {"router": 1})}
+    assert pickle.loads(pickle.dumps(sent[1])).heard == {}, "it is the sender's alone"
 
 
 @pytest.mark.parametrize("num_read", [1, 2])

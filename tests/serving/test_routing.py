@@ -12,7 +12,7 @@ from ray import cloudpickle
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.app import routing_of
-from serve_spec.serving.messages import Cancellation, Submission
+from serve_spec.serving.messages import Cancellation, ReplicaRows, Submission
 from serve_spec.serving.routing import SubmissionRouter
 from serve_spec.serving.routing_policy import blocks
 from tests.serving.fakes import request
@@ -93,6 +93,13 @@ def test_a_submission_that_another_replica_took_counts_there() -> None:
 def test_what_other_routers_sent_counts_as_reported() -> None:
     serve = Serve(replica("a", rows={"you": 5}), replica("b", rows={"me": 5}))
     assert serve.choose(submission())[0] == ["b", "a"]
+
+
+def test_what_came_with_a_replica_s_answers_counts_where_it_is_newer_than_its_report() -> None:
+    serve = Serve(replica("a", rows={"you": 5}), replica("b", rows={"you": 4}))
+    message = submission()
+    message.heard = {"b": ReplicaRows("b", 1.0, {"you": 6})}
+    assert serve.choose(message)[0] == ["a", "b"]
 
 
 def test_goodput_uses_each_replica_s_own_costs() -> None:

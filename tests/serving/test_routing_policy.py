@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_spec.serving.messages import ReplicaRows
 from serve_spec.serving.routing_policy import (
     Policy,
     ReplicaLoad,
@@ -199,3 +200,13 @@ def test_a_report_says_what_others_sent_and_what_rows_cost(
     found = ReplicaLoad.of("a", stats, "me")
     assert (found.other_rows, found.own_rows, found.is_healthy) == (others, 0, True)
     assert found.marginal_ms_by_rows == costs
+
+
+@pytest.mark.parametrize(("heard_at_s", "others"), [(4.0, 3), (6.0, 7)], ids=["older", "newer"])
+def test_of_a_report_and_what_came_with_answers_the_newer_counts(
+    heard_at_s: float, others: int
+) -> None:
+    stats = {"rows": {"me": 1, "you": 3}, "time_s": 5.0}
+    heard = ReplicaRows("a", heard_at_s, {"me": 2, "you": 4, "they": 3})
+    assert ReplicaLoad.of("a", stats, "me", heard).other_rows == others
+    assert ReplicaLoad.of("a", {}, "me", heard).other_rows == 7, "nothing was reported yet"
