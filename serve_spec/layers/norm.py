@@ -7,13 +7,18 @@ from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
 from serve_spec.ops import fast
+from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 class RMSNorm(Layer):
-    """x / sqrt(mean(x²) + eps) · w over the last dimension; float32 inside, x's dtype outside."""
+    """x / sqrt(mean(x²) + eps) · w over the last dimension; float32 inside, x's dtype outside.
 
-    def __init__(self, width: int, eps: float) -> None:
+    parallel: the ranks whose addends `add` sums up.
+    """
+
+    def __init__(self, width: int, eps: float, parallel: TensorParallel = SINGLE) -> None:
         super().__init__()
+        self.parallel = parallel
         self.weight = parameter(width)
         self.eps = eps
         # Set by `finish` on CPUs: (w · sqrt(n), sqrt(n · eps)) for the rewritten form.
@@ -30,10 +35,13 @@ class RMSNorm(Layer):
     __call__ = forward
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual). Neither input is changed: callers may share them."""
+        """(norm(x + residual), x + residual), where x is the sum of all ranks' x.
+
+        A single rank changes neither input: callers may share them.
+        """
         if self._scaled is None:
-            return fast.add_rms_norm(x, residual, self.weight, self.eps)
-        residual = residual + x
+            return self.parallel.add_norm(x, residual, self.weight, self.eps)
+        residual = residual + self.parallel.all_reduce(x)
         return self.forward(residual), residual
 
     def tensors(self) -> dict[str, Tensor]:

@@ -1,8 +1,9 @@
 """Layers whose matrices are spread over ranks. Alone, a rank gets the plain layers.
 
 Sizes are this rank's own unless said otherwise. A column-parallel product computes some of the
-outputs, a row-parallel one reads some of the inputs and adds up what all ranks made of theirs:
-one after the other they exchange one [T, H] tensor. (Megatron-LM, arXiv 1909.08053.)
+outputs, a row-parallel one reads some of the inputs, and the norm that follows it adds up what all
+ranks made of theirs: one after the other they exchange one [T, H] tensor. (Megatron-LM, arXiv
+1909.08053.)
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def column_linear(
 def row_linear(
     in_features: int, parts: Mapping[str, int], parallel: TensorParallel, bias: bool = False
 ) -> Linear:
-    """A product of this rank's inputs, added up over all ranks."""
+    """A product of this rank's inputs; the sum over all ranks is left to `RMSNorm.add`."""
     if parallel.size == 1:
         return Linear(in_features, parts, bias)
     return RowParallelLinear(in_features, parts, parallel, bias)
@@ -70,7 +71,7 @@ class ColumnParallelLinear(Linear):
 
 
 class RowParallelLinear(Linear):
-    """Rank r holds the r-th share of the columns."""
+    """Rank r holds the r-th share of the columns: its result is an addend of the whole one."""
 
     def __init__(
         self,
@@ -81,12 +82,6 @@ class RowParallelLinear(Linear):
     ) -> None:
         super().__init__(in_features, parts, bias)
         self.parallel = parallel
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[T, in] -> [T, out], the same on every rank."""
-        return self.parallel.all_reduce(super().forward(x))
-
-    __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
         """As `Linear`, of matrices `size` times as wide."""

@@ -29,9 +29,9 @@ class DecoderLayer(Layer):
     ) -> None:
         super().__init__()
         hidden, eps = shape.hidden_size, shape.rms_norm_eps
-        self.input_norm = RMSNorm(hidden, eps) if input_norm else None
+        self.input_norm = RMSNorm(hidden, eps, parallel) if input_norm else None
         self.attention = Attention(attention_shape(shape, hidden), index, parallel)
-        self.post_attention_norm = RMSNorm(hidden, eps)
+        self.post_attention_norm = RMSNorm(hidden, eps, parallel)
         self.mlp = GatedMLP(hidden, shape.intermediate_size, parallel)
 
     def forward(
@@ -39,7 +39,8 @@ class DecoderLayer(Layer):
     ) -> tuple[Tensor, Tensor]:
         """(this layer's last addend, residual stream before it), both [T, H].
 
-        The stream entering the layer is `hidden + residual`; `residual=None` stands for zero.
+        The stream entering the layer is `hidden + residual`; `residual=None` stands for zero. Of
+        several ranks, what is returned first is the addend of this one: the next norm sums them up.
         """
         heads, residual = self.before_attention(hidden, residual)
         attended = self.attention.attend(heads, rotation, ctx)

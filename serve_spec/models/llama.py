@@ -63,7 +63,7 @@ class Llama(Layer):
             DecoderLayer(self.rank_shape, index, parallel=parallel)
             for index in range(shape.num_layers)
         )
-        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.norm = RMSNorm(shape.hidden_size, shape.rms_norm_eps, parallel)
         self.lm_head = vocab_head(shape.hidden_size, shape.vocab_size, parallel)
         self.lm_head.out_dtype = torch.float32
         if shape.tie_word_embeddings:
@@ -84,11 +84,13 @@ class Llama(Layer):
         rotation = self.rope.at(ctx.positions)
         recorder = _Recorder(capture, hidden)
         for index, layer in enumerate(self._layers):
-            recorder.record(index, hidden, residual)
-            hidden, residual = layer(hidden, residual, rotation, ctx)
-        recorder.record(len(self._layers), hidden, residual)
+            heads, residual = layer.before_attention(hidden, residual)
+            recorder.record(index, residual)
+            attended = layer.attention.attend(heads, rotation, ctx)
+            hidden, residual = layer.after_attention(attended, residual)
         assert residual is not None, "a model has at least one layer"
-        hidden, _ = self.norm.add(hidden, residual)
+        hidden, residual = self.norm.add(hidden, residual)
+        recorder.record(len(self._layers), residual)
         if capture is not None and capture.layer_ids is None:
             return TargetOutput(hidden, hidden)
         return TargetOutput(hidden, recorder.features)
@@ -130,10 +132,7 @@ class _Recorder:
         for block, layer in zip(self.features.split(width, dim=1), capture.layer_ids, strict=True):
             self._columns.setdefault(layer, []).append(block)
 
-    def record(self, layer: int, hidden: Tensor, residual: Tensor | None) -> None:
-        """Keeps the stream entering `layer` if it is captured: hidden + residual."""
+    def record(self, layer: int, stream: Tensor) -> None:
+        """Keeps the stream entering `layer` if it is captured."""
         for block in self._columns.get(layer, ()):
-            if residual is None:
-                block.copy_(hidden)
-            else:
-                torch.add(hidden, residual, out=block)
+            block.copy_(stream)

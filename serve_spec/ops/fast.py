@@ -273,6 +273,17 @@ def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
         shared_sum.sum_over_ranks(x, memory)
 
 
+def sum_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: SharedMemory
+) -> tuple[Tensor, Tensor]:
+    """See `shared_sum.sum_add_norm`."""
+    if x.is_cuda:
+        from serve_spec.ops import shared_sum_triton
+
+        return shared_sum_triton.sum_add_norm(x, residual, weight, eps, memory)
+    return shared_sum.sum_add_norm(x, residual, weight, eps, memory)
+
+
 def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, eight_bit: bool = False) -> bool:
     """Whether the kernels of `linear_triton` can do this product, and fastest."""
     return (

@@ -1,13 +1,15 @@
 """Sums over ranks through memory that all of them address.
 
-Parts of the tensor belong to numbered programs. A program copies its part into its slot, tells the
-program of its number on every other rank, waits until it has heard from each of them, and adds up
-all parts in the order of ranks.
+Parts of the tensor belong to numbered programs. A program sends its part to the program of its
+number on every other rank, word by word, each word with the number of the sum; takes the others'
+words from its own memory as they come; and adds up all parts in the order of ranks. Nobody tells
+anybody that a part is complete: 8 bytes are one access, so a word that has the number is there.
+(NCCL's low-latency protocol does so, too.)
 
-It has two slots and fills them in turn, so that one meeting a sum is enough. Whoever has heard from
-the others in sum k + 1 knows that they are done with sum k, for they begin one sum after they have
-ended the other. So the slot of sum k is free in sum k + 2. Sums are counted program by program,
-since small tensors leave some of them out.
+A program has two slots for each rank, filled in turn. Whoever has the others' words of sum k + 1
+knows that they are done with sum k, for they begin one sum after they have ended the other. So
+sum k + 2 may take the place of sum k. Sums are counted program by program, since small tensors
+leave some of them out.
 """
 
 from __future__ import annotations
@@ -19,38 +21,47 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NUM_PROGRAMS = 128
-"""At most so many programs make a sum: on a GPU each gets a multiprocessor of its own."""
-SLOT_BYTES = 16384
-"""Of the largest part."""
-CAPACITY_BYTES = NUM_PROGRAMS * SLOT_BYTES
-"""Of the largest tensor that is summed so: 256 rows of 4096 numbers in 16 bits."""
-SLOTS_BYTES = 2 * CAPACITY_BYTES
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from serve_spec.ops.norm import add_rms_norm
 
-_LEAST_PART = 1024
-"""Numbers: smaller parts would not be summed any faster."""
+NUM_PROGRAMS = 256
+"""At most so many programs make a sum: a GPU runs them all at once."""
+SLOT_WORDS = 4096
+"""Of 4 bytes, in the largest part."""
+CAPACITY_BYTES = 2 << 20
+"""Of the largest tensor that is summed so: 256 rows of 4096 numbers in 16 bits."""
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+WORD_BYTES = 4
+NUMBER_MASK = 0x7FFFFFFF
+"""The part of a sum's number that goes with every word."""
+
+_LEAST_PART = 512
+"""Words: smaller parts would not be summed any faster."""
 
 
 @dataclass(frozen=True)
 class SharedMemory:
     """What ranks share, as rank `rank` addresses it. It begins as zeros.
 
-    slots: of each rank, uint8 [SLOTS_BYTES]: what it adds, [2, NUM_PROGRAMS, SLOT_BYTES].
-    flags: of each rank, int64 [NUM_PROGRAMS, size]: program p finds at [p, r] the newest sum for
-    which program p of rank r has filled its slot.
+    slots: of each rank, int64 `slots_shape(size)`: what others have sent it. A word is in the lower
+    half of its entry, the number of the sum in the upper one.
     counts: int64 [NUM_PROGRAMS], this rank's alone: the sums each program has taken part in.
+    released: int64 [1], this rank's alone: unless it is 0, nothing is waited for any more.
     """
 
     rank: int
     slots: tuple[Tensor, ...]
-    flags: tuple[Tensor, ...]
     counts: Tensor
+    released: Tensor
 
     @property
     def size(self) -> int:
         """Of the group."""
         return len(self.slots)
+
+
+def slots_shape(size: int) -> tuple[int, int, int, int]:
+    """Of one rank's slots in a group of `size`: in turn, of each program, from each rank, words."""
+    return 2, NUM_PROGRAMS, size, SLOT_WORDS
 
 
 def shared_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -69,43 +80,77 @@ def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
 
     x: as `fits` has it. All ranks sum the same shapes in the same order, one after the other.
     """
-    if x.numel() == 0:
+    words = as_words(x)
+    if len(words) == 0:
         return
-    for program, part in enumerate(x.view(-1).split(part_size(x.numel()))):
-        _sum_part(part, program, memory)
+    for program, part in enumerate(words.split(part_words(len(words)))):
+        part.copy_(_sum_of_part(part, x.dtype, program, memory))
 
 
-def part_size(num_numbers: int) -> int:
-    """Numbers of a program's part, a power of two: as few as NUM_PROGRAMS allow."""
+def sum_add_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: SharedMemory
+) -> tuple[Tensor, Tensor]:
+    """`add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
+
+    x, residual: [T, width], contiguous, of one dtype, x as `rows_fit` has it; neither is changed.
+    """
+    parts = as_words(x).view(x.shape[0], -1)
+    sums = [_sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
+    return add_rms_norm(torch.stack(sums).view(x.dtype), residual, weight, eps)
+
+
+def as_words(x: Tensor) -> Tensor:
+    """A contiguous x as int32 words, one dimension; two numbers of 16 bits make one."""
+    return x.view(-1).view(torch.int32)
+
+
+def part_words(num_words: int) -> int:
+    """Words of a program's part, a power of two: as few as NUM_PROGRAMS allow."""
     part = _LEAST_PART
-    while part * NUM_PROGRAMS < num_numbers:
+    while part * NUM_PROGRAMS < num_words:
         part *= 2
     return part
 
 
 def fits(x: Tensor) -> bool:
     """Whether x can be summed so."""
-    return x.dtype in DTYPES and x.is_contiguous() and x.nbytes <= CAPACITY_BYTES
+    return (
+        x.dtype in DTYPES
+        and x.is_contiguous()
+        and x.nbytes <= CAPACITY_BYTES
+        and x.nbytes % WORD_BYTES == 0
+        and x.data_ptr() % WORD_BYTES == 0
+    )
 
 
-def flag_bytes(size: int) -> int:
-    """Of one rank's flags in a group of `size`."""
-    return NUM_PROGRAMS * size * torch.int64.itemsize
+def rows_fit(x: Tensor) -> bool:
+    """Whether the rows of x [T, width] can be summed so, one by each program."""
+    num_rows, width = x.shape
+    row_bytes = width * x.itemsize
+    return (
+        fits(x)
+        and 0 < num_rows <= NUM_PROGRAMS
+        and row_bytes <= SLOT_WORDS * WORD_BYTES
+        and row_bytes % WORD_BYTES == 0
+    )
 
 
-def _sum_part(part: Tensor, program: int, memory: SharedMemory) -> None:
+def _sum_of_part(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
+    """The words of the sum; part: this rank's."""
     memory.counts[program] += 1
     count = int(memory.counts[program])
-    slots = [
-        slots.view(part.dtype).view(2, NUM_PROGRAMS, -1)[count % 2, program, : len(part)]
-        for slots in memory.slots
-    ]
-    slots[memory.rank].copy_(part)
-    others = [rank for rank in range(memory.size) if rank != memory.rank]
-    for rank in others:
-        # The largest ever told stays, so that whoever is let go waits for nothing any more.
-        memory.flags[rank][program, memory.rank].clamp_(min=count)
-    heard = memory.flags[memory.rank][program]
-    while any(heard[rank] < count for rank in others):
-        time.sleep(0)
-    part.copy_(shared_sum(slots))
+    number = count & NUMBER_MASK
+    for rank in range(memory.size):
+        if rank != memory.rank:
+            sent = (part.long() & 0xFFFFFFFF) | (number << 32)
+            memory.slots[rank][count % 2, program, memory.rank, : len(part)] = sent
+    parts = []
+    for rank in range(memory.size):
+        if rank == memory.rank:
+            parts.append(part.clone())
+            continue
+        slot = memory.slots[memory.rank][count % 2, program, rank, : len(part)]
+        while not ((slot >> 32) == number).all() and not memory.released:
+            time.sleep(0)
+        parts.append(slot.to(torch.int32))
+    return as_words(shared_sum([words.view(dtype) for words in parts]))

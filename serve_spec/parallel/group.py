@@ -18,6 +18,7 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
+from serve_spec.ops import fast
 from serve_spec.parallel.line import LOOPBACK, Address
 
 if TYPE_CHECKING:
@@ -41,6 +42,15 @@ class TensorParallel:
     def all_reduce(self, x: Tensor) -> Tensor:
         """The sum of all ranks' x, in its place. The same to the last bit on every rank."""
         return x
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """`add_rms_norm(all_reduce(x), residual, weight, eps)`, see `ops.norm`; x may be used up.
+
+        x, residual: [T, width], contiguous.
+        """
+        return fast.add_rms_norm(self.all_reduce(x), residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' x (of one shape), side by side along `dim` in the order of ranks."""
@@ -102,6 +112,15 @@ class DeviceGroup(TensorParallel):
         else:
             _finish(group.allreduce([x], self._sum))
         return x
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `TensorParallel`: one launch where the sum is made in shared memory."""
+        shared = self._shared_sum
+        if self._group is None or shared is None or not shared.rows_fit(x):
+            return super().add_norm(x, residual, weight, eps)
+        return shared.add_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """See `TensorParallel`."""

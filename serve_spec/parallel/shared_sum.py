@@ -5,6 +5,7 @@ The memory is torch's symmetric memory, which needs no default group: ranks meet
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -25,11 +26,11 @@ from serve_spec.ops import fast
 from serve_spec.ops.shared_sum import (
     CAPACITY_BYTES,
     NUM_PROGRAMS,
-    SLOTS_BYTES,
     SharedMemory,
     fits,
-    flag_bytes,
+    rows_fit,
     shared_sum,
+    slots_shape,
 )
 
 logger = get_logger(__name__)
@@ -64,10 +65,10 @@ class SharedSum:
         """owner: whatever keeps the memory in place."""
         self._memory = memory
         self._owner = owner
-        flags = memory.flags[memory.rank]
-        self._all_told = torch.full_like(flags, torch.iinfo(flags.dtype).max)
+        self._yes = torch.ones_like(memory.released)
+        device = memory.released.device
         # A sum that waits holds up its stream, and streams of its priority may share its queue.
-        self._aside = torch.cuda.Stream(flags.device, priority=-1) if flags.is_cuda else None
+        self._aside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def fits(self, x: Tensor) -> bool:
         """Whether x can be summed so. Where it can not, bandwidth counts, and NCCL is better."""
@@ -77,12 +78,22 @@ class SharedSum:
         """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
         fast.sum_over_ranks(x, self._memory)
 
+    def rows_fit(self, x: Tensor) -> bool:
+        """Whether `add_norm` takes x [T, width]."""
+        return rows_fit(x)
+
+    def add_norm(
+        self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        """See `TensorParallel.add_norm`; on a GPU it only launches. The rows of x fit."""
+        return fast.sum_add_norm(x, residual, weight, eps, self._memory)
+
     def let_go(self) -> None:
         """No sum of this rank waits for another one any more; what it gives is worthless."""
         # A GPU that has failed waits for nothing.
         with suppress(RuntimeError), torch.cuda.stream(self._aside):
             # A copy: code that would have to be loaded first could wait for the sum that waits.
-            self._memory.flags[self._memory.rank].copy_(self._all_told)
+            self._memory.released.copy_(self._yes)
 
 
 def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedSum | None:
@@ -143,23 +154,20 @@ def _allocate(device: torch.device, size: int) -> Tensor:
     # Where every rank is shown its own GPU alone, all of them have the same number. Two ranks
     # that do share one have been refused by NCCL.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    num_bytes = SLOTS_BYTES + flag_bytes(size)
-    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
+    num_words = math.prod(slots_shape(size))
+    own = _SymmetricMemory.empty_strided_p2p((num_words,), (1,), torch.int64, device)
     own.zero_()
     torch.cuda.synchronize(device)
     return own
 
 
 def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
-    handle, ranks = _rendezvous(own, rank, size, store), range(size)
-    after_slots = SLOTS_BYTES // torch.int64.itemsize
+    handle, shape = _rendezvous(own, rank, size, store), slots_shape(size)
     memory = SharedMemory(
         rank,
-        slots=tuple(handle.get_buffer(r, (SLOTS_BYTES,), torch.uint8, 0) for r in ranks),
-        flags=tuple(
-            handle.get_buffer(r, (NUM_PROGRAMS, size), torch.int64, after_slots) for r in ranks
-        ),
+        slots=tuple(handle.get_buffer(r, shape, torch.int64, 0) for r in range(size)),
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
+        released=torch.zeros(1, dtype=torch.int64, device=own.device),
     )
     return SharedSum(memory, (own, handle))
 

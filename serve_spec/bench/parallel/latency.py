@@ -26,7 +26,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import torch_dtype
 from serve_spec.models import ModelShape
 from serve_spec.parallel.followers import Followers
-from serve_spec.parallel.group import TensorParallel, join
+from serve_spec.parallel.group import SINGLE, TensorParallel, join
 from serve_spec.parallel.launch import launch
 from serve_spec.parallel.line import Address
 from serve_spec.parallel.orders import Orders
@@ -34,6 +34,7 @@ from serve_spec.parallel.orders import Orders
 Exchange: TypeAlias = Callable[[], object]
 Exchanges: TypeAlias = Mapping[str, Exchange]
 
+_EPS = 1e-5
 _WARM_UP_RUNS = 3
 _CHAIN = {"cuda": 64, "cpu": 4}
 """Exchanges that are timed together."""
@@ -47,8 +48,8 @@ class Traffic:
     rows: tuple[int, ...]
     width: int
     vocab_size: int
-    num_sums: int
-    """Of one forward: two per layer, and one of embeddings."""
+    num_norms: int
+    """Of one forward, each after a sum: two per layer. One more sum is that of embeddings."""
     dtype: str
     on_gpus: bool
 
@@ -58,12 +59,13 @@ class Traffic:
         shape = ModelShape.from_directory(config.model.path)
         auto = "bfloat16" if on_gpus else "float32"
         dtype = auto if config.model.dtype == "auto" else config.model.dtype
-        num_sums = 2 * shape.num_layers + 1
-        return cls(rows, shape.hidden_size, shape.vocab_size, num_sums, dtype, on_gpus)
+        num_norms = 2 * shape.num_layers
+        return cls(rows, shape.hidden_size, shape.vocab_size, num_norms, dtype, on_gpus)
 
     def forward_ms(self, row: Row) -> float:
-        """Of exchanges that take what `engine` measured."""
-        microseconds: float = self.num_sums * row["sum_us"] + row["logits_us"] + row["draws_us"]
+        """Of exchanges that take what `engine` measured: what one rank alone would not need."""
+        microseconds: float = self.num_norms * (row["add_norm_us"] - row["norm_us"])
+        microseconds += row["sum_us"] + row["logits_us"] + row["draws_us"]
         return microseconds / 1e3
 
     def device(self, rank: int) -> torch.device:
@@ -104,15 +106,19 @@ class LatencyArm:
 def engine(traffic: Traffic, group: TensorParallel, meeting: Path) -> list[Row]:
     """What the engine calls: sums of hidden vectors, float32 logits side by side, rank 0's draws.
 
+    `add_norm_us`: a sum with the addition and the norm that follow it; `norm_us`: those two alone.
     `forward_ms`: all that a forward of so many rows exchanges, its draws included.
     """
 
     def exchanges(num_rows: int) -> Exchanges:
         x = traffic.hidden(group.rank, num_rows)
+        norm = torch.zeros_like(x), x.new_ones(traffic.width), _EPS
         logits = torch.zeros(num_rows, traffic.vocab_size // group.size, device=x.device)
         ids = torch.zeros(num_rows, dtype=torch.int64, device=x.device)
         return {
             "sum_us": lambda: group.all_reduce(x),
+            "add_norm_us": lambda: group.add_norm(x, *norm),
+            "norm_us": lambda: SINGLE.add_norm(x, *norm),
             "logits_us": lambda: group.all_gather(logits, 1),
             "draws_us": lambda: group.broadcast(ids),
         }

@@ -15,6 +15,8 @@ Rows = Sequence[Mapping[str, Any]]
 _STAGES = {"draft_ms": "#1565c0", "verify_ms": "#90a4ae", "idle_ms": "#c2185b"}
 _EXCHANGES = {
     "sum_us": "the engine's",
+    "add_norm_us": "the engine's with addition and norm",
+    "norm_us": "addition and norm alone",
     "nccl_us": "NCCL",
     "one_shot_us": "one shot",
     "two_shot_us": "two shots",
@@ -91,7 +93,7 @@ def _stages(axis: Axes, rows: Rows) -> None:
 
 
 def _latency(axis: Axes, rows: Rows) -> None:
-    """Each way to sum by rows, a line per size."""
+    """Each way to sum by rows, and what follows a sum: a line per size."""
     sizes = sorted({row["tensor_parallel_size"] for row in rows})
     for size, name in product(sizes, _EXCHANGES):
         points = [
@@ -107,7 +109,7 @@ def _latency(axis: Axes, rows: Rows) -> None:
     axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("rows")
-    axis.set_ylabel("us per sum over ranks")
+    axis.set_ylabel("us per call")
     axis.legend(fontsize=7)
 
 

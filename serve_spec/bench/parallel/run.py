@@ -163,7 +163,7 @@ class ParallelRun:
                     self._fail(f"latency, tensor_parallel_size={size}", why)
                 rows += mine
         if rows:
-            facts = {"width": traffic.width, "num_sums": traffic.num_sums, "dtype": traffic.dtype}
+            facts = {"width": traffic.width, "num_norms": traffic.num_norms, "dtype": traffic.dtype}
             left_out = [] if on_gpus else [_ON_CPU]
             self._keep("latency", Section(with_all_columns(rows), facts, left_out=left_out))
         elif self._ranks.sizes[-1] == 1:

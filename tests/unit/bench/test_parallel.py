@@ -190,12 +190,14 @@ def test_what_ranks_exchange_is_timed_by_rows(result: dict[str, Any]) -> None:
         (2, 1),
         (2, 8),
     ]
-    num_sums = section["facts"]["num_sums"]
-    assert num_sums == 3, "two of the layer, and one of embeddings"
+    num_norms = section["facts"]["num_norms"]
+    assert num_norms == 2, "two of the layer"
     for row in section["rows"]:
-        microseconds = row["sum_us"] * num_sums + row["logits_us"] + row["draws_us"]
+        microseconds = num_norms * (row["add_norm_us"] - row["norm_us"])
+        microseconds += row["sum_us"] + row["logits_us"] + row["draws_us"]
         assert row["forward_ms"] == pytest.approx(microseconds / 1e3)
-        assert min(row["sum_us"], row["logits_us"], row["draws_us"]) > 0
+        names = ("sum_us", "add_norm_us", "norm_us", "logits_us", "draws_us")
+        assert min(row[name] for name in names) > 0
     assert "need GPUs" in section["left_out"][0]
 
 
@@ -242,3 +244,9 @@ def test_the_traffic_is_that_of_the_target(config: Path) -> None:
     traffic = Traffic.of(ServeSpecConfig.load(config), (1, 4), on_gpus=False)
     assert (traffic.width, traffic.vocab_size, traffic.dtype) == (64, 288, "float32")
     assert traffic.hidden(0, 4).shape == (4, 64)
+
+
+def test_of_a_norm_over_ranks_only_what_one_rank_does_not_need_is_exchange() -> None:
+    traffic = Traffic((1,), 64, 288, num_norms=4, dtype="float32", on_gpus=False)
+    row = {"sum_us": 3.0, "add_norm_us": 7.0, "norm_us": 2.0, "logits_us": 10.0, "draws_us": 1.0}
+    assert traffic.forward_ms(row) == pytest.approx(0.034)

@@ -1,93 +1,142 @@
-"""Sums in shared memory: the law and its kernel, beside ranks that have come before them."""
+"""Sums in shared memory: the law and its kernels, beside ranks that have come before them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.triton import DEVICE
 
 from serve_spec.ops import shared_sum as plain  # isort: skip
-from serve_spec.ops import shared_sum_triton  # isort: skip
+from serve_spec.ops import norm_triton, shared_sum_triton  # isort: skip
+from serve_spec.ops.norm import add_rms_norm  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
     CAPACITY_BYTES,
     DTYPES,
     NUM_PROGRAMS,
-    SLOT_BYTES,
-    SLOTS_BYTES,
+    NUMBER_MASK,
+    SLOT_WORDS,
     SharedMemory,
+    as_words,
     fits,
-    part_size,
+    part_words,
+    rows_fit,
     shared_sum,
+    slots_shape,
 )
 
 
-SumOverRanks = Callable[[Tensor, SharedMemory], None]
-both = pytest.mark.parametrize(
-    "sum_over_ranks",
-    [plain.sum_over_ranks, shared_sum_triton.sum_over_ranks],
-    ids=["law", "kernel"],
+EPS = 1e-5
+
+
+@dataclass(frozen=True)
+class Way:
+    """To sum, and to norm what comes of it."""
+
+    sum_over_ranks: Callable[[Tensor, SharedMemory], None]
+    sum_add_norm: Callable[[Tensor, Tensor, Tensor, float, SharedMemory], tuple[Tensor, Tensor]]
+    add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+
+
+LAW = Way(plain.sum_over_ranks, plain.sum_add_norm, add_rms_norm)
+KERNEL = Way(
+    shared_sum_triton.sum_over_ranks, shared_sum_triton.sum_add_norm, norm_triton.add_rms_norm
+)
+both = pytest.mark.parametrize("way", [LAW, KERNEL], ids=["law", "kernel"])
+one_thread_each = pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="on one stream they would wait for each other"
 )
 
 
-def drawn(count: int, dtype: torch.dtype, seed: int) -> Tensor:
+def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     # Far apart in size, so that another order or precision of the sum would show.
-    sizes = 10.0 ** torch.randint(-2, 3, (count,), generator=generator)
-    return (torch.randn(count, generator=generator) * sizes).to(DEVICE, dtype)
+    sizes = 10.0 ** torch.randint(-2, 3, shape, generator=generator)
+    return (torch.randn(shape, generator=generator) * sizes).to(DEVICE, dtype)
+
+
+def all_drawn(size: int, *shape: int, dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """What each of `size` ranks adds."""
+    return [drawn(*shape, dtype=dtype, seed=seed * size + rank) for rank in range(size)]
+
+
+def entries(words: Tensor, number: int) -> Tensor:
+    """int64: words as they are sent."""
+    return (words.long() & 0xFFFFFFFF) | (number << 32)
 
 
 class Rank:
-    """The one under test; all others have stored their parts and told it before it begins."""
+    """The one under test; all others have sent their words before it begins."""
 
-    def __init__(self, rank: int, size: int, sum_over_ranks: SumOverRanks) -> None:
-        def zeros(*shape: int, dtype: torch.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=DEVICE)
+    def __init__(self, rank: int, size: int, way: Way) -> None:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int64, device=DEVICE)
 
         self.memory = SharedMemory(
             rank,
-            slots=tuple(zeros(SLOTS_BYTES, dtype=torch.uint8) for _ in range(size)),
-            flags=tuple(zeros(NUM_PROGRAMS, size, dtype=torch.int64) for _ in range(size)),
-            counts=zeros(NUM_PROGRAMS, dtype=torch.int64),
+            slots=tuple(zeros(*slots_shape(size)) for _ in range(size)),
+            counts=zeros(NUM_PROGRAMS),
+            released=zeros(1),
         )
+        self.others = [other for other in range(size) if other != rank]
         self.counts = [0] * NUM_PROGRAMS
-        self.sum_over_ranks = sum_over_ranks
-
-    def slots(self, rank: int, dtype: torch.dtype) -> Tensor:
-        """[2, NUM_PROGRAMS, numbers]"""
-        return self.memory.slots[rank].view(dtype).view(2, NUM_PROGRAMS, -1)
+        self.way = way
 
     def sum(self, parts: list[Tensor]) -> Tensor:
-        """This rank's result, after the others have played their roles."""
-        memory = self.memory
-        share = part_size(parts[0].numel())
-        pieces = [part.split(share) for part in parts]
+        """This rank's result; parts: each rank's."""
+        words = [as_words(part) for part in parts]
+        self._hear([each.split(part_words(len(each))) for each in words])
+        x = parts[self.memory.rank].clone()
+        self.way.sum_over_ranks(x, self.memory)
+        return x
+
+    def add_norm(
+        self, parts: list[Tensor], residual: Tensor, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """As `sum`, of rows."""
+        self._hear([list(as_words(part).view(len(part), -1)) for part in parts])
+        x = parts[self.memory.rank]
+        return self.way.sum_add_norm(x, residual, weight, EPS, self.memory)
+
+    def _hear(self, pieces: Sequence[Sequence[Tensor]]) -> None:
+        """What the others send; pieces: each rank's, by program."""
+        mine = self.memory.slots[self.memory.rank]
         for program in range(len(pieces[0])):
             self.counts[program] += 1
             count = self.counts[program]
-            for rank in set(range(memory.size)) - {memory.rank}:
-                piece = pieces[rank][program]
-                self.slots(rank, piece.dtype)[count % 2, program, : len(piece)] = piece
-                memory.flags[memory.rank][program, rank] = count
-        x = parts[memory.rank].clone()
-        self.sum_over_ranks(x, memory)
-        return x
+            for other in self.others:
+                words = pieces[other][program]
+                number = count & NUMBER_MASK
+                mine[count % 2, program, other, : len(words)] = entries(words, number)
+
+
+def assert_normed(
+    found: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor], dtype: torch.dtype
+) -> None:
+    """The stream to the bit; its norm within a rounding, as squares are added in any order."""
+    assert torch.equal(found[1], expected[1])
+    assert found[0].dtype == dtype
+    rounding = max(torch.finfo(dtype).eps, 1e-6)
+    torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=1e-30)
 
 
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
 def test_parts_of_all_ranks_are_added_and_rounded_once(
-    rank: int, size: int, dtype: torch.dtype, sum_over_ranks: SumOverRanks
+    rank: int, size: int, dtype: torch.dtype, way: Way
 ) -> None:
-    parts = [drawn(3000, dtype, seed) for seed in range(size)]
+    parts = all_drawn(size, 3000, dtype=dtype)
     expected = shared_sum(parts)
-    assert torch.equal(Rank(rank, size, sum_over_ranks).sum(parts), expected)
+    assert torch.equal(Rank(rank, size, way).sum(parts), expected)
     if dtype != torch.float32:
         in_turn = parts[0]
         for part in parts[1:]:
@@ -96,112 +145,202 @@ def test_parts_of_all_ranks_are_added_and_rounded_once(
 
 
 @both
-def test_the_order_of_ranks_is_the_order_of_the_sum(sum_over_ranks: SumOverRanks) -> None:
+def test_the_order_of_ranks_is_the_order_of_the_sum(way: Way) -> None:
     big, one = torch.tensor([2.0**24]), torch.tensor([1.0])
     assert shared_sum([big, one, one]).item() == 2.0**24
     assert shared_sum([one, one, big]).item() == 2.0**24 + 2
     for rank in range(3):
-        found = Rank(rank, 3, sum_over_ranks).sum([x.to(DEVICE) for x in (big, one, one)])
+        found = Rank(rank, 3, way).sum([x.to(DEVICE) for x in (big, one, one)])
         assert found.item() == 2.0**24
 
 
 @both
-def test_sums_of_any_sizes_follow_each_other(sum_over_ranks: SumOverRanks) -> None:
-    """Programs that small sums leave out keep their own count, so their slots still alternate."""
-    rank = Rank(1, 2, sum_over_ranks)
-    for turn, count in enumerate((5, 4096, 1, 9000, 2048, 3, 9000, 9000, 1025)):
-        dtype = DTYPES[turn % len(DTYPES)]
-        parts = [drawn(count, dtype, 10 * turn + r) for r in range(2)]
-        assert torch.equal(rank.sum(parts), shared_sum(parts))
-    assert rank.memory.counts.tolist() == rank.counts
-    assert len(set(rank.counts)) > 2
-
-
-@both
-def test_a_program_tells_each_other_rank_of_every_sum_and_nobody_else(
-    sum_over_ranks: SumOverRanks,
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 4)])
+@pytest.mark.parametrize(("num_rows", "width"), [(1, 8), (3, 640), (5, 1000)])
+def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
+    num_rows: int, width: int, rank: int, size: int, dtype: torch.dtype, way: Way
 ) -> None:
-    rank = Rank(1, 3, sum_over_ranks)
-    for count in (3000, 1000, 2500):
-        rank.sum([drawn(count, torch.float32, r) for r in range(3)])
+    parts = all_drawn(size, num_rows, width, dtype=dtype)
+    residual = drawn(num_rows, width, dtype=dtype, seed=100)
+    weight = drawn(width, dtype=dtype, seed=101)
+    given_x, given_residual = parts[rank].clone(), residual.clone()
+    found = Rank(rank, size, way).add_norm(parts, residual, weight)
+    assert_normed(found, way.add_rms_norm(shared_sum(parts), residual, weight, EPS), dtype)
+    assert torch.equal(parts[rank], given_x)
+    assert torch.equal(residual, given_residual)
+
+
+@both
+def test_sums_and_norms_of_any_sizes_follow_each_other(way: Way) -> None:
+    """Programs that small ones leave out keep their own count, so their slots still alternate."""
+    rank = Rank(1, 2, way)
+    for turn, count in enumerate((6, 4096, 2, 9000, 2048, 4, 9000, 9000, 1026)):
+        dtype = DTYPES[turn % len(DTYPES)]
+        parts = all_drawn(2, count, dtype=dtype, seed=turn)
+        assert torch.equal(rank.sum(parts), shared_sum(parts))
+        num_rows, width = 1 + 3 * turn % 7, 2 * (1 + turn * 37 % 300)
+        parts = all_drawn(2, num_rows, width, dtype=dtype, seed=50 + turn)
+        residual = drawn(num_rows, width, dtype=dtype, seed=turn)
+        weight = torch.ones(width, dtype=dtype, device=DEVICE)
+        expected = way.add_rms_norm(shared_sum(parts), residual, weight, EPS)
+        assert_normed(rank.add_norm(parts, residual, weight), expected, dtype)
+    assert rank.memory.counts.tolist() == rank.counts
+    assert len(set(rank.counts)) > 4
+
+
+@both
+def test_a_program_sends_its_words_to_each_other_rank_and_to_nobody_else(way: Way) -> None:
+    rank = Rank(1, 3, way)
+    parts = all_drawn(3, 700, dtype=torch.float32)
+    rank.sum(parts)
     for other in (0, 2):
-        flags = rank.memory.flags[other]
-        assert flags[:, 1].tolist() == rank.counts
-        assert not flags[:, [0, 2]].any()
-    assert rank.counts[:4] == [3, 2, 2, 0]
-    assert not rank.memory.flags[1][:, 1].any(), "it has nothing to tell itself"
+        theirs = rank.memory.slots[other].clone()
+        for program, words in enumerate(as_words(parts[1]).split(part_words(700))):
+            place = theirs[1, program, 1, : len(words)]
+            assert torch.equal(place, entries(words, 1))
+            place.zero_()
+        assert not theirs.any()
+    assert not rank.memory.slots[1][:, :, 1].any(), "it has nothing to send itself"
 
 
 @both
-def test_what_the_others_may_still_read_is_left_alone(sum_over_ranks: SumOverRanks) -> None:
-    """Of two sums, one after the other, both parts stay; the third takes the place of the first."""
-    rank = Rank(0, 2, sum_over_ranks)
-    parts = [[drawn(1000, torch.float32, 2 * turn + r) for r in range(2)] for turn in range(3)]
-    rank.sum(parts[0])
-    rank.sum(parts[1])
-    slots = rank.slots(0, torch.float32)[:, 0, :1000]
-    assert torch.equal(slots[1], parts[0][0])
-    assert torch.equal(slots[0], parts[1][0])
-    rank.sum(parts[2])
-    assert torch.equal(slots[1], parts[2][0])
-    assert torch.equal(slots[0], parts[1][0])
+def test_what_another_may_still_wait_for_is_left_alone(way: Way) -> None:
+    """Of two sums, one after the other, both are there; the third takes the place of the first."""
+    rank = Rank(0, 2, way)
+    place = rank.memory.slots[1][:, 0, 0]
+    sums = [all_drawn(2, 500, dtype=torch.float32, seed=turn) for turn in range(3)]
+    sent = [entries(as_words(parts[0]), turn + 1) for turn, parts in enumerate(sums)]
+    rank.sum(sums[0])
+    rank.sum(sums[1])
+    assert torch.equal(place[1, :500], sent[0])
+    assert torch.equal(place[0, :500], sent[1])
+    rank.sum(sums[2])
+    assert torch.equal(place[1, :500], sent[2])
+    assert torch.equal(place[0, :500], sent[1])
+
+
+@one_thread_each
+@both
+@pytest.mark.parametrize("missing", [0, 250, 499])
+def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing: int, way: Way) -> None:
+    """Until then its place has what it had two sums before."""
+    rank = Rank(0, 2, way)
+    memory = rank.memory
+    for turn in range(2):
+        rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=turn))
+    parts = all_drawn(2, 500, dtype=torch.float32, seed=2)
+    theirs = entries(as_words(parts[1]), 3)
+    place = memory.slots[0][1, 0, 1]
+    place[:missing], place[missing + 1 : 500] = theirs[:missing], theirs[missing + 1 :]
+    x = parts[0].clone()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(way.sum_over_ranks, x, memory)
+        while memory.counts[0] < 3 or memory.slots[1][1, 0, 0, 499] >> 32 != 3:
+            assert not running.done()
+        place[missing] = theirs[missing]
+        running.result()
+    assert torch.equal(x, shared_sum(parts))
 
 
 @both
-def test_whoever_has_heard_the_last_word_waits_for_nothing(sum_over_ranks: SumOverRanks) -> None:
-    rank = Rank(0, 2, sum_over_ranks)
-    last = torch.iinfo(torch.int64).max
-    rank.memory.flags[0].fill_(last)
+def test_once_released_a_rank_waits_for_nothing(way: Way) -> None:
+    rank = Rank(0, 2, way)
+    rank.memory.released.fill_(1)
+    x = drawn(3, 1000, dtype=torch.bfloat16, seed=0)
+    weight = torch.ones(1000, dtype=x.dtype, device=DEVICE)
     for _ in range(3):
-        sum_over_ranks(drawn(3000, torch.bfloat16, 0), rank.memory)
-    rank.memory.flags[1].fill_(last)
-    sum_over_ranks(drawn(3000, torch.bfloat16, 0), rank.memory)
-    assert (rank.memory.flags[1] == last).all(), "nor is it taken back by a late word"
+        way.sum_over_ranks(x.clone(), rank.memory)
+        way.sum_add_norm(x, x, weight, EPS, rank.memory)
+    assert rank.memory.counts[:4].tolist() == [6, 6, 6, 0]
+
+
+@both
+def test_numbers_of_sums_begin_anew_when_they_have_no_room(way: Way) -> None:
+    rank = Rank(1, 2, way)
+    rank.memory.counts.fill_(NUMBER_MASK - 2)
+    rank.counts = [NUMBER_MASK - 2] * NUM_PROGRAMS
+    for turn in range(5):
+        parts = all_drawn(2, 600, dtype=torch.bfloat16, seed=turn)
+        assert torch.equal(rank.sum(parts), shared_sum(parts))
+    assert rank.memory.counts[0] == NUMBER_MASK + 3
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_tensor_that_fits_has_room_for_each_of_its_parts(dtype: torch.dtype) -> None:
     capacity = CAPACITY_BYTES // dtype.itemsize
     assert fits(torch.empty(capacity, dtype=dtype))
-    assert not fits(torch.empty(capacity + 1, dtype=dtype))
-    for count in (1, 1000, 1025, 4096, 128 * 1024, 128 * 1024 + 1, capacity - 1, capacity):
-        part = part_size(count)
-        assert part * dtype.itemsize <= SLOT_BYTES
-        assert part * NUM_PROGRAMS >= count
+    assert not fits(torch.empty(capacity + 2, dtype=dtype))
+    for count in (2, 1000, 1026, 4096, 128 * 1024, 128 * 1024 + 2, capacity - 2, capacity):
+        num_words = count * dtype.itemsize // 4
+        part = part_words(num_words)
+        assert part & (part - 1) == 0
+        assert part <= SLOT_WORDS
+        assert part * NUM_PROGRAMS >= num_words
 
 
-@both
-def test_the_largest_sum_uses_every_program(sum_over_ranks: SumOverRanks) -> None:
-    capacity = CAPACITY_BYTES // 2
-    parts = [drawn(capacity, torch.bfloat16, r) for r in range(2)]
-    rank = Rank(0, 2, sum_over_ranks)
-    assert torch.equal(rank.sum(parts), shared_sum(parts))
-    assert rank.counts == [1] * NUM_PROGRAMS
+@given(st.sampled_from(DTYPES), st.integers(0, 300), st.integers(1, 9000))
+def test_rows_that_fit_have_a_program_each_and_room_in_its_slot(
+    dtype: torch.dtype, num_rows: int, width: int
+) -> None:
+    x = torch.empty(num_rows, width, dtype=dtype)
+    words = width * dtype.itemsize / 4
+    has_room = 0 < num_rows <= NUM_PROGRAMS and words <= SLOT_WORDS and words == int(words)
+    assert rows_fit(x) == (has_room and x.nbytes <= CAPACITY_BYTES)
 
 
 def test_other_tensors_do_not_fit() -> None:
     assert not fits(torch.zeros(4, dtype=torch.int64))
     assert not fits(torch.zeros(4, 4)[:, :2])
     assert not fits(torch.zeros(4, dtype=torch.float64))
+    assert not fits(torch.zeros(5, dtype=torch.bfloat16)), "half a word"
+    assert not fits(torch.zeros(5, dtype=torch.bfloat16)[1:]), "words begin at their own places"
+    assert not rows_fit(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
 
 
 @both
-def test_nothing_is_a_sum_of_nothing(sum_over_ranks: SumOverRanks) -> None:
-    rank = Rank(0, 2, sum_over_ranks)
-    sum_over_ranks(torch.empty(0, 4096, device=DEVICE), rank.memory)
+def test_the_largest_sum_uses_every_program(way: Way) -> None:
+    parts = all_drawn(2, CAPACITY_BYTES // 2, dtype=torch.bfloat16)
+    rank = Rank(0, 2, way)
+    assert torch.equal(rank.sum(parts), shared_sum(parts))
+    assert rank.counts == [1] * NUM_PROGRAMS
+
+
+@both
+def test_the_widest_row_fills_its_slot(way: Way) -> None:
+    parts = all_drawn(2, 2, 2 * SLOT_WORDS, dtype=torch.bfloat16)
+    assert rows_fit(parts[0])
+    weight = drawn(2 * SLOT_WORDS, dtype=torch.bfloat16, seed=9)
+    found = Rank(0, 2, way).add_norm(parts, parts[0], weight)
+    expected = way.add_rms_norm(shared_sum(parts), parts[0], weight, EPS)
+    assert_normed(found, expected, torch.bfloat16)
+
+
+@both
+def test_nothing_is_a_sum_of_nothing(way: Way) -> None:
+    rank = Rank(0, 2, way)
+    way.sum_over_ranks(torch.empty(0, 4096, device=DEVICE), rank.memory)
     assert not rank.memory.counts.any()
 
 
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="on one stream they would wait for each other")
-def test_a_rank_of_the_kernel_and_one_of_the_law_understand_each_other() -> None:
-    kernel = Rank(0, 2, shared_sum_triton.sum_over_ranks).memory
+@one_thread_each
+def test_a_rank_of_the_kernels_and_one_of_the_law_understand_each_other() -> None:
+    kernel = Rank(0, 2, KERNEL).memory
     law = dataclasses.replace(kernel, rank=1, counts=torch.zeros_like(kernel.counts))
+    weight = torch.ones(1000)
     with ThreadPoolExecutor(1) as pool:
-        for turn, count in enumerate((3000, 10, 5000, 3000, 1, 1024)):
-            parts = [drawn(count, DTYPES[turn % len(DTYPES)], 2 * turn + r) for r in range(2)]
+        for turn, num_rows in enumerate((3, 1, 5, 3, 1, 2)):
+            dtype = DTYPES[turn % len(DTYPES)]
+            parts = all_drawn(2, num_rows, 1000, dtype=dtype, seed=turn)
+            residual, gain = drawn(num_rows, 1000, dtype=dtype, seed=turn), weight.to(dtype)
             expected = shared_sum(parts)
-            other = pool.submit(plain.sum_over_ranks, parts[1], law)
-            shared_sum_triton.sum_over_ranks(parts[0], kernel)
-            other.result()
+            other = pool.submit(LAW.sum_add_norm, parts[1], residual, gain, EPS, law)
+            found = KERNEL.sum_add_norm(parts[0], residual, gain, EPS, kernel)
+            normed = add_rms_norm(expected, residual, gain, EPS)
+            assert_normed(found, normed, dtype)
+            assert_normed(other.result(), normed, dtype)
+            summing = pool.submit(LAW.sum_over_ranks, parts[1], law)
+            KERNEL.sum_over_ranks(parts[0], kernel)
+            summing.result()
             assert torch.equal(parts[0], expected)
             assert torch.equal(parts[1], expected)

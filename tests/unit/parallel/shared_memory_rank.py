@@ -5,6 +5,7 @@ Kernels run under Triton's interpreter. Ends with exit code 0 if every sum was r
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -16,41 +17,43 @@ from serve_spec.ops import shared_sum_triton  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
     DTYPES,
     NUM_PROGRAMS,
-    SLOTS_BYTES,
     SharedMemory,
-    flag_bytes,
     shared_sum,
+    slots_shape,
 )
 
-COUNTS = (1, 3000, 1024)
+ROWS = (1, 4, 2)
+WIDTH = 1500
 TURNS = 12
 
 
 def shared_memory(folder: Path, rank: int, size: int) -> SharedMemory:
     """As rank `rank` sees it; whoever comes first makes a file, of zeros."""
-    num_bytes = SLOTS_BYTES + flag_bytes(size)
+    shape = slots_shape(size)
     files = [
-        torch.from_file(str(folder / str(r)), shared=True, size=num_bytes, dtype=torch.uint8)
+        torch.from_file(str(folder / str(r)), shared=True, size=math.prod(shape), dtype=torch.int64)
         for r in range(size)
     ]
     return SharedMemory(
         rank,
-        slots=tuple(file[:SLOTS_BYTES] for file in files),
-        flags=tuple(file[SLOTS_BYTES:].view(torch.int64).view(-1, size) for file in files),
+        slots=tuple(file.view(shape) for file in files),
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64),
+        released=torch.zeros(1, dtype=torch.int64),
     )
 
 
 def main(folder: Path, rank: int, size: int) -> bool:
-    """Whether all sums were right."""
+    """Whether all sums were right: some stand alone, some are made with the addition after them."""
     memory = shared_memory(folder, rank, size)
     for turn in range(TURNS):
-        dtype, count = DTYPES[turn % len(DTYPES)], COUNTS[turn % len(COUNTS)]
+        dtype, rows = DTYPES[turn % len(DTYPES)], ROWS[turn % len(ROWS)]
         generator = torch.Generator().manual_seed(turn)
-        parts = list(torch.randn(size, count, generator=generator).to(dtype))
-        expected = shared_sum(parts)
+        drawn = torch.randn(size + 1, rows, WIDTH, generator=generator).to(dtype)
+        *parts, residual = drawn
+        expected, weight = shared_sum(parts), torch.ones(WIDTH, dtype=dtype)
+        _, total = shared_sum_triton.sum_add_norm(parts[rank], residual, weight, 1e-5, memory)
         shared_sum_triton.sum_over_ranks(parts[rank], memory)
-        if not torch.equal(parts[rank], expected):
+        if not torch.equal(parts[rank], expected) or not torch.equal(total, expected + residual):
             return False
     return True
 

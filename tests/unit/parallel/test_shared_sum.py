@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import HashStore, PrefixStore
 
 from tests.helpers.triton import DEVICE  # isort: skip  before kernels
-from serve_spec.ops.shared_sum import CAPACITY_BYTES
+from serve_spec.ops.shared_sum import CAPACITY_BYTES, NUM_PROGRAMS
 from serve_spec.parallel import shared_sum as shared_sum_module
 from serve_spec.parallel.group import DeviceGroup, join, store_server
 from serve_spec.parallel.line import LOOPBACK, Address
@@ -75,27 +75,42 @@ def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path: Path) -> None:
     shared = SharedSum(shared_memory(tmp_path, 0, 2))
     timer = threading.Timer(0.2, shared.let_go)
     timer.start()
+    x = torch.ones(3, 1000)
     for _ in range(3):
-        shared.add_up(torch.ones(3000))
+        shared.add_up(x)
+        shared.add_norm(x, x, torch.ones(1000), 1e-5)
     timer.join()
 
 
 def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: Path) -> None:
     groups = join_all()
     memories = [shared_memory(tmp_path, rank, SIZE) for rank in range(SIZE)]
+    weight = torch.ones(1000)
 
     def run(group: DeviceGroup) -> None:
         memory = memories[group.rank]
         group._shared_sum = SharedSum(memory)
+
+        def add_norm(num_rows: int, width: int) -> None:
+            x = torch.full((num_rows, width), group.rank + 1.0)
+            normed, total = group.add_norm(x, torch.ones_like(x), torch.full((width,), 2.0), 1e-5)
+            assert (total == 4.0).all()
+            torch.testing.assert_close(normed, torch.full_like(x, 2.0))
+
         small = torch.full((3, 1000), group.rank + 1.0)
         assert group.all_reduce(small) is small
         assert (small == 3.0).all()
-        assert memory.counts[:4].tolist() == [1, 1, 1, 0]
+        assert memory.counts[:7].tolist() == [1, 1, 1, 1, 1, 1, 0]
+        add_norm(2, 1000)
+        assert memory.counts[:7].tolist() == [2, 2, 1, 1, 1, 1, 0]
         large = torch.full((CAPACITY_BYTES // 4 + 1,), group.rank + 1.0)
         whole = torch.full((3, 1000), group.rank + 1)
         assert (group.all_reduce(large) == 3.0).all()
         assert (group.all_reduce(whole) == 3).all()
-        assert memory.counts[:4].tolist() == [1, 1, 1, 0]
+        add_norm(CAPACITY_BYTES // 4000 + 1, 1000)
+        assert memory.counts[:7].tolist() == [2, 2, 1, 1, 1, 1, 0]
+        add_norm(NUM_PROGRAMS + 1, 1)
+        assert memory.counts[:7].tolist() == [3, 2, 1, 1, 1, 1, 0], "a sum that fits, then a norm"
 
     with ThreadPoolExecutor(SIZE) as pool:
         list(pool.map(run, groups))
@@ -103,7 +118,9 @@ def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: 
         group.close()
         with pytest.raises(RuntimeError, match="closed"):
             group.all_reduce(torch.ones(3))
-    assert all((memory.flags[memory.rank] > 1).all() for memory in memories), "nobody waits"
+        with pytest.raises(RuntimeError, match="closed"):
+            group.add_norm(torch.ones(3, 1000), torch.ones(3, 1000), weight, 1e-5)
+    assert all(memory.released for memory in memories), "nobody waits"
 
 
 def test_ranks_that_can_not_share_memory_agree_to_do_without(
