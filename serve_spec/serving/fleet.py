@@ -133,10 +133,12 @@ class RayFleet:
 
     def _hear(self, news: News) -> Items:
         """The items; how busy their replica is, is kept for whatever is routed next."""
-        self._heard[news.rows.replica] = news.rows
-        if len(self._heard) > _MAX_HEARD:  # replicas come and go
-            del self._heard[next(iter(self._heard))]
-        return news.items
+        items, rows = news
+        if rows is not None:
+            self._heard[rows.replica] = rows
+            if len(self._heard) > _MAX_HEARD:  # replicas come and go
+                del self._heard[next(iter(self._heard))]
+        return items
 
     async def _first(self, responses: AsyncIterator[News]) -> News:
         """The first news. Serve would wait for ever where no replica is left; this does not."""

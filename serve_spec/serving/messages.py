@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, TokenDelta
@@ -103,11 +103,9 @@ Items: TypeAlias = list[tuple[str, ReplicaItem]]
 """(request id, item): what a submission's requests have to say at one time."""
 
 
-class News(NamedTuple):
-    """One element of a replica's answer: what the requests say, and how busy it is."""
-
-    items: Items
-    rows: ReplicaRows
+News: TypeAlias = tuple[Items, ReplicaRows | None]
+"""One element of a replica's answer: what the requests say, and how busy it is, where that is news
+to the router. A plain tuple: one is pickled for every submission and round."""
 
 
 def is_last(item: ReplicaItem) -> bool:

@@ -35,8 +35,8 @@ from serve_spec.serving.unheard import close_unheard, router_is_there
 
 logger = get_logger(__name__)
 
-# A count of rows serves everybody who is told of it within so many seconds.
-_ROWS_AGE_S = 0.005
+# A router hears how busy a replica is at most every so many seconds.
+_NEWS_AGE_S = 0.005
 
 
 class EngineReplica:
@@ -61,7 +61,7 @@ class EngineReplica:
         # Imported here: the engine pulls in torch, which router and builder do without.
         self._loop = _import(engine_loop)(config, **_followers(config))
         self._outboxes: dict[Outbox, str] = {}
-        self._rows = ReplicaRows(self._name, 0.0, {})
+        self._told: dict[str, float] = {}
         self._telemetry = ReplicaTelemetry(context, self._loop)
         start_warm(config, self._loop, self._stats)
         tasks = asyncio.get_running_loop()
@@ -82,7 +82,7 @@ class EngineReplica:
         ]
         try:
             async for items in outbox:
-                yield News(items, self._newest_rows())
+                yield items, self._news_for(submission.sender)
         finally:
             del self._outboxes[outbox]
             for request, answer in zip(submission.requests, answers, strict=True):
@@ -172,12 +172,14 @@ class EngineReplica:
             return await continue_request(self._loop, request)
         return await self._loop.submit(request.prompt, request.params, request.request_id)
 
-    def _newest_rows(self) -> ReplicaRows:
-        """Counted at most every few milliseconds: every submission is told, in every round."""
+    def _news_for(self, sender: str) -> ReplicaRows | None:
+        """How busy this is, unless the router has just heard of it: its submissions are many, and
+        each round of the engine has an answer for every one of them."""
         now_s = time.time()
-        if not 0 <= now_s - self._rows.time_s < _ROWS_AGE_S:
-            self._rows = ReplicaRows(self._name, now_s, self._rows_by_sender())
-        return self._rows
+        if 0 <= now_s - self._told.get(sender, 0.0) < _NEWS_AGE_S:
+            return None
+        self._told[sender] = now_s
+        return ReplicaRows(self._name, now_s, self._rows_by_sender())
 
     def _rows_by_sender(self) -> dict[str, int]:
         """Requests here by the router they came from."""

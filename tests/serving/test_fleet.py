@@ -24,7 +24,6 @@ from serve_spec.serving.messages import (
     Accepted,
     Cancellation,
     Failed,
-    News,
     Refused,
     ReplicaRows,
     Submission,
@@ -92,7 +91,7 @@ def fleet(config: ServeSpecConfig) -> Callable[[Responses], RayFleet]:
 def lists(items: list[Any]) -> list[Any]:
     """What a replica sends when each item is news of its own."""
     rows = ReplicaRows("r1", 5.0, {"router": 1})
-    return [item if isinstance(item, Exception) else News([(ID, item)], rows) for item in items]
+    return [item if isinstance(item, Exception) else ([(ID, item)], rows) for item in items]
 
 
 def play(fleet: RayFleet) -> list[Any]:

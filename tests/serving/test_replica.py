@@ -87,7 +87,7 @@ def submission(*prompts: str, **params: Any) -> Submission:
 
 async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]:
     answer = replica.generate(submission(prompt, **params))
-    return [item async for news in answer for _, item in news.items]
+    return [item async for items, _ in answer for _, item in items]
 
 
 def test_a_request_is_accepted_then_answered_round_by_round(run: Any) -> None:
@@ -129,20 +129,26 @@ def test_closing_the_answer_cancels_its_requests_in_the_engine(run: Any) -> None
     run(scenario)
 
 
-def test_every_answer_says_how_many_requests_of_which_router_are_there(
+def test_a_router_hears_with_an_answer_how_many_requests_of_whom_are_there_if_it_is_news(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ROWS_AGE_S", 0.0)
-
     async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        monkeypatch.setattr(module, "_NEWS_AGE_S", 1e9)
         answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
         async with aclosing(answer):
-            rows = (await anext(answer)).rows
+            _, rows = await anext(answer)
+            assert rows is not None
             assert (rows.replica, rows.by_sender) == ("r1", {"router": 2})
             assert rows.time_s <= replica.record_routing_stats()["time_s"]
             other = replace(submission("a b c", max_tokens=5), sender="other")
-            first, *_ = [news async for news in replica.generate(other)]
-            assert first.rows.by_sender == {"router": 2, "other": 1}
+            (_, first), *rest = [news async for news in replica.generate(other)]
+            assert first is not None
+            assert first.by_sender == {"router": 2, "other": 1}
+            assert rest
+            assert all(rows is None for _, rows in rest), "it has just been told"
+            monkeypatch.setattr(module, "_NEWS_AGE_S", 0.0)
+            again = replace(submission("a b c", max_tokens=5), sender="other")
+            assert all([rows is not None async for _, rows in replica.generate(again)])
 
     run(scenario)
 
@@ -151,8 +157,8 @@ def test_requests_of_a_submission_answer_side_by_side_and_end_alone(run: Any) ->
     async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
         prompts = "a b c", "hold on", "full", "x"
         said: dict[str, list[Any]] = {f"r{i}": [] for i in range(4)}
-        async for news in replica.generate(submission(*prompts, max_tokens=5)):
-            for request_id, item in news.items:
+        async for items, _ in replica.generate(submission(*prompts, max_tokens=5)):
+            for request_id, item in items:
                 said[request_id].append(item)
             if all(is_last(said[name][-1]) for name in ("r0", "r2", "r3") if said[name]) and (
                 replica.record_routing_stats()["rows"] == {"router": 1}
@@ -176,7 +182,7 @@ def test_a_request_that_another_replica_began_goes_on_where_it_was(run: Any) -> 
         emitted = tuple(token for d in whole[1:3] for token in d.token_ids)
         begun = submission("a b c", max_tokens=7)
         begun.requests = [replace(begun.requests[0], emitted=emitted)]
-        answer = [item async for news in replica.generate(begun) for _, item in news.items]
+        answer = [item async for items, _ in replica.generate(begun) for _, item in items]
         assert answer[0] == whole[0], "the prompt is as long as it was"
         assert [(d.token_ids, d.text) for d in answer[1:]] == [
             (d.token_ids, d.text) for d in whole[3:]
