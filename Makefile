@@ -20,7 +20,10 @@ export OPENBLAS_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-.PHONY: install serve test lint types format bench clean
+# Their tests mostly wait for Ray's processes.
+RAY_TESTS := tests/e2e tests/serving
+
+.PHONY: install serve test test-ray test-rest lint types format bench clean
 
 install: $(STAMP)
 
@@ -35,8 +38,15 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	$(BIN)/serve-spec serve deploy/tiny.yaml
 
-test: lint types
-	$(BIN)/python -m pytest
+# Two at a time: a test that waits leaves its core to one that computes.
+test: install
+	$(MAKE) --jobs=2 lint types test-ray test-rest
+
+test-ray: install
+	$(BIN)/python -m pytest $(RAY_TESTS)
+
+test-rest: install
+	$(BIN)/python -m pytest $(RAY_TESTS:%=--ignore=%)
 
 lint: install
 	$(BIN)/ruff check .

@@ -104,6 +104,8 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "speculative_adaptive": True,
         },
         "cache": {"page_size": 4, "num_pages": 512},
+        # Few at a time: costs are measured at start, for every batch size there may be.
+        "scheduler": {"max_num_seqs": 4},
         "replica": {"torch_num_threads": 1, "graceful_shutdown_timeout_s": 5.0},
         "stats": {"push_interval_s": 0.2},
     }
@@ -232,21 +234,22 @@ def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(
     config_file: Path,
 ) -> None:
     settings = yaml.safe_load(config_file.read_text())
-    settings["model"]["max_model_len"] = 10**6
+    settings["model"]["max_model_len"] = 1000
     file = config_file.with_name("too_long.yaml")
     file.write_text(yaml.safe_dump(settings))
     with short_tmp() as tmp:
         command = [sys.executable, "-m", "serve_spec", "serve", str(file)]
         done = subprocess.run(
             [*command, "--port", str(free_port())],
-            env=isolated_environment(tmp),
+            # Serve would try thrice, and hear the same reason thrice.
+            env=isolated_environment(tmp) | {"RAY_SERVE_MAX_PER_REPLICA_RETRY_COUNT": "1"},
             cwd=ROOT,
             capture_output=True,
             text=True,
             timeout=READY_WITHIN_S,
         )
     assert done.returncode == 1
-    assert "max_model_len=1000000" in done.stderr
+    assert "max_model_len=1000 is more" in done.stderr
 
 
 def test_the_shipped_pair_serves_from_the_shipped_deployment() -> None:
@@ -256,4 +259,5 @@ def test_the_shipped_pair_serves_from_the_shipped_deployment() -> None:
             model="tiny", prompt="def fibonacci(n):", max_tokens=32, temperature=0
         )
         assert answer["choices"][0]["text"].strip()
-        assert answer["usage"]["speculation"]["accept_length"] > 1.5
+        # How deep it drafts depends on what this machine measured at start.
+        assert answer["usage"]["speculation"]["accept_length"] > 1

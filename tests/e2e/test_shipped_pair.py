@@ -18,7 +18,7 @@ def requests(llm: LLM) -> tuple[list[list[int]], list[SamplingParams]]:
     """Held-out code of 40 tokens, every temperature twice."""
     prompts = held_out_prompts(llm.engine.tokenizer.encode, count=NUM_PROMPTS, num_tokens=40)
     params = [
-        SamplingParams(max_tokens=32, temperature=(0.0, 0.7, 1.0)[i % 3], seed=i, ignore_eos=True)
+        SamplingParams(max_tokens=24, temperature=(0.0, 0.7, 1.0)[i % 3], seed=i, ignore_eos=True)
         for i in range(NUM_PROMPTS)
     ]
     return prompts, params
@@ -56,6 +56,7 @@ def test_nothing_that_happens_to_a_request_changes_its_text(
     """Another tier every round, prompts in chunks, and too few pages for the batch, at once."""
     llm = shipped(
         speculative_algorithm=head,
+        speculative_adaptive=False,
         speculative_draft_model_path=f"asset:tiny/{head.lower()}",
         max_model_len=96,
         num_pages=24,
@@ -83,7 +84,7 @@ def test_adaptive_control_moves_between_tiers_and_keeps_the_text(
 def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(
     plain: list[tuple[int, ...]],
 ) -> None:
-    llm = shipped(max_num_seqs=2)
+    llm = shipped(max_num_seqs=2, max_model_len=96)
     assert texts(llm.generate(*requests(llm))) == plain
     snapshot = llm.engine.snapshot()
     assert snapshot["strategy"] == "goodput"

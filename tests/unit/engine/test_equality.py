@@ -26,7 +26,7 @@ def prompts_and_params(count: int = 8) -> tuple[list[list[int]], list[SamplingPa
     filters = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02, "top_k": 50}]
     params = [
         SamplingParams(
-            max_tokens=24 + 3 * i,
+            max_tokens=16 + 2 * i,
             temperature=TEMPERATURES[i % 3],
             seed=40 + i,
             ignore_eos=True,
@@ -107,7 +107,7 @@ def test_stops_inside_an_accepted_run_end_the_text_where_they_do_without_one(
     prompts, params = prompts_and_params()
     stopping = []
     for i, (p, tokens) in enumerate(zip(params, plain, strict=True)):
-        place = 5 + 2 * i
+        place = 3 + 2 * i
         stop = {"stop": (chr(tokens[place]),)} if i % 2 else {"stop_token_ids": (tokens[place],)}
         stopping.append(replace(p, **stop))
     off = make_llm().generate(prompts, stopping)

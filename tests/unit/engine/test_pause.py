@@ -13,7 +13,7 @@ from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRou
 from serve_spec.verify import verifier
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
-GREEDY = SamplingParams(max_tokens=1100, temperature=0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=1060, temperature=0, ignore_eos=True)
 
 
 class Scheduled:
@@ -55,8 +55,8 @@ def test_a_pause_of_a_thousand_rounds_is_forgotten(
 ) -> None:
     """From the end of the pause on, every round keeps what an engine that never paused keeps."""
     end = 1010
-    pair = make_pair(tmp_path, max_position_embeddings=2048)
-    llm = llm_maker(pair, "cpu")(algorithm, 3, max_model_len=1200, execution=execution)
+    pair = make_pair(tmp_path, max_position_embeddings=2048, num_hidden_layers=4)
+    llm = llm_maker(pair, "cpu")(algorithm, 3, max_model_len=1080, execution=execution)
     # Both arrive at length `end` exactly: the second draws single tokens for a while before it.
     paused, text = run(llm, lambda length: 0 if length < end else 3)
     steady, same_text = run(llm, lambda length: 0 if end - 12 < length < end else 3)
