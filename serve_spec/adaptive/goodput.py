@@ -85,7 +85,7 @@ class _Plan:
     """Drafts per row for the next rounds: by request, and for requests that join meanwhile.
 
     entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
-    in a round with so many rows of prompts.
+    in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
     """
 
     def __init__(
@@ -94,10 +94,12 @@ class _Plan:
         request_ids: Sequence[str],
         entries: Entries,
         depth_beside: Callable[[int], int],
+        depth_at: Callable[[int], int],
     ) -> None:
         self.choice = choice
-        self._depth_beside = depth_beside
-        self._depths: dict[int, int] = {}
+        # For numbers of about the same size once.
+        self._depth_beside = _by_size(depth_beside)
+        self._depth_at = _by_size(depth_at)
         self._row_steps: list[int] = choice.row_steps.tolist()
         self._request_ids = request_ids
         self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
@@ -115,14 +117,20 @@ class _Plan:
             self._request_ids = batch.request_ids
         return self._row_steps
 
-    def depth(self, num_prompt_rows: int) -> int:
-        """Most drafts per row in a round with about so many rows of prompts."""
-        if not num_prompt_rows:
-            return self.choice.num_steps
-        about = num_prompt_rows.bit_length()
-        if about not in self._depths:
-            self._depths[about] = self._depth_beside(num_prompt_rows)
-        return self._depths[about]
+    def depth(self, batch: DecodeBatch) -> int:
+        """Most drafts per row in a round of about this batch.
+
+        Prompts take the room of drafts, and a batch that fills up, to thrice its size or more, is
+        taken for what it will be: a row that begins to draft makes up its whole prompt, for nothing
+        if it soon stops.
+        """
+        depth = self.choice.num_steps
+        if depth and batch.num_prompt_rows:
+            depth = min(depth, self._depth_beside(batch.num_prompt_rows))
+        full = batch.size + batch.num_prompts
+        if depth and _range_key(full) > _range_key(batch.size) + 1:
+            depth = min(depth, self._depth_at(full))
+        return depth
 
 
 class GoodputPolicy:
@@ -181,7 +189,7 @@ class GoodputPolicy:
         if plan is None or moved or self._tier > bound:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
         self._rounds_at_tier += 1
-        row_steps, depth = plan.row_steps(batch), plan.depth(batch.num_prompt_rows)
+        row_steps, depth = plan.row_steps(batch), plan.depth(batch)
         if depth < plan.choice.num_steps:
             wanted = RoundSteps(depth, [min(steps, depth) for steps in row_steps])
             self.last_reason = Reason.PROMPTS
@@ -326,7 +334,12 @@ class GoodputPolicy:
             least_ms = (MOVE_GAIN - 1.0) * choice.ms
             return depth_beside_prompts(choice, worth, costs, prompt_ms, least_ms)
 
-        return _Plan(choice, batch.request_ids, entries, depth_beside)
+        def depth_at(size: int) -> int:
+            rates = self.survival.pooled_rates[: self._bound(size)]
+            tiers = tier_speeds(self.costs, rates, batch_size=size, context=context)
+            return int(tiers.tokens_per_ms.argmax())
+
+        return _Plan(choice, batch.request_ids, entries, depth_beside, depth_at)
 
     def _menu(self, worth: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
         """Steps for every sequence where that promises enough, else the same for all."""
@@ -461,6 +474,19 @@ def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:
     low, high = steps.take(above - 1, axis=0), steps.take(above, axis=0)
     ms: Floats = low + share * (high - low)
     return ms
+
+
+def _by_size(depth: Callable[[int], int]) -> Callable[[int], int]:
+    """`depth` of the first number asked for stands for all between two powers of two."""
+    found: dict[int, int] = {}
+
+    def of(number: int) -> int:
+        key = number.bit_length()
+        if key not in found:
+            found[key] = depth(number)
+        return found[key]
+
+    return of
 
 
 @lru_cache(maxsize=256)

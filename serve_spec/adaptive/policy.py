@@ -20,7 +20,7 @@ class Reason(StrEnum):
     DWELL = "dwell"  # withheld: the tier is too young
     BACK_OFF = "back-off"  # withheld: the last probes were bad, the next one waits
     RANGE = "range"  # the batch size moved to another slot
-    PROMPTS = "prompts"  # down while prompts share the round: they take the room drafts had
+    PROMPTS = "prompts"  # down while prompts share the round: they take room, and will be rows
     KV = "kv"  # no room for drafts: free pages or the token budget ran short
     BASELINE = "baseline"  # one round at 0, to measure what speculation is compared with
     GUARD = "guard"  # off: measured slower than measured plain decoding

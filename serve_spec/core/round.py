@@ -27,6 +27,8 @@ class DecodeBatch:
     of a round; of others all since their prompt began. None at all where nobody knows."""
     num_remaining: Sequence[int] = ()
     """Most tokens each row may still emit, where `backlogs` are known."""
+    num_prompts: int = 0
+    """Sequences whose prompts are not done: the batch will soon be larger by so many."""
     num_prompt_rows: int = 0
     """Rows of prompts that share the round, if it drafts little; drafts may take their place."""
     may_draft: bool = True

@@ -272,6 +272,7 @@ class Scheduler:
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
             backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding],
             num_remaining=[seq.num_remaining for seq in decoding],
+            num_prompts=len(prompts),
             num_prompt_rows=num_prompt_rows,
             may_draft=may_draft,
         )

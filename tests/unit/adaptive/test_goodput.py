@@ -207,6 +207,27 @@ def test_where_prompts_take_the_room_of_drafts_it_drafts_less_beside_them_and_sa
     assert chosen(1) == usual, "room for one is left"
 
 
+def test_a_batch_that_fills_up_drafts_no_deeper_than_it_will_when_it_is_full() -> None:
+    """So that no row begins, which takes its whole prompt, to stop again."""
+    policy = goodput(GPU_TABLE)
+    for turn in range(60):
+        row_steps = list(policy.choose(decode_batch(4)).row_steps or [0] * 4)
+        kept = [0 if (row + turn) % 3 else min(1, k) for row, k in enumerate(row_steps)]
+        times = times_of(row_steps, 4, GPU_8B)
+        policy.observe(verified_round(kept, 4, max(row_steps), row_steps=row_steps, times=times))
+
+    def chosen(num_prompts: int) -> int:
+        batch = replace(decode_batch(4, first=100), num_prompts=num_prompts)
+        while (steps := policy.choose(batch)).notes.is_probe:
+            pass
+        return steps.num_steps
+
+    assert chosen(0) > 0
+    assert chosen(1) == chosen(0), "about as many"
+    assert chosen(124) == 0
+    assert policy.last_reason is Reason.PROMPTS
+
+
 def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
     """Where verified rows are dear: a large batch on a GPU."""
     size, easy = 128, 64

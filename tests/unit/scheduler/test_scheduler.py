@@ -360,13 +360,13 @@ def test_prefill_rows_do_not_count_in_the_batch_size_the_policy_sees() -> None:
     assert plan.batch_size == 0
 
 
-def test_the_policy_knows_how_many_rows_of_prompts_share_the_round() -> None:
+def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> None:
     scheduler = make(max_num_batched_tokens=32)
     scheduler.add(sequence("1", 20, max_tokens=9))
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
 
     def choose(batch: DecodeBatch) -> RoundSteps:
-        asked.append(batch.num_prompt_rows)
+        asked.append((batch.num_prompts, batch.num_prompt_rows))
         return RoundSteps(0)
 
     worker = PretendedWorker(4, random.Random(0))
@@ -376,7 +376,7 @@ def test_the_policy_knows_how_many_rows_of_prompts_share_the_round() -> None:
         plan = scheduler.plan(choose)
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
-    assert asked == [5, 31]
+    assert asked == [(1, 5), (1, 31)]
 
 
 def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
