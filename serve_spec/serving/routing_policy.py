@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,18 +70,11 @@ class ReplicaLoad:
         return self.own_rows + self.other_rows
 
     def marginal_ms(self, num_requests: int) -> float:
-        """Mean ms per token of each of `num_requests` more; more than was measured: in proportion.
-
-        Entries hold from their number of rows up to the next.
-        """
+        """Mean ms per token of each of `num_requests` more."""
         assert self.marginal_ms_by_rows, "balanced is the policy without costs"
-        known = sorted(self.marginal_ms_by_rows)
-        total = 0.0
-        for rows in range(self.rows, self.rows + num_requests):
-            entry = max((size for size in known if size <= rows), default=known[0])
-            beyond = max(1.0, rows / (2 * known[-1])) if known[-1] else 1.0
-            total += self.marginal_ms_by_rows[entry] * beyond
-        return total / num_requests
+        known = sorted(self.marginal_ms_by_rows.items())
+        rows = range(self.rows, self.rows + num_requests)
+        return sum(_between(known, row) for row in rows) / num_requests
 
 
 def ranked(
@@ -130,6 +124,21 @@ def _is_short_of_pages(stats: Mapping[str, Any]) -> bool:
     if not pages or not stats.get("num_waiting"):
         return False
     return bool(pages["free_pages"] < _SHORT_SHARE * pages["total_pages"])
+
+
+def _between(known: Sequence[tuple[int, float]], rows: int) -> float:
+    """ms at `rows`, between the entries around it; from the last one on, in proportion to rows.
+
+    Not in stairs: a replica whose stair is a little lower would get all requests up to its end.
+    """
+    above = bisect_right(known, rows, key=lambda entry: entry[0])
+    if above == 0:
+        return known[0][1]
+    size, ms = known[above - 1]
+    if above == len(known):
+        return ms * max(1.0, rows / (2 * size)) if size else ms
+    next_size, next_ms = known[above]
+    return ms + (next_ms - ms) * (rows - size) / (next_size - size)
 
 
 class SentPrefixes:
