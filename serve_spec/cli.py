@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
-from serve_spec.config import ConfigError
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest
 
 _COMMANDS = {
@@ -16,7 +17,7 @@ _COMMANDS = {
     "tune": "measure a pair: its cost table, its steps per batch size, a report",
     "breakeven": "should I speculate: throughput equation, from numbers or a cost table",
     "bench": "measure: adaptive, controller, kernels, offline, online, parallel, stats, trace",
-    "check-config": "print a configuration as resolved, or say what is wrong with it",
+    "check-config": "a configuration as resolved, or a draft as recognised; else what is wrong",
 }
 
 
@@ -53,8 +54,20 @@ def _load(command: str) -> Callable[[list[str]], int]:
     elif command == "bench":
         from serve_spec.bench.command import main as run
     else:
-        from serve_spec.config.command import main as run
+        run = _check_config
     return run
+
+
+def _check_config(argv: list[str]) -> int:
+    from serve_spec.config.command import main
+
+    def describe_draft(draft: Path, config: ServeSpecConfig | None) -> str:
+        # What knows tensors loads only when a draft is to be explained.
+        from serve_spec.models.draft_report import describe_draft as describe
+
+        return describe(draft, config)
+
+    return main(argv, describe_draft)
 
 
 def _usage() -> str:

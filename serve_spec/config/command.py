@@ -1,30 +1,61 @@
-"""`serve-spec check-config FILE [KEY=VALUE ...]`: the resolved configuration, or what is wrong."""
+"""`serve-spec check-config`: a configuration as resolved, or a draft as recognised; else why not.
+
+serve-spec check-config FILE [KEY=VALUE ...]
+serve-spec check-config --draft FOLDER [FILE [KEY=VALUE ...]]
+"""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
+from pathlib import Path
 
 import yaml
 
-from serve_spec.config.base import ConfigError
+from serve_spec.config.base import ConfigError, Refusal, locate
 from serve_spec.config.root import ServeSpecConfig, parse_override
 
+DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
+"""Explains the draft in a folder, beside the target of a configuration if one is given."""
 
-def main(argv: list[str]) -> int:
-    """Prints the resolved configuration as YAML, or the problems; 0, or 1 when refused."""
-    parser = argparse.ArgumentParser(prog="serve-spec check-config", description=__doc__)
-    parser.add_argument("file", help="configuration file (YAML)")
+
+def main(argv: list[str], describe_draft: DescribeDraft) -> int:
+    """Prints the resolved configuration as YAML, or what the draft is; 0, or 1 when refused."""
+    parser = argparse.ArgumentParser(
+        prog="serve-spec check-config",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("file", nargs="?", help="configuration file (YAML)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="leaf keys that win")
-    args = parser.parse_args(argv)
+    parser.add_argument(
+        "--draft",
+        metavar="FOLDER",
+        help="explain this draft checkpoint instead, beside the target of the file if one is given",
+    )
+    args = parser.parse_intermixed_args(argv)
+    if args.file is None and args.draft is None:
+        parser.error("name a configuration file, or a draft with --draft")
     try:
-        overrides = dict(parse_override(text) for text in args.overrides)
-        config = ServeSpecConfig.load(args.file, **overrides)
-    except ConfigError as error:
+        config = None if args.file is None else _load(args.file, args.overrides)
+        draft = None if args.draft is None else locate("--draft", args.draft, Path.cwd())
+    except (ConfigError, Refusal) as error:
         print(error, file=sys.stderr)
         return 1
+    if draft is not None:
+        print(describe_draft(draft, config))
+    elif config is not None:
+        print(_as_yaml(config), end="")
+    return 0
+
+
+def _load(file: str, overrides: list[str]) -> ServeSpecConfig:
+    return ServeSpecConfig.load(file, **dict(parse_override(text) for text in overrides))
+
+
+def _as_yaml(config: ServeSpecConfig) -> str:
     shown = config.model_dump(mode="json")
     # Secrets do not belong in a terminal's history or a build log.
     shown["router"]["api_keys"] = ["<hidden>"] * len(config.router.api_keys)
-    print(yaml.safe_dump(shown, sort_keys=False, allow_unicode=True), end="")
-    return 0
+    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)

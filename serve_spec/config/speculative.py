@@ -17,12 +17,21 @@ Strategy = Literal["ema", "goodput", "per_request", "static"]
 
 _NEED_DRAFT = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE")
 
+# Which algorithms a key that corrects a draft's config.json is for.
+_CORRECTIONS = {
+    "speculative_draft_rope_theta": ("EAGLE", "EAGLE3"),
+    "speculative_draft_aux_layer_ids": ("EAGLE3",),
+    "speculative_draft_aux_layers_mean": ("EAGLE3",),
+    "speculative_draft_norm_before_residual": ("EAGLE3",),
+    "speculative_draft_norm_output": ("EAGLE3",),
+}
+
 
 class SpeculativeConfig(StrictModel):
     """How drafts are made and how their number adapts."""
 
     works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3"),
+        "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3", "NGRAM"),
         "speculative_eagle_topk": (1,),
     }
 
@@ -71,6 +80,35 @@ class SpeculativeConfig(StrictModel):
     speculative_draft_sharpness: float = Field(
         0.85, gt=0, le=2, description="The draft draws at this * the request's temperature."
     )
+    speculative_draft_rope_theta: float | Literal["probe"] | None = Field(
+        None,
+        description="The draft's rotary base, if its config.json is wrong (EAGLE, EAGLE3); probe: "
+        "whichever drafts a text best at start.",
+    )
+    speculative_draft_aux_layer_ids: tuple[int, ...] | None = Field(
+        None,
+        description="EAGLE3: target layers whose inputs the draft reads, if its config.json is "
+        "wrong.",
+    )
+    speculative_draft_aux_layers_mean: Literal["input", "output"] | None = Field(
+        None,
+        description="EAGLE3: whether the layer ids of the draft's config.json name inputs or "
+        "outputs of layers; null: by what they are.",
+    )
+    speculative_draft_norm_before_residual: bool | None = Field(
+        None, description="EAGLE3: the draft's switch of that name; null: as its config.json says."
+    )
+    speculative_draft_norm_output: bool | None = Field(
+        None,
+        description="EAGLE3: whether the draft is fed its output after the last norm; null: as its "
+        "config.json says.",
+    )
+    speculative_ngram_min_match_window_size: int = Field(
+        2, ge=1, description="NGRAM: fewest newest tokens that have to occur earlier in the text."
+    )
+    speculative_ngram_max_match_window_size: int = Field(
+        5, ge=1, description="NGRAM: most tokens that are compared; the longest match goes on."
+    )
     synthetic_acceptance: float | tuple[float, ...] | None = Field(
         None,
         description="For load tests; texts are then not the model's. The accept length to force, "
@@ -96,12 +134,40 @@ class SpeculativeConfig(StrictModel):
             raise Refusal("synthetic_acceptance", wanted, fix)
         return wanted
 
+    @field_validator("speculative_draft_rope_theta", mode="before")
+    @classmethod
+    def _theta(cls, wanted: object) -> object:
+        ok = wanted is None or wanted == "probe" or _in_range(wanted, 1, math.inf)
+        if not ok:
+            raise Refusal("speculative_draft_rope_theta", wanted, "give a base ≥ 1, or 'probe'")
+        return wanted
+
+    @field_validator("speculative_draft_aux_layer_ids")
+    @classmethod
+    def _layers(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
+        if ids is not None and (not ids or min(ids) < 0):
+            fix = "give layers of the target from 0 on, such as [2, 16, 29]"
+            raise Refusal("speculative_draft_aux_layer_ids", list(ids), fix)
+        return ids
+
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         algorithm, rows = self.speculative_algorithm, self.speculative_num_draft_tokens
         if algorithm in _NEED_DRAFT and self.speculative_draft_model_path is None:
             fix = f"{algorithm} needs a draft checkpoint; name its folder"
             raise Refusal("speculative_draft_model_path", None, fix)
+        if algorithm == "NGRAM" and self.speculative_draft_model_path is not None:
+            fix = "NGRAM drafts from the text; leave the key out, or name the draft's algorithm"
+            raise Refusal(
+                "speculative_draft_model_path", str(self.speculative_draft_model_path), fix
+            )
+        least = self.speculative_ngram_min_match_window_size
+        if self.speculative_ngram_max_match_window_size < least:
+            raise Refusal(
+                "speculative_ngram_max_match_window_size",
+                self.speculative_ngram_max_match_window_size,
+                f"give at least speculative_ngram_min_match_window_size={least}",
+            )
         if rows is not None and rows != self.num_draft_tokens:
             fix = (
                 f"a chain of speculative_num_steps={self.speculative_num_steps} has "
@@ -111,6 +177,11 @@ class SpeculativeConfig(StrictModel):
         if self.synthetic_acceptance is not None and not self.enabled:
             fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
             raise Refusal("synthetic_acceptance", self.synthetic_acceptance, fix)
+        for key, algorithms in _CORRECTIONS.items():
+            value = getattr(self, key)
+            if value is not None and algorithm not in ("NONE", *algorithms):
+                fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
+                raise Refusal(key, value, fix)
         # Without drafts there is nothing to adapt.
         return self if self.enabled else self._settle(speculative_adaptive=False)
 

@@ -17,17 +17,15 @@ from serve_spec.layers.module import Destination, Layer, finish_loading, prefixe
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.draft_file import (
-    DraftFile,
-    DraftOptions,
-    draft_shape,
-    embedding_of,
-    own_embedding,
-)
+from serve_spec.models.draft_file import DraftFile, DraftOptions
+from serve_spec.models.draft_shape import draft_shape, embedding_of, has_embedding, own_embedding
 from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
+
+READ_ELSEWHERE = ("embed_tokens.weight",)
+"""Tensors of a file that `Eagle.tensors` does not name."""
 
 
 class Eagle(Layer):
@@ -100,29 +98,38 @@ def load_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: tor
     Raises:
         CheckpointError: a head for another target, or tensors that do not fit.
     """
-    shape = draft_shape(file, target, options, "EAGLE")
+    head = make_eagle(file, target, options, dtype)
+    embedding = own_embedding(file, target, head.hidden_size)
+    if embedding is not None:
+        head.embed_tokens = embedding_of(embedding)
+    file.checkpoint.load_into(head.tensors(), READ_ELSEWHERE)
+    finish_loading(head)
+    _log.info(
+        "EAGLE head %s: %d layers, theta %g, fc bias %s, own embedding %s",
+        file.path, head.shape.num_layers, head.shape.rope_theta, head.fc.bias is not None,
+        embedding is not None,
+    )  # fmt: skip
+    return head
+
+
+def make_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
+    """The head in `file` without its weights, on the target's device.
+
+    Raises:
+        CheckpointError: a head for another target.
+    """
+    shape = draft_shape(file, target, options)
     if shape.hidden_size != target.shape.hidden_size:
         raise CheckpointError(
             f"{file.path}: hidden_size={shape.hidden_size}, but the target's is "
             f"{target.shape.hidden_size}; use a head trained for this target"
         )
-    embedding = own_embedding(file, target, shape.hidden_size)
-    weight = target.embed_tokens.weight
-    with tensor_defaults(dtype, weight.device):
-        head = Eagle(
+    has_embedding(file, target, shape.hidden_size)
+    with tensor_defaults(dtype, target.embed_tokens.weight.device):
+        return Eagle(
             shape,
             target,
             fc_bias="fc.bias" in file.checkpoint,
             input_norm="layers.0.input_layernorm.weight" in file.checkpoint,
             own_head="lm_head.weight" in file.checkpoint,
         )
-    if embedding is not None:
-        head.embed_tokens = embedding_of(embedding)
-    file.checkpoint.load_into(head.tensors(), read_elsewhere=("embed_tokens.weight",))
-    finish_loading(head)
-    _log.info(
-        "EAGLE head %s: %d layers, theta %g, fc bias %s, own embedding %s",
-        file.path, shape.num_layers, shape.rope_theta, head.fc.bias is not None,
-        embedding is not None,
-    )  # fmt: skip
-    return head

@@ -19,16 +19,16 @@ from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer, attention_shape
-from serve_spec.models.draft_file import DraftFile, DraftOptions, embedding_of, own_embedding
-from serve_spec.models.eagle3_shape import (
-    Eagle3Shape,
-    num_draft_ids,
-    read_eagle3_shape,
-    read_target_ids,
-)
+from serve_spec.models.draft_file import DraftFile, DraftOptions
+from serve_spec.models.draft_ids import read_d2t
+from serve_spec.models.draft_shape import embedding_of, has_embedding, own_embedding
+from serve_spec.models.eagle3_shape import Eagle3Shape, num_draft_ids, read_eagle3_shape
 from serve_spec.models.llama import Llama, without_padding
 
 _log = get_logger(__name__)
+
+READ_ELSEWHERE = ("embed_tokens.weight", "d2t", "t2d")
+"""Tensors of a file that `Eagle3.tensors` does not name."""
 
 
 class Eagle3FirstLayer(Layer):
@@ -161,18 +161,31 @@ def load_eagle3(
     Raises:
         CheckpointError: a head for another target, or tensors that do not fit.
     """
-    shape = read_eagle3_shape(file, target, options)
-    target_ids = read_target_ids(file, shape)
-    embedding = own_embedding(file, target, shape.layers.hidden_size)
-    weight = target.embed_tokens.weight
-    if target_ids is not None:
-        target_ids = target_ids.to(weight.device)
-    with tensor_defaults(dtype, weight.device):
-        head = Eagle3(shape, target, target_ids)
+    head = make_eagle3(file, target, options, dtype)
+    embedding = own_embedding(file, target, head.hidden_size)
     if embedding is not None:
         head.embed_tokens = embedding_of(embedding)
-    shared = ("embed_tokens.weight", "d2t", "t2d")
-    file.checkpoint.load_into(head.tensors(), read_elsewhere=shared)
+    file.checkpoint.load_into(head.tensors(), READ_ELSEWHERE)
     finish_loading(head)
-    _log.info("EAGLE-3 head %s: %s, own embedding %s", file.path, shape, embedding is not None)
+    _log.info(
+        "EAGLE-3 head %s: %s, own embedding %s", file.path, head.options, embedding is not None
+    )
     return head
+
+
+def make_eagle3(
+    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> Eagle3:
+    """The head in `file` without its weights, on the target's device.
+
+    Raises:
+        CheckpointError: a head for another target, or id maps that contradict each other.
+    """
+    shape = read_eagle3_shape(file, target, options)
+    target_ids = read_d2t(file, shape.draft_vocab_size, shape.layers.vocab_size)
+    has_embedding(file, target, shape.layers.hidden_size)
+    device = target.embed_tokens.weight.device
+    if target_ids is not None:
+        target_ids = target_ids.to(device)
+    with tensor_defaults(dtype, device):
+        return Eagle3(shape, target, target_ids)

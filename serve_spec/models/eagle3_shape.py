@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
-import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.draft_file import DraftFile, DraftOptions, draft_shape
+from serve_spec.models.draft_file import DraftFile, DraftOptions
+from serve_spec.models.draft_shape import draft_shape
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
 
@@ -42,10 +43,11 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
     Raises:
         CheckpointError: a head for another target, or a variant not supported.
     """
-    layers = draft_shape(file, target, options, "EAGLE3")
+    layers = draft_shape(file, target, options)
     shapes = file.checkpoint.shapes
-    capture = _capture(file, target.shape.num_layers, options)
+    capture = read_capture(file, target.shape.num_layers, options)
     _check_features(file, target, capture)
+    _refuse_variants(file)
     rows = shapes.get("lm_head.weight", (layers.vocab_size,))[0]
     claimed = file.config.get("draft_vocab_size")
     if claimed is not None and claimed != rows:
@@ -62,11 +64,25 @@ def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> 
         fc_bias="fc.bias" in shapes,
         input_norm="input_norm.weight" in shapes or bool(file.setting("norm_before_fc")),
         fc_norm="fc_norm.0.weight" in shapes or bool(file.setting("fc_norm")),
-        norm_before_residual=_switch(
-            options.norm_before_residual, file.setting("norm_before_residual")
-        ),
-        norm_output=_switch(options.norm_output, file.setting("norm_output")),
+        norm_before_residual=switch(file, options, "norm_before_residual"),
+        norm_output=switch(file, options, "norm_output"),
     )
+
+
+def switch(
+    file: DraftFile,
+    options: DraftOptions,
+    name: Literal["norm_before_residual", "norm_output"],
+) -> bool:
+    """The user's word on a switch, else the config's, else what the layout means by silence.
+
+    That is off, but for `norm_before_residual` of speculators: vLLM reads it so, and so do the
+    trainer's defaults.
+    """
+    for said in (getattr(options, name), file.setting(name)):
+        if said is not None:
+            return bool(said)
+    return name == "norm_before_residual" and file.recognition.layout == "speculators"
 
 
 def capture_layers(
@@ -84,40 +100,31 @@ def capture_layers(
         [2, 16, 32], n = 32     -> (2, 16, 32)     the output of layer 32 does not exist
     """
     if ids is None:
-        return (2, num_layers // 2, num_layers - 3)
-    if mean is None:
-        is_input = max(ids) == num_layers or list(ids) == [2, num_layers // 2, num_layers - 3]
-        mean = "input" if is_input else "output"
+        return _default_layers(num_layers)
+    mean = mean or convention(ids, num_layers)[0]
     return tuple(k + 1 for k in ids) if mean == "output" else tuple(ids)
 
 
-def read_target_ids(file: DraftFile, shape: Eagle3Shape) -> Tensor | None:
-    """int64 [Vd], the target's id of each draft id; None when they are the same.
+def convention(ids: Sequence[int], num_layers: int) -> tuple[Literal["input", "output"], str]:
+    """What a config's ids mean by themselves, and why."""
+    if max(ids) == num_layers:
+        return "input", f"there is no output of layer {num_layers}"
+    if tuple(ids) == _default_layers(num_layers):
+        return "input", "they are the default of those who count inputs"
+    if tuple(k + 1 for k in ids) == _default_layers(num_layers):
+        return "output", "they are the default of those who count outputs"
+    return "output", "SpecForge, SGLang and ModelOpt count so; nothing in the file says"
 
-    `d2t` holds offsets (target id - draft id); `t2d` marks the target ids that are reached.
 
-    Raises:
-        CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
-    """
-    rows, vocab = shape.draft_vocab_size, shape.layers.vocab_size
-    if "d2t" not in file.checkpoint:
-        if rows == vocab:
-            return None
-        raise CheckpointError(
-            f"{file.path}: tensor d2t is missing although the head draws from {rows} of {vocab} "
-            "tokens; fetch the complete file"
-        )
-    offsets = file.checkpoint.read("d2t")
-    if tuple(offsets.shape) != (rows,) or offsets.is_floating_point():
-        raise CheckpointError(
-            f"{file.path}: tensor d2t is {list(offsets.shape)} of {offsets.dtype}, expected "
-            f"[{rows}] integers"
-        )
-    if rows == vocab and not offsets.any():
-        return None
-    ids = torch.arange(rows) + offsets.long()
-    _check_target_ids(file, ids, vocab)
-    return ids
+def _default_layers(num_layers: int) -> tuple[int, ...]:
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", "output"] | None:
+    """What is known of the meaning of a config's ids before looking at them."""
+    if options.aux_layers_mean is not None:
+        return options.aux_layers_mean
+    return "input" if file.recognition.layout == "speculators" else None
 
 
 def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
@@ -137,47 +144,69 @@ def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
     return count
 
 
-def _check_target_ids(file: DraftFile, ids: Tensor, vocab: int) -> None:
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or ids.unique().numel() != ids.numel():
-        raise CheckpointError(
-            f"{file.path}: d2t maps draft ids to {int(ids.min())} .. {int(ids.max())}, not to "
-            f"distinct ids below {vocab}; it must hold offsets (target id - draft id)"
-        )
-    if "t2d" not in file.checkpoint:
-        return
-    reached = file.checkpoint.read("t2d")
-    if tuple(reached.shape) != (vocab,):
-        raise CheckpointError(
-            f"{file.path}: tensor t2d is {list(reached.shape)}, expected [{vocab}]; "
-            "use a head trained for this target"
-        )
-    if not torch.equal(reached.nonzero().view(-1), ids.sort().values):
-        raise CheckpointError(
-            f"{file.path}: t2d marks other tokens than d2t reaches; d2t must hold offsets "
-            "(target id - draft id)"
-        )
+def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
+    """Which of the target's `num_layers` layers the head reads.
 
-
-def _capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
-    if file.setting("use_aux_hidden_state") is False:
-        raise CheckpointError(
-            f"{file.path}: use_aux_hidden_state=false is not supported; "
-            "use a head trained on auxiliary hidden states"
-        )
-    ids = file.setting("eagle_aux_hidden_state_layer_ids")
-    if ids is not None and not (ids and isinstance(ids, list) and all(type(k) is int for k in ids)):
-        raise CheckpointError(
-            f"{file.path}: eagle_aux_hidden_state_layer_ids={ids!r}; a list of integers within "
-            f"0 .. {num_layers} is needed"
-        )
-    layers = options.aux_layer_ids or capture_layers(ids, num_layers, options.aux_layers_mean)
-    if not layers or min(layers) < 0 or max(layers) > num_layers:
+    Raises:
+        CheckpointError: ids that are none, or outside the target.
+    """
+    ids = configured_ids(file)
+    layers = options.aux_layer_ids or capture_layers(
+        ids, num_layers, aux_layers_mean(file, options)
+    )
+    if min(layers) < 0 or max(layers) > num_layers:
         raise CheckpointError(
             f"{file.path}: eagle_aux_hidden_state_layer_ids={ids} means the inputs of layers "
-            f"{list(layers)}, but the target has {num_layers}; give aux_layer_ids within 0 .. "
-            f"{num_layers}"
+            f"{list(layers)}, but the target has {num_layers}; give "
+            f"speculative_draft_aux_layer_ids within 0 .. {num_layers}"
         )
-    return FeatureCapture(layers)
+    return FeatureCapture(tuple(layers))
+
+
+def configured_ids(file: DraftFile) -> list[int] | None:
+    """`eagle_aux_hidden_state_layer_ids` as the config gives it, whatever it means.
+
+    SGLang reads the nested key, vLLM the one at the top.
+
+    Raises:
+        CheckpointError: not a list of numbers, or two that differ.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids, nested = file.setting(key), file.nested.get(key)
+    if ids is None:
+        return None
+    if not (ids and isinstance(ids, list) and all(type(k) is int for k in ids)):
+        raise CheckpointError(f"{file.path}: {key}={ids!r}; a list of integers from 0 on is needed")
+    if nested is not None and nested != ids:
+        raise CheckpointError(
+            f"{file.path}: {key}={ids} at the top, but {nested} in eagle_config; "
+            "remove one of them from config.json"
+        )
+    return ids
+
+
+def _refuse_variants(file: DraftFile) -> None:
+    refused = (
+        ("use_aux_hidden_state", False, "use a head trained on auxiliary hidden states"),
+        ("use_mtp_layernorm", True, "use a head without it"),
+    )
+    for key, value, fix in refused:
+        if file.setting(key) is value:
+            raise CheckpointError(
+                f"{file.path}: {key}={str(value).lower()} is not supported; {fix}"
+            )
+    steps = file.setting("parallel_draft_step")
+    if steps not in (None, 1):
+        raise CheckpointError(
+            f"{file.path}: parallel_draft_step={steps!r} is not supported; use a head that drafts "
+            "one token a step"
+        )
+    shapes = file.checkpoint.shapes
+    if "input_norm.weight" in shapes and "fc_norm.0.weight" in shapes:
+        raise CheckpointError(
+            f"{file.path}: both input_norm and fc_norm are stored, and what follows what is not "
+            "known; use a head with one of them"
+        )
 
 
 def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> None:
@@ -188,6 +217,12 @@ def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> 
             f"{file.path}: target_hidden_size={claimed}, but the target's hidden size is {wide}; "
             "use a head trained for this target"
         )
+    number = file.setting("num_aux_hidden_states")
+    if number is not None and number != len(capture.layer_ids or ()):
+        raise CheckpointError(
+            f"{file.path}: num_aux_hidden_states={number}, but {list(capture.layer_ids or ())} are "
+            "read; give that many speculative_draft_aux_layer_ids"
+        )
     found = file.checkpoint.shapes.get("fc.weight")
     expected = capture.width(wide)
     if found is not None and found[1:] != (expected,):
@@ -196,7 +231,3 @@ def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> 
             f"{found[-1]}, but the target gives {len(capture.layer_ids or ())} x {wide} = "
             f"{expected}; use a head trained for this target"
         )
-
-
-def _switch(override: bool | None, configured: bool | None) -> bool:
-    return bool(configured) if override is None else override

@@ -148,11 +148,11 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
     """
     directory = Path(path)
     if (directory / "model.safetensors").exists():
-        return Checkpoint([_SafetensorsFile(directory / "model.safetensors")], directory)
+        return Checkpoint([SafetensorsFile(directory / "model.safetensors")], directory)
     if (directory / "model.safetensors.index.json").exists():
         return Checkpoint(_shards(directory), directory)
     if (directory / "pytorch_model.bin").exists():
-        return Checkpoint([_PickleFile(directory / "pytorch_model.bin")], directory)
+        return Checkpoint([PickleFile(directory / "pytorch_model.bin")], directory)
     found = sorted(p.name for p in directory.iterdir()) if directory.is_dir() else "no directory"
     raise CheckpointError(
         f"{directory}: no weights (found {found}); model.safetensors, "
@@ -193,7 +193,7 @@ class TensorFile(Protocol):
         shard.tensor.copy_(self.read_floats(name)[shard.index])
 
 
-class _SafetensorsFile(TensorFile):
+class SafetensorsFile(TensorFile):
     """One safetensors file, mapped into memory."""
 
     def __init__(self, path: Path) -> None:
@@ -213,7 +213,7 @@ class _SafetensorsFile(TensorFile):
         return tensor
 
 
-class _PickleFile(TensorFile):
+class PickleFile(TensorFile):
     """One `torch.save` file of tensors. Code in it is never run (`weights_only`)."""
 
     def __init__(self, path: Path) -> None:
@@ -243,7 +243,7 @@ class _PickleFile(TensorFile):
 _AGAIN = "fetch it again"
 
 
-def _shards(directory: Path) -> list[_SafetensorsFile]:
+def _shards(directory: Path) -> list[SafetensorsFile]:
     index_path = directory / "model.safetensors.index.json"
     weight_map = read_json(index_path).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -252,7 +252,7 @@ def _shards(directory: Path) -> list[_SafetensorsFile]:
     absent = [name for name in names if not (directory / name).exists()]
     if absent:
         raise CheckpointError(f"{index_path} points to absent {_listed(absent)}; fetch them")
-    shards = {name: _SafetensorsFile(directory / name) for name in names}
+    shards = {name: SafetensorsFile(directory / name) for name in names}
     for tensor, shard in weight_map.items():
         if tensor not in shards[shard].shapes:
             raise CheckpointError(

@@ -8,8 +8,12 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_spec.config import ServeSpecConfig
-from serve_spec.config.command import main
+from serve_spec.config import ServeSpecConfig, command
+
+
+def main(argv: list[str]) -> int:
+    """The command, with somebody who only repeats what he is asked to explain."""
+    return command.main(argv, lambda draft, config: f"{draft} {config and config.model.path}")
 
 
 @pytest.fixture
@@ -53,3 +57,37 @@ def test_forced_acceptance_is_shown(
         assert main([str(file), *override]) == 0
         printed = yaml.safe_load(capsys.readouterr().out)
         assert printed["speculative"]["synthetic_acceptance"] == shown
+
+
+def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(
+    file: Path, tmp_path: Path, minimal: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    draft, target = str(tmp_path / "draft"), minimal["model"]["path"]
+    for argv, said in (
+        (["--draft", draft], f"{draft} None"),
+        (["--draft", draft, str(file)], f"{draft} {target}"),
+        ([str(file), "--draft", draft], f"{draft} {target}"),
+        ([str(file), "--draft", draft, f"path={draft}"], f"{draft} {draft}"),
+    ):
+        assert main(argv) == 0
+        assert capsys.readouterr().out == said + "\n"
+
+
+def test_a_draft_that_is_nowhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--draft", "nowhere"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("--draft='nowhere': nothing at ")
+
+
+def test_a_bad_configuration_is_refused_before_its_draft_is_explained(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--draft", str(tmp_path / "draft"), str(file), "page_size=0"]) == 1
+    assert capsys.readouterr().out == ""
+
+
+def test_one_of_file_and_draft_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([])
+    assert "--draft" in capsys.readouterr().err

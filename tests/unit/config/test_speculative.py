@@ -20,9 +20,8 @@ def test_an_algorithm_that_needs_a_draft_is_refused_without_one(minimal: dict[st
 @pytest.mark.parametrize(
     ("key", "value", "works"),
     [
-        ("speculative_algorithm", "MEDUSA", "NONE, EAGLE, EAGLE3"),
-        ("speculative_algorithm", "STANDALONE", "NONE, EAGLE, EAGLE3"),
-        ("speculative_algorithm", "NGRAM", "NONE, EAGLE, EAGLE3"),
+        ("speculative_algorithm", "MEDUSA", "NONE, EAGLE, EAGLE3, NGRAM"),
+        ("speculative_algorithm", "STANDALONE", "NONE, EAGLE, EAGLE3, NGRAM"),
         ("speculative_eagle_topk", 2, "1"),
     ],
 )
@@ -34,6 +33,23 @@ def test_what_is_not_there_yet_is_refused_with_what_works_now(
     (problem,) = caught.value.problems
     assert f".{key}={value!r}: not available in this version" in problem
     assert problem.endswith(f"what works now: {works}")
+
+
+def test_drafts_from_the_text_need_no_checkpoint_and_refuse_one(
+    minimal: dict[str, Any], drafting: dict[str, Any]
+) -> None:
+    assert ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM").speculative.enabled
+    with pytest.raises(ConfigError, match=r"speculative_draft_model_path=.*NGRAM drafts from"):
+        ServeSpecConfig.load(drafting, speculative_algorithm="NGRAM")
+
+
+def test_the_longest_match_of_the_text_is_no_shorter_than_the_shortest(
+    minimal: dict[str, Any],
+) -> None:
+    sizes = {"min": 4, "max": 3}
+    keys = {f"speculative_ngram_{end}_match_window_size": n for end, n in sizes.items()}
+    with pytest.raises(ConfigError, match=r"max_match_window_size=3: give at least .*=4"):
+        ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", **keys)
 
 
 def test_without_drafts_nothing_adapts(minimal: dict[str, Any]) -> None:
@@ -67,6 +83,68 @@ def test_the_draft_sharpness_lies_in_zero_exclusive_to_two(
     else:
         with pytest.raises(ConfigError, match="speculative_draft_sharpness"):
             ServeSpecConfig.load(drafting, speculative_draft_sharpness=value)
+
+
+CORRECTIONS: dict[str, Any] = {
+    "speculative_draft_rope_theta": 10000.0,
+    "speculative_draft_aux_layer_ids": [2, 16, 29],
+    "speculative_draft_aux_layers_mean": "input",
+    "speculative_draft_norm_before_residual": False,
+    "speculative_draft_norm_output": True,
+}
+
+
+@pytest.mark.parametrize("key", CORRECTIONS)
+def test_what_a_drafts_config_gets_wrong_can_be_said_and_is_not_said_by_default(
+    drafting: dict[str, Any], key: str
+) -> None:
+    assert getattr(ServeSpecConfig.load(drafting).speculative, key) is None
+    value = CORRECTIONS[key]
+    said = getattr(ServeSpecConfig.load(drafting, **{key: value}).speculative, key)
+    assert said == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize("key", CORRECTIONS)
+def test_a_correction_for_another_algorithm_is_refused(drafting: dict[str, Any], key: str) -> None:
+    # Who switches speculation off for once keeps the rest of his file.
+    assert ServeSpecConfig.load(drafting, speculative_algorithm="NONE", **{key: CORRECTIONS[key]})
+    changes = {"speculative_algorithm": "EAGLE", key: CORRECTIONS[key]}
+    if key == "speculative_draft_rope_theta":
+        assert ServeSpecConfig.load(drafting, **changes)
+    else:
+        with pytest.raises(
+            ConfigError, match=rf"^speculative\.{key}=.* for EAGLE3; leave it out with EAGLE"
+        ):
+            ServeSpecConfig.load(drafting, **changes)
+
+
+@pytest.mark.parametrize("value", ["probe", 10000, 1.0, 5e5])
+def test_a_drafts_theta_is_a_number_or_measured(drafting: dict[str, Any], value: object) -> None:
+    config = ServeSpecConfig.load(drafting, speculative_draft_rope_theta=value)
+    assert config.speculative.speculative_draft_rope_theta == value
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "fix"),
+    [
+        ("speculative_draft_rope_theta", 0, "give a base ≥ 1, or 'probe'"),
+        ("speculative_draft_rope_theta", "auto", "give a base ≥ 1, or 'probe'"),
+        ("speculative_draft_rope_theta", True, "give a base ≥ 1, or 'probe'"),
+        ("speculative_draft_rope_theta", float("inf"), "give a base ≥ 1, or 'probe'"),
+        ("speculative_draft_aux_layer_ids", [], "layers of the target from 0 on"),
+        ("speculative_draft_aux_layer_ids", [2, -1], "layers of the target from 0 on"),
+        ("speculative_draft_aux_layers_mean", "both", "'input' or 'output'"),
+        ("speculative_draft_norm_output", 1, "valid boolean"),
+    ],
+)
+def test_a_correction_out_of_range_is_refused_by_name(
+    drafting: dict[str, Any], key: str, value: object, fix: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(drafting, **{key: value})
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"speculative.{key}={value!r}: ")
+    assert fix in problem
 
 
 def test_a_bad_adaptive_config_is_refused_when_the_configuration_is_loaded(

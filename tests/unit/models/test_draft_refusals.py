@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from tests.helpers.checkpoints import (
     read_checkpoint,
     write_checkpoint,
 )
+from tests.unit.models.draft_formats import medusa_tensors
 
 Change = Callable[[dict[str, Tensor]], object]
 
@@ -57,7 +57,9 @@ def test_the_other_eagle_is_told_apart(
     # The names in its config mean nothing: official EAGLE-3 heads call themselves LlamaForCausalLM.
     make(tmp_path, target_dir, architectures=["LlamaForCausalLM"])
     message = refusal(tmp_path, target, asked)
-    assert_names(message, f"holds an {held} head", f"{asked!r}", f"set it to {held!r}")
+    assert_names(
+        message, f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["MEDUSA", "STANDALONE", "NONE"])
@@ -68,30 +70,35 @@ def test_algorithms_without_a_head_are_refused(
         load_draft(tmp_path, target, algorithm)
 
 
-@pytest.mark.parametrize(
-    ("config", "words"),
-    [
-        ({"medusa_num_heads": 2}, ["Medusa", "not supported yet"]),
-        ({"model_type": "medusa"}, ["Medusa", "not supported yet"]),
-        ({"speculators_model_type": "eagle3"}, ["speculators", "'eagle3'", "not supported yet"]),
-    ],
-)
-def test_other_formats_are_refused_by_name(
-    tmp_path: Path, target: Llama, config: dict[str, Any], words: list[str]
+@pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "model.safetensors"])
+def test_medusa_heads_are_no_eagle_whatever_their_file_is_called(
+    tmp_path: Path, target: Llama, name: str
 ) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert_names(refusal(tmp_path, target, "EAGLE3"), *words)
+    write_checkpoint(tmp_path, {}, medusa_tensors(32, 2))
+    (tmp_path / "model.safetensors").rename(tmp_path / name)
+    message = refusal(tmp_path, target, "EAGLE")
+    assert_names(message, "MEDUSA", "blocks.0.layers.0.weight", "'EAGLE'")
 
 
-def test_medusa_is_known_by_its_file(tmp_path: Path, target: Llama) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "medusa_lm_head.pt").touch()
-    assert_names(refusal(tmp_path, target, "EAGLE"), "Medusa")
+def test_a_config_that_says_medusa_does_not_make_it_so(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle(tmp_path, target_dir, model_type="medusa", medusa_num_heads=2)
+    assert load_draft(tmp_path, target, "EAGLE").hidden_size == 32
 
 
 def test_a_whole_model_is_no_head(tmp_path: Path, target: Llama) -> None:
     make_target(tmp_path, "llama2", hidden=32, layers=2)
-    assert_names(refusal(tmp_path, target, "EAGLE3"), "neither", "fc.weight", "stand-alone")
+    message = refusal(tmp_path, target, "EAGLE3")
+    assert_names(message, "STANDALONE", "model.embed_tokens.weight", "'EAGLE3'")
+
+
+def test_tensors_of_no_known_family_are_refused_with_their_names(
+    tmp_path: Path, target: Llama
+) -> None:
+    write_checkpoint(tmp_path, {}, {"adapter.weight": torch.ones(2)})
+    message = refusal(tmp_path, target, "EAGLE3")
+    assert_names(message, str(tmp_path), "neither", "fc.weight", "adapter.weight")
 
 
 def test_an_empty_directory_is_refused(tmp_path: Path, target: Llama) -> None:
@@ -190,19 +197,41 @@ def test_an_fc_for_features_of_another_width_is_refused(
     assert_names(message, "fc.weight", "width 96", "2 x 32 = 64")
 
 
-@pytest.mark.parametrize("ids", [[4, 5, 11], [-3, 4, 5], [], "1,4,5", [1.0, 4.0, 5.0]])
+@pytest.mark.parametrize("ids", [[], "1,4,5", [1.0, 4.0, 5.0], [True, 4, 5]])
+def test_layer_ids_that_are_none_are_refused(
+    tmp_path: Path, target_dir: Path, target: Llama, ids: object
+) -> None:
+    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
+    message = refusal(tmp_path, target, "EAGLE3")
+    assert_names(message, f"eagle_aux_hidden_state_layer_ids={ids!r}", "list of integers")
+
+
+def test_layer_ids_given_twice_have_to_agree(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    # SGLang reads the nested ones, vLLM those at the top: one of them captures the wrong layers.
+    nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
+    make_eagle3(
+        tmp_path, target_dir, eagle_config=nested, eagle_aux_hidden_state_layer_ids=[2, 4, 5]
+    )
+    message = refusal(tmp_path, target, "EAGLE3")
+    assert_names(message, "[2, 4, 5] at the top", "[1, 3, 4] in eagle_config", "remove one")
+
+
+@pytest.mark.parametrize("ids", [[4, 5, 11], [-3, 4, 5]])
 def test_captured_layers_outside_the_target_are_refused(
     tmp_path: Path, target_dir: Path, target: Llama, ids: list[int]
 ) -> None:
     make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
     message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, "eagle_aux_hidden_state_layer_ids", str(ids), "0 .. 8")
+    assert_names(message, "eagle_aux_hidden_state_layer_ids", str(ids), "0 .. 8", "draft_aux")
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (lambda t: t.pop("d2t"), ["d2t is missing", "100 of 288"]),
+        # Ids themselves, as FR-Spec's token maps hold them.
         (lambda t: t.update(d2t=t["d2t"] + torch.arange(100)), ["d2t", "offsets"]),
         (lambda t: t.update(d2t=t["d2t"] + 1), ["d2t", "offsets"]),
         (lambda t: t.update(d2t=t["d2t"].float()), ["d2t", "float32", "[100] integers"]),
@@ -233,9 +262,12 @@ def test_a_draft_vocabulary_at_odds_with_the_lm_head_is_refused(
     [
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu"]),
         ({"rope_scaling": {"rope_type": "linear", "factor": 2.0}}, ["linear", "llama3"]),
-        ({"sliding_window": 2048, "layer_types": ["sliding_attention"]}, ["sliding_window=2048"]),
+        ({"sliding_window": 2048}, ["sliding_window=2048", "layer_types"]),
         ({"target_hidden_size": 48}, ["target_hidden_size=48", "32"]),
         ({"eagle_config": {"use_aux_hidden_state": False}}, ["use_aux_hidden_state"]),
+        ({"eagle_config": {"use_mtp_layernorm": True}}, ["use_mtp_layernorm=true"]),
+        ({"eagle_config": {"parallel_draft_step": 4}}, ["parallel_draft_step=4"]),
+        ({"num_aux_hidden_states": 5}, ["num_aux_hidden_states=5", "[2, 4, 5]"]),
         ({"num_attention_heads": 8}, ["k_proj.weight", "expected"]),
         ({"norm_before_fc": True}, ["missing input_norm.weight"]),
     ],
@@ -247,6 +279,15 @@ def test_configs_that_are_not_computed_are_refused(
     written, tensors = read_checkpoint(tmp_path)
     write_checkpoint(tmp_path, {**written, **config}, tensors)
     assert_names(refusal(tmp_path, target, "EAGLE3"), *words)
+
+
+def test_two_kinds_of_norms_before_fc_exclude_each_other(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle3(tmp_path, target_dir)
+    norms = {f"fc_norm.{index}.weight": torch.ones(32) for index in range(3)}
+    rewrite(tmp_path, lambda t: t.update({"input_norm.weight": torch.ones(96), **norms}))
+    assert_names(refusal(tmp_path, target, "EAGLE3"), "input_norm", "fc_norm", "one of them")
 
 
 def test_a_wrapped_config_is_unwrapped(tmp_path: Path, target_dir: Path, target: Llama) -> None:

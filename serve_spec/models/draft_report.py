@@ -1,0 +1,241 @@
+"""What a draft checkpoint was found to be, in words: for `serve-spec check-config --draft`.
+
+Everything is read as the engine reads it. With a configuration the draft is held against its
+target, tensor by tensor; without one, what depends on the target is named as open.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.layers.module import tensor_defaults
+from serve_spec.models.draft_file import DraftFile, DraftOptions, read_draft
+from serve_spec.models.draft_shape import layer_shape
+from serve_spec.models.eagle import READ_ELSEWHERE as EAGLE_ELSEWHERE
+from serve_spec.models.eagle import make_eagle
+from serve_spec.models.eagle3 import READ_ELSEWHERE as EAGLE3_ELSEWHERE
+from serve_spec.models.eagle3 import make_eagle3
+from serve_spec.models.eagle3_shape import (
+    aux_layers_mean,
+    capture_layers,
+    configured_ids,
+    convention,
+    switch,
+)
+from serve_spec.models.expansion import open_weights
+from serve_spec.models.llama import Llama
+from serve_spec.models.medusa import READ_ELSEWHERE as MEDUSA_ELSEWHERE
+from serve_spec.models.medusa import make_medusa, medusa_shape
+from serve_spec.models.shape import ModelShape
+from serve_spec.models.standalone import shared_ids
+from serve_spec.models.theta_probe import TRAINER_THETA
+
+Facts = dict[str, str]
+
+
+def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
+    """One line per fact about the draft in `path`, as the target of `config` would use it.
+
+    Raises:
+        CheckpointError: what cannot be used, and the way out.
+    """
+    file = read_draft(path)
+    options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
+    target_path = None if config is None else Path(config.model.path)
+    target = None if target_path is None else _without_weights(target_path)
+    family = file.recognition.family
+    facts = {
+        "draft": str(file.path),
+        "family": f"{family}, layout: {file.recognition.layout}",
+        "recognised by": file.recognition.evidence,
+    }
+    if family == "MEDUSA":
+        facts |= _medusa(file, target)
+    elif family == "STANDALONE":
+        facts |= _standalone(file, target_path)
+    else:
+        facts |= _head(file, target, options)
+        if config is not None and config.speculative.speculative_draft_rope_theta == "probe":
+            facts["rope theta"] = "measured at start (speculative_draft_rope_theta: probe)"
+    facts["target"] = _verdict(config, family)
+    width = max(map(len, facts)) + 2
+    return "\n".join(f"{name + ':':<{width}}{text}" for name, text in facts.items())
+
+
+def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts:
+    """Of an EAGLE or EAGLE-3 head; refuses what loading it would refuse."""
+    shape = layer_shape(file, options, None if target is None else target.shape.vocab_size)
+    is_eagle3 = file.recognition.family == "EAGLE3"
+    if target is not None:
+        if is_eagle3:
+            eagle3 = make_eagle3(file, target, options, torch.float32)
+            file.checkpoint.check(eagle3.tensors(), EAGLE3_ELSEWHERE)
+        else:
+            eagle = make_eagle(file, target, options, torch.float32)
+            file.checkpoint.check(eagle.tensors(), EAGLE_ELSEWHERE)
+    facts = {
+        "layers": _layers(shape),
+        "rope theta": _theta(file, shape, options),
+        "biases": _biases(file, shape),
+        "vocabulary": _vocabulary(file, shape),
+        "embedding": _embedding(file),
+    }
+    if is_eagle3:
+        facts["target layers"] = _captured(file, target, options)
+        facts["norms"] = _norms(file, options)
+    else:
+        facts["target layers"] = "the state after the final norm"
+        has_norm = "layers.0.input_layernorm.weight" in file.checkpoint
+        facts["norms"] = f"input_layernorm before the first layer {_yes(has_norm)}, no final norm"
+    return facts
+
+
+def _medusa(file: DraftFile, target: Llama | None) -> Facts:
+    if target is not None:
+        medusa = make_medusa(file, target, torch.float32)
+        file.checkpoint.check(medusa.tensors(), MEDUSA_ELSEWHERE)
+    shape = medusa_shape(file)
+    output = "one matrix that all share" if len(shape.outputs) == 1 else "one matrix each"
+    if not shape.outputs:
+        output = "the target's"
+    mapped = file.checkpoint.shapes.get("token_map")
+    return {
+        "heads": f"{shape.num_heads} of {shape.num_blocks} residual block(s), counted by tensors",
+        "hidden size": str(shape.hidden_size),
+        "biases": _yes(shape.bias),
+        "output": output,
+        "vocabulary": "the target's" if mapped is None else f"{mapped[0]} ids by token_map",
+        "target layers": "the state after the final norm",
+    }
+
+
+def _standalone(file: DraftFile, target_path: Path | None) -> Facts:
+    draft = _without_weights(file.path)
+    open_weights(file.path).check(draft.tensors())
+    shape = draft.shape
+    vocabulary = f"{shape.vocab_size} tokens"
+    if target_path is not None:
+        target = ModelShape.from_directory(target_path)
+        num_ids = shared_ids(shape, file.path, target, target_path)
+        vocabulary += ", the target's" if num_ids is None else f", {num_ids} of them the target's"
+    return {
+        "architecture": shape.architecture,
+        "layers": _layers(shape),
+        "rope theta": f"{shape.rope_theta:g}",
+        "vocabulary": vocabulary,
+    }
+
+
+def _layers(shape: ModelShape) -> str:
+    window = f", window {shape.sliding_window}" if shape.sliding_window else ""
+    return (
+        f"{shape.num_layers}, hidden {shape.hidden_size}, {shape.num_heads} heads and "
+        f"{shape.num_kv_heads} key heads of {shape.head_dim}, mlp {shape.intermediate_size}{window}"
+    )
+
+
+def _theta(file: DraftFile, shape: ModelShape, options: DraftOptions) -> str:
+    theta = f"{shape.rope_theta:g}"
+    if options.rope_theta is not None:
+        return f"{theta}, from speculative_draft_rope_theta"
+    config = file.config
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if "rope_theta" not in {**config, **rope}:
+        return f"{theta}, which is meant where config.json leaves it out"
+    doubt = ""
+    is_speculators = file.recognition.layout == "speculators"
+    if file.recognition.family == "EAGLE3" and not is_speculators and theta != f"{TRAINER_THETA:g}":
+        doubt = (
+            f"; the official trainer used {TRAINER_THETA:g} whatever it wrote here, so try "
+            "speculative_draft_rope_theta: probe"
+        )
+    return f"{theta}, from config.json{doubt}"
+
+
+def _biases(file: DraftFile, shape: ModelShape) -> str:
+    return (
+        f"fc {_yes('fc.bias' in file.checkpoint)}, qkv {_yes(shape.qkv_bias)}, "
+        f"o_proj {_yes(shape.output_bias)}, head norms {_yes(shape.qk_norm)}"
+    )
+
+
+def _vocabulary(file: DraftFile, shape: ModelShape) -> str:
+    rows = file.checkpoint.shapes.get("lm_head.weight")
+    if rows is None:
+        return f"{shape.vocab_size} tokens, through the target's lm_head"
+    if rows[0] == shape.vocab_size:
+        return f"{shape.vocab_size} tokens, own lm_head"
+    return f"{rows[0]} of {shape.vocab_size} tokens, own lm_head, ids mapped by d2t (offsets)"
+
+
+def _embedding(file: DraftFile) -> str:
+    if "embed_tokens.weight" not in file.checkpoint:
+        return "the target's"
+    return "in the file; the target's is used where both are the same"
+
+
+def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> str:
+    ids = configured_ids(file)
+    if options.aux_layer_ids is not None:
+        return f"inputs of {list(options.aux_layer_ids)}, from speculative_draft_aux_layer_ids"
+    said = "config.json names none" if ids is None else f"config.json: {ids}"
+    if target is None:
+        return f"{said}; what that means depends on the target: name a configuration file"
+    num_layers = target.shape.num_layers
+    mean = aux_layers_mean(file, options)
+    resolved = f"inputs of {list(capture_layers(ids, num_layers, mean))} of {num_layers}"
+    if ids is None:
+        return f"{resolved}, everyone's default; {said}"
+    if options.aux_layers_mean is not None:
+        why = "speculative_draft_aux_layers_mean says so"
+    elif mean is not None:
+        why = "speculators counts so"
+    else:
+        mean, why = convention(ids, num_layers)
+    return f"{resolved}; {said}, read as {mean}s: {why}"
+
+
+def _norms(file: DraftFile, options: DraftOptions) -> str:
+    facts = []
+    for name in ("norm_before_residual", "norm_output"):
+        if getattr(options, name) is not None:
+            source = f"speculative_draft_{name}"
+        else:
+            source = "left out" if file.setting(name) is None else "config.json"
+        facts.append(f"{name} {_yes(switch(file, options, name))} ({source})")
+    is_speculators = file.recognition.layout == "speculators"
+    if switch(file, options, "norm_output") and options.norm_output is None and not is_speculators:
+        facts[-1] += (
+            ": the last norm's output is fed back, as SGLang reads it; SpecForge's class means "
+            "only that the norm is there, so if later drafts fail, try "
+            "speculative_draft_norm_output: false"
+        )
+    before = [name for name in ("input_norm", "fc_norm.0") if f"{name}.weight" in file.checkpoint]
+    facts.append(f"before fc: {before[0].removesuffix('.0') if before else 'none'}")
+    return ", ".join(facts)
+
+
+def _verdict(config: ServeSpecConfig | None, family: str) -> str:
+    if config is None:
+        return "not held against one: name a configuration file"
+    asked = config.speculative.speculative_algorithm
+    fix = "" if asked == family else f"; speculative_algorithm={asked!r}: set it to {family!r}"
+    return f"{config.model.path}: fits{fix}"
+
+
+def _without_weights(path: Path) -> Llama:
+    """The model in `path`, its tensors nothing but shapes."""
+    shape = ModelShape.from_directory(path)
+    is_tied = shape.tie_word_embeddings and "lm_head.weight" not in open_weights(path)
+    # Which ids are padding is a matter of contents, which are not here.
+    shape = replace(shape, tie_word_embeddings=is_tied, num_ids=None)
+    with tensor_defaults(torch.float32, "meta"):
+        return Llama(shape)
+
+
+def _yes(is_so: bool) -> str:
+    return "yes" if is_so else "no"

@@ -1,0 +1,216 @@
+"""Medusa heads: several guesses from one hidden state, head h at the token h + 1 places after next.
+
+Each head is a few residual blocks x + SiLU(W·x + b) and an output matrix. Nothing is kept between
+rounds. The feature is the target's hidden state after its final norm (arXiv 2401.10774).
+Source: github.com/FasterDecoding/Medusa, `medusa_model.py`; vLLM's naming and `token_map`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.log import get_logger
+from serve_spec.models.draft_file import DraftFile
+from serve_spec.models.draft_ids import TOKEN_MAP, read_token_map
+from serve_spec.models.llama import FeatureCapture, Llama
+
+_log = get_logger(__name__)
+
+READ_ELSEWHERE = (TOKEN_MAP,)
+"""Tensors of a file that `Medusa.tensors` does not name."""
+
+
+@dataclass(frozen=True)
+class MedusaShape:
+    """What fixes the heads' computation, by the tensors alone.
+
+    `num_heads` heads of `num_blocks` residual blocks. `outputs`: the stored output matrices, one
+    for each head or one that all share, of `num_rows` rows; none (None rows): the target's.
+    """
+
+    num_heads: int
+    num_blocks: int
+    hidden_size: int
+    bias: bool
+    outputs: tuple[str, ...]
+    num_rows: int | None
+
+
+class ResidualBlocks(Layer):
+    """x + SiLU(W·x + b), several times: [T, H] -> [T, H]."""
+
+    def __init__(self, shape: MedusaShape) -> None:
+        super().__init__()
+        hidden = shape.hidden_size
+        self.blocks = nn.ModuleList(
+            Linear(hidden, {f"layers.{index}": hidden}, bias=shape.bias)
+            for index in range(shape.num_blocks)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[T, H] -> [T, H]."""
+        for block in self.blocks:
+            x = x + F.silu(block(x))
+        return x
+
+    __call__ = forward
+
+    def tensors(self) -> dict[str, Destination]:
+        """`layers.<block>.{weight,bias}`."""
+        tensors: dict[str, Destination] = {}
+        for block in self.blocks:
+            assert isinstance(block, Linear)
+            tensors |= block.tensors()
+        return tensors
+
+
+class Medusa(Layer):
+    """All heads. Uninitialised: `load_medusa` fills it.
+
+    `target_ids`: int64 [Vd], the target's id of each draft id; None when the vocabularies are the
+    same.
+    """
+
+    def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
+        super().__init__()
+        self.shape = shape
+        self.capture = FeatureCapture(layer_ids=None)
+        self.feature_dim = self.hidden_size = shape.hidden_size
+        self.dtype = torch.get_default_dtype()
+        self.target_ids = target_ids
+        self.heads = nn.ModuleList(ResidualBlocks(shape) for _ in range(shape.num_heads))
+        self.lm_heads = nn.ModuleList(_output_heads(shape, target))
+        self.head_dtype = self.dtype if shape.outputs else target.embed_tokens.weight.dtype
+        num_rows = shape.num_rows or target.shape.vocab_size
+        # A matrix made for the whole vocabulary has rows that no draft id stands for.
+        has_idle_rows = target_ids is not None and num_rows > len(target_ids)
+        self._rows = target_ids if has_idle_rows else None
+        self._is_padding = _padding(target_ids, target)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Target features [T, H] -> float32 [heads, T, V or Vd]."""
+        hidden = hidden.to(self.dtype)
+        return torch.stack(
+            [
+                self._drawable(lm_head(head(hidden).to(self.head_dtype)))
+                for head, lm_head in zip(self.heads, self.lm_heads, strict=True)
+            ]
+        )
+
+    def tensors(self) -> dict[str, Destination]:
+        """vLLM's names; what is shared with the target is not among them."""
+        tensors: dict[str, Destination] = {}
+        for index, head in enumerate(self.heads):
+            assert isinstance(head, ResidualBlocks)
+            tensors |= prefixed(f"blocks.{index}.", head.tensors())
+        for lm_head in self.lm_heads[: len(self.shape.outputs)]:
+            assert isinstance(lm_head, Linear)
+            tensors |= lm_head.tensors()
+        return tensors
+
+    def _drawable(self, logits: Tensor) -> Tensor:
+        if self._rows is not None:
+            logits = logits.index_select(1, self._rows)
+        if self._is_padding is not None:
+            logits.masked_fill_(self._is_padding, float("-inf"))
+        return logits
+
+
+def load_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
+    """Builds and fills the heads in `file` for `target`, computing in `dtype`.
+
+    Raises:
+        CheckpointError: heads for another target, or tensors that do not fit.
+    """
+    medusa = make_medusa(file, target, dtype)
+    file.checkpoint.load_into(medusa.tensors(), READ_ELSEWHERE)
+    finish_loading(medusa)
+    _log.info("Medusa heads %s: %s", file.path, medusa.shape)
+    return medusa
+
+
+def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
+    """The heads in `file` without their weights, on the target's device.
+
+    Raises:
+        CheckpointError: heads for another target, or an id map that can not be used.
+    """
+    shape = medusa_shape(file)
+    _check_fit(file, shape, target)
+    vocab = target.shape.vocab_size
+    target_ids = read_token_map(file, shape.num_rows or vocab, vocab)
+    device = target.embed_tokens.weight.device
+    with tensor_defaults(dtype, device):
+        return Medusa(shape, target, None if target_ids is None else target_ids.to(device))
+
+
+def medusa_shape(file: DraftFile) -> MedusaShape:
+    """Counts heads and blocks by the tensors; published configs miscount them."""
+    shapes = file.checkpoint.shapes
+    places = [
+        (int(match[1]), int(match[2]))
+        for name in shapes
+        if (match := re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name))
+    ]
+    num_heads = 1 + max(head for head, _ in places)
+    outputs = _stored_outputs(file, num_heads)
+    return MedusaShape(
+        num_heads=num_heads,
+        num_blocks=1 + max(block for _, block in places),
+        hidden_size=shapes[f"blocks.{places[0][0]}.layers.{places[0][1]}.weight"][-1],
+        bias="blocks.0.layers.0.bias" in shapes,
+        outputs=outputs,
+        num_rows=shapes[f"{outputs[0]}.weight"][0] if outputs else None,
+    )
+
+
+def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
+    if "lm_heads.0.weight" in file.checkpoint:
+        # vLLM may call the one that all share the first one's.
+        is_shared = file.config.get("original_lm_head")
+        if is_shared and "lm_heads.1.weight" not in file.checkpoint:
+            return ("lm_heads.0",)
+        return tuple(f"lm_heads.{index}" for index in range(num_heads))
+    return ("lm_head",) if "lm_head.weight" in file.checkpoint else ()
+
+
+def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
+    """One for each head."""
+    if shape.num_rows is None:
+        stored = [target.lm_head]
+    else:
+        stored = [Linear(shape.hidden_size, {name: shape.num_rows}) for name in shape.outputs]
+    for lm_head in stored:
+        lm_head.out_dtype = torch.float32
+    return stored if len(stored) == shape.num_heads else stored * shape.num_heads
+
+
+def _padding(target_ids: Tensor | None, target: Llama) -> Tensor | None:
+    """bool [Vd]: the draft ids whose ids of the target are never drawn; None when all are real."""
+    if target.shape.num_ids is None:
+        return None
+    if target_ids is None:
+        target_ids = torch.arange(target.shape.vocab_size)
+    return target_ids >= target.shape.num_ids
+
+
+def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
+    if shape.hidden_size != target.shape.hidden_size:
+        raise CheckpointError(
+            f"{file.path}: the heads read hidden states of width {shape.hidden_size}, but the "
+            f"target's hidden_size is {target.shape.hidden_size}; use heads trained for this target"
+        )
+    vocab_size = target.shape.vocab_size
+    if TOKEN_MAP not in file.checkpoint and shape.num_rows not in (None, vocab_size):
+        raise CheckpointError(
+            f"{file.path}: the heads draw from {shape.num_rows} tokens, the target from "
+            f"{vocab_size}, and there is no {TOKEN_MAP}; use heads trained for this target"
+        )

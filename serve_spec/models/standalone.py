@@ -1,0 +1,69 @@
+"""Stand-alone drafts: whole small models that share the target's tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.log import get_logger
+from serve_spec.models.draft_file import open_draft
+from serve_spec.models.llama import Llama
+from serve_spec.models.shape import ModelShape
+from serve_spec.models.target import load_target
+from serve_spec.models.vocabulary import check_same_tokens
+
+_log = get_logger(__name__)
+
+
+def load_standalone(
+    path: Path | str, target: Llama, target_path: Path | str, dtype: torch.dtype | None = None
+) -> Llama:
+    """Loads the model in `path` to draft for `target`, on its device, over its positions.
+
+    dtype: None: the target's. `target_path` is where the target came from: its tokenizer is
+    compared. Ids that only one of both has are padding, and are never drafted.
+
+    Raises:
+        CheckpointError: as `load_target`; a draft head; other tokens than the target's.
+    """
+    open_draft(path, "STANDALONE")
+    shape = ModelShape.from_directory(path)
+    num_ids = shared_ids(shape, Path(path), target.shape, Path(target_path))
+    weight = target.embed_tokens.weight
+    model = load_target(path, dtype or weight.dtype, weight.device, target.max_model_len)
+    model.shape = replace(model.shape, num_ids=num_ids)
+    if shape.max_position_embeddings < target.max_model_len:
+        _log.warning(
+            "%s: made for %d positions, and drafts up to %d: fewer drafts are kept beyond",
+            path, shape.max_position_embeddings, target.max_model_len,
+        )  # fmt: skip
+    return model
+
+
+def shared_ids(
+    draft: ModelShape, draft_path: Path, target: ModelShape, target_path: Path
+) -> int | None:
+    """Ids of the draft from here on are not the target's (`ModelShape.num_ids`); None: all are.
+
+    Vocabularies of one family are padded differently, so sizes may differ where tokenizers agree.
+
+    Raises:
+        CheckpointError: other tokens, or sizes that differ and no tokenizers to compare.
+    """
+    is_proven = check_same_tokens(draft_path, target_path)
+    if draft.vocab_size != target.vocab_size and not is_proven:
+        raise CheckpointError(
+            f"{draft_path}: vocab_size={draft.vocab_size}, but the target's is "
+            f"{target.vocab_size}; use a draft of the same family, or put tokenizer.json into both "
+            "folders to prove that only padding differs"
+        )
+    real = min(
+        draft.num_ids or draft.vocab_size,
+        target.num_ids or target.vocab_size,
+        draft.vocab_size,
+        target.vocab_size,
+    )
+    return None if real == draft.vocab_size else real

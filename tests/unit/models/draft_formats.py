@@ -1,0 +1,172 @@
+"""Draft checkpoints in the layouts the world publishes, made from the official one; a comparison.
+
+`make_eagle` and `make_eagle3` write the official layout. What others write is the same tensors
+under other names and the same keys in other places, so each layout is a rewriting of such a folder,
+and the plain recomputation (`PlainHead`) reads the official one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from serve_spec.models import DraftHead
+from tests.helpers.checkpoints import read_checkpoint, write_checkpoint
+from tests.helpers.paged import PagedSequences
+from tests.helpers.plain_heads import PlainHead
+
+TOLERANCE = 2e-5
+_LAYER_KEYS = (
+    "model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "rms_norm_eps", "rope_theta", "hidden_act",
+    "max_position_embeddings", "sliding_window", "layer_types",
+)  # fmt: skip
+
+
+def as_speculators(
+    source: Path,
+    directory: Path,
+    kind: str = "eagle3",
+    layers: Mapping[str, Any] | None = None,
+    **top: Any,
+) -> Path:
+    """Writes the head in `source` as the library `speculators` does.
+
+    layers: further keys of `transformer_layer_config`, None removes one. top: of the config itself.
+    """
+    config, tensors = read_checkpoint(source)
+    nested = {key: config[key] for key in _LAYER_KEYS if key in config} | dict(layers or {})
+    written = {
+        "architectures": ["Eagle3Speculator" if kind == "eagle3" else "EagleSpeculator"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.3.0",
+        "draft_vocab_size": config.get("draft_vocab_size"),
+        "target_hidden_size": None,
+        "eagle_aux_hidden_state_layer_ids": None,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {k: v for k, v in nested.items() if v is not None},
+        "speculators_config": {
+            "algorithm": kind,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 5}],
+            "verifier": {"architectures": ["LlamaForCausalLM"], "name_or_path": "target"},
+        },
+    }
+    if kind == "eagle":
+        tensors.pop("embed_tokens.weight", None)
+        tensors = {_speculators_eagle_name(name): tensor for name, tensor in tensors.items()}
+        written = {**written, "fusion_bias": "fusion_fc.bias" in tensors, "layernorms": False}
+    return write_checkpoint(directory, {**written, **top}, tensors)
+
+
+def as_wrapped(source: Path, directory: Path) -> Path:
+    """Writes the EAGLE head in `source` as early conversions for vLLM did: its config wrapped."""
+    config, tensors = read_checkpoint(source)
+    wrapped = {
+        "architectures": ["EAGLEModel"],
+        "model_type": "eagle",
+        "model": {**config, "eagle_fc_bias": "fc.bias" in tensors},
+    }
+    prefixed = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    return write_checkpoint(directory, wrapped, prefixed)
+
+
+def medusa_tensors(
+    hidden: int,
+    num_heads: int,
+    num_blocks: int = 1,
+    rows: int | None = None,
+    *,
+    shared: bool = False,
+    bias: bool = True,
+) -> dict[str, Tensor]:
+    """Random Medusa heads under vLLM's names; rows: of the output matrices, None: none stored."""
+    generator = torch.Generator().manual_seed(4)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator) / hidden**0.5
+
+    tensors = {}
+    for head in range(num_heads):
+        for block in range(num_blocks):
+            tensors[f"blocks.{head}.layers.{block}.weight"] = draw(hidden, hidden)
+            if bias:
+                tensors[f"blocks.{head}.layers.{block}.bias"] = draw(hidden)
+        if rows is not None and not shared:
+            tensors[f"lm_heads.{head}.weight"] = draw(rows, hidden)
+    if rows is not None and shared:
+        tensors["lm_head.weight"] = draw(rows, hidden)
+    return tensors
+
+
+def official_medusa_names(tensors: Mapping[str, Tensor], prefix: str = "") -> dict[str, Tensor]:
+    """The same heads as Medusa's authors save them: `{head}.{block}.linear`, `{head}.{last}`."""
+    num_blocks = 1 + max(int(name.split(".")[3]) for name in tensors if "blocks." in name)
+    renamed = {}
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        if parts[0] == "blocks":
+            renamed[f"{prefix}{parts[1]}.{parts[3]}.linear.{parts[4]}"] = tensor
+        else:
+            renamed[f"{prefix}{parts[1]}.{num_blocks}.weight"] = tensor
+    return renamed
+
+
+class PlainWindowed(PlainHead):
+    """A plain head whose layers see the last `window` entries only, the present one included."""
+
+    def __init__(self, directory: Path, target_dir: Path, window: int, **switches: Any) -> None:
+        super().__init__(directory, target_dir, **switches)
+        self.window = window
+
+    def _attention(self, prefix: str, x: Tensor) -> Tensor:
+        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
+        query = self._rotate(self._heads(prefix, "q", x, heads))
+        key = self._rotate(self._heads(prefix, "k", x, kv_heads))
+        value = self._heads(prefix, "v", x, kv_heads)
+        rows = []
+        for row in range(len(x)):
+            seen = slice(max(0, row + 1 - self.window), row + 1)
+            by_head = []
+            for head in range(heads):
+                kv_head = head // (heads // kv_heads)
+                scores = key[seen, kv_head] @ query[row, head] / math.sqrt(query.shape[2])
+                by_head.append(scores.softmax(dim=0) @ value[seen, kv_head])
+            rows.append(torch.cat(by_head))
+        return self._linear(prefix + "o_proj", torch.stack(rows))
+
+
+def assert_computes(
+    head: DraftHead, plain: PlainHead, num_entries: int = 9, drafted: int = 4
+) -> None:
+    """`head` gives the states and logits of `plain`, over a target's features and then its own."""
+    generator = torch.Generator().manual_seed(3)
+    vocab = len(plain.embedding)
+    ids = torch.randint(0, vocab, (num_entries + drafted,), generator=generator)
+    features = torch.randn(num_entries, head.feature_dim, generator=generator)
+    sequences = PagedSequences(head.shape, 1, len(ids))
+    ctx = sequences.extend([(0, num_entries)])
+    hidden = head.forward(ids[:num_entries], head.encode(features), ctx)
+    for token in ids[num_entries:].split(1):
+        out = head.forward(token, hidden[-1:], sequences.extend([(0, 1)]))
+        hidden = torch.cat((hidden, out))
+    expected_hidden, expected_logits = plain.unroll(ids, features)
+    assert_close(hidden, expected_hidden)
+    assert_close(head.logits(hidden), expected_logits)
+
+
+def assert_close(found: Tensor, expected: Tensor) -> None:
+    assert found.shape == expected.shape
+    assert (found - expected).abs().max() <= TOLERANCE * max(1.0, float(expected.abs().max()))
+
+
+def _speculators_eagle_name(name: str) -> str:
+    for old, new in (("fc.", "fusion_fc."), ("layers.0.", "transformer.")):
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

@@ -1,0 +1,271 @@
+"""Every public layout of an EAGLE or EAGLE-3 head is told by its tensors and computes the same."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models.draft_file import draft_family, open_draft_file, read_draft
+from serve_spec.models.eagle3_shape import capture_layers, convention
+from tests.helpers.checkpoints import (
+    make_eagle,
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tests.helpers.plain_heads import PlainHead
+from tests.unit.models.draft_formats import (
+    PlainWindowed,
+    as_speculators,
+    as_wrapped,
+    assert_computes,
+    medusa_tensors,
+    official_medusa_names,
+)
+
+
+@pytest.fixture
+def eagle3(tmp_path: Path, target_dir: Path) -> Path:
+    """An official EAGLE-3 head with a reduced vocabulary."""
+    return make_eagle3(tmp_path / "official", target_dir, draft_vocab=100)
+
+
+def refusal(directory: Path, target: Llama, algorithm: str = "EAGLE3") -> str:
+    with pytest.raises(CheckpointError) as error:
+        load_draft(directory, target, algorithm)
+    return str(error.value)
+
+
+# What a format's published files hold beside the official layout.
+SPECFORGE = {"eagle_config": {"use_aux_hidden_state": True, "norm_before_fc": False}}
+ANGELSLIM = {"tie_word_embeddings": True, "rope_theta": 1000000.0, "num_hidden_layers": 40}
+MODELOPT = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "layout"),
+    [
+        ({}, "official, SpecForge, AngelSlim"),
+        (SPECFORGE, "official, SpecForge, AngelSlim"),
+        (ANGELSLIM, "official, SpecForge, AngelSlim"),
+        ({**MODELOPT, "layer_prefix": "layers.0."}, "vLLM, ModelOpt"),
+    ],
+)
+def test_eagle3_heads_of_all_trainers_compute_the_same(
+    tmp_path: Path, target_dir: Path, target: Llama, arguments: dict[str, Any], layout: str
+) -> None:
+    make_eagle3(tmp_path, target_dir, draft_vocab=100, **arguments)
+    recognition = read_draft(tmp_path).recognition
+    assert (recognition.family, recognition.layout) == ("EAGLE3", layout)
+    head = load_draft(tmp_path, target, "EAGLE3")
+    assert head.capture == FeatureCapture((2, 4, 5))
+    assert_computes(head, PlainHead(tmp_path, target_dir))
+
+
+@pytest.mark.parametrize("said", [None, True, False])
+def test_a_speculators_head_adds_to_the_normed_state_unless_it_says_otherwise(
+    tmp_path: Path, target_dir: Path, target: Llama, eagle3: Path, said: bool | None
+) -> None:
+    switch = {} if said is None else {"norm_before_residual": said}
+    as_speculators(eagle3, tmp_path / "speculators", **switch)
+    assert read_draft(tmp_path / "speculators").recognition.layout == "speculators"
+    head = load_draft(tmp_path / "speculators", target, "EAGLE3")
+    assert head.target_ids is not None
+    assert_computes(head, PlainHead(eagle3, target_dir, norm_before_residual=said is not False))
+
+
+def test_a_speculators_head_with_an_input_norm_and_a_window_computes_what_its_trainer_did(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    official = make_eagle3(tmp_path / "official", target_dir, num_layers=2, own_embedding=True)
+    config, tensors = read_checkpoint(official)
+    tensors["input_norm.weight"] = torch.linspace(0.5, 1.5, 96)
+    write_checkpoint(official, config, tensors)
+    window = {"sliding_window": 5, "layer_types": ["sliding_attention", "sliding_attention"]}
+    flags = {"norm_before_fc": True, "norm_output": True, "norm_before_residual": True}
+    as_speculators(official, tmp_path / "speculators", layers=window, **flags)
+    head = load_draft(tmp_path / "speculators", target, "EAGLE3")
+    assert head.shape.sliding_window == 5
+    assert_computes(head, PlainWindowed(official, target_dir, 5, **flags))
+
+
+def test_a_speculators_head_of_qwen3_layers_takes_their_norms_and_class_defaults(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    official = make_eagle3(
+        tmp_path / "official", target_dir, num_attention_heads=32, num_key_value_heads=32,
+        head_dim=128, rms_norm_eps=1e-6,
+    )  # fmt: skip
+    config, tensors = read_checkpoint(official)
+    for which in ("q", "k"):
+        tensors[f"midlayer.self_attn.{which}_norm.weight"] = torch.linspace(0.5, 1.5, 128)
+    write_checkpoint(official, config, tensors)
+    left_out = ("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps")
+    layers = {"model_type": "qwen3", "sliding_window": 4096, **dict.fromkeys(left_out)}
+    as_speculators(official, tmp_path / "speculators", layers=layers)
+    head = load_draft(tmp_path / "speculators", target, "EAGLE3")
+    assert_computes(head, PlainHead(official, target_dir, norm_before_residual=True))
+
+
+def test_rope_parameters_of_a_speculators_head_are_read(
+    tmp_path: Path, target_dir: Path, target: Llama, eagle3: Path
+) -> None:
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 300.0}}
+    as_speculators(eagle3, tmp_path / "speculators", layers=rope)
+    head = load_draft(tmp_path / "speculators", target, "EAGLE3")
+    plain = PlainHead(eagle3, target_dir, norm_before_residual=True, rope_theta=300.0)
+    assert_computes(head, plain)
+
+
+# The target has 8 layers; the ids that an official head would count as outputs.
+@pytest.mark.parametrize("ids", [[1, 3, 4], [3, 4, 6], [2, 4, 8]])
+def test_speculators_counts_the_inputs_of_layers(
+    tmp_path: Path, target: Llama, eagle3: Path, ids: list[int]
+) -> None:
+    as_speculators(eagle3, tmp_path / "speculators", eagle_aux_hidden_state_layer_ids=ids)
+    load = load_draft(tmp_path / "speculators", target, "EAGLE3")
+    assert load.capture == FeatureCapture(tuple(ids))
+    options = DraftOptions(aux_layers_mean="output")
+    if max(ids) < 8:
+        load = load_draft(tmp_path / "speculators", target, "EAGLE3", options)
+        assert load.capture == FeatureCapture(tuple(k + 1 for k in ids))
+
+
+@pytest.mark.parametrize("fc_bias", [True, False])
+@pytest.mark.parametrize("rewrite", [None, as_wrapped, as_speculators])
+def test_eagle_heads_of_all_layouts_have_an_fc_bias_if_it_is_stored(
+    tmp_path: Path,
+    target_dir: Path,
+    target: Llama,
+    fc_bias: bool,
+    rewrite: Callable[..., Path] | None,
+) -> None:
+    # The config says the opposite, as published ones do.
+    official = make_eagle(tmp_path / "official", target_dir, fc_bias=fc_bias, bias=not fc_bias)
+    directory = official
+    if rewrite is not None:
+        kind = {"kind": "eagle"} if rewrite is as_speculators else {}
+        directory = rewrite(official, tmp_path / "rewritten", **kind)
+    head: Any = load_draft(directory, target, "EAGLE")
+    assert (head.fc.bias is not None) == fc_bias
+    assert_computes(head, PlainHead(official, target_dir))
+
+
+def test_a_qwen2_head_takes_its_query_biases(tmp_path: Path, target_dir: Path) -> None:
+    qwen = make_target(tmp_path / "qwen", "qwen2", layers=6, hidden=32)
+    make_eagle(tmp_path / "head", qwen, qkv_bias=True)
+    config, tensors = read_checkpoint(tmp_path / "head")
+    for which in ("q", "k", "v"):
+        tensors[f"layers.0.self_attn.{which}_proj.bias"] = torch.linspace(-1, 1, 32)
+    write_checkpoint(tmp_path / "head", config, tensors, pickle=True)
+    head = load_draft(tmp_path / "head", load_target(qwen, torch.float32), "EAGLE")
+    assert_computes(head, PlainHead(tmp_path / "head", qwen))
+
+
+@pytest.mark.parametrize(
+    ("family", "make"),
+    [
+        ("EAGLE", lambda d, t: make_eagle(d, t)),
+        ("EAGLE3", lambda d, t: make_eagle3(d, t)),
+        ("EAGLE3", lambda d, t: make_eagle3(d, t, layer_prefix="layers.0.")),
+        ("EAGLE3", lambda d, t: make_eagle3(d, t, hidden_size=16, own_embedding=True)),
+        ("STANDALONE", lambda d, t: make_target(d, "qwen3")),
+        ("MEDUSA", lambda d, t: write_checkpoint(d, {}, medusa_tensors(32, 2, 2, 288))),
+        (
+            "MEDUSA",
+            lambda d, t: write_checkpoint(
+                d, {}, official_medusa_names(medusa_tensors(32, 3, 1, 288), "medusa_head.")
+            ),
+        ),
+    ],
+)
+def test_the_family_is_told_by_tensors_alone(
+    tmp_path: Path, target_dir: Path, family: str, make: Callable[[Path, Path], Path]
+) -> None:
+    make(tmp_path, target_dir)
+    config, _ = read_checkpoint(tmp_path)
+    # Whatever the config calls itself.
+    for name in ("LlamaForCausalLM", "MedusaModel", "LlamaForCausalLMEagle3"):
+        config = {**config, "architectures": [name], "model_type": "llama"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        recognition = read_draft(tmp_path).recognition
+        assert recognition.family == family
+        assert recognition.evidence
+
+
+@pytest.mark.parametrize(
+    ("top", "layers", "words"),
+    [
+        ({"speculators_model_type": "peagle"}, {}, ["'peagle'", "['eagle', 'eagle3']"]),
+        ({"speculators_model_type": "eagle"}, {}, ["'eagle'", "are of EAGLE3"]),
+        ({"layernorms": True}, {}, ["layernorms=true", "disagree"]),
+        ({}, {"model_type": "deepseek"}, ["model_type='deepseek'", "llama"]),
+        (
+            {},
+            {"sliding_window": 9, "layer_types": ["full_attention", "sliding_attention"]},
+            ["sliding_window=9", "mixed"],
+        ),
+        ({}, {"sliding_window": 9}, ["sliding_window=9", "layer_types"]),
+        ({}, {"vocab_size": 100}, ["vocab_size=100", "288", "trained for this target"]),
+        ({"norm_before_fc": True}, {}, ["missing input_norm.weight"]),
+    ],
+)
+def test_speculators_heads_that_are_not_computed_are_refused_by_name(
+    tmp_path: Path,
+    target: Llama,
+    eagle3: Path,
+    top: dict[str, Any],
+    layers: dict[str, Any],
+    words: list[str],
+) -> None:
+    as_speculators(eagle3, tmp_path / "speculators", layers=layers, **top)
+    message = refusal(tmp_path / "speculators", target)
+    assert all(word in message for word in words), message
+
+
+def test_what_expands_heads_is_given_none_whose_config_it_would_misread(
+    tmp_path: Path, eagle3: Path
+) -> None:
+    assert draft_family(open_draft_file(eagle3)) == "EAGLE3"
+    as_speculators(eagle3, tmp_path / "speculators")
+    make_target(tmp_path / "model", "llama2")
+    for name, word in (("speculators", "speculators checkpoint"), ("model", "STANDALONE")):
+        with pytest.raises(CheckpointError, match=word):
+            open_draft_file(tmp_path / name)
+
+
+@given(
+    num_layers=st.integers(6, 100),
+    ids=st.lists(st.integers(0, 99), min_size=1, max_size=5),
+)
+def test_both_conventions_name_the_same_layers_one_apart(num_layers: int, ids: list[int]) -> None:
+    outputs = [k % num_layers for k in ids]
+    inputs = [k + 1 for k in outputs]
+    expected = tuple(inputs)
+    assert capture_layers(outputs, num_layers, "output") == expected
+    assert capture_layers(inputs, num_layers, "input") == expected
+    mean, why = convention(outputs, num_layers)
+    assert why
+    assert capture_layers(outputs, num_layers) == capture_layers(outputs, num_layers, mean)
+    # Whatever they are taken for, real outputs lie within the target.
+    assert max(capture_layers(outputs, num_layers)) <= num_layers
+
+
+def test_mistrals_own_names_are_refused_by_name(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle(tmp_path, target_dir)
+    config, tensors = read_checkpoint(tmp_path)
+    tensors["eagle_linear.weight"] = tensors.pop("fc.weight")
+    write_checkpoint(tmp_path, config, tensors, pickle=True)
+    assert "Mistral's own names" in refusal(tmp_path, target, "EAGLE")

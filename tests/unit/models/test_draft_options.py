@@ -1,0 +1,73 @@
+"""What a user says of a draft reaches the draft the engine runs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.engine.build import load_models
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.models import DraftOptions, load_target
+from serve_spec.models.draft import load_draft
+from serve_spec.models.theta_probe import probe_text, settle_theta
+from serve_spec.parallel.group import SINGLE
+from tests.helpers.checkpoints import make_eagle3
+
+
+@pytest.fixture
+def config(tmp_path: Path, target_dir: Path) -> ServeSpecConfig:
+    make_eagle3(tmp_path, target_dir, rope_theta=40.0, eagle_aux_hidden_state_layer_ids=[2, 4, 5])
+    return ServeSpecConfig.load(
+        {
+            "model": {"path": str(target_dir), "device": "cpu", "dtype": "float32"},
+            "speculative": {
+                "speculative_algorithm": "EAGLE3",
+                "speculative_draft_model_path": str(tmp_path),
+                "speculative_draft_dtype": "float32",
+            },
+            "cache": {"num_pages": 64},
+        }
+    )
+
+
+def loaded_head(config: ServeSpecConfig, **changes: Any) -> Any:
+    return load_models(ServeSpecConfig.load(config, **changes), SINGLE).head
+
+
+def test_without_a_word_the_checkpoint_is_believed(config: ServeSpecConfig) -> None:
+    assert set(asdict(DraftOptions.of(config.speculative)).values()) == {None}
+    head = loaded_head(config)
+    assert head.shape.rope_theta == 40.0
+    assert head.capture.layer_ids == (2, 4, 5)
+    assert not head.options.norm_before_residual
+    assert not head.options.norm_output
+
+
+def test_every_word_reaches_the_head(config: ServeSpecConfig) -> None:
+    head = loaded_head(
+        config,
+        speculative_draft_rope_theta=7,
+        speculative_draft_aux_layers_mean="output",
+        speculative_draft_norm_before_residual=True,
+        speculative_draft_norm_output=True,
+    )
+    assert head.shape.rope_theta == 7
+    assert head.capture.layer_ids == (3, 5, 6)
+    assert head.options.norm_before_residual
+    assert head.options.norm_output
+    head = loaded_head(config, speculative_draft_aux_layer_ids=[0, 1, 8])
+    assert head.capture.layer_ids == (0, 1, 8)
+
+
+def test_a_theta_that_is_to_be_measured_is(config: ServeSpecConfig, target_dir: Path) -> None:
+    target = load_target(target_dir, torch.float32)
+    path = config.speculative.speculative_draft_model_path
+    assert path is not None
+    ids = Tokenizer(target_dir).encode(probe_text())
+    expected = settle_theta(load_draft(path, target, "EAGLE3"), target, ids)
+    assert loaded_head(config, speculative_draft_rope_theta="probe").shape.rope_theta == expected

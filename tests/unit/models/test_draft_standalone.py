@@ -1,0 +1,112 @@
+"""A whole model may draft for another if both mean the same by their ids."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models import Llama, load_target
+from serve_spec.models.standalone import load_standalone
+from serve_spec.models.vocabulary import read_vocabulary
+from tests.helpers.checkpoints import make_eagle, make_target
+from tests.helpers.paged import PagedSequences
+
+
+def refusal(directory: Path, target: Llama, target_dir: Path) -> str:
+    with pytest.raises(CheckpointError) as error:
+        load_standalone(directory, target, target_dir)
+    return str(error.value)
+
+
+def change_token(directory: Path, token: str, token_id: int) -> None:
+    path = directory / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"][token] = token_id
+    path.write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("family", ["llama2", "qwen3"])
+def test_a_draft_computes_what_it_computes_as_a_target(
+    tmp_path: Path, target: Llama, target_dir: Path, family: str
+) -> None:
+    make_target(tmp_path, family, layers=2, max_position_embeddings=16)
+    draft = load_standalone(tmp_path, target, target_dir)
+    ids = torch.arange(40)
+    alone = load_target(tmp_path, torch.float32, max_model_len=512)
+    hidden = []
+    for model in (draft, alone):
+        ctx = PagedSequences(model.shape, 1, 40).extend([(0, 40)])
+        hidden.append(model.forward(ids, ctx).hidden)
+    # Its own 16 positions do not bound it: it lives among the target's.
+    assert draft.max_model_len == target.max_model_len
+    assert torch.equal(draft.logits(hidden[0]), alone.logits(hidden[1]))
+
+
+def test_equal_sizes_do_without_a_tokenizer(
+    tmp_path: Path, target: Llama, target_dir: Path
+) -> None:
+    make_target(tmp_path, "llama2", layers=1)
+    (tmp_path / "tokenizer.json").unlink()
+    assert load_standalone(tmp_path, target, target_dir).shape.num_ids is None
+
+
+def test_other_tokens_of_the_same_number_are_refused(
+    tmp_path: Path, target: Llama, target_dir: Path
+) -> None:
+    make_target(tmp_path, "llama2", layers=1)
+    change_token(tmp_path, "a", 98)
+    message = refusal(tmp_path, target, target_dir)
+    assert "token 'a' has id 98, but 97 in" in message
+    assert "target's own tokenizer" in message
+
+
+def test_other_sizes_are_refused_unless_the_tokenizers_agree(
+    tmp_path: Path, target: Llama, target_dir: Path
+) -> None:
+    make_target(tmp_path, "llama2", layers=1, vocab=300)
+    assert load_standalone(tmp_path, target, target_dir).shape.num_ids == 288
+    (tmp_path / "tokenizer.json").unlink()
+    message = refusal(tmp_path, target, target_dir)
+    assert "vocab_size=300" in message
+    assert "288" in message
+    assert "tokenizer.json" in message
+
+
+def test_ids_that_only_the_draft_has_are_never_drafted(
+    tmp_path: Path, target: Llama, target_dir: Path
+) -> None:
+    make_target(tmp_path, "llama2", layers=1, vocab=300)
+    draft = load_standalone(tmp_path, target, target_dir)
+    logits = draft.logits(torch.ones(1, draft.shape.hidden_size))
+    assert torch.isinf(logits[:, 288:]).all()
+    assert torch.isfinite(logits[:, :288]).all()
+
+
+def test_a_smaller_padding_than_the_targets_loses_nothing(
+    tmp_path: Path, target: Llama, target_dir: Path
+) -> None:
+    make_target(tmp_path, "llama2", layers=1, vocab=270)
+    assert load_standalone(tmp_path, target, target_dir).shape.num_ids is None
+
+
+def test_a_head_is_no_whole_model(tmp_path: Path, target: Llama, target_dir: Path) -> None:
+    make_eagle(tmp_path, target_dir)
+    message = refusal(tmp_path, target, target_dir)
+    assert "family EAGLE" in message
+    assert "'STANDALONE'" in message
+
+
+def test_vocabularies_of_every_tokenizer_model_are_read(tmp_path: Path) -> None:
+    added = [{"content": "<eos>", "id": 2}]
+    for vocab in ({"a": 0, "b": 1}, [["a", -1.0], ["b", -2.5]]):
+        content = {"model": {"vocab": vocab}, "added_tokens": added}
+        (tmp_path / "tokenizer.json").write_text(json.dumps(content))
+        assert read_vocabulary(tmp_path) == {"a": 0, "b": 1, "<eos>": 2}
+    assert read_vocabulary(tmp_path / "elsewhere") is None
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="holds no vocabulary"):
+        read_vocabulary(tmp_path)

@@ -1,0 +1,129 @@
+"""A draft's rotary base can be found by drafting a text: the measure, the choice, the change."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.config.base import ASSETS
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.models import DraftOptions, Llama, load_draft, load_target
+from serve_spec.models.theta_probe import (
+    NUM_TOKENS,
+    TRAINER_THETA,
+    best_theta,
+    overlap_measure,
+    probe_text,
+    set_theta,
+    settle_theta,
+)
+from tests.helpers.checkpoints import make_eagle, make_eagle3
+from tests.helpers.paged import PagedSequences
+from tests.helpers.plain_heads import PlainHead
+from tests.unit.models.draft_formats import PlainWindowed, assert_computes
+
+IDS = torch.randint(0, 288, (150,), generator=torch.Generator().manual_seed(1))
+SHIPPED = ASSETS / "tiny"
+
+thetas = st.lists(st.sampled_from([1e4, 5e5, 1e6, 3e2]), min_size=1, max_size=6)
+scores = st.lists(st.integers(0, 3), min_size=4, max_size=4)
+
+
+@given(candidates=thetas, values=scores)
+def test_the_best_theta_is_the_first_of_the_highest_and_each_is_measured_once(
+    candidates: list[float], values: list[int]
+) -> None:
+    by_theta = dict(zip([1e4, 5e5, 1e6, 3e2], values, strict=True))
+    measured: list[float] = []
+
+    def score(theta: float) -> float:
+        measured.append(theta)
+        return by_theta[theta]
+
+    best = best_theta(candidates, score)
+    assert measured == list(dict.fromkeys(candidates))
+    highest = max(by_theta[theta] for theta in candidates)
+    assert best == next(theta for theta in candidates if by_theta[theta] == highest)
+
+
+def plain_overlap(head: Any, plain: PlainHead, target: Llama) -> float:
+    """What the measure means: float64, a paged pool for the target, one softmax for all rows."""
+    ctx = PagedSequences(target.shape, 1, len(IDS)).extend([(0, len(IDS))])
+    hidden, features = target.forward(IDS, ctx, head.capture)
+    assert features is not None
+    _, logits = plain.unroll(IDS[1:], features[:-1])
+    p = target.logits(hidden[1:]).double().softmax(dim=1)
+    if head.target_ids is not None:
+        p = p[:, head.target_ids]
+    return float(torch.minimum(p, logits.softmax(dim=1)).sum(dim=1).mean())
+
+
+@pytest.mark.parametrize("family", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("theta", [10000.0, 30.0])
+def test_the_measure_is_what_an_exact_rule_could_keep_of_the_first_drafts(
+    tmp_path: Path, target_dir: Path, target: Llama, family: str, theta: float
+) -> None:
+    if family == "EAGLE":
+        make_eagle(tmp_path, target_dir, num_key_value_heads=2)
+    else:
+        make_eagle3(tmp_path, target_dir, draft_vocab=100)
+    head: Any = load_draft(tmp_path, target, family)
+    measure = overlap_measure(head, target, IDS)
+    set_theta(head, theta)
+    plain = PlainHead(tmp_path, target_dir, rope_theta=theta)
+    expected = plain_overlap(head, plain, target)
+    assert 0.01 < expected < 0.99
+    assert math.isclose(measure(), expected, rel_tol=1e-4)
+
+
+def test_the_measure_knows_windows(tmp_path: Path, target_dir: Path, target: Llama) -> None:
+    window = {"sliding_window": 7, "layer_types": ["sliding_attention"]}
+    make_eagle3(tmp_path, target_dir, **window)
+    head: Any = load_draft(tmp_path, target, "EAGLE3")
+    expected = plain_overlap(head, PlainWindowed(tmp_path, target_dir, 7), target)
+    assert math.isclose(overlap_measure(head, target, IDS)(), expected, rel_tol=1e-4)
+
+
+def test_a_settled_head_computes_with_the_theta_that_drafts_best(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle3(tmp_path, target_dir, rope_theta=40.0)
+    head: Any = load_draft(tmp_path, target, "EAGLE3")
+    found = settle_theta(head, target, IDS.tolist())
+    by_theta = {
+        theta: plain_overlap(head, PlainHead(tmp_path, target_dir, rope_theta=theta), target)
+        for theta in (40.0, TRAINER_THETA, target.shape.rope_theta)
+    }
+    assert found == max(by_theta, key=lambda theta: by_theta[theta])
+    assert head.shape.rope_theta == found
+    assert_computes(head, PlainHead(tmp_path, target_dir, rope_theta=found))
+
+
+def test_no_more_of_a_text_is_read_than_positions_there_are(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    make_eagle3(tmp_path, target_dir)
+    short = load_target(target_dir, torch.float32, max_model_len=20)
+    head = load_draft(tmp_path, short, "EAGLE3")
+    twice = [settle_theta(head, short, IDS[:count].tolist()) for count in (150, 20)]
+    assert twice[0] == twice[1]
+
+
+def test_the_text_is_long_enough_for_any_tokenizer() -> None:
+    # Twelve characters a token are more than any makes of English or Python.
+    assert len(probe_text()) > 12 * NUM_TOKENS
+
+
+@pytest.mark.skipif(not (SHIPPED / "eagle3" / "config.json").exists(), reason="no shipped pair")
+def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
+    target = load_target(SHIPPED / "target", torch.float32)
+    lie = DraftOptions(rope_theta=1000000.0)
+    head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", lie)
+    ids = Tokenizer(SHIPPED / "target").encode(probe_text())
+    assert settle_theta(head, target, ids[:200]) == TRAINER_THETA
