@@ -20,10 +20,12 @@ export OPENBLAS_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
-# Their tests mostly wait for Ray's processes.
+# About half of the others' time.
+ENGINE_TESTS := tests/unit/engine tests/unit/bench
+# These run Ray's processes beside them, and some of Ray's limits are times: nothing else runs then.
 RAY_TESTS := tests/e2e tests/serving
 
-.PHONY: install serve test test-ray test-rest lint types format bench clean
+.PHONY: install serve test test-engine test-rest test-ray lint types format bench clean
 
 install: $(STAMP)
 
@@ -38,15 +40,18 @@ $(STAMP): pyproject.toml constraints.txt
 serve: install
 	$(BIN)/serve-spec serve deploy/tiny.yaml
 
-# Two at a time: a test that waits leaves its core to one that computes.
 test: install
-	$(MAKE) --jobs=2 lint types test-ray test-rest
+	$(MAKE) --jobs=2 lint types test-engine test-rest
+	$(MAKE) test-ray
+
+test-engine: install
+	$(BIN)/python -m pytest $(ENGINE_TESTS)
+
+test-rest: install
+	$(BIN)/python -m pytest $(ENGINE_TESTS:%=--ignore=%) $(RAY_TESTS:%=--ignore=%)
 
 test-ray: install
 	$(BIN)/python -m pytest $(RAY_TESTS)
-
-test-rest: install
-	$(BIN)/python -m pytest $(RAY_TESTS:%=--ignore=%)
 
 lint: install
 	$(BIN)/ruff check .

@@ -105,6 +105,8 @@ class Stream:
     def _take(self, data: str) -> None:
         if data == "[DONE]":
             self.is_done = True
+        elif data == "Internal Server Error":  # Serve's proxy, for a router that is gone
+            self.error = data
         elif data:
             chunk = json.loads(data)
             self.error = self.error or chunk.get("error")
