@@ -13,7 +13,9 @@ draft / target       the two models
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -40,3 +42,15 @@ class VerifyResult:
 
     token_ids: list[list[int]]
     broken_drafts: tuple[int, ...] = ()
+
+
+class TextDrafter(Protocol):
+    """Finds drafts in the text, on the host, before a round is planned."""
+
+    def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that may follow the committed text `token_ids`; often none."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request has left."""
+        ...

@@ -11,6 +11,19 @@ from serve_spec.core.request import SamplingParams
 
 
 @dataclass(frozen=True)
+class EditedText:
+    """What the score edits of a row's request need to know of its text.
+
+    `token_ids` are the committed ones, the `num_prompt_tokens` of the prompt first; none where no
+    penalty counts them. `held_ids` may not be drawn before `min_tokens` are generated.
+    """
+
+    num_prompt_tokens: int
+    token_ids: tuple[int, ...] = ()
+    held_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class RowPlan:
     """One sequence's share of a round.
 
@@ -23,6 +36,9 @@ class RowPlan:
     `lane` is the sequence's place in tensors that hold one row per running sequence.
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities the
     row is to tell; each is decided by the row of the position before it.
+    `draft_ids` are `num_steps` drafts that the host found in the text; no draft model is asked.
+    `edited` is there for rows that draw and whose request edits scores, unless the row follows one
+    that is under way: then the tokens before it are known to the device alone.
     """
 
     request_id: str
@@ -41,6 +57,8 @@ class RowPlan:
     lane: int = 0
     scored_start: int = 0
     scored_ids: tuple[int, ...] = ()
+    draft_ids: tuple[int, ...] = ()
+    edited: EditedText | None = None
 
     @property
     def length(self) -> int:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.logprobs import MAX_LOGPROBS, TokenLogprob
@@ -41,12 +41,20 @@ class SamplingParams:
     likeliest, inside the smallest set of mass `top_p`, and at least `min_p` times as likely as the
     likeliest. `seed` fixes the text; without one a random seed is drawn on arrival.
 
+    Before that, scores are edited, in this order. `logit_bias` is added to the logits of its token
+    ids. `repetition_penalty` divides the positive and multiplies the negative logits of every token
+    that is in the prompt or was generated; `frequency_penalty` is subtracted once for each time a
+    token was generated, `presence_penalty` once if it was at all. Then tokens that are not among
+    `allowed_token_ids` (None: all are), or are among `bad_token_ids`, are ruled out, and those that
+    would end the text (`stop_token_ids`, and the end-of-text tokens, also with `ignore_eos`) until
+    `min_tokens` are generated; before that no `stop` string ends it either.
+
     `logprobs` asks for the log-probability of every generated token and of that many likeliest ones
     (0: of the generated token alone; None: of nothing). They are those of the distribution the
-    token was drawn from: tempered, filtered, and normalised over what the filters leave; for greedy
-    requests, which are neither tempered nor filtered, those of the model's own softmax. This is
-    vLLM's `processed_logprobs`. `prompt_logprobs` asks the same of the prompt's tokens. Nobody drew
-    them, so theirs are the model's own at any temperature; the first token has none.
+    token was drawn from: edited, tempered, filtered, and normalised over what is left; for greedy
+    requests, which are neither tempered nor filtered, those of the edited softmax. This is vLLM's
+    `processed_logprobs`. `prompt_logprobs` asks the same of the prompt's tokens. Nobody drew them,
+    so theirs are the model's own whatever the parameters; the first token has none.
     """
 
     max_tokens: int = 16
@@ -54,6 +62,13 @@ class SamplingParams:
     top_k: int = -1
     top_p: float = 1.0
     min_p: float = 0.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_token_ids: Sequence[int] = ()
+    min_tokens: int = 0
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -66,7 +81,10 @@ class SamplingParams:
         _check_types("", {name: getattr(self, name) for name in self.__dataclass_fields__})
         stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("stop_token_ids", "bad_token_ids", "allowed_token_ids"):
+            if getattr(self, name) is not None:
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        object.__setattr__(self, "logit_bias", dict(self.logit_bias))
         largest = 2**31 - 1
         for name, ok, fix in (
             ("max_tokens", 1 <= self.max_tokens <= largest, "use an integer in [1, 2³¹)"),
@@ -74,12 +92,34 @@ class SamplingParams:
             ("top_k", -1 <= self.top_k <= largest, "use an integer in [1, 2³¹), or -1: no limit"),
             ("top_p", _in_range(self.top_p, 0, 1) and self.top_p > 0, "use a number in (0, 1]"),
             ("min_p", _in_range(self.min_p, 0, 1), "use a number in [0, 1]"),
+            ("frequency_penalty", _in_range(self.frequency_penalty, -2, 2), _PENALTY),
+            ("presence_penalty", _in_range(self.presence_penalty, -2, 2), _PENALTY),
+            # Scores far beyond those of a model would leave the range of float32.
+            ("repetition_penalty", _in_range(self.repetition_penalty, 0.01, 100), _REPETITION),
+            ("logit_bias", all(_in_range(b, -100, 100) for b in self.logit_bias.values()), _BIAS),
+            ("allowed_token_ids", self.allowed_token_ids != (), "name one at least, or None: all"),
+            ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, _MIN_TOKENS),
             ("stop", all(self.stop), "a stop string must not be empty"),
             ("logprobs", _is_count(self.logprobs), _COUNT),
             ("prompt_logprobs", _is_count(self.prompt_logprobs), _COUNT),
         ):
             if not ok:
-                raise InvalidRequest(name, getattr(self, name), fix)
+                raise InvalidRequest(name, _shown(getattr(self, name)), fix)
+
+    @cached_property
+    def edits_scores(self) -> bool:
+        """Whether anything changes the model's logits before a token is drawn from them."""
+        is_biased = bool(self.logit_bias or self.bad_token_ids or self.min_tokens)
+        return is_biased or self.allowed_token_ids is not None or self.counts_tokens
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether a penalty depends on the tokens before a draw."""
+        return (
+            self.repetition_penalty != 1.0
+            or self.frequency_penalty != 0.0
+            or self.presence_penalty != 0.0
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -98,6 +138,10 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "top_k": ((int,), "an integer"),
     "top_p": ((int, float), "a number"),
     "min_p": ((int, float), "a number"),
+    "frequency_penalty": ((int, float), "a number"),
+    "presence_penalty": ((int, float), "a number"),
+    "repetition_penalty": ((int, float), "a number"),
+    "min_tokens": ((int,), "an integer"),
     "seed": ((int, type(None)), "an integer or None"),
     "ignore_eos": ((bool,), "True or False"),
     "logprobs": ((int, type(None)), "an integer or None"),
@@ -106,7 +150,17 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "enabled": ((bool,), "True or False"),
     "max_steps": ((int, type(None)), "an integer or None"),
 }
-_ITEM_TYPES: dict[str, type] = {"stop": str, "stop_token_ids": int}
+_ITEM_TYPES: dict[str, type] = {
+    "stop": str,
+    "stop_token_ids": int,
+    "allowed_token_ids": int,
+    "bad_token_ids": int,
+}
+_PENALTY = "use a number in [-2, 2]"
+_REPETITION = "use a number in [0.01, 100]; 1 changes nothing"
+_BIAS = "use numbers in [-100, 100]; bad_token_ids rules tokens out"
+_MIN_TOKENS = "use an integer in [0, max_tokens]"
+_MAX_SHOWN = 8
 _COUNT = f"use an integer in [0, {MAX_LOGPROBS}], or None: none"
 
 
@@ -116,8 +170,13 @@ def _check_types(prefix: str, values: dict[str, object]) -> None:
         if name in _ITEM_TYPES:
             item = _ITEM_TYPES[name]
             is_list = isinstance(value, list | tuple) and all(type(v) is item for v in value)
-            if not is_list and not (name == "stop" and isinstance(value, str)):
+            is_absent = name == "allowed_token_ids" and value is None
+            if not is_list and not is_absent and not (name == "stop" and isinstance(value, str)):
                 raise InvalidRequest(prefix + name, value, f"use a list of {item.__name__}")
+            continue
+        if name == "logit_bias":
+            if not _is_bias(value):
+                raise InvalidRequest(prefix + name, value, "use a mapping of token id to number")
             continue
         types, said = _TYPES[name]
         # bool is an int to Python, never to a caller.
@@ -125,12 +184,25 @@ def _check_types(prefix: str, values: dict[str, object]) -> None:
             raise InvalidRequest(prefix + name, value, f"use {said}")
 
 
+def _is_bias(value: object) -> bool:
+    return isinstance(value, Mapping) and all(
+        type(token) is int and type(bias) in (int, float) for token, bias in value.items()
+    )
+
+
+def _shown(value: object) -> object:
+    """A value as a refusal repeats it: of a long mapping its size."""
+    is_long = isinstance(value, Mapping) and len(value) > _MAX_SHOWN
+    return f"<{len(value)} entries>" if is_long else value  # type: ignore[arg-type]
+
+
 def _is_count(value: int | None) -> bool:
     return value is None or 0 <= value <= MAX_LOGPROBS
 
 
 def _in_range(value: float, low: float, high: float) -> bool:
-    return math.isfinite(value) and low <= value <= high
+    """Not a number is in no range."""
+    return low <= value <= high
 
 
 @dataclass

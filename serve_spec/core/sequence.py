@@ -14,8 +14,8 @@ class Sequence:
 
     Positions: `token_ids[j]` sits at absolute position j. The target's cache holds positions
     `0 .. num_computed-1`. Draft entry j is (token j+1, target feature j), so it can exist only for
-    `j < num_computed`; the drafter has made entries `0 .. num_draft_computed-1` and catches up
-    lazily, before it drafts.
+    `j < num_computed`; the drafter has made entries `.. num_draft_computed-1` and catches up
+    lazily, before it drafts. A whole model as a draft begins with entry -1, of the first token.
 
         prompt [a b c d], two tokens e f generated, decoding:
         token_ids = a b c d e f      num_computed = 5 (f has not been through the target)
@@ -32,6 +32,8 @@ class Sequence:
     page_ids: list[int] = field(default_factory=list)
     lane: int = -1
     """Its place among the running sequences; -1 while it waits."""
+    held_token_ids: tuple[int, ...] = ()
+    """What may not be drawn before `min_tokens` are generated; empty without such a limit."""
     has_broken_draft: bool = False
     """Its draft gave NaN or no token of the vocabulary: it speculates no more."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

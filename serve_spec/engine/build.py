@@ -16,6 +16,7 @@ from serve_spec.core.context import AttentionBackend, torch_dtype
 from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.eagle import EagleDrafter
+from serve_spec.drafters.ngram import NgramDrafter
 from serve_spec.engine.costs import cost_key, obtain_costs
 from serve_spec.engine.draft_precision import draft_dtype, keeps_eight_bit
 from serve_spec.engine.engine import SpecEngine
@@ -25,8 +26,11 @@ from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
-from serve_spec.models import DraftHead, Llama, ModelShape, load_draft, load_target
+from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.compiling import compile_layers
+from serve_spec.models.draft import keep_eight_bit
+from serve_spec.models.standalone import Standalone, load_standalone
+from serve_spec.models.theta_probe import probe_text, settle_theta
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import Launcher, launch
@@ -80,12 +84,13 @@ def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Foll
 def _build_engine(
     config: ServeSpecConfig, parallel: TensorParallel, followers: Followers | None
 ) -> SpecEngine:
+    tokenizer = Tokenizer(Path(config.model.path))
+    _check_fit(config, tokenizer)
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
-    policy = PolicySettings.of(config.speculative)
+    policy = PolicySettings.of(config.speculative, _most_steps(loaded.head))
+    _check_steps(policy)
     max_model_len = target.max_model_len
-    tokenizer = Tokenizer(Path(config.model.path))
-    _check_fit(target.shape, max_model_len, tokenizer)
     _check_sizes(config, num_pages, max_model_len)
     worker = build_worker(config, loaded)
     if followers is not None:
@@ -93,7 +98,12 @@ def _build_engine(
     worker.init_states(policy.candidate_steps)
     costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
     controller = AdaptiveController(policy, costs, logger.warning)
-    scheduler = Scheduler(config.scheduler, KVCacheManager(num_pages, config.cache.page_size))
+    scheduler = Scheduler(
+        config.scheduler,
+        KVCacheManager(num_pages, config.cache.page_size),
+        text_drafter=_text_drafter(config, max(policy.candidate_steps)),
+        first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
+    )
     if loaded.device.type == "cuda":
         # What was built lives as long as the engine. Looking through all of it takes Python's
         # collector a tenth of a second now and then, while the device waits.
@@ -106,6 +116,7 @@ def _build_engine(
         tokenizer,
         eos_token_ids=target.shape.eos_token_ids,
         max_model_len=max_model_len,
+        num_ids=target.shape.num_ids,
         followers=followers,
     )
 
@@ -218,16 +229,38 @@ def _load_head(
     config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
     speculative = config.speculative
-    if speculative.speculative_algorithm == "NONE":
+    if speculative.speculative_algorithm in ("NONE", "NGRAM"):
         return None
     assert speculative.speculative_draft_model_path is not None, "config checked this"
     eight_bit = keeps_eight_bit(speculative.speculative_draft_model_quantization, device)
-    return load_draft(
-        Path(speculative.speculative_draft_model_path),
+    draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, eight_bit=eight_bit)
+    path = Path(speculative.speculative_draft_model_path)
+    if speculative.speculative_algorithm == "STANDALONE":
+        whole = Standalone(load_standalone(path, target, config.model.path, draft_in))
+        if eight_bit:
+            keep_eight_bit(whole, target)
+        return whole
+    head = load_draft(
+        path,
         target,
         algorithm=speculative.speculative_algorithm,
-        dtype=draft_dtype(speculative.speculative_draft_dtype, dtype, device, eight_bit=eight_bit),
+        options=DraftOptions.of(speculative),
+        dtype=draft_in,
         eight_bit=eight_bit,
+    )
+    if speculative.speculative_draft_rope_theta == "probe":
+        settle_theta(head, target, Tokenizer(Path(config.model.path)).encode(probe_text()))
+    return head
+
+
+def _text_drafter(config: ServeSpecConfig, max_steps: int) -> NgramDrafter | None:
+    speculative = config.speculative
+    if speculative.speculative_algorithm != "NGRAM":
+        return None
+    return NgramDrafter(
+        speculative.speculative_ngram_min_match_window_size,
+        speculative.speculative_ngram_max_match_window_size,
+        max_steps,
     )
 
 
@@ -263,7 +296,7 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
         target,
         pool(target.rank_shape, dtype),
         capture=head.capture if head else None,
-        features=features,
+        features=features if head and head.feature_dim else None,
     )
     return SpecWorker(
         runner,
@@ -315,8 +348,10 @@ def _kv_page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype) -> int
     )
 
 
-def _check_fit(shape: ModelShape, max_model_len: int, tokenizer: Tokenizer) -> None:
-    if max_model_len > shape.max_position_embeddings:
+def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
+    """What can be refused before anything large is read."""
+    shape, max_model_len = ModelShape.from_directory(config.model.path), config.model.max_model_len
+    if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
             f"max_model_len={max_model_len} is more than the model was made for: "
             f"max_position_embeddings={shape.max_position_embeddings}; lower max_model_len"
@@ -325,6 +360,19 @@ def _check_fit(shape: ModelShape, max_model_len: int, tokenizer: Tokenizer) -> N
         raise CheckpointError(
             f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json says "
             f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
+        )
+
+
+def _most_steps(head: DraftHead | None) -> int | None:
+    return None if head is None else head.max_steps
+
+
+def _check_steps(policy: PolicySettings) -> None:
+    most, deepest = policy.max_steps, max(policy.candidate_steps)
+    if most is not None and deepest > most:
+        raise ValueError(
+            f"speculative_num_steps={policy.num_steps}, or the adaptive config: {deepest} steps, "
+            f"but the draft makes {most} at most; lower them"
         )
 
 

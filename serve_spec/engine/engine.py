@@ -16,6 +16,7 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculationSta
 from serve_spec.core.round import NO_NOTES, RoundNotes, RoundTimes, VerifiedRound
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.collector import MetricsCollector
+from serve_spec.engine.drawable import check_token_ids, held_token_ids
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.metrics import MetricsSink, NullSink, StepStats
@@ -80,6 +81,7 @@ class SpecEngine:
         *,
         eos_token_ids: Collection[int],
         max_model_len: int,
+        num_ids: int | None = None,
         metrics: MetricsSink | None = None,
         followers: Followers | None = None,
     ) -> None:
@@ -89,6 +91,7 @@ class SpecEngine:
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(eos_token_ids)
         self.max_model_len = max_model_len
+        self.num_ids = worker.vocab_size if num_ids is None else num_ids
         self.counters = EngineCounters()
         self.collector = MetricsCollector()
         self.metrics = metrics or NullSink()
@@ -117,12 +120,19 @@ class SpecEngine:
         return self.scheduler.has_work or self._flight is not None
 
     def new_sequence(
-        self, request_id: str, prompt: str | list[int], params: SamplingParams
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        emitted: Collection[int] = (),
     ) -> Sequence:
         """A validated sequence. Pure: safe to call from any thread, before `add`.
 
+        emitted: what another engine generated of it, part of `max_tokens` and all other counts.
+
         Raises:
-            InvalidRequest: the prompt is empty, too long, or not of this vocabulary.
+            InvalidRequest: the prompt is empty, too long, or not of this vocabulary, or the score
+                edits name other tokens or leave none.
         """
         token_ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
@@ -138,10 +148,20 @@ class SpecEngine:
             room = self.max_model_len - len(token_ids)
             fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
             raise InvalidRequest("max_tokens", params.max_tokens, fix)
+        held = held_token_ids(params, self.eos_token_ids, self.num_ids)
+        check_token_ids(params, held, self.num_ids)
         seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
         forced = self.worker.synthetic_acceptance is not None
         stats = SpeculationStats(synthetic_acceptance=forced)
-        return Sequence(request_id, params, token_ids, len(token_ids), seed, stats=stats)
+        return Sequence(
+            request_id,
+            params,
+            [*token_ids, *emitted],
+            len(token_ids),
+            seed,
+            held_token_ids=held,
+            stats=stats,
+        )
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence made by `new_sequence`."""

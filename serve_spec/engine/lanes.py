@@ -27,7 +27,9 @@ def put_on_lanes(
     device, pool = eager.device, eager.target.pool
     # Rounds in flight may run past the end of a text by all their drafts, twice.
     max_pages = -(-(max_model_len + RING_TOKENS) // pool.page_size)
-    lanes = Lanes.create(config.scheduler.max_num_seqs, max_pages, pool.scratch_page, device)
+    lanes = Lanes.create(
+        config.scheduler.max_num_seqs, max_pages, pool.scratch_page, eager.vocab_size, device
+    )
     return LaneWorker(
         eager,
         _lane_drafter(eager),

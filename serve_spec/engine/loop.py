@@ -68,9 +68,15 @@ class EngineLoop:
         self._thread.start()
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: Sequence[int] = (),
     ) -> TokenStream:
         """Queues a request and returns its stream.
+
+        emitted: see `SpecEngine.new_sequence`.
 
         Raises:
             InvalidRequest: the prompt or a parameter can not be served.
@@ -85,7 +91,7 @@ class EngineLoop:
                 f"{len(self._streams)} requests are unfinished, as many as max_num_seqs and "
                 "max_waiting_seqs allow; try again later"
             )
-        seq = self._engine.new_sequence(request_id, prompt, params)
+        seq = self._engine.new_sequence(request_id, prompt, params, emitted)
         stream = TokenStream(request_id, seq.num_prompt_tokens)
         self._streams[request_id] = stream
         self._inbox.put(lambda: self._engine.add(seq))

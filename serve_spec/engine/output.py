@@ -28,7 +28,8 @@ class OutputText:
         self._ends = set(params.stop_token_ids)
         if not params.ignore_eos:
             self._ends |= set(eos_token_ids)
-        self._num_remaining = params.max_tokens
+        self._num_remaining = seq.num_remaining
+        self._may_stop_below = params.max_tokens - params.min_tokens
         self._ids = seq.token_ids[-_CONTEXT_TOKENS:]
         self._context_start = 0
         self._read = len(self._ids)
@@ -76,7 +77,7 @@ class OutputText:
         self.text += piece
         self._context_start = max(0, self._read - _CONTEXT_TOKENS)
         self._read = len(self._ids)
-        return self._cut_at_stop(len(piece))
+        return self._num_remaining < self._may_stop_below and self._cut_at_stop(len(piece))
 
     def _cut_at_stop(self, num_new: int) -> bool:
         """Cuts `text` at the earliest stop string that ends in its last `num_new` characters."""

@@ -23,6 +23,7 @@ from serve_spec.ops import (
     linear_tiles,
     norm,
     rotary,
+    score_edits,
     shared_sum,
 )
 from serve_spec.ops import linear as plain_linear
@@ -32,7 +33,35 @@ from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.layout import RowLayout
 from serve_spec.ops.linear import EightBit
 from serve_spec.ops.paged_attention import PagedLayout
+from serve_spec.ops.score_edits import ScoreEdits
 from serve_spec.ops.shared_sum import SharedMemory
+
+
+def edit_scores(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    depths: Tensor,
+    edits: ScoreEdits,
+) -> None:
+    """See `score_edits.edit_scores`."""
+    if logits.is_cuda:
+        from serve_spec.ops import score_edits_triton
+
+        score_edits_triton.edit_scores(logits, owners, positions, token_ids, depths, edits)
+    else:
+        score_edits.edit_scores(logits, owners, positions, token_ids, depths, edits)
+
+
+def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
+    """See `score_edits.count_tokens`."""
+    if verdicts.is_cuda:
+        from serve_spec.ops import score_edits_triton
+
+        score_edits_triton.count_tokens(members, verdicts, edits)
+    else:
+        score_edits.count_tokens(members, verdicts, edits)
 
 
 def draw_tokens(

@@ -1,7 +1,8 @@
 """Log-probabilities of tokens under the distribution they are drawn from.
 
 The same pipeline as a draw (`ops/draw.py`), without its noise: tempered, filtered, normalised over
-what is left. Rows of greedy sequences are the plain softmax. Nothing here asks the device.
+what is left. Rows of greedy sequences are the plain softmax. Logits come edited, as for a draw
+(`ops/score_edits.py`). Nothing here asks the device.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """The sampling law: one ordered pipeline from logits to a token, for plain and verified rows alike.
 
-temperature → top-k → top-p → min-p (joint on the tempered distribution) → argmax(score + noise).
+edits → temperature → top-k → top-p → min-p (joint on the tempered distribution)
+→ argmax(score + noise)
 
-A row's token depends on its logits, its parameters and (seed, position) alone: never on the other
-rows of the batch. Greedy rows are argmax; ties go to the smallest token id.
+The logits here come edited (`ops/score_edits.py`) where their request asks for it. A row's token
+depends on them, its parameters and (seed, position) alone: never on the other rows of the batch.
+Greedy rows are argmax; ties go to the smallest token id.
 """
 
 from __future__ import annotations

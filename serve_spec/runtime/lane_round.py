@@ -74,3 +74,11 @@ class LaneRound:
             seats = seats.pin_memory()
         self.members.copy_(seats[0], non_blocking=True)
         self.query_lens.copy_(seats[1], non_blocking=True)
+
+    def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Writes what the host drafted of each sequence, the first ones, without waiting."""
+        padded = [[*tokens, *[0] * (self.max_steps - len(tokens))] for tokens in drafts]
+        written = torch.tensor(padded, dtype=torch.int64)
+        if self.drafts.is_cuda:
+            written = written.pin_memory()
+        self.drafts[: len(drafts)].copy_(written, non_blocking=True)

@@ -17,6 +17,8 @@ from serve_spec.core.plan import RowPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
+from serve_spec.ops.score_edits import ScoreEdits
+from serve_spec.runtime.score_edits import write_edits
 
 RING_TOKENS = 64
 """Newest tokens a lane keeps: a power of two, more than any backlog a round makes up."""
@@ -28,7 +30,8 @@ class Lanes:
 
     `pages` int32 [L, P]: page ids of positions `0 ..`. `lengths` int32 [L]: committed tokens.
     `draft_lengths` int32 [L]: draft entries made. `recent` int32 [L, RING_TOKENS]: the token at
-    position p is in column p mod RING_TOKENS. `params`: [L] each.
+    position p is in column p mod RING_TOKENS. `params`: [L] each. `edits`: 8 bytes per lane and
+    token id.
     """
 
     pages: Tensor
@@ -36,10 +39,16 @@ class Lanes:
     draft_lengths: Tensor
     recent: Tensor
     params: DrawParams
+    edits: ScoreEdits
 
     @classmethod
     def create(
-        cls, num_lanes: int, max_pages: int, scratch_page: int, device: torch.device
+        cls,
+        num_lanes: int,
+        max_pages: int,
+        scratch_page: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> Lanes:
         """`num_lanes` lanes and the one for padding; every page is the scratch page at first."""
         rows = num_lanes + 1
@@ -59,6 +68,7 @@ class Lanes:
                 top_p=full(value=1, dtype=torch.float32),
                 min_p=full(dtype=torch.float32),
             ),
+            edits=ScoreEdits.create(rows, vocab_size, device),
         )
 
     @property
@@ -72,7 +82,7 @@ class _Tenant:
     """The sequence of a lane, and the pages the device knows of."""
 
     request_id: str
-    page_ids: list[int]
+    page_ids: tuple[int, ...]
 
 
 class LaneKeeper:
@@ -95,12 +105,12 @@ class LaneKeeper:
         for row in rows:
             tenant = self._tenants.get(row.lane)
             if tenant is None or tenant.request_id != row.request_id:
-                tenant = self._tenants[row.lane] = _Tenant(row.request_id, [])
+                tenant = self._tenants[row.lane] = _Tenant(row.request_id, ())
                 moved_in.append(row)
             first = _first_difference(tenant.page_ids, row.page_ids)
             if first < len(row.page_ids):
                 fresh = row.page_ids[first:]
-                tenant.page_ids[first:] = fresh
+                tenant.page_ids = tenant.page_ids[:first] + fresh
                 new_pages += ((row.lane, i, page) for i, page in enumerate(fresh, first))
         if new_pages:
             lane, column, page = self._send(new_pages).unbind(1)
@@ -128,6 +138,13 @@ class LaneKeeper:
         params.min_p[at] = shares[:, 2]
         tokens = self._send([token for row in rows for token in _known_tokens(row)]).long()
         lanes.recent.index_put_((tokens[:, 0], tokens[:, 1]), tokens[:, 2].to(torch.int32))
+        lanes.edits.is_on.index_fill_(0, at, 0)
+        for row in rows:
+            if row.edited is not None:
+                write_edits(lanes.edits, row.lane, row)
+            else:
+                edits = row.samples and row.params.edits_scores
+                assert not edits, "who moves in and edits scores brings its text"
 
     def _send(self, rows: Sequence[tuple[float, ...]], dtype: torch.dtype = torch.int32) -> Tensor:
         """[len(rows), columns] on the device, in the stream's order; the host does not wait."""
@@ -137,16 +154,16 @@ class LaneKeeper:
         return sent.to(self._device, non_blocking=True)
 
 
-def _first_difference(known: Sequence[int], pages: Sequence[int]) -> int:
+def _first_difference(known: tuple[int, ...], pages: tuple[int, ...]) -> int:
     """Where `pages` stops being what is known.
 
-    Pages change only at a sequence's end, where it grows or gives back what drafts took, so the
-    search starts there.
+    Behind it, some may be the same again: of the pages that a sequence gives back it may get one
+    anew, at its old place.
     """
     same = min(len(known), len(pages))
-    while same and known[same - 1] != pages[same - 1]:
-        same -= 1
-    return same
+    if known[:same] == pages[:same]:
+        return same
+    return next(i for i in range(same) if known[i] != pages[i])
 
 
 def _numbers(row: RowPlan) -> tuple[int, ...]:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
+from serve_spec.core.draft import TextDrafter
+from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -46,9 +47,16 @@ class Scheduler:
         limits: SchedulerConfig,
         cache: KVCacheManager,
         on_leave: Callable[[Sequence], None] = lambda seq: None,
+        text_drafter: TextDrafter | None = None,
+        first_draft_entry: int = 0,
     ) -> None:
+        """text_drafter: who drafts, where that is no model: every row's drafts are in its plan.
+        first_draft_entry: of every sequence, see `Sequence`.
+        """
         self.limits = limits
         self.cache = cache
+        self.text_drafter = text_drafter
+        self.first_draft_entry = first_draft_entry
         self.on_leave = on_leave
         """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
@@ -57,6 +65,8 @@ class Scheduler:
         self._free_lanes = list(range(limits.max_num_seqs - 1, -1, -1))
         self._newest: StepPlan | None = None
         self._postponed: _Choice | None = None
+        self._found: dict[str, tuple[int, ...]] = {}
+        """Drafts that the text drafter found for the round being planned, by request."""
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
@@ -109,10 +119,13 @@ class Scheduler:
     def plan_ahead(
         self, before: StepPlan, choose_steps: ChooseSteps, ahead: AheadLimits
     ) -> StepPlan | None:
-        """The round after `before`, which still runs; None where its outcome must be known first.
+        """The round after `before`, which still runs; None where its outcome must be known first,
+        as it must for drafts from the text.
 
         Only where there is room for whatever `before` commits: nothing is preempted.
         """
+        if self.text_drafter is not None:
+            return None
         under_way = {row.request_id: row for row in before.rows}
         self._admit()
         decoding, prompts = self._after(under_way)
@@ -134,7 +147,7 @@ class Scheduler:
             self.cache.reserve(seq, end)
         kept_up = _kept_up(ahead, num_steps)
         rows = [
-            _decode_row(seq, count, _backlog_after(seq, row), kept_up)
+            _decode_row(seq, count, _backlog_after(seq, row), kept_up, is_under_way=row is not None)
             for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
         ]
         rows += self._plan_prompts(prompts, room - sum(row.query_len for row in rows))
@@ -190,6 +203,7 @@ class Scheduler:
                 break  # first come, first served: nobody overtakes
             self.cache.reserve(seq, len(seq))
             seq.lane = self._free_lanes.pop()
+            seq.num_draft_computed = self.first_draft_entry
             self.running.append(self.waiting.popleft())
 
     def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
@@ -264,18 +278,29 @@ class Scheduler:
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
             max_steps=[
-                _usable_steps(seq, 0 if row is None else 1)
+                self._most_steps(seq, 0 if row is None else 1)
                 for seq, row in zip(decoding, rows_before, strict=True)
             ],
             num_tokens=sum(lengths),
             num_sampled=sum(not seq.params.is_greedy for seq in decoding),
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
-            backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding],
+            backlogs=[]
+            if self.text_drafter
+            else [len(seq) - 1 - seq.num_draft_computed for seq in decoding],
             num_remaining=[seq.num_remaining for seq in decoding],
             num_prompts=len(prompts),
             num_prompt_rows=num_prompt_rows,
             may_draft=may_draft,
         )
+
+    def _most_steps(self, seq: Sequence, coming: int) -> int:
+        """Most drafts of a sequence this round, see `_usable_steps`; looks for them in its text."""
+        most = _usable_steps(seq, coming)
+        if self.text_drafter is None:
+            return most
+        found = self.text_drafter.propose(seq.request_id, seq.token_ids, most)
+        self._found[seq.request_id] = found
+        return len(found)
 
     def _plan_decode(self, seq: Sequence, num_steps: int, kept_up: int) -> RowPlan | None:
         while not self.cache.can_reserve(seq, len(seq) + num_steps):
@@ -286,6 +311,8 @@ class Scheduler:
                 self._preempt(seq)
                 return None
         self.cache.reserve(seq, len(seq) + num_steps)
+        if self.text_drafter is not None:
+            return _text_drafted_row(seq, self._found[seq.request_id][:num_steps])
         return _decode_row(seq, num_steps, len(seq) - 1 - seq.num_draft_computed, kept_up)
 
     def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
@@ -311,18 +338,21 @@ class Scheduler:
         end = start + count
         scored = seq.unscored(end)
         is_named = end - 1 <= SHORT_BACKLOG
+        samples = count == prompt.num_pending
         return RowPlan(
             request_id=seq.request_id,
             token_ids=tuple(seq.token_ids[start:end]),
             start=start,
-            samples=count == prompt.num_pending,
+            samples=samples,
             page_ids=tuple(seq.page_ids),
             params=seq.params,
             seed=seq.seed,
-            catch_up_ids=tuple(seq.token_ids[1:end]) if is_named else (),
+            draft_start=seq.num_draft_computed,
+            catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_named else (),
             lane=seq.lane,
             scored_start=scored.start,
             scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
+            edited=_edited_text(seq) if samples else None,
         )
 
     def _commit_row(
@@ -380,6 +410,9 @@ class Scheduler:
         self._free_lanes.append(seq.lane)
         seq.lane = -1
         self.cache.release(seq)
+        if self.text_drafter is not None:
+            self.text_drafter.forget(seq.request_id)
+            self._found.pop(seq.request_id, None)
         self.on_leave(seq)
 
 
@@ -446,10 +479,22 @@ def _fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     return [min(num_steps, share) for num_steps in usable]
 
 
-def _decode_row(seq: Sequence, num_steps: int, backlog: int, kept_up: int) -> RowPlan:
+def _edited_text(seq: Sequence) -> EditedText | None:
+    """See `RowPlan.edited`."""
+    params = seq.params
+    if not params.edits_scores:
+        return None
+    counted = tuple(seq.token_ids) if params.counts_tokens else ()
+    return EditedText(seq.num_prompt_tokens, counted, seq.held_token_ids)
+
+
+def _decode_row(
+    seq: Sequence, num_steps: int, backlog: int, kept_up: int, *, is_under_way: bool = False
+) -> RowPlan:
     """A row that verifies `num_steps` drafts.
 
-    backlog: draft entries it lacks when the round starts. kept_up: see `_kept_up`.
+    backlog: draft entries it lacks when the round starts. kept_up: see `_kept_up`. is_under_way:
+    a round runs that adds tokens of which the host does not know.
     """
     last = len(seq) - 1
     # A row that does not draft names a short backlog all the same: the next round may need it.
@@ -464,10 +509,19 @@ def _decode_row(seq: Sequence, num_steps: int, backlog: int, kept_up: int) -> Ro
         seed=seq.seed,
         is_decode=True,
         num_steps=num_steps,
-        draft_start=seq.num_draft_computed if is_named else 0,
+        draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
         catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
         catches_up=num_steps > 0 or 0 < backlog <= kept_up,
         backlog=backlog,
         lane=seq.lane,
+        edited=None if is_under_way else _edited_text(seq),
+    )
+
+
+def _text_drafted_row(seq: Sequence, draft_ids: tuple[int, ...]) -> RowPlan:
+    """A row that verifies these drafts. No draft model reads the text, so none has to catch up."""
+    row = _decode_row(seq, 0, 0, 0)
+    return replace(
+        row, num_steps=len(draft_ids), draft_ids=draft_ids, draft_start=0, catch_up_ids=()
     )

@@ -1,8 +1,9 @@
 """The second half of an answer whose first half another replica gave.
 
-For the engine, tokens that exist already are prompt. The text is another matter: a stop string, or
-a character of several tokens, may begin before the seam and end after it. So the text is made here,
-from the first token on, and the engine is not told of stop strings.
+For the engine, tokens that exist already are those of a request that was preempted. The text is
+another matter: a stop string, or a character of several tokens, may begin before the seam and end
+after it. So the text is made here, from the first token on, and the engine is not told of stop
+strings.
 """
 
 from __future__ import annotations
@@ -73,9 +74,8 @@ async def continue_request(loop: Any, request: GenerateRequest) -> ContinuedStre
     text.take()  # the caller has it
     rest = replace(
         params,
-        max_tokens=params.max_tokens - len(request.emitted),
         stop=(),
         prompt_logprobs=None,  # they came with the first token
     )
-    stream = await loop.submit([*prompt_ids, *request.emitted], rest, request.request_id)
+    stream = await loop.submit(prompt_ids, rest, request.request_id, request.emitted)
     return ContinuedStream(loop, stream, text, len(prompt_ids))

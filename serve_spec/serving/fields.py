@@ -5,7 +5,7 @@ send; whoever calls adds which field it was.
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 Prompt: TypeAlias = str | list[int]
 """A text, or token ids."""
@@ -16,6 +16,7 @@ Variable: TypeAlias = str | int | float | bool | None
 MAX_STOPS = 16
 MAX_ENTRIES = 1024
 MAX_NAME_CHARS = 256
+MAX_BIAS = 100
 _MAX_TOKEN_ID = 2**31 - 1
 _PROMPT = "give a text, a list of texts, a list of token ids, or a list of such lists; none empty"
 
@@ -61,6 +62,30 @@ def few(value: object) -> object:
     if isinstance(value, dict) and len(value) > MAX_ENTRIES:
         raise ValueError(f"give at most {MAX_ENTRIES} entries, not {len(value)}")
     return value
+
+
+def biases(value: object) -> dict[int, float] | None:
+    """`logit_bias`: numbers in [-100, 100] by token id, which JSON spells as texts."""
+    if value is None:
+        return None
+    if not isinstance(value, dict):
+        raise ValueError("give an object of numbers by token id")
+    few(value)
+    return {_token_id(key): _bias(key, bias) for key, bias in value.items()}
+
+
+def _token_id(key: object) -> int:
+    if not isinstance(key, str) or not (key.isascii() and key.isdecimal() and len(key) <= 10):
+        raise ValueError(f"{str(key)[:40]!r} is not a token id; write it in digits")
+    return int(key)
+
+
+def _bias(key: object, bias: Any) -> float:
+    # bool is an int to Python, never to a caller.
+    is_number = isinstance(bias, int | float) and not isinstance(bias, bool)
+    if not is_number or not -MAX_BIAS <= bias <= MAX_BIAS:
+        raise ValueError(f"the bias of token {key} is not a number in [-{MAX_BIAS}, {MAX_BIAS}]")
+    return float(bias)
 
 
 def variables(value: object) -> dict[str, Variable] | None:

@@ -34,6 +34,13 @@ _SAMPLING_FIELDS = (
     "top_p",
     "top_k",
     "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_token_ids",
+    "min_tokens",
     "seed",
     "stop",
     "stop_token_ids",
@@ -94,6 +101,13 @@ Variables: TypeAlias = Annotated[
     ),
 ]
 _FEW = BeforeValidator(fields.few)
+Biases: TypeAlias = Annotated[
+    dict[int, float] | None,
+    PlainValidator(fields.biases, json_schema_input_type=dict[str, float] | None),
+]
+FewTokenIds: TypeAlias = Annotated[
+    list[_TokenId], Field(max_length=fields.MAX_ENTRIES, fail_fast=True)
+]
 Content: TypeAlias = Annotated[
     str, PlainValidator(fields.content, json_schema_input_type=Text | _Parts)
 ]
@@ -142,18 +156,37 @@ def _summary(value: object) -> object:
 class _Request(_Closed):
     """What both endpoints take. Null means the default, as everywhere in the OpenAI API."""
 
-    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
-        "frequency_penalty": _Unavailable(0),
-        "logit_bias": _Unavailable({}),
-        "presence_penalty": _Unavailable(0),
-        "repetition_penalty": _Unavailable(1),
-    }
+    unavailable: ClassVar[Mapping[str, _Unavailable]] = {}
 
     model: Name | None = Field(None, description="Served model name; may be left out.")
     temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
     top_p: float | None = Field(None, description="Nucleus mass in (0, 1]; default 1.")
     top_k: Int32 | None = Field(None, description="Keep the k likeliest; -1 (default) or 0: all.")
     min_p: float | None = Field(None, description="Least share of the top probability; default 0.")
+    frequency_penalty: float | None = Field(
+        None,
+        description="Taken off a token's logit for each time it was generated; in [-2, 2], "
+        "default 0.",
+    )
+    presence_penalty: float | None = Field(
+        None, description="Taken off once if it was generated at all; in [-2, 2], default 0."
+    )
+    repetition_penalty: float | None = Field(
+        None,
+        description="Divides the positive and multiplies the negative logits of tokens in prompt "
+        "and completion; in [0.01, 100], default 1.",
+    )
+    logit_bias: Biases = Field(
+        None,
+        description=f"Added to logits, in [-{fields.MAX_BIAS}, {fields.MAX_BIAS}], by token id.",
+    )
+    allowed_token_ids: FewTokenIds | None = Field(
+        None, description="Only these tokens are generated; default: all."
+    )
+    bad_token_ids: FewTokenIds | None = Field(None, description="These tokens never are.")
+    min_tokens: Int32 | None = Field(
+        None, description="Nothing ends the completion before it has so many; default 0."
+    )
     n: int | None = Field(
         None,
         ge=1,
@@ -180,11 +213,6 @@ class _Request(_Closed):
     metadata: Annotated[dict[str, str] | None, _FEW] = Field(
         None, description="Accepted and ignored."
     )
-
-    frequency_penalty: float | None = Field(None, description="Only 0 works.")
-    logit_bias: Annotated[dict[str, float] | None, _FEW] = Field(None, description="Only {} works.")
-    presence_penalty: float | None = Field(None, description="Only 0 works.")
-    repetition_penalty: float | None = Field(None, description="Only 1 works.")
 
     @property
     def num_choices(self) -> int:
@@ -231,7 +259,6 @@ class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
     unavailable: ClassVar[Mapping[str, _Unavailable]] = {
-        **_Request.unavailable,
         "suffix": _Unavailable("", instead="no format for filling a gap is known of this model"),
     }
 
@@ -250,7 +277,8 @@ class CompletionRequest(_Request):
         None,
         description="Report the log-probability of every token, and of that many likeliest tokens "
         "in its place. Generated tokens have those of the distribution that they were drawn from, "
-        "after `temperature` and filters; tokens of an echoed prompt have the model's own.",
+        "after penalties, biases, `temperature` and filters; tokens of an echoed prompt have the "
+        "model's own.",
     )
     suffix: Text | None = Field(None, description="Only null works.")
 
@@ -313,7 +341,6 @@ class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
     unavailable: ClassVar[Mapping[str, _Unavailable]] = {
-        **_Request.unavailable,
         "audio": _Unavailable(),
         "function_call": _Unavailable("none", "auto", instead=_NO_TOOLS),
         "functions": _Unavailable([], instead=_NO_TOOLS),
@@ -348,7 +375,7 @@ class ChatRequest(_Request):
     logprobs: bool | None = Field(
         None,
         description="Report the log-probability of every token: that of the distribution that it "
-        "was drawn from, after `temperature` and filters.",
+        "was drawn from, after penalties, biases, `temperature` and filters.",
     )
     top_logprobs: NumLogprobs | None = Field(
         None, description="Report those of that many likeliest tokens too; only with `logprobs`."
@@ -414,6 +441,8 @@ class ChatRequest(_Request):
         name, value = self.limit
         if value is not None and value < 1:
             raise InvalidRequest(name, value, "use an integer in [1, 2³¹)")
+        if value is None and self.min_tokens is not None:
+            value = max(SamplingParams.max_tokens, self.min_tokens)
         return self._params(value, (self.top_logprobs or 0) if self.logprobs else None)
 
 

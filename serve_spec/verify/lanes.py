@@ -33,11 +33,15 @@ class LaneJudge:
             self.survival = _survival_table(synthetic_acceptance, max_steps).to(device)
 
     def __call__(self, rows: VerifiedRows, round: LaneRound) -> None:
-        """Draws a token from every row, walks, writes `round.verdicts` and the lanes."""
+        """Edits scores, draws a token from every row, walks, writes `round.verdicts` and lanes."""
         lanes, layout = round.lanes, rows.layout
         batch_size = layout.query_starts.shape[0] - 1
         members = round.members[:batch_size]
-        drawn = fast.draw_tokens(rows.logits, rows.row_lanes, layout.positions + 1, lanes.params)
+        decided = layout.positions + 1
+        fast.edit_scores(
+            rows.logits, rows.row_lanes, decided, rows.token_ids, layout.offsets, lanes.edits
+        )
+        drawn = fast.draw_tokens(rows.logits, rows.row_lanes, decided, lanes.params)
         # Lanes move on by these: on every rank by the same.
         self.parallel.broadcast(drawn)
         fast.accept_and_advance(
@@ -51,6 +55,7 @@ class LaneJudge:
             round.verdicts[:batch_size],
             forced=self._forced(round, members, batch_size),
         )
+        fast.count_tokens(members, round.verdicts[:batch_size], lanes.edits)
 
     def _forced(self, round: LaneRound, members: Tensor, batch_size: int) -> Tensor | None:
         """How many drafts each sequence keeps by chance; None where the target decides."""

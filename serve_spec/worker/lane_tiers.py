@@ -154,7 +154,7 @@ class LaneTiers:
         sizes = batch_sizes(most)
         rows = row_counts(min(most * (num_steps + 1), self._max_rows)) if num_steps else sizes
         extend = draft = StageGraphs({})
-        if num_steps:
+        if num_steps and self._drafter is not None:
             if is_deepest:
                 # What a round leaves behind, and an entry that the host leaves of older ones.
                 widest = max(WIDE_BACKLOG, num_steps + 2)

@@ -125,6 +125,9 @@ class LaneWorker:
 
     def _draft(self, rows: Sequence[RowPlan], tier: SpecRuntimeState, max_backlog: int) -> None:
         """Catches up, then drafts; max_backlog: of the rows that catch up."""
+        if self.drafter is None:
+            self.round.write_drafts([row.draft_ids for row in rows])
+            return
         long = [row for row in rows if row.num_steps and row.backlog > self.ahead.max_backlog]
         if long:
             self._make_up(long)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -10,11 +10,19 @@ from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend
 from serve_spec.core.draft import DraftChain, VerifyResult
-from serve_spec.core.plan import AheadLimits, FinishedRound, PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import (
+    AheadLimits,
+    FinishedRound,
+    PendingRound,
+    RowPlan,
+    StepPlan,
+    StepResult,
+)
 from serve_spec.drafters.base import Drafter
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.runtime.inputs import verify_inputs
+from serve_spec.runtime.score_edits import edit_round
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.runtime.timer import StageTimer
@@ -148,6 +156,7 @@ class SpecWorker:
         logprobs: Logprobs = {}
         if drafts.num_steps:
             logits = self.target.logits(hidden[inputs.draw_rows])
+            edit_round(plan, inputs.token_ids[inputs.draw_rows], logits)
             verdict = self.verdict(logits, drafts, sampling)
             logprobs = self._read_logprobs(
                 emitted_tokens(plan, verdict.token_ids), lambda at: logits[at]
@@ -192,7 +201,8 @@ class SpecWorker:
         if not drafting:
             empty = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.device)
             return DraftChain(empty, steps)
-        assert self.drafter is not None, "a plan with drafts needs a drafter"
+        if self.drafter is None:
+            return DraftChain(self._from_text(rows), steps)
         root_draws = [sum(steps[:b]) + b for b in drafting]
         tokens = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
         # Ranks with different drafts would verify a mixture of them.
@@ -201,3 +211,9 @@ class SpecWorker:
             padded = torch.zeros(len(rows), tokens.shape[1], dtype=torch.int64, device=self.device)
             tokens = padded.index_copy(0, torch.tensor(drafting, device=self.device), tokens)
         return DraftChain(tokens, steps)
+
+    def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
+        """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""
+        depth = max(row.num_steps for row in rows)
+        tokens = [[*row.draft_ids, *[0] * (depth - len(row.draft_ids))] for row in rows]
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device)

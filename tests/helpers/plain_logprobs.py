@@ -33,9 +33,13 @@ class PlainLogprobs:
 
     def __call__(self, token_ids: list[int], params: SamplingParams) -> list[Distribution]:
         """Of the token after each one of `token_ids`."""
+        return [processed(row, params) for row in self.logits(token_ids)]
+
+    def logits(self, token_ids: list[int]) -> list[list[float]]:
+        """The model's own, after each one of `token_ids`."""
         with torch.inference_mode():
-            logits = self._model(torch.tensor([token_ids])).logits[0]
-        return [processed(row.tolist(), params) for row in logits]
+            logits: list[list[float]] = self._model(torch.tensor([token_ids])).logits[0].tolist()
+        return logits
 
 
 def processed(logits: list[float], params: SamplingParams) -> Distribution:

@@ -45,19 +45,25 @@ class FakeStream:
     """The deltas of one request."""
 
     def __init__(
-        self, request_id: str, token_ids: list[int], params: SamplingParams, dies: bool
+        self,
+        request_id: str,
+        token_ids: list[int],
+        params: SamplingParams,
+        dies: bool,
+        emitted: tuple[int, ...],
     ) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = len(token_ids)
         self.cancelled = asyncio.Event()
-        self._token_ids = token_ids
+        self._token_ids = [*token_ids, *emitted]
         self._dies = dies
         self._command = FakeTokenizer().decode(token_ids[:1]).strip()
         self._params = params
         self._stats = SpeculationStats()
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        total, sent = self._params.max_tokens, 0
+        total = self._params.max_tokens
+        sent = len(self._token_ids) - self.num_prompt_tokens
         while sent < total:
             count = min(2, total - sent)
             yield self._delta(count, last=sent + count == total)
@@ -110,7 +116,11 @@ class FakeLoop:
         self.accept_rates: list[float] | None = None
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: tuple[int, ...] = (),
     ) -> FakeStream:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
@@ -124,7 +134,7 @@ class FakeLoop:
         if command == "full":
             raise EngineOverloaded("max_waiting_seqs=0 requests wait")
         dies = command == "poison" or (command == "die" and isinstance(prompt, str))
-        stream = FakeStream(request_id, ids, params, dies)
+        stream = FakeStream(request_id, ids, params, dies, emitted)
         self.streams[request_id] = stream
         self.tokens += params.max_tokens
         return stream

@@ -1,4 +1,5 @@
-"""A stand-in for `EngineLoop` that obeys the sampling law: a token is a function of text and seed.
+"""A stand-in for `EngineLoop` that obeys the sampling law: a token is a function of text and seed,
+and, as where a request edits its scores, of how much of the text is generated.
 
 Log-probabilities are a function of the text too. Rounds bring one to three tokens, different ones
 on different replicas, as speculation does. Text is made by the engine's own `OutputText`.
@@ -51,7 +52,7 @@ class LawfulStream:
                 return
             new: list[int] = []
             for _ in range(self.rounds.randint(1, 3)):
-                new.append(_draw([*self.sequence.token_ids, *new], self.sequence.seed))
+                new.append(_draw([*self.sequence.token_ids, *new], self.sequence))
             new = new[: self.text.push(new)]
             yield self._delta(new)
 
@@ -81,11 +82,15 @@ class LawfulLoop:
         self.cancelled: set[str] = set()
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: tuple[int, ...] = (),
     ) -> LawfulStream:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         assert params.seed is not None, "the router fixes the seed"
-        sequence = Sequence(request_id, params, ids, len(ids), params.seed)
+        sequence = Sequence(request_id, params, [*ids, *emitted], len(ids), params.seed)
         text = OutputText(self.tokenizer, sequence, () if params.ignore_eos else (EOS,))  # type: ignore[arg-type]
         return LawfulStream(sequence, text, random.Random(self.replica), self.cancelled)
 
@@ -93,10 +98,10 @@ class LawfulLoop:
         self.cancelled.add(request_id)
 
 
-def _draw(prefix: list[int], seed: int) -> int:
+def _draw(prefix: list[int], sequence: Sequence) -> int:
     """A byte of the alphabet; é stays whole, and the end comes seldom."""
     if prefix[-1] == "é".encode()[0]:
         return "é".encode()[1]
-    law = random.Random(f"{seed} {prefix}")
+    law = random.Random(f"{sequence.seed} {sequence.num_prompt_tokens} {prefix}")
     letters = _ALPHABET if law.random() < 0.1 else _ALPHABET[1:]
     return law.choice(letters).encode()[0]

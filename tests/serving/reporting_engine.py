@@ -56,11 +56,15 @@ class ReportingLoop(FakeLoop):
     """Reports two rounds with every request."""
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: tuple[int, ...] = (),
     ) -> FakeStream:
         self.metrics.observe(PREFILL)
         self.metrics.observe(ROUND)
-        return await super().submit(prompt, params, request_id)
+        return await super().submit(prompt, params, request_id, emitted)
 
     def snapshot(self) -> dict[str, object]:
         positions = [

@@ -43,13 +43,17 @@ class GuardedLoop(FakeLoop):
     """The fake engine with what the real one refuses."""
 
     async def submit(
-        self, prompt: str | list[int], params: SamplingParams, request_id: str
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: tuple[int, ...] = (),
     ) -> FakeStream:
         if not isinstance(prompt, str) and not VOCABULARY.issuperset(prompt):
             raise InvalidRequest("prompt", "ids", "use ids of the vocabulary")
         if params.max_tokens >= MAX_MODEL_LEN:
             raise InvalidRequest("max_tokens", params.max_tokens, "ask for less")
-        return await super().submit(prompt, params, request_id)
+        return await super().submit(prompt, params, request_id, emitted)
 
 
 class Server:

@@ -63,6 +63,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         top_p=0.5,
         top_k=7,
         min_p=0.1,
+        frequency_penalty=-1,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={"5": -100, "0": 1.5},
+        allowed_token_ids=[0, 5, 7],
+        bad_token_ids=[7],
+        min_tokens=2,
         seed=-3,
         stop=["x", "yz"],
         stop_token_ids=[1, 2],
@@ -75,6 +82,13 @@ def test_every_sampling_field_reaches_the_engine() -> None:
         top_k=7,
         top_p=0.5,
         min_p=0.1,
+        frequency_penalty=-1,
+        presence_penalty=0.5,
+        repetition_penalty=1.2,
+        logit_bias={5: -100.0, 0: 1.5},
+        allowed_token_ids=(0, 5, 7),
+        bad_token_ids=(7,),
+        min_tokens=2,
         seed=-3,
         stop=("x", "yz"),
         stop_token_ids=(1, 2),
@@ -108,10 +122,6 @@ def test_any_other_prompt_is_refused_by_name(given: object) -> None:
 
 
 NEUTRAL: dict[str, Any] = {
-    "frequency_penalty": 0.0,
-    "logit_bias": {},
-    "presence_penalty": 0,
-    "repetition_penalty": 1.0,
     "metadata": {"a": "b"},
     "user": "me",
 }
@@ -143,10 +153,6 @@ def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> Non
     ("field", "value"),
     [
         ("best_of", 2),
-        ("frequency_penalty", 0.1),
-        ("logit_bias", {"5": 1.0}),
-        ("presence_penalty", -1),
-        ("repetition_penalty", 1.1),
         ("suffix", "end"),
     ],
 )
@@ -164,7 +170,6 @@ def test_fields_that_are_not_available_are_refused_at_any_other_value(
         ("audio", {"voice": "alloy"}),
         ("function_call", {"name": "f"}),
         ("functions", [{"name": "f"}]),
-        ("logit_bias", {"5": 1.0}),
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "a"}),
         ("reasoning_effort", "high"),
@@ -222,6 +227,65 @@ def test_no_tokens_may_be_asked_for_where_the_prompt_is_echoed() -> None:
     assert not parse(max_tokens=1, echo=True).is_prompt_only
     with pytest.raises(InvalidRequest, match=r"max_tokens=0: .*echo=true"):
         parse(max_tokens=0, logprobs=1).sampling_params()
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frequency_penalty", 2.1),
+        ("presence_penalty", -2.1),
+        ("repetition_penalty", 0),
+        ("repetition_penalty", -1.0),
+        ("repetition_penalty", 101),
+        ("allowed_token_ids", []),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+    ],
+)
+def test_score_edits_out_of_range_are_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        parse(**{field: value}).sampling_params()
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    "biases",
+    [
+        {"a": 1},
+        {"-1": 1},
+        {"1.0": 1},
+        {"": 1},
+        {"²": 1},
+        {"9" * 4000: 1},
+        {"5": 101},
+        {"5": -101},
+        {"5": 10**400},
+        {"5": True},
+        {"5": None},
+        {"5": "1"},
+        {str(token): 1 for token in range(1025)},
+        [5],
+        "5",
+    ],
+    ids=lambda biases: repr(biases)[:20],
+)
+def test_biases_are_numbers_of_limited_size_by_token_id(biases: object) -> None:
+    error = refusal(logit_bias=biases)
+    assert error["param"] == "logit_bias"
+    assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize("field", ["allowed_token_ids", "bad_token_ids"])
+@pytest.mark.parametrize("value", [[-1], [2**31], ["5"], [True], [1.0], 5, [5] * 1025])
+def test_token_ids_to_allow_or_rule_out_are_a_list_of_ids(field: str, value: object) -> None:
+    assert refusal(**{field: value})["param"].split(".")[0] == field
+
+
+def test_a_chat_without_a_limit_may_want_more_tokens_than_a_completion_has_by_default() -> None:
+    assert chat(min_tokens=40).sampling_params().min_tokens == 40
+    with pytest.raises(InvalidRequest) as caught:
+        chat(min_tokens=40, max_tokens=30).sampling_params()
+    assert caught.value.field == "min_tokens"
 
 
 def test_best_of_may_repeat_n() -> None:

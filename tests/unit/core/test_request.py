@@ -23,6 +23,25 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, Speculativ
         ("top_p", 1.1),
         ("min_p", -0.1),
         ("min_p", 2.0),
+        ("frequency_penalty", 2.01),
+        ("presence_penalty", -2.01),
+        ("presence_penalty", "1"),
+        ("repetition_penalty", 0.0),
+        ("repetition_penalty", math.inf),
+        ("logit_bias", {5: 100.5}),
+        ("logit_bias", {5: math.nan}),
+        ("logit_bias", {"5": 1.0}),
+        ("logit_bias", {5: True}),
+        ("logit_bias", [5]),
+        ("logit_bias", dict.fromkeys(range(10**5), 200)),
+        ("allowed_token_ids", ()),
+        ("allowed_token_ids", (1.0,)),
+        ("bad_token_ids", None),
+        ("bad_token_ids", (True,)),
+        ("min_tokens", -1),
+        ("min_tokens", 17),
+        ("min_tokens", 1.0),
+        ("temperature", 10**400),
         ("stop", ("a", "")),
         ("max_tokens", 3.5),
         ("max_tokens", True),
@@ -44,6 +63,37 @@ def test_a_parameter_out_of_range_is_refused_by_name(field: str, value: object) 
     with pytest.raises(InvalidRequest, match=field) as refusal:
         SamplingParams(**{field: value})
     assert refusal.value.field == field
+    assert len(str(refusal.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("edits", "counts"),
+    [
+        ({}, False),
+        ({"stop_token_ids": (5,), "temperature": 0.5, "top_k": 3}, False),
+        ({"logit_bias": {5: 1.0}}, False),
+        ({"allowed_token_ids": (5,)}, False),
+        ({"bad_token_ids": (5,)}, False),
+        ({"min_tokens": 1}, False),
+        ({"frequency_penalty": 0.1}, True),
+        ({"presence_penalty": -0.1}, True),
+        ({"repetition_penalty": 1.1}, True),
+    ],
+)
+def test_parameters_tell_whether_they_edit_scores_and_by_what(
+    edits: dict[str, object], counts: bool
+) -> None:
+    params = SamplingParams(**edits)
+    is_neutral = not edits or "top_k" in edits
+    assert (params.edits_scores, params.counts_tokens) == (not is_neutral, counts)
+
+
+def test_parameters_keep_what_they_were_given_and_can_be_keys() -> None:
+    biases, allowed = {5: 1.0}, [5, 6]
+    params = SamplingParams(logit_bias=biases, allowed_token_ids=allowed)
+    biases[6], allowed[0] = 2.0, 7
+    assert params == SamplingParams(logit_bias={5: 1.0}, allowed_token_ids=(5, 6))
+    assert {params: 1}[pickle.loads(pickle.dumps(params))] == 1
 
 
 def test_a_negative_depth_is_refused() -> None:

@@ -54,6 +54,18 @@ def test_a_stop_string_across_runs_is_cut_off_and_never_shown(tokenizer: Tokeniz
         assert stream.finish_reason is FinishReason.STOP
 
 
+def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(
+    tokenizer: Tokenizer,
+) -> None:
+    for size in range(1, 9):
+        stream = output(tokenizer, stop=("END",), min_tokens=5)
+        pieces, used = feed(stream, list(b"abENDxENDy"), [size] * 20)
+        assert ("".join(pieces), used) == ("abENDx", 9)
+        stream = output(tokenizer, stop=("END",), min_tokens=4)
+        pieces, used = feed(stream, list(b"abENDxENDy"), [size] * 20)
+        assert ("".join(pieces), used) == ("ab", 5)
+
+
 def test_the_earliest_of_several_stop_strings_wins(tokenizer: Tokenizer) -> None:
     stream = output(tokenizer, stop=("cde", "bcde"))
     stream.push(list(b"abcdef"))

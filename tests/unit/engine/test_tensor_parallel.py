@@ -53,13 +53,14 @@ def make(shared_pair: Pair) -> MakeLLM:
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 40 tokens, greedy, sampled and filtered."""
+    """Prompts of 1 to 40 tokens, greedy, sampled, filtered, and with edited scores."""
     rng = random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 5, 20, 33, 40, 16)]
     params = [
         SamplingParams(max_tokens=20 + 3 * i, temperature=0.5 * (i % 3), seed=i, ignore_eos=True)
         for i in range(5)
     ]
+    params[2] = replace(params[2], frequency_penalty=1.0, logit_bias={65: 3.0, 290: 1.5})
     return prompts, [*params, SamplingParams(max_tokens=30, top_k=20, seed=9, ignore_eos=True)]
 
 
@@ -134,12 +135,14 @@ def test_any_number_of_ranks_tells_the_log_probabilities_of_one(
     """Each rank has some columns of the logits only; four do not divide the vocabulary."""
     prompts, params = requests()
     asking = [
-        replace(p, logprobs=(None, 0, 3)[i % 3], prompt_logprobs=(2, None)[i % 2])
+        replace(p, max_tokens=12, logprobs=(None, 0, 3)[i % 3], prompt_logprobs=(2, None)[i % 2])
         for i, p in enumerate(params)
     ]
     one = make().generate(prompts, asking)
     llm = stressed(make, "EAGLE", tensor_parallel_size=4, execution=execution)
     close(llm.generate(prompts, asking), one)
+    assert llm.engine.counters.num_correct_drafts > 0
+    assert llm.engine.scheduler.num_preemptions > 0
     llm.shutdown()
 
 

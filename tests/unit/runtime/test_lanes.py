@@ -2,21 +2,25 @@
 
 import random
 from dataclasses import replace
+from typing import Any
 
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.plan import RowPlan
+from serve_spec.core.plan import EditedText, RowPlan
 from serve_spec.core.request import SamplingParams
+from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT
 from serve_spec.runtime.lanes import RING_TOKENS, LaneKeeper, Lanes
 
 
 def make_lanes(num_lanes: int = 4, max_pages: int = 64) -> Lanes:
-    return Lanes.create(num_lanes, max_pages, scratch_page=99, device=torch.device("cpu"))
+    return Lanes.create(
+        num_lanes, max_pages, scratch_page=99, vocab_size=300, device=torch.device("cpu")
+    )
 
 
-def row(lane: int, tokens: list[int], pages: list[int], made: int = 0, **params: float) -> RowPlan:
+def row(lane: int, tokens: list[int], pages: list[int], made: int = 0, **params: Any) -> RowPlan:
     """A decode row of a text of which the draft has made `made` entries."""
     return RowPlan(
         request_id=f"on {lane}",
@@ -101,10 +105,38 @@ def test_pages_follow_whatever_growth_and_give_back_do(seed: int) -> None:
     rng = random.Random(seed)
     lanes = make_lanes()
     keeper = LaneKeeper(lanes)
-    fresh = iter(range(100, 1000))
-    pages = [next(fresh)]
+    free = list(range(100, 112))  # few, so that given back ones return, at any place
+    pages = [free.pop()]
     for _ in range(20):
-        del pages[rng.randint(1, len(pages)) :]
-        pages += [next(fresh) for _ in range(rng.randint(0, 4))]
+        kept = rng.randint(1, len(pages))
+        free += pages[kept:]
+        del pages[kept:]
+        rng.shuffle(free)
+        pages += [free.pop() for _ in range(rng.randint(0, min(4, len(free))))]
         keeper.sync([row(3, [1, 2], pages)])
         assert lanes.pages[3, : len(pages)].tolist() == pages
+
+
+def test_a_sequence_brings_its_score_edits_and_the_next_one_without_any_ends_them() -> None:
+    lanes = make_lanes()
+    keeper = LaneKeeper(lanes)
+    editing = row(1, [7, 8, 7], [5], frequency_penalty=1.5, min_tokens=2, bad_token_ids=(4,))
+    keeper.sync([replace(editing, edited=EditedText(2, (7, 8, 7), held_ids=(9,)))])
+    edits = lanes.edits
+    assert edits.is_on.tolist() == [0, 1, 0, 0, 0]
+    assert (edits.frequency[1], edits.repetition[1], edits.min_lengths[1]) == (1.5, 1.0, 4)
+    assert edits.marks[1, [7, 8, 9]].tolist() == [IN_PROMPT + GENERATED_ONCE, IN_PROMPT, HELD_BACK]
+    assert edits.marks[1].count_nonzero() == 3
+    assert edits.bias[1].nonzero().tolist() == [[4]]
+    keeper.sync([replace(row(1, [9, 8], [7]), request_id="another")])
+    assert edits.is_on.tolist() == [0] * 5
+
+
+def test_what_lanes_count_of_a_known_sequence_is_not_written_over() -> None:
+    lanes = make_lanes()
+    keeper = LaneKeeper(lanes)
+    known = row(1, [7, 8], [5], presence_penalty=1.0)
+    keeper.sync([replace(known, edited=EditedText(2, (7, 8)))])
+    lanes.edits.marks[1, 7] += GENERATED_ONCE
+    keeper.sync([known])
+    assert lanes.edits.marks[1, 7] == IN_PROMPT + GENERATED_ONCE

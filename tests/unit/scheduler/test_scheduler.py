@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.plan import AheadLimits, StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -429,6 +429,7 @@ class AheadWorker(PretendedWorker):
     def __init__(self, page_size: int, rng: random.Random) -> None:
         super().__init__(page_size, rng)
         self.lengths: dict[str, int] = {}
+        self.counted: dict[str, list[int]] = {}
 
     def execute(self, plan: StepPlan) -> StepResult:
         drawn = []
@@ -446,7 +447,16 @@ class AheadWorker(PretendedWorker):
                 count = self.rng.randint(0, row.num_steps) + 1
                 drawn.append([token_at(row.seed, length + i) for i in range(count)])
                 self.lengths[row.request_id] += count
+                if row.params.counts_tokens:
+                    self.count(row, length, drawn[-1])
         return StepResult(drawn, 0.0, 0.0)
+
+    def count(self, row: RowPlan, length: int, drawn: list[int]) -> None:
+        """What a penalty counts: what the host last told, and what the device drew since."""
+        if row.edited is not None:
+            self.counted[row.request_id] = list(row.edited.token_ids)
+        assert self.counted[row.request_id] == [token_at(row.seed, p) for p in range(length)]
+        self.counted[row.request_id] += drawn
 
 
 def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page() -> None:
@@ -462,6 +472,7 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
             stops = (rng.randrange(1000),) if rng.random() < 0.5 else ()
             options = SpeculativeOptions(rng.random() < 0.8, rng.choice([None, 0, 2]))
             params = {"max_tokens": rng.randint(1, 40), "speculative": options}
+            params["frequency_penalty"] = rng.choice([0, 1])
             seq = sequence(str(step), rng.randint(1, 40), stop_token_ids=stops, **params)
             everyone.append(seq)
             scheduler.add(seq)
@@ -494,3 +505,38 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
             token_at(seq.seed, seq.num_prompt_tokens + i) for i in range(seq.num_output_tokens)
         ]
         assert seq.output_token_ids == expected
+
+
+def test_a_row_that_edits_scores_names_its_text_unless_a_round_is_adding_to_it() -> None:
+    scheduler = make(num_pages=30, max_num_batched_tokens=24)
+    worker = AheadWorker(4, random.Random(0))
+    seq = sequence("1", 30, max_tokens=40, presence_penalty=1.0)
+    scheduler.add(seq)
+
+    def zero(batch: DecodeBatch) -> RoundSteps:
+        return RoundSteps(0)
+
+    first = scheduler.plan(zero, AHEAD)
+    assert first is not None
+    assert [row.edited for row in first.rows] == [None], "a piece of a prompt draws nothing"
+    second = scheduler.plan_ahead(first, zero, AHEAD)
+    assert second is not None
+    assert [row.edited for row in second.rows] == [EditedText(30, tuple(seq.token_ids))]
+    scheduler.commit(first, worker.execute(first), cut)
+    third = scheduler.plan_ahead(second, zero, AHEAD)
+    assert third is not None
+    assert [row.edited for row in third.rows] == [None]
+    scheduler.commit(second, worker.execute(second), cut)
+    scheduler.commit(third, worker.execute(third), cut)
+    fourth = scheduler.plan(zero, AHEAD)
+    assert fourth is not None
+    assert [row.edited for row in fourth.rows] == [EditedText(30, tuple(seq.token_ids))]
+
+
+def test_only_what_penalties_count_is_named() -> None:
+    scheduler = make()
+    scheduler.add(sequence("1", 3, logit_bias={5: 1.0}))
+    scheduler.add(sequence("2", 3))
+    plan = scheduler.plan(lambda _: RoundSteps(0))
+    assert plan is not None
+    assert [row.edited for row in plan.rows] == [EditedText(3), None]

@@ -1,0 +1,107 @@
+"""Edits of scores where logits lie: rows that edit nothing cost a look at a flag."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
+
+_PARTS = 16
+"""Programs that share a row: few, for as a rule no row has anything to edit."""
+_BLOCK = 2048
+_IN_PROMPT = tl.constexpr(IN_PROMPT)
+_HELD_BACK = tl.constexpr(HELD_BACK)
+_GENERATED_ONCE = tl.constexpr(GENERATED_ONCE)
+
+
+def edit_scores(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    token_ids: Tensor,
+    depths: Tensor,
+    edits: ScoreEdits,
+) -> None:
+    """See `score_edits.edit_scores`."""
+    dependent = dependent_launch(logits.device)
+    _edit_kernel[(_PARTS, logits.shape[0])](
+        logits, logits.stride(0), owners, positions, token_ids, depths, *edits, logits.shape[1],
+        BLOCK=_BLOCK, DEPENDENT=dependent,
+        num_warps=4, enable_fp_fusion=False, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
+    """See `score_edits.count_tokens`."""
+    dependent = dependent_launch(verdicts.device)
+    width = verdicts.shape[1]
+    _count_kernel[(len(members),)](
+        members, verdicts, edits.is_on, edits.marks, edits.marks.shape[1],
+        WIDTH=width, COLUMNS=triton.next_power_of_2(width - 2), DEPENDENT=dependent,
+        num_warps=1, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+@triton.jit
+def _edit_kernel(
+    logits, row_stride, owners, positions, token_ids, depths,
+    is_on, bias, marks, repetition, frequency, presence, min_lengths,
+    num_ids, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per (part of the vocabulary, row)."""
+    part, row = tl.program_id(0), tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    owner = tl.load(owners + row)
+    if tl.load(is_on + tl.maximum(owner, 0), mask=owner >= 0, other=0) > 0:
+        divisor = tl.load(repetition + owner)
+        per_time = tl.load(frequency + owner)
+        at_all = tl.load(presence + owner)
+        holds_back = tl.load(positions + row) < tl.load(min_lengths + owner)
+        depth = tl.load(depths + row)
+        logits += row.to(tl.int64) * row_stride
+        bias += owner.to(tl.int64) * num_ids
+        marks += owner.to(tl.int64) * num_ids
+        for start in range(part * BLOCK, num_ids, tl.num_programs(0) * BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            inside = ids < num_ids
+            mark = tl.load(marks + ids, mask=inside, other=0)
+            count = mark // _GENERATED_ONCE
+            for back in range(depth):
+                count += (ids == tl.load(token_ids + row - back)).to(tl.int32)
+            score = tl.load(logits + ids, mask=inside, other=0.0)
+            score += tl.load(bias + ids, mask=inside, other=0.0)
+            is_generated = count > 0
+            is_seen = is_generated | ((mark & _IN_PROMPT) > 0)
+            repeated = tl.where(score > 0, tl.math.div_rn(score, divisor), score * divisor)
+            score = tl.where(is_seen, repeated, score)
+            score = score - per_time * count.to(tl.float32)
+            score = score - at_all * is_generated.to(tl.float32)
+            is_held = holds_back & ((mark & _HELD_BACK) > 0)
+            tl.store(logits + ids, tl.where(is_held, float("-inf"), score), mask=inside)
+
+
+@triton.jit
+def _count_kernel(
+    members, verdicts, is_on, marks, num_ids,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence."""
+    b = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    member = tl.load(members + b)
+    if tl.load(is_on + member) > 0:
+        verdict = verdicts + b * WIDTH
+        columns = tl.arange(0, COLUMNS)
+        inside = (columns <= tl.load(verdict)) & (columns < WIDTH - 2)
+        tokens = tl.load(verdict + 2 + columns, mask=inside, other=-1)
+        at = marks + member.to(tl.int64) * num_ids + tl.maximum(tokens, 0)
+        tl.atomic_add(at, _GENERATED_ONCE, mask=tokens >= 0)

@@ -1,0 +1,80 @@
+"""Score edits of requests, from plans to the tables of `ops/score_edits.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.plan import RowPlan, StepPlan
+from serve_spec.ops import fast
+from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
+
+
+def write_edits(edits: ScoreEdits, place: int, row: RowPlan) -> None:
+    """Writes how the request of `row`, which has its `edited` text, edits its scores, to a place.
+
+    The host does not wait for the device.
+    """
+    params, text = row.params, row.edited
+    assert text is not None, "a row that edits comes with what it needs to know of its text"
+    bias, marks = edits.bias[place], edits.marks[place]
+    device = bias.device
+    bias.fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
+    if params.allowed_token_ids is not None:
+        bias.index_fill_(0, _sent(params.allowed_token_ids, device), 0.0)
+    if params.logit_bias:
+        ids = _sent([*params.logit_bias], device)
+        bias[ids] += _sent([*params.logit_bias.values()], device, torch.float32)
+    if params.bad_token_ids:
+        bias.index_fill_(0, _sent(params.bad_token_ids, device), float("-inf"))
+    marks.zero_()
+    if text.token_ids:
+        ids = _sent(text.token_ids, device)
+        marks.index_fill_(0, ids[: text.num_prompt_tokens], IN_PROMPT)
+        generated = ids[text.num_prompt_tokens :]
+        once = torch.full_like(generated, GENERATED_ONCE, dtype=torch.int32)
+        marks.index_add_(0, generated, once)
+    if text.held_ids:
+        marks[_sent(text.held_ids, device)] += HELD_BACK
+    edits.repetition[place] = params.repetition_penalty
+    edits.frequency[place] = params.frequency_penalty
+    edits.presence[place] = params.presence_penalty
+    edits.min_lengths[place] = text.num_prompt_tokens + params.min_tokens
+    edits.is_on[place] = 1
+
+
+def edit_round(plan: StepPlan, token_ids: Tensor, logits: Tensor) -> None:
+    """Edits the logits of a round that the host planned, in place.
+
+    token_ids: int64 [R], what the rows that draw compute. logits: float32 [R, V].
+    """
+    rows = plan.sampling_rows
+    editing = [row for row in rows if row.edited is not None]
+    if not editing:
+        return
+    device = logits.device
+    edits = ScoreEdits.create(len(editing), logits.shape[1], device)
+    for place, row in enumerate(editing):
+        write_edits(edits, place, row)
+    places = {row.request_id: place for place, row in enumerate(editing)}
+    draws = [
+        (places.get(row.request_id, -1), row.length + depth, depth)
+        for row in rows
+        for depth in range(row.num_steps + 1)
+    ]
+    owners, positions, depths = _sent(draws, device).unbind(1)
+    fast.edit_scores(
+        logits, owners.to(torch.int32), positions, token_ids, depths.to(torch.int32), edits
+    )
+
+
+def _sent(
+    values: Sequence[float] | Sequence[tuple[int, ...]],
+    device: torch.device,
+    dtype: torch.dtype = torch.int64,
+) -> Tensor:
+    """The values on the device, in the stream's order; the host does not wait."""
+    sent = torch.tensor(values, dtype=dtype)
+    return (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)

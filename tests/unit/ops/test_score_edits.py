@@ -1,0 +1,175 @@
+"""Score edits: the plain loop's, and the kernels those of the law."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.request import SamplingParams
+from serve_spec.ops import score_edits
+from serve_spec.ops.score_edits import ScoreEdits
+from serve_spec.runtime.score_edits import write_edits
+from tests.helpers.plain_edits import edited
+from tests.helpers.triton import DEVICE
+
+from serve_spec.ops import score_edits_triton  # isort: skip
+
+CPU = torch.device("cpu")
+VOCAB = 40
+WAYS = [score_edits, score_edits_triton]
+
+ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
+sampling_params = st.builds(
+    SamplingParams,
+    max_tokens=st.just(20),
+    frequency_penalty=st.sampled_from([0.0, 0.3, -2.0, 2.0]),
+    presence_penalty=st.sampled_from([0.0, 1.1, -0.7]),
+    repetition_penalty=st.sampled_from([1.0, 1.3, 0.6, 100.0, 0.01]),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32)),
+    allowed_token_ids=st.none() | ids.map(lambda allowed: [0, *allowed]),
+    bad_token_ids=ids,
+    stop_token_ids=ids,
+    min_tokens=st.integers(0, 9),
+)
+sequences = st.lists(
+    st.tuples(
+        sampling_params,
+        st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),  # prompt
+        ids,  # generated
+        st.lists(st.integers(0, VOCAB - 1), max_size=4),  # drafts
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) -> ScoreEdits:
+    """The edits of sequences as a worker on lanes keeps them; the last place stays empty."""
+    edits = ScoreEdits.create(len(rows) + 1, VOCAB, DEVICE)
+    for field in edits[1:]:
+        field.fill_(99)  # whoever had the place before
+    for place, (params, prompt, generated, _) in enumerate(rows):
+        text = tuple(prompt + generated)
+        known = EditedText(len(prompt), text, tuple(params.stop_token_ids))
+        row = RowPlan("a", text[-1:], len(text) - 1, True, (), params, 0, edited=known)
+        write_edits(edits, place, row)
+    return edits
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=15, deadline=None)
+@given(sequences, st.integers(0, 2**32))
+def test_a_row_is_edited_by_the_text_before_it_and_the_drafts_on_its_path(
+    way: object, rows: list[tuple[SamplingParams, list[int], list[int], list[int]]], seed: int
+) -> None:
+    """Beside rows of nobody, and of a sequence that edits nothing."""
+    num_rows = sum(len(drafts) + 1 for *_, drafts in rows) + 2
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
+    owners, positions, token_ids, depths, expected = [], [], [], [], []
+    for place, (params, prompt, generated, drafts) in enumerate(rows):
+        text = prompt + generated
+        for depth in range(len(drafts) + 1):
+            owners.append(place)
+            positions.append(len(text) + depth)
+            token_ids.append([text[-1], *drafts][depth])
+            depths.append(depth)
+            row = logits[len(owners) - 1].tolist()
+            expected.append(edited(row, prompt, generated + drafts[:depth], params))
+    owners += [-1, len(rows)]
+    positions += [0, 1000]
+    token_ids += [-1, 3]
+    depths += [0, 0]
+    found = logits.to(DEVICE)
+    way.edit_scores(  # type: ignore[attr-defined]
+        found,
+        torch.tensor(owners, dtype=torch.int32, device=DEVICE),
+        torch.tensor(positions, device=DEVICE),
+        torch.tensor(token_ids, device=DEVICE),
+        torch.tensor(depths, dtype=torch.int32, device=DEVICE),
+        table(rows),
+    )
+    torch.testing.assert_close(found[:-2].cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
+    assert torch.equal(found[-2:].cpu(), logits[-2:])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_draft_without_a_token_counts_for_nothing(way: object) -> None:
+    rows = [(SamplingParams(frequency_penalty=2.0), [1], [2], [5, 6])]
+    found = [torch.zeros(3, VOCAB, device=DEVICE) for _ in range(2)]
+    for logits, drafts in zip(found, ([5, 6], [5, -1]), strict=True):
+        way.edit_scores(  # type: ignore[attr-defined]
+            logits,
+            torch.zeros(3, dtype=torch.int32, device=DEVICE),
+            torch.arange(2, 5, device=DEVICE),
+            torch.tensor([2, *drafts], device=DEVICE),
+            torch.arange(3, dtype=torch.int32, device=DEVICE),
+            table(rows),
+        )
+    assert torch.equal(found[0][:2], found[1][:2])
+    assert found[1][2].tolist() == [-2.0 if t in (2, 5) else 0.0 for t in range(VOCAB)]
+
+
+def wide_round(device: torch.device) -> tuple[Tensor, ...]:
+    """Rows over several blocks of a vocabulary, the last one broken; every third edits."""
+    vocab, num_rows = 5000, 9
+    generator = torch.Generator().manual_seed(3)
+    edits = ScoreEdits.create(num_rows, vocab, CPU)
+    edits.is_on[::3] = 1
+    edits.bias.normal_(generator=generator)[:, ::7] = float("-inf")
+    edits.marks.random_(0, 30, generator=generator)
+    edits.repetition.uniform_(0.5, 2, generator=generator)
+    edits.frequency.uniform_(-2, 2, generator=generator)
+    edits.presence.uniform_(-2, 2, generator=generator)
+    edits.min_lengths.fill_(4)
+    logits = torch.randn(num_rows, vocab, generator=generator) * 8
+    rows = torch.arange(num_rows)
+    owners, positions = rows.to(torch.int32) // 3 * 3, rows % 6
+    token_ids = torch.randint(vocab, (num_rows,), generator=generator)
+    tensors = (logits, owners, positions, token_ids, (rows % 3).to(torch.int32), *edits)
+    return tuple(tensor.to(device) for tensor in tensors)
+
+
+def test_the_kernel_edits_to_the_last_bit_as_the_law_does() -> None:
+    expected, *inputs = wide_round(CPU)
+    found, *on_device = wide_round(DEVICE)
+    score_edits.edit_scores(expected, *inputs[:4], ScoreEdits(*inputs[4:]))
+    score_edits_triton.edit_scores(found, *on_device[:4], ScoreEdits(*on_device[4:]))
+    assert torch.equal(found.cpu(), expected)
+
+
+@pytest.mark.parametrize("count", [way.count_tokens for way in WAYS])
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=4),
+    st.data(),
+)
+def test_what_a_round_emits_is_counted_for_sequences_that_edit(
+    count: Callable[[Tensor, Tensor, ScoreEdits], None],
+    emitted: list[list[int]],
+    data: st.DataObject,
+) -> None:
+    """Verdicts hold old tokens behind those of the round."""
+    members = data.draw(st.permutations(range(5)))[: len(emitted)]
+    is_on = data.draw(st.lists(st.booleans(), min_size=5, max_size=5))
+    edits = ScoreEdits.create(5, VOCAB, DEVICE)
+    edits.is_on.copy_(torch.tensor(is_on))
+    verdicts = [[len(t) - 1, 0, *t, *[7] * (5 - len(t))] for t in emitted]
+    count(
+        torch.tensor(members, dtype=torch.int32, device=DEVICE),
+        torch.tensor(verdicts, dtype=torch.int32, device=DEVICE),
+        edits,
+    )
+    expected = torch.zeros(5, VOCAB, dtype=torch.int32)
+    for member, tokens in zip(members, emitted, strict=True):
+        for token, times in Counter(tokens).items():
+            if is_on[member] and token >= 0:
+                expected[member, token] = score_edits.GENERATED_ONCE * times
+    assert torch.equal(edits.marks.cpu(), expected)
