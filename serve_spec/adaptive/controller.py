@@ -38,9 +38,11 @@ class PolicySettings:
     slots: Mapping[int, SlotConfig] | None = None
     per_sequence: bool = True
     min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
+    max_steps: int | None = None
+    """Most drafts that whoever drafts can make; None: there is no limit."""
 
     @classmethod
-    def of(cls, config: SpeculativeConfig) -> PolicySettings:
+    def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
         """What a configuration asks for; fixed at 0 steps when nothing drafts.
 
         Raises:
@@ -53,6 +55,7 @@ class PolicySettings:
             strategy=config.speculative_adaptive_strategy,
             slots=None if source is None else load_slots(source),
             per_sequence=config.speculative_per_sequence,
+            max_steps=max_steps,
         )
 
     @property
@@ -118,7 +121,7 @@ class PolicySettings:
     def _deepest(self, default: int) -> int:
         """The user's slots bound the depth; without any, `default`."""
         if self.slots is None:
-            return default
+            return default if self.max_steps is None else min(default, self.max_steps)
         return max(slot.candidate_steps[-1] for slot in self.slots.values())
 
 

@@ -37,6 +37,8 @@ clock jumped."""
 _DRIFT_SHARE = 0.5
 _LARGEST_LOG = math.log(LARGEST_FACTOR)
 _NUM_BUCKETS = 32
+# Drafts that no model makes take next to nothing: there is nothing to correct in that.
+_NEGLIGIBLE_MS = 0.05
 # The stages run on the device's clock, the round on the host's.
 _CLOCKS_DIFFER = 1.01
 _CLOCKS_DIFFER_MS = 0.05
@@ -161,7 +163,7 @@ class CostModel:
         usable = (
             are_times
             and not num_entries  # one entry would have taken a round
-            and (not num_drafts or _is_near(draft_ms, predicted_draft))
+            and (not num_drafts or _is_near(draft_ms, predicted_draft, _NEGLIGIBLE_MS))
             and _is_near(verify_ms, predicted_verify)
             and round_ms <= ABSURD_RATIO * predicted_round
         )
@@ -171,7 +173,7 @@ class CostModel:
         self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
         self._num_rounds += 1
         drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
-        if num_drafts:
+        if num_drafts and predicted_draft > _NEGLIGIBLE_MS:
             rows = batch_size if self.padded else num_drafting
             self._draft_residuals.learn(
                 _bucket(rows), draft_ms / predicted_draft, drift_gain, self._draft_residuals.mean
@@ -388,5 +390,6 @@ def _are_parts_of_a_round(draft_ms: float, verify_ms: float, round_ms: float) ->
     return draft_ms + verify_ms <= round_ms * _CLOCKS_DIFFER + _CLOCKS_DIFFER_MS
 
 
-def _is_near(measured: float, predicted: float) -> bool:
-    return predicted / ABSURD_RATIO <= measured <= predicted * ABSURD_RATIO
+def _is_near(measured: float, predicted: float, slack: float = 0.0) -> bool:
+    low, high = predicted / ABSURD_RATIO - slack, predicted * ABSURD_RATIO + slack
+    return low <= measured <= high

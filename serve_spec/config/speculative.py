@@ -31,7 +31,7 @@ class SpeculativeConfig(StrictModel):
     """How drafts are made and how their number adapts."""
 
     works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3", "NGRAM"),
+        "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3", "NGRAM", "STANDALONE", "MEDUSA"),
         "speculative_eagle_topk": (1,),
     }
 

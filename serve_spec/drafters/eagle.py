@@ -1,6 +1,8 @@
 """EAGLE and EAGLE-3 chains (arXiv 2401.15077, 2503.01840): a small head extrapolates features.
 
-Draft entry j = (token j+1, feature of position j) at position j; its output predicts token j+2.
+Draft entry j = (token j+1, feature of position j) at position j; its output predicts token j+2. A
+whole model drafts so, too, without features and one position further on, and so do Medusa's heads,
+of which each reads the same feature (see `DraftHead`).
 Entries built from the target's own features are kept; entries made while drafting (from the head's
 own features) are always overwritten by the next catch-up.
 """
@@ -66,7 +68,7 @@ class EagleDrafter:
         draws = torch.tensor(root_draws, device=self.device)
         for step in range(depth):
             tokens = sample_coupled(
-                self.head.logits(hidden),
+                self.head.logits(hidden, step),
                 sampling,
                 draws + step,
                 self.sharpness,
@@ -146,7 +148,7 @@ class EagleDrafter:
 
         hidden: the head's own features [T, H] while it drafts; None reads the target's.
         """
-        batch = ragged_batch(slots, starts, lens)
+        batch = ragged_batch(slots, [start + self.head.shift for start in starts], lens)
         if hidden is None:
             hidden = self.head.encode(self.features.read(batch.slots))
         context = ForwardContext(batch.positions, attention.plan(batch, self.pool))

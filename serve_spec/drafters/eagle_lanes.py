@@ -18,7 +18,7 @@ from serve_spec.ops.layout import RowLayout
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.pieces import PIECE_ROWS
 
-_NEVER = torch.iinfo(torch.int32).max
+_NEVER = torch.iinfo(torch.int32).max - 1
 
 
 class EagleLaneDrafter:
@@ -69,7 +69,7 @@ class EagleLaneDrafter:
             first_valid=made.masked_fill(lacks_more, _NEVER),
         )
         rows = members.repeat_interleave(extend_len)
-        tokens = fast.ring_tokens(lanes.recent, rows, layout.positions + 1)
+        tokens = fast.ring_tokens(lanes.recent, rows, layout.positions + 1 - self.head.shift)
         hidden = self.head.encode(self.features.read(layout.slots))
         hidden = self.head.forward(tokens, hidden, context)
         last = hidden.view(batch_size, extend_len, -1)[:, -1]
@@ -84,7 +84,7 @@ class EagleLaneDrafter:
         hidden = round.hidden[:batch_size]
         for step in range(num_steps):
             tokens = fast.draw_drafts(
-                self.head.logits(hidden),
+                self.head.logits(hidden, step),
                 members,
                 lengths.long() + step,
                 round.lanes.params,
@@ -111,12 +111,14 @@ class EagleLaneDrafter:
         max_query_len: int,
         first_valid: Tensor | None = None,
     ) -> tuple[RowLayout, ForwardContext]:
-        """`query_lens` [B] rows of the lanes `members` [B], from positions `starts` [B] on."""
+        """`query_lens` [B] rows of the lanes `members` [B], of entries from `starts` [B] on."""
+        shift = self.head.shift
+        starts = starts + shift
         tables = round.lanes.pages.index_select(0, members)
         layout = fast.lay_out_rows(
             query_lens,
             starts,
-            torch.zeros_like(starts) if first_valid is None else first_valid,
+            torch.zeros_like(starts) if first_valid is None else first_valid + shift,
             tables,
             self.pool.page_size,
             num_rows=num_rows,

@@ -16,9 +16,17 @@ from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
 from serve_spec.models.eagle import load_eagle
 from serve_spec.models.eagle3 import load_eagle3
 from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.medusa import load_medusa
 from serve_spec.models.shape import ModelShape
 
-__all__ = ["DRAFTS", "DraftHead", "DraftOptions", "FeatureCapture", "load_draft"]
+__all__ = [
+    "DRAFTS",
+    "DraftHead",
+    "DraftOptions",
+    "FeatureCapture",
+    "keep_eight_bit",
+    "load_draft",
+]
 
 
 class DraftHead(Protocol):
@@ -27,16 +35,25 @@ class DraftHead(Protocol):
     Entry j pairs token j+1 with the feature of position j, sits at position j of its own KV pool,
     and predicts token j+2. Features of computed positions come from the target, through `encode`;
     while drafting ahead, the hidden state `forward` returned takes their place as it is.
+
+    A whole model (`standalone`) reads no features. Its entry j sits where token j+1 does, and so
+    there is an entry -1, of the first token. Medusa's heads read a feature and nothing else: what
+    they draft does not depend on the drafts before it, and their pool holds nothing.
     """
 
     @property
-    def capture(self) -> FeatureCapture:
-        """What the target's forward must record."""
+    def shift(self) -> int:
+        """Where entry j sits, less j: 0, or 1 for whole models."""
+        ...
+
+    @property
+    def capture(self) -> FeatureCapture | None:
+        """What the target's forward must record, if anything."""
         ...
 
     @property
     def feature_dim(self) -> int:
-        """Numbers per token of a target feature, F."""
+        """Numbers per token of a target feature, F; 0 without features."""
         ...
 
     @property
@@ -72,14 +89,20 @@ class DraftHead(Protocol):
         """Target ids [T] and hidden [T, H], at the positions of `ctx` -> next hidden [T, H]."""
         ...
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden [R, H] as `forward` returned it -> float32 [R, Vd]."""
+    @property
+    def max_steps(self) -> int | None:
+        """Most drafts it can make of one feature; None: as many as are wanted."""
+        ...
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Hidden [R, H] as `forward` returned it -> float32 [R, Vd], of the draft number `step`."""
         ...
 
 
 DRAFTS: dict[str, Callable[[DraftFile, Llama, DraftOptions, torch.dtype], DraftHead]] = {
     "EAGLE": load_eagle,
     "EAGLE3": load_eagle3,
+    "MEDUSA": load_medusa,
 }
 
 
@@ -111,9 +134,14 @@ def load_draft(
     dtype = dtype or target.embed_tokens.weight.dtype
     head = DRAFTS[algorithm](file, target, options or DraftOptions(), dtype)
     if eight_bit:
-        assert isinstance(head, Layer), "every head is made of layers"
-        shared = set(target.modules())
-        for module in head.modules():
-            if isinstance(module, Linear) and module not in shared:
-                module.add_eight_bit()
+        keep_eight_bit(head, target)
     return head
+
+
+def keep_eight_bit(head: DraftHead, target: Llama) -> None:
+    """Keeps its matrices in eight bits, too, but for those it shares with the target."""
+    assert isinstance(head, Layer), "every head is made of layers"
+    shared = set(target.modules())
+    for module in head.modules():
+        if isinstance(module, Linear) and module not in shared:
+            module.add_eight_bit()

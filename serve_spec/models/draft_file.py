@@ -17,7 +17,7 @@ from serve_spec.models import speculators
 from serve_spec.models.draft_layout import Recognition, current_names, recognise
 from serve_spec.models.expansion import open_weights
 from serve_spec.models.shape import check_supported, read_json
-from serve_spec.models.weights import Checkpoint, TensorFile, PickleFile, SafetensorsFile
+from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
 
 _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 

@@ -44,6 +44,8 @@ class Eagle(Layer):
         self.shape = shape
         self.num_ids = shape.num_ids
         self.capture = FeatureCapture(layer_ids=None)
+        self.shift = 0
+        self.max_steps = None
         self.feature_dim = self.hidden_size = shape.hidden_size
         self.embed_tokens = target.embed_tokens
         self.fc = Linear(2 * shape.hidden_size, {"fc": shape.hidden_size}, bias=fc_bias)
@@ -79,7 +81,7 @@ class Eagle(Layer):
 
     __call__ = forward
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """[R, H] -> float32 [R, V], without a norm."""
         return without_padding(self.lm_head(hidden.to(self.head_dtype)), self.num_ids)
 

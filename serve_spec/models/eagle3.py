@@ -87,6 +87,8 @@ class Eagle3(Layer):
         self.options = shape
         self.shape = layers = shape.layers
         self.capture = shape.capture
+        self.shift = 0
+        self.max_steps = None
         self.hidden_size = layers.hidden_size
         self.feature_dim = shape.num_features * shape.target_hidden_size
         self.target_ids = target_ids
@@ -134,7 +136,7 @@ class Eagle3(Layer):
 
     __call__ = forward
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """[R, H] as `forward` returned it -> float32 [R, Vd]."""
         normed = hidden if self.options.norm_output else self.norm(hidden)
         return without_padding(self.lm_head(normed), self.num_ids)

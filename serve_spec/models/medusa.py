@@ -8,17 +8,18 @@ Source: github.com/FasterDecoding/Medusa, `medusa_model.py`; vLLM's naming and `
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftFile
+from serve_spec.models.draft_file import DraftFile, DraftOptions
 from serve_spec.models.draft_ids import TOKEN_MAP, read_token_map
 from serve_spec.models.llama import FeatureCapture, Llama
 
@@ -81,8 +82,12 @@ class Medusa(Layer):
 
     def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
         super().__init__()
-        self.shape = shape
+        self.heads_shape = shape
+        self.shape = replace(target.shape, num_layers=0, tie_word_embeddings=False)
         self.capture = FeatureCapture(layer_ids=None)
+        self.shift = 0
+        self.max_steps = shape.num_heads
+        self.num_ids = None
         self.feature_dim = self.hidden_size = shape.hidden_size
         self.dtype = torch.get_default_dtype()
         self.target_ids = target_ids
@@ -95,15 +100,20 @@ class Medusa(Layer):
         self._rows = target_ids if has_idle_rows else None
         self._is_padding = _padding(target_ids, target)
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Target features [T, H] -> float32 [heads, T, V or Vd]."""
-        hidden = hidden.to(self.dtype)
-        return torch.stack(
-            [
-                self._drawable(lm_head(head(hidden).to(self.head_dtype)))
-                for head, lm_head in zip(self.heads, self.lm_heads, strict=True)
-            ]
-        )
+    def encode(self, features: Tensor) -> Tensor:
+        """The feature is what all heads read: [T, H] -> [T, H]."""
+        return features.to(self.dtype)
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """The feature again, [T, H]: no head reads tokens."""
+        return hidden
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Target features [R, H] -> float32 [R, V or Vd] of head number `step`."""
+        head, lm_head = self.heads[step], self.lm_heads[step]
+        return self._drawable(lm_head(head(hidden.to(self.dtype)).to(self.head_dtype)))
 
     def tensors(self) -> dict[str, Destination]:
         """vLLM's names; what is shared with the target is not among them."""
@@ -111,7 +121,7 @@ class Medusa(Layer):
         for index, head in enumerate(self.heads):
             assert isinstance(head, ResidualBlocks)
             tensors |= prefixed(f"blocks.{index}.", head.tensors())
-        for lm_head in self.lm_heads[: len(self.shape.outputs)]:
+        for lm_head in self.lm_heads[: len(self.heads_shape.outputs)]:
             assert isinstance(lm_head, Linear)
             tensors |= lm_head.tensors()
         return tensors
@@ -124,8 +134,10 @@ class Medusa(Layer):
         return logits
 
 
-def load_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
-    """Builds and fills the heads in `file` for `target`, computing in `dtype`.
+def load_medusa(
+    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> Medusa:
+    """Builds and fills the heads in `file` for `target`, computing in `dtype`; no option is theirs.
 
     Raises:
         CheckpointError: heads for another target, or tensors that do not fit.
@@ -133,7 +145,7 @@ def load_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), READ_ELSEWHERE)
     finish_loading(medusa)
-    _log.info("Medusa heads %s: %s", file.path, medusa.shape)
+    _log.info("Medusa heads %s: %s", file.path, medusa.heads_shape)
     return medusa
 
 

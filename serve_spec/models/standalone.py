@@ -6,8 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
+from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
 from serve_spec.models.draft_file import open_draft
 from serve_spec.models.llama import Llama
@@ -16,6 +19,38 @@ from serve_spec.models.target import load_target
 from serve_spec.models.vocabulary import check_same_tokens
 
 _log = get_logger(__name__)
+
+
+class Standalone(Layer):
+    """A whole model as a draft head, see `DraftHead`: it reads tokens, and no features."""
+
+    capture = None
+    feature_dim = 0
+    shift = 1
+    max_steps = None
+    target_ids = None
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__()
+        self.model = model
+        self.shape = model.shape
+        self.hidden_size = model.shape.hidden_size
+        self.dtype = model.embed_tokens.weight.dtype
+        self.num_ids = model.shape.num_ids
+
+    def encode(self, features: Tensor) -> Tensor:
+        """Nothing to encode: [T, 0]."""
+        return features
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Ids [T], at the positions of `ctx` -> what `logits` reads, [T, H]."""
+        return self.model.forward(token_ids, ctx).hidden
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """[R, H] as `forward` returned it -> float32 [R, V]."""
+        return self.model.logits(hidden)
 
 
 def load_standalone(

@@ -1,15 +1,18 @@
 """Tiny random pairs whose drafts are right sometimes, and engines that check themselves."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from serve_spec import LLM
 from serve_spec.core.request import TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
-from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
+from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
 MakeLLM = Callable[..., LLM]
 
@@ -30,8 +33,21 @@ def make_pair(root: Path, **config: Any) -> Pair:
         {
             "EAGLE3": make_eagle3(root / "eagle3", target, mimic=True),
             "EAGLE": make_eagle(root / "eagle", target, mimic=True),
+            # Its own draft: wrong only where it draws at another temperature.
+            "STANDALONE": target,
+            "MEDUSA": _repeating_heads(root / "medusa", target, num_heads=4),
         },
     )
+
+
+def _repeating_heads(directory: Path, target: Path, num_heads: int) -> Path:
+    """Medusa heads that draft the next token again and again."""
+    hidden = int(json.loads((target / "config.json").read_text())["hidden_size"])
+    tensors = {}
+    for head in range(num_heads):
+        tensors[f"blocks.{head}.layers.0.weight"] = torch.zeros(hidden, hidden)
+        tensors[f"blocks.{head}.layers.0.bias"] = torch.zeros(hidden)
+    return write_checkpoint(directory, {"model_type": "medusa", "num_heads": num_heads}, tensors)
 
 
 class SwitchingController:
@@ -78,7 +94,7 @@ def llm_maker(pair: Pair, device: str) -> MakeLLM:
             },
             "cache": {"page_size": 4, "num_pages": 512},
         }
-        if algorithm != "NONE":
+        if algorithm in pair.heads:
             settings["speculative"]["speculative_draft_model_path"] = str(pair.heads[algorithm])
         return checked(LLM(settings, **{"max_model_len": 128, **overrides}))
 

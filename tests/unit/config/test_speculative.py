@@ -20,8 +20,6 @@ def test_an_algorithm_that_needs_a_draft_is_refused_without_one(minimal: dict[st
 @pytest.mark.parametrize(
     ("key", "value", "works"),
     [
-        ("speculative_algorithm", "MEDUSA", "NONE, EAGLE, EAGLE3, NGRAM"),
-        ("speculative_algorithm", "STANDALONE", "NONE, EAGLE, EAGLE3, NGRAM"),
         ("speculative_eagle_topk", 2, "1"),
     ],
 )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, Llama, load_target
-from serve_spec.models.draft_file import open_draft
+from serve_spec.models.draft_file import DraftOptions, open_draft
 from serve_spec.models.medusa import Medusa, load_medusa
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import (
@@ -25,13 +25,17 @@ HIDDEN, VOCAB = 32, 288
 
 
 def load(directory: Path, target: Llama) -> Medusa:
-    return load_medusa(open_draft(directory, "MEDUSA"), target, torch.float32)
+    return load_medusa(open_draft(directory, "MEDUSA"), target, DraftOptions(), torch.float32)
 
 
 def refusal(directory: Path, target: Llama) -> str:
     with pytest.raises(CheckpointError) as error:
         load(directory, target)
     return str(error.value)
+
+
+def all_logits(medusa: Medusa, hidden: Tensor) -> Tensor:
+    return torch.stack([medusa.logits(hidden, step) for step in range(medusa.max_steps)])
 
 
 def features(count: int = 5) -> Tensor:
@@ -78,7 +82,7 @@ def test_heads_in_vllms_naming_compute_what_their_tensors_say(
     medusa = load(tmp_path, target)
     assert medusa.target_ids is None
     assert medusa.capture == FeatureCapture(layer_ids=None)
-    found = medusa.logits(features())
+    found = all_logits(medusa, features())
     assert found.dtype == torch.float32
     assert_close(found, plain_logits(tensors, target_output(target_dir), features()))
 
@@ -99,8 +103,8 @@ def test_heads_as_their_authors_save_them_are_counted_by_their_tensors(
     else:
         save_file(saved, tmp_path / "medusa_lm_head.safetensors")
     medusa = load(tmp_path, target)
-    assert (medusa.shape.num_heads, medusa.shape.num_blocks) == (5, num_blocks)
-    assert_close(medusa.logits(features()), plain_logits(tensors, torch.empty(0), features()))
+    assert (medusa.heads_shape.num_heads, medusa.heads_shape.num_blocks) == (5, num_blocks)
+    assert_close(all_logits(medusa, features()), plain_logits(tensors, torch.empty(0), features()))
 
 
 def test_one_matrix_may_be_stored_as_the_first_heads(tmp_path: Path, target: Llama) -> None:
@@ -109,7 +113,7 @@ def test_one_matrix_may_be_stored_as_the_first_heads(tmp_path: Path, target: Lla
     renamed = {name.replace("lm_head.", "lm_heads.0."): t for name, t in tensors.items()}
     write_checkpoint(tmp_path, {"original_lm_head": True}, renamed)
     expected = plain_logits(tensors, shared, features())
-    assert_close(load(tmp_path, target).logits(features()), expected)
+    assert_close(all_logits(load(tmp_path, target), features()), expected)
     # Without the config's word it is a file that lost the others.
     write_checkpoint(tmp_path, {}, renamed)
     assert "missing lm_heads.1.weight, lm_heads.2.weight" in refusal(tmp_path, target)
@@ -129,7 +133,7 @@ def test_a_token_map_names_the_targets_ids_themselves(
     expected = plain_logits(tensors, target_output(target_dir), features())
     # Matrices of the whole vocabulary are read at the map's rows.
     expected = expected if rows == 6 else expected[:, :, token_map]
-    assert_close(medusa.logits(features()), expected)
+    assert_close(all_logits(medusa, features()), expected)
 
 
 @pytest.mark.parametrize("mapped", [None, [285, 3, 279, 280]])
@@ -142,7 +146,7 @@ def test_ids_that_pad_the_targets_vocabulary_are_never_drafted(
     if mapped is not None:
         tensors["token_map"] = ids
     write_checkpoint(tmp_path / "m", {}, tensors)
-    logits = load(tmp_path / "m", load_target(padded, torch.float32)).logits(features())
+    logits = all_logits(load(tmp_path / "m", load_target(padded, torch.float32)), features())
     assert torch.equal(torch.isinf(logits).all(dim=(0, 1)), ids >= 280)
     assert torch.isfinite(logits[:, :, ids < 280]).all()
 

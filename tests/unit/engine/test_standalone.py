@@ -1,0 +1,67 @@
+"""A whole model drafts: here the target itself, which knows what it will say."""
+
+from __future__ import annotations
+
+import pytest
+
+from serve_spec.core.request import RequestOutput, SamplingParams
+from tests.helpers.engines import MakeLLM, switch_every_round
+
+EXECUTIONS = ["eager", "lanes"]
+STEPS = 3
+
+
+def prompts_and_params(
+    temperatures: tuple[float, ...],
+) -> tuple[list[list[int]], list[SamplingParams]]:
+    prompts = [[3 + i, *range(20, 21 + 5 * i)] for i in range(6)]
+    params = [
+        SamplingParams(
+            max_tokens=21, temperature=temperatures[i % len(temperatures)], seed=i, ignore_eos=True
+        )
+        for i in range(6)
+    ]
+    return prompts, params
+
+
+def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
+    return [output.token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_every_draft_of_the_target_itself_is_kept(make_llm: MakeLLM, execution: str) -> None:
+    """Prompts of one token and of many: the draft reads all of a text, its first token, too."""
+    request = prompts_and_params((0.0,))
+    outputs = make_llm("STANDALONE", STEPS, execution=execution).generate(*request)
+    assert texts(outputs) == texts(make_llm().generate(*request))
+    for output in outputs:
+        assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens
+        # One token comes with the prompt, and the last round has no use for a draft of each.
+        assert output.speculation.num_rounds == 20 / (STEPS + 1)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_after_rounds_without_drafts_and_preemption_it_goes_on_reading_where_it_was(
+    make_llm: MakeLLM, execution: str
+) -> None:
+    request = prompts_and_params((0.0,))
+    llm = make_llm("STANDALONE", STEPS, execution=execution, num_pages=32, max_num_seqs=6)
+    switch_every_round(llm, [0, 3, 0, 0, 2], ragged=False)
+    outputs = llm.generate(*request)
+    assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
+    assert texts(outputs) == texts(make_llm().generate(*request))
+    for output in outputs:
+        assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_drafts_at_another_temperature_never_change_the_text(
+    make_llm: MakeLLM, execution: str
+) -> None:
+    request = prompts_and_params((0.7, 1.0))
+    llm = make_llm("STANDALONE", 5, execution=execution, speculative_draft_sharpness=0.5)
+    outputs = llm.generate(*request)
+    assert texts(outputs) == texts(make_llm().generate(*request))
+    correct = sum(output.speculation.num_correct_drafts for output in outputs)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    assert 0 < correct < drafted, "the test needs kept and rejected drafts"
