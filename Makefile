@@ -21,7 +21,7 @@ export TOKENIZERS_PARALLELISM ?= false
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 # About half of the others' time.
-ENGINE_TESTS := tests/unit/engine tests/unit/bench
+ENGINE_TESTS := tests/unit/engine
 # These run Ray's processes beside them, and some of Ray's limits are times: nothing else runs then.
 RAY_TESTS := tests/e2e tests/serving
 

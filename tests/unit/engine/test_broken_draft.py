@@ -26,10 +26,10 @@ def break_draft(llm: LLM, rows: list[int], *, after: int) -> None:
     head = head or llm.engine.worker.drafter.head  # type: ignore[attr-defined]
     whole, calls = head.logits, 0
 
-    def broken(hidden: Tensor) -> Tensor:
+    def broken(hidden: Tensor, step: int = 0) -> Tensor:
         nonlocal calls
         calls += 1
-        logits: Tensor = whole(hidden)
+        logits: Tensor = whole(hidden, step)
         if calls > after:
             logits[[row for row in rows if row < len(logits)]] = torch.nan
         return logits

@@ -120,7 +120,6 @@ def test_the_text_is_long_enough_for_any_tokenizer() -> None:
     assert len(probe_text()) > 12 * NUM_TOKENS
 
 
-@pytest.mark.skipif(not (SHIPPED / "eagle3" / "config.json").exists(), reason="no shipped pair")
 def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
     target = load_target(SHIPPED / "target", torch.float32)
     lie = DraftOptions(rope_theta=1000000.0)
