@@ -8,14 +8,21 @@ from dataclasses import dataclass, replace
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import TextDrafter
-from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
-
-SHORT_BACKLOG = 32
-"""Draft entries a row that does not draft still names."""
+from serve_spec.scheduler.rows import (
+    backlog_after,
+    decode_row,
+    fair_steps,
+    kept_up_to,
+    most_coming,
+    prompt_row,
+    text_drafted_row,
+    usable_steps,
+)
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
@@ -105,8 +112,8 @@ class Scheduler:
         batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
-        num_steps = _fair_steps(steps, batch)
-        kept_up = _kept_up(ahead, num_steps)
+        num_steps = fair_steps(steps, batch)
+        kept_up = kept_up_to(ahead, num_steps)
         # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
         # planned already loses its pages.
         for seq, count in zip(decoding, num_steps, strict=True):
@@ -135,9 +142,9 @@ class Scheduler:
         rows_before = [under_way.get(seq.request_id) for seq in decoding]
         batch = self._decode_batch(decoding, prompts, room, rows_before)
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
-        num_steps = _fair_steps(steps, batch)
+        num_steps = fair_steps(steps, batch)
         ends = [
-            len(seq) + _most_coming(row) + count
+            len(seq) + most_coming(row) + count
             for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
         ]
         if not self.cache.can_reserve_all(decoding, ends):
@@ -145,9 +152,9 @@ class Scheduler:
             return None
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
-        kept_up = _kept_up(ahead, num_steps)
+        kept_up = kept_up_to(ahead, num_steps)
         rows = [
-            _decode_row(seq, count, _backlog_after(seq, row), kept_up, is_under_way=row is not None)
+            decode_row(seq, count, backlog_after(seq, row), kept_up, is_under_way=row is not None)
             for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
         ]
         rows += self._plan_prompts(prompts, room - sum(row.query_len for row in rows))
@@ -274,7 +281,7 @@ class Scheduler:
         page_size = self.cache.page_size
         rows_before = under_way or [None] * len(decoding)
         held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
-        held -= sum(map(_most_coming, rows_before))
+        held -= sum(map(most_coming, rows_before))
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
             max_steps=[
@@ -294,8 +301,8 @@ class Scheduler:
         )
 
     def _most_steps(self, seq: Sequence, coming: int) -> int:
-        """Most drafts of a sequence this round, see `_usable_steps`; looks for them in its text."""
-        most = _usable_steps(seq, coming)
+        """Most drafts of a sequence this round, see `usable_steps`; looks for them in its text."""
+        most = usable_steps(seq, coming)
         if self.text_drafter is None:
             return most
         found = self.text_drafter.propose(seq.request_id, seq.token_ids, most)
@@ -312,8 +319,8 @@ class Scheduler:
                 return None
         self.cache.reserve(seq, len(seq) + num_steps)
         if self.text_drafter is not None:
-            return _text_drafted_row(seq, self._found[seq.request_id][:num_steps])
-        return _decode_row(seq, num_steps, len(seq) - 1 - seq.num_draft_computed, kept_up)
+            return text_drafted_row(seq, self._found[seq.request_id][:num_steps])
+        return decode_row(seq, num_steps, len(seq) - 1 - seq.num_draft_computed, kept_up)
 
     def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
         """Pieces of those that still have pages, the oldest first."""
@@ -335,25 +342,7 @@ class Scheduler:
             count = 0
         if count <= 0 or not seq.page_ids:
             return None
-        end = start + count
-        scored = seq.unscored(end)
-        is_named = end - 1 <= SHORT_BACKLOG
-        samples = count == prompt.num_pending
-        return RowPlan(
-            request_id=seq.request_id,
-            token_ids=tuple(seq.token_ids[start:end]),
-            start=start,
-            samples=samples,
-            page_ids=tuple(seq.page_ids),
-            params=seq.params,
-            seed=seq.seed,
-            draft_start=seq.num_draft_computed,
-            catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_named else (),
-            lane=seq.lane,
-            scored_start=scored.start,
-            scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
-            edited=_edited_text(seq) if samples else None,
-        )
+        return prompt_row(seq, start, count, samples=count == prompt.num_pending)
 
     def _commit_row(
         self, seq: Sequence, row: RowPlan, tokens: list[int], cut: CutOutput
@@ -440,88 +429,3 @@ class _Choice:
         """The same answer for the rows that are left."""
         rows = [self.row_steps.get(request_id, 0) for request_id in batch.request_ids]
         return RoundSteps(self.steps.num_steps, rows, self.steps.notes)
-
-
-def _most_coming(row: RowPlan | None) -> int:
-    """Most tokens a row that still runs commits."""
-    return 0 if row is None else row.num_steps + 1
-
-
-def _backlog_after(seq: Sequence, row: RowPlan | None) -> int:
-    """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
-    if row is not None and row.catches_up:
-        return _most_coming(row)
-    return len(seq) - 1 - seq.num_draft_computed + _most_coming(row)
-
-
-def _kept_up(ahead: AheadLimits | None, num_steps: list[int]) -> int:
-    """Backlogs up to this are made up for rows that do not draft."""
-    return ahead.max_backlog if ahead is not None and any(num_steps) else 0
-
-
-def _usable_steps(seq: Sequence, coming: int) -> int:
-    """Most drafts a sequence wants and can still use, when `coming` tokens are on their way."""
-    options = seq.params.speculative
-    if not options.enabled or seq.has_broken_draft:
-        return 0
-    # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
-    useful = max(0, seq.num_remaining - coming - 1)
-    return useful if options.max_steps is None else min(useful, options.max_steps)
-
-
-def _fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
-    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
-    usable = [min(want, most) for want, most in zip(wanted, batch.max_steps, strict=True)]
-    if sum(usable) <= batch.max_draft_tokens:
-        return usable
-    share = batch.max_draft_tokens // batch.size
-    return [min(num_steps, share) for num_steps in usable]
-
-
-def _edited_text(seq: Sequence) -> EditedText | None:
-    """See `RowPlan.edited`."""
-    params = seq.params
-    if not params.edits_scores:
-        return None
-    counted = tuple(seq.token_ids) if params.counts_tokens else ()
-    return EditedText(seq.num_prompt_tokens, counted, seq.held_token_ids)
-
-
-def _decode_row(
-    seq: Sequence, num_steps: int, backlog: int, kept_up: int, *, is_under_way: bool = False
-) -> RowPlan:
-    """A row that verifies `num_steps` drafts.
-
-    backlog: draft entries it lacks when the round starts. kept_up: see `_kept_up`. is_under_way:
-    a round runs that adds tokens of which the host does not know.
-    """
-    last = len(seq) - 1
-    # A row that does not draft names a short backlog all the same: the next round may need it.
-    is_named = num_steps or last - seq.num_draft_computed <= SHORT_BACKLOG
-    return RowPlan(
-        request_id=seq.request_id,
-        token_ids=(seq.token_ids[last],),
-        start=last,
-        samples=True,
-        page_ids=tuple(seq.page_ids),
-        params=seq.params,
-        seed=seq.seed,
-        is_decode=True,
-        num_steps=num_steps,
-        draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
-        # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
-        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
-        catches_up=num_steps > 0 or 0 < backlog <= kept_up,
-        backlog=backlog,
-        lane=seq.lane,
-        edited=None if is_under_way else _edited_text(seq),
-    )
-
-
-def _text_drafted_row(seq: Sequence, draft_ids: tuple[int, ...]) -> RowPlan:
-    """A row that verifies these drafts. No draft model reads the text, so none has to catch up."""
-    row = _decode_row(seq, 0, 0, 0)
-    return replace(
-        row, num_steps=len(draft_ids), draft_ids=draft_ids, draft_start=0, catch_up_ids=()
-    )

@@ -36,7 +36,7 @@ from serve_spec.bench.simulator import (
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes, VerifiedRound
-from serve_spec.scheduler.scheduler import _fair_steps
+from serve_spec.scheduler.rows import fair_steps
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
 PHASES = [
@@ -178,7 +178,7 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(
     wanted, usable = zip(*rows, strict=True)
     batch = DecodeBatch([str(i) for i in range(len(rows))], usable, 9, 0, max_draft_tokens)
     steps = RoundSteps(5) if whole else RoundSteps(9, wanted)
-    assert _row_steps(steps, batch) == _fair_steps(steps, batch)
+    assert _row_steps(steps, batch) == fair_steps(steps, batch)
 
 
 def test_drafts_give_way_where_the_token_budget_is_small() -> None:

@@ -1,0 +1,119 @@
+"""What one sequence does in a round: how much it drafts, and its row of the plan."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from serve_spec.core.plan import AheadLimits, EditedText, RowPlan
+from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.sequence import Sequence
+
+SHORT_BACKLOG = 32
+"""Draft entries a row that does not draft still names."""
+
+
+def most_coming(row: RowPlan | None) -> int:
+    """Most tokens a row that still runs commits."""
+    return 0 if row is None else row.num_steps + 1
+
+
+def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
+    """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
+    if row is not None and row.catches_up:
+        return most_coming(row)
+    return len(seq) - 1 - seq.num_draft_computed + most_coming(row)
+
+
+def kept_up_to(ahead: AheadLimits | None, num_steps: list[int]) -> int:
+    """Backlogs up to this are made up for rows that do not draft."""
+    return ahead.max_backlog if ahead is not None and any(num_steps) else 0
+
+
+def usable_steps(seq: Sequence, coming: int) -> int:
+    """Most drafts a sequence wants and can still use, when `coming` tokens are on their way."""
+    options = seq.params.speculative
+    if not options.enabled or seq.has_broken_draft:
+        return 0
+    # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
+    useful = max(0, seq.num_remaining - coming - 1)
+    return useful if options.max_steps is None else min(useful, options.max_steps)
+
+
+def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+    """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
+    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
+    usable = [min(want, most) for want, most in zip(wanted, batch.max_steps, strict=True)]
+    if sum(usable) <= batch.max_draft_tokens:
+        return usable
+    share = batch.max_draft_tokens // batch.size
+    return [min(num_steps, share) for num_steps in usable]
+
+
+def edited_text(seq: Sequence) -> EditedText | None:
+    """See `RowPlan.edited`."""
+    params = seq.params
+    if not params.edits_scores:
+        return None
+    counted = tuple(seq.token_ids) if params.counts_tokens else ()
+    return EditedText(seq.num_prompt_tokens, counted, seq.held_token_ids)
+
+
+def decode_row(
+    seq: Sequence, num_steps: int, backlog: int, kept_up: int, *, is_under_way: bool = False
+) -> RowPlan:
+    """A row that verifies `num_steps` drafts.
+
+    backlog: draft entries it lacks when the round starts. kept_up: see `kept_up_to`. is_under_way:
+    a round runs that adds tokens of which the host does not know.
+    """
+    last = len(seq) - 1
+    # A row that does not draft names a short backlog all the same: the next round may need it.
+    is_named = num_steps or last - seq.num_draft_computed <= SHORT_BACKLOG
+    return RowPlan(
+        request_id=seq.request_id,
+        token_ids=(seq.token_ids[last],),
+        start=last,
+        samples=True,
+        page_ids=tuple(seq.page_ids),
+        params=seq.params,
+        seed=seq.seed,
+        is_decode=True,
+        num_steps=num_steps,
+        draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
+        # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
+        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
+        catches_up=num_steps > 0 or 0 < backlog <= kept_up,
+        backlog=backlog,
+        lane=seq.lane,
+        edited=None if is_under_way else edited_text(seq),
+    )
+
+
+def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPlan:
+    """A row that computes `count` tokens from `start` on; with the last of them it samples."""
+    end = start + count
+    scored = seq.unscored(end)
+    is_named = end - 1 <= SHORT_BACKLOG
+    return RowPlan(
+        request_id=seq.request_id,
+        token_ids=tuple(seq.token_ids[start:end]),
+        start=start,
+        samples=samples,
+        page_ids=tuple(seq.page_ids),
+        params=seq.params,
+        seed=seq.seed,
+        draft_start=seq.num_draft_computed,
+        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_named else (),
+        lane=seq.lane,
+        scored_start=scored.start,
+        scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
+        edited=edited_text(seq) if samples else None,
+    )
+
+
+def text_drafted_row(seq: Sequence, draft_ids: tuple[int, ...]) -> RowPlan:
+    """A row that verifies these drafts. No draft model reads the text, so none has to catch up."""
+    row = decode_row(seq, 0, 0, 0)
+    return replace(
+        row, num_steps=len(draft_ids), draft_ids=draft_ids, draft_start=0, catch_up_ids=()
+    )
