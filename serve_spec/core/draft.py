@@ -13,7 +13,7 @@ draft / target       the two models
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -42,6 +42,11 @@ class VerifyResult:
 
     token_ids: list[list[int]]
     broken_drafts: tuple[int, ...] = ()
+
+
+def padded_drafts(drafts: Iterable[Sequence[int]], num_steps: int) -> list[list[int]]:
+    """Drafts that the host made of each row, all `num_steps` long: what follows is no draft."""
+    return [[*tokens, *[0] * (num_steps - len(tokens))] for tokens in drafts]
 
 
 class TextDrafter(Protocol):

@@ -43,8 +43,7 @@ class NgramDrafter:
 class _Text:
     """The n-grams of one text, each with the place after its last occurrence.
 
-    Only those that something follows: the newest ones are what is looked up. A text only grows,
-    also across preemptions.
+    Only those that something follows: the newest ones are what is looked up. A text only grows.
     """
 
     def __init__(self) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import padded_drafts
 from serve_spec.models.draft import DraftHead
 from serve_spec.runtime.lanes import Lanes
 from serve_spec.runtime.pieces import Pieces
@@ -77,8 +78,7 @@ class LaneRound:
 
     def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
         """Writes what the host drafted of each sequence, the first ones, without waiting."""
-        padded = [[*tokens, *[0] * (self.max_steps - len(tokens))] for tokens in drafts]
-        written = torch.tensor(padded, dtype=torch.int64)
+        written = torch.tensor(padded_drafts(drafts, self.max_steps), dtype=torch.int64)
         if self.drafts.is_cuda:
             written = written.pin_memory()
         self.drafts[: len(drafts)].copy_(written, non_blocking=True)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend
-from serve_spec.core.draft import DraftChain, VerifyResult
+from serve_spec.core.draft import DraftChain, VerifyResult, padded_drafts
 from serve_spec.core.plan import (
     AheadLimits,
     FinishedRound,
@@ -215,5 +215,5 @@ class SpecWorker:
     def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
         """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""
         depth = max(row.num_steps for row in rows)
-        tokens = [[*row.draft_ids, *[0] * (depth - len(row.draft_ids))] for row in rows]
+        tokens = padded_drafts((row.draft_ids for row in rows), depth)
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from serve_spec import LLM
-from serve_spec.core.request import TokenDelta
+from serve_spec.core.request import RequestOutput, TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
@@ -99,6 +99,11 @@ def llm_maker(pair: Pair, device: str) -> MakeLLM:
         return checked(LLM(settings, **{"max_model_len": 128, **overrides}))
 
     return make
+
+
+def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
+    """The generated tokens of every request."""
+    return [output.token_ids for output in outputs]
 
 
 def checked(llm: LLM) -> LLM:

@@ -8,11 +8,10 @@ import pytest
 
 from serve_spec.core.request import (
     FinishReason,
-    RequestOutput,
     SamplingParams,
     SpeculativeOptions,
 )
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
 
 TEMPERATURES = (0.0, 0.7, 1.0)
 SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
@@ -35,10 +34,6 @@ def prompts_and_params(count: int = 8) -> tuple[list[list[int]], list[SamplingPa
         for i in range(count)
     ]
     return prompts, params
-
-
-def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module", params=["eager", "lanes"])

@@ -6,8 +6,8 @@ import pytest
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import RequestOutput, SamplingParams
-from tests.helpers.engines import MakeLLM, switch_every_round
+from serve_spec.core.request import SamplingParams
+from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 HEADS = 4
@@ -19,10 +19,6 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
         SamplingParams(max_tokens=24, temperature=(0.0, 0.5)[i % 2], seed=i) for i in range(6)
     ]
     return prompts, params
-
-
-def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from serve_spec.core.request import RequestOutput, SamplingParams
+from serve_spec.core.request import SamplingParams
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
-from tests.helpers.engines import MakeLLM, switch_every_round
+from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 
@@ -19,10 +19,6 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
         for i in range(8)
     ]
     return prompts, params
-
-
-def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from serve_spec.core.request import RequestOutput, SamplingParams
-from tests.helpers.engines import MakeLLM, switch_every_round
+from serve_spec.core.request import SamplingParams
+from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 STEPS = 3
@@ -22,10 +22,6 @@ def prompts_and_params(
         for i in range(6)
     ]
     return prompts, params
-
-
-def texts(outputs: list[RequestOutput]) -> list[tuple[int, ...]]:
-    return [output.token_ids for output in outputs]
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
