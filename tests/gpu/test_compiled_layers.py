@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from tests.helpers.engines import Pair, llm_maker, make_pair, switch_every_round
-from tests.unit.engine.test_equality import SWITCHING, prompts_and_params, texts
+from tests.helpers.engines import Pair, llm_maker, make_pair, switch_every_round, texts
+from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
 

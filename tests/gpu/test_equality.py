@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
-from tests.unit.engine.test_equality import SWITCHING, prompts_and_params, texts
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round, texts
+from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
 
