@@ -28,6 +28,8 @@ def edit_scores(
     edits: ScoreEdits,
 ) -> None:
     """See `score_edits.edit_scores`."""
+    for of_row in (owners, positions, token_ids, depths):
+        assert of_row.is_contiguous(), "what is known of rows is dense"
     dependent = dependent_launch(logits.device)
     _edit_kernel[(_PARTS, logits.shape[0])](
         logits, logits.stride(0), owners, positions, token_ids, depths, *edits, logits.shape[1],

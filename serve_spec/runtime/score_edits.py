@@ -64,7 +64,7 @@ def edit_round(plan: StepPlan, token_ids: Tensor, logits: Tensor) -> None:
         for row in rows
         for depth in range(row.num_steps + 1)
     ]
-    owners, positions, depths = _sent(draws, device).unbind(1)
+    owners, positions, depths = _sent([*zip(*draws, strict=True)], device)
     fast.edit_scores(
         logits, owners.to(torch.int32), positions, token_ids, depths.to(torch.int32), edits
     )
