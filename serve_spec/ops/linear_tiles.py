@@ -38,19 +38,44 @@ class _Block:
     stages: int
 
 
-# Instead of the first below where that would leave some multiprocessors with twice the work.
-_FINE = _Block(outputs=32, depth=128, warps=4, stages=6)
-# By the rows of x they are for, at most.
+# By the rows of x they are for, at most. These are for products of more programs than there are
+# multiprocessors, so that several have to be resident on each, or follow each other.
 _PLAIN = {
     16: _Block(outputs=64, depth=128, warps=4, stages=5),
     32: _Block(outputs=128, depth=128, warps=8, stages=3),
     64: _Block(outputs=128, depth=128, warps=8, stages=4),
 }
+# Instead of the first where that would leave some multiprocessors with twice the work.
+_FINE = _Block(outputs=32, depth=128, warps=4, stages=6)
 _GATED = {
     16: _Block(outputs=32, depth=128, warps=4, stages=5),
-    32: _Block(outputs=64, depth=128, warps=4, stages=2),
-    64: _Block(outputs=64, depth=128, warps=8, stages=4),
+    32: _Block(outputs=64, depth=128, warps=4, stages=4),
+    64: _Block(outputs=64, depth=128, warps=4, stages=4),
     128: _Block(outputs=128, depth=64, warps=8, stages=4),
+}
+# One program to a multiprocessor, which has its memory for itself.
+_PLAIN_ALONE = {
+    16: _Block(outputs=64, depth=128, warps=4, stages=7),
+    32: _Block(outputs=64, depth=128, warps=4, stages=5),
+    64: _Block(outputs=64, depth=128, warps=4, stages=5),
+}
+_GATED_ALONE = {
+    16: _Block(outputs=64, depth=128, warps=4, stages=5),
+    32: _Block(outputs=64, depth=128, warps=4, stages=3),
+    64: _Block(outputs=64, depth=64, warps=4, stages=5),
+    128: _Block(outputs=64, depth=64, warps=8, stages=7),
+}
+# Where that leaves multiprocessors idle, the others have to ask for more.
+_PLAIN_SPARSE = {
+    16: _Block(outputs=128, depth=128, warps=4, stages=5),
+    32: _Block(outputs=128, depth=128, warps=4, stages=5),
+    64: _Block(outputs=128, depth=128, warps=8, stages=4),
+}
+_GATED_SPARSE = {
+    16: _Block(outputs=64, depth=128, warps=4, stages=5),
+    32: _Block(outputs=64, depth=128, warps=4, stages=5),
+    64: _Block(outputs=64, depth=64, warps=4, stages=7),
+    128: _Block(outputs=64, depth=64, warps=8, stages=7),
 }
 # The same for weights of eight bits. With 32 outputs or fewer, programs multiply by the older
 # instructions, whose operands take less shuffling; with more rows that no longer decides.
@@ -66,9 +91,13 @@ _GATED_EIGHT_BIT = {
 }
 _MULTIPROCESSORS = 132
 _MAX_UNEVENNESS = 1.2
-# Sums are cut until so many programs of so many outputs have a share.
-_CUT_PROGRAMS = 128
-_CUT_OUTPUTS = 128
+# Sums are cut as long as all multiprocessors can take a share each, of so many outputs.
+_CUT_OUTPUTS = 64
+_CUT_OUTPUTS_EIGHT_BIT = 128
+# With less than this share of the multiprocessors at work, a product is sparse.
+_SPARSE = 0.75
+# Sums that are this long when cut once more may be, by programs of twice the outputs.
+_LONG_SUM = 2048
 # The finest cut of a sum: a multiple of every depth.
 _MIN_COLUMNS = 256
 
@@ -80,7 +109,9 @@ def is_ours(num_rows: int, *, gated: bool = False, eight_bit: bool = False) -> b
     bits for a row whatever else is in the batch, which the library does not give. A gated product
     saves a kernel, and is faster up to 128.
     """
-    return num_rows <= max(_blocks(gated, eight_bit))
+    if eight_bit:
+        return num_rows <= max(_GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT)
+    return num_rows <= max(_GATED if gated else _PLAIN)
 
 
 def choose_tiles(
@@ -95,11 +126,10 @@ def choose_tiles(
     `columns` does not depend on `num_rows`: a row is summed in the same order in every batch, but
     for eight-bit weights, which only drafts have.
     """
-    blocks = _blocks(gated, eight_bit)
+    blocks, cuts = _blocks_and_cuts(num_outputs, in_features, gated, eight_bit)
     rows = next((most for most in blocks if num_rows <= most), max(blocks))
     block = blocks[rows]
-    cuts = 1 if gated else _cuts(num_outputs)  # the product of two sums needs both of them whole
-    if block is _PLAIN[16] and _unevenness(num_outputs, block, cuts) > _MAX_UNEVENNESS:
+    if block is _PLAIN[16] and _unevenness(num_outputs, block) > _MAX_UNEVENNESS:
         block = _FINE
     finest = max(_MIN_COLUMNS, block.depth)
     return Tiles(
@@ -112,23 +142,36 @@ def choose_tiles(
     )
 
 
-def _blocks(gated: bool, eight_bit: bool) -> dict[int, _Block]:
+def _blocks_and_cuts(
+    num_outputs: int, in_features: int, gated: bool, eight_bit: bool
+) -> tuple[dict[int, _Block], int]:
+    """Blocks by rows, and programs that share a sum, a power of two."""
     if eight_bit:
-        return _GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT
-    return _GATED if gated else _PLAIN
+        cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS_EIGHT_BIT)
+        return _GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT, cuts
+    # The product of two sums needs both of them whole.
+    cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS)
+    share = _ceil(num_outputs, _CUT_OUTPUTS) * cuts / _MULTIPROCESSORS
+    if share > 1:
+        return _GATED if gated else _PLAIN, cuts
+    if gated:
+        return _GATED_SPARSE if share < _SPARSE else _GATED_ALONE, cuts
+    if share < _SPARSE and in_features >= 2 * cuts * _LONG_SUM:
+        return _PLAIN_SPARSE, 2 * cuts
+    return _PLAIN_ALONE, cuts
 
 
-def _cuts(num_outputs: int) -> int:
-    """Programs that share a sum, a power of two."""
+def _cuts(num_outputs: int, outputs: int) -> int:
+    """Programs of so many outputs that share a sum and still have a multiprocessor each."""
     cuts = 1
-    while 2 * cuts * _ceil(num_outputs, _CUT_OUTPUTS) <= _CUT_PROGRAMS:
+    while 2 * cuts * _ceil(num_outputs, outputs) <= _MULTIPROCESSORS:
         cuts *= 2
     return cuts
 
 
-def _unevenness(num_outputs: int, block: _Block, cuts: int) -> float:
+def _unevenness(num_outputs: int, block: _Block) -> float:
     """The busiest multiprocessor's programs over the mean, from 1 on."""
-    programs = _ceil(num_outputs, block.outputs) * cuts
+    programs = _ceil(num_outputs, block.outputs)
     return _ceil(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS / programs
 
 
