@@ -176,7 +176,8 @@ class EngineReplica:
         """How busy this is, unless the router has just heard of it: its submissions are many, and
         each round of the engine has an answer for every one of them."""
         now_s = time.time()
-        if 0 <= now_s - self._told.get(sender, 0.0) < _NEWS_AGE_S:
+        self._told = {r: told for r, told in self._told.items() if 0 <= now_s - told < _NEWS_AGE_S}
+        if sender in self._told:
             return None
         self._told[sender] = now_s
         return ReplicaRows(self._name, now_s, self._rows_by_sender())
