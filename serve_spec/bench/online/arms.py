@@ -33,6 +33,7 @@ def arm_of(deploy: Path, name: str) -> Arm:
     # Ray takes a second to import: only for who has arms.
     from serve_spec.serving.app import load_config
     from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
+    from serve_spec.serving.ranks import placement_of
 
     deployment = read_deployment(deploy)
     ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
@@ -40,7 +41,9 @@ def arm_of(deploy: Path, name: str) -> Arm:
         raise ConfigError(f"deploy={str(deploy)!r}: no application imports {APP_IMPORT_PATH}")
     args = ours[0].setdefault("args", {})
     args.update(_settings(name))
-    return Arm(name, load_config(args).replica.num_replicas, deployment)
+    config = load_config(args)
+    placement_of(config)  # refuses before the arms that come first have been measured
+    return Arm(name, config.replica.num_replicas, deployment)
 
 
 @contextmanager

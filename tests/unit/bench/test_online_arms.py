@@ -60,3 +60,9 @@ def test_a_file_without_our_application_has_no_arms(deploy: Path) -> None:
     deploy.write_text(yaml.safe_dump(given))
     with pytest.raises(ConfigError, match="no application imports"):
         arm_of(deploy, "num_replicas=2")
+
+
+def test_an_arm_whose_ranks_have_no_device_is_refused_before_any_runs(deploy: Path) -> None:
+    with pytest.raises(ConfigError, match="set num_gpus to 2"):
+        arm_of(deploy, "tensor_parallel_size=2,num_gpus=1")
+    arm_of(deploy, "tensor_parallel_size=2,num_gpus=2")
