@@ -45,6 +45,18 @@ class DecodeBatch:
         return self.num_tokens / len(self.request_ids) if self.request_ids else 0.0
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class TreeShape:
+    """Drafts of a sequence that branch: `num_steps` levels, `num_draft_tokens` drafts in all.
+
+    A chain of K steps would be `TreeShape(K, K)`. (SGLang's `speculative_num_draft_tokens` counts
+    the root, too; this does not.)
+    """
+
+    num_steps: int
+    num_draft_tokens: int
+
+
 @dataclass(frozen=True, slots=True)
 class RoundNotes:
     """What a policy thinks of its answer. For metrics: nothing decides by it."""
@@ -66,12 +78,14 @@ NO_NOTES = RoundNotes()
 class RoundSteps:
     """A policy's answer: the tier, and how much of it each row uses (None: all of it, every row).
 
-    A row never drafts more than its `max_steps`, whatever is asked.
+    A row never drafts deeper than its `max_steps`, whatever is asked. With a `tree`, rows whose
+    `row_steps` are not 0 draft trees of that shape, `num_steps` levels of it, instead of chains.
     """
 
     num_steps: int
     row_steps: Sequence[int] | None = None
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
+    tree: TreeShape | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,3 +126,5 @@ class VerifiedRound:
     """Draft entries made up before drafting: a few per row, or all of a prompt."""
     times: RoundTimes | None
     """None when prefill rows shared the round: its time says nothing about decoding."""
+    tree: TreeShape | None = None
+    """What rows drafted, if not chains; `row_steps` are then the levels of each row's tree."""
