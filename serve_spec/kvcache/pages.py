@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 
 class OutOfPages(RuntimeError):
     """More pages were asked for than are free; the caller decides who gives way."""
@@ -36,7 +38,17 @@ class PageAllocator:
             self._references[page] = 1
         return pages
 
-    def release(self, pages: list[int]) -> None:
+    def share(self, pages: Iterable[int]) -> None:
+        """One more reference of each page."""
+        for page in pages:
+            assert self._references[page] > 0, f"page {page} shared, but nobody holds it"
+            self._references[page] += 1
+
+    def references(self, page: int) -> int:
+        """How often a page is held."""
+        return self._references[page]
+
+    def release(self, pages: Iterable[int]) -> None:
         """Drops one reference of each page."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} released without a reference"
