@@ -74,6 +74,9 @@ class CacheConfig(StrictModel):
     num_pages: int | None = Field(
         None, ge=1, description="Pages in all; null: what the memory budget holds."
     )
+    prefix_caching: bool = Field(
+        True, description="Texts that begin alike share pages, and what was computed for them."
+    )
     memory_fraction: float = Field(
         0.85, gt=0, lt=1, description="Share of the free GPU memory that the caches may take."
     )

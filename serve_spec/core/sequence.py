@@ -34,6 +34,8 @@ class Sequence:
     """Its place among the running sequences; -1 while it waits."""
     held_token_ids: tuple[int, ...] = ()
     """What may not be drawn before `min_tokens` are generated; empty without such a limit."""
+    num_cached_tokens: int | None = None
+    """Tokens it began with that others had computed; None before it is first admitted."""
     has_broken_draft: bool = False
     """Its draft gave NaN or no token of the vocabulary: it speculates no more."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)

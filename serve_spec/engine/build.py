@@ -100,7 +100,9 @@ def _build_engine(
     controller = AdaptiveController(policy, costs, logger.warning)
     scheduler = Scheduler(
         config.scheduler,
-        KVCacheManager(num_pages, config.cache.page_size),
+        KVCacheManager(
+            num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
+        ),
         text_drafter=_text_drafter(config, max(policy.candidate_steps)),
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
     )

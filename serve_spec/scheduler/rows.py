@@ -93,7 +93,7 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
     """A row that computes `count` tokens from `start` on; with the last of them it samples."""
     end = start + count
     scored = seq.unscored(end)
-    is_named = end - 1 <= SHORT_BACKLOG
+    is_named = end - 1 - seq.num_draft_computed <= SHORT_BACKLOG
     return RowPlan(
         request_id=seq.request_id,
         token_ids=tuple(seq.token_ids[start:end]),

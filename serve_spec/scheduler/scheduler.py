@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import TextDrafter
@@ -13,6 +14,7 @@ from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
+from serve_spec.kvcache.radix import PrefixHit
 from serve_spec.scheduler.rows import (
     backlog_after,
     decode_row,
@@ -24,8 +26,20 @@ from serve_spec.scheduler.rows import (
     usable_steps,
 )
 
+WORTH_A_ROUND = 128
+"""Prompt tokens that cost at least what a round costs that waits for somebody else's."""
+
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
+
+
+@dataclass
+class PrefixCounts:
+    """Tokens of the texts that were admitted, and those of them that were computed before. What is
+    admitted again after a preemption does not count."""
+
+    num_query_tokens: int = 0
+    num_hit_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,8 +59,9 @@ class CommittedRow:
 class Scheduler:
     """Runs the oldest sequences first; when pages run out, the youngest gives way.
 
-    A preempted sequence keeps its tokens and recomputes its caches later. Since every draw is a
-    function of (prefix, seed, position), the text does not notice.
+    A preempted sequence keeps its tokens and recomputes its caches later, but for the pages that
+    are known then. Since every draw is a function of (prefix, seed, position), the text does not
+    notice.
     """
 
     def __init__(
@@ -69,6 +84,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
+        self._prefix_counts = PrefixCounts()
         self._free_lanes = list(range(limits.max_num_seqs - 1, -1, -1))
         self._newest: StepPlan | None = None
         self._postponed: _Choice | None = None
@@ -191,27 +207,62 @@ class Scheduler:
                 seq.prompt_logprobs += result.prompt_logprobs[row.request_id]
             if tokens is None:
                 seq.num_computed = row.length
+                self.cache.publish(seq)
             else:
                 committed.append(self._commit_row(seq, row, tokens, cut))
         self._return_pages(plan, [row.seq for row in committed])
         return committed
 
+    def take_prefix_counts(self) -> PrefixCounts:
+        """What was admitted since this was asked last."""
+        counts, self._prefix_counts = self._prefix_counts, PrefixCounts()
+        return counts
+
     def check_integrity(self) -> None:
-        """Every page owned once, every length consistent. Raises AssertionError."""
+        """Every page counted as often as held, every length consistent. Raises AssertionError."""
         self.cache.check_integrity(self.sequences())
         assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
         assert len(self.running) <= self.limits.max_num_seqs, "more sequences run than allowed"
 
     def _admit(self) -> None:
-        """Moves waiting sequences in while their whole text so far fits the free pages."""
-        while self.waiting and len(self.running) < self.limits.max_num_seqs:
-            seq = self.waiting[0]
-            if not self.cache.can_reserve(seq, len(seq) + 1):
-                break  # first come, first served: nobody overtakes
-            self.cache.reserve(seq, len(seq))
+        """Moves waiting sequences in while what is not known of their texts fits the free pages."""
+        for seq in tuple(islice(self.waiting, len(self._free_lanes))):
+            hit = self.cache.find(seq)
+            if not self.cache.can_start(seq, hit, len(seq) + 1):
+                break  # first come, first served: for want of room nobody overtakes
+            if self._is_computed_now(seq, hit):
+                continue
+            self.waiting.remove(seq)
             seq.lane = self._free_lanes.pop()
             seq.num_draft_computed = self.first_draft_entry
-            self.running.append(self.waiting.popleft())
+            self.cache.start(seq, hit)
+            self.cache.reserve(seq, len(seq))
+            self._count_hit(seq)
+            self.running.append(seq)
+
+    def _is_computed_now(self, seq: Sequence, hit: PrefixHit) -> bool:
+        """Whether a prompt that runs is about to compute the better half of what `seq` lacks.
+
+        Several answers to one prompt arrive together: the first computes it for all of them.
+        """
+        known = len(hit.page_ids) * self.cache.page_size
+        shared = known + max(WORTH_A_ROUND, (len(seq) - known) // 2)
+        if shared > self.cache.most_cached(seq):
+            return False
+        return any(
+            not other.is_decoding
+            and other.num_computed < shared < len(other)
+            and other.token_ids[shared] == seq.token_ids[shared]
+            and other.token_ids[:shared] == seq.token_ids[:shared]
+            for other in self.running
+        )
+
+    def _count_hit(self, seq: Sequence) -> None:
+        """Counts what a sequence begins with, the first time it is admitted."""
+        if seq.num_cached_tokens is None:
+            seq.num_cached_tokens = seq.num_computed
+            self._prefix_counts.num_query_tokens += len(seq)
+            self._prefix_counts.num_hit_tokens += seq.num_computed
 
     def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
         """The policy's answer, which is asked for once a round."""
@@ -349,6 +400,7 @@ class Scheduler:
     ) -> CommittedRow:
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
+        num_entries = seq.num_draft_computed
         if row.catches_up:
             # Catch-up made the entries before the root; those of the drafting itself are stale.
             seq.num_draft_computed = len(seq) - 1
@@ -359,6 +411,9 @@ class Scheduler:
         seq.num_computed = len(seq) - 1
         if reason is not None:
             self._finish(seq, reason)
+        elif not row.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
+            # A prompt is computed, or the draft has caught up with it. Texts follow when they end.
+            self.cache.publish(seq)
         return CommittedRow(seq, kept, row.num_steps, len(tokens) - 1, row.is_decode)
 
     def _return_pages(self, plan: StepPlan, sequences: list[Sequence]) -> None:

@@ -1,0 +1,299 @@
+"""Laws of shared prefixes, with a worker whose caches say what they were computed from."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from serve_spec.config import SchedulerConfig
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
+from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.sequence import Sequence
+from serve_spec.kvcache.manager import KVCacheManager
+from serve_spec.scheduler import scheduler as scheduler_module
+from serve_spec.scheduler.scheduler import WORTH_A_ROUND, Scheduler
+
+PAGE = 4
+AHEAD = AheadLimits(8, max_prompt_rows=24, max_prompt_length=60)
+Text = tuple[int, ...]
+
+
+def next_token(seed: int, text: Text) -> int:
+    """What the pretended target draws after a text: few words, so that texts part late."""
+    return hash((seed, *text[-3:])) % 3
+
+
+class RememberingWorker:
+    """A cache entry is the text it was made of, `None` where it was made of drafts.
+
+    Whatever a row reads has to be of its own text. Target entry p is of tokens 0..p, draft entry j
+    of tokens 0..j+1, in the slot of position j + shift.
+    """
+
+    def __init__(self, cache: KVCacheManager, shift: int, rng: random.Random) -> None:
+        self.cache = cache
+        self.shift = shift
+        self.rng = rng
+        self.target: dict[int, Text | None] = {}
+        self.draft: dict[int, Text | None] = {}
+        self.sequences: dict[str, Sequence] = {}
+        self.texts: dict[str, Text] = {}
+        """What the device knows of who is under way; more than the host, by a round."""
+        self.num_entries: dict[str, int] = {}
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        known = set(self.cache.tree.page_ids)
+        drawn = []
+        for row in plan.rows:
+            if not row.is_decode:
+                self.start_anew(row)
+            assert row.request_id in self.texts, "a text starts with a row of a prompt"
+            text = self.texts[row.request_id]
+            self.read(self.target, row, range(row.start), text, 1)
+            if row.catches_up:
+                self.catch_up(row, text)
+            tokens: list[int] = []
+            if row.samples:
+                for _ in range(self.rng.randint(0, row.num_steps) + 1):
+                    tokens.append(next_token(row.seed, (*text, *tokens)))
+                drawn.append(tokens)
+                self.texts[row.request_id] = (*text, *tokens)
+            end = len(text) if row.is_decode else row.length
+            first = end - 1 if row.is_decode else row.start
+            for position in range(first, end + row.num_steps):
+                slot = self.slot(row, position)
+                assert slot // PAGE not in known, "pages that others may hold are written again"
+                is_committed = position < end + max(0, len(tokens) - 1)
+                whole = self.texts[row.request_id]
+                self.target[slot] = whole[: position + 1] if is_committed else None
+        scored = {
+            row.request_id: tuple(TokenLogprob(token, 0.0, 1) for token in row.scored_ids)
+            for row in plan.rows
+            if row.scored_ids
+        }
+        return StepResult(drawn, 0.0, 0.0, prompt_logprobs=scored)
+
+    def start_anew(self, row: RowPlan) -> None:
+        self.texts[row.request_id] = tuple(self.sequences[row.request_id].token_ids)
+        self.num_entries[row.request_id] = row.draft_start
+
+    def catch_up(self, row: RowPlan, text: Text) -> None:
+        made = self.num_entries[row.request_id]
+        assert made <= len(text) - 2, "drafting starts from the output of the last entry"
+        self.read(self.draft, row, range(-self.shift, made), text, 2)
+        for entry in range(made, len(text) - 1):
+            self.draft[self.slot(row, entry + self.shift)] = text[: entry + 2]
+        for entry in range(len(text) - 1, len(text) - 2 + row.num_steps):
+            self.draft[self.slot(row, entry + self.shift)] = None
+        self.num_entries[row.request_id] = len(text) - 1
+
+    def read(
+        self, pool: dict[int, Text | None], row: RowPlan, entries: range, text: Text, more: int
+    ) -> None:
+        shift = self.shift if pool is self.draft else 0
+        for entry in entries:
+            made_of = pool[self.slot(row, entry + shift)]
+            assert made_of == text[: entry + more], f"{row.request_id}: entry {entry}"
+
+    def slot(self, row: RowPlan, position: int) -> int:
+        return row.page_ids[position // PAGE] * PAGE + position % PAGE
+
+    def check_published(self) -> None:
+        """What is known to all was computed from committed tokens, and drafted from none."""
+        for page, text, has_draft in self.cache.tree.page_texts():
+            end = len(text) - 1
+            for position in range(end - PAGE, end):
+                slot = page * PAGE + position % PAGE
+                assert self.target[slot] == tuple(text[: position + 1])
+                if has_draft:
+                    made_of = self.draft[slot]
+                    assert made_of == tuple(text[: position - self.shift + 2])
+
+
+def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
+    most = seq.num_remaining
+    stop = seq.params.stop_token_ids
+    for count, _ in enumerate(tokens, start=1):
+        if count == most:
+            return count, FinishReason.LENGTH
+        if stop and tuple(tokens[count - 1 : count]) == stop and seq.num_output_tokens > 9:
+            return count, FinishReason.STOP
+    return len(tokens), None
+
+
+def make(
+    num_pages: int, *, shift: int = 0, prefix_caching: bool = True, **limits: int
+) -> Scheduler:
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+    cache = KVCacheManager(num_pages, PAGE, prefix_caching=prefix_caching)
+    return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, first_draft_entry=-shift)
+
+
+def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
+    num_steps = rng.choice([0, 1, 3, 7])
+    return RoundSteps(num_steps, [rng.randint(0, num_steps) for _ in range(batch.size)])
+
+
+def traffic(rng: random.Random) -> Iterator[Sequence]:
+    """Prompts that go on where others did, under two seeds, so that texts are alike as well."""
+    prompts: list[list[int]] = [[0]]
+    for number in range(10_000):
+        begin = rng.choice(prompts)
+        prompt = [
+            *begin[: rng.randint(1, 30)],
+            *(rng.randrange(2) for _ in range(rng.randint(0, 9))),
+        ]
+        seed = rng.randrange(2)
+        while len(prompt) < 40 and rng.random() < 0.9:
+            prompt.append(next_token(seed, tuple(prompt)))
+        prompts = [*prompts[-5:], prompt]
+        stops = (1,) if rng.random() < 0.5 else ()
+        scored = 0 if rng.random() < 0.1 else None
+        params = SamplingParams(
+            max_tokens=rng.randint(1, 24), stop_token_ids=stops, prompt_logprobs=scored
+        )
+        yield Sequence(str(number), params, list(prompt), len(prompt), seed)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("num_pages", [26, 60])
+def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
+    shift: int, runs_ahead: bool, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Arrivals, cancellations, preemptions, evictions, stops, tier changes, in any order."""
+    monkeypatch.setattr(scheduler_module, "WORTH_A_ROUND", 8)  # the texts of this test are short
+    rng = random.Random(num_pages + shift)
+    scheduler = make(num_pages, shift=shift)
+    worker = RememberingWorker(scheduler.cache, shift, rng)
+    arrivals = traffic(rng)
+    ahead = AHEAD if runs_ahead else None
+    flight: tuple[StepPlan, StepResult] | None = None
+    finished: list[Sequence] = []
+    counts = []
+    for step in range(1200):
+        if step < 1000 and rng.random() < 0.3 and len(scheduler.waiting) < 4:
+            seq = next(arrivals)
+            worker.sequences[seq.request_id] = seq
+            scheduler.add(seq)
+        if rng.random() < 0.02 and scheduler.has_work:
+            scheduler.abort(rng.choice(list(scheduler.sequences())).request_id)
+        if flight is None:
+            plan = scheduler.plan(lambda batch: any_steps(rng, batch), ahead)
+            if plan is None:
+                assert not scheduler.has_work
+                continue
+            flight = plan, worker.execute(plan)
+        following = None
+        if ahead is not None and ahead.take(flight[0].rows):
+            plan = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), ahead)
+            following = None if plan is None else (plan, worker.execute(plan))
+        committed = scheduler.commit(*flight, cut)
+        finished += [row.seq for row in committed if row.seq.finished]
+        scheduler.check_integrity()
+        worker.check_published()
+        counts.append(scheduler.take_prefix_counts())
+        flight = following
+    assert not scheduler.has_work, "two hundred rounds end whatever is left"
+    assert scheduler.cache.num_free_pages == num_pages
+    assert len(finished) > 100
+    assert scheduler.cache.tree.num_evicted > 20
+    assert (scheduler.num_preemptions > 5) == (num_pages == 26)
+    hits = sum(count.num_hit_tokens for count in counts)
+    queries = sum(count.num_query_tokens for count in counts)
+    assert 0.2 < hits / queries < 1, "the test needs texts that share, and some that do not"
+    for seq in finished:
+        for position in range(seq.num_prompt_tokens, len(seq)):
+            assert seq.token_ids[position] == next_token(seq.seed, tuple(seq.token_ids[:position]))
+
+
+def sequence(name: str, token_ids: list[int], **params: object) -> Sequence:
+    return Sequence(name, SamplingParams(**params), list(token_ids), len(token_ids), 0)
+
+
+def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[RowPlan]]:
+    """Runs these to their end; the rows of every round."""
+    worker = RememberingWorker(scheduler.cache, 0, random.Random(0))
+    for seq in sequences:
+        worker.sequences[seq.request_id] = seq
+        scheduler.add(seq)
+    rounds = []
+    while scheduler.has_work:
+        plan = scheduler.plan(lambda _: RoundSteps(0))
+        assert plan is not None
+        rounds.append(list(plan.rows))
+        scheduler.commit(plan, worker.execute(plan), cut)
+    return rounds
+
+
+LONG = [token % 7 for token in range(2 * WORTH_A_ROUND)]
+
+
+def first_round_of(rounds: list[list[RowPlan]], name: str) -> int:
+    return next(i for i, rows in enumerate(rounds) if any(row.request_id == name for row in rows))
+
+
+def test_several_answers_to_a_prompt_wait_a_round_and_compute_it_once() -> None:
+    scheduler = make(512, max_num_batched_tokens=4096)
+    same = [sequence(name, LONG, max_tokens=3) for name in "abc"]
+    other = sequence("d", [6, 6, 6, *LONG], max_tokens=3)
+    rounds = run(scheduler, *same, other)
+    prompts = [row for rows in rounds for row in rows if not row.is_decode]
+    computed = {row.request_id: len(row.token_ids) for row in prompts}
+    assert computed == {"a": len(LONG), "b": PAGE, "c": PAGE, "d": len(LONG) + 3}
+    assert [first_round_of(rounds, name) for name in "abcd"] == [0, 1, 1, 0]
+    assert [seq.num_cached_tokens for seq in same] == [0, len(LONG) - PAGE, len(LONG) - PAGE]
+
+
+def test_what_others_compute_is_waited_for_only_where_it_pays() -> None:
+    """Short prompts, prompts that part early, prompts whose tokens are scored: all at once."""
+    for shared, num_own in ((WORTH_A_ROUND - 1, 0), (WORTH_A_ROUND + 8, 2 * WORTH_A_ROUND)):
+        scheduler = make(512, max_num_batched_tokens=4096)
+        texts = [[*LONG[:shared], *[token] * (num_own + 1)] for token in (3, 4)]
+        sequences = [sequence(str(i), text, max_tokens=3) for i, text in enumerate(texts)]
+        assert first_round_of(run(scheduler, *sequences), "1") == 0
+    scheduler = make(512, max_num_batched_tokens=4096)
+    scored = sequence("b", LONG, max_tokens=3, prompt_logprobs=0)
+    assert first_round_of(run(scheduler, sequence("a", LONG, max_tokens=3), scored), "b") == 0
+    assert scored.num_cached_tokens == 0
+    assert [entry.token_id for entry in scored.prompt_logprobs] == LONG[1:]
+
+
+def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others() -> None:
+    """9 pages: 5 are of the first text, 4 are free, and the second text needs 6 in all."""
+    text = LONG[:20]
+    for prefix_caching in (True, False):
+        scheduler = make(9, prefix_caching=prefix_caching, max_num_batched_tokens=64)
+        first = sequence("a", text[:19], max_tokens=4)
+        worker = RememberingWorker(scheduler.cache, 0, random.Random(0))
+        second = sequence("b", [*text[:17], *text[:3]], max_tokens=1)
+        for seq in (first, second):
+            worker.sequences[seq.request_id] = seq
+        scheduler.add(first)
+        for _ in range(2):
+            plan = scheduler.plan(lambda _: RoundSteps(0))
+            assert plan is not None
+            scheduler.commit(plan, worker.execute(plan), cut)
+            scheduler.add(second) if second not in scheduler.waiting else None
+        plan = scheduler.plan(lambda _: RoundSteps(0))
+        assert plan is not None
+        assert len(plan.rows) == (2 if prefix_caching else 1)
+        scheduler.check_integrity()
+
+
+def test_a_text_whose_draft_broke_leaves_none_of_its_entries() -> None:
+    scheduler = make(64)
+    seq = sequence("a", LONG[:20], max_tokens=2)
+    seq.num_computed = seq.num_draft_computed = 18
+    scheduler.cache.reserve(seq, 20)
+    scheduler.cache.publish(seq)
+    again = sequence("b", LONG[:20])
+    assert scheduler.cache.find(again).num_draft_pages == 4
+    scheduler = make(64)
+    seq.page_ids, seq.has_broken_draft = [], True
+    scheduler.cache.reserve(seq, 20)
+    scheduler.cache.publish(seq)
+    hit = scheduler.cache.find(again)
+    assert (len(hit.page_ids), hit.num_draft_pages) == (4, 0)
