@@ -66,6 +66,10 @@ class StepStats:
     """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
     idle_ms: float = 0.0
     """What the device waited between the round before and this one, where that is known."""
+    num_prefix_query_tokens: int = 0
+    """Of requests that were admitted since the round before: the tokens they came with,"""
+    num_prefix_hit_tokens: int = 0
+    """and those of them that the cache held."""
 
     @property
     def decodes_only(self) -> bool:
@@ -127,6 +131,14 @@ POSITION_ACCEPTED = Metric(
 )
 OUTPUT_TOKENS = Metric("serve_spec_output_tokens", "counter", "Tokens emitted by decoding rows.")
 PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
+PREFIX_QUERY_TOKENS = Metric(
+    "serve_spec_prefix_cache_query_tokens", "counter", "Tokens that admitted requests came with."
+)
+PREFIX_HIT_TOKENS = Metric(
+    "serve_spec_prefix_cache_hit_tokens",
+    "counter",
+    "Of those, the tokens whose pages others had left: they are not computed anew.",
+)
 ACCEPT_LENGTH_ROWS = Metric(
     "serve_spec_accept_length_rows",
     "counter",
@@ -193,6 +205,8 @@ ROUND_METRICS = (
     POSITION_ACCEPTED,
     OUTPUT_TOKENS,
     PREFILL_TOKENS,
+    PREFIX_QUERY_TOKENS,
+    PREFIX_HIT_TOKENS,
     ACCEPT_LENGTH_ROWS,
     DRAFT_MS,
     VERIFY_MS,
@@ -326,6 +340,10 @@ def readings(stats: StepStats) -> Iterator[Reading]:
     yield Reading(KV_PAGES, stats.num_pages - stats.num_used_pages, {"state": "free"})
     if stats.num_prefill_tokens:
         yield Reading(PREFILL_TOKENS, stats.num_prefill_tokens)
+    if stats.num_prefix_query_tokens:
+        yield Reading(PREFIX_QUERY_TOKENS, stats.num_prefix_query_tokens)
+    if stats.num_prefix_hit_tokens:
+        yield Reading(PREFIX_HIT_TOKENS, stats.num_prefix_hit_tokens)
     if stats.batch_size:
         yield from _decode_readings(stats)
         yield from _position_readings(stats)

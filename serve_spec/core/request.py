@@ -249,7 +249,8 @@ class TokenDelta:
     """What one engine round adds to one request: new tokens and the text they complete.
 
     Text is held back while a character or a stop string is incomplete, so `text` may be empty.
-    `finish_reason` is set on the last delta only. `logprobs` are aligned with `token_ids`, and
+    `finish_reason` is set on the last delta only, `num_cached_tokens` on the first: prompt tokens
+    that were not computed for this request. `logprobs` are aligned with `token_ids`, and
     `prompt_logprobs`, on the first delta only, with the prompt, whose first token has none; both
     are None for requests that did not ask.
     """
@@ -261,11 +262,14 @@ class TokenDelta:
     speculation: SpeculationStats | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """A finished request.
+
+    `num_cached_tokens` of its prompt were not computed for it: others had left them in the cache.
 
     `logprobs` are aligned with `token_ids`, `prompt_logprobs` with `prompt_token_ids`, whose first
     has none; both are None where `SamplingParams` did not ask.
@@ -279,3 +283,4 @@ class RequestOutput:
     speculation: SpeculationStats
     logprobs: tuple[TokenLogprob, ...] | None = None
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    num_cached_tokens: int = 0

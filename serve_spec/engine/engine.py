@@ -27,13 +27,15 @@ from serve_spec.worker.worker import Worker
 
 @dataclass
 class EngineCounters:
-    """Sums since start. Rows and tokens of decoding only; times in milliseconds."""
+    """Sums since start. Rows and tokens are of decoding, but for those of prefixes; times in ms."""
 
     num_steps_executed: int = 0
     num_decode_rows: int = 0
     num_decode_tokens: int = 0
     num_draft_tokens: int = 0
     num_correct_drafts: int = 0
+    num_prefix_query_tokens: int = 0
+    num_prefix_hit_tokens: int = 0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
 
@@ -49,6 +51,8 @@ class EngineCounters:
         self.num_decode_tokens += stats.num_output_tokens
         self.num_draft_tokens += stats.num_draft_tokens
         self.num_correct_drafts += stats.num_correct_drafts
+        self.num_prefix_query_tokens += stats.num_prefix_query_tokens
+        self.num_prefix_hit_tokens += stats.num_prefix_hit_tokens
         self.draft_ms += stats.draft_ms
         self.verify_ms += stats.verify_ms
 
@@ -189,6 +193,13 @@ class SpecEngine:
             "num_waiting": len(self.scheduler.waiting),
             "num_preemptions": self.scheduler.num_preemptions,
             "kv": {"free_pages": cache.num_free_pages, "total_pages": cache.num_pages},
+            "prefix_cache": {
+                "pages": len(cache.tree),
+                "idle_pages": cache.tree.num_idle,
+                "evicted_pages": cache.tree.num_evicted,
+                "query_tokens": counters.num_prefix_query_tokens,
+                "hit_tokens": counters.num_prefix_hit_tokens,
+            },
             "counters": {
                 "steps": counters.num_steps_executed,
                 "decode_rows": counters.num_decode_rows,
@@ -291,6 +302,7 @@ class SpecEngine:
         live = [row for row in decoded if not row.seq.finished]
         num_prefilled = sum(len(row.token_ids) for row in plan.rows if not row.is_decode)
         cache = self.scheduler.cache
+        prefix = self.scheduler.take_prefix_counts()
         reason = flight.switch_reason if decoded else None
         notes = flight.notes if decoded else NO_NOTES
         stats = StepStats(
@@ -318,6 +330,8 @@ class SpecEngine:
             speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
             idle_ms=result.idle_ms,
+            num_prefix_query_tokens=prefix.num_query_tokens,
+            num_prefix_hit_tokens=prefix.num_hit_tokens,
         )
         self.counters.observe(stats)
         self.collector.observe(stats)
@@ -342,4 +356,5 @@ class SpecEngine:
             stats,
             logprobs=None if logprobs is None else logprobs[: len(tokens)],
             prompt_logprobs=(None, *seq.prompt_logprobs) if wants_prompt else None,
+            num_cached_tokens=(seq.num_cached_tokens or 0) if is_first else 0,
         )

@@ -86,4 +86,5 @@ def _finished(seq: Sequence, deltas: list[TokenDelta]) -> RequestOutput:
         speculation=seq.stats,
         logprobs=None if seq.params.logprobs is None else tuple(logprobs),
         prompt_logprobs=deltas[0].prompt_logprobs,
+        num_cached_tokens=deltas[0].num_cached_tokens,
     )

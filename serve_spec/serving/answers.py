@@ -17,7 +17,7 @@ from serve_spec.serving.logprobs import ChatLogprobs, CompletionLogprobs, Spell,
 
 
 class PromptTokensDetails(TypedDict):
-    """`cached_tokens`: prompt tokens that were not computed for this request."""
+    """`cached_tokens`: prompt tokens that no choice of this request had to compute."""
 
     cached_tokens: int
 
@@ -144,14 +144,18 @@ class ErrorAnswer(TypedDict):
     error: ErrorObject
 
 
-def usage(num_prompt_tokens: int, num_tokens: int, speculation: SpeculationStats) -> Usage:
+def usage(
+    num_prompt_tokens: int,
+    num_tokens: int,
+    speculation: SpeculationStats,
+    num_cached_tokens: int = 0,
+) -> Usage:
     """The `usage` object of a finished answer."""
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_tokens,
         "total_tokens": num_prompt_tokens + num_tokens,
-        # The engine computes every prompt whole.
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "speculation": speculation.as_dict(),
     }
 

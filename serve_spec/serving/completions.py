@@ -91,6 +91,7 @@ class RunningAnswer:
         self._deadline = deadline
         self._timeout_s = timeout_s
         self._num_prompt_tokens: dict[int, int] = {}
+        self._num_cached_tokens: dict[int, int] = {}
         self._speculation: dict[int, SpeculationStats] = {}
         self._num_ended = 0
         self._first: list[tuple[int, TokenDelta]] = []
@@ -132,7 +133,20 @@ class RunningAnswer:
     @property
     def usage(self) -> Usage:
         """Counts over all choices; complete once they have ended."""
-        return usage(self.num_prompt_tokens, self.num_tokens, self._total_speculation())
+        return usage(
+            self.num_prompt_tokens,
+            self.num_tokens,
+            self._total_speculation(),
+            self._total_cached_tokens(),
+        )
+
+    def _total_cached_tokens(self) -> int:
+        """Of every prompt, what the choice that found the least of it found."""
+        least: dict[int, int] = {}
+        for index, num_tokens in self._num_cached_tokens.items():
+            prompt = index // self._choices_per_prompt
+            least[prompt] = min(num_tokens, least.get(prompt, num_tokens))
+        return sum(least.values())
 
     def _total_speculation(self) -> SpeculationStats:
         total = FleetSpeculation()
@@ -153,6 +167,7 @@ class RunningAnswer:
 
     def _note(self, index: int, delta: TokenDelta) -> None:
         self.num_tokens += len(delta.token_ids)
+        self._num_cached_tokens.setdefault(index, delta.num_cached_tokens)
         if delta.speculation is not None:
             self._speculation[index] = delta.speculation
         self._num_ended += delta.finish_reason is not None

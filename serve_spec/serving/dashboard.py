@@ -187,10 +187,15 @@ def _rounds() -> list[Panel]:
 
 def _pages() -> list[Panel]:
     by_state = _gauge(metrics.KV_PAGES, "state", "replica")
+    found = metrics.PREFIX_HIT_TOKENS, metrics.PREFIX_QUERY_TOKENS
     return [
         Panel("Pages of the fleet", "short", (("{{state}}", f"sum by (state) ({by_state})"),)),
         Panel("Share in use", "percentunit", (
             ("replica {{replica}}", _gauge(metrics.KV_USAGE, "replica")),
+        )),
+        Panel("Tokens of prompts found in the cache", "percentunit", (
+            ("fleet", _ratio(*found)),
+            ("replica {{replica}}", _ratio(*found, "replica")),
         )),
     ]  # fmt: skip
 

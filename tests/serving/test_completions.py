@@ -30,6 +30,7 @@ from serve_spec.serving.messages import (
     GenerateRequest,
     Items,
     Refused,
+    ReplicaItem,
     Submission,
 )
 from tests.serving.fake_engine import FakeLoop
@@ -243,6 +244,19 @@ def test_usage_is_summed_over_choices_and_a_prompt_counted_once() -> None:
     assert (said.usage["prompt_tokens"], said.usage["completion_tokens"]) == (3 + 2, 4 * 5)
     assert said.usage["speculation"]["num_rounds"] == 4 * 3
     assert said.usage["speculation"]["rounds_by_num_steps"] == {"3": 4 * 3}
+
+
+def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_cached() -> None:
+    class FleetWithCaches(ScriptedFleet):
+        async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+            choice = int(request.request_id.split("-")[-2])
+            yield ACCEPTED
+            yield replace(delta("a", 1), num_cached_tokens=(0, 16, 16, 24)[choice])
+            yield delta("b", 2, finish=FinishReason.LENGTH)
+
+    said = asyncio.run(choose(FleetWithCaches(()), several(2, ("a", "b")), num_prompts=2))
+    assert said.usage is not None
+    assert said.usage["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
 
 
 LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}

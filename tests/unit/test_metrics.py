@@ -34,6 +34,8 @@ ROUND = StepStats(
     speedup=1.5,
     num_broken_drafts=1,
     idle_ms=0.2,
+    num_prefix_query_tokens=9,
+    num_prefix_hit_tokens=4,
 )
 # What is said of a round's time is said only where no prompt shared it.
 PURE = replace(ROUND, num_prefill_tokens=0, predicted_ms=3.5)
@@ -56,6 +58,8 @@ IDLE = replace(
     speedup=None,
     num_broken_drafts=0,
     idle_ms=0.0,
+    num_prefix_query_tokens=0,
+    num_prefix_hit_tokens=0,
 )
 
 

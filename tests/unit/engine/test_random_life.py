@@ -21,6 +21,7 @@ def test_requests_that_survive_random_traffic_say_what_they_say_alone(
     prompts: dict[str, tuple[list[int], SamplingParams]] = {}
     tokens: dict[str, list[int]] = defaultdict(list)
     reasons: dict[str, FinishReason] = {}
+    beginnings = [[rng.randrange(256) for _ in range(40)] for _ in range(3)]
     arrivals = 0
     while arrivals < 40 or engine.has_work:
         if arrivals < 40 and rng.random() < 0.3:
@@ -32,7 +33,8 @@ def test_requests_that_survive_random_traffic_say_what_they_say_alone(
                 seed=arrivals,
                 speculative=SpeculativeOptions(max_steps=rng.choice([None, 0, 2])),
             )
-            prompt = [rng.randrange(256) for _ in range(rng.randint(1, 50))]
+            begin = rng.choice(beginnings)[: rng.randint(0, 40)]
+            prompt = [*begin, *(rng.randrange(256) for _ in range(rng.randint(1, 12)))]
             prompts[name] = (prompt, params)
             engine.add(engine.new_sequence(name, prompt, params))
         if engine.has_work and rng.random() < 0.04:
@@ -45,6 +47,8 @@ def test_requests_that_survive_random_traffic_say_what_they_say_alone(
                 reasons[delta.request_id] = delta.finish_reason
     assert engine.scheduler.cache.num_free_pages == 32
     assert engine.scheduler.num_preemptions > 5
+    assert engine.scheduler.cache.tree.num_evicted > 5
+    assert engine.counters.num_prefix_hit_tokens > 50
     plain = make_llm(max_model_len=96)
     survivors = [name for name, reason in reasons.items() if reason is not FinishReason.ABORT]
     assert len(survivors) + sum(r is FinishReason.ABORT for r in reasons.values()) == 40

@@ -129,6 +129,16 @@ def test_any_number_of_ranks_says_what_one_says(
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_ranks_begin_with_the_pages_that_rank_0_finds(
+    threads: None, make: MakeLLM, plain: Texts, execution: str
+) -> None:
+    llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)
+    assert [texts(llm) for _ in range(2)] == [plain] * 2
+    assert llm.engine.counters.num_prefix_hit_tokens > 0
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
 def test_any_number_of_ranks_tells_the_log_probabilities_of_one(
     threads: None, make: MakeLLM, execution: str
 ) -> None:

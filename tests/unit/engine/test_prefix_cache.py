@@ -1,0 +1,183 @@
+"""Texts that begin alike share pages: the text is the same, and so is what the draft is worth."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec import LLM
+from serve_spec.core.request import SamplingParams
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
+
+ALGORITHMS = ["NONE", "NGRAM", "EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"]
+EXECUTIONS = ["eager", "lanes"]
+SWITCHING = (0, 3, 0, 0, 1, 3)
+PAGE = 4
+
+
+def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Two beginnings, each gone on with in several ways: within a page, at its end, not at all."""
+    rng = random.Random(5)
+    beginnings = [[rng.randrange(256) for _ in range(40)] for _ in range(2)]
+    prompts = []
+    for i in range(10):
+        shared = beginnings[i % 2][: 40 - 3 * (i // 4)]
+        prompts.append([*shared, *(rng.randrange(256) for _ in range(i % 5))])
+    params = [
+        SamplingParams(
+            max_tokens=14 + i,
+            temperature=(0.0, 0.7, 1.0)[i % 3],
+            seed=i // 2,
+            ignore_eos=True,
+            frequency_penalty=0.5 * (i % 4 == 3),
+        )
+        for i in range(10)
+    ]
+    return prompts, params
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> list[tuple[int, ...]]:
+    """The text of every request, alone, without speculation or a cache."""
+    llm = llm_maker(pair, "cpu")(prefix_caching=False)
+    prompts, params = prompts_and_params()
+    return [texts(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("num_pages", [512, 36])
+def test_what_others_left_in_the_cache_never_changes_a_text(
+    make_llm: MakeLLM,
+    plain: list[tuple[int, ...]],
+    algorithm: str,
+    execution: str,
+    num_pages: int,
+) -> None:
+    """Tier changes every round, in three orders; with few pages, preemptions and evictions."""
+    num_steps = 0 if algorithm == "NONE" else 3
+    llm = make_llm(algorithm, num_steps, execution=execution, num_pages=num_pages, max_num_seqs=5)
+    if num_steps:
+        switch_every_round(llm, SWITCHING)
+    prompts, params = prompts_and_params()
+    for order in (range(10), range(9, -1, -1), range(0, 30, 3)):
+        at = [i % 10 for i in order]
+        outputs = llm.generate([prompts[i] for i in at], [params[i] for i in at])
+        assert texts(outputs) == [plain[i] for i in at]
+    assert sum(output.num_cached_tokens for output in outputs) > 100
+    cache = llm.engine.scheduler.cache
+    assert cache.num_free_pages == num_pages
+    if num_pages == 36:
+        assert cache.tree.num_evicted > 10
+        assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(
+    make_llm: MakeLLM, execution: str
+) -> None:
+    """Some pages have no draft entries yet, for they were computed without drafts."""
+    llm = make_llm("STANDALONE", 3, execution=execution)
+    prompts, params = prompts_and_params()
+    greedy = [replace(p, temperature=0.0, frequency_penalty=0.0) for p in params]
+    switch_every_round(llm, [0, 0, 0, 3, 0, 2], ragged=False)
+    llm.generate(prompts[:2], SamplingParams(max_tokens=2))
+    for _ in range(2):
+        for output in llm.generate(prompts, greedy):
+            stats = output.speculation
+            assert stats.num_correct_drafts == stats.num_draft_tokens > 0
+            assert output.num_cached_tokens > 0
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"])
+def test_a_hit_costs_no_draft(make_llm: MakeLLM, algorithm: str, execution: str) -> None:
+    """A prompt found in the cache is drafted after as if it had been computed."""
+    prompts, params = prompts_and_params()
+    hot = make_llm(algorithm, 3, execution=execution)
+    cold = make_llm(algorithm, 3, execution=execution, prefix_caching=False)
+    kept = 0
+    for prompt, param in zip(prompts, params, strict=True):
+        found, computed = hot.generate([prompt], param)[0], cold.generate([prompt], param)[0]
+        assert found.token_ids == computed.token_ids
+        assert found.speculation == computed.speculation
+        assert computed.num_cached_tokens == 0
+        kept += found.speculation.num_correct_drafts if found.num_cached_tokens else 0
+    assert kept > 0, "the test needs drafts that are kept after a hit"
+
+
+def computed(llm: LLM, page: int) -> dict[str, Tensor]:
+    """What an engine keeps of the tokens of a page."""
+    at = slice(page * PAGE, (page + 1) * PAGE)
+    target, drafter = llm.engine.worker.target, llm.engine.worker.drafter  # type: ignore[attr-defined]
+    return {
+        "target keys": target.pool.keys[:, at],
+        "target values": target.pool.values[:, at],
+        "draft keys": drafter.pool.keys[:, at],
+        "draft values": drafter.pool.values[:, at],
+        "features": drafter.features.features[at],
+    }
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "STANDALONE"])
+def test_every_page_known_holds_what_computing_its_text_anew_gives(
+    make_llm: MakeLLM, algorithm: str
+) -> None:
+    """Nothing of a rejected draft, and no entry made while drafting, ever becomes known."""
+    llm = make_llm(algorithm, 3, num_pages=64, max_num_seqs=5)
+    switch_every_round(llm, SWITCHING)
+    prompts, params = prompts_and_params()
+    stats = [output.speculation for output in llm.generate(prompts, params)]
+    assert sum(s.num_draft_tokens - s.num_correct_drafts for s in stats) > 10
+    tree = llm.engine.scheduler.cache.tree
+    pages = {tuple(text): (page, has_draft) for page, text, has_draft in tree.page_texts()}
+    longest = [text for text in pages if not any(o[: len(text)] == text != o for o in pages)]
+    fresh = make_llm(algorithm, 1, prefix_caching=False)
+    assert sum(has_draft for _, has_draft in pages.values()) > 10
+    for text in longest:
+        seq = fresh.engine.new_sequence(str(text), list(text), SamplingParams(max_tokens=9))
+        fresh.engine.add(seq)
+        fresh.engine.step()
+        fresh.engine.step()  # the first drafts: the prompt's entries are there now
+        for number in range(len(text) // PAGE):
+            page, has_draft = pages[text[: (number + 1) * PAGE + 1]]
+            found, anew = computed(llm, page), computed(fresh, seq.page_ids[number])
+            for name, tensor in anew.items():
+                if has_draft or "draft" not in name:
+                    torch.testing.assert_close(found[name], tensor)
+        fresh.engine.abort(seq.request_id)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_log_probabilities_of_a_prompt_are_computed_whatever_is_known_of_it(
+    make_llm: MakeLLM, execution: str
+) -> None:
+    llm = make_llm("EAGLE3", 3, execution=execution)
+    prompt = prompts_and_params()[0][0]
+    params = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=1, logprobs=1)
+    first, second = (llm.generate([prompt], params)[0] for _ in range(2))
+    assert second.num_cached_tokens == 0
+    assert first.prompt_logprobs is not None
+    assert second.prompt_logprobs is not None
+    assert len(second.prompt_logprobs) == len(prompt)
+    assert first.prompt_logprobs == second.prompt_logprobs
+    unscored = llm.generate([prompt], replace(params, prompt_logprobs=None))[0]
+    assert unscored.num_cached_tokens == (len(prompt) - 1) // PAGE * PAGE
+    assert unscored.token_ids == first.token_ids
+
+
+def test_hits_are_counted_and_a_cache_that_is_off_has_none(make_llm: MakeLLM) -> None:
+    prompt = list(range(30))
+    params = SamplingParams(max_tokens=2, temperature=0.0)
+    for prefix_caching, expected in ((True, 28), (False, 0)):
+        llm = make_llm(prefix_caching=prefix_caching)
+        outputs = [llm.generate([prompt], params)[0] for _ in range(2)]
+        assert [output.num_cached_tokens for output in outputs] == [0, expected]
+        shown = llm.engine.snapshot()["prefix_cache"]
+        assert isinstance(shown, dict)
+        assert (shown["query_tokens"], shown["hit_tokens"]) == (60, expected)
+        assert shown["pages"] == shown["idle_pages"] == expected // PAGE
