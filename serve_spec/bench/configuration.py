@@ -18,14 +18,16 @@ def add_configuration(parser: argparse.ArgumentParser, other_keys: str = "other 
 
 
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
-    """The keys that the command line names.
+    """The keys that the command line names, and no prefix cache unless it names that.
+
+    Arms run the same prompts: what one leaves in a cache would be a gift to the next.
 
     Raises:
         ConfigError: --set is not KEY=VALUE.
     """
     named = {key: getattr(args, key) for key in ("device", "dtype")}
     said = {key: value for key, value in named.items() if value is not None}
-    return {**said, **dict(map(parse_override, args.set))}
+    return {"prefix_caching": False, **said, **dict(map(parse_override, args.set))}
 
 
 def configured(args: argparse.Namespace) -> ServeSpecConfig:

@@ -191,6 +191,7 @@ def main(argv: list[str]) -> int:
             "speculative_adaptive": False,
             "speculative_num_steps": args.num_steps,
             "max_num_batched_tokens": 4096,
+            "prefix_caching": False,
             **overrides,
         },
     )

@@ -167,6 +167,7 @@ def _load(
         return LLM(
             config,
             **sizes,
+            prefix_caching=False,  # every cell computes its prompts
             speculative_adaptive=True,
             speculative_adaptive_strategy="ema",
             speculative_adaptive_config=tiers,
