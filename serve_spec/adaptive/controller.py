@@ -17,12 +17,13 @@ from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STE
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy, StepPolicy
 from serve_spec.adaptive.presets import CONSERVATIVE
+from serve_spec.adaptive.sharpness import SHARPNESSES, SharpnessPolicy
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 
 FALLBACK_ROUNDS = 1024
 """Rounds without drafts before a policy that failed is tried anew."""
@@ -40,6 +41,8 @@ class PolicySettings:
     min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
     max_steps: int | None = None
     """Most drafts that whoever drafts can make; None: there is no limit."""
+    sharpnesses: Sequence[float] = SHARPNESSES
+    """What sampled drafts may be drawn at; the best of them is learnt."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
@@ -56,6 +59,7 @@ class PolicySettings:
             slots=None if source is None else load_slots(source),
             per_sequence=config.speculative_per_sequence,
             max_steps=max_steps,
+            sharpnesses=_sharpnesses(config),
         )
 
     @property
@@ -148,6 +152,7 @@ class AdaptiveController:
         self._fallback_rounds_left = 0
         self._num_fallbacks = 0
         self._policy = settings.build(settings.num_steps, costs)
+        self._sharpness = SharpnessPolicy(settings.sharpnesses)
         self._candidate_steps = settings.candidate_steps
         if self._policy.last_reason is Reason.FALLBACK:
             self._fall_back("there is no cost table")
@@ -201,7 +206,7 @@ class AdaptiveController:
         if not batch.size or not batch.may_draft:
             self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(0)
-        steps = self._guarded_choice(batch)
+        steps = self._sharpened(self._guarded_choice(batch), batch)
         reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason
         self._reconfigured = False
         switched = self._active_steps is not None and steps.num_steps != self._active_steps
@@ -219,6 +224,7 @@ class AdaptiveController:
             ValueError: a row kept more drafts than it had.
         """
         self._positions.observe(verified.num_correct_drafts, verified.row_steps)
+        self._learn_sharpness(verified)
         try:
             self._policy.observe(verified)
         except BadMeasurement as error:
@@ -286,6 +292,20 @@ class AdaptiveController:
         self._settings, self._policy, self._reconfigured = wanted, policy, True
         self._fallback = None
 
+    def _sharpened(self, steps: RoundSteps, batch: DecodeBatch) -> RoundSteps:
+        """The same answer, with how sharp the round drafts."""
+        noticed = steps.num_steps and batch.num_sampled
+        sharpness = self._sharpness.choose() if noticed else self._sharpness.best
+        return replace(steps, draft_sharpness=sharpness)
+
+    def _learn_sharpness(self, verified: VerifiedRound) -> None:
+        at = [row for row, is_sampled in enumerate(verified.is_sampled) if is_sampled]
+        self._sharpness.observe(
+            verified.draft_sharpness,
+            [verified.row_steps[row] for row in at],
+            [verified.num_correct_drafts[row] for row in at],
+        )
+
     def _guarded_choice(self, batch: DecodeBatch) -> RoundSteps:
         if self._fallback is not None and self._costs is not None:
             self._fallback_rounds_left -= 1
@@ -339,7 +359,16 @@ class AdaptiveController:
             "learned_correct_drafts": positions.num_correct_drafts,
             "learned_accept_length": round(positions.accept_length, 4),
             "accept_rate": None if rate is None else round(rate, 4),
+            "draft_sharpness": self._sharpness.snapshot(),
         }
+
+
+def _sharpnesses(config: SpeculativeConfig) -> Sequence[float]:
+    """What there is to choose from; one where it is given, or where no drafter draws."""
+    wanted = config.speculative_draft_sharpness
+    if wanted != "auto":
+        return (wanted,)
+    return SHARPNESSES if config.draws_drafts else (DRAFT_SHARPNESS,)
 
 
 def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:

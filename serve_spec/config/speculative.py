@@ -77,8 +77,10 @@ class SpeculativeConfig(StrictModel):
         description="Whether drafts of few rows read their weights in eight bits; auto: where that "
         "is faster. Never touches texts.",
     )
-    speculative_draft_sharpness: float = Field(
-        0.85, gt=0, le=2, description="The draft draws at this * the request's temperature."
+    speculative_draft_sharpness: float | Literal["auto"] = Field(
+        "auto",
+        description="Drafts are drawn at this * the request's temperature; auto: learnt. Never "
+        "touches texts.",
     )
     speculative_draft_rope_theta: float | Literal["probe"] | None = Field(
         None,
@@ -142,6 +144,13 @@ class SpeculativeConfig(StrictModel):
             raise Refusal("speculative_draft_rope_theta", wanted, "give a base ≥ 1, or 'probe'")
         return wanted
 
+    @field_validator("speculative_draft_sharpness", mode="before")
+    @classmethod
+    def _sharpness(cls, wanted: object) -> object:
+        if wanted != "auto" and not (_in_range(wanted, 0, 2) and wanted != 0):
+            raise Refusal("speculative_draft_sharpness", wanted, "give a number in (0, 2], or auto")
+        return wanted
+
     @field_validator("speculative_draft_aux_layer_ids")
     @classmethod
     def _layers(cls, ids: tuple[int, ...] | None) -> tuple[int, ...] | None:
@@ -189,6 +198,11 @@ class SpeculativeConfig(StrictModel):
     def enabled(self) -> bool:
         """Whether anything drafts."""
         return self.speculative_algorithm != "NONE"
+
+    @property
+    def draws_drafts(self) -> bool:
+        """Whether drafts are drawn from distributions, not found in the text."""
+        return self.speculative_algorithm in _NEED_DRAFT
 
     @property
     def num_draft_tokens(self) -> int:

@@ -8,6 +8,7 @@ from typing import Protocol
 
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import DRAFT_SHARPNESS
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,8 @@ class StepPlan:
     batch_size: int
     follows: bool = False
     max_backlog: int = 0
+    draft_sharpness: float = DRAFT_SHARPNESS
+    """At which temperature sampled rows draft, over their own."""
 
     @property
     def sampling_rows(self) -> tuple[RowPlan, ...]:

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+DRAFT_SHARPNESS = 0.85
+"""Temperature of sampled drafts over their request's, where nobody knows better: on trained pairs
+more are kept than at 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class DecodeBatch:
@@ -86,6 +90,8 @@ class RoundSteps:
     row_steps: Sequence[int] | None = None
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
     tree: TreeShape | None = None
+    draft_sharpness: float = field(default=DRAFT_SHARPNESS, compare=False)
+    """At which temperature sampled rows draft, over their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +107,7 @@ class RoundTimes:
 class VerifiedRound:
     """What became of a round.
 
-    The three columns hold the live rows: those that go on. Rows that finished are left out, for
+    The columns hold the live rows: those that go on. Rows that finished are left out, for
     what is drafted past a stop says nothing about the text. The sums are over all decode rows.
     """
 
@@ -128,3 +134,7 @@ class VerifiedRound:
     """None when prefill rows shared the round: its time says nothing about decoding."""
     tree: TreeShape | None = None
     """What rows drafted, if not chains; `row_steps` are then the levels of each row's tree."""
+    draft_sharpness: float = DRAFT_SHARPNESS
+    """At which the round drafted."""
+    is_sampled: Sequence[bool] = ()
+    """A column: which of the live rows draw with noise; none where nobody says."""

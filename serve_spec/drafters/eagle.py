@@ -26,7 +26,6 @@ from serve_spec.runtime.spec_state import SpecRuntimeState
 class EagleDrafter:
     """Proposes chains with an EAGLE or EAGLE-3 head over its own paged cache.
 
-    sharpness: the draft draws at temperature sharpness · T (see `sample_coupled`).
     max_tokens: entries computed in one forward while catching up, a bound on memory.
     """
 
@@ -37,14 +36,12 @@ class EagleDrafter:
         features: FeaturePool,
         *,
         page_size: int,
-        sharpness: float,
         max_tokens: int,
     ) -> None:
         self.head = head
         self.pool = pool
         self.features = features
         self.page_size = page_size
-        self.sharpness = sharpness
         self.max_tokens = max_tokens
         self.device = pool.keys.device
         self.dtype = head.dtype
@@ -71,7 +68,6 @@ class EagleDrafter:
                 self.head.logits(hidden, step),
                 sampling,
                 draws + step,
-                self.sharpness,
                 self.head.target_ids,
             )
             chain[index, step] = tokens

@@ -24,13 +24,10 @@ _NEVER = torch.iinfo(torch.int32).max - 1
 class EagleLaneDrafter:
     """Catches up, then drafts, with an EAGLE or EAGLE-3 head over its own paged cache."""
 
-    def __init__(
-        self, head: DraftHead, pool: PagedKVPool, features: FeaturePool, *, sharpness: float
-    ) -> None:
+    def __init__(self, head: DraftHead, pool: PagedKVPool, features: FeaturePool) -> None:
         self.head = head
         self.pool = pool
         self.features = features
-        self.sharpness = sharpness
 
     def make_up(self, round: LaneRound, num_rows: int) -> None:
         """Makes the entries of `round.pieces`, `num_rows` rows with padding.
@@ -88,7 +85,7 @@ class EagleLaneDrafter:
                 members,
                 lengths.long() + step,
                 round.lanes.params,
-                self.sharpness,
+                round.sharpness,
                 self.head.target_ids,
             )
             round.drafts[:batch_size, step] = tokens

@@ -291,7 +291,6 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
             pool(head.shape, head.dtype),
             features,
             page_size=page_size,
-            sharpness=config.speculative.speculative_draft_sharpness,
             max_tokens=config.scheduler.max_num_batched_tokens,
         )
     runner = TargetRunner(

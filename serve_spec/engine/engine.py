@@ -291,6 +291,8 @@ class SpecEngine:
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
             num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.num_steps),
             times=RoundTimes(result.draft_ms, result.verify_ms, round_ms) if alone else None,
+            draft_sharpness=plan.draft_sharpness,
+            is_sampled=[not row.seq.params.is_greedy for row in live],
         )
         self.controller.on_verify_complete(verified)
 

@@ -45,9 +45,7 @@ def _lane_drafter(eager: SpecWorker) -> EagleLaneDrafter | None:
     if drafter is None:
         return None
     assert isinstance(drafter, EagleDrafter), "lanes know EAGLE chains"
-    return EagleLaneDrafter(
-        drafter.head, drafter.pool, drafter.features, sharpness=drafter.sharpness
-    )
+    return EagleLaneDrafter(drafter.head, drafter.pool, drafter.features)
 
 
 def _recorder(config: ServeSpecConfig, device: torch.device) -> Recorder:

@@ -61,14 +61,14 @@ def draw_drafts(
     owners: Tensor,
     positions: Tensor,
     params: DrawParams,
-    sharpness: float,
+    sharpness: Tensor,
     target_ids: Tensor | None = None,
     *,
     num_ids: int | None = None,
 ) -> Tensor:
     """The token each draft row proposes: `sample_coupled` of `ops/sampling.py`, without filters.
 
-    sharpness: the draft's temperature over the request's.
+    sharpness: float32 [1], the drafts' temperature over their requests'.
     target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same.
     Everything else as for `draw_tokens`, with logits over draft ids. Returns target ids, or -1.
     """

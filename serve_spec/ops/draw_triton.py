@@ -42,7 +42,7 @@ def draw_tokens(
 ) -> Tensor:
     """See `serve_spec.ops.draw.draw_tokens`."""
     width = logits.shape[1] if num_ids is None else num_ids
-    values, tokens, tops = _best_of_chunks(logits, owners, positions, params, 1.0, None, width)
+    values, tokens, tops = _best_of_chunks(logits, owners, positions, params, None, None, width)
     drawn = torch.empty(len(owners), dtype=torch.int64, device=logits.device)
     dependent = dependent_launch(logits.device)
     _draw_kernel[(len(owners),)](
@@ -59,7 +59,7 @@ def draw_drafts(
     owners: Tensor,
     positions: Tensor,
     params: DrawParams,
-    sharpness: float,
+    sharpness: Tensor,
     target_ids: Tensor | None = None,
     *,
     num_ids: int | None = None,
@@ -97,7 +97,7 @@ def _best_of_chunks(
     owners: Tensor,
     positions: Tensor,
     params: DrawParams,
-    sharpness: float,
+    sharpness: Tensor | None,
     target_ids: Tensor | None,
     num_ids: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,7 +132,10 @@ def _chunk_kernel(
     owner = tl.load(owners + row)
     if owner >= 0:
         inverse = tl.load(inverse_temperature + owner)
-        scale = tl.where(inverse > 0, tl.math.div_rn(inverse, sharpness), 1.0)
+        scale = inverse
+        if sharpness is not None:
+            scale = tl.math.div_rn(inverse, tl.load(sharpness))
+        scale = tl.where(inverse > 0, scale, 1.0)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         scores = _tempered(logits + row.to(tl.int64) * row_stride, ids, num_ids, scale)
         perturbed = scores

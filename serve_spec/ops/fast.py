@@ -85,7 +85,7 @@ def draw_drafts(
     owners: Tensor,
     positions: Tensor,
     params: DrawParams,
-    sharpness: float,
+    sharpness: Tensor,
     target_ids: Tensor | None = None,
     *,
     num_ids: int | None = None,

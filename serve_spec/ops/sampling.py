@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.ops import fast
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import gumbel_noise, row_keys, seed_words
@@ -29,6 +30,7 @@ class SamplingRows:
     Row r draws the token at `positions[r]` (absolute) from `seeds[r]`.
     `inverse_temperature` and `is_random` are [R, 1] float32; greedy rows hold 1 and 0.
     `noise` [R, V] is None when every row is greedy. `filtered` lists the rows with filters.
+    Drafts are drawn at `draft_sharpness` times a row's temperature.
     On a GPU `drawn` takes the place of these: kernels make the noise they need, the very ones of
     rounds on lanes, so that a token is the same wherever it is drawn.
     """
@@ -40,6 +42,7 @@ class SamplingRows:
     is_random: Tensor
     noise: Tensor | None
     filtered: tuple[int, ...]
+    draft_sharpness: float
     drawn: DrawnRows | None = None
 
     @classmethod
@@ -50,13 +53,14 @@ class SamplingRows:
         positions: list[int],
         vocab_size: int,
         device: torch.device,
+        draft_sharpness: float = DRAFT_SHARPNESS,
     ) -> SamplingRows:
         """Rows that draw the token at `positions[r]` (absolute) under `params[r]`, `seeds[r]`."""
         if device.type == "cuda":
             empty = torch.empty(0, device=device)
-            drawn = DrawnRows.create(params, seeds, positions, device)
+            drawn = DrawnRows.create(params, seeds, positions, device, draft_sharpness)
             known = tuple(params), tuple(seeds), tuple(positions)
-            return cls(*known, empty, empty, None, (), drawn)
+            return cls(*known, empty, empty, None, (), draft_sharpness, drawn)
         is_random = [not p.is_greedy for p in params]
         inverse = [1.0 if p.is_greedy else 1.0 / p.temperature for p in params]
         noise = None
@@ -70,6 +74,7 @@ class SamplingRows:
             is_random=torch.tensor(is_random, dtype=torch.float32, device=device).unsqueeze(1),
             noise=noise,
             filtered=tuple(r for r, p in enumerate(params) if p.filters and not p.is_greedy),
+            draft_sharpness=draft_sharpness,
         )
 
 
@@ -80,6 +85,7 @@ class DrawnRows:
     owners: Tensor
     positions: Tensor
     params: DrawParams
+    draft_sharpness: Tensor
 
     @classmethod
     def create(
@@ -88,12 +94,14 @@ class DrawnRows:
         seeds: list[int],
         positions: list[int],
         device: torch.device,
+        draft_sharpness: float,
     ) -> DrawnRows:
         """See `SamplingRows.create`."""
         return cls(
             owners=torch.arange(len(params), dtype=torch.int32, device=device),
             positions=torch.tensor(positions, dtype=torch.int64).to(device, non_blocking=True),
             params=draw_params(params, seeds, device),
+            draft_sharpness=torch.full((1,), draft_sharpness, device=device),
         )
 
 
@@ -133,7 +141,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
 
 
 def sample_coupled(
-    logits: Tensor, rows: SamplingRows, index: Tensor, sharpness: float, target_ids: Tensor | None
+    logits: Tensor, rows: SamplingRows, index: Tensor, target_ids: Tensor | None
 ) -> Tensor:
     """A draft's choice under the target's own noise: argmax(log q / τ + noise), τ = sharpness·T.
 
@@ -145,11 +153,11 @@ def sample_coupled(
     """
     if rows.drawn is not None:
         owners, positions = rows.drawn.owners[index], rows.drawn.positions[index]
-        params = rows.drawn.params
+        params, sharpness = rows.drawn.params, rows.drawn.draft_sharpness
         return fast.draw_drafts(logits, owners, positions, params, sharpness, target_ids)
     scores = logits
     if rows.noise is not None:
-        scores = logits * (rows.inverse_temperature[index] / sharpness)
+        scores = logits * (rows.inverse_temperature[index] / rows.draft_sharpness)
         noise = rows.noise[index]
         noise = noise if target_ids is None else noise[:, target_ids]
         scores = scores + noise * rows.is_random[index]

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import padded_drafts
+from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.models.draft import DraftHead
 from serve_spec.runtime.lanes import Lanes
 from serve_spec.runtime.pieces import Pieces
@@ -22,6 +23,7 @@ class LaneRound:
     [B]: rows the target verifies, num_steps + 1, and 0 past the last. `hidden` [B, H]: the draft
     head's state after catching up. `drafts` int64 [B, K]: -1 where the head gave no token.
     `verdicts` int32 [B, K + 3]: drafts kept, flags, then the tokens; see `ops.acceptance`.
+    `sharpness` float32 [1]: at which temperature sampled sequences draft, over their own.
     `pieces`: texts a stage computes beside these rows, or instead of them.
     """
 
@@ -31,6 +33,7 @@ class LaneRound:
     hidden: Tensor | None
     drafts: Tensor
     verdicts: Tensor
+    sharpness: Tensor
     pieces: Pieces
 
     @classmethod
@@ -52,6 +55,7 @@ class LaneRound:
             else zeros(max_batch_size, head.hidden_size, dtype=head.dtype),
             drafts=zeros(max_batch_size, max_steps, dtype=torch.int64),
             verdicts=zeros(max_batch_size, max_steps + 3),
+            sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
             pieces=Pieces.create(max_prompt_rows, max_batch_size, device),
         )
 

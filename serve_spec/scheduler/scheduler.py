@@ -183,7 +183,9 @@ class Scheduler:
         if not any(row.num_steps for row in rows):  # no draft runs, so nothing catches up with it
             rows = [replace(row, catches_up=False) if row.catches_up else row for row in rows]
         backlog = max(row.backlog if row.catches_up else 0 for row in rows)
-        self._newest = StepPlan(tuple(rows), steps.num_steps, batch.size, follows, backlog)
+        self._newest = StepPlan(
+            tuple(rows), steps.num_steps, batch.size, follows, backlog, steps.draft_sharpness
+        )
         return self._newest
 
     def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
@@ -483,4 +485,4 @@ class _Choice:
     def of(self, batch: DecodeBatch) -> RoundSteps:
         """The same answer for the rows that are left."""
         rows = [self.row_steps.get(request_id, 0) for request_id in batch.request_ids]
-        return RoundSteps(self.steps.num_steps, rows, self.steps.notes)
+        return replace(self.steps, row_steps=rows)

@@ -65,6 +65,7 @@ class LaneWorker:
         self.synthetic_acceptance = eager.synthetic_acceptance
         self._keeper = LaneKeeper(lanes)
         self._seats: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._sharpness: float | None = None
         self._newest_timer: StageTimer | None = None
 
     @property
@@ -82,7 +83,7 @@ class LaneWorker:
             torch.empty_like(self.round.verdicts, device="cpu", pin_memory=self.lanes.pages.is_cuda)
             for _ in range(_ROUNDS_IN_FLIGHT + 1)
         )
-        self._seats = None
+        self._seats = self._sharpness = None
         self.recorder.start_over()
         self.recorded = LaneTiers(
             self.eager,
@@ -112,6 +113,7 @@ class LaneWorker:
         timer.mark("start")
         tier = self.recorded.tier_for(max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
+            self._sharpen(plan.draft_sharpness)
             self._draft(rows, tier, plan.max_backlog)
         timer.mark("drafted")
         read_back, logprobs = self._verify(plan, prompts, tier)
@@ -166,6 +168,12 @@ class LaneWorker:
         if seats != self._seats:
             self.round.seat(*seats)
             self._seats = seats
+
+    def _sharpen(self, sharpness: float) -> None:
+        """Tells the device how sharp to draft, unless it is as the round before."""
+        if sharpness != self._sharpness:
+            self.round.sharpness.fill_(sharpness)
+            self._sharpness = sharpness
 
     def _make_up(self, rows: Sequence[RowPlan]) -> None:
         """Makes the draft entries of prompts and long pauses, all the host knows the tokens of.

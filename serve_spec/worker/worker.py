@@ -190,6 +190,7 @@ class SpecWorker:
             positions=[row.length + i for row, i in draws],
             vocab_size=self.vocab_size,
             device=self.device,
+            draft_sharpness=plan.draft_sharpness,
         )
 
     def _propose(

@@ -71,9 +71,12 @@ def test_a_chain_verifies_one_row_more_than_it_drafts(
         )
 
 
-@pytest.mark.parametrize(("value", "ok"), [(0.0, False), (0.01, True), (2.0, True), (2.01, False)])
-def test_the_draft_sharpness_lies_in_zero_exclusive_to_two(
-    drafting: dict[str, Any], value: float, ok: bool
+@pytest.mark.parametrize(
+    ("value", "ok"),
+    [(0.0, False), (0.01, True), (2.0, True), (2.01, False), ("auto", True), ("high", False)],
+)
+def test_the_draft_sharpness_is_learnt_or_lies_in_zero_exclusive_to_two(
+    drafting: dict[str, Any], value: float | str, ok: bool
 ) -> None:
     if ok:
         config = ServeSpecConfig.load(drafting, speculative_draft_sharpness=value)

@@ -114,17 +114,18 @@ def test_the_filters_keep_what_the_law_keeps(params: SamplingParams, has_ties: b
 
 
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_drafts_are_those_of_the_coupled_law(is_reduced: bool) -> None:
+@pytest.mark.parametrize("sharpness", [0.7, 1.3])
+def test_drafts_are_those_of_the_coupled_law(is_reduced: bool, sharpness: float) -> None:
     params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 0.7, 1.0, 1.6)] * 6
     logits, row_seeds = randn(24, 40) * 2, list(range(24))
     target_ids = torch.arange(40) * 3 + 1 if is_reduced else None
-    rows = SamplingRows.create(params, row_seeds, [8] * 24, 160, CPU)
-    if not is_reduced:
-        rows = SamplingRows.create(params, row_seeds, [8] * 24, 40, CPU)
-    expected = sample_coupled(logits, rows, torch.arange(24), 0.85, target_ids)
+    width = 160 if is_reduced else 40
+    rows = SamplingRows.create(params, row_seeds, [8] * 24, width, CPU, sharpness)
+    expected = sample_coupled(logits, rows, torch.arange(24), target_ids)
     owners = torch.arange(24, dtype=torch.int32)
     tensors = draw_params(params, row_seeds)
-    found = draw_drafts(logits, owners, torch.full((24,), 8), tensors, 0.85, target_ids)
+    at = torch.tensor([sharpness])
+    found = draw_drafts(logits, owners, torch.full((24,), 8), tensors, at, target_ids)
     assert torch.equal(found, expected)
 
 
@@ -152,12 +153,13 @@ def test_the_kernel_draws_what_the_law_draws(dtype: torch.dtype, num_ids: int | 
     assert_same_draws(found, expected, values)
 
 
-@pytest.mark.parametrize("is_reduced", [False, True])
-def test_the_kernel_drafts_what_the_law_drafts(is_reduced: bool) -> None:
+@pytest.mark.parametrize(("is_reduced", "sharpness"), [(False, 0.85), (True, 0.85), (False, 1.4)])
+def test_the_kernel_drafts_what_the_law_drafts(is_reduced: bool, sharpness: float) -> None:
     owners, positions, params = mixed_round(18, DEVICE)
     logits = (randn(18, VOCAB, seed=2) * 2).to(DEVICE)
     target_ids = torch.arange(VOCAB, device=DEVICE) * 5 + 2 if is_reduced else None
-    arguments = logits, owners, positions, params, 0.85, target_ids
+    at = torch.full((1,), sharpness, device=DEVICE)
+    arguments = logits, owners, positions, params, at, target_ids
     with poisoned_memory():
         found = draw_triton.draw_drafts(*arguments, num_ids=VOCAB - 10)
     expected = draw_drafts(*arguments, num_ids=VOCAB - 10)
@@ -204,7 +206,12 @@ def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: object, value: floa
     broken[3:9], broken[12:] = True, True
     assert (found.cpu() == -1).tolist() == (broken & (owners.cpu() >= 0)).tolist()
     drafts = (draw_drafts if draw is draw_tokens else draw_triton.draw_drafts)(
-        logits, owners, positions, params, 0.9, torch.arange(200, device=DEVICE) + 1000
+        logits,
+        owners,
+        positions,
+        params,
+        torch.full((1,), 0.9, device=DEVICE),
+        torch.arange(200, device=DEVICE) + 1000,
     )
     assert (drafts == -1).tolist() == (found == -1).tolist()
 

@@ -78,8 +78,8 @@ def test_a_draft_equal_to_the_target_always_agrees_with_it() -> None:
     """Coupling at sharpness 1: the same logits under the same noise give the same token."""
     logits = torch.randn(64, 50, generator=torch.Generator().manual_seed(3)) * 2
     params = [SamplingParams(temperature=t) for t in (0.0, 0.6, 1.0, 1.5)] * 16
-    rows = rows_for(params, list(range(64)), 50)
-    coupled = sample_coupled(logits, rows, torch.arange(64), 1.0, None)
+    rows = SamplingRows.create(params, list(range(64)), list(range(64)), 50, CPU, 1.0)
+    coupled = sample_coupled(logits, rows, torch.arange(64), None)
     assert torch.equal(coupled, sample(logits, rows))
 
 
@@ -88,6 +88,7 @@ def test_a_reduced_draft_vocabulary_reads_the_noise_of_its_target_ids() -> None:
     logits = torch.full((16, 10), -1e9)
     draft_logits = torch.randn(16, 4, generator=torch.Generator().manual_seed(4))
     logits[:, target_ids] = draft_logits
-    rows = rows_for([SamplingParams(temperature=1.0)] * 16, list(range(16)), 10)
-    found = sample_coupled(draft_logits, rows, torch.arange(16), 1.0, target_ids)
+    params = [SamplingParams(temperature=1.0)] * 16
+    rows = SamplingRows.create(params, list(range(16)), list(range(16)), 10, CPU, 1.0)
+    found = sample_coupled(draft_logits, rows, torch.arange(16), target_ids)
     assert torch.equal(found, sample(logits, rows))

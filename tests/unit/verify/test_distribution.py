@@ -32,7 +32,7 @@ def emitted_pairs(target: Tensor, draft: Tensor, temperature: float) -> tuple[Te
     roots = torch.arange(DRAWS) * (DEPTH + 1)
     last, chain = torch.full((DRAWS,), START), []
     for step in range(DEPTH):
-        last = sample_coupled(draft[last], sampling, roots + step, 0.85, None)
+        last = sample_coupled(draft[last], sampling, roots + step, None)
         chain.append(last)
     drafts = torch.stack(chain, dim=1)
     context = torch.cat([torch.full((DRAWS, 1), START), drafts], dim=1)
