@@ -364,11 +364,11 @@ class AdaptiveController:
 
 
 def _sharpnesses(config: SpeculativeConfig) -> Sequence[float]:
-    """What there is to choose from; one where it is given, or where no drafter draws."""
+    """What there is to choose from; one where it is given, or where no draft is coupled."""
     wanted = config.speculative_draft_sharpness
     if wanted != "auto":
         return (wanted,)
-    return SHARPNESSES if config.draws_drafts else (DRAFT_SHARPNESS,)
+    return SHARPNESSES if config.couples_drafts else (DRAFT_SHARPNESS,)
 
 
 def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:

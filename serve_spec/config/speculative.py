@@ -13,6 +13,7 @@ from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
 
 Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "NGRAM"]
+RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
 _NEED_DRAFT = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE")
@@ -81,6 +82,14 @@ class SpeculativeConfig(StrictModel):
         "auto",
         description="Drafts are drawn at this * the request's temperature; auto: learnt. Never "
         "touches texts.",
+    )
+    rejection_sample_method: RejectionMethod = Field(
+        "coupled",
+        description="How drafts of sampled requests are drawn and judged. coupled: with the "
+        "target's noise, and a text depends on request and seed alone. standard, block: from the "
+        "draft's own distribution, by rejection; more are kept at high temperatures, texts still "
+        "follow the target's distribution, but a seed's text is another one than without "
+        "speculation, and may change with the batch.",
     )
     speculative_draft_rope_theta: float | Literal["probe"] | None = Field(
         None,
@@ -186,6 +195,8 @@ class SpeculativeConfig(StrictModel):
         if self.synthetic_acceptance is not None and not self.enabled:
             fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
             raise Refusal("synthetic_acceptance", self.synthetic_acceptance, fix)
+        if self.samples_drafts:
+            self._refuse_rejection()
         for key, algorithms in _CORRECTIONS.items():
             value = getattr(self, key)
             if value is not None and algorithm not in ("NONE", *algorithms):
@@ -199,10 +210,31 @@ class SpeculativeConfig(StrictModel):
         """Whether anything drafts."""
         return self.speculative_algorithm != "NONE"
 
+    def _refuse_rejection(self) -> None:
+        """What rejection sampling does not go with."""
+        key, method = "rejection_sample_method", self.rejection_sample_method
+        if self.speculative_algorithm == "NGRAM":
+            fix = "drafts of NGRAM come from no distribution; leave it out, or use coupled"
+            raise Refusal(key, method, fix)
+        if self.speculative_eagle_topk > 1:
+            fix = (
+                f"it judges chains; give speculative_eagle_topk=1 instead of "
+                f"{self.speculative_eagle_topk}, or use coupled"
+            )
+            raise Refusal(key, method, fix)
+        if self.synthetic_acceptance is not None:
+            fix = "synthetic_acceptance decides by itself how many drafts are kept; leave one out"
+            raise Refusal(key, method, fix)
+
     @property
-    def draws_drafts(self) -> bool:
-        """Whether drafts are drawn from distributions, not found in the text."""
-        return self.speculative_algorithm in _NEED_DRAFT
+    def samples_drafts(self) -> bool:
+        """Whether drafts are sampled from distributions of their own, and some rejected."""
+        return self.enabled and self.rejection_sample_method != "coupled"
+
+    @property
+    def couples_drafts(self) -> bool:
+        """Whether drafts of sampled requests are drawn with the target's noise."""
+        return self.speculative_algorithm in _NEED_DRAFT and not self.samples_drafts
 
     @property
     def num_draft_tokens(self) -> int:

@@ -21,15 +21,29 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
+class DraftLaws:
+    """From what drafts were drawn: softmax of `scores`, float32 [D, K, Vd], over draft ids.
+
+    D counts the rows that draft, in order.
+    `target_ids` int64 [Vd]: the target's id of each; None where they are the same.
+    """
+
+    scores: Tensor
+    target_ids: Tensor | None
+
+
+@dataclass(frozen=True)
 class DraftChain:
     """Drafts of one round. Row b of `token_ids` [B, K] holds `num_steps[b]` drafts, then padding.
 
     B counts the rows of the plan that sample; rows that do not draft have `num_steps[b] == 0`. A
-    draft of -1 is no token (NaN, or none of the vocabulary) and never kept.
+    draft of -1 is no token (NaN, or none of the vocabulary) and never kept. `laws` are known of
+    drafts that are to be judged by them.
     """
 
     token_ids: Tensor
     num_steps: tuple[int, ...]
+    laws: DraftLaws | None = None
 
 
 @dataclass(frozen=True)

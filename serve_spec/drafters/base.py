@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import DraftLaws
 from serve_spec.core.plan import RowPlan
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.runtime.spec_state import SpecRuntimeState
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The drafts of the rows that speculate, and what they were drawn from, if that is kept."""
+
+    token_ids: Tensor
+    laws: DraftLaws | None = None
 
 
 class Drafter(Protocol):
@@ -27,7 +37,7 @@ class Drafter(Protocol):
         root_draws: Sequence[int],
         sampling: SamplingRows,
         tier: SpecRuntimeState,
-    ) -> Tensor:
+    ) -> Proposal:
         """Draft tokens int64 [B, K] for rows with `num_steps >= 1`, K the largest of them.
 
         root_draws: for each row, its root's index in `sampling`; draft s of the row is decided by

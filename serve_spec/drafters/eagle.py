@@ -16,9 +16,11 @@ from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend, ForwardContext
 from serve_spec.core.plan import RowPlan
+from serve_spec.drafters.base import Proposal
+from serve_spec.drafters.draws import BeginDraws
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
-from serve_spec.ops.sampling import SamplingRows, sample_coupled
+from serve_spec.ops.sampling import SamplingRows
 from serve_spec.runtime.layout import ragged_batch, slot_table
 from serve_spec.runtime.spec_state import SpecRuntimeState
 
@@ -26,6 +28,7 @@ from serve_spec.runtime.spec_state import SpecRuntimeState
 class EagleDrafter:
     """Proposes chains with an EAGLE or EAGLE-3 head over its own paged cache.
 
+    begin_draws: how the drafts of a round are drawn.
     max_tokens: entries computed in one forward while catching up, a bound on memory.
     """
 
@@ -36,12 +39,14 @@ class EagleDrafter:
         features: FeaturePool,
         *,
         page_size: int,
+        begin_draws: BeginDraws,
         max_tokens: int,
     ) -> None:
         self.head = head
         self.pool = pool
         self.features = features
         self.page_size = page_size
+        self.begin_draws = begin_draws
         self.max_tokens = max_tokens
         self.device = pool.keys.device
         self.dtype = head.dtype
@@ -52,7 +57,7 @@ class EagleDrafter:
         root_draws: Sequence[int],
         sampling: SamplingRows,
         tier: SpecRuntimeState,
-    ) -> Tensor:
+    ) -> Proposal:
         """See `Drafter.propose`: catch up, then one head forward per further draft."""
         assert tier.draft is not None, "a tier built without a drafter can not draft"
         assert tier.extend is not None, "a tier built without a drafter can not catch up"
@@ -62,26 +67,21 @@ class EagleDrafter:
         chain = torch.zeros(len(rows), depth, dtype=torch.int64, device=self.device)
         alive = list(range(len(rows)))
         index = torch.arange(len(rows), device=self.device)
-        draws = torch.tensor(root_draws, device=self.device)
+        draws = self.begin_draws(sampling, root_draws, depth, self.head.target_ids, self.device)
         for step in range(depth):
-            tokens = sample_coupled(
-                self.head.logits(hidden, step),
-                sampling,
-                draws + step,
-                self.head.target_ids,
-            )
+            tokens = draws.draw(self.head.logits(hidden, step), index, step)
             chain[index, step] = tokens
             staying = [i for i, b in enumerate(alive) if rows[b].num_steps > step + 1]
             if not staying:
                 break
             if len(staying) < len(alive):
                 alive = [alive[i] for i in staying]
-                tokens, hidden, draws = tokens[staying], hidden[staying], draws[staying]
+                tokens, hidden = tokens[staying], hidden[staying]
                 slots, index = slots[staying], index[staying]
             starts = [rows[b].start + step for b in alive]
             entered = tokens.clamp(min=0)  # -1: no token; what follows it is never kept
             hidden = self._forward(entered, slots, starts, [1] * len(alive), tier.draft, hidden)
-        return chain
+        return Proposal(chain, draws.laws)
 
     def _catch_up(
         self, rows: Sequence[RowPlan], slots: Tensor, attention: AttentionBackend

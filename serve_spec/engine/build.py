@@ -15,6 +15,7 @@ from serve_spec.config.cost_table import CostTable
 from serve_spec.core.context import AttentionBackend, torch_dtype
 from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
+from serve_spec.drafters.draws import DRAWS
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.drafters.ngram import NgramDrafter
 from serve_spec.engine.costs import cost_key, obtain_costs
@@ -291,6 +292,7 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
             pool(head.shape, head.dtype),
             features,
             page_size=page_size,
+            begin_draws=DRAWS[config.speculative.rejection_sample_method],
             max_tokens=config.scheduler.max_num_batched_tokens,
         )
     runner = TargetRunner(
@@ -308,6 +310,7 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
         vocab_size=target.shape.vocab_size,
         device=device,
         synthetic_acceptance=config.speculative.synthetic_acceptance,
+        rejection_sample_method=config.speculative.rejection_sample_method,
         parallel=loaded.parallel,
     )
 

@@ -110,13 +110,20 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
         threads=torch.get_num_threads(),
         target=fingerprint(config.model.path),
         draft="" if draft is None else fingerprint(draft),
-        algorithm=config.speculative.speculative_algorithm,
+        algorithm=_algorithm(config),
         dtype=_dtype_name(worker.dtype),
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=backend,
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
+
+
+def _algorithm(config: ServeSpecConfig) -> str:
+    """Who drafts and, if drafts are not coupled, how they are judged."""
+    speculative = config.speculative
+    judged = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
+    return speculative.speculative_algorithm + judged
 
 
 def _draft_numbers(config: ServeSpecConfig, worker: Worker) -> str:

@@ -90,10 +90,20 @@ def perturbed_scores(
 ) -> Tensor:
     """What `draw_tokens` takes the largest of: float32 [T, num_ids], -inf where filtered."""
     rows = params.of(owners)
-    scores = tempered(logits[:, :num_ids], rows.inverse_temperature)
-    if ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any():
-        scores = scores.masked_fill(~survivors(scores, rows), float("-inf"))
+    has_filters = ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any()
+    scores = processed_scores(logits[:, :num_ids], rows, has_filters=bool(has_filters))
     return _with_noise(scores, rows, positions, None)
+
+
+def processed_scores(logits: Tensor, rows: DrawParams, *, has_filters: bool) -> Tensor:
+    """Scores [T, V] whose softmax is what rows draw from: tempered, -inf where filtered.
+
+    has_filters: whether any row may have filters.
+    """
+    scores = tempered(logits, rows.inverse_temperature)
+    if not has_filters:
+        return scores
+    return scores.masked_fill(~survivors(scores, rows), float("-inf"))
 
 
 def survivors(scores: Tensor, rows: DrawParams) -> Tensor:

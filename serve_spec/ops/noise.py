@@ -12,6 +12,10 @@ arithmetic, the same bits on every device; the logarithms may differ in the last
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from enum import IntEnum
+from typing import TypeAlias
+
 import torch
 from torch import Tensor
 
@@ -31,6 +35,37 @@ def row_keys(seeds: list[int], positions: list[int]) -> Tensor:
         second = _mix_int(first ^ _mix_int(high ^ 0x9E3779B9) ^ 0x85EBCA6B)
         keys.append((_signed(first), _signed(second)))
     return torch.tensor(keys, dtype=torch.int32).reshape(len(keys), 2)
+
+
+class Stream(IntEnum):
+    """Noise besides that of the sampling law, for rounds that sample drafts and reject some.
+
+    Were a token drawn in place of a lost draft to see that draft's own noise, it would not follow
+    the target's distribution.
+    """
+
+    DRAFT = 1
+    ACCEPT = 2
+    RECOVER = 3
+
+
+StreamKeys: TypeAlias = Callable[[Stream, list[int], list[int], list[int]], Tensor]
+"""See `stream_keys`."""
+
+
+def stream_keys(stream: Stream, seeds: list[int], roots: list[int], positions: list[int]) -> Tensor:
+    """`row_keys` of another stream, whose noise is new in every round.
+
+    roots: the position that each row's round decides first. Whether a block of drafts is kept
+    depends on the noise of all its positions; the next round must not see it again.
+    """
+    apart = [_stream_seed(stream, *row) for row in zip(seeds, roots, strict=True)]
+    return row_keys(apart, positions)
+
+
+def uniform_noise(keys: Tensor) -> Tensor:
+    """One number in (0, 1) for every row; int32 [R, 2] -> float64 [R]."""
+    return keys[:, 1].double() * 2.0**-32 + (0.5 + 2.0**-33)
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
@@ -68,6 +103,13 @@ def _mix_int(x: int) -> int:
     x ^= x >> 15
     x = (x * 0x846CA68B) & _MASK32
     return x ^ (x >> 16)
+
+
+def _stream_seed(stream: Stream, seed: int, root: int) -> int:
+    """64 bits that have nothing in common with those of another stream, seed or root."""
+    low = _mix_int((seed & _MASK32) ^ _mix_int(root & _MASK32))
+    high = _mix_int(low ^ ((seed >> 32) & _MASK32) ^ _mix_int(stream))
+    return high << 32 | _mix_int(low ^ high ^ 0x85EBCA6B)
 
 
 def seed_words(seed: int) -> tuple[int, int]:

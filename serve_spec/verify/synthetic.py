@@ -33,6 +33,7 @@ from serve_spec.core.draft import DraftChain, VerifyResult
 from serve_spec.log import get_logger
 from serve_spec.ops.noise import row_keys
 from serve_spec.ops.sampling import SamplingRows, sample
+from serve_spec.verify.rejection import RejectionVerdict
 from serve_spec.verify.verifier import judge
 
 logger = get_logger(__name__)
@@ -44,8 +45,12 @@ Verdict: TypeAlias = Callable[[Tensor, DraftChain, SamplingRows], VerifyResult]
 """What decides a round; see `judge`."""
 
 
-def choose_verdict(synthetic_acceptance: Acceptance | None) -> Verdict:
-    """The target's own verdict, or a forced one, which is said in the log."""
+def choose_verdict(
+    synthetic_acceptance: Acceptance | None, rejection_sample_method: str = "coupled"
+) -> Verdict:
+    """The target's own verdict, on coupled or sampled drafts, or a forced one: the log says so."""
+    if rejection_sample_method != "coupled":
+        return RejectionVerdict(rejection_sample_method)
     if synthetic_acceptance is None:
         return judge
     logger.warning(

@@ -82,6 +82,7 @@ class SpecWorker:
     """A target, a drafter (or none) and one runtime state per tier.
 
     synthetic_acceptance: forces the verdict, for load tests; see `verify.synthetic`.
+    rejection_sample_method: how drafts are judged; the drafter draws them for it.
     """
 
     execution = "eager"
@@ -97,6 +98,7 @@ class SpecWorker:
         vocab_size: int,
         device: torch.device,
         synthetic_acceptance: Acceptance | None = None,
+        rejection_sample_method: str = "coupled",
         parallel: TensorParallel = SINGLE,
     ) -> None:
         self.target = target
@@ -108,7 +110,7 @@ class SpecWorker:
         self.device = device
         self.synthetic_acceptance = synthetic_acceptance
         self.parallel = parallel
-        self.verdict = choose_verdict(synthetic_acceptance)
+        self.verdict = choose_verdict(synthetic_acceptance, rejection_sample_method)
         self.tiers: dict[int, SpecRuntimeState] = {}
         self.ahead: AheadLimits | None = None
 
@@ -205,13 +207,14 @@ class SpecWorker:
         if self.drafter is None:
             return DraftChain(self._from_text(rows), steps)
         root_draws = [sum(steps[:b]) + b for b in drafting]
-        tokens = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
+        proposal = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
+        tokens = proposal.token_ids
         # Ranks with different drafts would verify a mixture of them.
         self.parallel.broadcast(tokens)
         if len(drafting) < len(rows):
             padded = torch.zeros(len(rows), tokens.shape[1], dtype=torch.int64, device=self.device)
             tokens = padded.index_copy(0, torch.tensor(drafting, device=self.device), tokens)
-        return DraftChain(tokens, steps)
+        return DraftChain(tokens, steps, proposal.laws)
 
     def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
         """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""

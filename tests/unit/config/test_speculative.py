@@ -214,3 +214,29 @@ def test_acceptance_can_not_be_forced_where_nothing_drafts(minimal: dict[str, An
 def test_forced_acceptance_can_not_be_switched_while_the_engine_runs() -> None:
     with pytest.raises(ConfigError, match="synthetic_acceptance: unknown key"):
         parse_update({"synthetic_acceptance": 2.5})
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize(
+    ("changes", "wrong"),
+    [
+        (
+            {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None},
+            "speculative.rejection_sample_method='{}': drafts of NGRAM",
+        ),
+        ({"synthetic_acceptance": 2.0}, "speculative.rejection_sample_method='{}': synthetic"),
+        ({"execution": "lanes"}, "model.execution='lanes': lanes keep no draft's distribution"),
+    ],
+)
+def test_rejection_is_refused_where_drafts_have_no_law_or_none_is_kept(
+    drafting: dict[str, Any], method: str, changes: dict[str, Any], wrong: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ServeSpecConfig.load(drafting, rejection_sample_method=method, **changes)
+    (problem,) = caught.value.problems
+    assert problem.startswith(wrong.format(method))
+
+
+def test_rejection_means_nothing_where_nothing_drafts(minimal: dict[str, Any]) -> None:
+    config = ServeSpecConfig.load(minimal, rejection_sample_method="block", execution="lanes")
+    assert not config.speculative.samples_drafts

@@ -23,6 +23,7 @@ from torch import Tensor
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
+from serve_spec.drafters.base import Proposal
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.engine import build
@@ -175,7 +176,11 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
         draft(self, round, *sizes)
         round.drafts.copy_(spoiled(round.drafts))
 
-    monkeypatch.setattr(EagleDrafter, "propose", lambda *args: spoiled(propose(*args)))
+    def propose_otherwise(*args: Any) -> Proposal:
+        proposal = propose(*args)
+        return replace(proposal, token_ids=spoiled(proposal.token_ids))
+
+    monkeypatch.setattr(EagleDrafter, "propose", propose_otherwise)
     monkeypatch.setattr(EagleLaneDrafter, "draft", draft_otherwise)
     monkeypatch.setattr(fast, "draw_tokens", lambda *args, **more: spoiled(draw(*args, **more)))
     llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)

@@ -1,0 +1,125 @@
+"""Sampled drafts, kept or replaced so that the text follows the target's distribution.
+
+A draft x drawn from q is kept with chance min(1, p(x) / q(x)), and what is emitted in place of the
+first one that is not comes from norm((p - q)+): the most that any exact rule can keep of one draft
+(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). Block verification decides on
+the drafts together and never keeps fewer on average (Sun et al., arXiv 2403.10444).
+
+Exact for any q, also where it is 0 and p is not, as long as the drafts were drawn from the very q
+given here and the coins know nothing of them. p is the whole law of a row: edited, tempered,
+filtered. Unlike the walk (`ops/acceptance.py`), whose tokens are draws of the target, these depend
+on the draft: another draft, another text of the same distribution.
+
+Everywhere: B sequences, K drafts of the longest, V tokens. `drafts` int64 [B, K]; `draft_probs` q
+[B, K, V]; `target_probs` p [B, K + 1, V]; `num_steps` int64 [B], drafts of each sequence; what lies
+beyond them is never looked at. Probabilities in any float dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+KeepRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(drafts, draft_probs, target_probs, num_steps) -> chances, weights, of `keep_drafts`."""
+
+
+def token_chances(
+    drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, num_steps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Standard rule: the chance [B, K] of each draft, if those before it are kept; all weights 1.
+
+    Weights [B, K + 1]: see `leftover`.
+    """
+    chances = _ratios(drafts, draft_probs, target_probs).clamp(max=1)
+    return chances, torch.ones_like(target_probs[:, :, 0])
+
+
+def block_chances(
+    drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, num_steps: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Block rule: the chance [B, K] that the first i drafts are kept, if no more are.
+
+    Weights [B, K + 1]: the share of the target's mass that the first i drafts stand for.
+    """
+    weights = [torch.ones_like(target_probs[:, 0, 0])]
+    for ratio in _ratios(drafts, draft_probs, target_probs).unbind(1):
+        weights.append((weights[-1] * ratio).clamp(max=1))
+    weight = torch.stack(weights, dim=1)
+    # Of the row after i drafts: what the target has left beyond the next draft's law.
+    surplus = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(dim=2)
+    surplus, kept = surplus[:, 1:], weight[:, 1:]
+    missing = surplus + 1 - kept[:, :-1]
+    chances = kept.clone()
+    chances[:, :-1] = (surplus / missing).where(missing > 0, 1)
+    number = torch.arange(1, chances.shape[1] + 1, device=drafts.device)
+    # The last draft of a sequence has none after it.
+    return chances.where(number < num_steps.unsqueeze(1), kept), weight
+
+
+def keep_in_order(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
+    """How many drafts are kept, int64 [B]: up to the first whose coin [B, K], in [0, 1), is not
+    below its chance."""
+    return _won(chances, coins, num_steps).long().cumprod(dim=1).sum(dim=1)
+
+
+def keep_longest(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
+    """The same: as many as the last draft whose coin is below its chance."""
+    number = torch.arange(1, chances.shape[1] + 1, device=chances.device)
+    return (_won(chances, coins, num_steps) * number).amax(dim=1)
+
+
+RULES: dict[str, tuple[KeepRule, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+    "standard": (token_chances, keep_in_order),
+    "block": (block_chances, keep_longest),
+}
+"""By `rejection_sample_method`: chances and weights, then the number kept."""
+
+
+def leftover(
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    weights: Tensor,
+    num_correct: Tensor,
+    num_steps: Tensor,
+) -> Tensor:
+    """From what the token after the kept drafts is drawn: (w·p - q)+, not normalised, [B, V].
+
+    After the last draft of a sequence that is p itself.
+    """
+    row = torch.arange(len(num_correct), device=num_correct.device)
+    target, weight = target_probs[row, num_correct], weights[row, num_correct]
+    draft = draft_probs[row, num_correct.clamp(max=draft_probs.shape[1] - 1)]
+    left = (weight.unsqueeze(1) * target - draft).clamp(min=0)
+    # Equal laws lose no draft; where rounding says they did, either is right.
+    is_target = (num_correct == num_steps) | (left.sum(dim=1) <= 0)
+    return target.where(is_target.unsqueeze(1), left)
+
+
+def over_target_ids(probs: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
+    """Draft laws [B, K, Vd] over the target's ids, [B, K, vocab_size]: 0 where no draft id is.
+
+    target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same. NaN,
+    of rows that gave no draft, becomes 0.
+    """
+    probs = probs.nan_to_num(0.0)
+    if target_ids is None:
+        return torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[2]))
+    spread = probs.new_zeros(*probs.shape[:2], vocab_size)
+    return spread.index_add_(2, target_ids, probs)
+
+
+def _ratios(drafts: Tensor, draft_probs: Tensor, target_probs: Tensor) -> Tensor:
+    """p(x) / q(x) of every draft, [B, K]; 0 where q is, as of padding."""
+    at = drafts.clamp(min=0).unsqueeze(2)
+    p = target_probs[:, :-1].gather(2, at).squeeze(2)
+    q = draft_probs.gather(2, at).squeeze(2)
+    return (p / q).where(q > 0, 0)
+
+
+def _won(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
+    column = torch.arange(chances.shape[1], device=chances.device)
+    return (coins < chances) & (column < num_steps.unsqueeze(1))

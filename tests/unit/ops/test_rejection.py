@@ -1,0 +1,167 @@
+"""Rejection of sampled drafts: what is emitted follows the target's law, by enumeration."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from serve_spec.ops.rejection import RULES, leftover, over_target_ids
+
+VOCAB = 3
+
+
+class Tree:
+    """Laws of the next token after every text of up to `depth` tokens, target's and draft's.
+
+    Text x_1 .. x_i is row i, the number that its tokens spell. p[i], q[i]: float64 [V^i, V].
+    """
+
+    def __init__(self, depth: int, seed: int, zeros: str) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.depth = depth
+        self.p = [_laws(VOCAB**i, generator, "p" in zeros) for i in range(depth + 1)]
+        self.q = [_laws(VOCAB**i, generator, "q" in zeros) for i in range(depth)]
+
+    def chains(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Every chain of drafts [N, K], its chance [N]; q [N, K, V], p [N, K + 1, V] along it."""
+        drafts = torch.tensor([*product(range(VOCAB), repeat=self.depth)])
+        at = [spell(drafts[:, :i]) for i in range(self.depth + 1)]
+        q = torch.stack([self.q[i][at[i]] for i in range(self.depth)], dim=1)
+        p = torch.stack([self.p[i][at[i]] for i in range(self.depth + 1)], dim=1)
+        chance = q.gather(2, drafts.unsqueeze(2)).squeeze(2).prod(dim=1)
+        return drafts, chance, q, p
+
+    def joint(self) -> Tensor:
+        """The target's law of the first depth + 1 tokens, flat."""
+        law = torch.ones(1, dtype=torch.float64)
+        for p in self.p:
+            law = (law.unsqueeze(1) * p).flatten()
+        return law
+
+
+def _laws(count: int, generator: torch.Generator, has_zeros: bool) -> Tensor:
+    scores = torch.randn(count, VOCAB, generator=generator, dtype=torch.float64) * 1.5
+    if has_zeros:  # one token of each law at most, for some must be left
+        gone = torch.randint(VOCAB + 1, (count,), generator=generator)
+        scores = scores.masked_fill(torch.arange(VOCAB) == gone.unsqueeze(1), float("-inf"))
+    return scores.softmax(dim=1)
+
+
+def spell(tokens: Tensor) -> Tensor:
+    """The row of texts [N, i] in a table of all of them."""
+    number = torch.zeros(len(tokens), dtype=torch.int64)
+    for column in tokens.unbind(1):
+        number = number * VOCAB + column
+    return number
+
+
+def emitted_law(tree: Tree, method: str, num_steps: Tensor | None = None) -> tuple[Tensor, float]:
+    """The law of the first depth + 1 tokens, the rounds after this one exact; mean drafts kept.
+
+    A coin decides against one number alone: two values of it, below and above, are all there is.
+    """
+    drafts, chain_chance, q, p = tree.chains()
+    steps = torch.full((len(drafts),), tree.depth) if num_steps is None else num_steps
+    chances_of, keep = RULES[method]
+    chances, weights = chances_of(drafts, q, p, steps)
+    law = torch.zeros([VOCAB] * (tree.depth + 1), dtype=torch.float64)
+    mean = 0.0
+    for below in product([True, False], repeat=tree.depth):
+        is_below = torch.tensor(below)
+        coins = (chances / 2).where(is_below, (1 + chances) / 2)
+        weight = chain_chance * chances.where(is_below, 1 - chances).prod(dim=1)
+        correct = keep(chances, coins, steps)
+        mean += float((weight * correct).sum())
+        left = leftover(q, p, weights, correct, steps)
+        left = left / left.sum(dim=1, keepdim=True)
+        for n in range(len(drafts)):
+            kept = drafts[n, : correct[n]].tolist()
+            law[tuple(kept)] += weight[n] * continued(tree, kept, left[n])
+    return law.flatten(), mean
+
+
+def continued(tree: Tree, kept: list[int], left: Tensor) -> Tensor:
+    """The law of what follows `kept`: a token of `left`, then the target alone."""
+    after = torch.tensor([[*kept, token] for token in range(VOCAB)])
+    law = left
+    for i in range(len(kept) + 1, tree.depth + 1):
+        law = (law.flatten().unsqueeze(1) * tree.p[i][spell(after)]).flatten()
+        after = torch.tensor([[*row, token] for row in after.tolist() for token in range(VOCAB)])
+    return law.view([VOCAB] * (tree.depth + 1 - len(kept)))
+
+
+def total_variation(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().sum() / 2)
+
+
+@pytest.mark.parametrize("method", RULES)
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("zeros", ["", "p", "q", "pq"])
+def test_what_is_emitted_follows_the_target(method: str, depth: int, zeros: str) -> None:
+    """Joint law of all tokens of a round, to the last bits, also where either law has zeros."""
+    for seed in range(3):
+        tree = Tree(depth, seed, zeros)
+        law, _ = emitted_law(tree, method)
+        assert total_variation(law, tree.joint()) <= 1e-12
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_so_it_does_with_chains_of_different_lengths_in_one_batch(method: str) -> None:
+    """The length may depend on the draft's own laws and earlier tokens; here on the first."""
+    tree = Tree(3, 5, "pq")
+    drafts, *_ = tree.chains()
+    law, _ = emitted_law(tree, method, drafts[:, 0] + 1)
+    assert total_variation(law, tree.joint()) <= 1e-12
+
+
+@pytest.mark.parametrize("method", RULES)
+def test_a_draft_that_is_the_target_is_kept_whole(method: str) -> None:
+    tree = Tree(3, 7, "")
+    tree.q = tree.p[:-1]
+    law, mean = emitted_law(tree, method)
+    assert total_variation(law, tree.joint()) <= 1e-12
+    assert mean == pytest.approx(3)
+
+
+@settings(max_examples=10, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([2, 3]), st.sampled_from(["", "p", "q", "pq"]))
+def test_blocks_keep_as_many_drafts_as_single_tokens_at_least(
+    seed: int, depth: int, zeros: str
+) -> None:
+    tree = Tree(depth, seed, zeros)
+    (_, standard), (_, block) = (emitted_law(tree, method) for method in ("standard", "block"))
+    assert block >= standard - 1e-12
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.integers(0, 2**31))
+def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed: int) -> None:
+    """1 - TV(p, q): no exact rule keeps more."""
+    tree = Tree(1, seed, "")
+    for method in RULES:
+        _, mean = emitted_law(tree, method)
+        assert mean == pytest.approx(1 - total_variation(tree.p[0][0], tree.q[0][0]))
+
+
+def test_a_law_that_is_not_the_drafts_own_is_found_out() -> None:
+    """What these tests can tell: q sharper than what was drawn from is off by far."""
+    tree = Tree(2, 3, "")
+    drafts, chance, *_ = tree.chains()
+    wrong = Tree(2, 3, "")
+    wrong.q = [(law**2) / (law**2).sum(dim=1, keepdim=True) for law in tree.q]
+    wrong.chains = lambda: (drafts, chance, *Tree.chains(wrong)[2:])  # type: ignore[method-assign]
+    law, _ = emitted_law(wrong, "standard")
+    assert total_variation(law, tree.joint()) > 0.01
+
+
+def test_laws_over_draft_ids_are_spread_over_the_targets() -> None:
+    probs = torch.tensor([[[0.25, 0.75], [float("nan"), float("nan")]]])
+    spread = over_target_ids(probs, torch.tensor([3, 1]), 5)
+    assert spread.tolist() == [[[0, 0.75, 0, 0.25, 0], [0] * 5]]
+    assert over_target_ids(probs, None, 3).tolist() == [[[0.25, 0.75, 0], [0] * 3]]
+    assert over_target_ids(torch.tensor([[[0.5, 0.5, 0.0]]]), None, 2).tolist() == [[[0.5, 0.5]]]
