@@ -23,8 +23,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-KeepRule: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""(drafts, draft_probs, target_probs, num_steps) -> chances, weights, of `keep_drafts`."""
+ChancesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+"""(drafts, draft_probs, target_probs, num_steps) -> chances, weights."""
+
+Keep: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(chances, coins, num_steps) -> drafts kept."""
 
 
 def token_chances(
@@ -72,11 +75,11 @@ def keep_longest(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
     return (_won(chances, coins, num_steps) * number).amax(dim=1)
 
 
-RULES: dict[str, tuple[KeepRule, Callable[[Tensor, Tensor, Tensor], Tensor]]] = {
+RULES: dict[str, tuple[ChancesOf, Keep]] = {
     "standard": (token_chances, keep_in_order),
     "block": (block_chances, keep_longest),
 }
-"""By `rejection_sample_method`: chances and weights, then the number kept."""
+"""By `rejection_sample_method`."""
 
 
 def leftover(

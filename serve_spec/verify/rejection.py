@@ -67,7 +67,8 @@ class RejectionVerdict:
         correct = self._keep(chances, coins.to(device), steps)
         left = leftover(draft, target, weights, correct, steps)
         noise = gumbel_noise(self._keys(Stream.RECOVER, chains, 1).to(device), left.shape[1])
-        recovered = (left.log() + noise).argmax(dim=1)
+        best, recovered = (left.log() + noise).max(dim=1)
+        recovered = recovered.masked_fill(~best.isfinite(), -1)  # the target gave NaN
         bonus = walked.drawn[row, steps]
         final = bonus.where(correct == steps, recovered)
         emitted = torch.nn.functional.pad(tokens, (0, 1))

@@ -112,6 +112,16 @@ def test_texts_of_engines_follow_one_distribution(make_llm: MakeLLM, method: str
     assert stats.chi2_contingency(table).pvalue > 1e-6
 
 
+def test_a_text_that_goes_on_in_another_engine_is_as_long_as_asked(make_llm: MakeLLM) -> None:
+    prompts, params = requests(1.0, 1)
+    engine = make_llm("EAGLE3", STEPS, rejection_sample_method="block").engine
+    engine.add(engine.new_sequence("again", prompts[0], params[0], emitted=[7, 8, 9]))
+    tokens = []
+    while engine.has_work:
+        tokens += [token for delta in engine.step() for token in delta.token_ids]
+    assert len(tokens) == params[0].max_tokens - 3
+
+
 def test_lanes_that_can_not_keep_laws_are_refused(make_llm: MakeLLM) -> None:
     with pytest.raises(ConfigError, match="execution='lanes'"):
         make_llm("EAGLE3", STEPS, rejection_sample_method="block", execution="lanes")

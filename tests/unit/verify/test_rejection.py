@@ -205,3 +205,11 @@ def test_greedy_rows_and_rows_without_drafts_are_judged_as_ever() -> None:
     alone = SamplingRows.create(params[3:] * 3, [0] * 3, [5, 6, 7], VOCAB, CPU)
     only = DraftChain(tokens[3:], (2,), DraftLaws(scores[2:], None))
     assert RejectionVerdict("block")(logits[-3:], only, alone).token_ids[0] == found.token_ids[3]
+
+
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_a_target_that_gives_nan_is_said_to_be_broken(method: str) -> None:
+    target, draft = laws(1.0)
+    target[:, 2] = float("nan")
+    with pytest.raises(RuntimeError, match="weights"):
+        round_of(method, target, draft, SAMPLED, [[START]] * 3, [1, 2, 3], 2, stream_keys)
