@@ -2,8 +2,8 @@
 
 A token is a function of the text before it, the seed and its position alone (the sampling law), so
 prompt, tokens so far and seed are all that another replica needs to say exactly what the first one
-would have said. (Of drafts that are judged by rejection a text depends, too: there the second half is
-another one, of the same distribution.)
+would have said. (Not where drafts are judged by rejection: a text then depends on them, too, and
+the second half is another one, of the same distribution.)
 """
 
 from __future__ import annotations
