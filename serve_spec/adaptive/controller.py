@@ -23,7 +23,14 @@ from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
-from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import (
+    DRAFT_SHARPNESS,
+    NO_NOTES,
+    DecodeBatch,
+    RoundSteps,
+    TreeShape,
+    VerifiedRound,
+)
 
 FALLBACK_ROUNDS = 1024
 """Rounds without drafts before a policy that failed is tried anew."""
@@ -43,6 +50,8 @@ class PolicySettings:
     """Most drafts that whoever drafts can make; None: there is no limit."""
     sharpnesses: Sequence[float] = SHARPNESSES
     """What sampled drafts may be drawn at; the best of them is learnt."""
+    tree: TreeShape | None = None
+    """What a fixed tier drafts, if not chains."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
@@ -60,7 +69,14 @@ class PolicySettings:
             per_sequence=config.speculative_per_sequence,
             max_steps=max_steps,
             sharpnesses=_sharpnesses(config),
+            tree=_tree(config),
         )
+
+    @property
+    def tree_shapes(self) -> tuple[TreeShape, ...]:
+        """Every tree the policy may choose."""
+        is_static = not self.adaptive or self.strategy == "static"
+        return () if self.tree is None or not is_static else (self.tree,)
 
     @property
     def needs_costs(self) -> bool:
@@ -101,7 +117,10 @@ class PolicySettings:
         accept_rates: expected by position, for a policy that estimates them; None: its default.
         """
         if not self.adaptive or self.strategy == "static":
-            return StaticPolicy(self.num_steps)
+            tree = self.tree
+            if tree is not None and tree.num_steps != self.num_steps:
+                tree = None  # an operator asks for another depth: chains of it
+            return StaticPolicy(self.num_steps, tree=tree)
         if self.strategy == "ema":
             params = AdaptiveSpeculativeParams(initial_steps, self.slots)
             return EmaPolicy(params, self.min_dwell_rounds)
@@ -369,6 +388,13 @@ def _sharpnesses(config: SpeculativeConfig) -> Sequence[float]:
     if wanted != "auto":
         return (wanted,)
     return SHARPNESSES if config.couples_drafts else (DRAFT_SHARPNESS,)
+
+
+def _tree(config: SpeculativeConfig) -> TreeShape | None:
+    steps = config.speculative_num_steps
+    if not config.enabled or config.speculative_eagle_topk == 1 or not steps:
+        return None
+    return TreeShape(steps, config.num_draft_tokens - 1)
 
 
 def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:

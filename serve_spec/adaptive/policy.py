@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 
 
 class Reason(StrEnum):
@@ -67,15 +67,18 @@ class StepPolicy(Protocol):
 
 
 class StaticPolicy:
-    """Always the same tier; 0 is plain decoding."""
+    """Always the same tier, or tree; 0 is plain decoding."""
 
-    def __init__(self, num_steps: int, reason: Reason = Reason.STATIC) -> None:
+    def __init__(
+        self, num_steps: int, reason: Reason = Reason.STATIC, tree: TreeShape | None = None
+    ) -> None:
         self.candidate_steps = (num_steps,)
         self.last_reason = reason
+        self._tree = tree
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """The one tier."""
-        return RoundSteps(self.candidate_steps[0])
+        return RoundSteps(self.candidate_steps[0], tree=self._tree)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Learns nothing."""

@@ -73,18 +73,14 @@ class FlashInferAttention:
         planners[0].try_out(dtype)
         self._turns = cycle(planners)
 
-    def plan(
-        self, batch: RaggedBatch, pool: KVPool, tree_mask: Tensor | None = None
-    ) -> PlannedFlashInfer:
-        """Prepares what all layers of one forward share.
-
-        tree_mask: int64 [T], on the host, see `pack_tree_mask`; None: the rows of a sequence are a
-        chain.
-        """
+    def plan(self, batch: RaggedBatch, pool: KVPool) -> PlannedFlashInfer:
+        """Prepares what all layers of one forward share. The host waits for masks of trees."""
         mask = None
-        if tree_mask is not None:
+        if batch.tree_mask is not None:
             window = self._shape.sliding_window
-            mask = pack_tree_mask(tree_mask, batch.query_lens, batch.kv_lens, window)
+            mask = pack_tree_mask(
+                batch.tree_mask.cpu(), batch.query_lens, batch.kv_lens, batch.tree_lens, window
+            )
         return next(self._turns).plan(batch, pool, mask)
 
 

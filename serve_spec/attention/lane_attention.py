@@ -30,6 +30,7 @@ class LaneAttention:
         usual_query_len: int | None = None,
         window: int | None = None,
         tree_mask: Tensor | None = None,
+        tree_len: int | None = None,
     ) -> None:
         self._pool = pool
         self._slots = slots
@@ -42,6 +43,7 @@ class LaneAttention:
             window,
             tree_mask,
             usual_query_len,
+            tree_len,
         )
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:

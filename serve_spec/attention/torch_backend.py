@@ -145,14 +145,18 @@ class _Group:
 
 def _group_sequences(batch: RaggedBatch) -> list[list[int]]:
     """Indices of the sequences that share a call."""
-    groups: dict[tuple[int, int], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for index, (query_len, kv_len) in enumerate(zip(batch.query_lens, batch.kv_lens, strict=True)):
-        if query_len > _MAX_SHARED_QUERY_LEN:
-            key = (-1, index)
-        else:
-            key = (query_len, max(_MIN_LENGTH_CLASS, (kv_len - 1).bit_length()))
+        key: tuple[int, ...] = (-1, index)
+        if query_len <= _MAX_SHARED_QUERY_LEN:
+            length_class = max(_MIN_LENGTH_CLASS, (kv_len - 1).bit_length())
+            key = (query_len, length_class, _tree_len(batch, index))
         groups.setdefault(key, []).append(index)
     return list(groups.values())
+
+
+def _tree_len(batch: RaggedBatch, index: int) -> int:
+    return 0 if batch.tree_mask is None else batch.tree_lens[index]
 
 
 def _plan_group(
@@ -161,19 +165,28 @@ def _plan_group(
     query_len = batch.query_lens[members[0]]
     kv_lens = [batch.kv_lens[index] for index in members]
     window = shape.sliding_window
+    tree_len = _tree_len(batch, members[0])
     # No row sees anything before the window of the shortest sequence's first row.
-    first = 0 if window is None else max(0, min(kv_lens) - query_len - window + 1)
+    newest = max(query_len, tree_len)
+    first = 0 if window is None else max(0, min(kv_lens) - newest - window + 1)
     last = max(kv_lens)
     folded = query_len <= _MAX_SHARED_QUERY_LEN
-    is_causal = not folded and window is None and query_len == last
-    needs_mask = query_len > 1 or min(kv_lens) != last
+    is_causal = not folded and window is None and query_len == last and not tree_len
+    needs_mask = query_len > 1 or min(kv_lens) != last or tree_len > 1
+    rows = _rows(batch.query_lens, members, batch.slots.device)
     mask = None
     if needs_mask and not is_causal:
         repeats = shape.num_heads // shape.num_kv_heads if folded else 1
-        mask = _mask(kv_lens, query_len, range(first, last), window, batch.slots.device)
+        span = range(first, last)
+        if tree_len:
+            assert batch.tree_mask is not None, "a tree has masks"
+            of_tree = batch.tree_mask[rows].view(len(members), query_len)
+            mask = _tree_mask(kv_lens, of_tree, tree_len, span, window)
+        else:
+            mask = _mask(kv_lens, query_len, span, window, batch.slots.device)
         mask = mask.to(dtype).repeat_interleave(repeats, dim=2)
     return _Group(
-        rows=_rows(batch.query_lens, members, batch.slots.device),
+        rows=rows,
         num_sequences=len(members),
         query_len=query_len,
         kv_len=last - first,
@@ -202,6 +215,25 @@ def _mask(
     if window is not None:
         hidden |= keys <= queries - window
     return torch.zeros(hidden.shape, device=device).masked_fill_(hidden, float("-inf"))
+
+
+def _tree_mask(
+    kv_lens: Sequence[int], masks: Tensor, tree_len: int, span: range, window: int | None
+) -> Tensor:
+    """The same for rows of trees, whose masks [B, Q] tell of the last `tree_len` entries.
+
+    A row's position is that of the first of those and the number of its other bits.
+    """
+    first = torch.tensor(kv_lens, device=masks.device).view(-1, 1, 1, 1) - tree_len
+    bits = masks.unsqueeze(2) >> torch.arange(tree_len, device=masks.device) & 1
+    own = first + bits.sum(dim=2).unsqueeze(1).unsqueeze(3) - 1
+    keys = torch.arange(span.start, span.stop, device=masks.device)
+    place = (keys - first).expand(-1, 1, masks.shape[1], -1)
+    on_path = bits.unsqueeze(1).gather(3, place.clamp(0, tree_len - 1)).bool()
+    hidden = (place >= tree_len) | (place >= 0) & ~on_path
+    if window is not None:
+        hidden |= keys <= own - window
+    return torch.zeros(hidden.shape, device=masks.device).masked_fill_(hidden, float("-inf"))
 
 
 def _rows(

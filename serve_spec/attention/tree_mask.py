@@ -26,17 +26,27 @@ class PackedMask:
 
 
 def pack_tree_mask(
-    tree_mask: Tensor, query_lens: Sequence[int], kv_lens: Sequence[int], window: int | None
+    tree_mask: Tensor,
+    query_lens: Sequence[int],
+    kv_lens: Sequence[int],
+    tree_lens: Sequence[int],
+    window: int | None,
 ) -> PackedMask:
-    """The mask of a batch whose rows are trees, in the terms of `ops/paged_attention.py`.
+    """The mask of a batch with trees, in the terms of `core.context.RaggedBatch`.
 
-    tree_mask: int64 [T], on the host: bit j says that a row sees row j of its own sequence, itself
-    included. All entries before a sequence's rows are seen, inside `window` counted from the row's
-    depth, which is the number of its other bits. Trees are shallower than a window.
+    tree_mask: int64 [T], on the host. Entries before a tree are seen inside `window` counted from
+    the row's depth, which is the number of its other bits. Trees are shallower than a window.
     """
     parts = [
-        np.packbits(_sees(masks.numpy(), kv_len, window), bitorder="little")
-        for masks, kv_len in zip(tree_mask.split(list(query_lens)), kv_lens, strict=True)
+        np.packbits(
+            _sees(masks.numpy(), kv_len, tree_len, window)
+            if tree_len
+            else _sees_before(len(masks), kv_len, window),
+            bitorder="little",
+        )
+        for masks, kv_len, tree_len in zip(
+            tree_mask.split(list(query_lens)), kv_lens, tree_lens, strict=True
+        )
     ]
     return PackedMask(
         bits=torch.from_numpy(np.concatenate(parts)),
@@ -44,13 +54,22 @@ def pack_tree_mask(
     )
 
 
-def _sees(masks: npt.NDArray[np.int64], kv_len: int, window: int | None) -> npt.NDArray[np.bool_]:
-    """Whether each row of one sequence sees each of its entries: [len(masks), kv_len]."""
-    first = kv_len - len(masks)
-    is_ancestor = (masks[:, None] >> np.arange(len(masks))) & 1
+def _sees(
+    masks: npt.NDArray[np.int64], kv_len: int, tree_len: int, window: int | None
+) -> npt.NDArray[np.bool_]:
+    """Whether each row of a tree sees each of its entries: [len(masks), kv_len]."""
+    first = kv_len - tree_len
+    is_ancestor = (masks[:, None] >> np.arange(tree_len)) & 1
     sees = np.ones((len(masks), kv_len), dtype=np.bool_)
     sees[:, first:] = is_ancestor
     if window is not None:
         own = first + is_ancestor.sum(axis=1, keepdims=True) - 1
         sees[:, :first] = np.arange(first) > own - window
     return sees
+
+
+def _sees_before(query_len: int, kv_len: int, window: int | None) -> npt.NDArray[np.bool_]:
+    """The same for the rows of a chain."""
+    own = np.arange(kv_len - query_len, kv_len)[:, None]
+    entries = np.arange(kv_len)
+    return (entries <= own) & (window is None or entries > own - window)

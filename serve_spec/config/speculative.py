@@ -16,6 +16,9 @@ Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "NGRAM"]
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
+MAX_TREE_ROWS = 64
+"""Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
+
 _NEED_DRAFT = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE")
 
 # Which algorithms a key that corrects a draft's config.json is for.
@@ -33,7 +36,6 @@ class SpeculativeConfig(StrictModel):
 
     works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3", "NGRAM", "STANDALONE", "MEDUSA"),
-        "speculative_eagle_topk": (1,),
     }
 
     speculative_algorithm: Algorithm = Field(
@@ -46,10 +48,13 @@ class SpeculativeConfig(StrictModel):
         3, ge=0, description="Draft forwards per round; where an adaptive policy starts; 0: none."
     )
     speculative_eagle_topk: int = Field(
-        1, ge=1, description="Children per drafted token; 1 drafts a chain."
+        1, ge=1, description="Children per drafted token; 1 drafts chains, more trees."
     )
     speculative_num_draft_tokens: int | None = Field(
-        None, ge=1, description="Rows the target verifies, root included; a chain has steps + 1."
+        None,
+        ge=1,
+        description="Rows the target verifies, root included; a chain has steps + 1, a tree (null) "
+        "steps * topk + 1 where the beam makes so many.",
     )
     speculative_adaptive: bool = Field(
         True, description="Whether the number of steps follows what is measured."
@@ -170,7 +175,7 @@ class SpeculativeConfig(StrictModel):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        algorithm, rows = self.speculative_algorithm, self.speculative_num_draft_tokens
+        algorithm = self.speculative_algorithm
         if algorithm in _NEED_DRAFT and self.speculative_draft_model_path is None:
             fix = f"{algorithm} needs a draft checkpoint; name its folder"
             raise Refusal("speculative_draft_model_path", None, fix)
@@ -186,12 +191,7 @@ class SpeculativeConfig(StrictModel):
                 self.speculative_ngram_max_match_window_size,
                 f"give at least speculative_ngram_min_match_window_size={least}",
             )
-        if rows is not None and rows != self.num_draft_tokens:
-            fix = (
-                f"a chain of speculative_num_steps={self.speculative_num_steps} has "
-                f"{self.num_draft_tokens} rows; give that, or leave the key out"
-            )
-            raise Refusal("speculative_num_draft_tokens", rows, fix)
+        self._check_drafts()
         if self.synthetic_acceptance is not None and not self.enabled:
             fix = "speculative_algorithm=NONE drafts nothing; name an algorithm, or leave this out"
             raise Refusal("synthetic_acceptance", self.synthetic_acceptance, fix)
@@ -204,6 +204,37 @@ class SpeculativeConfig(StrictModel):
                 raise Refusal(key, value, fix)
         # Without drafts there is nothing to adapt.
         return self if self.enabled else self._settle(speculative_adaptive=False)
+
+    def _check_drafts(self) -> None:
+        """Whether what is drafted is a chain, or a tree, that can be drafted and verified."""
+        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk
+        rows = self.speculative_num_draft_tokens
+        if topk == 1:
+            if rows is not None and rows != steps + 1:
+                fix = (
+                    f"a chain of speculative_num_steps={steps} has {steps + 1} rows; give that, or "
+                    "leave the key out"
+                )
+                raise Refusal("speculative_num_draft_tokens", rows, fix)
+            return
+        if self.speculative_algorithm == "NGRAM":
+            fix = "NGRAM drafts one continuation; leave the key out"
+            raise Refusal("speculative_eagle_topk", topk, fix)
+        if topk * max(1, steps - 1) > MAX_TREE_ROWS:
+            fix = (
+                f"a beam of it may be drafted {MAX_TREE_ROWS // topk + 1} steps deep, but "
+                f"speculative_num_steps={steps}; lower one of them"
+            )
+            raise Refusal("speculative_eagle_topk", topk, fix)
+        if steps and rows is not None:
+            most = min(MAX_TREE_ROWS, 1 + topk + (steps - 1) * topk**2)
+            if not steps < rows <= most:
+                fix = (
+                    f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
+                    f"{steps + 1} to {most} rows, root included; give one of those, or leave the "
+                    "key out"
+                )
+                raise Refusal("speculative_num_draft_tokens", rows, fix)
 
     @property
     def enabled(self) -> bool:
@@ -239,7 +270,10 @@ class SpeculativeConfig(StrictModel):
     @property
     def num_draft_tokens(self) -> int:
         """Rows the target verifies per sequence at the starting tier, root included."""
-        return self.speculative_num_steps + 1
+        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk
+        if self.speculative_num_draft_tokens is not None:
+            return self.speculative_num_draft_tokens
+        return min(MAX_TREE_ROWS, steps * topk + 1)
 
 
 def _in_range(value: object, low: float, high: float) -> bool:

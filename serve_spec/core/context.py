@@ -17,7 +17,12 @@ class RaggedBatch:
     `positions` [T] and `slots` [T] (int64, on the device) give each row's absolute position and
     its place in the KV pool. Sequence b owns `query_lens[b]` consecutive rows; its cache holds
     `kv_lens[b]` entries once these rows are written. Row p of `slot_table` [B, >= max kv_len]
-    lists the pool slots of positions 0, 1, ... of that sequence.
+    lists the pool slots of entries 0, 1, ... of that sequence, which are its positions, but for
+    trees.
+
+    The last `tree_lens[b]` entries of a sequence may be a tree, its newest rows among them. Then
+    bit j of a row's `tree_mask` [T] (int64) says that it sees entry j of those, itself included;
+    all entries before them are seen. 0: its rows are a chain, and their masks say nothing.
     """
 
     positions: Tensor
@@ -25,6 +30,8 @@ class RaggedBatch:
     query_lens: tuple[int, ...]
     kv_lens: tuple[int, ...]
     slot_table: Tensor
+    tree_mask: Tensor | None = None
+    tree_lens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,8 @@ final_token          the token drawn after the last kept draft
 accept_rate          chance that one draft is kept, 0..1
 tier                 a `SpecRuntimeState`: everything shaped by one num_steps
 draft / target       the two models
+topk                 children of a drafted token; 1 makes a chain of it, more a tree
+beam                 the topk tokens of a tree's level that have children
 """
 
 from __future__ import annotations
@@ -47,15 +49,30 @@ class DraftChain:
 
 
 @dataclass(frozen=True)
+class DraftTrees:
+    """Drafts of one round that branch. Row b of `token_ids` [B, N] holds `num_draft_tokens[b]`.
+
+    `parents` int32 [B, N]: the draft before each, counted from 1; 0 stands for the root. It comes
+    before its children. Everything else as in `DraftChain`.
+    """
+
+    token_ids: Tensor
+    parents: Tensor
+    num_draft_tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class VerifyResult:
     """The verdict over the rows that sample, on the host.
 
     `token_ids[b]` is what row b emits: its kept drafts, then the final token. `broken_drafts` are
-    the rows with a draft of -1.
+    the rows with a draft of -1. `paths[b]`: in a round of trees, the root (0) and the drafts that
+    row b kept; each drew the token of the same place.
     """
 
     token_ids: list[list[int]]
     broken_drafts: tuple[int, ...] = ()
+    paths: list[list[int]] | None = None
 
 
 def padded_drafts(drafts: Iterable[Sequence[int]], num_steps: int) -> list[list[int]]:

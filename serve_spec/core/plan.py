@@ -8,7 +8,7 @@ from typing import Protocol
 
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DRAFT_SHARPNESS
+from serve_spec.core.round import DRAFT_SHARPNESS, TreeShape
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,8 @@ class RowPlan:
     """One sequence's share of a round.
 
     The target computes `token_ids` (committed tokens, positions `start ..`) and, when the row
-    `samples`, `num_steps` drafts after them; it then draws one token per verified row.
+    `samples`, `num_steps` drafts after them; it then draws one token per verified row. Where
+    `tree_drafts` is not 0 they are so many drafts of a tree of `num_steps` levels.
     `catch_up_ids` are the tokens of the draft entries still missing, `draft_start ..` (entry j
     carries token j+1); a row that does not draft may leave them out. A row that `catches_up` has
     none missing before the root after the round, whether or not it drafts; `backlog` bounds what it
@@ -51,6 +52,7 @@ class RowPlan:
     seed: int
     is_decode: bool = False
     num_steps: int = 0
+    tree_drafts: int = 0
     draft_start: int = 0
     catch_up_ids: tuple[int, ...] = ()
     catches_up: bool = False
@@ -67,9 +69,14 @@ class RowPlan:
         return self.start + len(self.token_ids)
 
     @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that are verified."""
+        return self.tree_drafts or self.num_steps
+
+    @property
     def query_len(self) -> int:
         """Rows of the target forward: committed tokens and drafts."""
-        return len(self.token_ids) + self.num_steps
+        return len(self.token_ids) + self.num_draft_tokens
 
 
 @dataclass(frozen=True)
@@ -101,7 +108,8 @@ class AheadLimits:
 class StepPlan:
     """One round: what every row computes and the tier that shapes it.
 
-    Decode rows come first. `batch_size` counts them: the number the policy is asked about.
+    Decode rows come first. `batch_size` counts them: the number the policy is asked about. With a
+    `tree`, rows that draft draft trees, of that shape or less.
 
     A plan that `follows` was made while its predecessor ran, so its decode rows know nothing of the
     tokens that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of
@@ -116,6 +124,7 @@ class StepPlan:
     max_backlog: int = 0
     draft_sharpness: float = DRAFT_SHARPNESS
     """At which temperature sampled rows draft, over their own."""
+    tree: TreeShape | None = None
 
     @property
     def sampling_rows(self) -> tuple[RowPlan, ...]:

@@ -224,10 +224,12 @@ class SpeculationStats:
         """Tokens per decode round: kept drafts plus the final token (1.0 without speculation)."""
         return 1.0 + self.num_correct_drafts / self.num_rounds if self.num_rounds else 1.0
 
-    def observe(self, num_steps: int, num_correct_drafts: int) -> None:
-        """Counts one round of `num_steps` verified drafts."""
+    def observe(
+        self, num_steps: int, num_correct_drafts: int, num_draft_tokens: int | None = None
+    ) -> None:
+        """Counts one round of `num_steps` verified drafts, or of a tree of so many levels."""
         self.num_rounds += 1
-        self.num_draft_tokens += num_steps
+        self.num_draft_tokens += num_steps if num_draft_tokens is None else num_draft_tokens
         self.num_correct_drafts += num_correct_drafts
         self.rounds_by_num_steps[num_steps] = self.rounds_by_num_steps.get(num_steps, 0) + 1
 

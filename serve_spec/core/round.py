@@ -61,6 +61,19 @@ class TreeShape:
     num_draft_tokens: int
 
 
+def most_tree_drafts(topk: int, num_steps: int) -> int:
+    """Drafts that `num_steps` levels of a beam make: topk, then topk² a level."""
+    return topk + (num_steps - 1) * topk * topk if num_steps else 0
+
+
+def tree_slots(topk: int, num_steps: int, num_draft_tokens: int) -> int:
+    """Cache entries past a sequence's length that its tree takes.
+
+    The target's are the tree's drafts, the draft model's the beams of all levels but the last.
+    """
+    return max(num_draft_tokens, topk * (num_steps - 1))
+
+
 @dataclass(frozen=True, slots=True)
 class RoundNotes:
     """What a policy thinks of its answer. For metrics: nothing decides by it."""

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from serve_spec.core.draft import DraftLaws
+from serve_spec.core.draft import DraftLaws, DraftTrees
 from serve_spec.core.plan import RowPlan
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.runtime.spec_state import SpecRuntimeState
@@ -24,7 +24,10 @@ class Proposal:
 
 
 class Drafter(Protocol):
-    """Proposes chains. Drafts decide how many tokens a round commits, never which."""
+    """Proposes chains, or trees. Drafts decide how many tokens a round commits, never which."""
+
+    topk: int
+    """Children of a draft in its trees."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,5 +46,19 @@ class Drafter(Protocol):
         root_draws: for each row, its root's index in `sampling`; draft s of the row is decided by
         the draw `root_draws[b] + s`. Entries past a row's own num_steps are padding; -1 stands for
         a draft that gave no usable token.
+        """
+        ...
+
+    def propose_trees(
+        self,
+        rows: Sequence[RowPlan],
+        root_draws: Sequence[int],
+        sampling: SamplingRows,
+        tier: SpecRuntimeState,
+    ) -> DraftTrees:
+        """Trees of `tree_drafts` >= 1 drafts and at most `num_steps` levels for each row.
+
+        Else as for `propose`: a draft s levels below the root's children is decided by the draw
+        `root_draws[b] + s`.
         """
         ...

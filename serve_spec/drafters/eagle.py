@@ -14,22 +14,25 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import AttentionBackend, ForwardContext
+from serve_spec.core.context import AttentionBackend, ForwardContext, RaggedBatch
+from serve_spec.core.draft import DraftTrees
 from serve_spec.core.plan import RowPlan
 from serve_spec.drafters.base import Proposal
 from serve_spec.drafters.draws import BeginDraws
+from serve_spec.drafters.eagle_trees import draft_trees
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
-from serve_spec.ops.sampling import SamplingRows
+from serve_spec.ops.sampling import SamplingRows, sample_children
 from serve_spec.runtime.layout import ragged_batch, slot_table
 from serve_spec.runtime.spec_state import SpecRuntimeState
 
 
 class EagleDrafter:
-    """Proposes chains with an EAGLE or EAGLE-3 head over its own paged cache.
+    """Proposes chains and trees with an EAGLE or EAGLE-3 head over its own paged cache.
 
     begin_draws: how the drafts of a round are drawn.
     max_tokens: entries computed in one forward while catching up, a bound on memory.
+    topk: children of a draft in a tree.
     """
 
     def __init__(
@@ -41,6 +44,7 @@ class EagleDrafter:
         page_size: int,
         begin_draws: BeginDraws,
         max_tokens: int,
+        topk: int = 1,
     ) -> None:
         self.head = head
         self.pool = pool
@@ -48,6 +52,7 @@ class EagleDrafter:
         self.page_size = page_size
         self.begin_draws = begin_draws
         self.max_tokens = max_tokens
+        self.topk = topk
         self.device = pool.keys.device
         self.dtype = head.dtype
 
@@ -82,6 +87,30 @@ class EagleDrafter:
             entered = tokens.clamp(min=0)  # -1: no token; what follows it is never kept
             hidden = self._forward(entered, slots, starts, [1] * len(alive), tier.draft, hidden)
         return Proposal(chain, draws.laws)
+
+    def propose_trees(
+        self,
+        rows: Sequence[RowPlan],
+        root_draws: Sequence[int],
+        sampling: SamplingRows,
+        tier: SpecRuntimeState,
+    ) -> DraftTrees:
+        """See `Drafter.propose_trees`: catch up, then one head forward per further level."""
+        draft = tier.draft
+        assert draft is not None, "a tier built without a drafter can not draft"
+        assert tier.extend is not None, "a tier built without a drafter can not catch up"
+        slots = slot_table([row.page_ids for row in rows], self.page_size, self.device)
+        hidden = self._catch_up(rows, slots, tier.extend)
+
+        def children(hidden: Tensor, step: int, draws: Tensor) -> tuple[Tensor, Tensor]:
+            logits, ids = self.head.logits(hidden, step), self.head.target_ids
+            return sample_children(logits, sampling, draws, ids, self.topk)
+
+        def feed(tokens: Tensor, batch: RaggedBatch, hidden: Tensor) -> Tensor:
+            context = ForwardContext(batch.positions, draft.plan(batch, self.pool))
+            return self.head.forward(tokens, hidden, context)
+
+        return draft_trees(rows, root_draws, slots, self.head.shift, hidden, children, feed)
 
     def _catch_up(
         self, rows: Sequence[RowPlan], slots: Tensor, attention: AttentionBackend

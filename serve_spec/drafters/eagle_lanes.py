@@ -1,4 +1,4 @@
-"""EAGLE chains over lanes: the draft stages of a round that needs no host.
+"""EAGLE chains and trees over lanes: the draft stages of a round that needs no host.
 
 See `drafters.eagle` for what entries are; here every shape is fixed, so that a stage can be
 recorded once and replayed.
@@ -6,14 +6,18 @@ recorded once and replayed.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
 from serve_spec.attention.lane_attention import LaneAttention
 from serve_spec.core.context import ForwardContext
+from serve_spec.core.round import TreeShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops import fast
+from serve_spec.ops.draft_tree import Beam, choose_drafts, grow, root_beam
 from serve_spec.ops.layout import RowLayout
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.pieces import PIECE_ROWS
@@ -22,12 +26,18 @@ _NEVER = torch.iinfo(torch.int32).max - 1
 
 
 class EagleLaneDrafter:
-    """Catches up, then drafts, with an EAGLE or EAGLE-3 head over its own paged cache."""
+    """Catches up, then drafts, with an EAGLE or EAGLE-3 head over its own paged cache.
 
-    def __init__(self, head: DraftHead, pool: PagedKVPool, features: FeaturePool) -> None:
+    topk: children of a draft in a tree.
+    """
+
+    def __init__(
+        self, head: DraftHead, pool: PagedKVPool, features: FeaturePool, *, topk: int = 1
+    ) -> None:
         self.head = head
         self.pool = pool
         self.features = features
+        self.topk = topk
 
     def make_up(self, round: LaneRound, num_rows: int) -> None:
         """Makes the entries of `round.pieces`, `num_rows` rows with padding.
@@ -79,6 +89,10 @@ class EagleLaneDrafter:
         members = round.members[:batch_size]
         lengths = round.lanes.lengths.index_select(0, members)
         hidden = round.hidden[:batch_size]
+        if round.parents is not None:
+            # The stage beside prompts does not know chains from trees.
+            chain = torch.arange(round.parents.shape[1], device=members.device)
+            round.parents[:batch_size] = chain.to(torch.int32)
         for step in range(num_steps):
             tokens = fast.draw_drafts(
                 self.head.logits(hidden, step),
@@ -97,6 +111,74 @@ class EagleLaneDrafter:
                 )
                 hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
 
+    def draft_trees(self, round: LaneRound, batch_size: int, shape: TreeShape) -> None:
+        """Drafts a tree of each sequence from `round.hidden`; leaves `round.drafts`, `.parents`.
+
+        Sequences of fewer steps or drafts get smaller trees.
+        """
+        assert round.hidden is not None, "a round without a draft head can not draft"
+        assert round.parents is not None, "a round in which nothing branches drafts chains"
+        members, num_steps = round.members[:batch_size], round.num_steps[:batch_size]
+        lengths = round.lanes.lengths.index_select(0, members)
+        hidden = round.hidden[:batch_size].unsqueeze(1)
+        beam = root_beam(batch_size, members.device)
+        levels = []
+        for step in range(shape.num_steps):
+            width = hidden.shape[1]
+            children, likely = fast.draw_children(
+                self.head.logits(hidden.flatten(0, 1), step),
+                members.repeat_interleave(width),
+                (lengths.long() + step).repeat_interleave(width),
+                round.lanes.params,
+                round.sharpness,
+                self.head.target_ids,
+                self.topk,
+            )
+            by_place = (batch_size, width, self.topk)
+            level, beam = grow(beam, children.view(by_place), likely.view(by_place), step)
+            levels.append(level)
+            if step + 1 < shape.num_steps:
+                hidden = self._feed(round, beam, hidden, members, lengths, step)
+        counts = round.query_lens[:batch_size] - 1
+        most = shape.num_draft_tokens
+        token_ids, parents = choose_drafts(levels, num_steps, counts, most)
+        round.drafts[:batch_size, :most] = token_ids
+        round.parents[:batch_size, :most] = parents
+
+    def _feed(
+        self,
+        round: LaneRound,
+        beam: Beam,
+        hidden: Tensor,
+        members: Tensor,
+        lengths: Tensor,
+        step: int,
+    ) -> Tensor:
+        """Hidden states [B, topk, H] after the beam of level `step`, [B, W, H] before it.
+
+        Sequences whose drafts end there leave no entries.
+        """
+        starts = lengths - 1 + step * self.topk
+        ends = round.num_steps[: len(members)] <= step + 1
+        depth = lengths.long() - 1 + self.head.shift + step
+        _, context = self._context(
+            round,
+            members,
+            torch.full_like(starts, self.topk),
+            starts,
+            num_rows=len(members) * self.topk,
+            max_query_len=self.topk,
+            first_valid=torch.zeros_like(starts).masked_fill(ends, _NEVER),
+            tree_mask=beam.masks.flatten(),
+            tree_len=(step + 1) * self.topk,
+        )
+        context = replace(context, positions=depth.repeat_interleave(self.topk))
+        before = beam.befores.unsqueeze(2).expand(-1, -1, hidden.shape[2])
+        fed = self.head.forward(
+            beam.token_ids.clamp_min(0).flatten(), hidden.gather(1, before).flatten(0, 1), context
+        )
+        return fed.view(len(members), self.topk, -1)
+
     def _context(
         self,
         round: LaneRound,
@@ -107,6 +189,8 @@ class EagleLaneDrafter:
         num_rows: int,
         max_query_len: int,
         first_valid: Tensor | None = None,
+        tree_mask: Tensor | None = None,
+        tree_len: int | None = None,
     ) -> tuple[RowLayout, ForwardContext]:
         """`query_lens` [B] rows of the lanes `members` [B], of entries from `starts` [B] on."""
         shift = self.head.shift
@@ -129,5 +213,7 @@ class EagleLaneDrafter:
             layout.slots,
             max_query_len=max_query_len,
             window=self.head.shape.sliding_window,
+            tree_mask=tree_mask,
+            tree_len=tree_len,
         )
         return layout, ForwardContext(layout.positions, attention)

@@ -96,7 +96,7 @@ def _build_engine(
     worker = build_worker(config, loaded)
     if followers is not None:
         worker = TensorParallelWorker(worker, followers)
-    worker.init_states(policy.candidate_steps)
+    worker.init_states(policy.candidate_steps, policy.tree_shapes)
     costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
     controller = AdaptiveController(policy, costs, logger.warning)
     scheduler = Scheduler(
@@ -106,6 +106,7 @@ def _build_engine(
         ),
         text_drafter=_text_drafter(config, max(policy.candidate_steps)),
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
+        topk=config.speculative.speculative_eagle_topk,
     )
     if loaded.device.type == "cuda":
         # What was built lives as long as the engine. Looking through all of it takes Python's
@@ -294,6 +295,7 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
             page_size=page_size,
             begin_draws=DRAWS[config.speculative.rejection_sample_method],
             max_tokens=config.scheduler.max_num_batched_tokens,
+            topk=config.speculative.speculative_eagle_topk,
         )
     runner = TargetRunner(
         target,
@@ -372,7 +374,8 @@ def _most_steps(head: DraftHead | None) -> int | None:
 
 
 def _check_steps(policy: PolicySettings) -> None:
-    most, deepest = policy.max_steps, max(policy.candidate_steps)
+    depths = (*policy.candidate_steps, *(tree.num_steps for tree in policy.tree_shapes))
+    most, deepest = policy.max_steps, max(depths)
     if most is not None and deepest > most:
         raise ValueError(
             f"speculative_num_steps={policy.num_steps}, or the adaptive config: {deepest} steps, "

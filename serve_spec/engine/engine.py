@@ -287,12 +287,13 @@ class SpecEngine:
             num_correct_drafts=[row.num_judged_correct for row in live],
             num_drafting=sum(row.num_steps > 0 for row in planned),
             deepest=max(row.num_steps for row in planned),
-            num_draft_tokens=sum(row.num_steps for row in planned),
+            num_draft_tokens=sum(row.num_draft_tokens for row in planned),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
             num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.num_steps),
             times=RoundTimes(result.draft_ms, result.verify_ms, round_ms) if alone else None,
             draft_sharpness=plan.draft_sharpness,
             is_sampled=[not row.seq.params.is_greedy for row in live],
+            tree=plan.tree,
         )
         self.controller.on_verify_complete(verified)
 
@@ -310,7 +311,7 @@ class SpecEngine:
         stats = StepStats(
             num_steps=plan.num_steps,
             batch_size=len(decoded),
-            num_draft_tokens=sum(row.num_steps for row in decoded),
+            num_draft_tokens=sum(row.num_draft_tokens for row in decoded),
             num_correct_drafts=sum(len(row.token_ids) - 1 for row in decoded),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
             num_prefill_tokens=num_prefilled,

@@ -6,6 +6,7 @@ import torch
 
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.speculative import MAX_TREE_ROWS
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.runtime.graphs import GraphRecorder, PlainRecorder, Recorder
@@ -27,8 +28,9 @@ def put_on_lanes(
 ) -> LaneWorker:
     """A worker whose decode rounds run on lanes, and all others as `eager` runs them."""
     device, pool = eager.device, eager.target.pool
-    # Rounds in flight may run past the end of a text by all their drafts, twice.
-    max_pages = -(-(max_model_len + RING_TOKENS) // pool.page_size)
+    # Rounds in flight may run past the end of a text by all their drafts, twice; of trees only
+    # what one keeps, and all of the other.
+    max_pages = -(-(max_model_len + RING_TOKENS + MAX_TREE_ROWS) // pool.page_size)
     lanes = Lanes.create(
         config.scheduler.max_num_seqs, max_pages, pool.scratch_page, eager.vocab_size, device
     )
@@ -46,8 +48,8 @@ def _lane_drafter(eager: SpecWorker) -> EagleLaneDrafter | None:
     drafter = eager.drafter
     if drafter is None:
         return None
-    assert isinstance(drafter, EagleDrafter), "lanes know EAGLE chains"
-    return EagleLaneDrafter(drafter.head, drafter.pool, drafter.features)
+    assert isinstance(drafter, EagleDrafter), "lanes know EAGLE's drafts"
+    return EagleLaneDrafter(drafter.head, drafter.pool, drafter.features, topk=drafter.topk)
 
 
 def _recorder(config: ServeSpecConfig, device: torch.device) -> Recorder:

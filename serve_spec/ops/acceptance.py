@@ -184,6 +184,12 @@ def tree_masks(parents: Tensor, query_starts: Tensor) -> Tensor:
     )
 
 
+def num_bits(masks: Tensor) -> Tensor:
+    """How many rows each mask [T] names: int64 [T]."""
+    bits = torch.arange(MAX_ROWS, device=masks.device)
+    return (masks.unsqueeze(1) >> bits & 1).sum(dim=1)
+
+
 def _rows_of(query_starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     """Offsets [MAX_ROWS], row of each offset [B, MAX_ROWS], and which belong to the sequence."""
     offsets = torch.arange(MAX_ROWS, device=query_starts.device)

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.noise import gumbel_noise, mix_words
 
 
@@ -78,6 +79,24 @@ def draw_drafts(
     if target_ids is None:
         return choice
     return target_ids[choice.clamp(min=0)].where((choice >= 0) & (owners >= 0), choice)
+
+
+def draw_children(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    sharpness: Tensor,
+    target_ids: Tensor | None,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """The topk best of what `draw_drafts` takes the largest of, and how likely each is.
+
+    Returns int64 and float32 [T, topk]: `sampling.sample_children`.
+    """
+    rows = params.of(owners)
+    scores = tempered(logits, rows.inverse_temperature / sharpness)
+    return likeliest_children(_with_noise(scores, rows, positions, target_ids), topk, target_ids)
 
 
 def perturbed_scores(

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys
 
@@ -79,6 +80,29 @@ def draw_drafts(
     return drafts
 
 
+def draw_children(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    sharpness: Tensor,
+    target_ids: Tensor | None,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """See `serve_spec.ops.draw.draw_children`."""
+    num_rows, width = logits.shape
+    chunk, num_warps = _choose_chunk(num_rows, width)
+    scores = torch.empty((num_rows, width), dtype=torch.float32, device=logits.device)
+    dependent = dependent_launch(logits.device)
+    _score_kernel[(triton.cdiv(width, chunk), num_rows)](
+        scores, logits, logits.stride(0), owners, positions,
+        params.inverse_temperature, params.seeds, target_ids, sharpness, width,
+        CHUNK=chunk, DEPENDENT=dependent,
+        num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
+    )  # fmt: skip
+    return likeliest_children(scores, topk, target_ids)
+
+
 def _choose_chunk(num_rows: int, num_ids: int) -> tuple[int, int]:
     """Tokens per program and its warps: enough programs to fill the device, but not many more."""
     chunk = _SMALLEST_CHUNK
@@ -131,25 +155,55 @@ def _chunk_kernel(
         tl.extra.cuda.gdc_wait()
     owner = tl.load(owners + row)
     if owner >= 0:
-        inverse = tl.load(inverse_temperature + owner)
-        scale = inverse
-        if sharpness is not None:
-            scale = tl.math.div_rn(inverse, tl.load(sharpness))
-        scale = tl.where(inverse > 0, scale, 1.0)
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
-        scores = _tempered(logits + row.to(tl.int64) * row_stride, ids, num_ids, scale)
-        perturbed = scores
-        if inverse > 0:
-            first, second = load_row_keys(seeds, owner, tl.load(positions + row))
-            noise_ids = ids
-            if target_ids is not None:
-                noise_ids = tl.load(target_ids + ids, mask=ids < num_ids, other=0).to(tl.int32)
-            perturbed = scores + gumbel_noise_of(noise_ids, first, second)
+        scores, perturbed = _scores(
+            logits + row.to(tl.int64) * row_stride, ids, num_ids, owner, positions + row,
+            inverse_temperature, seeds, target_ids, sharpness,
+        )  # fmt: skip
         best = tl.max(perturbed, axis=0)
         at = row * tl.num_programs(0) + chunk
         tl.store(values + at, best)
         tl.store(tokens + at, tl.min(tl.where(perturbed == best, ids, _NO_ID), axis=0))
         tl.store(tops + at, tl.max(scores, axis=0))
+
+
+@triton.jit
+def _score_kernel(
+    perturbed_scores, logits, row_stride, owners, positions, inverse_temperature, seeds,
+    target_ids, sharpness, num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per (chunk, row): its perturbed scores."""
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    ids = chunk * CHUNK + tl.arange(0, CHUNK)
+    _, perturbed = _scores(
+        logits + row * row_stride, ids, num_ids, tl.maximum(tl.load(owners + row), 0),
+        positions + row, inverse_temperature, seeds, target_ids, sharpness,
+    )  # fmt: skip
+    tl.store(perturbed_scores + row * num_ids + ids, perturbed, mask=ids < num_ids)
+
+
+@triton.jit
+def _scores(
+    logits, ids, num_ids, owner, position, inverse_temperature, seeds, target_ids, sharpness
+):
+    """The tempered scores of `ids`, and the same with the noise of a row that is random."""
+    inverse = tl.load(inverse_temperature + owner)
+    scale = inverse
+    if sharpness is not None:
+        scale = tl.math.div_rn(inverse, tl.load(sharpness))
+    scale = tl.where(inverse > 0, scale, 1.0)
+    scores = _tempered(logits, ids, num_ids, scale)
+    perturbed = scores
+    if inverse > 0:
+        first, second = load_row_keys(seeds, owner, tl.load(position))
+        noise_ids = ids
+        if target_ids is not None:
+            noise_ids = tl.load(target_ids + ids, mask=ids < num_ids, other=0).to(tl.int32)
+        perturbed = scores + gumbel_noise_of(noise_ids, first, second)
+    return scores, perturbed
 
 
 @triton.jit(do_not_specialize=["num_chunks"])

@@ -44,14 +44,15 @@ def edit_scores(
     token_ids: Tensor,
     depths: Tensor,
     edits: ScoreEdits,
+    backs: Tensor | None = None,
 ) -> None:
     """See `score_edits.edit_scores`."""
     if logits.is_cuda:
         from serve_spec.ops import score_edits_triton
 
-        score_edits_triton.edit_scores(logits, owners, positions, token_ids, depths, edits)
+        score_edits_triton.edit_scores(logits, owners, positions, token_ids, depths, edits, backs)
     else:
-        score_edits.edit_scores(logits, owners, positions, token_ids, depths, edits)
+        score_edits.edit_scores(logits, owners, positions, token_ids, depths, edits, backs)
 
 
 def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
@@ -100,6 +101,25 @@ def draw_drafts(
     return draw.draw_drafts(
         logits, owners, positions, params, sharpness, target_ids, num_ids=num_ids
     )
+
+
+def draw_children(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    sharpness: Tensor,
+    target_ids: Tensor | None,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """See `draw.draw_children`."""
+    if logits.is_cuda:
+        from serve_spec.ops import draw_triton
+
+        return draw_triton.draw_children(
+            logits, owners, positions, params, sharpness, target_ids, topk
+        )
+    return draw.draw_children(logits, owners, positions, params, sharpness, target_ids, topk)
 
 
 def accept_path(

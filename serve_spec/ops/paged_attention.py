@@ -21,9 +21,10 @@ class PagedLayout:
     `kv_lens` [B]: its cache entries with these rows; its row i is at position kv_len - rows + i.
     Entries past the table are not seen.
     `window`: a row sees itself and the `window - 1` entries before it.
-    `tree_mask` int64 [T]: bit j says that a row sees row j of its own sequence, itself included.
-    All entries before a sequence's rows are seen; a row's depth is the number of its other bits,
-    and a window is counted from there. Trees are shallower than a window. None: a chain.
+    `tree_mask` int64 [T]: bit j says that a row sees entry j of its sequence's tree, itself
+    included. The tree is the last `tree_len` entries of every sequence (None: its rows). All
+    entries before it are seen; a row's depth is the number of its other bits, and a window is
+    counted from there. Trees are shallower than a window. None: a chain.
     `usual_query_len`: rows most sequences have, where that is not `max_query_len`. It changes how
     work is cut, not what comes out.
     """
@@ -36,6 +37,7 @@ class PagedLayout:
     window: int | None = None
     tree_mask: Tensor | None = None
     usual_query_len: int | None = None
+    tree_len: int | None = None
 
 
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
@@ -80,7 +82,8 @@ def _seen(
     positions: Tensor,
 ) -> Tensor:
     """Which of `positions` [L] each of `rows` [B, Q] sees: bool [B, Q, L]."""
-    first = (kv_lens - query_lens).view(-1, 1, 1)
+    newest = query_lens if layout.tree_len is None else torch.full_like(kv_lens, layout.tree_len)
+    first = (kv_lens - newest).view(-1, 1, 1)
     if layout.tree_mask is None:
         own = first + steps.unsqueeze(1)
         return (positions <= own) & _in_window(layout, positions, own)
@@ -89,7 +92,7 @@ def _seen(
     own = first + ((masks >> bits) & 1).sum(dim=2, keepdim=True) - 1
     draft = positions - first
     is_ancestor = ((masks >> draft.clamp(0, MAX_TREE_ROWS - 1)) & 1).bool()
-    is_draft = (draft >= 0) & (draft < query_lens.view(-1, 1, 1))
+    is_draft = (draft >= 0) & (draft < newest.view(-1, 1, 1))
     return torch.where(draft < 0, _in_window(layout, positions, own), is_draft & is_ancestor)
 
 

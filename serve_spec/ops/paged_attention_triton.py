@@ -59,6 +59,8 @@ def _choose_tiling(num_pairs: int, num_lines: int, dtype: torch.dtype) -> Tiling
     if dtype == torch.float32:
         # No tensor cores: larger tiles do not fit into registers.
         return Tiling(splits, block=16, num_warps=4 if num_lines <= 16 else 8, num_stages=2)
+    if num_lines > 64:  # rows of trees: what is summed up alone fills half of the registers
+        return Tiling(splits, block=64 if num_lines <= 128 else 32, num_warps=8, num_stages=2)
     if splits == 1 and num_pairs <= _PROGRAMS:  # few programs: each has to have much under way
         return Tiling(splits, block=128, num_warps=8 if num_lines <= 16 else 4, num_stages=3)
     is_wide = num_lines > 16
@@ -99,6 +101,7 @@ def _launch(
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "WINDOW": layout.window,
+        "TREE_LEN": layout.tree_len,
         "SPLITS": splits,
         "LINES": lines,
         "DEPENDENT": dependent_launch(query.device),
@@ -126,8 +129,8 @@ def _attend_kernel(
     out, partials, stats,
     num_rows, query_stride, table_stride, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE_LEN: tl.constexpr, SPLITS: tl.constexpr,
+    LINES: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DEPENDENT:
@@ -135,7 +138,7 @@ def _attend_kernel(
         tl.extra.cuda.gdc_wait()
     num_owned = tl.load(query_starts + tl.num_programs(2))
     first_row, query_len, kv_len, begin, share, num_shares = _shares(
-        query_starts, kv_lens, sequence, WINDOW, SPLITS
+        query_starts, kv_lens, sequence, WINDOW, TREE_LEN, SPLITS
     )
     if split >= num_shares:
         return
@@ -149,7 +152,7 @@ def _attend_kernel(
     row = first_row + line // GROUP
     at = row.to(tl.int64) * query_stride + (head * GROUP + line % GROUP) * HEAD_DIM
     q = tl.load(query + at[:, None] + dim[None, :], mask=is_line[:, None], other=0.0)
-    first_position = kv_len - query_len
+    first_position = kv_len - (query_len if TREE_LEN is None else TREE_LEN)
     if tree_mask is None:
         ancestors = tl.full([BLOCK_LINES], 0, tl.int64)
         own = first_position + line // GROUP
@@ -223,8 +226,8 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
 def _merge_kernel(
     query_starts, kv_lens, out, partials, stats,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr, MERGE_LINES: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    WINDOW: tl.constexpr, TREE_LEN: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
+    MERGE_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, sequence = tl.program_id(0), tl.program_id(2)
     first_line = tl.program_id(1) * MERGE_LINES
@@ -232,7 +235,7 @@ def _merge_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first_row, query_len, _, _, _, num_shares = _shares(
-        query_starts, kv_lens, sequence, WINDOW, SPLITS
+        query_starts, kv_lens, sequence, WINDOW, TREE_LEN, SPLITS
     )
     if (num_shares > 1) & (first_line < query_len * GROUP):
         pair = sequence * NUM_KV_HEADS + head
@@ -243,12 +246,16 @@ def _merge_kernel(
 
 
 @triton.jit
-def _shares(query_starts, kv_lens, sequence, WINDOW: tl.constexpr, SPLITS: tl.constexpr):
+def _shares(
+    query_starts, kv_lens, sequence,
+    WINDOW: tl.constexpr, TREE_LEN: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     """A sequence's first row, rows and length; first entry seen, entries per share, shares."""
     first_row = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - first_row
     kv_len = tl.load(kv_lens + sequence)
-    begin = tl.maximum(kv_len - query_len - (WINDOW - 1), 0) if WINDOW is not None else 0
+    newest = query_len if TREE_LEN is None else TREE_LEN
+    begin = tl.maximum(kv_len - newest - (WINDOW - 1), 0) if WINDOW is not None else 0
     # At least one entry: the first share writes rows whatever there is to see.
     length = tl.maximum(tl.where(query_len > 0, kv_len - begin, 0), 1)
     share = (length + (SPLITS * _SHARE_UNIT - 1)) // (SPLITS * _SHARE_UNIT) * _SHARE_UNIT

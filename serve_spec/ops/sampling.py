@@ -19,6 +19,7 @@ from torch import Tensor
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.ops import fast
+from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import gumbel_noise, row_keys, seed_words
 
@@ -44,6 +45,29 @@ class SamplingRows:
     filtered: tuple[int, ...]
     draft_sharpness: float
     drawn: DrawnRows | None = None
+
+    def spread(self, index: Tensor, params: Sequence[SamplingParams]) -> SamplingRows:
+        """Rows that draw as those at `index` [R] do: several of a tree decide one position.
+
+        params: of these rows. Their seeds and positions the host does not know.
+        """
+        drawn = self.drawn
+        if drawn is not None:
+            owners, positions = drawn.owners[index], drawn.positions[index]
+            drawn = DrawnRows(owners, positions, drawn.params, drawn.draft_sharpness)
+            empty = self.inverse_temperature
+            known = tuple(params), (), (), empty, empty, None, ()
+            return SamplingRows(*known, self.draft_sharpness, drawn)
+        return SamplingRows(
+            params=tuple(params),
+            seeds=(),
+            positions=(),
+            inverse_temperature=self.inverse_temperature[index],
+            is_random=self.is_random[index],
+            noise=None if self.noise is None else self.noise[index],
+            filtered=tuple(r for r, p in enumerate(params) if p.filters and not p.is_greedy),
+            draft_sharpness=self.draft_sharpness,
+        )
 
     @classmethod
     def create(
@@ -155,15 +179,41 @@ def sample_coupled(
         owners, positions = rows.drawn.owners[index], rows.drawn.positions[index]
         params, sharpness = rows.drawn.params, rows.drawn.draft_sharpness
         return fast.draw_drafts(logits, owners, positions, params, sharpness, target_ids)
-    scores = logits
-    if rows.noise is not None:
-        scores = logits * (rows.inverse_temperature[index] / rows.draft_sharpness)
-        noise = rows.noise[index]
-        noise = noise if target_ids is None else noise[:, target_ids]
-        scores = scores + noise * rows.is_random[index]
-    best, choice = scores.max(dim=-1)
+    best, choice = _coupled_scores(logits, rows, index, target_ids).max(dim=-1)
     chosen = choice if target_ids is None else target_ids[choice]
     return chosen.masked_fill_(~best.isfinite(), -1)
+
+
+def sample_children(
+    logits: Tensor,
+    rows: SamplingRows,
+    index: Tensor,
+    target_ids: Tensor | None,
+    topk: int,
+) -> tuple[Tensor, Tensor]:
+    """The topk best choices of `sample_coupled`, the best first, and how likely each is.
+
+    Returns int64 and float32 [B, topk]; see `draft_tree.likeliest_children`.
+    """
+    if rows.drawn is not None:
+        owners, positions = rows.drawn.owners[index], rows.drawn.positions[index]
+        params, sharpness = rows.drawn.params, rows.drawn.draft_sharpness
+        return fast.draw_children(logits, owners, positions, params, sharpness, target_ids, topk)
+    scores = _coupled_scores(logits, rows, index, target_ids)
+    return likeliest_children(scores, topk, target_ids)
+
+
+def _coupled_scores(
+    logits: Tensor, rows: SamplingRows, index: Tensor, target_ids: Tensor | None
+) -> Tensor:
+    """Tempered scores [B, Vd] of draft rows, with the noise of random ones."""
+    if rows.noise is None:
+        return logits
+    is_random = rows.is_random[index]
+    scale = (rows.inverse_temperature[index] / rows.draft_sharpness).where(is_random > 0, 1.0)
+    noise = rows.noise[index]
+    noise = noise if target_ids is None else noise[:, target_ids]
+    return logits * scale + noise * is_random
 
 
 def filter_scores(scores: Tensor, params: list[SamplingParams]) -> Tensor:

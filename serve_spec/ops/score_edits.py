@@ -4,8 +4,8 @@
 
 What follows (temperature, filters, noise) is `ops/sampling.py`. Penalties count what was generated
 up to a row: the committed tokens, of which a table keeps count, and the drafts on the row's own
-path, which are the rows before it. So an edited row is a function of its logits, the request and
-the text before it: the same for plain decoding and for every verified row.
+path, which in a chain are the rows before it. So an edited row is a function of its logits, the
+request and the text before it: the same for plain decoding and for every verified row.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def edit_scores(
     token_ids: Tensor,
     depths: Tensor,
     edits: ScoreEdits,
+    backs: Tensor | None = None,
 ) -> None:
     """Edits the rows of sequences that ask for it, in place.
 
@@ -71,13 +72,15 @@ def edit_scores(
     positions: int64 [T], the position each row's draw decides.
     token_ids: int64 [T], what each row computes; -1, a draft without a token, counts for nothing.
     depths: int32 [T], how many of the rows up to and with this one are drafts on its path.
+    backs: int32 [T], how many rows before each draft the one is that it follows; None: one.
     """
     is_on = (owners >= 0) & (edits.is_on[owners.clamp(min=0).long()] > 0)
     for owner in owners[is_on].unique().tolist():
         rows = (owners == owner).nonzero().squeeze(1)
         together = slice(int(rows[0]), int(rows[-1]) + 1)
         of = ScoreEdits(*(field[owner] for field in edits))
-        _edit_rows(logits[together], positions[together], _paths(rows, token_ids, depths), of)
+        paths = _paths(rows, token_ids, depths, backs)
+        _edit_rows(logits[together], positions[together], paths, of)
 
 
 def penalized(scores: Tensor, is_seen: Tensor, counts: Tensor, of: ScoreEdits) -> Tensor:
@@ -119,9 +122,11 @@ def _edit_rows(logits: Tensor, positions: Tensor, paths: Tensor, of: ScoreEdits)
     logits[:, ids] = scores.masked_fill_(is_held, float("-inf"))
 
 
-def _paths(rows: Tensor, token_ids: Tensor, depths: Tensor) -> Tensor:
+def _paths(rows: Tensor, token_ids: Tensor, depths: Tensor, backs: Tensor | None) -> Tensor:
     """The drafts that lead to each row and to its draw: int64 [R, depth], -1 for none."""
-    back = torch.arange(int(depths[rows].max()), device=rows.device)
-    is_draft = back < depths[rows].unsqueeze(1)
-    drafts = token_ids[(rows.unsqueeze(1) - back).clamp(min=0)]
-    return drafts.masked_fill(~is_draft, -1)
+    drafts = []
+    at = rows
+    for step in range(int(depths[rows].max())):
+        drafts.append(token_ids[at].where(step < depths[rows], -1))
+        at = (at - (1 if backs is None else backs[at])).clamp(min=0)
+    return torch.stack(drafts, dim=1) if drafts else token_ids.new_empty(len(rows), 0)

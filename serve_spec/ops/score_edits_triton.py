@@ -26,13 +26,15 @@ def edit_scores(
     token_ids: Tensor,
     depths: Tensor,
     edits: ScoreEdits,
+    backs: Tensor | None = None,
 ) -> None:
     """See `score_edits.edit_scores`."""
     for of_row in (owners, positions, token_ids, depths):
         assert of_row.is_contiguous(), "what is known of rows is dense"
     dependent = dependent_launch(logits.device)
     _edit_kernel[(_PARTS, logits.shape[0])](
-        logits, logits.stride(0), owners, positions, token_ids, depths, *edits, logits.shape[1],
+        logits, logits.stride(0), owners, positions, token_ids, depths, backs,
+        *edits, logits.shape[1],
         BLOCK=_BLOCK, DEPENDENT=dependent,
         num_warps=4, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
@@ -51,7 +53,7 @@ def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
 
 @triton.jit
 def _edit_kernel(
-    logits, row_stride, owners, positions, token_ids, depths,
+    logits, row_stride, owners, positions, token_ids, depths, backs,
     is_on, bias, marks, repetition, frequency, presence, min_lengths,
     num_ids, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -75,8 +77,10 @@ def _edit_kernel(
             inside = ids < num_ids
             mark = tl.load(marks + ids, mask=inside, other=0)
             count = mark // _GENERATED_ONCE
-            for back in range(depth):
-                count += (ids == tl.load(token_ids + row - back)).to(tl.int32)
+            at = row
+            for _ in range(depth):
+                count += (ids == tl.load(token_ids + at)).to(tl.int32)
+                at -= 1 if backs is None else tl.load(backs + at)
             score = tl.load(logits + ids, mask=inside, other=0.0)
             score += tl.load(bias + ids, mask=inside, other=0.0)
             is_generated = count > 0

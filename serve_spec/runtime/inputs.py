@@ -2,28 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from serve_spec.core.context import RaggedBatch
-from serve_spec.core.draft import DraftChain
+from serve_spec.core.draft import DraftChain, DraftTrees
 from serve_spec.core.plan import StepPlan
 from serve_spec.runtime.layout import ragged_batch, slot_table
+from serve_spec.runtime.trees import TreeRows, tree_rows
 
 
 @dataclass(frozen=True)
 class VerifyInputs:
-    """`token_ids` [T], their layout, and `draw_rows` [R]: the rows whose logits are drawn from."""
+    """`token_ids` [T], their layout, and `draw_rows` [R]: the rows whose logits are drawn from.
+
+    `trees`: what those rows are, where drafts branch.
+    """
 
     token_ids: Tensor
     batch: RaggedBatch
     draw_rows: Tensor
+    trees: TreeRows | None = None
 
 
 def verify_inputs(
-    plan: StepPlan, drafts: DraftChain, page_size: int, device: torch.device
+    plan: StepPlan, drafts: DraftChain | DraftTrees, page_size: int, device: torch.device
 ) -> VerifyInputs:
     """Lays out the rows of a round: committed tokens, then drafts, sequence after sequence.
 
@@ -41,11 +46,11 @@ def verify_inputs(
         token_ids += row.token_ids
         if row.samples:
             root = len(token_ids) - 1
-            draw_rows += range(root, root + row.num_steps + 1)
-            draft_at += range(root + 1, root + 1 + row.num_steps)
+            draw_rows += range(root, root + row.num_draft_tokens + 1)
+            draft_at += range(root + 1, root + 1 + row.num_draft_tokens)
             first = sampling_row * width
-            draft_of += range(first, first + row.num_steps)
-            token_ids += [0] * row.num_steps
+            draft_of += range(first, first + row.num_draft_tokens)
+            token_ids += [0] * row.num_draft_tokens
             sampling_row += 1
     tokens = torch.tensor(token_ids, dtype=torch.int64, device=device)
     if draft_at:
@@ -58,4 +63,20 @@ def verify_inputs(
     batch = ragged_batch(
         slots, [row.start for row in plan.rows], [row.query_len for row in plan.rows]
     )
-    return VerifyInputs(tokens, batch, torch.tensor(draw_rows, dtype=torch.int64, device=device))
+    draws = torch.tensor(draw_rows, dtype=torch.int64, device=device)
+    if isinstance(drafts, DraftChain):
+        return VerifyInputs(tokens, batch, draws)
+    trees = tree_rows(drafts)
+    return VerifyInputs(tokens, _with_trees(plan, batch, draws, trees), draws, trees)
+
+
+def _with_trees(
+    plan: StepPlan, batch: RaggedBatch, draw_rows: Tensor, trees: TreeRows
+) -> RaggedBatch:
+    """The same rows, drafts at their depth below the root. Prompts before it stay chains."""
+    positions, masks = batch.positions.clone(), torch.zeros_like(batch.positions)
+    roots = positions[draw_rows[trees.query_starts[:-1].long()]]
+    positions[draw_rows] = roots[trees.owners] + trees.depths
+    masks[draw_rows] = trees.masks
+    tree_lens = tuple(row.tree_drafts + 1 if row.tree_drafts else 0 for row in plan.rows)
+    return replace(batch, positions=positions, tree_mask=masks, tree_lens=tree_lens)

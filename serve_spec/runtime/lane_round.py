@@ -17,46 +17,64 @@ from serve_spec.runtime.pieces import Pieces
 
 @dataclass(frozen=True)
 class LaneRound:
-    """A round's inputs, hand-overs and outputs, for up to B sequences of K drafts.
+    """A round's inputs, hand-overs and outputs, for up to B sequences, N drafts of each, K deep.
 
-    `members` int32 [B]: each sequence's lane, the padding lane past the last. `query_lens` int32
-    [B]: rows the target verifies, num_steps + 1, and 0 past the last. `hidden` [B, H]: the draft
-    head's state after catching up. `drafts` int64 [B, K]: -1 where the head gave no token.
-    `verdicts` int32 [B, K + 3]: drafts kept, flags, then the tokens; see `ops.acceptance`.
-    `sharpness` float32 [1]: at which temperature sampled sequences draft, over their own.
-    `pieces`: texts a stage computes beside these rows, or instead of them.
+    `members` int32 [B]: each sequence's lane, the padding lane past the last. `num_steps` int32
+    [B]: how deep its drafts go. `query_lens` int32 [B]: rows the target verifies, its drafts and
+    one, and 0 past the last. `hidden` [B, H]: the draft head's state after catching up. `drafts`
+    int64 [B, N]: -1 where the head gave no token. `verdicts` int32 [B, K + 3]: drafts kept, flags,
+    then the tokens; see `ops.acceptance`. `sharpness` float32 [1]: at which temperature sampled
+    sequences draft, over their own. `pieces`: texts a stage computes beside these rows, or instead
+    of them.
+    Where drafts may branch: `parents` int32 [B, N], as in `DraftTrees`, of chains too; `paths`
+    int32 [B, K + 1], see `AcceptedPath`.
     """
 
     lanes: Lanes
     members: Tensor
+    num_steps: Tensor
     query_lens: Tensor
     hidden: Tensor | None
     drafts: Tensor
     verdicts: Tensor
     sharpness: Tensor
     pieces: Pieces
+    parents: Tensor | None = None
+    paths: Tensor | None = None
 
     @classmethod
     def create(
-        cls, lanes: Lanes, max_steps: int, head: DraftHead | None, max_prompt_rows: int
+        cls,
+        lanes: Lanes,
+        max_steps: int,
+        head: DraftHead | None,
+        max_prompt_rows: int,
+        max_tree_drafts: int = 0,
     ) -> LaneRound:
-        """Tensors for a round without sequences, for as many as there are lanes."""
+        """Tensors for a round without sequences, for as many as there are lanes.
+
+        max_tree_drafts: of the largest tree; 0 where nothing branches.
+        """
         device, max_batch_size = lanes.lengths.device, lanes.padding
 
         def zeros(*shape: int, dtype: torch.dtype | None = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        most = max(max_steps, max_tree_drafts)
         return cls(
             lanes=lanes,
             members=torch.full_like(zeros(max_batch_size), lanes.padding),
+            num_steps=zeros(max_batch_size),
             query_lens=zeros(max_batch_size),
             hidden=None
             if head is None
             else zeros(max_batch_size, head.hidden_size, dtype=head.dtype),
-            drafts=zeros(max_batch_size, max_steps, dtype=torch.int64),
+            drafts=zeros(max_batch_size, most, dtype=torch.int64),
             verdicts=zeros(max_batch_size, max_steps + 3),
             sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
             pieces=Pieces.create(max_prompt_rows, max_batch_size, device),
+            parents=zeros(max_batch_size, most) if max_tree_drafts else None,
+            paths=zeros(max_batch_size, max_steps + 1) if max_tree_drafts else None,
         )
 
     @property
@@ -66,23 +84,34 @@ class LaneRound:
 
     @property
     def max_steps(self) -> int:
+        """Deepest drafts of a sequence."""
+        return self.verdicts.shape[1] - 3
+
+    @property
+    def max_drafts(self) -> int:
         """Most drafts of a sequence."""
         return self.drafts.shape[1]
 
-    def seat(self, lanes: Sequence[int], num_steps: Sequence[int]) -> None:
-        """Writes who takes part and how many drafts of each are verified, without waiting."""
-        empty = self.max_batch_size - len(lanes)
-        members = [*lanes, *[self.lanes.padding] * empty]
-        query_lens = [*(steps + 1 for steps in num_steps), *[0] * empty]
-        seats = torch.tensor([members, query_lens], dtype=torch.int32)
+    def seat(
+        self, lanes: Sequence[int], num_steps: Sequence[int], num_draft_tokens: Sequence[int]
+    ) -> None:
+        """Writes who takes part, how deep each drafts and how many drafts of it are verified.
+
+        The host does not wait.
+        """
+        empty = [0] * (self.max_batch_size - len(lanes))
+        members = [*lanes, *[self.lanes.padding] * len(empty)]
+        query_lens = [*(count + 1 for count in num_draft_tokens), *empty]
+        seats = torch.tensor([members, query_lens, [*num_steps, *empty]], dtype=torch.int32)
         if self.members.is_cuda:
             seats = seats.pin_memory()
         self.members.copy_(seats[0], non_blocking=True)
         self.query_lens.copy_(seats[1], non_blocking=True)
+        self.num_steps.copy_(seats[2], non_blocking=True)
 
     def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
         """Writes what the host drafted of each sequence, the first ones, without waiting."""
-        written = torch.tensor(padded_drafts(drafts, self.max_steps), dtype=torch.int64)
+        written = torch.tensor(padded_drafts(drafts, self.max_drafts), dtype=torch.int64)
         if self.drafts.is_cuda:
             written = written.pin_memory()
         self.drafts[: len(drafts)].copy_(written, non_blocking=True)

@@ -10,6 +10,7 @@ from torch import Tensor
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.ops import fast
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
+from serve_spec.runtime.trees import TreeRows
 
 
 def write_edits(edits: ScoreEdits, place: int, row: RowPlan) -> None:
@@ -45,10 +46,13 @@ def write_edits(edits: ScoreEdits, place: int, row: RowPlan) -> None:
     edits.is_on[place] = 1
 
 
-def edit_round(plan: StepPlan, token_ids: Tensor, logits: Tensor) -> None:
+def edit_round(
+    plan: StepPlan, token_ids: Tensor, logits: Tensor, trees: TreeRows | None = None
+) -> None:
     """Edits the logits of a round that the host planned, in place.
 
-    token_ids: int64 [R], what the rows that draw compute. logits: float32 [R, V].
+    token_ids: int64 [R], what the rows that draw compute. logits: float32 [R, V]. trees: what those
+    rows are, where drafts branch.
     """
     rows = plan.sampling_rows
     editing = [row for row in rows if row.edited is not None]
@@ -60,13 +64,22 @@ def edit_round(plan: StepPlan, token_ids: Tensor, logits: Tensor) -> None:
         write_edits(edits, place, row)
     places = {row.request_id: place for place, row in enumerate(editing)}
     draws = [
-        (places.get(row.request_id, -1), row.length + depth, depth)
+        (places.get(row.request_id, -1), row.length, depth)
         for row in rows
-        for depth in range(row.num_steps + 1)
+        for depth in range(row.num_draft_tokens + 1)
     ]
-    owners, positions, depths = _sent([*zip(*draws, strict=True)], device)
+    owners, lengths, depths = _sent([*zip(*draws, strict=True)], device)
+    backs = None
+    if trees is not None:
+        depths, backs = trees.depths, trees.backs
     fast.edit_scores(
-        logits, owners.to(torch.int32), positions, token_ids, depths.to(torch.int32), edits
+        logits,
+        owners.to(torch.int32),
+        lengths + depths,
+        token_ids,
+        depths.to(torch.int32),
+        edits,
+        backs,
     )
 
 

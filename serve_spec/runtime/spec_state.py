@@ -1,10 +1,11 @@
-"""One tier: everything shaped by one choice of num_steps."""
+"""One tier: everything shaped by one choice of num_steps, or of a tree."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from serve_spec.core.context import AttentionBackend
+from serve_spec.core.round import TreeShape
 from serve_spec.runtime.graphs import StageGraphs, VerifyGraphs
 
 
@@ -25,6 +26,7 @@ class LaneStages:
 class SpecRuntimeState:
     """A tier, built once at start. Choosing it is one look-up, changing it one reference.
 
+    tree: what it drafts, if not chains of `num_steps`.
     The three stages are the drafter's chain steps, the target's verification and the drafter's
     catch-up over accepted tokens ("extend"); each owns its attention state. Without a drafter
     there is only verification. `stages` are the same three where decode rounds run on lanes.
@@ -35,3 +37,4 @@ class SpecRuntimeState:
     verify: AttentionBackend
     extend: AttentionBackend | None
     stages: LaneStages | None = None
+    tree: TreeShape | None = None

@@ -10,6 +10,8 @@ from serve_spec.core.context import AttentionBackend, ForwardContext, RaggedBatc
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
+from serve_spec.ops import fast
+from serve_spec.ops.acceptance import AcceptedPath
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,16 @@ class TargetRunner:
             assert output.features is not None, "a drafter waits for features"
             self.features.write(batch.slots, output.features)
         return output.hidden
+
+    def keep(self, slots: Tensor, query_starts: Tensor, accepted: AcceptedPath) -> None:
+        """Moves what a tree's kept drafts left in both caches next to each other.
+
+        slots, query_starts: see `ops.kv_move.move_accepted`.
+        """
+        pools = [self.pool.keys, self.pool.values]
+        if self.features is not None:
+            pools.append(self.features.features)
+        fast.move_accepted(pools, slots, query_starts, accepted.path, accepted.num_correct)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, V] from hidden states [R, H]."""

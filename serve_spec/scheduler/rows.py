@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from serve_spec.core.plan import AheadLimits, EditedText, RowPlan
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import DecodeBatch, RoundSteps, most_tree_drafts, tree_slots
 from serve_spec.core.sequence import Sequence
 
 SHORT_BACKLOG = 32
 """Draft entries a row that does not draft still names."""
+
+
+class RowDrafts(NamedTuple):
+    """What a row drafts: a chain of `num_steps`, or a tree of so many levels and `tree_drafts`."""
+
+    num_steps: int
+    tree_drafts: int = 0
+
+    def num_slots(self, topk: int) -> int:
+        """Cache entries past the row's length that it writes to."""
+        if self.tree_drafts:
+            return tree_slots(topk, self.num_steps, self.tree_drafts)
+        return self.num_steps
+
+    def less(self) -> RowDrafts:
+        """What is drafted where this has no room: a shorter chain, or of a tree nothing."""
+        return RowDrafts(0 if self.tree_drafts else self.num_steps - 1)
 
 
 def most_coming(row: RowPlan | None) -> int:
@@ -24,9 +42,10 @@ def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
     return len(seq) - 1 - seq.num_draft_computed + most_coming(row)
 
 
-def kept_up_to(ahead: AheadLimits | None, num_steps: list[int]) -> int:
+def kept_up_to(ahead: AheadLimits | None, drafts: list[RowDrafts]) -> int:
     """Backlogs up to this are made up for rows that do not draft."""
-    return ahead.max_backlog if ahead is not None and any(num_steps) else 0
+    drafting = any(of_row.num_steps for of_row in drafts)
+    return ahead.max_backlog if ahead is not None and drafting else 0
 
 
 def usable_steps(seq: Sequence, coming: int) -> int:
@@ -49,6 +68,20 @@ def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     return [min(num_steps, share) for num_steps in usable]
 
 
+def fair_drafts(steps: RoundSteps, batch: DecodeBatch, topk: int) -> list[RowDrafts]:
+    """The same, of trees where the policy wants trees: a row of few steps has fewer levels."""
+    if steps.tree is None:
+        return [RowDrafts(num_steps) for num_steps in fair_steps(steps, batch)]
+    most = steps.tree.num_draft_tokens
+    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
+    usable = [min(want, room) for want, room in zip(wanted, batch.max_steps, strict=True)]
+    sizes = [min(most, most_tree_drafts(topk, levels)) for levels in usable]
+    if sum(sizes) > batch.max_draft_tokens:
+        share = batch.max_draft_tokens // batch.size
+        sizes = [min(size, share) for size in sizes]
+    return [RowDrafts(min(levels, size), size) for levels, size in zip(usable, sizes, strict=True)]
+
+
 def edited_text(seq: Sequence) -> EditedText | None:
     """See `RowPlan.edited`."""
     params = seq.params
@@ -59,14 +92,14 @@ def edited_text(seq: Sequence) -> EditedText | None:
 
 
 def decode_row(
-    seq: Sequence, num_steps: int, backlog: int, kept_up: int, *, is_under_way: bool = False
+    seq: Sequence, drafts: RowDrafts, backlog: int, kept_up: int, *, is_under_way: bool = False
 ) -> RowPlan:
-    """A row that verifies `num_steps` drafts.
+    """A row that verifies these drafts.
 
     backlog: draft entries it lacks when the round starts. kept_up: see `kept_up_to`. is_under_way:
     a round runs that adds tokens of which the host does not know.
     """
-    last = len(seq) - 1
+    last, num_steps = len(seq) - 1, drafts.num_steps
     # A row that does not draft names a short backlog all the same: the next round may need it.
     is_named = num_steps or last - seq.num_draft_computed <= SHORT_BACKLOG
     return RowPlan(
@@ -79,6 +112,7 @@ def decode_row(
         seed=seq.seed,
         is_decode=True,
         num_steps=num_steps,
+        tree_drafts=drafts.tree_drafts,
         draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
         catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
@@ -113,7 +147,7 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
 
 def text_drafted_row(seq: Sequence, draft_ids: tuple[int, ...]) -> RowPlan:
     """A row that verifies these drafts. No draft model reads the text, so none has to catch up."""
-    row = decode_row(seq, 0, 0, 0)
+    row = decode_row(seq, RowDrafts(0), 0, 0)
     return replace(
         row, num_steps=len(draft_ids), draft_ids=draft_ids, draft_start=0, catch_up_ids=()
     )

@@ -16,9 +16,10 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
 from serve_spec.scheduler.rows import (
+    RowDrafts,
     backlog_after,
     decode_row,
-    fair_steps,
+    fair_drafts,
     kept_up_to,
     most_coming,
     prompt_row,
@@ -46,12 +47,14 @@ class PrefixCounts:
 class CommittedRow:
     """What a round did to one sequence: the tokens it really gained and the drafts among them.
 
-    `num_judged_correct` is what the target kept of `num_steps` drafts, before any stop cut the run.
+    `num_judged_correct` is what the target kept of `num_steps` drafts, one after the other, before
+    any stop cut the run; `num_draft_tokens` were verified, more in a tree.
     """
 
     seq: Sequence
     token_ids: list[int]
     num_steps: int
+    num_draft_tokens: int
     num_judged_correct: int
     was_decoding: bool
 
@@ -71,14 +74,16 @@ class Scheduler:
         on_leave: Callable[[Sequence], None] = lambda seq: None,
         text_drafter: TextDrafter | None = None,
         first_draft_entry: int = 0,
+        topk: int = 1,
     ) -> None:
         """text_drafter: who drafts, where that is no model: every row's drafts are in its plan.
-        first_draft_entry: of every sequence, see `Sequence`.
+        first_draft_entry: of every sequence, see `Sequence`. topk: children of a draft in a tree.
         """
         self.limits = limits
         self.cache = cache
         self.text_drafter = text_drafter
         self.first_draft_entry = first_draft_entry
+        self.topk = topk
         self.on_leave = on_leave
         """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
@@ -128,12 +133,12 @@ class Scheduler:
         batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
-        num_steps = fair_steps(steps, batch)
-        kept_up = kept_up_to(ahead, num_steps)
+        drafts = fair_drafts(steps, batch, self.topk)
+        kept_up = kept_up_to(ahead, drafts)
         # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
         # planned already loses its pages.
-        for seq, count in zip(decoding, num_steps, strict=True):
-            row = self._plan_decode(seq, count, kept_up) if seq.page_ids else None
+        for seq, of_row in zip(decoding, drafts, strict=True):
+            row = self._plan_decode(seq, of_row, kept_up) if seq.page_ids else None
             if row is not None:
                 rows.append(row)
         rows += self._plan_prompts(prompts, budget - sum(row.query_len for row in rows))
@@ -158,20 +163,21 @@ class Scheduler:
         rows_before = [under_way.get(seq.request_id) for seq in decoding]
         batch = self._decode_batch(decoding, prompts, room, rows_before)
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
-        num_steps = fair_steps(steps, batch)
+        drafts = fair_drafts(steps, batch, self.topk)
         ends = [
-            len(seq) + most_coming(row) + count
-            for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
+            len(seq) + most_coming(row) + of_row.num_slots(self.topk)
+            for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         if not self.cache.can_reserve_all(decoding, ends):
-            self._postponed = _Choice(steps, dict(zip(batch.request_ids, num_steps, strict=True)))
+            row_steps = (of_row.num_steps for of_row in drafts)
+            self._postponed = _Choice(steps, dict(zip(batch.request_ids, row_steps, strict=True)))
             return None
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
-        kept_up = kept_up_to(ahead, num_steps)
+        kept_up = kept_up_to(ahead, drafts)
         rows = [
-            decode_row(seq, count, backlog_after(seq, row), kept_up, is_under_way=row is not None)
-            for seq, row, count in zip(decoding, rows_before, num_steps, strict=True)
+            decode_row(seq, of_row, backlog_after(seq, row), kept_up, is_under_way=row is not None)
+            for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         rows += self._plan_prompts(prompts, room - sum(row.query_len for row in rows))
         return self._planned(rows, steps, batch, follows=True)
@@ -184,7 +190,13 @@ class Scheduler:
             rows = [replace(row, catches_up=False) if row.catches_up else row for row in rows]
         backlog = max(row.backlog if row.catches_up else 0 for row in rows)
         self._newest = StepPlan(
-            tuple(rows), steps.num_steps, batch.size, follows, backlog, steps.draft_sharpness
+            tuple(rows),
+            steps.num_steps,
+            batch.size,
+            follows,
+            backlog,
+            draft_sharpness=steps.draft_sharpness,
+            tree=steps.tree,
         )
         return self._newest
 
@@ -362,18 +374,18 @@ class Scheduler:
         self._found[seq.request_id] = found
         return len(found)
 
-    def _plan_decode(self, seq: Sequence, num_steps: int, kept_up: int) -> RowPlan | None:
-        while not self.cache.can_reserve(seq, len(seq) + num_steps):
-            if num_steps:
-                num_steps -= 1  # drafts are optional; somebody else's text is not
+    def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
+        while not self.cache.can_reserve(seq, len(seq) + drafts.num_slots(self.topk)):
+            if drafts.num_steps:
+                drafts = drafts.less()  # drafts are optional; somebody else's text is not
                 continue
             if not self._preempt_younger_than(seq):
                 self._preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + num_steps)
+        self.cache.reserve(seq, len(seq) + drafts.num_slots(self.topk))
         if self.text_drafter is not None:
-            return text_drafted_row(seq, self._found[seq.request_id][:num_steps])
-        return decode_row(seq, num_steps, len(seq) - 1 - seq.num_draft_computed, kept_up)
+            return text_drafted_row(seq, self._found[seq.request_id][: drafts.num_steps])
+        return decode_row(seq, drafts, len(seq) - 1 - seq.num_draft_computed, kept_up)
 
     def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
         """Pieces of those that still have pages, the oldest first."""
@@ -408,7 +420,7 @@ class Scheduler:
             seq.num_draft_computed = len(seq) - 1
         if row.is_decode:
             # The last emitted token of a round is its final token, also where a stop cut the run.
-            seq.stats.observe(row.num_steps, len(kept) - 1)
+            seq.stats.observe(row.num_steps, len(kept) - 1, row.num_draft_tokens)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
@@ -416,7 +428,9 @@ class Scheduler:
         elif not row.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
             # A prompt is computed, or the draft has caught up with it. Texts follow when they end.
             self.cache.publish(seq)
-        return CommittedRow(seq, kept, row.num_steps, len(tokens) - 1, row.is_decode)
+        return CommittedRow(
+            seq, kept, row.num_steps, row.num_draft_tokens, len(tokens) - 1, row.is_decode
+        )
 
     def _return_pages(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Gives back what rejected drafts leave, but not what a round under way writes to.
@@ -425,10 +439,13 @@ class Scheduler:
         """
         ahead = self._newest
         rows_ahead = () if ahead is None or ahead is plan else ahead.rows
-        steps_ahead = {row.request_id: row.num_steps for row in rows_ahead}
+        slots_ahead = {
+            row.request_id: RowDrafts(row.num_steps, row.tree_drafts).num_slots(self.topk)
+            for row in rows_ahead
+        }
         for seq in sequences:
             if not seq.finished:
-                self.cache.trim(seq, len(seq) + steps_ahead.get(seq.request_id, 0))
+                self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
     def _preempt_younger_than(self, seq: Sequence) -> bool:
         """Preempts the youngest running sequence; False if `seq` itself is the youngest."""

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops import fast
+from serve_spec.ops.acceptance import AcceptedPath
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lane_target import VerifiedRows
@@ -32,21 +33,27 @@ class LaneJudge:
         if synthetic_acceptance is not None and max_steps:
             self.survival = _survival_table(synthetic_acceptance, max_steps).to(device)
 
-    def __call__(self, rows: VerifiedRows, round: LaneRound) -> None:
-        """Edits scores, draws a token from every row, walks, writes `round.verdicts` and lanes."""
+    def __call__(self, rows: VerifiedRows, round: LaneRound) -> AcceptedPath:
+        """Edits scores, draws a token from every row, walks, writes `round.verdicts` and lanes.
+
+        Where drafts branch, `round.paths` too.
+        """
         lanes, layout = round.lanes, rows.layout
         batch_size = layout.query_starts.shape[0] - 1
         members = round.members[:batch_size]
         decided = layout.positions + 1
+        parents, depths, backs = layout.offsets - 1, layout.offsets, None
+        if rows.parents is not None and rows.depths is not None:
+            parents, depths, backs = rows.parents, rows.depths, layout.offsets - rows.parents
         fast.edit_scores(
-            rows.logits, rows.row_lanes, decided, rows.token_ids, layout.offsets, lanes.edits
+            rows.logits, rows.row_lanes, decided, rows.token_ids, depths, lanes.edits, backs
         )
         drawn = fast.draw_tokens(rows.logits, rows.row_lanes, decided, lanes.params)
         # Lanes move on by these: on every rank by the same.
         self.parallel.broadcast(drawn)
-        fast.accept_and_advance(
+        accepted = fast.accept_and_advance(
             rows.token_ids,
-            layout.offsets - 1,
+            parents,
             drawn,
             layout.query_starts,
             lanes.recent,
@@ -56,6 +63,9 @@ class LaneJudge:
             forced=self._forced(round, members, batch_size),
         )
         fast.count_tokens(members, round.verdicts[:batch_size], lanes.edits)
+        if round.paths is not None:
+            round.paths[:batch_size].copy_(accepted.path)
+        return accepted
 
     def _forced(self, round: LaneRound, members: Tensor, batch_size: int) -> Tensor | None:
         """How many drafts each sequence keeps by chance; None where the target decides."""
@@ -65,7 +75,7 @@ class LaneJudge:
         return fast.forced_counts(
             lanes.params.seeds.index_select(0, members),
             lanes.lengths.index_select(0, members).long(),
-            round.query_lens[:batch_size] - 1,
+            round.num_steps[:batch_size],
             self.survival,
         )
 

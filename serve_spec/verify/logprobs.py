@@ -9,6 +9,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import VerifyResult
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
@@ -25,31 +26,24 @@ _AS_THE_MODEL_GIVES = SamplingParams(temperature=1.0)
 
 @dataclass(frozen=True)
 class ScoredTokens:
-    """Tokens of one request: the rows that decide them, one after the other from `first_row`."""
+    """Tokens of one request and the row that decides each."""
 
     request_id: str
     token_ids: Sequence[int]
-    first_row: int
+    rows: Sequence[int]
     params: SamplingParams
     num_top: int
 
-    @property
-    def rows(self) -> range:
-        """The row of each token."""
-        return range(self.first_row, self.first_row + len(self.token_ids))
 
-
-def emitted_tokens(plan: StepPlan, token_ids: Sequence[Sequence[int]]) -> list[ScoredTokens]:
-    """What the rows that ask emit; rows are those of the round's logits.
-
-    token_ids: what every sampling row emits.
-    """
-    return [
-        ScoredTokens(
-            one.row.request_id, token_ids[one.number], one.first_row, one.row.params, one.num_top
-        )
-        for one in _asking(plan.sampling_rows)
-    ]
+def emitted_tokens(plan: StepPlan, verdict: VerifyResult) -> list[ScoredTokens]:
+    """What the rows that ask emit; rows are those of the round's logits."""
+    found = []
+    for one in _asking(plan.sampling_rows):
+        tokens = verdict.token_ids[one.number]
+        path = range(len(tokens)) if verdict.paths is None else verdict.paths[one.number]
+        rows = [one.first_row + offset for offset in path]
+        found.append(ScoredTokens(one.row.request_id, tokens, rows, one.row.params, one.num_top))
+    return found
 
 
 def prompt_tokens(plan: StepPlan) -> list[ScoredTokens]:
@@ -61,8 +55,9 @@ def prompt_tokens(plan: StepPlan) -> list[ScoredTokens]:
             num_top = row.params.prompt_logprobs
             assert num_top is not None, "only who asks is scored"
             at = first + row.scored_start - 1 - row.start
+            rows = range(at, at + len(row.scored_ids))
             found.append(
-                ScoredTokens(row.request_id, row.scored_ids, at, _AS_THE_MODEL_GIVES, num_top)
+                ScoredTokens(row.request_id, row.scored_ids, rows, _AS_THE_MODEL_GIVES, num_top)
             )
         first += row.query_len
     return found
@@ -96,19 +91,23 @@ def read_logprobs(
 class LaneLogprobs:
     """Log-probabilities of a round on lanes, under way: nobody knows yet how many are wanted.
 
-    Every verified row of a sequence that asks is looked at, as if its draft were kept. To be made
-    after the verification, before any other stage runs, and read after the verdict.
+    Every verified row of a chain that asks is looked at, as if its draft were kept; of a tree as
+    many as its walk may visit. To be made after the verification, before any other stage runs, and
+    read after the verdict.
     """
 
-    def __init__(self, rows: Sequence[RowPlan], logits: Tensor, round: LaneRound) -> None:
-        """logits: float32 [T, V] of the round's verified rows."""
+    def __init__(
+        self, rows: Sequence[RowPlan], logits: Tensor, round: LaneRound, *, trees: bool = False
+    ) -> None:
+        """logits: float32 [T, V] of the round's verified rows. trees: whether drafts branch."""
         self._asking = [*_asking(rows)]
         places = [
-            (one.first_row + i, one.number, i)
+            (one.first_row, one.number, i)
             for one in self._asking
             for i in range(one.row.num_steps + 1)
         ]
-        at, member, column = _send(places, logits.device).unbind(1)
+        first, member, column = _send(places, logits.device).unbind(1)
+        at = first + (round.paths[member, column] if trees and round.paths is not None else column)
         vocab_size = logits.shape[1]
         table = score_rows(
             lambda piece: logits.index_select(0, at[piece]),
@@ -148,7 +147,7 @@ def _asking(rows: Sequence[RowPlan]) -> Iterator[_Asking]:
     for number, row in enumerate(rows):
         if row.params.logprobs is not None:
             yield _Asking(row, number, first_row, row.params.logprobs)
-        first_row += row.num_steps + 1
+        first_row += row.num_draft_tokens + 1
 
 
 def _by_request(scored: Sequence[ScoredTokens], table: Tensor) -> Logprobs:

@@ -60,6 +60,24 @@ def choose_verdict(
     return SyntheticVerdict(synthetic_acceptance)
 
 
+def forced_counts(
+    verdict: Verdict, num_steps: Sequence[int], sampling: SamplingRows
+) -> Tensor | None:
+    """Drafts kept of trees of `num_steps` levels, int32 [B]; None where the target decides.
+
+    sampling: num_steps + 1 rows of each sequence, by depth.
+    """
+    if not isinstance(verdict, SyntheticVerdict):
+        return None
+    roots = list(accumulate((steps + 1 for steps in num_steps[:-1]), initial=0))
+    counts = verdict.num_correct_drafts(
+        num_steps,
+        seeds=[sampling.seeds[root] for root in roots],
+        positions=[sampling.positions[root] for root in roots],
+    )
+    return torch.tensor(counts, dtype=torch.int32, device=sampling.inverse_temperature.device)
+
+
 class SyntheticVerdict:
     """A `Verdict` that keeps drafts by chance.
 

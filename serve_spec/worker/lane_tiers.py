@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
+from serve_spec.core.round import TreeShape
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.log import get_logger
 from serve_spec.runtime.graphs import (
@@ -43,15 +44,19 @@ class StageCapture:
     """What recording some stages took; those a tier shares with deeper ones are counted there.
 
     num_steps: the tier; None: what all tiers share, the stages over texts the host knows.
+    tree: what the tier drafts, if not chains.
     """
 
     num_steps: int | None
     num_stages: int
     seconds: float
     num_bytes: int
+    tree: TreeShape | None = None
 
     def __str__(self) -> str:
         what = "prompts" if self.num_steps is None else f"tier {self.num_steps}"
+        if self.tree is not None:
+            what = f"trees of {self.tree.num_draft_tokens} drafts, {self.tree.num_steps} deep"
         return (
             f"{what}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
             f"{self.seconds:.1f} s"
@@ -68,8 +73,9 @@ class _VerifyStage:
 
 
 class LaneTiers:
-    """All tiers of a worker, the deepest recorded first: the others fit into its memory.
+    """All tiers of a worker, the largest recorded first: the others fit into its memory.
 
+    Trees come before chains, and are recorded for every batch size.
     largest_batch: of a number of steps, the batch size beyond which no policy chooses it; None: it
     has no limit. The deepest tier has stages for every batch size, and stands in for the others.
     """
@@ -85,6 +91,7 @@ class LaneTiers:
         largest_batch: Callable[[int], int | None],
     ) -> None:
         self.states: dict[int, SpecRuntimeState] = {}
+        self.trees: dict[TreeShape, SpecRuntimeState] = {}
         self.report: list[StageCapture] = []
         self._eager = eager
         self._drafter = drafter
@@ -96,7 +103,7 @@ class LaneTiers:
             round.max_steps, eager.device, eager.synthetic_acceptance, eager.parallel
         )
         self._extends: dict[int, StageGraphs] = {}
-        self._verify_stages: dict[tuple[int, int], _VerifyStage] = {}
+        self._verify_stages: dict[tuple[int, int, bool], _VerifyStage] = {}
 
     def build(self) -> None:
         """Records every tier of the eager worker, then what runs over prompts.
@@ -104,6 +111,9 @@ class LaneTiers:
         Raises:
             MemoryError: one does not fit; says what each takes.
         """
+        for tree in sorted(self._eager.tree_tiers, key=_size, reverse=True):
+            with self._reported(tree.num_steps, tree):
+                self.trees[tree] = self._tree_tier(tree)
         for num_steps in tqdm(sorted(self._eager.tiers, reverse=True), "tiers", leave=False):
             with self._reported(num_steps):
                 self.states[num_steps] = self._tier(num_steps)
@@ -113,20 +123,21 @@ class LaneTiers:
         logger.info("recorded: %s", "; ".join(map(str, self.report)))
 
     @contextmanager
-    def _reported(self, num_steps: int | None) -> Iterator[None]:
+    def _reported(self, num_steps: int | None, tree: TreeShape | None = None) -> Iterator[None]:
         """Notes what recording this takes."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
         before = self._recorder.num_recorded
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise MemoryError(self._no_room_for(num_steps)) from error
+            raise MemoryError(self._no_room_for(num_steps, tree)) from error
         self.report.append(
             StageCapture(
                 num_steps,
                 self._recorder.num_recorded - before,
                 time.perf_counter() - started,
                 self._reserved_bytes() - reserved,
+                tree,
             )
         )
 
@@ -148,6 +159,17 @@ class LaneTiers:
         ]
 
     @torch.inference_mode()
+    def _tree_tier(self, tree: TreeShape) -> SpecRuntimeState:
+        most = self._round.max_batch_size
+        sizes = batch_sizes(most)
+        extend = self._extend_stages(tree.num_steps, sizes)
+        draft = StageGraphs({n: self._record_trees(n, tree) for n in reversed(sizes)})
+        query_len = tree.num_draft_tokens + 1
+        rows = row_counts(min(most * query_len, self._max_rows))
+        verify = self._record_verify_stages(rows, query_len, trees=True)
+        return replace(self._eager.tree_tiers[tree], stages=LaneStages(extend, draft, verify))
+
+    @torch.inference_mode()
     def _tier(self, num_steps: int) -> SpecRuntimeState:
         is_deepest = num_steps == max(self._eager.tiers)
         most = self._round.max_batch_size if is_deepest else self._largest(num_steps)
@@ -155,11 +177,7 @@ class LaneTiers:
         rows = row_counts(min(most * (num_steps + 1), self._max_rows)) if num_steps else sizes
         extend = draft = StageGraphs({})
         if num_steps and self._drafter is not None:
-            if is_deepest:
-                # What a round leaves behind, and an entry that the host leaves of older ones.
-                widest = max(WIDE_BACKLOG, num_steps + 2)
-                self._extends[widest] = self._record_extends(widest, sizes)
-            extend = self._extends[num_steps + 1] = self._record_extends(num_steps + 1, sizes)
+            extend = self._extend_stages(num_steps, sizes)
             draft = StageGraphs({n: self._record_draft(n, num_steps) for n in reversed(sizes)})
         verify = self._record_verify_stages(rows, num_steps + 1)
         stages = LaneStages(extend, draft, verify)
@@ -169,6 +187,18 @@ class LaneTiers:
         """The largest batch size a tier can be chosen for."""
         most = self._round.max_batch_size
         return min(most, self._largest_batch(num_steps) or most)
+
+    def _extend_stages(self, num_steps: int, sizes: Sequence[int]) -> StageGraphs:
+        """Catch-ups after rounds of `num_steps`; before the first of them the widest one."""
+        if not self._extends:
+            # What a round leaves behind, and an entry that the host leaves of older ones.
+            widest = max(WIDE_BACKLOG, self._round.max_steps + 2)
+            all_sizes = batch_sizes(self._round.max_batch_size)
+            self._extends[widest] = self._record_extends(widest, all_sizes)
+        length = num_steps + 1
+        if length not in self._extends or self._extends[length].sizes[-1] < sizes[-1]:
+            self._extends[length] = self._record_extends(length, sizes)
+        return self._extends[length]
 
     def _record_extends(self, extend_len: int, sizes: Sequence[int]) -> StageGraphs:
         drafter = self._drafter
@@ -192,7 +222,22 @@ class LaneTiers:
 
         return self._recorder.record(draft)
 
-    def _record_verify_stages(self, counts: Collection[int], query_len: int) -> VerifyGraphs:
+    def _record_trees(self, batch_size: int, tree: TreeShape) -> Run:
+        drafter, round = self._drafter, self._round
+        assert drafter is not None, "trees are a draft model's"
+        assert round.parents is not None, "a round with trees has room for them"
+        parents = round.parents
+
+        def draft() -> None:
+            drafter.draft_trees(round, batch_size, tree)
+            self._eager.parallel.broadcast(round.drafts)
+            self._eager.parallel.broadcast(parents)
+
+        return self._recorder.record(draft)
+
+    def _record_verify_stages(
+        self, counts: Collection[int], query_len: int, *, trees: bool = False
+    ) -> VerifyGraphs:
         """By rows. Tiers of about the same width share theirs: only attention's tiles differ.
 
         Products of some sizes take longer than those of larger ones; such sizes are left out, so
@@ -202,9 +247,9 @@ class LaneTiers:
         stages: dict[int, _VerifyStage] = {}
         fastest = math.inf
         for num_rows in sorted(counts, reverse=True):
-            key = num_rows, width
+            key = num_rows, width, trees
             if key not in self._verify_stages:
-                self._verify_stages[key] = self._record_verify(num_rows, width)
+                self._verify_stages[key] = self._record_verify(num_rows, width, trees=trees)
             stage = self._verify_stages[key]
             if stage.milliseconds <= fastest:
                 stages[num_rows], fastest = stage, stage.milliseconds
@@ -213,11 +258,12 @@ class LaneTiers:
     @torch.inference_mode()
     def _record_beside_prompts(self) -> VerifyGraphs:
         """By rows, those of prompts and those that draw, of whatever tier."""
-        width = max(PIECE_ROWS, 1 << self._round.max_steps.bit_length())
+        width = max(PIECE_ROWS, 1 << self._round.max_drafts.bit_length())
+        trees = bool(self.trees)
         counts = prompt_row_counts(self._round.pieces.max_rows)
         return _verify_graphs(
             {
-                num_rows: self._record_verify(num_rows, width, beside_prompts=True)
+                num_rows: self._record_verify(num_rows, width, beside_prompts=True, trees=trees)
                 for num_rows in reversed(counts)
             }
         )
@@ -234,16 +280,19 @@ class LaneTiers:
         )
 
     def _record_verify(
-        self, num_rows: int, width: int, *, beside_prompts: bool = False
+        self, num_rows: int, width: int, *, beside_prompts: bool = False, trees: bool = False
     ) -> _VerifyStage:
         logits = self._recorder.leftover()
+        target = self._eager.target
 
         def verify() -> None:
             rows = verify_rows(
-                self._eager.target, self._round, num_rows, width, beside_prompts=beside_prompts
+                target, self._round, num_rows, width, beside_prompts=beside_prompts, trees=trees
             )
             logits.leave(rows.logits)
-            self._judge(rows, self._round)
+            accepted = self._judge(rows, self._round)
+            if trees:
+                target.keep(rows.layout.slots, rows.layout.query_starts, accepted)
 
         run = self._recorder.record(verify)
         return _VerifyStage(run, self._milliseconds(run), logits)
@@ -260,11 +309,14 @@ class LaneTiers:
             else 0
         )
 
-    def _no_room_for(self, num_steps: int | None) -> str:
+    def _no_room_for(self, num_steps: int | None, tree: TreeShape | None) -> str:
         """What a device too small for the tiers is told."""
         held = "; ".join(map(str, self.report)) or "none was recorded"
         what = f"num_steps={num_steps}, max_num_seqs={self._round.max_batch_size}"
         way_out = f"leave {num_steps} out of the candidate steps (speculative_adaptive_config)"
+        if tree is not None:
+            what = f"speculative_num_draft_tokens={tree.num_draft_tokens + 1}, {what}"
+            way_out = "draft smaller trees, or chains (speculative_eagle_topk=1)"
         if num_steps is None:
             what = f"max_num_batched_tokens={self._max_rows}"
             way_out = "max_num_batched_tokens"
@@ -272,6 +324,10 @@ class LaneTiers:
             f"{what}: the device has no memory left for these stages (recorded so far: {held}). "
             f"Lower memory_fraction or max_num_seqs, or {way_out}"
         )
+
+
+def _size(tree: TreeShape) -> tuple[int, int]:
+    return tree.num_draft_tokens, tree.num_steps
 
 
 def _verify_graphs(stages: Mapping[int, _VerifyStage]) -> VerifyGraphs:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.plan import AheadLimits, PendingRound, RowPlan, StepPlan, StepResult
+from serve_spec.core.round import TreeShape
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.runtime.graphs import Recorder
 from serve_spec.runtime.lane_round import LaneRound
@@ -64,21 +65,29 @@ class LaneWorker:
         self.draft_dtype = eager.draft_dtype
         self.synthetic_acceptance = eager.synthetic_acceptance
         self._keeper = LaneKeeper(lanes)
-        self._seats: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+        self._seats: tuple[tuple[int, ...], ...] | None = None
         self._sharpness: float | None = None
         self._newest_timer: StageTimer | None = None
 
     @property
     def tiers(self) -> Mapping[int, SpecRuntimeState]:
-        """Recorded tiers by num_steps."""
+        """Recorded tiers of chains by num_steps."""
         return self.recorded.states
 
-    def init_states(self, candidate_steps: Iterable[int]) -> None:
+    @property
+    def tree_tiers(self) -> Mapping[TreeShape, SpecRuntimeState]:
+        """Recorded tiers of trees."""
+        return self.recorded.trees
+
+    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
         """Records every tier's stages, and the plain one's."""
-        self.eager.init_states(candidate_steps)
+        self.eager.init_states(candidate_steps, trees)
+        shapes = self.eager.tree_tiers
+        deepest = max((*self.eager.tiers, *(tree.num_steps for tree in shapes)))
+        largest = max((tree.num_draft_tokens for tree in shapes), default=0)
         head = None if self.drafter is None else self.drafter.head
         max_prompt_rows = min(MAX_PROMPT_ROWS, self.max_rows)
-        self.round = LaneRound.create(self.lanes, max(self.eager.tiers), head, max_prompt_rows)
+        self.round = LaneRound.create(self.lanes, deepest, head, max_prompt_rows, largest)
         self._read_backs = cycle(
             torch.empty_like(self.round.verdicts, device="cpu", pin_memory=self.lanes.pages.is_cuda)
             for _ in range(_ROUNDS_IN_FLIGHT + 1)
@@ -111,7 +120,7 @@ class LaneWorker:
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        tier = self.recorded.tier_for(max((row.num_steps for row in rows), default=0), len(rows))
+        tier = self._tier(plan, rows)
         if tier.num_steps:
             self._sharpen(plan.draft_sharpness)
             self._draft(rows, tier, plan.max_backlog)
@@ -124,6 +133,12 @@ class LaneWorker:
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a round to its end."""
         return self.submit(plan).result()
+
+    def _tier(self, plan: StepPlan, rows: Sequence[RowPlan]) -> SpecRuntimeState:
+        num_steps = max((row.num_steps for row in rows), default=0)
+        if plan.tree is not None and num_steps:
+            return self.recorded.trees[plan.tree]
+        return self.recorded.tier_for(num_steps, len(rows))
 
     def _draft(self, rows: Sequence[RowPlan], tier: SpecRuntimeState, max_backlog: int) -> None:
         """Catches up, then drafts; max_backlog: of the rows that catch up."""
@@ -154,7 +169,9 @@ class LaneWorker:
         read_back.copy_(self.round.verdicts, non_blocking=True)
         logprobs = None
         if plan.wants_logprobs:
-            logprobs = LaneLogprobs(members, verify.logits(num_rows), self.round)
+            trees = tier.tree is not None
+            logits = verify.logits(num_rows)
+            logprobs = LaneLogprobs(members, logits, self.round, trees=trees)
         return read_back[: len(members)], logprobs
 
     @staticmethod
@@ -164,7 +181,11 @@ class LaneWorker:
 
     def _seat(self, rows: Sequence[RowPlan]) -> None:
         """Tells the device who takes part, unless it is as the round before."""
-        seats = tuple(row.lane for row in rows), tuple(row.num_steps for row in rows)
+        seats = (
+            tuple(row.lane for row in rows),
+            tuple(row.num_steps for row in rows),
+            tuple(row.num_draft_tokens for row in rows),
+        )
         if seats != self._seats:
             self.round.seat(*seats)
             self._seats = seats

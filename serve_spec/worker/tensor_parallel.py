@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from serve_spec.core.plan import AheadLimits, PendingRound, StepPlan, StepResult
+from serve_spec.core.round import TreeShape
 from serve_spec.parallel.followers import Followers
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.worker.worker import Worker
@@ -50,15 +51,20 @@ class TensorParallelWorker:
 
     @property
     def tiers(self) -> Mapping[int, SpecRuntimeState]:
-        """Built tiers by num_steps."""
+        """See `Worker`."""
         return self._worker.tiers
 
-    def init_states(self, candidate_steps: Iterable[int]) -> None:
+    @property
+    def tree_tiers(self) -> Mapping[TreeShape, SpecRuntimeState]:
+        """See `Worker`."""
+        return self._worker.tree_tiers
+
+    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
         """Builds every tier on every rank."""
-        steps = tuple(candidate_steps)
-        self._followers.tell(steps)
+        order = tuple(candidate_steps), tuple(trees)
+        self._followers.tell(order)
         with self._followers.in_step():
-            self._worker.init_states(steps)
+            self._worker.init_states(*order)
 
     def submit(self, plan: StepPlan) -> PendingRound:
         """Starts a round on every rank."""
@@ -94,7 +100,7 @@ def obey(worker: Worker, orders: Iterable[object]) -> None:
                 before.result()
             before = newest
         else:
-            assert isinstance(order, tuple), "an order is a plan, or the steps of all tiers"
-            worker.init_states(order)
+            assert isinstance(order, tuple), "an order is a plan, or the shapes of all tiers"
+            worker.init_states(*order)
     if before is not None:
         before.result()  # rank 0 may still wait for this rank's part of it

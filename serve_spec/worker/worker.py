@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend
-from serve_spec.core.draft import DraftChain, VerifyResult, padded_drafts
+from serve_spec.core.draft import DraftChain, DraftTrees, VerifyResult, padded_drafts
 from serve_spec.core.plan import (
     AheadLimits,
     FinishedRound,
@@ -18,10 +19,11 @@ from serve_spec.core.plan import (
     StepPlan,
     StepResult,
 )
+from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Drafter
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.parallel.group import SINGLE, TensorParallel
-from serve_spec.runtime.inputs import verify_inputs
+from serve_spec.runtime.inputs import VerifyInputs, verify_inputs
 from serve_spec.runtime.score_edits import edit_round
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
@@ -33,7 +35,8 @@ from serve_spec.verify.logprobs import (
     prompt_tokens,
     read_logprobs,
 )
-from serve_spec.verify.synthetic import Acceptance, choose_verdict
+from serve_spec.verify.synthetic import Acceptance, choose_verdict, forced_counts
+from serve_spec.verify.trees import judge_trees
 
 
 class Worker(Protocol):
@@ -62,10 +65,15 @@ class Worker(Protocol):
 
     @property
     def tiers(self) -> Mapping[int, SpecRuntimeState]:
-        """Built tiers by num_steps."""
+        """Built tiers of chains by num_steps."""
         ...
 
-    def init_states(self, candidate_steps: Iterable[int]) -> None:
+    @property
+    def tree_tiers(self) -> Mapping[TreeShape, SpecRuntimeState]:
+        """Built tiers of trees."""
+        ...
+
+    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
         """Builds every tier the policy may choose, before the first round."""
         ...
 
@@ -79,7 +87,7 @@ class Worker(Protocol):
 
 
 class SpecWorker:
-    """A target, a drafter (or none) and one runtime state per tier.
+    """A target, a drafter (or none) and one runtime state per tier of chains and of trees.
 
     synthetic_acceptance: forces the verdict, for load tests; see `verify.synthetic`.
     rejection_sample_method: how drafts are judged; the drafter draws them for it.
@@ -112,6 +120,7 @@ class SpecWorker:
         self.parallel = parallel
         self.verdict = choose_verdict(synthetic_acceptance, rejection_sample_method)
         self.tiers: dict[int, SpecRuntimeState] = {}
+        self.tree_tiers: dict[TreeShape, SpecRuntimeState] = {}
         self.ahead: AheadLimits | None = None
 
     @property
@@ -124,18 +133,23 @@ class SpecWorker:
         """What the draft computes in; None: there is none."""
         return None if self.drafter is None else self.drafter.dtype
 
-    def init_states(self, candidate_steps: Iterable[int]) -> None:
+    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
         """Builds every tier the policy may choose, and the plain one, before the first round."""
         for num_steps in {0, *candidate_steps}:
             self.tiers[num_steps] = self.build_adaptive_runtime_state(num_steps)
+        for shape in trees:
+            self.tree_tiers[shape] = self.build_adaptive_runtime_state(shape.num_steps, shape)
 
-    def build_adaptive_runtime_state(self, num_steps: int) -> SpecRuntimeState:
+    def build_adaptive_runtime_state(
+        self, num_steps: int, tree: TreeShape | None = None
+    ) -> SpecRuntimeState:
         """Everything shaped by `num_steps`. Eager attention has no shapes, so tiers share it."""
         return SpecRuntimeState(
             num_steps,
             draft=self.draft_attention,
             verify=self.target_attention,
             extend=self.draft_attention,
+            tree=tree,
         )
 
     def submit(self, plan: StepPlan) -> PendingRound:
@@ -145,7 +159,7 @@ class SpecWorker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """One round: propose, run the target over every row, judge."""
-        tier = self.tiers[plan.num_steps]
+        tier = self._tier(plan)
         timer = StageTimer(self.device)
         timer.mark("start")
         sampling = self._sampling_rows(plan)
@@ -156,13 +170,11 @@ class SpecWorker:
         hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
         verdict = VerifyResult([])
         logprobs: Logprobs = {}
-        if drafts.num_steps:
+        if len(inputs.draw_rows):
             logits = self.target.logits(hidden[inputs.draw_rows])
-            edit_round(plan, inputs.token_ids[inputs.draw_rows], logits)
-            verdict = self.verdict(logits, drafts, sampling)
-            logprobs = self._read_logprobs(
-                emitted_tokens(plan, verdict.token_ids), lambda at: logits[at]
-            )
+            edit_round(plan, inputs.token_ids[inputs.draw_rows], logits, inputs.trees)
+            verdict = self._judge(plan, logits, drafts, sampling, inputs)
+            logprobs = self._read_logprobs(emitted_tokens(plan, verdict), lambda at: logits[at])
         prompt_logprobs = self._read_logprobs(
             prompt_tokens(plan), lambda at: self.target.logits(hidden[at])
         )
@@ -177,6 +189,9 @@ class SpecWorker:
             prompt_logprobs=prompt_logprobs,
         )
 
+    def _tier(self, plan: StepPlan) -> SpecRuntimeState:
+        return self.tiers[plan.num_steps] if plan.tree is None else self.tree_tiers[plan.tree]
+
     def _read_logprobs(
         self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]
     ) -> Logprobs:
@@ -184,7 +199,10 @@ class SpecWorker:
         return read_logprobs(scored, logits_of, self.vocab_size, self.device)
 
     def _sampling_rows(self, plan: StepPlan) -> SamplingRows:
-        """One row per draw of the round: row `r` of sequence b decides position length_b + r."""
+        """One row per position of the round: row `r` of sequence b decides length_b + r.
+
+        In a tree several draws decide one position.
+        """
         draws = [(row, i) for row in plan.sampling_rows for i in range(row.num_steps + 1)]
         return SamplingRows.create(
             params=[row.params for row, _ in draws],
@@ -195,9 +213,33 @@ class SpecWorker:
             draft_sharpness=plan.draft_sharpness,
         )
 
+    def _judge(
+        self,
+        plan: StepPlan,
+        logits: Tensor,
+        drafts: DraftChain | DraftTrees,
+        sampling: SamplingRows,
+        inputs: VerifyInputs,
+    ) -> VerifyResult:
+        """What every row emits. What a tree's kept drafts left in the caches becomes a chain's."""
+        if isinstance(drafts, DraftChain):
+            return self.verdict(logits, drafts, sampling)
+        trees = inputs.trees
+        assert trees is not None, "drafts that branch are verified as trees"
+        rows = plan.sampling_rows
+        steps = [row.num_steps for row in rows]
+        forced = forced_counts(self.verdict, steps, sampling)
+        params = [row.params for row in rows for _ in range(row.num_draft_tokens + 1)]
+        first = torch.tensor([0, *accumulate(n + 1 for n in steps)][:-1], device=self.device)
+        draws = sampling.spread(first[trees.owners] + trees.depths, params)
+        verdict, accepted = judge_trees(logits, trees, draws, max(steps), forced)
+        slots = inputs.batch.slots[inputs.draw_rows]
+        self.target.keep(slots, trees.query_starts, accepted)
+        return verdict
+
     def _propose(
         self, plan: StepPlan, sampling: SamplingRows, tier: SpecRuntimeState
-    ) -> DraftChain:
+    ) -> DraftChain | DraftTrees:
         rows = plan.sampling_rows
         steps = tuple(row.num_steps for row in rows)
         drafting = [b for b, num_steps in enumerate(steps) if num_steps]
@@ -207,6 +249,8 @@ class SpecWorker:
         if self.drafter is None:
             return DraftChain(self._from_text(rows), steps)
         root_draws = [sum(steps[:b]) + b for b in drafting]
+        if plan.tree is not None:
+            return self._propose_trees(rows, drafting, root_draws, sampling, tier)
         proposal = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
         tokens = proposal.token_ids
         # Ranks with different drafts would verify a mixture of them.
@@ -215,6 +259,26 @@ class SpecWorker:
             padded = torch.zeros(len(rows), tokens.shape[1], dtype=torch.int64, device=self.device)
             tokens = padded.index_copy(0, torch.tensor(drafting, device=self.device), tokens)
         return DraftChain(tokens, steps, proposal.laws)
+
+    def _propose_trees(
+        self,
+        rows: Sequence[RowPlan],
+        drafting: Sequence[int],
+        root_draws: Sequence[int],
+        sampling: SamplingRows,
+        tier: SpecRuntimeState,
+    ) -> DraftTrees:
+        assert self.drafter is not None, "trees are a draft model's"
+        found = self.drafter.propose_trees([rows[b] for b in drafting], root_draws, sampling, tier)
+        self.parallel.broadcast(found.token_ids)
+        self.parallel.broadcast(found.parents)
+        at = torch.tensor(drafting, device=self.device)
+
+        def padded(drafts: Tensor) -> Tensor:
+            return drafts.new_zeros(len(rows), drafts.shape[1]).index_copy(0, at, drafts)
+
+        counts = tuple(row.num_draft_tokens for row in rows)
+        return DraftTrees(padded(found.token_ids), padded(found.parents), counts)
 
     def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
         """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""

@@ -3,6 +3,7 @@
 import pytest
 
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round, texts
+from tests.unit.engine import test_trees
 from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
@@ -45,3 +46,28 @@ def test_changing_the_tier_every_round_never_changes_the_text_on_a_gpu(
     deepest = 4 if algorithm == "MEDUSA" else 7  # it has four heads
     switch_every_round(llm, [min(steps, deepest) for steps in SWITCHING])
     assert texts(llm.generate(prompts, params)) == plain
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"])
+@pytest.mark.parametrize(("topk", "rows"), [(2, 8), (4, 16), (8, 32)])
+def test_trees_never_change_the_text_on_a_gpu(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str, topk: int, rows: int
+) -> None:
+    prompts, params = prompts_and_params()
+    llm = test_trees.with_trees(make_llm, algorithm, (4, topk, rows))
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == plain
+    assert test_trees.sums(outputs)[2] > 0
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_changing_between_chains_and_trees_every_round_never_changes_the_text_on_a_gpu(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str
+) -> None:
+    prompts, params = prompts_and_params()
+    llm = test_trees.with_trees(
+        make_llm, algorithm, (4, 3, 13), num_pages=48, max_num_batched_tokens=40
+    )
+    switch_every_round(llm, test_trees.SWITCHING)
+    assert texts(llm.generate(prompts, params)) == plain
+    assert llm.engine.scheduler.num_preemptions > 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import takewhile
 
@@ -182,9 +182,10 @@ def test_tree_rows_see_their_ancestors_alone(
     heads = Heads(sliding_window=window)
     twins = Twins(heads, len(query_lens), 128)
     twins.check([(index, 30 + 5 * index) for index in range(len(query_lens))])
-    batch = twins.fast.batch(list(enumerate(query_lens)))
     rows, masks = twins.rows(sum(query_lens)), random_trees(query_lens)
-    plan = backend_of(heads, twins.dtype).plan(batch, twins.fast.pool, tree_mask=masks)
+    batch = twins.fast.batch(list(enumerate(query_lens)))
+    batch = replace(batch, tree_mask=masks.cuda(), tree_lens=query_lens)
+    plan = backend_of(heads, twins.dtype).plan(batch, twins.fast.pool)
     found = plan.run(1, rows, unrotated(len(rows), heads.head_dim))
 
     ends = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)

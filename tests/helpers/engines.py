@@ -11,7 +11,7 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.core.request import RequestOutput, TokenDelta
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
 MakeLLM = Callable[..., LLM]
@@ -51,23 +51,29 @@ def _repeating_heads(directory: Path, target: Path, num_heads: int) -> Path:
 
 
 class SwitchingController:
-    """Another tier every round, and another share of it for each row if `ragged`."""
+    """Another tier every round, and another share of it for each row if `ragged`.
 
-    def __init__(self, steps: Sequence[int], ragged: bool) -> None:
-        self.candidate_steps = tuple(sorted(set(steps)))
+    Tiers of chains are numbers of steps.
+    """
+
+    def __init__(self, tiers: Sequence[int | TreeShape], ragged: bool) -> None:
+        self.candidate_steps = tuple(sorted({t for t in tiers if isinstance(t, int)}))
+        self.trees = tuple(sorted({t for t in tiers if isinstance(t, TreeShape)}))
         self.ragged = ragged
         self.switch_reason = None
         self.notes = NO_NOTES
-        self._steps = cycle(steps)
+        self._tiers = cycle(tiers)
         self._num_rounds = 0
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         self._num_rounds += 1
-        num_steps = next(self._steps)
+        tier = next(self._tiers)
+        tree = tier if isinstance(tier, TreeShape) else None
+        num_steps = tier.num_steps if isinstance(tier, TreeShape) else tier
         if not self.ragged:
-            return RoundSteps(num_steps)
+            return RoundSteps(num_steps, tree=tree)
         row_steps = [num_steps - (self._num_rounds + i) % 3 for i in range(batch.size)]
-        return RoundSteps(num_steps, [max(0, steps) for steps in row_steps])
+        return RoundSteps(num_steps, [max(0, steps) for steps in row_steps], tree=tree)
 
     def on_verify_complete(self, verified: VerifiedRound) -> None:
         rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
@@ -119,9 +125,9 @@ def checked(llm: LLM) -> LLM:
     return llm
 
 
-def switch_every_round(llm: LLM, steps: Sequence[int], *, ragged: bool = True) -> None:
+def switch_every_round(llm: LLM, tiers: Sequence[int | TreeShape], *, ragged: bool = True) -> None:
     """Replaces the policy by one that changes tier every round: no policy would, engines must."""
     engine = llm.engine
-    controller = SwitchingController(steps, ragged)
-    engine.worker.init_states(controller.candidate_steps)
+    controller = SwitchingController(tiers, ragged)
+    engine.worker.init_states(controller.candidate_steps, controller.trees)
     engine.controller = controller  # type: ignore[assignment]

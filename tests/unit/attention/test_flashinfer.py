@@ -94,7 +94,7 @@ def test_a_row_sees_its_ancestors_and_what_is_committed_within_its_window(
     query_lens = [len(parents) for _, parents in forest]
     kv_lens = [before + count for (before, _), count in zip(forest, query_lens, strict=True)]
 
-    mask = pack_tree_mask(tree_mask, query_lens, kv_lens, window)
+    mask = pack_tree_mask(tree_mask, query_lens, kv_lens, query_lens, window)
 
     for (before, parents), sees in zip(forest, unpacked(mask, query_lens, kv_lens), strict=True):
         for row in range(len(parents)):
@@ -104,14 +104,15 @@ def test_a_row_sees_its_ancestors_and_what_is_committed_within_its_window(
             assert set(sees[row].nonzero()[0]) == {*committed, *(before + r for r in line)}
 
 
-def test_a_chain_is_the_tree_whose_mask_is_causal() -> None:
+@pytest.mark.parametrize("tree_len", [3, 0])
+def test_a_chain_is_the_tree_whose_mask_is_causal(tree_len: int) -> None:
     chain = torch.tensor([0b1, 0b11, 0b111])
-    (sees,) = unpacked(pack_tree_mask(chain, [3], [7], None), [3], [7])
+    (sees,) = unpacked(pack_tree_mask(chain, [3], [7], [tree_len], None), [3], [7])
     assert (sees == np.tri(3, 7, 4)).all()
 
 
 def test_every_sequence_of_a_mask_begins_at_a_byte() -> None:
-    mask = pack_tree_mask(torch.tensor([1, 1, 3, 1]), [1, 2, 1], [3, 5, 8], None)
+    mask = pack_tree_mask(torch.tensor([1, 1, 3, 1]), [1, 2, 1], [3, 5, 8], [1, 2, 1], None)
     assert mask.byte_starts.tolist() == [0, 1, 3, 4]
     assert len(mask.bits) == 4
 

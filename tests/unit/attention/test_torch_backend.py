@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 from torch import Tensor
 
 from serve_spec.attention import create_attention_backend
+from serve_spec.ops.paged_attention import PagedLayout, paged_attention
 from tests.helpers.paged import PagedSequences, unrotated
 
 # What float32 kernels differ by; those of GPUs accumulate in another order.
@@ -164,3 +165,53 @@ def test_a_backend_refuses_the_pool_of_another_model() -> None:
     backend = create_attention_backend("torch", Heads(4, 1))
     with pytest.raises(AssertionError, match="backend of its own"):
         backend.plan(scene.sequences.batch([(0, 1)]), scene.sequences.pool)
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("tree_lens", [(6, 6), (4, 7), (0, 5), (20, 5)])
+@pytest.mark.parametrize("newest", [2, 4])
+def test_rows_of_a_tree_see_the_text_and_their_own_path(
+    device: str, window: int | None, tree_lens: tuple[int, int], newest: int
+) -> None:
+    """The last rows of trees, some of whose entries are in the cache; a chain beside them."""
+    heads = Heads(4, 2, sliding_window=window)
+    sequences = PagedSequences(heads, 2, 60, device=device)
+    generator = torch.Generator().manual_seed(1)
+
+    def rows(count: int) -> Tensor:
+        return torch.randn(count, 8, heads.head_dim, generator=generator).to(device)
+
+    before = [(0, 17), (1, 12)]
+    text = rows(29)
+    sequences.extend(before).attention.run(1, text, unrotated(text))
+    masks: list[int] = []
+    for length in tree_lens:
+        paths = [1]
+        for entry in range(1, length):
+            parent = int(torch.randint(entry, (1,), generator=generator))
+            paths.append(paths[parent] | 1 << entry)
+        masks += paths[-newest:] if length else [0] * newest
+    older = [(index, length - newest) for index, length in enumerate(tree_lens) if length > newest]
+    if older:
+        cached = rows(sum(count for _, count in older))
+        sequences.extend(older).attention.run(1, cached, unrotated(cached))
+    batch = sequences.batch([(0, newest), (1, newest)])
+    batch = replace(batch, tree_mask=torch.tensor(masks, device=device), tree_lens=tree_lens)
+    heads_rows = rows(2 * newest)
+    plan = sequences.backend.plan(batch, sequences.pool)
+    found = plan.run(1, heads_rows, unrotated(heads_rows))
+    for index, length in enumerate(tree_lens):
+        part = slice(index * newest, (index + 1) * newest)
+        layout = PagedLayout(
+            tables=sequences.pages[index : index + 1].to(device, torch.int32),
+            query_starts=torch.tensor([0, newest], dtype=torch.int32, device=device),
+            kv_lens=torch.tensor([batch.kv_lens[index]], dtype=torch.int32, device=device),
+            page_size=sequences.page_size,
+            max_query_len=newest,
+            window=window,
+            tree_mask=torch.tensor(masks[part], device=device) if length else None,
+            tree_len=length or None,
+        )
+        pool = sequences.pool
+        expected = paged_attention(heads_rows[part, :4], pool.keys[1], pool.values[1], layout)
+        assert (found[part] - expected).abs().max() < TOLERANCE[device]

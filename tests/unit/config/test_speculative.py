@@ -10,27 +10,12 @@ import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.speculative import parse_update
+from serve_spec.ops.acceptance import MAX_ROWS
 
 
 def test_an_algorithm_that_needs_a_draft_is_refused_without_one(minimal: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"^speculative\.speculative_draft_model_path=None: EAG"):
         ServeSpecConfig.load(minimal, speculative_algorithm="EAGLE")
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "works"),
-    [
-        ("speculative_eagle_topk", 2, "1"),
-    ],
-)
-def test_what_is_not_there_yet_is_refused_with_what_works_now(
-    drafting: dict[str, Any], key: str, value: object, works: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ServeSpecConfig.load(drafting, **{key: value})
-    (problem,) = caught.value.problems
-    assert f".{key}={value!r}: not available in this version" in problem
-    assert problem.endswith(f"what works now: {works}")
 
 
 def test_drafts_from_the_text_need_no_checkpoint_and_refuse_one(
@@ -69,6 +54,46 @@ def test_a_chain_verifies_one_row_more_than_it_drafts(
         ServeSpecConfig.load(
             drafting, speculative_num_steps=num_steps, speculative_num_draft_tokens=num_steps + 2
         )
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "topk", "default"), [(3, 2, 7), (5, 4, 21), (1, 4, 5), (7, 10, 64), (0, 4, 1)]
+)
+def test_a_tree_verifies_its_root_and_topk_drafts_a_step_unless_told_otherwise(
+    drafting: dict[str, Any], num_steps: int, topk: int, default: int
+) -> None:
+    shape = {"speculative_num_steps": num_steps, "speculative_eagle_topk": topk}
+    config = ServeSpecConfig.load(drafting, **shape)
+    assert config.speculative.num_draft_tokens == default
+    told = ServeSpecConfig.load(
+        drafting, **shape, speculative_num_draft_tokens=num_steps + 1
+    ).speculative
+    assert told.num_draft_tokens == num_steps + 1
+
+
+@pytest.mark.parametrize("rows", [3, 16, 65])
+def test_a_tree_that_its_beam_can_not_make_is_refused(drafting: dict[str, Any], rows: int) -> None:
+    """Fewer rows than a path and its root, or more than the beam has candidates."""
+    with pytest.raises(ConfigError, match=r"have 4 to 11 rows, root included"):
+        ServeSpecConfig.load(
+            drafting,
+            speculative_num_steps=3,
+            speculative_eagle_topk=2,
+            speculative_num_draft_tokens=rows,
+        )
+
+
+def test_beams_that_no_mask_holds_are_refused(drafting: dict[str, Any]) -> None:
+    ok = {"speculative_num_steps": 9, "speculative_eagle_topk": 8}
+    assert ServeSpecConfig.load(drafting, **ok).speculative.num_draft_tokens == MAX_ROWS
+    for keys in ({**ok, "speculative_num_steps": 10}, {**ok, "speculative_eagle_topk": 65}):
+        with pytest.raises(ConfigError, match=r"speculative_eagle_topk=\d+: a beam of it may be"):
+            ServeSpecConfig.load(drafting, **keys)
+
+
+def test_drafts_from_the_text_do_not_branch(minimal: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"speculative_eagle_topk=2: NGRAM drafts one"):
+        ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", speculative_eagle_topk=2)
 
 
 @pytest.mark.parametrize(

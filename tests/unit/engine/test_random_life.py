@@ -6,17 +6,22 @@ from collections import defaultdict
 import pytest
 
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.core.round import TreeShape
 from tests.helpers.engines import MakeLLM, switch_every_round
+
+TIERS = {1: [0, 1, 3, 7], 3: [0, 3, TreeShape(2, 5), TreeShape(4, 12), TreeShape(4, 30)]}
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])
+@pytest.mark.parametrize("topk", TIERS)
 def test_requests_that_survive_random_traffic_say_what_they_say_alone(
-    make_llm: MakeLLM, execution: str
+    make_llm: MakeLLM, execution: str, topk: int
 ) -> None:
     rng = random.Random(0)
     sizes = {"num_pages": 32, "max_num_seqs": 5, "max_num_batched_tokens": 24}
-    llm = make_llm("EAGLE3", 3, max_model_len=96, execution=execution, **sizes)
-    switch_every_round(llm, [rng.choice([0, 1, 3, 7]) for _ in range(97)])
+    shape = {"speculative_eagle_topk": topk, "execution": execution}
+    llm = make_llm("EAGLE3", 3, max_model_len=96, **shape, **sizes)
+    switch_every_round(llm, [rng.choice(TIERS[topk]) for _ in range(97)])
     engine = llm.engine
     prompts: dict[str, tuple[list[int], SamplingParams]] = {}
     tokens: dict[str, list[int]] = defaultdict(list)

@@ -23,6 +23,7 @@ from torch import Tensor
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Proposal
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
@@ -30,7 +31,7 @@ from serve_spec.engine import build
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.follower import follow
 from serve_spec.engine.loop import EngineLoop
-from serve_spec.ops import fast
+from serve_spec.ops import draw, fast, sampling
 from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
@@ -136,6 +137,31 @@ def test_ranks_begin_with_the_pages_that_rank_0_finds(
     llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)
     assert [texts(llm) for _ in range(2)] == [plain] * 2
     assert llm.engine.counters.num_prefix_hit_tokens > 0
+    llm.shutdown()
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_any_number_of_ranks_verifies_the_trees_of_the_first(
+    threads: None,
+    make: MakeLLM,
+    plain: Texts,
+    execution: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where another rank's children are others."""
+    own = draw.likeliest_children, sampling.likeliest_children
+
+    def others(scores: Tensor, topk: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
+        children, likely = own[0](scores, topk, ids)
+        return (children.flip(1), likely) if is_follower() else (children, likely)
+
+    monkeypatch.setattr(draw, "likeliest_children", others)
+    monkeypatch.setattr(sampling, "likeliest_children", others)
+    llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2, execution=execution)
+    switch_every_round(llm, [TreeShape(4, 12), 0, 3, TreeShape(2, 5)])
+    assert texts(llm) == plain
+    counters = llm.engine.counters
+    assert counters.num_correct_drafts > counters.num_decode_rows / 2
     llm.shutdown()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +13,7 @@ from torch import Tensor
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import (
     DrawParams,
+    draw_children,
     draw_drafts,
     draw_tokens,
     perturbed_scores,
@@ -18,7 +21,13 @@ from serve_spec.ops.draw import (
     survivors,
 )
 from serve_spec.ops.noise import row_keys, seed_words
-from serve_spec.ops.sampling import SamplingRows, filter_scores, sample, sample_coupled
+from serve_spec.ops.sampling import (
+    SamplingRows,
+    filter_scores,
+    sample,
+    sample_children,
+    sample_coupled,
+)
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE
 
@@ -36,6 +45,10 @@ MIX = [
     SamplingParams(temperature=0.9, top_k=20, top_p=0.9, min_p=0.02),
     SamplingParams(temperature=1.0, top_k=1),
 ]
+
+CHILDREN = pytest.mark.parametrize(
+    "twin", [draw_children, draw_triton.draw_children], ids=["plain", "kernel"]
+)
 
 seeds = st.integers(-(2**63), 2**63 - 1)
 sampling_params = st.builds(
@@ -260,3 +273,50 @@ def test_no_filtered_token_is_ever_drawn(
     assert_same_draws(found, expected, perturbed_scores(logits, owners, positions, params))
     kept = torch.isfinite(filter_scores(logits[:1], [one]))[0].nonzero().flatten().tolist()
     assert set(found.tolist()) <= set(kept)
+
+
+@CHILDREN
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_children_are_those_of_the_sampling_law_the_first_of_them_the_chains(
+    twin: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool
+) -> None:
+    width = 700 if is_reduced else VOCAB
+    target_ids = torch.arange(3, 3 + 2 * width, 2) if is_reduced else None
+    on_device = None if target_ids is None else target_ids.to(DEVICE)
+    logits = randn(len(MIX), width, seed=4) * 3
+    positions, row_seeds = [90 + 7 * i for i in range(len(MIX))], [5 - i for i in range(len(MIX))]
+    rows = SamplingRows.create(MIX, row_seeds, positions, VOCAB, CPU, 0.85)
+    index = torch.arange(len(MIX))
+    ids, likely = sample_children(logits, rows, index, target_ids, 4)
+    assert torch.equal(ids[:, 0], sample_coupled(logits, rows, index, target_ids))
+    found = twin(
+        logits.to(DEVICE),
+        index.to(DEVICE, torch.int32),
+        torch.tensor(positions, device=DEVICE),
+        draw_params(MIX, row_seeds, DEVICE),
+        torch.tensor([0.85], device=DEVICE),
+        on_device,
+        4,
+    )
+    assert torch.equal(found[0].cpu(), ids)
+    torch.testing.assert_close(found[1].cpu(), likely, rtol=1e-4, atol=1e-4)
+
+
+@CHILDREN
+def test_a_row_that_holds_no_number_has_no_children(
+    twin: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    logits = randn(3, VOCAB)
+    logits[1, 1200] = float("nan")
+    logits[2] = float("-inf")
+    ids, _ = twin(
+        logits.to(DEVICE),
+        torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE),
+        torch.tensor([4, 5, 6], device=DEVICE),
+        draw_params(MIX, [1] * len(MIX), DEVICE),
+        torch.ones(1, device=DEVICE),
+        None,
+        3,
+    )
+    assert (ids[0] >= 0).all()
+    assert (ids[1:] == -1).all()

@@ -256,6 +256,26 @@ def test_a_tree_that_is_a_chain_is_a_chain(twin: Any) -> None:
 
 
 @TWINS
+@pytest.mark.parametrize("window", [None, 9])
+def test_the_newest_rows_of_a_tree_see_what_they_do_beside_the_others(
+    twin: Any, window: int | None
+) -> None:
+    """A beam's rows come last; the tree's other entries are in the cache."""
+    scene = Scene([(23, 6), (14, 6)], window=window, tree=True)
+    expected = scene.run(twin).view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
+    scene.query = scene.query.view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
+    assert scene.masks is not None
+    scene.layout = replace(
+        scene.layout,
+        query_starts=torch.tensor([0, 3, 6], dtype=torch.int32, device=DEVICE),
+        max_query_len=3,
+        tree_mask=scene.masks.view(2, 6)[:, 3:].flatten().to(DEVICE),
+        tree_len=6,
+    )
+    assert torch.allclose(scene.run(twin), expected, atol=1e-6)
+
+
+@TWINS
 def test_the_last_row_of_a_tree_has_a_bit(twin: Any) -> None:
     scene = Scene([(66, 64)], (1, 1), tree=True)
     scene.check(scene.run(twin))

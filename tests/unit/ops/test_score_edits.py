@@ -101,6 +101,40 @@ def test_a_row_is_edited_by_the_text_before_it_and_the_drafts_on_its_path(
 
 
 @pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=8, deadline=None)
+@given(sequences, st.data(), st.integers(0, 2**32))
+def test_a_row_of_a_tree_is_edited_by_the_drafts_on_its_path_alone(
+    way: object,
+    rows: list[tuple[SamplingParams, list[int], list[int], list[int]]],
+    data: st.DataObject,
+    seed: int,
+) -> None:
+    num_rows = sum(len(drafts) + 1 for *_, drafts in rows)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
+    columns: list[tuple[int, int, int, int, int]] = []
+    expected = []
+    for place, (params, prompt, generated, drafts) in enumerate(rows):
+        text, paths = prompt + generated, [list[int]()]
+        for offset, token in enumerate([text[-1], *drafts]):
+            parent = data.draw(st.integers(0, offset - 1)) if offset else 0
+            if offset:
+                paths.append([*paths[parent], token])
+            depth = len(paths[offset])
+            columns.append((place, len(text) + depth, token, depth, offset - parent))
+            row = logits[len(columns) - 1].tolist()
+            expected.append(edited(row, prompt, generated + paths[offset], params))
+    by_column = torch.tensor(columns, device=DEVICE).t().contiguous()
+    owners, positions, token_ids, depths, backs = by_column.unbind(0)
+    found = logits.to(DEVICE)
+    owners, depths, backs = (x.to(torch.int32) for x in (owners, depths, backs))
+    way.edit_scores(  # type: ignore[attr-defined]
+        found, owners, positions, token_ids, depths, table(rows), backs
+    )
+    torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_draft_without_a_token_counts_for_nothing(way: object) -> None:
     rows = [(SamplingParams(frequency_penalty=2.0), [1], [2], [5, 6])]
     found = [torch.zeros(3, VOCAB, device=DEVICE) for _ in range(2)]

@@ -8,10 +8,13 @@ import pytest
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.scheduler import Scheduler
+
+TOPK = 3
+TREES = [TreeShape(3, 8), TreeShape(1, 2), TreeShape(4, 30), TreeShape(7, 7)]
 
 
 def token_at(seed: int, position: int) -> int:
@@ -32,7 +35,9 @@ class PretendedWorker:
         drawn = []
         for row in plan.rows:
             assert row.token_ids, "an empty row"
-            assert row.length + row.num_steps <= len(row.page_ids) * self.page_size
+            written = max(row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.tree_drafts))
+            assert row.length + written <= len(row.page_ids) * self.page_size
+            assert (row.tree_drafts > 0) == (plan.tree is not None and row.num_steps > 0)
             for page in row.page_ids:
                 assert owners.setdefault(page, row.request_id) == row.request_id
             if row.num_steps:
@@ -57,7 +62,8 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
 
 def make(num_pages: int = 64, **limits: int | bool) -> Scheduler:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunked_prefill": True}
-    return Scheduler(SchedulerConfig(**{**settings, **limits}), KVCacheManager(num_pages, 4))
+    cache = KVCacheManager(num_pages, 4)
+    return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, topk=TOPK)
 
 
 def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
@@ -68,9 +74,10 @@ def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
 
 def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
     """Any tier, and any share of it for each row."""
-    num_steps = rng.choice([0, 1, 3, 7])
+    tree = rng.choice([None, *TREES])
+    num_steps = rng.choice([0, 1, 3, 7]) if tree is None else tree.num_steps
     rows = [rng.randint(0, num_steps) for _ in range(batch.size)]
-    return RoundSteps(num_steps, rng.choice([None, rows]))
+    return RoundSteps(num_steps, rng.choice([None, rows]), tree=tree)
 
 
 def run_to_the_end(scheduler: Scheduler, worker: PretendedWorker, num_steps: int) -> None:

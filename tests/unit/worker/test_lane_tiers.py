@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from serve_spec import LLM
+from serve_spec.core.round import TreeShape
 from serve_spec.runtime.graphs import PlainRecorder, Run
 from serve_spec.worker.lane_worker import LaneWorker
-from tests.helpers.engines import llm_maker, make_pair
+from tests.helpers.engines import Pair, llm_maker, make_pair, switch_every_round
 
 
 class SmallDevice(PlainRecorder):
@@ -26,8 +27,12 @@ class SmallDevice(PlainRecorder):
 
 
 @pytest.fixture(scope="module")
-def llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    pair = make_pair(tmp_path_factory.mktemp("pair"))
+def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return make_pair(tmp_path_factory.mktemp("pair"))
+
+
+@pytest.fixture(scope="module")
+def llm(pair: Pair) -> LLM:
     return llm_maker(pair, "cpu")("EAGLE3", 3, execution="lanes", max_num_seqs=8)
 
 
@@ -58,6 +63,35 @@ def test_after_the_start_nothing_is_recorded_whatever_is_chosen(llm: LLM) -> Non
             assert tier.stages.verify.padded(batch_size * (num_steps + 1)) > 0
     llm.generate([[1, 2, 3]] * 3)
     assert worker.recorder.num_recorded == before
+
+
+def test_trees_are_recorded_for_every_batch_size_before_the_first_request(pair: Pair) -> None:
+    llm = llm_maker(pair, "cpu")(
+        "EAGLE3", 2, execution="lanes", max_num_seqs=5, speculative_eagle_topk=3
+    )
+    worker = worker_of(llm)
+    shapes = [TreeShape(4, 12), TreeShape(2, 4)]
+    worker.init_states([0, 2], shapes)
+    assert set(worker.tree_tiers) >= set(shapes)
+    for shape in shapes:
+        stages = worker.tree_tiers[shape].stages
+        assert stages is not None
+        assert stages.draft.padded(5) == 5
+        assert stages.verify.padded(5 * (shape.num_draft_tokens + 1)) > 0
+    # A deeper tree leaves more behind than the deepest chain makes up.
+    assert worker.recorded.extend_for(5, 5).padded(5) == 5
+    switch_every_round(llm, [*shapes, 2, 0])
+    before = worker.recorder.num_recorded
+    llm.generate([[1, 2, 3]] * 5)
+    assert worker.recorder.num_recorded == before
+
+
+def test_trees_a_device_has_no_room_for_are_named_with_the_way_out(pair: Pair) -> None:
+    llm = llm_maker(pair, "cpu")("EAGLE3", 2, execution="lanes", speculative_eagle_topk=3)
+    worker = worker_of(llm)
+    worker.recorder = SmallDevice(4)
+    with pytest.raises(MemoryError, match=r"num_draft_tokens=13, num_steps=4.*topk=1\)"):
+        worker.init_states([0, 2], [TreeShape(4, 12)])
 
 
 def test_tiers_of_one_width_share_the_stages_of_their_verification(llm: LLM) -> None:

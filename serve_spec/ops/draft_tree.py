@@ -1,0 +1,135 @@
+"""Trees of drafts: a beam that grows level by level, and the best of all it met.
+
+EAGLE-2 (arXiv 2406.16858): every level has the topk likeliest children of each token of the beam;
+the topk likeliest of them, by the product of probabilities from the root on, are the next beam.
+Of all candidates of all levels the likeliest make the tree.
+
+    topk = 2      root ─┬─ a ─┬─ c        level 0: a b       beam a b
+                        │     └─ d        level 1: c d e f   beam c e
+                        └─ b ─┬─ e        the 4 likeliest: a c b e
+                              └─ f
+
+A score is a logarithm: a child's is its parent's and something not above 0. So the likeliest
+candidates hold their parents, too, if equal scores rank by number, and parents have the smaller
+one. All shapes are fixed: a GPU replays this without asking the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+_NEVER = float("-inf")
+
+
+class Level(NamedTuple):
+    """The candidates of one level, C of them: topk of the first one, topk² of each other.
+
+    token_ids: int64 [B, C], -1 for none. scores: float32 [B, C], sums of logarithms; -inf for none.
+    parents: int64 [B, C], each one's parent among the candidates of all levels; -1 for the root.
+    """
+
+    token_ids: Tensor
+    scores: Tensor
+    parents: Tensor
+
+
+class Beam(NamedTuple):
+    """Candidates of a level that have children, W of them; they take cache entries.
+
+    token_ids, scores: as in `Level`, [B, W]. numbers: int64 [B, W], which candidates they are.
+    befores: int64 [B, W], the place of each one's parent in the beam before.
+    masks: int64 [B, W], the entries on each one's path, its own included: bit l·topk + i stands for
+    place i of the beam of level l.
+    """
+
+    token_ids: Tensor
+    scores: Tensor
+    numbers: Tensor
+    befores: Tensor
+    masks: Tensor
+
+
+def root_beam(batch_size: int, device: torch.device) -> Beam:
+    """The roots alone: what comes before the first level. They take no entry of the beams'."""
+    none = torch.full((batch_size, 1), -1, dtype=torch.int64, device=device)
+    zero = torch.zeros_like(none)
+    return Beam(none, zero.float(), none, zero, zero)
+
+
+def grow(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
+    """The level number `step`, and its beam.
+
+    token_ids: int64 [B, W, topk], the children of every place of the beam `before`, -1 for none.
+    scores: float32 [B, W, topk], the logarithm of something that says how likely each is.
+    """
+    topk = token_ids.shape[2]
+    total = before.scores.unsqueeze(2) + scores.clamp(max=0.0)
+    total = total.where((token_ids >= 0) & (total == total), _NEVER).flatten(1)
+    parents = before.numbers.repeat_interleave(topk, dim=1)
+    level = Level(token_ids.flatten(1), total, parents)
+    best = total.argsort(dim=1, descending=True, stable=True)[:, :topk]
+    befores = best // topk
+    first = topk + (step - 1) * topk * topk if step else 0
+    own = torch.arange(step * topk, (step + 1) * topk, device=best.device)
+    return level, Beam(
+        token_ids=level.token_ids.gather(1, best),
+        scores=total.gather(1, best),
+        numbers=first + best,
+        befores=befores,
+        masks=before.masks.gather(1, befores) | torch.ones_like(own) << own,
+    )
+
+
+def choose_drafts(
+    levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """The likeliest candidates, a tree: parents are among them, and come before their children.
+
+    num_steps, num_draft_tokens: [B], the levels of each sequence that count, and how many drafts
+    are wanted, no more than those levels have, at most `width`.
+    Returns token ids int64 [B, width] and parents int32 [B, width] as in `core.draft.DraftTrees`;
+    what stands past `num_draft_tokens` is anything valid.
+    """
+    token_ids = torch.cat([level.token_ids for level in levels], dim=1)
+    parents = torch.cat([level.parents for level in levels], dim=1)
+    count = num_draft_tokens.unsqueeze(1)
+    scores = torch.cat(
+        [
+            level.scores.where(step < num_steps.unsqueeze(1), _NEVER)
+            for step, level in enumerate(levels)
+        ],
+        dim=1,
+    )
+    num_candidates = scores.shape[1]
+    ranked = scores.argsort(dim=1, descending=True, stable=True)[:, :width]
+    place = torch.arange(ranked.shape[1], device=scores.device)
+    # In order of their numbers; those that are not wanted stand last.
+    chosen = ranked.where(place < count, num_candidates).sort(dim=1).values
+    numbers = chosen.clamp(max=num_candidates - 1)
+    # Where each candidate went, counted from 1; the last column is the root's.
+    places = torch.zeros_like(scores[:, :1], dtype=torch.int64).repeat(1, num_candidates + 2)
+    places.scatter_(1, chosen, (place + 1).expand_as(chosen))
+    before = parents.gather(1, numbers)
+    before = before.where(before >= 0, num_candidates + 1)
+    return token_ids.gather(1, numbers), places.gather(1, before).to(torch.int32)
+
+
+def likeliest_children(
+    scores: Tensor, topk: int, target_ids: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """The topk best of every row, and the logarithm of its share of exp(scores).
+
+    scores: float32 [R, Vd], tempered, with the noise of their position where a row is random: what
+    the target will draw there is then told by these, not by probabilities alone. (Ranked by those,
+    trees kept a fifth less of the shipped pair's drafts at temperature 0.7.)
+    target_ids: as in `sampling.sample_coupled`. Returns int64 and float32 [R, topk]; the ids of a
+    row that holds a NaN, or nothing finite, are -1.
+    """
+    best, children = scores.topk(topk, dim=1)
+    likely = best - scores.logsumexp(dim=1, keepdim=True)
+    ids = children if target_ids is None else target_ids[children]
+    return ids.where(likely.isfinite(), -1), likely

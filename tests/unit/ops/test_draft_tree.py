@@ -1,0 +1,193 @@
+"""Trees of drafts against an oracle that knows nodes by their paths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from serve_spec.core.round import most_tree_drafts
+from serve_spec.ops.acceptance import tree_masks
+from serve_spec.ops.draft_tree import choose_drafts, grow, likeliest_children, root_beam
+
+Path = tuple[int, ...]
+Likely = Callable[[Path], list[float]]
+"""The logarithms of a path's children, the likeliest first; child i is token i."""
+
+
+def likelihoods(topk: int, seed: int, *, ties: bool) -> Likely:
+    """A random law over children; with ties, few values, certainty among them."""
+
+    def of(path: Path) -> list[float]:
+        generator = torch.Generator().manual_seed(hash((seed, path)) % 2**31)
+        if ties:
+            values = torch.randint(-2, 1, (topk,), generator=generator).float()
+        else:
+            values = -torch.rand(topk, generator=generator)
+        return values.sort(descending=True).values.tolist()
+
+    return of
+
+
+def tree_of(
+    likely: Likely, topk: int, steps: list[int], counts: list[int]
+) -> tuple[list[list[Path]], list[list[int]]]:
+    """The paths of what the beam makes of several sequences at once, and each one's parent."""
+    device = torch.device("cpu")
+    beam = root_beam(len(steps), device)
+    paths: list[list[Path]] = [[()] for _ in steps]
+    levels = []
+    for step in range(max(steps)):
+        scores = [[likely(path) for path in of_one] for of_one in paths]
+        tokens = torch.arange(topk).expand(len(steps), len(paths[0]), topk)
+        level, beam = grow(beam, tokens, torch.tensor(scores), step)
+        levels.append(level)
+        paths = [
+            [(*of_one[before], token) for before, token in zip(befores, ids, strict=True)]
+            for of_one, befores, ids in zip(
+                paths, beam.befores.tolist(), beam.token_ids.tolist(), strict=True
+            )
+        ]
+    ids, parents = choose_drafts(levels, torch.tensor(steps), torch.tensor(counts), max(counts))
+    found = []
+    for row, above, count in zip(ids.tolist(), parents.tolist(), counts, strict=True):
+        nodes: list[Path] = [()]
+        for token, parent in zip(row[:count], above[:count], strict=True):
+            assert parent < len(nodes), "a parent comes before its children"
+            nodes.append((*nodes[parent], token))
+        found.append(nodes[1:])
+    return found, [row[:n] for row, n in zip(parents.tolist(), counts, strict=True)]
+
+
+def oracle(likely: Likely, topk: int, num_steps: int, count: int) -> list[Path]:
+    """The same, node by node: all candidates of every level's beam, then the best of all."""
+
+    def score(path: Path) -> float:
+        total = 0.0
+        for depth, token in enumerate(path):
+            total = float(torch.tensor(total) + torch.tensor(likely(path[:depth])[token]))
+        return total
+
+    beam: list[Path] = [()]
+    candidates: list[Path] = []
+    for _ in range(num_steps):
+        level = [(*path, child) for path in beam for child in range(topk)]
+        candidates += level
+        beam = sorted(level, key=lambda path: -score(path))[:topk]
+    best = sorted(candidates, key=lambda path: -score(path))[:count]
+    return sorted(best, key=candidates.index)
+
+
+@st.composite
+def sizes(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
+    """topk, and the levels and drafts of a few sequences."""
+    topk = draw(st.integers(1, 4))
+    steps = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    return topk, steps, [draw(st.integers(1, most_tree_drafts(topk, n))) for n in steps]
+
+
+@settings(max_examples=80, deadline=None)
+@given(sizes(), st.integers(0, 1000), st.booleans())
+def test_a_tree_is_the_best_of_all_its_beams_met(
+    shape: tuple[int, list[int], list[int]], seed: int, ties: bool
+) -> None:
+    topk, steps, counts = shape
+    likely = likelihoods(topk, seed, ties=ties)
+    found, _ = tree_of(likely, topk, steps, counts)
+    for nodes, num_steps, count in zip(found, steps, counts, strict=True):
+        assert nodes == oracle(likely, topk, num_steps, count)
+
+
+@settings(max_examples=60, deadline=None)
+@given(sizes(), st.integers(0, 1000))
+def test_a_tree_holds_the_parents_of_all_it_holds_once_also_where_scores_are_equal(
+    shape: tuple[int, list[int], list[int]], seed: int
+) -> None:
+    topk, steps, counts = shape
+    found, _ = tree_of(likelihoods(topk, seed, ties=True), topk, steps, counts)
+    for nodes, num_steps, count in zip(found, steps, counts, strict=True):
+        assert len(set(nodes)) == len(nodes) == count
+        assert all(path[:-1] in {(), *nodes} for path in nodes)
+        assert max(map(len, nodes)) <= num_steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.data(), st.integers(0, 1000))
+def test_where_no_beam_is_cut_no_other_tree_is_likelier(
+    topk: int, data: st.DataObject, seed: int
+) -> None:
+    """Two levels: the beam of the first one is all of it."""
+    count = data.draw(st.integers(1, most_tree_drafts(topk, 2)))
+    likely = likelihoods(topk, seed, ties=False)
+
+    def score(path: Path) -> float:
+        return sum(likely(path[:depth])[token] for depth, token in enumerate(path))
+
+    def all_paths() -> Iterator[Path]:
+        for depth in (1, 2):
+            yield from product(range(topk), repeat=depth)
+
+    ((nodes, *_), _) = tree_of(likely, topk, [2], [count])
+    best = sorted(all_paths(), key=score, reverse=True)[:count]
+    assert sum(map(score, nodes)) == pytest.approx(sum(map(score, best)), abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(2, 5), st.integers(0, 1000))
+def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
+    topk: int, num_steps: int, seed: int
+) -> None:
+    likely = likelihoods(topk, seed, ties=False)
+    beam = root_beam(1, torch.device("cpu"))
+    paths: list[Path] = [()]
+    entries: list[Path] = []
+    for step in range(num_steps):
+        tokens = torch.arange(topk).expand(1, len(paths), topk)
+        _, beam = grow(beam, tokens, torch.tensor([[likely(path) for path in paths]]), step)
+        befores, ids = beam.befores[0].tolist(), beam.token_ids[0].tolist()
+        paths = [(*paths[before], token) for before, token in zip(befores, ids, strict=True)]
+        entries += paths
+        for path, mask in zip(paths, beam.masks[0].tolist(), strict=True):
+            seen = {entries[bit] for bit in range(len(entries)) if mask >> bit & 1}
+            assert seen == {path[: depth + 1] for depth in range(len(path))}
+
+
+def test_a_chain_of_the_likeliest_is_the_tree_of_topk_one() -> None:
+    found, parents = tree_of(likelihoods(1, 3, ties=False), 1, [4], [4])
+    assert found == [[(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]]
+    assert parents == [[0, 1, 2, 3]]
+    masks = tree_masks(torch.tensor([-1, *parents[0]], dtype=torch.int32), torch.tensor([0, 5]))
+    assert masks.tolist() == [1, 3, 7, 15, 31]
+
+
+@pytest.mark.parametrize("ids", [None, torch.arange(0, 60, 3)])
+def test_children_are_the_best_and_tell_their_share(ids: Tensor | None) -> None:
+    scores = torch.randn(5, 20, generator=torch.Generator().manual_seed(0)) * 3
+    found, likely = likeliest_children(scores, 4, ids)
+    shares = scores.softmax(1)
+    for row in range(5):
+        best = shares[row].argsort(descending=True)[:4]
+        assert found[row].tolist() == (best if ids is None else ids[best]).tolist()
+        torch.testing.assert_close(likely[row].exp(), shares[row, best])
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_rows_without_a_usable_number_have_no_children_and_no_say(bad: float) -> None:
+    scores = torch.zeros(2, 6)
+    scores[0, 3] = bad
+    found, likely = likeliest_children(scores, 2, None)
+    assert found[0].tolist() == [-1, -1]
+    nothing, _ = likeliest_children(torch.full((1, 6), float("-inf")), 2, None)
+    assert nothing.tolist() == [[-1, -1]]
+    beam = root_beam(1, torch.device("cpu"))
+    first, beam = grow(beam, torch.tensor([[[4, 5]]]), torch.tensor([[[-1.0, -2.0]]]), 0)
+    # The first of the beam is broken, so that the second one's children are all there are.
+    second, _ = grow(beam, found.unsqueeze(0), likely.unsqueeze(0), 1)
+    ids, parents = choose_drafts([first, second], torch.tensor([2]), torch.tensor([4]), 4)
+    assert ids.tolist() == [[4, 5, *found[1].tolist()]]
+    assert parents.tolist() == [[0, 0, 2, 2]]
