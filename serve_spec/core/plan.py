@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from serve_spec.core.logprobs import TokenLogprob
@@ -41,6 +41,8 @@ class RowPlan:
     `draft_ids` are `num_steps` drafts that the host found in the text; no draft model is asked.
     `edited` is there for rows that draw and whose request edits scores, unless the row follows one
     that is under way: then the tokens before it are known to the device alone.
+    `generated_ids` are the committed tokens after the prompt, of rows that draw by a grammar; no
+    such row follows one that is under way.
     """
 
     request_id: str
@@ -62,6 +64,7 @@ class RowPlan:
     scored_ids: tuple[int, ...] = ()
     draft_ids: tuple[int, ...] = ()
     edited: EditedText | None = None
+    generated_ids: tuple[int, ...] = ()
 
     @property
     def length(self) -> int:
@@ -130,6 +133,17 @@ class StepPlan:
     def sampling_rows(self) -> tuple[RowPlan, ...]:
         """The rows that draw a token this round, in order."""
         return tuple(row for row in self.rows if row.samples)
+
+    @property
+    def has_grammars(self) -> bool:
+        """Whether what some row draws is ruled by a grammar."""
+        return any(row.params.grammar is not None for row in self.sampling_rows)
+
+    def cut(self, num_steps: Sequence[int]) -> StepPlan:
+        """The same round with fewer drafts verified: so many of each sampling row."""
+        left = iter(num_steps)
+        rows = (replace(row, num_steps=next(left)) if row.samples else row for row in self.rows)
+        return replace(self, rows=tuple(rows))
 
     @property
     def wants_logprobs(self) -> bool:

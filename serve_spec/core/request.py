@@ -8,6 +8,7 @@ from enum import StrEnum
 from functools import cached_property
 
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.logprobs import MAX_LOGPROBS, TokenLogprob
 
 
@@ -49,6 +50,11 @@ class SamplingParams:
     would end the text (`stop_token_ids`, and the end-of-text tokens, also with `ignore_eos`) until
     `min_tokens` are generated; before that no `stop` string ends it either.
 
+    With a `grammar`, last of all tokens are ruled out that do not lead to a text of it. Where it
+    leaves the end of the text alone, the text ends, whatever `ignore_eos` says. Where those other
+    rules would leave none of the tokens that it allows, they yield: the text may end before
+    `min_tokens`, and bad tokens may come.
+
     `logprobs` asks for the log-probability of every generated token and of that many likeliest ones
     (0: of the generated token alone; None: of nothing). They are those of the distribution the
     token was drawn from: edited, tempered, filtered, and normalised over what is left; for greedy
@@ -69,6 +75,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     bad_token_ids: Sequence[int] = ()
     min_tokens: int = 0
+    grammar: Grammar | None = None
     seed: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -142,6 +149,7 @@ _TYPES: dict[str, tuple[tuple[type, ...], str]] = {
     "presence_penalty": ((int, float), "a number"),
     "repetition_penalty": ((int, float), "a number"),
     "min_tokens": ((int,), "an integer"),
+    "grammar": ((Grammar, type(None)), "a Grammar or None"),
     "seed": ((int, type(None)), "an integer or None"),
     "ignore_eos": ((bool,), "True or False"),
     "logprobs": ((int, type(None)), "an integer or None"),

@@ -37,6 +37,8 @@ from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import Launcher, launch
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.scheduler.scheduler import Scheduler
+from serve_spec.structured.compiler import GrammarCompiler
+from serve_spec.structured.masks import Grammars
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
 from serve_spec.worker.worker import SpecWorker, Worker
 
@@ -311,9 +313,18 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
         page_size=page_size,
         vocab_size=target.shape.vocab_size,
         device=device,
+        grammars=Grammars(_grammar_compiler(config, target.shape)),
         synthetic_acceptance=config.speculative.synthetic_acceptance,
         rejection_sample_method=config.speculative.rejection_sample_method,
         parallel=loaded.parallel,
+    )
+
+
+def _grammar_compiler(config: ServeSpecConfig, shape: ModelShape) -> GrammarCompiler:
+    """For the first request with a grammar: nothing is read before."""
+    folder = Path(config.model.path)
+    return GrammarCompiler(
+        lambda: Tokenizer(folder).describe(), shape.vocab_size, shape.eos_token_ids
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.policy import Reason
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import PendingRound, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes, RoundTimes, VerifiedRound
@@ -103,7 +104,7 @@ class SpecEngine:
         self._outputs: dict[str, OutputText] = {}
         self._flight: _Flight | None = None
         self._settled_at = 0.0
-        scheduler.on_leave = lambda seq: self.controller.forget(seq.request_id)
+        scheduler.on_leave = self._forget
 
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
@@ -135,8 +136,8 @@ class SpecEngine:
         emitted: what another engine generated of it, part of `max_tokens` and all other counts.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long, or not of this vocabulary, or the score
-                edits name other tokens or leave none.
+            InvalidRequest: the prompt is empty, too long, or not of this vocabulary, the score
+                edits name other tokens or leave none, or the grammar can not be compiled.
         """
         token_ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
@@ -154,6 +155,8 @@ class SpecEngine:
             raise InvalidRequest("max_tokens", params.max_tokens, fix)
         held = held_token_ids(params, self.eos_token_ids, self.num_ids)
         check_token_ids(params, held, self.num_ids)
+        if params.grammar is not None:
+            self._check_grammar(params.grammar)
         seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
         forced = self.worker.synthetic_acceptance is not None
         stats = SpeculationStats(synthetic_acceptance=forced)
@@ -232,6 +235,16 @@ class SpecEngine:
         if self._followers is not None:
             self._followers.stop()
         gc.unfreeze()
+
+    def _check_grammar(self, grammar: Grammar) -> None:
+        if self.worker.synthetic_acceptance is not None:
+            raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
+        self.worker.grammars.check(grammar)
+
+    def _forget(self, seq: Sequence) -> None:
+        """Of a sequence that leaves the batch, for a while or for good."""
+        self.controller.forget(seq.request_id)
+        self.worker.grammars.forget(seq.request_id)
 
     def _encode(self, prompt: str) -> list[int]:
         try:

@@ -26,7 +26,7 @@ class OutputText:
         self._tokenizer = tokenizer
         self._stop = params.stop
         self._ends = set(params.stop_token_ids)
-        if not params.ignore_eos:
+        if not params.ignore_eos or params.grammar is not None:
             self._ends |= set(eos_token_ids)
         self._num_remaining = seq.num_remaining
         self._may_stop_below = params.max_tokens - params.min_tokens

@@ -52,6 +52,13 @@ class Tokenizer:
         """The text of token_ids without special tokens; incomplete characters become U+FFFD."""
         return str(self._tokenizer.decode(token_ids))
 
+    def describe(self) -> str:
+        """Its tokenizer.json, without what would cut or pad a text."""
+        plain = HFTokenizer.from_str(self._tokenizer.to_str())
+        plain.no_truncation()
+        plain.no_padding()
+        return str(plain.to_str())
+
     @cached_property
     def spell(self) -> Speller:
         """The bytes of one token."""

@@ -25,6 +25,7 @@ from serve_spec.ops import (
     rotary,
     score_edits,
     shared_sum,
+    token_masks,
 )
 from serve_spec.ops import linear as plain_linear
 from serve_spec.ops import paged_attention as plain_paged_attention
@@ -63,6 +64,16 @@ def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
         score_edits_triton.count_tokens(members, verdicts, edits)
     else:
         score_edits.count_tokens(members, verdicts, edits)
+
+
+def mask_scores(logits: Tensor, places: Tensor, words: Tensor) -> None:
+    """See `token_masks.mask_scores`."""
+    if logits.is_cuda:
+        from serve_spec.ops import token_masks_triton
+
+        token_masks_triton.mask_scores(logits, places, words)
+    else:
+        token_masks.mask_scores(logits, places, words)
 
 
 def draw_tokens(

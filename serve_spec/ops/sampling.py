@@ -1,9 +1,9 @@
 """The sampling law: one ordered pipeline from logits to a token, for plain and verified rows alike.
 
-edits → temperature → top-k → top-p → min-p (joint on the tempered distribution)
+edits → masks by grammar → temperature → top-k → top-p → min-p (joint on the tempered distribution)
 → argmax(score + noise)
 
-The logits here come edited (`ops/score_edits.py`) where their request asks for it. A row's token
+The logits here come edited (`ops/score_edits.py`, `ops/token_masks.py`) where their request asks for it. A row's token
 depends on them, its parameters and (seed, position) alone: never on the other rows of the batch.
 Greedy rows are argmax; ties go to the smallest token id.
 """
@@ -11,7 +11,7 @@ Greedy rows are argmax; ties go to the smallest token id.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -99,6 +99,27 @@ class SamplingRows:
             noise=noise,
             filtered=tuple(r for r, p in enumerate(params) if p.filters and not p.is_greedy),
             draft_sharpness=draft_sharpness,
+        )
+
+    def select(self, rows: Sequence[int]) -> SamplingRows:
+        """These of the rows."""
+        chosen = replace(
+            self,
+            params=tuple(self.params[r] for r in rows),
+            seeds=tuple(self.seeds[r] for r in rows),
+            positions=tuple(self.positions[r] for r in rows),
+        )
+        index = torch.tensor(rows, dtype=torch.int64, device=self.inverse_temperature.device)
+        if self.drawn is not None:
+            drawn = self.drawn
+            drawn = replace(drawn, owners=drawn.owners[index], positions=drawn.positions[index])
+            return replace(chosen, drawn=drawn)
+        return replace(
+            chosen,
+            inverse_temperature=self.inverse_temperature[index],
+            is_random=self.is_random[index],
+            noise=None if self.noise is None else self.noise[index],
+            filtered=tuple(n for n, r in enumerate(rows) if r in self.filtered),
         )
 
 

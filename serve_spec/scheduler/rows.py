@@ -91,6 +91,11 @@ def edited_text(seq: Sequence) -> EditedText | None:
     return EditedText(seq.num_prompt_tokens, counted, seq.held_token_ids)
 
 
+def generated_ids(seq: Sequence) -> tuple[int, ...]:
+    """See `RowPlan.generated_ids`."""
+    return () if seq.params.grammar is None else tuple(seq.output_token_ids)
+
+
 def decode_row(
     seq: Sequence, drafts: RowDrafts, backlog: int, kept_up: int, *, is_under_way: bool = False
 ) -> RowPlan:
@@ -120,6 +125,7 @@ def decode_row(
         backlog=backlog,
         lane=seq.lane,
         edited=None if is_under_way else edited_text(seq),
+        generated_ids=generated_ids(seq),
     )
 
 
@@ -142,6 +148,7 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
         scored_start=scored.start,
         scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
         edited=edited_text(seq) if samples else None,
+        generated_ids=generated_ids(seq) if samples else (),
     )
 
 

@@ -148,7 +148,7 @@ class Scheduler:
         self, before: StepPlan, choose_steps: ChooseSteps, ahead: AheadLimits
     ) -> StepPlan | None:
         """The round after `before`, which still runs; None where its outcome must be known first,
-        as it must for drafts from the text.
+        as it must for drafts from the text, and for masks that go by it.
 
         Only where there is room for whatever `before` commits: nothing is preempted.
         """
@@ -157,6 +157,8 @@ class Scheduler:
         under_way = {row.request_id: row for row in before.rows}
         self._admit()
         decoding, prompts = self._after(under_way)
+        if any(seq.params.grammar for seq in (*decoding, *(prompt.seq for prompt in prompts))):
+            return None
         room = self._room_ahead(ahead, prompts, len(decoding))
         if room is None or not (decoding or prompts):
             return None

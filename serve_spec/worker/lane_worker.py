@@ -64,6 +64,7 @@ class LaneWorker:
         self.dtype = eager.dtype
         self.draft_dtype = eager.draft_dtype
         self.synthetic_acceptance = eager.synthetic_acceptance
+        self.grammars = eager.grammars
         self._keeper = LaneKeeper(lanes)
         self._seats: tuple[tuple[int, ...], ...] | None = None
         self._sharpness: float | None = None

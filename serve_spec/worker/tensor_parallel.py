@@ -30,6 +30,7 @@ class TensorParallelWorker:
         self.vocab_size = worker.vocab_size
         self.device = worker.device
         self.synthetic_acceptance = worker.synthetic_acceptance
+        self.grammars = worker.grammars
         self.execution = worker.execution
         self._worker = worker
         self._followers = followers

@@ -21,6 +21,7 @@ from serve_spec.core.plan import (
 )
 from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Drafter
+from serve_spec.ops import fast
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.runtime.inputs import VerifyInputs, verify_inputs
@@ -28,6 +29,8 @@ from serve_spec.runtime.score_edits import edit_round
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.runtime.timer import StageTimer
+from serve_spec.runtime.token_masks import mask_tensors
+from serve_spec.structured.masks import Grammars, RoundMasks
 from serve_spec.verify.logprobs import (
     Logprobs,
     ScoredTokens,
@@ -45,6 +48,7 @@ class Worker(Protocol):
     vocab_size: int
     device: torch.device
     synthetic_acceptance: Acceptance | None
+    grammars: Grammars
     execution: str
     """How decode rounds run: eager, or lanes."""
 
@@ -105,6 +109,7 @@ class SpecWorker:
         page_size: int,
         vocab_size: int,
         device: torch.device,
+        grammars: Grammars,
         synthetic_acceptance: Acceptance | None = None,
         rejection_sample_method: str = "coupled",
         parallel: TensorParallel = SINGLE,
@@ -116,6 +121,7 @@ class SpecWorker:
         self.page_size = page_size
         self.vocab_size = vocab_size
         self.device = device
+        self.grammars = grammars
         self.synthetic_acceptance = synthetic_acceptance
         self.parallel = parallel
         self.verdict = choose_verdict(synthetic_acceptance, rejection_sample_method)
@@ -166,6 +172,10 @@ class SpecWorker:
         timer.mark("noise made")
         drafts = self._propose(plan, sampling, tier)
         timer.mark("drafted")
+        masks = None
+        if plan.has_grammars:
+            masks = self.round_masks(plan, drafts.token_ids)
+            plan, drafts, sampling = _without_illegal_drafts(plan, drafts, sampling, masks)
         inputs = verify_inputs(plan, drafts, self.page_size, self.device)
         hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
         verdict = VerifyResult([])
@@ -173,6 +183,8 @@ class SpecWorker:
         if len(inputs.draw_rows):
             logits = self.target.logits(hidden[inputs.draw_rows])
             edit_round(plan, inputs.token_ids[inputs.draw_rows], logits, inputs.trees)
+            if masks is not None:
+                fast.mask_scores(logits, *mask_tensors(masks, self.device))
             verdict = self._judge(plan, logits, drafts, sampling, inputs)
             logprobs = self._read_logprobs(emitted_tokens(plan, verdict), lambda at: logits[at])
         prompt_logprobs = self._read_logprobs(
@@ -191,6 +203,18 @@ class SpecWorker:
 
     def _tier(self, plan: StepPlan) -> SpecRuntimeState:
         return self.tiers[plan.num_steps] if plan.tree is None else self.tree_tiers[plan.tree]
+
+    def round_masks(self, plan: StepPlan, drafts: Tensor) -> RoundMasks:
+        """What the draws of a round may be; drafts: of each sampling row, [B, K] or more rows.
+
+        The host waits for the drafts, unless they are its own.
+        """
+        rows = plan.sampling_rows
+        known = [row.draft_ids for row in rows]
+        is_made_here = any(row.num_steps > len(row.draft_ids) for row in rows)
+        return self.grammars.round_masks(
+            rows, drafts[: len(rows)].tolist() if is_made_here else known
+        )
 
     def _read_logprobs(
         self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]
@@ -285,3 +309,22 @@ class SpecWorker:
         depth = max(row.num_steps for row in rows)
         tokens = padded_drafts((row.draft_ids for row in rows), depth)
         return torch.tensor(tokens, dtype=torch.int64, device=self.device)
+
+
+def _without_illegal_drafts(
+    plan: StepPlan, drafts: DraftChain, sampling: SamplingRows, masks: RoundMasks
+) -> tuple[StepPlan, DraftChain, SamplingRows]:
+    """The same round without drafts that can not be drawn, nor those behind them."""
+    if masks.num_steps == drafts.num_steps:
+        return plan, drafts, sampling
+    draws = [
+        (depth, most)
+        for before, most in zip(drafts.num_steps, masks.num_steps, strict=True)
+        for depth in range(before + 1)
+    ]
+    left = [number for number, (depth, most) in enumerate(draws) if depth <= most]
+    return (
+        plan.cut(masks.num_steps),
+        DraftChain(drafts.token_ids, masks.num_steps),
+        sampling.select(left),
+    )

@@ -44,14 +44,16 @@ MAY_IMPORT = {
     "attention": ["core", "ops", "kvcache"],
     "models": ["core", "config", "parallel", "layers"],
     "scheduler": ["core", "config", "kvcache"],
-    "runtime": ["core", "config", "parallel", "ops", "kvcache", "attention", "models"],
+    "structured": ["core"],
+    "runtime": ["core", "config", "parallel", "ops", "kvcache", "attention", "models", "structured"],
     "drafters": ["core", "config", "ops", "kvcache", "attention", "models", "runtime"],
     "worker": [
         "core", "config", "parallel", "ops", "kvcache", "runtime", "drafters", "verify",
+        "structured",
     ],
     "engine": [
         "core", "config", "metrics", "adaptive", "attention", "drafters", "kvcache", "models",
-        "parallel", "runtime", "scheduler", "worker",
+        "parallel", "runtime", "scheduler", "structured", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": [
@@ -71,9 +73,10 @@ CONFINED = {
     "starlette": ["serving/"],
     "pydantic": ["config/", "serving/openai.py"],
     "transformers": ["engine/tokenizer.py", "models/shape.py", "training/", "bench/hf_model.py"],
+    "llguidance": ["structured/compiler.py"],
     "safetensors": ["models/weights.py", "training/"],
 }
-TORCH_FREE = ["config/", "adaptive/", "serving/", "metrics.py"]
+TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]
 
 # Decisions are pure: time arrives as a number, files as a mapping, chance not at all.
 PURE = ["adaptive/"]

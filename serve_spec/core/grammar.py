@@ -1,0 +1,74 @@
+"""What a text has to look like: a grammar as a request states it. Data only; nothing is compiled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from serve_spec.core.errors import InvalidRequest
+
+MAX_GRAMMAR_CHARS = 2**15
+"""What a grammar takes, to compile and for every token, grows with its length."""
+
+
+class GrammarKind(StrEnum):
+    """The languages grammars are written in."""
+
+    JSON_SCHEMA = "json_schema"
+    REGEX = "regex"
+    EBNF = "grammar"
+    CHOICE = "choice"
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """The whole generated text is to match this.
+
+    JSON_SCHEMA: a JSON Schema; REGEX: a regular expression, without look-around; EBNF: Lark's
+    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of texts, one of which is said.
+    `source` is the field of the request it came from, which refusals name.
+    """
+
+    kind: GrammarKind
+    text: str
+    source: str = field(default="grammar", compare=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.text, str) or not self.text:
+            raise InvalidRequest(self.source, self.text, "give a text that is not empty")
+        if len(self.text) > MAX_GRAMMAR_CHARS:
+            fix = f"shorten it to at most {MAX_GRAMMAR_CHARS} characters"
+            raise self.refusal(fix)
+        try:
+            self.text.encode()
+        except UnicodeEncodeError as error:
+            raise self.refusal(f"not a Unicode text: {error.reason}") from None
+
+    @classmethod
+    def json_schema(cls, schema: object, source: str = "grammar") -> Grammar:
+        """JSON that is valid under a schema: an object, or the JSON text of one."""
+        if isinstance(schema, str):
+            return cls(GrammarKind.JSON_SCHEMA, schema, source)
+        try:
+            return cls(GrammarKind.JSON_SCHEMA, json.dumps(schema), source)
+        except (TypeError, RecursionError) as error:
+            fix = f"not a JSON Schema: {error}"
+            raise InvalidRequest(source, f"<{type(schema).__name__}>", fix) from None
+
+    @classmethod
+    def json_object(cls, source: str = "grammar") -> Grammar:
+        """Any JSON object."""
+        return cls.json_schema({"type": "object"}, source)
+
+    @classmethod
+    def choice(cls, texts: Sequence[str], source: str = "grammar") -> Grammar:
+        """One of some texts."""
+        if not texts or not all(texts):
+            raise InvalidRequest(source, texts, "give one text at least, and none that is empty")
+        return cls(GrammarKind.CHOICE, json.dumps(list(texts)), source)
+
+    def refusal(self, fix: str) -> InvalidRequest:
+        """An error that names where this came from; the text itself may be long."""
+        return InvalidRequest(self.source, f"<{self.kind} of {len(self.text)} characters>", fix)

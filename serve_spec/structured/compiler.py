@@ -1,0 +1,192 @@
+"""Grammars compiled to matchers. The one file that knows the library, llguidance."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable, Sequence
+from functools import cached_property, lru_cache
+from typing import TypeVar
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
+from numpy.typing import NDArray
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import Grammar, GrammarKind
+from serve_spec.structured.schema import check_schema
+
+Mask = NDArray[np.uint32]
+"""One bit per token id, the lowest first: whether the token may come next; [ceil(V / 32)]."""
+
+_KEPT_GRAMMARS = 64
+"""Compiled grammars that are kept: they are the same request after request."""
+
+_LIMITS = LLParserLimits(
+    max_items_in_row=20_000,  # a choice of a few thousand properties
+    max_lexer_states=50_000,  # up to 2 kB each
+    verbose_errors=False,
+)
+
+_STACK_BYTES = 512 * 2**20
+"""References make the compiler recurse: as deep as the longest grammar can, about a tenth of this
+is touched. The rest is address space."""
+
+_WHITESPACE = r"[ \t\n\r]{0,32}"
+"""Between JSON's tokens. Models that may write any amount sometimes write nothing else."""
+
+_NESTED = re.compile(r"%\s*(json|regex|lark|llguidance|import)\b")
+_MAX_PROBLEM_CHARS = 300
+T = TypeVar("T")
+
+
+class Matcher:
+    """Where a text stands in its grammar."""
+
+    def __init__(self, matcher: LLMatcher, num_words: int) -> None:
+        self._matcher = matcher
+        self._num_words = num_words
+
+    def copy(self) -> Matcher:
+        """One that goes its own way from here on."""
+        return Matcher(self._matcher.deep_copy(), self._num_words)
+
+    def advance(self, token_ids: Sequence[int]) -> bool:
+        """Takes tokens in; whether the text may go like this. After False it may not go on."""
+        return not token_ids or bool(self._matcher.consume_tokens(list(token_ids)))
+
+    def go_back(self, num_tokens: int) -> None:
+        """Takes the last tokens back."""
+        if num_tokens:
+            self._matcher.rollback(num_tokens)
+
+    def mask(self) -> Mask | None:
+        """What may come next: end tokens too where the text may end here. None: nothing at all, be
+        it that the grammar was too much for the library's limits."""
+        if self._matcher.is_error():
+            return None
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)[: self._num_words]
+        return None if self._matcher.is_error() or not words.any() else words
+
+    @property
+    def problem(self) -> str:
+        """What went wrong, in one line; empty if nothing did."""
+        return _one_line(self._matcher.get_error())
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary. May be asked from any thread.
+
+    tokenizer: gives the tokenizer.json of the model, when the first grammar comes.
+    vocab_size: width of a row of logits; ids without a token are never legal.
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], str], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.num_words = -(-vocab_size // 32)
+        self.eos_token_ids = tuple(sorted(eos_token_ids))
+        self._tokenizer = tokenizer
+        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
+
+    def matcher(self, grammar: Grammar) -> Matcher:
+        """A matcher at the start of a text.
+
+        Raises:
+            InvalidRequest: no text matches the grammar, or it can not be compiled.
+        """
+        return self._compiled(grammar).copy()
+
+    @cached_property
+    def ends(self) -> Mask:
+        """The end-of-text tokens."""
+        return self.mask_of(self.eos_token_ids)
+
+    def mask_of(self, token_ids: Sequence[int]) -> Mask:
+        """Some tokens, of which those beyond the vocabulary are none."""
+        bits = np.zeros(self.num_words * 32, dtype=bool)
+        bits[[token for token in token_ids if 0 <= token < self.vocab_size]] = True
+        return np.packbits(bits, bitorder="little").view(np.uint32)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        # Its merges say which of the spellings of a text that is certain is the usual one.
+        return LLTokenizer(
+            self._tokenizer(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
+        )
+
+    def _compile(self, grammar: Grammar) -> Matcher:
+        if not self.eos_token_ids:
+            raise grammar.refusal("this model has no end-of-text token to end with; leave it out")
+        try:
+            matcher = on_deep_stack(lambda: self._matcher(grammar))
+        except InvalidRequest:
+            raise
+        except ValueError as error:
+            raise grammar.refusal(_one_line(error)) from None
+        if matcher.problem:
+            raise grammar.refusal(matcher.problem)
+        mask = matcher.mask()
+        if mask is None or not (mask & ~self.ends).any():
+            raise grammar.refusal(f"no text matches it, or only an empty one {matcher.problem}")
+        return matcher
+
+    def _matcher(self, grammar: Grammar) -> Matcher:
+        stated = _stated(grammar)
+        matcher = LLMatcher(self._vocabulary, stated, limits=_LIMITS, log_level=0)
+        return Matcher(matcher, self.num_words)
+
+
+def _stated(grammar: Grammar) -> str:
+    """The grammar as the library takes it."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            check_schema(grammar)
+            return LLMatcher.grammar_from_json_schema(
+                grammar.text, overrides={"whitespace_pattern": _WHITESPACE}
+            )
+        case GrammarKind.REGEX:
+            return LLMatcher.grammar_from_regex(grammar.text)
+        case GrammarKind.CHOICE:
+            texts: list[str] = json.loads(grammar.text)
+            # One regular expression is one state; as many alternatives would be as many.
+            return LLMatcher.grammar_from_regex("|".join(map(re.escape, texts)))
+        case GrammarKind.EBNF:
+            if found := _NESTED.search(grammar.text):
+                raise grammar.refusal(f"{found[0]} is not available; write out its rules")
+            return grammar_from("grammar", grammar.text)
+
+
+def _one_line(problem: object) -> str:
+    """What the library says, which may go on for pages."""
+    return " ".join(str(problem).replace("<non-verbose/>", "").split())[:_MAX_PROBLEM_CHARS]
+
+
+_one_at_a_time = threading.Lock()
+
+
+def on_deep_stack(work: Callable[[], T]) -> T:
+    """What `work` returns or raises, run in a thread with a stack for deep recursion."""
+    outcome: list[T] = []
+    failure: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except BaseException as error:
+            failure.append(error)
+
+    thread = threading.Thread(target=run, name="grammar", daemon=True)
+    with _one_at_a_time:
+        # The size is the process's; other threads that start meanwhile get more than they need.
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(usual)
+    thread.join()
+    if failure:
+        raise failure[0]
+    return outcome[0]

@@ -1,0 +1,126 @@
+"""What the draws of a round may be: masks by grammar, each along its row's path."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_spec.core.grammar import Grammar
+from serve_spec.core.plan import RowPlan
+from serve_spec.log import get_logger
+from serve_spec.structured.bans import Bans
+from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
+from serve_spec.structured.paths import follow
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class RoundMasks:
+    """What the draws of a round may be.
+
+    num_steps: of each sampling row, the drafts before the first that can not be drawn.
+    places: of each draw of those rows, in order, its row of `words`; -1 where anything may be drawn.
+    words: [M, ceil(V / 32)], see `Mask`.
+    """
+
+    num_steps: tuple[int, ...]
+    places: tuple[int, ...]
+    words: NDArray[np.uint32]
+
+
+class Grammars:
+    """Follows the texts of running requests through their grammars.
+
+    Where a text stands is a function of its grammar and its tokens; what is kept between rounds
+    saves time alone. So every rank of a model makes the same masks of the same plans.
+    """
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self.compiler = compiler
+        self._texts: dict[str, _Text] = {}
+
+    def check(self, grammar: Grammar) -> None:
+        """Compiles a grammar, which takes up to a second. May be asked from any thread.
+
+        Raises:
+            InvalidRequest: no text matches it, or it can not be compiled.
+        """
+        self.compiler.matcher(grammar)
+
+    def round_masks(self, rows: Sequence[RowPlan], drafts: Sequence[Sequence[int]]) -> RoundMasks:
+        """Masks of every draw of a round's sampling rows; drafts: at least `num_steps` of each."""
+        masks = [
+            self._row_masks(row, tokens[: row.num_steps])
+            for row, tokens in zip(rows, drafts, strict=True)
+        ]
+        here = {row.request_id for row in rows}
+        self._texts = {name: text for name, text in self._texts.items() if name in here}
+        flat = [mask for of_row in masks for mask in of_row]
+        words = [mask for mask in flat if mask is not None]
+        numbers = iter(range(len(words)))
+        return RoundMasks(
+            num_steps=tuple(len(of_row) - 1 for of_row in masks),
+            places=tuple(-1 if mask is None else next(numbers) for mask in flat),
+            words=np.array(words, dtype=np.uint32).reshape(-1, self.compiler.num_words),
+        )
+
+    def forget(self, request_id: str) -> None:
+        """The request has left, for a while or for good."""
+        self._texts.pop(request_id, None)
+
+    @property
+    def num_followed(self) -> int:
+        """Texts whose place is known."""
+        return len(self._texts)
+
+    def _row_masks(self, row: RowPlan, drafts: Sequence[int]) -> list[Mask | None]:
+        """Of a row's root, and of each draft before the first that can not be drawn."""
+        grammar = row.params.grammar
+        if grammar is None:
+            return [None] * (len(drafts) + 1)
+        matcher = self._text(row, grammar).matcher
+        bans = Bans(self.compiler, row)
+
+        def mask_at(depth: int) -> Mask:
+            # What may not go on, be it that the grammar is too much for its limits, may end.
+            mask = matcher.mask()
+            return bans.off(self.compiler.ends if mask is None else mask, num_generated + depth)
+
+        num_generated = len(row.generated_ids)
+        root = mask_at(0)
+        chain = range(-1, len(drafts) - 1)
+        nodes = follow(matcher, root, drafts, chain, self.compiler.ends, mask_at)
+        if matcher.problem:
+            logger.warning("request %s: its grammar: %s", row.request_id, matcher.problem)
+            self.forget(row.request_id)
+        num_legal = next((i for i, node in enumerate(nodes) if not node.is_legal), len(nodes))
+        return [root, *(node.mask for node in nodes[:num_legal])]
+
+    def _text(self, row: RowPlan, grammar: Grammar) -> _Text:
+        text = self._texts.get(row.request_id)
+        if text is None or not text.goes_on_to(grammar, row.generated_ids):
+            text = self._texts[row.request_id] = _Text(grammar, self.compiler.matcher(grammar))
+        text.read(row.generated_ids)
+        return text
+
+
+@dataclass
+class _Text:
+    """A text so far, and where it stands in its grammar."""
+
+    grammar: Grammar
+    matcher: Matcher
+    token_ids: tuple[int, ...] = field(default=())
+
+    def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
+        """Whether this is the beginning of that."""
+        return self.grammar == grammar and token_ids[: len(self.token_ids)] == self.token_ids
+
+    def read(self, token_ids: tuple[int, ...]) -> None:
+        """Goes on to the end of these, of which it is the beginning."""
+        self.matcher.advance(token_ids[len(self.token_ids) :])
+        self.token_ids = token_ids
