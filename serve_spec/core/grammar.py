@@ -1,4 +1,4 @@
-"""What a text has to look like: a grammar as a request states it. Data only; nothing is compiled."""
+"""What a text has to look like: a grammar as a request states it. Nothing is compiled here."""
 
 from __future__ import annotations
 
@@ -63,10 +63,22 @@ class Grammar:
         return cls.json_schema({"type": "object"}, source)
 
     @classmethod
+    def regex(cls, expression: str, source: str = "grammar") -> Grammar:
+        """What a regular expression matches as a whole."""
+        return cls(GrammarKind.REGEX, expression, source)
+
+    @classmethod
+    def ebnf(cls, rules: str, source: str = "grammar") -> Grammar:
+        """What can be derived from `start` (Lark) or `root` (GBNF)."""
+        return cls(GrammarKind.EBNF, rules, source)
+
+    @classmethod
     def choice(cls, texts: Sequence[str], source: str = "grammar") -> Grammar:
         """One of some texts."""
-        if not texts or not all(texts):
-            raise InvalidRequest(source, texts, "give one text at least, and none that is empty")
+        are_texts = isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)
+        if not are_texts or not texts or not all(texts):
+            fix = "give a list of one text at least, none of them empty"
+            raise InvalidRequest(source, f"<{type(texts).__name__}>", fix)
         return cls(GrammarKind.CHOICE, json.dumps(list(texts)), source)
 
     def refusal(self, fix: str) -> InvalidRequest:

@@ -156,7 +156,7 @@ class SpecEngine:
         held = held_token_ids(params, self.eos_token_ids, self.num_ids)
         check_token_ids(params, held, self.num_ids)
         if params.grammar is not None:
-            self._check_grammar(params.grammar)
+            self.check_grammar(params.grammar)
         seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
         forced = self.worker.synthetic_acceptance is not None
         stats = SpeculationStats(synthetic_acceptance=forced)
@@ -169,6 +169,16 @@ class SpecEngine:
             held_token_ids=held,
             stats=stats,
         )
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compiles a grammar, which may take a second; what is compiled is kept a while. Pure.
+
+        Raises:
+            InvalidRequest: it can not be served.
+        """
+        if self.worker.synthetic_acceptance is not None:
+            raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
+        self.worker.grammars.check(grammar)
 
     def add(self, seq: Sequence) -> None:
         """Queues a sequence made by `new_sequence`."""
@@ -235,11 +245,6 @@ class SpecEngine:
         if self._followers is not None:
             self._followers.stop()
         gc.unfreeze()
-
-    def _check_grammar(self, grammar: Grammar) -> None:
-        if self.worker.synthetic_acceptance is not None:
-            raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
-        self.worker.grammars.check(grammar)
 
     def _forget(self, seq: Sequence) -> None:
         """Of a sequence that leaves the batch, for a while or for good."""

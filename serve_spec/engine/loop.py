@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.build import build_engine
 from serve_spec.engine.engine import SpecEngine
@@ -59,6 +60,7 @@ class EngineLoop:
         self.tokenizer = self._engine.tokenizer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
+        self._compiling: set[str] = set()
         limits = config.scheduler
         self._max_unfinished = limits.max_num_seqs + limits.max_waiting_seqs
         self._failure: BaseException | None = None
@@ -84,6 +86,7 @@ class EngineLoop:
             RuntimeError: the engine thread has died.
         """
         self.check_health()
+        is_cancelled = params.grammar and await self._check_grammar(params.grammar, request_id)
         if request_id in self._streams:
             raise InvalidRequest("request_id", request_id, "is running already; use another")
         if len(self._streams) >= self._max_unfinished:
@@ -93,6 +96,9 @@ class EngineLoop:
             )
         seq = self._engine.new_sequence(request_id, prompt, params, emitted)
         stream = TokenStream(request_id, seq.num_prompt_tokens)
+        if is_cancelled:
+            stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats))
+            return stream
         self._streams[request_id] = stream
         self._inbox.put(lambda: self._engine.add(seq))
         # The thread may have died since the first check, before it could see this stream.
@@ -101,6 +107,7 @@ class EngineLoop:
 
     def cancel(self, request_id: str) -> None:
         """Ends a request and frees its pages before the next round; harmless if it has ended."""
+        self._compiling.discard(request_id)
 
         def abort() -> None:
             delta = self._engine.abort(request_id)
@@ -108,6 +115,15 @@ class EngineLoop:
                 self._deliver(delta)
 
         self._inbox.put(abort)
+
+    async def _check_grammar(self, grammar: Grammar, request_id: str) -> bool:
+        """Compiles a request's grammar while other streams go on; whether it is cancelled then."""
+        self._compiling.add(request_id)
+        try:
+            await asyncio.to_thread(self._engine.check_grammar, grammar)
+            return request_id not in self._compiling
+        finally:
+            self._compiling.discard(request_id)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Changes policy knobs between rounds.

@@ -3,9 +3,9 @@
 edits → masks by grammar → temperature → top-k → top-p → min-p (joint on the tempered distribution)
 → argmax(score + noise)
 
-The logits here come edited (`ops/score_edits.py`, `ops/token_masks.py`) where their request asks for it. A row's token
-depends on them, its parameters and (seed, position) alone: never on the other rows of the batch.
-Greedy rows are argmax; ties go to the smallest token id.
+The logits here come edited (`ops/score_edits.py`) and masked (`ops/token_masks.py`) where their
+request asks for it. A row's token depends on them, its parameters and (seed, position) alone: never
+on the other rows of the batch. Greedy rows are argmax; ties go to the smallest token id.
 """
 
 from __future__ import annotations

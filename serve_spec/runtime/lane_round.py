@@ -13,6 +13,7 @@ from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.models.draft import DraftHead
 from serve_spec.runtime.lanes import Lanes
 from serve_spec.runtime.pieces import Pieces
+from serve_spec.runtime.token_masks import LaneMasks
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,8 @@ class LaneRound:
     one, and 0 past the last. `hidden` [B, H]: the draft head's state after catching up. `drafts`
     int64 [B, N]: -1 where the head gave no token. `verdicts` int32 [B, K + 3]: drafts kept, flags,
     then the tokens; see `ops.acceptance`. `sharpness` float32 [1]: at which temperature sampled
-    sequences draft, over their own. `pieces`: texts a stage computes beside these rows, or instead
-    of them.
+    sequences draft, over their own. `masks`: what the rows that draw may, by grammar. `pieces`:
+    texts a stage computes beside these rows, or instead of them.
     Where drafts may branch: `parents` int32 [B, N], as in `DraftTrees`, of chains too; `paths`
     int32 [B, K + 1], see `AcceptedPath`.
     """
@@ -38,6 +39,7 @@ class LaneRound:
     drafts: Tensor
     verdicts: Tensor
     sharpness: Tensor
+    masks: LaneMasks
     pieces: Pieces
     parents: Tensor | None = None
     paths: Tensor | None = None
@@ -72,6 +74,7 @@ class LaneRound:
             drafts=zeros(max_batch_size, most, dtype=torch.int64),
             verdicts=zeros(max_batch_size, max_steps + 3),
             sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
+            masks=LaneMasks(max_batch_size * (most + 1), lanes.vocab_size, device),
             pieces=Pieces.create(max_prompt_rows, max_batch_size, device),
             parents=zeros(max_batch_size, most) if max_tree_drafts else None,
             paths=zeros(max_batch_size, max_steps + 1) if max_tree_drafts else None,

@@ -72,6 +72,11 @@ class Lanes:
         )
 
     @property
+    def vocab_size(self) -> int:
+        """Width of a row of logits."""
+        return self.edits.bias.shape[1]
+
+    @property
     def padding(self) -> int:
         """The lane of rows that stand for nobody."""
         return self.lengths.shape[0] - 1

@@ -25,6 +25,7 @@ from serve_spec.core.logprobs import MAX_LOGPROBS
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
+from serve_spec.serving.grammar_fields import grammar_of
 
 MAX_CHOICES_PER_PROMPT = 128
 
@@ -126,6 +127,15 @@ class SpeculativeRequest(_Closed):
     max_steps: Int32 | None = Field(None, description="Most drafts per round; null: no cap.")
 
 
+class ResponseFormat(_Closed):
+    """`response_format` of the OpenAI API."""
+
+    type: Name = Field(description='"text", "json_object" or "json_schema".')
+    json_schema: dict[str, Any] | None = Field(
+        None, description='With type "json_schema": `name`, `schema`, `description`, `strict`.'
+    )
+
+
 class _Unavailable:
     """A field that this version can not honour: the values that ask for nothing, and a way out."""
 
@@ -206,6 +216,26 @@ class _Request(_Closed):
         None, description="Token ids that end it."
     )
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
+    response_format: ResponseFormat | None = Field(
+        None, description="What the text has to look like; it ends where that is complete."
+    )
+    guided_json: dict[str, Any] | Text | None = Field(
+        None, description="The text is JSON that is valid under this schema."
+    )
+    guided_regex: Text | None = Field(
+        None, description="The text matches this regular expression as a whole."
+    )
+    guided_grammar: Text | None = Field(
+        None, description="The text is one of this grammar, in Lark's notation or GBNF."
+    )
+    guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
+        None, description="The text is one of these."
+    )
+    structured_outputs: dict[str, Any] | None = Field(
+        None,
+        description="Another way to say one of these: `json`, `json_object`, `regex`, `grammar`, "
+        "`choice`.",
+    )
     stream: bool | None = Field(None, description="Send server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculative: SpeculativeRequest | None = None
@@ -248,10 +278,25 @@ class _Request(_Closed):
         }
         if max_tokens is not None:
             given["max_tokens"] = max_tokens
+        form = self.response_format
+        grammar = grammar_of(
+            response_format=None if form is None else (form.type, form.json_schema),
+            structured_outputs=self.structured_outputs,
+            guided={
+                "json": self.guided_json,
+                "regex": self.guided_regex,
+                "grammar": self.guided_grammar,
+                "choice": self.guided_choice,
+            },
+        )
         speculative = self.speculative or SpeculativeRequest()
         options = SpeculativeOptions(speculative.enabled, speculative.max_steps)
         return SamplingParams(
-            **given, logprobs=logprobs, prompt_logprobs=prompt_logprobs, speculative=options
+            **given,
+            grammar=grammar,
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            speculative=options,
         )
 
 
@@ -327,13 +372,6 @@ class ChatMessage(_Closed):
     tool_calls: list[Any] | None = Field(None, description="Only [] works.")
 
 
-class ResponseFormat(_Closed):
-    """`response_format` of the OpenAI API."""
-
-    type: Name = Field(description='Only "text" works.')
-    json_schema: dict[str, Any] | None = Field(None, description="Only null works.")
-
-
 _NO_TOOLS = "describe the tools in a message and read the calls out of the text"
 
 
@@ -371,7 +409,6 @@ class ChatRequest(_Request):
     chat_template_kwargs: Variables = Field(
         None, description="More variables for the model's chat template."
     )
-    response_format: ResponseFormat | None = None
     logprobs: bool | None = Field(
         None,
         description="Report the log-probability of every token: that of the distribution that it "
@@ -425,9 +462,6 @@ class ChatRequest(_Request):
         for index, message in enumerate(self.messages):
             for name, field in message.unavailable.items():
                 field.check(f"messages.{index}.{name}", getattr(message, name))
-        if self.response_format is not None:
-            _Unavailable("text").check("response_format.type", self.response_format.type)
-            _Unavailable().check("response_format.json_schema", self.response_format.json_schema)
         if self.max_tokens is not None and self.max_completion_tokens is not None:
             fix = "max_completion_tokens is its newer name; give one of them"
             raise InvalidRequest("max_tokens", self.max_tokens, fix)

@@ -1,4 +1,7 @@
-"""Grammars compiled to matchers. The one file that knows the library, llguidance."""
+"""Grammars compiled to matchers. The one file that knows the library, llguidance.
+
+It is imported with the first grammar: whoever has none needs no library.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,17 @@ import re
 import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property, lru_cache
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
-from llguidance import LLMatcher, LLParserLimits, LLTokenizer, grammar_from
 from numpy.typing import NDArray
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar, GrammarKind
 from serve_spec.structured.schema import check_schema
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher, LLTokenizer
 
 Mask = NDArray[np.uint32]
 """One bit per token id, the lowest first: whether the token may come next; [ceil(V / 32)]."""
@@ -23,11 +28,11 @@ Mask = NDArray[np.uint32]
 _KEPT_GRAMMARS = 64
 """Compiled grammars that are kept: they are the same request after request."""
 
-_LIMITS = LLParserLimits(
-    max_items_in_row=20_000,  # a choice of a few thousand properties
-    max_lexer_states=50_000,  # up to 2 kB each
-    verbose_errors=False,
-)
+_MAX_ITEMS_IN_ROW = 20_000
+"""Ways a text may go on at once: an object of a few thousand optional properties has as many."""
+
+_MAX_LEXER_STATES = 50_000
+"""Of one text, up to 2 kB each."""
 
 _STACK_BYTES = 512 * 2**20
 """References make the compiler recurse: as deep as the longest grammar can, about a tenth of this
@@ -112,6 +117,8 @@ class GrammarCompiler:
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
+        from llguidance import LLTokenizer
+
         # Its merges say which of the spellings of a text that is certain is the usual one.
         return LLTokenizer(
             self._tokenizer(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
@@ -134,13 +141,22 @@ class GrammarCompiler:
         return matcher
 
     def _matcher(self, grammar: Grammar) -> Matcher:
+        from llguidance import LLMatcher, LLParserLimits
+
         stated = _stated(grammar)
-        matcher = LLMatcher(self._vocabulary, stated, limits=_LIMITS, log_level=0)
+        limits = LLParserLimits(
+            max_items_in_row=_MAX_ITEMS_IN_ROW,
+            max_lexer_states=_MAX_LEXER_STATES,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._vocabulary, stated, limits=limits, log_level=0)
         return Matcher(matcher, self.num_words)
 
 
 def _stated(grammar: Grammar) -> str:
     """The grammar as the library takes it."""
+    from llguidance import LLMatcher, grammar_from
+
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
             check_schema(grammar)

@@ -23,7 +23,7 @@ class RoundMasks:
     """What the draws of a round may be.
 
     num_steps: of each sampling row, the drafts before the first that can not be drawn.
-    places: of each draw of those rows, in order, its row of `words`; -1 where anything may be drawn.
+    places: of each draw of those rows, in order, its row of `words`; -1: anything may be drawn.
     words: [M, ceil(V / 32)], see `Mask`.
     """
 
@@ -50,6 +50,12 @@ class Grammars:
             InvalidRequest: no text matches it, or it can not be compiled.
         """
         self.compiler.matcher(grammar)
+
+    def read(self, rows: Sequence[RowPlan]) -> None:
+        """Goes on to where the texts of a round's sampling rows stand, which asks for no draft."""
+        for row in rows:
+            if row.params.grammar is not None:
+                self._text(row, row.params.grammar)
 
     def round_masks(self, rows: Sequence[RowPlan], drafts: Sequence[Sequence[int]]) -> RoundMasks:
         """Masks of every draw of a round's sampling rows; drafts: at least `num_steps` of each."""
@@ -82,18 +88,23 @@ class Grammars:
         grammar = row.params.grammar
         if grammar is None:
             return [None] * (len(drafts) + 1)
-        matcher = self._text(row, grammar).matcher
-        bans = Bans(self.compiler, row)
+        text = self._text(row, grammar)
+        matcher = text.matcher
 
-        def mask_at(depth: int) -> Mask:
-            # What may not go on, be it that the grammar is too much for its limits, may end.
-            mask = matcher.mask()
-            return bans.off(self.compiler.ends if mask is None else mask, num_generated + depth)
+        def left(mask: Mask | None, depth: int) -> Mask:
+            # What can not go on, be it that its grammar is too much for the limits, may end.
+            mask = self.compiler.ends if mask is None else mask
+            return text.bans.off(mask, len(row.generated_ids) + depth)
 
-        num_generated = len(row.generated_ids)
-        root = mask_at(0)
-        chain = range(-1, len(drafts) - 1)
-        nodes = follow(matcher, root, drafts, chain, self.compiler.ends, mask_at)
+        root = left(text.mask, 0)
+        nodes = follow(
+            matcher,
+            root,
+            drafts,
+            range(-1, len(drafts) - 1),
+            self.compiler.ends,
+            lambda depth: left(matcher.mask(), depth),
+        )
         if matcher.problem:
             logger.warning("request %s: its grammar: %s", row.request_id, matcher.problem)
             self.forget(row.request_id)
@@ -103,18 +114,25 @@ class Grammars:
     def _text(self, row: RowPlan, grammar: Grammar) -> _Text:
         text = self._texts.get(row.request_id)
         if text is None or not text.goes_on_to(grammar, row.generated_ids):
-            text = self._texts[row.request_id] = _Text(grammar, self.compiler.matcher(grammar))
+            bans = Bans(self.compiler, row)
+            text = _Text(grammar, self.compiler.matcher(grammar), bans)
+            self._texts[row.request_id] = text
         text.read(row.generated_ids)
         return text
 
 
 @dataclass
 class _Text:
-    """A text so far, and where it stands in its grammar."""
+    """A text so far, where it stands in its grammar, and what may come next (see `Matcher`)."""
 
     grammar: Grammar
     matcher: Matcher
-    token_ids: tuple[int, ...] = field(default=())
+    bans: Bans
+    token_ids: tuple[int, ...] = ()
+    mask: Mask | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.mask = self.matcher.mask()
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
         """Whether this is the beginning of that."""
@@ -122,5 +140,6 @@ class _Text:
 
     def read(self, token_ids: tuple[int, ...]) -> None:
         """Goes on to the end of these, of which it is the beginning."""
-        self.matcher.advance(token_ids[len(self.token_ids) :])
-        self.token_ids = token_ids
+        if token_ids != self.token_ids:
+            self.matcher.advance(token_ids[len(self.token_ids) :])
+            self.token_ids, self.mask = token_ids, self.matcher.mask()

@@ -17,18 +17,21 @@ MAX_REMAINDERS = 10_000
 
 
 def check_schema(grammar: Grammar) -> None:
-    """Refuses a schema that is not JSON, too deep, or whose numbers are too dear.
+    """Refuses a schema that is no JSON object, too deep, or whose numbers are too dear.
 
     Raises:
         InvalidRequest: says which, naming the grammar's source.
     """
     try:
-        values = list(_values(json.loads(grammar.text)))
+        schema = json.loads(grammar.text)
+        values = list(_values(schema))
         num_remainders = _remainders(values)
     except RecursionError:
         raise grammar.refusal(_TOO_DEEP) from None
     except ValueError as error:
         raise grammar.refusal(f"not JSON: {error}") from None
+    if not isinstance(schema, dict):
+        raise grammar.refusal("a JSON Schema is an object here")
     if max(depth for depth, _ in values) > MAX_DEPTH:
         raise grammar.refusal(_TOO_DEEP)
     if num_remainders > MAX_REMAINDERS:

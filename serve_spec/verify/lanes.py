@@ -48,6 +48,7 @@ class LaneJudge:
         fast.edit_scores(
             rows.logits, rows.row_lanes, decided, rows.token_ids, depths, lanes.edits, backs
         )
+        fast.mask_scores(rows.logits, round.masks.places, round.masks.words)
         drawn = fast.draw_tokens(rows.logits, rows.row_lanes, decided, lanes.params)
         # Lanes move on by these: on every rank by the same.
         self.parallel.broadcast(drawn)

@@ -126,7 +126,8 @@ class LaneWorker:
             self._sharpen(plan.draft_sharpness)
             self._draft(rows, tier, plan.max_backlog)
         timer.mark("drafted")
-        read_back, logprobs = self._verify(plan, prompts, tier)
+        plan = self._mask(plan)
+        read_back, logprobs = self._verify(plan, tier)
         timer.mark("verified")
         before, self._newest_timer = self._newest_timer, timer
         return _LaneRoundUnderWay(read_back, timer, before, logprobs)
@@ -153,15 +154,23 @@ class LaneWorker:
         self.recorded.extend_for(max_backlog, len(rows)).run(len(rows))
         self._stages(tier).draft.run(len(rows))
 
-    def _verify(
-        self, plan: StepPlan, prompts: Sequence[RowPlan], tier: SpecRuntimeState
-    ) -> tuple[Tensor, LaneLogprobs | None]:
+    def _mask(self, plan: StepPlan) -> StepPlan:
+        """Writes the round's masks by grammar; the plan without drafts that can not be drawn."""
+        if not plan.has_grammars:
+            self.round.masks.clear()
+            return plan
+        masks = self.eager.round_masks(plan, self.round.drafts)
+        self.round.masks.write(masks)
+        return plan.cut(masks.num_steps)
+
+    def _verify(self, plan: StepPlan, tier: SpecRuntimeState) -> tuple[Tensor, LaneLogprobs | None]:
         """Where the host will find the verdicts of the sampling rows, and what else they ask."""
         members = plan.sampling_rows
+        # The last rows of prompts draw with the others, but took no part in drafting.
+        self._seat(members)
+        prompts = [row for row in plan.rows if not row.is_decode]
         verify = self._stages(tier).verify
         if prompts:
-            # Their last rows draw with the others, but took no part in drafting.
-            self._seat(members)
             self.round.pieces.write(_computed_only(row) for row in prompts)
             verify = self.recorded.beside_prompts
         num_rows = sum(row.query_len for row in plan.rows)

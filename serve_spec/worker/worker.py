@@ -211,10 +211,10 @@ class SpecWorker:
         """
         rows = plan.sampling_rows
         known = [row.draft_ids for row in rows]
-        is_made_here = any(row.num_steps > len(row.draft_ids) for row in rows)
-        return self.grammars.round_masks(
-            rows, drafts[: len(rows)].tolist() if is_made_here else known
-        )
+        if not any(row.num_steps > len(row.draft_ids) for row in rows):
+            return self.grammars.round_masks(rows, known)
+        self.grammars.read(rows)  # while the device drafts
+        return self.grammars.round_masks(rows, drafts[: len(rows)].tolist())
 
     def _read_logprobs(
         self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]

@@ -45,7 +45,9 @@ MAY_IMPORT = {
     "models": ["core", "config", "parallel", "layers"],
     "scheduler": ["core", "config", "kvcache"],
     "structured": ["core"],
-    "runtime": ["core", "config", "parallel", "ops", "kvcache", "attention", "models", "structured"],
+    "runtime": [
+        "core", "config", "parallel", "ops", "kvcache", "attention", "models", "structured",
+    ],
     "drafters": ["core", "config", "ops", "kvcache", "attention", "models", "runtime"],
     "worker": [
         "core", "config", "parallel", "ops", "kvcache", "runtime", "drafters", "verify",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving.openai import (
     MAX_CHOICES_PER_PROMPT,
@@ -173,15 +175,88 @@ def test_fields_that_are_not_available_are_refused_at_any_other_value(
         ("modalities", ["text", "audio"]),
         ("prediction", {"type": "content", "content": "a"}),
         ("reasoning_effort", "high"),
-        ("response_format.type", {"type": "json_object"}),
         ("tool_choice", "required"),
         ("tools", [{"type": "function", "function": {"name": "f"}}]),
     ],
 )
 def test_what_a_chat_can_not_do_is_refused_with_a_way_out(field: str, value: object) -> None:
     with pytest.raises(InvalidRequest, match="leave it out or use") as caught:
-        chat(**{field.split(".")[0]: value}).sampling_params()
+        chat(**{field: value}).sampling_params()
     assert caught.value.field == field
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"const": "é"}}}
+IN_FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": SCHEMA}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "meant"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, Grammar.json_object()),
+        ({"response_format": IN_FORMAT}, Grammar.json_schema(SCHEMA)),
+        ({"guided_json": SCHEMA}, Grammar.json_schema(SCHEMA)),
+        ({"guided_json": json.dumps(SCHEMA)}, Grammar.json_schema(SCHEMA)),
+        ({"guided_regex": "a+"}, Grammar.regex("a+")),
+        ({"guided_grammar": 'root ::= "a"'}, Grammar.ebnf('root ::= "a"')),
+        ({"guided_choice": ["a", "é"]}, Grammar.choice(["a", "é"])),
+        ({"structured_outputs": {"json": SCHEMA}}, Grammar.json_schema(SCHEMA)),
+        ({"structured_outputs": {"json_object": True}}, Grammar.json_object()),
+        ({"structured_outputs": {"json_object": False, "regex": None}}, None),
+        ({"structured_outputs": {"choice": ["a"]}}, Grammar.choice(["a"])),
+        ({"guided_regex": "a", "response_format": {"type": "text"}}, Grammar.regex("a")),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("make", [parse, chat])
+def test_the_form_of_a_text_is_asked_for_in_the_ways_of_openai_and_vllm(
+    make: Callable[..., Any], fields: dict[str, Any], meant: Grammar | None
+) -> None:
+    assert make(**fields).sampling_params() == SamplingParams(grammar=meant)
+
+
+@pytest.mark.parametrize(
+    ("field", "fields"),
+    [
+        ("response_format.type", {"response_format": {"type": "xml"}}),
+        ("response_format.json_schema.schema", {"response_format": {"type": "json_schema"}}),
+        (
+            "response_format.json_schema.schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": [1]}}},
+        ),
+        (
+            "response_format.json_schema",
+            {"response_format": {"type": "json_schema", "json_schema": {"shema": {}}}},
+        ),
+        ("response_format.json_schema", {"response_format": {**IN_FORMAT, "type": "text"}}),
+        ("guided_json", {"guided_json": ""}),
+        ("guided_json", {"guided_json": "x" * (MAX_GRAMMAR_CHARS + 1)}),
+        ("guided_json", {"guided_json": {"enum": ["x" * MAX_GRAMMAR_CHARS]}}),
+        ("guided_regex", {"guided_regex": ""}),
+        ("guided_regex", {"guided_regex": "a" * (MAX_GRAMMAR_CHARS + 1)}),
+        ("guided_grammar", {"guided_grammar": ""}),
+        ("guided_choice", {"guided_choice": []}),
+        ("guided_choice", {"guided_choice": ["a", ""]}),
+        ("guided_choice", {"guided_choice": ["ab"] * MAX_GRAMMAR_CHARS}),
+        ("guided_regex", {"guided_json": {}, "guided_regex": "a"}),
+        ("guided_choice", {"response_format": {"type": "json_object"}, "guided_choice": ["a"]}),
+        ("structured_outputs.regex", {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
+        ("structured_outputs", {"structured_outputs": {"structural_tag": "a"}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": 3}}),
+        ("structured_outputs.json", {"structured_outputs": {"json": ""}}),
+        ("structured_outputs.choice", {"structured_outputs": {"choice": [1]}}),
+        ("structured_outputs.choice", {"structured_outputs": {"choice": "ab"}}),
+    ],
+    ids=lambda given: repr(given)[:60],
+)
+@pytest.mark.parametrize("make", [parse, chat])
+def test_a_form_that_can_not_be_is_refused_by_name(
+    make: Callable[..., Any], field: str, fields: dict[str, Any]
+) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        make(**fields).sampling_params()
+    assert caught.value.field == field
+    assert len(str(caught.value)) < 300
 
 
 @pytest.mark.parametrize("count", [0, 5, 20])

@@ -1,0 +1,69 @@
+"""Grammars over the byte-level tokenizer of the test checkpoints, and what their texts must be."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import jsonschema
+import numpy as np
+
+from serve_spec.core.grammar import Grammar, GrammarKind
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.structured.compiler import GrammarCompiler, Mask
+from tests.helpers.checkpoints import EOS_ID, VOCAB, make_tokenizer
+
+PARENTHESES = 'root ::= "(" root ")" root | [ab]*'
+
+
+@lru_cache
+def byte_compiler() -> GrammarCompiler:
+    """A token is a byte; ids from 259 on are no token's."""
+    return GrammarCompiler(_describe, VOCAB, [EOS_ID])
+
+
+def _describe() -> str:
+    with TemporaryDirectory() as folder:
+        return Tokenizer(make_tokenizer(folder)).describe()
+
+
+def ids_of(mask: Mask | None) -> set[int]:
+    """The tokens a mask allows."""
+    assert mask is not None
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
+    return set(np.flatnonzero(bits).tolist())
+
+
+def is_of(text: str, grammar: Grammar) -> bool:
+    """Whether a text is one of the grammar's, as plainly as can be said."""
+    match grammar.kind:
+        case GrammarKind.JSON_SCHEMA:
+            return is_valid(text, json.loads(grammar.text))
+        case GrammarKind.REGEX:
+            return re.fullmatch(grammar.text, text) is not None
+        case GrammarKind.CHOICE:
+            return text in json.loads(grammar.text)
+        case GrammarKind.EBNF:
+            assert grammar.text == PARENTHESES
+            inner = re.sub("[ab]", "", text)
+            while "()" in inner:
+                inner = inner.replace("()", "")
+            return inner == ""
+
+
+def is_valid(text: str, schema: Any) -> bool:
+    """Whether a text is JSON, and valid under a schema."""
+    try:
+        jsonschema.validate(json.loads(text), schema)
+    except (ValueError, jsonschema.ValidationError):
+        return False
+    return True
+
+
+def shipped_tokenizer() -> Path:
+    """The folder of a tokenizer with merges."""
+    return Path(__file__).parents[2] / "serve_spec/assets/tiny/target"

@@ -1,0 +1,72 @@
+"""Masks of tokens: what they allow stays as it is, the rest can not be drawn."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.ops import token_masks
+from serve_spec.ops.token_masks import LEAST
+from tests.helpers.triton import DEVICE
+
+from serve_spec.ops import token_masks_triton  # isort: skip
+
+VOCAB = 70
+WAYS = [token_masks, token_masks_triton]
+
+
+def packed(allowed: torch.Tensor) -> torch.Tensor:
+    """Masks [M, V] of booleans as words."""
+    num_masks, vocab = allowed.shape
+    words = torch.zeros(num_masks, -(-vocab // 32), dtype=torch.int64)
+    for token in range(vocab):
+        words[:, token // 32] += allowed[:, token].long() << token % 32
+    return words.to(torch.int32)  # the highest bit becomes the sign
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=6), st.integers(0, 2**32))
+def test_a_row_keeps_the_scores_its_mask_allows_and_no_other(
+    way: object, places: list[int], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(len(places), VOCAB, generator=generator)
+    allowed = torch.rand(4, VOCAB, generator=generator) < 0.5
+    found = logits.to(DEVICE)
+    static = torch.tensor([*places, 2, 2], dtype=torch.int32, device=DEVICE)  # more than rows
+    way.mask_scores(found, static, packed(allowed).to(DEVICE))  # type: ignore[attr-defined]
+    for row, place in enumerate(places):
+        keep = torch.ones(VOCAB, dtype=torch.bool) if place < 0 else allowed[place]
+        expected = logits[row].masked_fill(~keep, float("-inf"))
+        assert torch.equal(found[row].cpu(), expected)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_is_allowed_can_be_drawn_though_nothing_else_wants_it(way: object) -> None:
+    logits = torch.full((3, VOCAB), float("-inf"), device=DEVICE)
+    logits[1, 3] = 2.0
+    logits[2, 3] = float("nan")
+    allowed = torch.zeros(1, VOCAB, dtype=torch.bool)
+    allowed[0, [3, 60]] = True
+    places = torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    way.mask_scores(logits, places, packed(allowed).to(DEVICE))  # type: ignore[attr-defined]
+    kept = logits[:, [3, 60]].cpu()
+    assert torch.equal(kept[:2], torch.tensor([[LEAST, LEAST], [2.0, LEAST]]))
+    assert kept[2].isnan().tolist() == [True, False], "a broken model is still told from a ban"
+    assert (logits[:, 4:60] == float("-inf")).all()
+
+
+def test_the_kernel_masks_to_the_last_bit_as_the_law_does() -> None:
+    """Several blocks of a vocabulary, the last one broken."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(5, 5003, generator=generator)
+    logits[:, ::9] = float("-inf")
+    words = packed(torch.rand(3, 5003, generator=generator) < 0.3)
+    places = torch.tensor([2, -1, 0, 1, 1], dtype=torch.int32)
+    found = logits.to(DEVICE)
+    token_masks_triton.mask_scores(found, places.to(DEVICE), words.to(DEVICE))
+    token_masks.mask_scores(logits, places, words)
+    assert torch.equal(found.cpu(), logits)

@@ -1,0 +1,241 @@
+"""Masks of the library: those of the language, for hostile grammars a refusal and nothing more."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+import regex
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.structured.compiler import GrammarCompiler, Matcher
+from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.grammars import (
+    PARENTHESES,
+    byte_compiler,
+    ids_of,
+    is_of,
+    shipped_tokenizer,
+)
+
+EXPRESSIONS = ["[a-c]{2,4}x?", "(ab|ba)*c", "a.b", "(foo|bar)(,(foo|bar))*", r"-?\d+(\.\d{1,2})?"]
+expressions = st.recursive(
+    st.sampled_from(["a", "b", "[ab]", "[^a]", "ab", "c?", "a*", "(b|c)"]),
+    lambda inner: (
+        st.builds("({}|{})".format, inner, inner)
+        | st.builds("{}{}".format, inner, inner)
+        | st.builds("({}){{1,3}}".format, inner)
+    ),
+    max_leaves=5,
+)
+
+
+LETTERS = set(b"abcfor,.-17 x\n")
+
+
+def may_follow(expression: str, text: bytes) -> set[int]:
+    """The letters after which a text can still become a match, and the end where it is one."""
+    pattern = regex.compile(expression.encode())
+    letters = {b for b in LETTERS if pattern.fullmatch(text + bytes([b]), partial=True)}
+    match = pattern.fullmatch(text)
+    return letters | ({EOS_ID} if match else set())
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from(EXPRESSIONS) | expressions, st.integers(0, 2**16))
+def test_the_mask_is_what_the_text_can_still_become(expression: str, seed: int) -> None:
+    """Along a random walk over some letters; no id that is no token's, ever."""
+    try:
+        matcher = byte_compiler().matcher(Grammar.regex(expression))
+    except InvalidRequest:
+        assert may_follow(expression, b"") == {EOS_ID}, "only an empty text may match"
+        return
+    rng, text = random.Random(seed), b""
+    for _ in range(12):
+        allowed = ids_of(matcher.mask())
+        assert allowed & {*LETTERS, *range(256, VOCAB)} == may_follow(expression, text)
+        if not allowed & LETTERS:
+            break
+        text += bytes([rng.choice(sorted(allowed & LETTERS))])
+        assert matcher.advance([text[-1]])
+
+
+GRAMMARS = [
+    Grammar.regex(EXPRESSIONS[4]),
+    Grammar.choice(["a", "ab", "-$", "é ü", "\n\\t"]),
+    Grammar.ebnf(PARENTHESES),
+    Grammar.json_schema({"type": "object", "properties": {"a": {"type": "integer"}}}),
+    Grammar.json_schema({"enum": [1, "é", None, {"a": [True]}]}),
+]
+
+
+def shipped_compiler() -> GrammarCompiler:
+    tokenizer = Tokenizer(shipped_tokenizer())
+    return GrammarCompiler(tokenizer.describe, 8200, [0])
+
+
+def wander(matcher: Matcher, seed: int, end: int, most: int) -> list[int]:
+    """Tokens of a random text, its end among them if it has come to one."""
+    rng = random.Random(seed)
+    said: list[int] = []
+    while len(said) < most and end not in said:
+        said.append(rng.choice(sorted(ids_of(matcher.mask()))))
+        if said[-1] != end:
+            assert matcher.advance(said[-1:])
+    return said
+
+
+@pytest.mark.parametrize("grammar", GRAMMARS, ids=lambda grammar: grammar.kind)
+def test_every_random_text_that_ends_is_one_of_the_grammar(grammar: Grammar) -> None:
+    compiler, num_ended = shipped_compiler(), 0
+    tokenizer = Tokenizer(shipped_tokenizer())
+    for seed in range(40):
+        said = wander(compiler.matcher(grammar), seed, 0, 60)
+        assert max(said) < tokenizer.vocab_size
+        if said[-1] == 0:
+            num_ended += 1
+            text = tokenizer.decode(said[:-1])
+            assert "\ufffd" in text or is_of(text, grammar)
+    assert num_ended > 3, "some texts must end"
+
+
+def test_going_back_and_copies_leave_no_trace() -> None:
+    matcher = byte_compiler().matcher(GRAMMARS[2])
+    assert matcher.advance(list(b"("))
+    before = ids_of(matcher.mask())
+    copy = matcher.copy()
+    assert copy.advance(list(b"ab"))
+    assert matcher.advance(list(b"((("))
+    matcher.go_back(3)
+    assert ids_of(matcher.mask()) == before != ids_of(copy.mask())
+
+
+def test_a_model_without_an_end_has_no_grammars() -> None:
+    endless = GrammarCompiler(Tokenizer(shipped_tokenizer()).describe, 8200, [])
+    with pytest.raises(InvalidRequest, match="no end-of-text token"):
+        endless.matcher(Grammar.json_object())
+
+
+def chain(inner: Any, num_links: int) -> dict[str, Any]:
+    """A schema that refers to a schema that refers to a schema ..."""
+    links = {str(i): inner(f"#/$defs/{i + 1}") for i in range(num_links)}
+    return {"$defs": {**links, str(num_links): {"type": "integer"}}, "$ref": "#/$defs/0"}
+
+
+HOSTILE: dict[str, Grammar] = {
+    "no json": Grammar.json_schema("{"),
+    "no object": Grammar.json_schema("[]"),
+    "a number": Grammar.json_schema("1e999"),
+    "deep": Grammar.json_schema('{"not":' * 3000 + "{}" + "}" * 3000),
+    "deeper": Grammar.json_schema("[" * (MAX_GRAMMAR_CHARS // 2) + "]" * (MAX_GRAMMAR_CHARS // 2)),
+    "nothing": Grammar.json_schema({"enum": []}),
+    "nothing either": Grammar.json_schema({"type": "string", "minLength": 3, "maxLength": 2}),
+    "itself": Grammar.json_schema({"$ref": "#"}),
+    "each other": Grammar.json_schema(
+        {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
+    ),
+    "a file": Grammar.json_schema({"$ref": "file:///etc/hosts"}),
+    "an address": Grammar.json_schema({"$ref": "http://localhost:1/schema.json"}),
+    "nowhere": Grammar.json_schema({"$ref": "#/$defs/gone"}),
+    "a type": Grammar.json_schema({"type": "text"}),
+    "not supported": Grammar.json_schema({"type": "array", "uniqueItems": True}),
+    "remainders": Grammar.json_schema({"type": "integer", "multipleOf": 999_983}),
+    "product": Grammar.json_schema(
+        {"allOf": [{"type": "integer", "multipleOf": n} for n in (9973, 9967)]}
+    ),
+    "a fine step": Grammar.json_schema({"type": "number", "multipleOf": 1e-300}),
+    "infinity": Grammar.json_schema('{"multipleOf": Infinity}'),
+    "powers": Grammar.json_schema(
+        {
+            "type": "string",
+            "allOf": [
+                {"anyOf": [{"minLength": i}, {"maxLength": 99 - i}, {"pattern": "a" * i}]}
+                for i in range(16)
+            ],
+        }
+    ),
+    "a surrogate": Grammar.json_schema({"const": "\ud800"}),
+    "open": Grammar.regex("(a"),
+    "nested": Grammar.regex("(" * 10_000 + "a" + ")" * 10_000),
+    "around": Grammar.regex("(?=a)a"),
+    "back": Grammar.regex(r"(a)\1"),
+    "empty set": Grammar.regex(r"[^\s\S]"),
+    "empty text": Grammar.regex("a{0}"),
+    "no rules": Grammar.ebnf("a"),
+    "unknown rule": Grammar.ebnf("start: a"),
+    "unproductive": Grammar.ebnf("start: a\na: b\nb: a"),
+    "parentheses": Grammar.ebnf("start: " + "(" * 9000 + '"a"' + ")" * 9000),
+    "more parentheses": Grammar.ebnf("root ::= " + "( " * 5000 + '"a"' + " )" * 5000),
+    "a schema inside": Grammar.ebnf('start: %json {"multipleOf": 999983}'),
+    "an import": Grammar.ebnf('%import /etc/hosts\nstart: "a"'),
+    "half a string": Grammar.ebnf('root ::= "aaa'),
+}
+
+
+@pytest.mark.parametrize("grammar", HOSTILE.values(), ids=HOSTILE)
+def test_a_grammar_that_can_not_be_is_refused_in_a_few_words(grammar: Grammar) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        byte_compiler().matcher(grammar)
+    assert refusal.value.field == "grammar"
+    assert len(str(refusal.value)) < 500
+
+
+HEAVY: dict[str, Grammar] = {
+    "items": Grammar.json_schema(chain(lambda link: {"items": {"$ref": link}}, 600)),
+    "properties": Grammar.json_schema(
+        chain(lambda link: {"properties": {"": {"$ref": link}}}, 500)
+    ),
+    "any": Grammar.json_schema(chain(lambda link: {"anyOf": [{"$ref": link}]}, 600)),
+    "all": Grammar.json_schema(chain(lambda link: {"allOf": [{"$ref": link}]}, 600)),
+    "doubling": Grammar.json_schema(chain(lambda link: {"anyOf": [{"$ref": link}] * 2}, 40)),
+    "names": Grammar.json_schema({"properties": {f"k{i}": {"type": "string"} for i in range(900)}}),
+    "enum": Grammar.json_schema({"enum": [f"x{i}" for i in range(3000)]}),
+    "long arrays": Grammar.json_schema(
+        {"type": "array", "minItems": 10**6, "items": {"type": "array", "minItems": 10**6}}
+    ),
+    "long strings": Grammar.json_schema({"type": "string", "minLength": 10**9}),
+    "repeats": Grammar.regex("((a{1,100}){1,100}){1,100}"),
+    "states": Grammar.regex("(a|b)*a(a|b){200}"),
+    "letters": Grammar.regex(r"(\w|\d|\s|.){1,20000}"),
+    "literal": Grammar.regex("a" * MAX_GRAMMAR_CHARS),
+    "choice": Grammar.choice([f"x{i}" for i in range(3000)]),
+    "ambiguous": Grammar.ebnf('start: start start | "a"'),
+    "endless": Grammar.ebnf('start: "x" a\na: "y" a'),
+    "expressions": Grammar.ebnf(
+        "start: A\nA: /(.*a.*){10}/ & /(.*b.*){10}/ & /(.*c.*){10}/ & ~/(.*d.*){5}/"
+    ),
+    "many": Grammar.ebnf('start: ("a"{1,10000}){1,10000}'),
+}
+
+
+@pytest.mark.parametrize("grammar", HEAVY.values(), ids=HEAVY)
+def test_heavy_grammars_are_refused_or_followed_and_break_nothing(grammar: Grammar) -> None:
+    """A text may become too much for the limits later: then nothing may follow, and it says why."""
+    try:
+        matcher = byte_compiler().matcher(grammar)
+    except InvalidRequest:
+        return
+    rng = random.Random(0)
+    for _ in range(30):
+        mask = matcher.mask()
+        if mask is None:
+            assert matcher.problem
+            break
+        token = rng.choice(sorted(ids_of(mask)))
+        if token == EOS_ID:
+            break
+        matcher.advance([token])
+
+
+def test_a_schema_is_written_with_bounded_space() -> None:
+    """A model that may write any amount of it sometimes writes nothing else."""
+    matcher = byte_compiler().matcher(Grammar.json_schema({"const": [1]}))
+    assert matcher.copy().advance(list(b"[" + b" " * 32 + b"1"))
+    assert not matcher.copy().advance(list(b"[" + b" " * 33))
+    assert json.loads("[" + " " * 32 + "1]") == [1]

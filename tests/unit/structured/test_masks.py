@@ -1,0 +1,132 @@
+"""Masks of a round: by each row's own text, whatever was known of it before."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from serve_spec.core.grammar import Grammar
+from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.request import SamplingParams
+from serve_spec.structured.masks import Grammars, RoundMasks
+from tests.helpers.checkpoints import EOS_ID
+from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of
+
+DIGITS = Grammar.regex("[0-9]{2,4}")
+ZERO_TO_NINE = set(b"0123456789")
+
+
+def row(
+    name: str, said: str, num_steps: int = 0, held: tuple[int, ...] = (), **params: object
+) -> RowPlan:
+    """A decode row of a request with a prompt of three tokens."""
+    given = SamplingParams(**{"grammar": DIGITS, **params})  # type: ignore[arg-type]
+    generated = tuple(said.encode())
+    return RowPlan(
+        name,
+        token_ids=(generated or (1,))[-1:],
+        start=2 + len(generated),
+        samples=True,
+        page_ids=(),
+        params=given,
+        seed=0,
+        num_steps=num_steps,
+        edited=EditedText(3, held_ids=held) if given.edits_scores else None,
+        generated_ids=generated if given.grammar else (),
+    )
+
+
+def allowed(masks: RoundMasks) -> list[set[int] | None]:
+    """What each draw may be; None: anything."""
+    return [None if place < 0 else ids_of(masks.words[place]) for place in masks.places]
+
+
+def masks_of(*rows: RowPlan, drafts: tuple[bytes | tuple[int, ...], ...] = ()) -> RoundMasks:
+    return Grammars(byte_compiler()).round_masks(rows, drafts or [()] * len(rows))
+
+
+def test_every_draw_of_every_row_has_the_mask_of_its_own_text() -> None:
+    rows = [row("a", "1", 2), row("b", "", grammar=None), row("c", "123", 1), row("d", "1234")]
+    masks = masks_of(*rows, drafts=(b"23", b"", b"4", b"x"))
+    assert masks.num_steps == (2, 0, 1, 0)
+    more = ZERO_TO_NINE | {EOS_ID}
+    assert allowed(masks) == [ZERO_TO_NINE, more, more, None, more, {EOS_ID}, {EOS_ID}]
+
+
+def test_drafts_end_before_the_first_that_can_not_be_drawn() -> None:
+    rows = [row("a", "1", 3), row("b", "", 2, grammar=None), row("c", "12", 3), row("d", "1", 2)]
+    masks = masks_of(*rows, drafts=(b"2x3", b"xx", (EOS_ID, 50, 51), (-1, 50)))
+    assert masks.num_steps == (1, 2, 1, 1)
+    more = ZERO_TO_NINE | {EOS_ID}
+    found = allowed(masks)
+    assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
+
+
+def test_padding_behind_the_drafts_of_a_row_is_not_looked_at() -> None:
+    assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_steps == (1,)
+
+
+def test_what_a_round_knew_before_changes_nothing() -> None:
+    """Texts go on, go back, become others of the same name, and leave."""
+    grammars = Grammars(byte_compiler())
+    other = Grammar.ebnf(PARENTHESES)
+    for name, said, grammar in [
+        ("a", "", DIGITS),
+        ("a", "12", DIGITS),
+        ("a", "12", DIGITS),
+        ("a", "1", DIGITS),
+        ("a", "23", DIGITS),
+        ("a", "", other),
+        ("b", "((", other),
+        ("a", "(", other),
+    ]:
+        one = row(name, said, 1, grammar=grammar)
+        found = grammars.round_masks([one], [b"("])
+        fresh = Grammars(byte_compiler()).round_masks([one], [b"("])
+        assert (found.num_steps, allowed(found)) == (fresh.num_steps, allowed(fresh))
+        assert grammars.num_followed == 1
+    grammars.forget("a")
+    assert grammars.num_followed == 0
+
+
+@pytest.mark.parametrize(
+    ("said", "params", "expected"),
+    [
+        ("1", {"bad_token_ids": (*b"345",)}, ZERO_TO_NINE - set(b"345")),
+        ("1", {"allowed_token_ids": (*b"12ab",)}, set(b"12")),
+        ("1", {"allowed_token_ids": (*b"12",), "bad_token_ids": (*b"1",)}, set(b"2")),
+        ("1", {"allowed_token_ids": (*b"ab",)}, ZERO_TO_NINE),
+        ("12", {"allowed_token_ids": (*b"ab",)}, ZERO_TO_NINE | {EOS_ID}),
+        ("1", {"bad_token_ids": (*ZERO_TO_NINE,)}, ZERO_TO_NINE),
+        ("12", {"bad_token_ids": (*ZERO_TO_NINE,)}, {EOS_ID}),
+        ("12", {"min_tokens": 3}, ZERO_TO_NINE),
+        ("123", {"min_tokens": 3}, ZERO_TO_NINE | {EOS_ID}),
+        ("1234", {"min_tokens": 9}, {EOS_ID}),
+    ],
+)
+def test_other_rules_hold_as_far_as_they_leave_anything(
+    said: str, params: dict[str, object], expected: set[int]
+) -> None:
+    masks = masks_of(row("a", said, held=(EOS_ID,), **params))
+    assert allowed(masks) == [expected]
+
+
+def test_drafts_that_other_rules_forbid_are_not_verified_either() -> None:
+    params = {"bad_token_ids": (*b"3",), "min_tokens": 3}
+    one = row("a", "1", 3, held=(EOS_ID,), **params)
+    assert masks_of(one, drafts=(b"23",)).num_steps == (1,)
+    assert masks_of(one, drafts=((50, EOS_ID),)).num_steps == (1,)
+    assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_steps == (3,)
+
+
+def test_a_text_that_is_too_much_for_the_limits_ends() -> None:
+    heavy = Grammar.ebnf('start: "x" a\na: "y" a')
+    found = masks_of(row("a", "x", 2, grammar=heavy), row("b", "1"), drafts=(b"yy", b""))
+    assert allowed(found)[-1] == ZERO_TO_NINE, "others do not notice"
+    assert allowed(found)[0] in ({EOS_ID}, {ord("y")})
+    assert {EOS_ID} in allowed(found)
+
+
+def test_a_text_that_is_not_of_its_grammar_ends() -> None:
+    assert allowed(masks_of(replace(row("a", "1"), generated_ids=(97, 98)))) == [{EOS_ID}]
