@@ -117,6 +117,9 @@ class LaneWorker:
         prompts = plan.rows[len(rows) :]
         self._keeper.forget(prompts)  # they may have been here before, and lost their pages
         self._keeper.sync(plan.rows)
+        # Theirs is no place to go on from: of a text whose last token alone is left, that token is
+        # the root of the next round.
+        self._keeper.forget(row for row in prompts if not row.samples)
         self._seat(rows)
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)

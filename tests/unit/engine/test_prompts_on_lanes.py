@@ -111,3 +111,25 @@ def test_longer_prompts_are_computed_eagerly_and_mix_with_lanes(
     plain = make_llm(execution="eager", **SIZES).generate(PROMPTS, PARAMS)
     assert [output.token_ids for output in outputs] == [output.token_ids for output in plain]
     assert max(lengths) == max(map(len, PROMPTS))
+
+
+@pytest.mark.parametrize("algorithm", ["NGRAM", "NONE"])
+@pytest.mark.parametrize("num_left", [0, 1, 2])
+def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, algorithm: str, num_left: int
+) -> None:
+    """A preempted text of a piece and so many tokens more; one is what decoding begins with."""
+    params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
+    plain = make_llm(execution="eager", **SIZES).generate([PROMPTS[2]], params)[0]
+    num_rows = 24 - num_left
+    sizes = {**SIZES, "max_num_batched_tokens": num_rows}
+    engine = make_llm(algorithm, 2, execution="lanes", **sizes).engine
+    monkeypatch.setattr(engine, "_plan_ahead", lambda before: None)
+    engine.add(seq := engine.new_sequence("a", PROMPTS[2], params))
+    said: list[int] = []
+    while engine.has_work:
+        if len(seq) == 24 and not engine.scheduler.num_preemptions:
+            engine.scheduler._preempt(seq)
+        said += [token for delta in engine.step() for token in delta.token_ids]
+    assert said == list(plain.token_ids)
+    assert engine.scheduler.num_preemptions == 1
