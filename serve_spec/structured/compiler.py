@@ -38,8 +38,9 @@ _STACK_BYTES = 512 * 2**20
 """References make the compiler recurse: as deep as the longest grammar can, about a tenth of this
 is touched. The rest is address space."""
 
-_WHITESPACE = r"[ \t\n\r]{0,32}"
-"""Between JSON's tokens. Models that may write any amount sometimes write nothing else."""
+_WHITESPACE = r" {0,2}(\n[ \t]{0,32})?"
+"""Between JSON's tokens: a space or two, a new line and its indentation. Models that may write any
+amount sometimes write nothing else."""
 
 _NESTED = re.compile(r"%\s*(json|regex|lark|llguidance|import)\b")
 _MAX_PROBLEM_CHARS = 300

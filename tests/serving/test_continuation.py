@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.continuation import continue_request
@@ -67,6 +68,7 @@ def engine_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineLoop
         {"frequency_penalty": 2.0, "presence_penalty": 2.0, "temperature": 0.0},
         {"logit_bias": {EOS_ID: 100.0}, "min_tokens": 13},
         {"allowed_token_ids": [97, 98], "stop": "ab", "min_tokens": 9},
+        {"grammar": Grammar.regex("([a-z]+ ){3}é{9,}"), "ignore_eos": True},
     ],
     ids=lambda edits: next(iter(edits)),
 )

@@ -48,6 +48,7 @@ from serve_spec.core.request import SamplingParams, SpeculationStats, Speculativ
         ("top_k", 2.5),
         ("temperature", None),
         ("seed", 1.5),
+        ("grammar", "a+"),
         ("stop", (5,)),
         ("stop_token_ids", ("x",)),
         ("ignore_eos", 1),

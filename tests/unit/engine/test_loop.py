@@ -1,6 +1,7 @@
 """Laws of the engine thread: streams, cancellation, failures."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.loop import EngineLoop, TokenStream
 from serve_spec.metrics import StepStats
@@ -212,4 +214,47 @@ def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(
 ) -> None:
     with pytest.raises(ValueError, match="prior_rates"):
         loop.start_from([2.0])
+    loop.check_health()
+
+
+def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: EngineLoop) -> None:
+    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
+        other = await loop.submit(PROMPT, params(), "other")
+        with pytest.raises(InvalidRequest) as refusal:
+            await loop.submit(PROMPT, params(grammar=Grammar.regex("(a", "guided_regex")), "bad")
+        assert refusal.value.field == "guided_regex"
+        good = await loop.submit(PROMPT, params(grammar=Grammar.choice(["yes"])), "good")
+        return await collect(other), await collect(good)
+
+    other, good = asyncio.run(scenario())
+    assert sum(len(delta.token_ids) for delta in other) == 20
+    assert "".join(delta.text for delta in good) == "yes"
+    assert good[-1].finish_reason is FinishReason.STOP
+    assert pages_in_use(loop) == 0
+
+
+def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
+    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+    check = loop._engine.check_grammar
+
+    def wait(grammar: Grammar) -> None:
+        compiling.set()
+        go_on.wait()
+        check(grammar)
+
+    monkeypatch.setattr(loop._engine, "check_grammar", wait)
+    monkeypatch.setattr(loop._engine, "add", lambda seq: pytest.fail("it has gone away"))
+
+    async def scenario() -> list[TokenDelta]:
+        grammar = Grammar.choice(["yes"])
+        submitted = asyncio.create_task(loop.submit(PROMPT, params(grammar=grammar), "gone"))
+        await asyncio.to_thread(compiling.wait)
+        loop.cancel("gone")
+        go_on.set()
+        return await collect(await submitted)
+
+    (last,) = asyncio.run(scenario())
+    assert (last.token_ids, last.finish_reason) == ((), FinishReason.ABORT)
     loop.check_health()

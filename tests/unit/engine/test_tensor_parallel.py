@@ -22,6 +22,7 @@ from torch import Tensor
 
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Proposal
@@ -55,7 +56,7 @@ def make(shared_pair: Pair) -> MakeLLM:
 
 
 def requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 40 tokens, greedy, sampled, filtered, and with edited scores."""
+    """Prompts of 1 to 40 tokens, greedy, sampled, filtered, with edited scores, by a grammar."""
     rng = random.Random(0)
     prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 5, 20, 33, 40, 16)]
     params = [
@@ -63,6 +64,7 @@ def requests() -> tuple[list[list[int]], list[SamplingParams]]:
         for i in range(5)
     ]
     params[2] = replace(params[2], frequency_penalty=1.0, logit_bias={65: 3.0, 290: 1.5})
+    params[3] = replace(params[3], grammar=Grammar.regex("([a-z]{2,5} [0-9]{1,3},)+"))
     return prompts, [*params, SamplingParams(max_tokens=30, top_k=20, seed=9, ignore_eos=True)]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from serve_spec.config import SchedulerConfig
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape
@@ -547,3 +548,33 @@ def test_only_what_penalties_count_is_named() -> None:
     plan = scheduler.plan(lambda _: RoundSteps(0))
     assert plan is not None
     assert [row.edited for row in plan.rows] == [EditedText(3), None]
+
+
+def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way() -> None:
+    scheduler = make(num_pages=60, max_num_batched_tokens=24)
+    worker = AheadWorker(4, random.Random(0))
+
+    def zero(batch: DecodeBatch) -> RoundSteps:
+        return RoundSteps(0)
+
+    def run(plan: StepPlan | None) -> StepPlan:
+        assert plan is not None
+        scheduler.commit(plan, worker.execute(plan), cut)
+        return plan
+
+    scheduler.add(sequence("1", 3, max_tokens=9))
+    free = scheduler.plan(zero, AHEAD)
+    assert free is not None
+    scheduler.add(ruled := sequence("2", 3, max_tokens=9, grammar=Grammar.regex("a+")))
+    assert scheduler.plan_ahead(free, zero, AHEAD) is None
+    run(free)
+    for _ in range(3):
+        said = ruled.output_token_ids
+        plan = run(scheduler.plan(zero, AHEAD))
+        assert [row.generated_ids for row in plan.rows] == [(), tuple(said)]
+        assert plan.has_grammars
+        assert scheduler.plan_ahead(plan, zero, AHEAD) is None
+    scheduler.abort("2")
+    following = scheduler.plan(zero, AHEAD)
+    assert following is not None
+    assert scheduler.plan_ahead(following, zero, AHEAD) is not None
