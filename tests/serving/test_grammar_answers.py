@@ -19,17 +19,16 @@ from tests.helpers.grammars import is_valid
 from tests.serving.fakes import LoopFleet
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+# Random models like space.
+SAID = {"max_tokens": 60, "seed": 3, "bad_token_ids": [*b"\t\n "]}
 SANE: dict[str, dict[str, Any]] = {
-    COMPLETIONS: {"prompt": "ab", "max_tokens": 60, "seed": 3},
-    CHAT: {"messages": [{"role": "user", "content": "ab"}], "max_tokens": 60, "seed": 3},
+    COMPLETIONS: {"prompt": "ab", **SAID},
+    CHAT: {"messages": [{"role": "user", "content": "ab"}], **SAID},
 }
 JSON = {"content-type": "application/json"}
 SCHEMA = {
     "type": "object",
-    "properties": {
-        "a": {"enum": ["x", "é"]},
-        "b": {"type": "integer", "minimum": 0, "maximum": 99},
-    },
+    "properties": {"a": {"enum": ["x", "é"]}, "b": {"enum": [1, 22, None]}},
     "required": ["a", "b"],
     "additionalProperties": False,
 }
