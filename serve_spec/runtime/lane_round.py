@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve_spec.core.draft import padded_drafts
+from serve_spec.core.draft import DraftChain, DraftTrees, padded_drafts
+from serve_spec.core.plan import StepPlan
 from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.models.draft import DraftHead
 from serve_spec.runtime.lanes import Lanes
@@ -111,6 +112,14 @@ class LaneRound:
         self.members.copy_(seats[0], non_blocking=True)
         self.query_lens.copy_(seats[1], non_blocking=True)
         self.num_steps.copy_(seats[2], non_blocking=True)
+
+    def drafted(self, plan: StepPlan) -> DraftChain | DraftTrees:
+        """What was drafted for the sampling rows of a plan, and behind them for nobody."""
+        rows = plan.sampling_rows
+        if plan.tree is None or self.parents is None:
+            return DraftChain(self.drafts, tuple(row.num_steps for row in rows))
+        counts = tuple(row.num_draft_tokens for row in rows)
+        return DraftTrees(self.drafts, self.parents, counts)
 
     def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
         """Writes what the host drafted of each sequence, the first ones, without waiting."""

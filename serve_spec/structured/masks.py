@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import repeat, takewhile
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from serve_spec.core.plan import RowPlan
 from serve_spec.log import get_logger
 from serve_spec.structured.bans import Bans
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
-from serve_spec.structured.paths import follow
+from serve_spec.structured.paths import Node, follow
 
 logger = get_logger(__name__)
 
@@ -22,12 +23,13 @@ logger = get_logger(__name__)
 class RoundMasks:
     """What the draws of a round may be.
 
-    num_steps: of each sampling row, the drafts before the first that can not be drawn.
+    num_drafts: of each sampling row, the drafts before the first that can not be drawn; of a tree,
+        all of them.
     places: of each draw of those rows, in order, its row of `words`; -1: anything may be drawn.
     words: [M, ceil(V / 32)], see `Mask`.
     """
 
-    num_steps: tuple[int, ...]
+    num_drafts: tuple[int, ...]
     places: tuple[int, ...]
     words: NDArray[np.uint32]
 
@@ -57,19 +59,33 @@ class Grammars:
             if row.params.grammar is not None:
                 self._text(row, row.params.grammar)
 
-    def round_masks(self, rows: Sequence[RowPlan], drafts: Sequence[Sequence[int]]) -> RoundMasks:
-        """Masks of every draw of a round's sampling rows; drafts: at least `num_steps` of each."""
-        masks = [
-            self._row_masks(row, tokens[: row.num_steps])
-            for row, tokens in zip(rows, drafts, strict=True)
+    def round_masks(
+        self,
+        rows: Sequence[RowPlan],
+        drafts: Sequence[Sequence[int]],
+        parents: Sequence[Sequence[int]] | None = None,
+    ) -> RoundMasks:
+        """Masks of every draw of a round's sampling rows.
+
+        drafts: of each row at least those that are verified. parents: see `DraftTrees`; None where
+        no drafts branch.
+        """
+        nodes = [
+            self._nodes(row, tokens[: row.num_draft_tokens], above)
+            for row, tokens, above in zip(
+                rows, drafts, parents or repeat(None, len(rows)), strict=True
+            )
         ]
+        if parents is None:
+            nodes = [[*takewhile(lambda node: node.is_legal, of_row)] for of_row in nodes]
+        masks = [[node.mask for node in of_row] for of_row in nodes]
         here = {row.request_id for row in rows}
         self._texts = {name: text for name, text in self._texts.items() if name in here}
         flat = [mask for of_row in masks for mask in of_row]
         words = [mask for mask in flat if mask is not None]
         numbers = iter(range(len(words)))
         return RoundMasks(
-            num_steps=tuple(len(of_row) - 1 for of_row in masks),
+            num_drafts=tuple(len(of_row) - 1 for of_row in masks),
             places=tuple(-1 if mask is None else next(numbers) for mask in flat),
             words=np.array(words, dtype=np.uint32).reshape(-1, self.compiler.num_words),
         )
@@ -83,11 +99,14 @@ class Grammars:
         """Texts whose place is known."""
         return len(self._texts)
 
-    def _row_masks(self, row: RowPlan, drafts: Sequence[int]) -> list[Mask | None]:
-        """Of a row's root, and of each draft before the first that can not be drawn."""
+    def _nodes(
+        self, row: RowPlan, drafts: Sequence[int], parents: Sequence[int] | None
+    ) -> list[Node]:
+        """Of a row's root, and of each of its drafts; parents: as in `DraftTrees`, of no fewer
+        drafts, or None for a chain."""
         grammar = row.params.grammar
         if grammar is None:
-            return [None] * (len(drafts) + 1)
+            return [Node(is_legal=True)] * (len(drafts) + 1)
         text = self._text(row, grammar)
         matcher = text.matcher
 
@@ -101,15 +120,14 @@ class Grammars:
             matcher,
             root,
             drafts,
-            range(-1, len(drafts) - 1),
+            [number - 1 for number in (parents or range(len(drafts)))[: len(drafts)]],
             self.compiler.ends,
             lambda depth: left(matcher.mask(), depth),
         )
         if matcher.problem:
             logger.warning("request %s: its grammar: %s", row.request_id, matcher.problem)
             self.forget(row.request_id)
-        num_legal = next((i for i, node in enumerate(nodes) if not node.is_legal), len(nodes))
-        return [root, *(node.mask for node in nodes[:num_legal])]
+        return [Node(is_legal=True, mask=root), *nodes]
 
     def _text(self, row: RowPlan, grammar: Grammar) -> _Text:
         text = self._texts.get(row.request_id)

@@ -162,9 +162,9 @@ class LaneWorker:
         if not plan.has_grammars:
             self.round.masks.clear()
             return plan
-        masks = self.eager.round_masks(plan, self.round.drafts)
+        masks = self.eager.round_masks(plan, self.round.drafted(plan))
         self.round.masks.write(masks)
-        return plan.cut(masks.num_steps)
+        return plan.cut(masks.num_drafts) if plan.tree is None else plan
 
     def _verify(self, plan: StepPlan, tier: SpecRuntimeState) -> tuple[Tensor, LaneLogprobs | None]:
         """Where the host will find the verdicts of the sampling rows, and what else they ask."""

@@ -174,8 +174,9 @@ class SpecWorker:
         timer.mark("drafted")
         masks = None
         if plan.has_grammars:
-            masks = self.round_masks(plan, drafts.token_ids)
-            plan, drafts, sampling = _without_illegal_drafts(plan, drafts, sampling, masks)
+            masks = self.round_masks(plan, drafts)
+            if isinstance(drafts, DraftChain):
+                plan, drafts, sampling = _without_illegal_drafts(plan, drafts, sampling, masks)
         inputs = verify_inputs(plan, drafts, self.page_size, self.device)
         hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
         verdict = VerifyResult([])
@@ -204,17 +205,17 @@ class SpecWorker:
     def _tier(self, plan: StepPlan) -> SpecRuntimeState:
         return self.tiers[plan.num_steps] if plan.tree is None else self.tree_tiers[plan.tree]
 
-    def round_masks(self, plan: StepPlan, drafts: Tensor) -> RoundMasks:
-        """What the draws of a round may be; drafts: of each sampling row, [B, K] or more rows.
+    def round_masks(self, plan: StepPlan, drafts: DraftChain | DraftTrees) -> RoundMasks:
+        """What the draws of a round may be; drafts: of each sampling row, and perhaps of more.
 
         The host waits for the drafts, unless they are its own.
         """
         rows = plan.sampling_rows
-        known = [row.draft_ids for row in rows]
-        if not any(row.num_steps > len(row.draft_ids) for row in rows):
-            return self.grammars.round_masks(rows, known)
+        if all(row.num_steps == len(row.draft_ids) for row in rows):
+            return self.grammars.round_masks(rows, [row.draft_ids for row in rows])
         self.grammars.read(rows)  # while the device drafts
-        return self.grammars.round_masks(rows, drafts[: len(rows)].tolist())
+        parents = drafts.parents[: len(rows)].tolist() if isinstance(drafts, DraftTrees) else None
+        return self.grammars.round_masks(rows, drafts.token_ids[: len(rows)].tolist(), parents)
 
     def _read_logprobs(
         self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]
@@ -315,16 +316,16 @@ def _without_illegal_drafts(
     plan: StepPlan, drafts: DraftChain, sampling: SamplingRows, masks: RoundMasks
 ) -> tuple[StepPlan, DraftChain, SamplingRows]:
     """The same round without drafts that can not be drawn, nor those behind them."""
-    if masks.num_steps == drafts.num_steps:
+    if masks.num_drafts == drafts.num_steps:
         return plan, drafts, sampling
     draws = [
         (depth, most)
-        for before, most in zip(drafts.num_steps, masks.num_steps, strict=True)
+        for before, most in zip(drafts.num_steps, masks.num_drafts, strict=True)
         for depth in range(before + 1)
     ]
     left = [number for number, (depth, most) in enumerate(draws) if depth <= most]
     return (
-        plan.cut(masks.num_steps),
-        DraftChain(drafts.token_ids, masks.num_steps),
+        plan.cut(masks.num_drafts),
+        DraftChain(drafts.token_ids, masks.num_drafts),
         sampling.select(left),
     )

@@ -15,6 +15,7 @@ from serve_spec import LLM
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
+from serve_spec.core.round import TreeShape
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.engines import MakeLLM, Pair, checked, llm_maker, switch_every_round, texts
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of, is_of, is_valid
@@ -146,6 +147,22 @@ def test_nothing_that_happens_to_a_request_changes_its_text_by_a_grammar(
     switch_every_round(llm, (0, 4, 1, 0, 3) if algorithm == "MEDUSA" else SWITCHING)
     close(llm.generate(prompts, params), off)
     assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "MEDUSA"])
+def test_drafts_that_branch_change_no_text_by_a_grammar(
+    make_llm: MakeLLM, off: list[RequestOutput], algorithm: str
+) -> None:
+    prompts, params = prompts_and_params()
+    llm = make_llm(
+        algorithm, 3, speculative_eagle_topk=3, speculative_num_draft_tokens=11, max_num_seqs=6
+    )
+    outputs = llm.generate(prompts, params)
+    close(outputs, off)
+    kept = [output.speculation.num_correct_drafts for output in outputs]
+    assert sum(kept) - kept[2] > 0, "some drafts must be kept by grammar"
+    switch_every_round(llm, (0, TreeShape(3, 9), 2, TreeShape(2, 5)))
+    close(llm.generate(prompts, params), off)
 
 
 def test_rounds_that_lanes_can_not_run_change_no_text_by_a_grammar(

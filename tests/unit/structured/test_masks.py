@@ -49,7 +49,7 @@ def masks_of(*rows: RowPlan, drafts: tuple[bytes | tuple[int, ...], ...] = ()) -
 def test_every_draw_of_every_row_has_the_mask_of_its_own_text() -> None:
     rows = [row("a", "1", 2), row("b", "", grammar=None), row("c", "123", 1), row("d", "1234")]
     masks = masks_of(*rows, drafts=(b"23", b"", b"4", b"x"))
-    assert masks.num_steps == (2, 0, 1, 0)
+    assert masks.num_drafts == (2, 0, 1, 0)
     more = ZERO_TO_NINE | {EOS_ID}
     assert allowed(masks) == [ZERO_TO_NINE, more, more, None, more, {EOS_ID}, {EOS_ID}]
 
@@ -57,14 +57,14 @@ def test_every_draw_of_every_row_has_the_mask_of_its_own_text() -> None:
 def test_drafts_end_before_the_first_that_can_not_be_drawn() -> None:
     rows = [row("a", "1", 3), row("b", "", 2, grammar=None), row("c", "12", 3), row("d", "1", 2)]
     masks = masks_of(*rows, drafts=(b"2x3", b"xx", (EOS_ID, 50, 51), (-1, 50)))
-    assert masks.num_steps == (1, 2, 1, 1)
+    assert masks.num_drafts == (1, 2, 1, 1)
     more = ZERO_TO_NINE | {EOS_ID}
     found = allowed(masks)
     assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
 
 
 def test_padding_behind_the_drafts_of_a_row_is_not_looked_at() -> None:
-    assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_steps == (1,)
+    assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_drafts == (1,)
 
 
 def test_what_a_round_knew_before_changes_nothing() -> None:
@@ -115,8 +115,8 @@ def test_other_rules_hold_as_far_as_they_leave_anything(
 def test_drafts_that_other_rules_forbid_are_not_verified_either() -> None:
     params = {"bad_token_ids": (*b"3",), "min_tokens": 3}
     one = row("a", "1", 3, held=(EOS_ID,), **params)
-    assert masks_of(one, drafts=(b"23",)).num_steps == (1,)
-    assert masks_of(one, drafts=((50, EOS_ID),)).num_steps == (1,)
+    assert masks_of(one, drafts=(b"23",)).num_drafts == (1,)
+    assert masks_of(one, drafts=((50, EOS_ID),)).num_drafts == (1,)
     assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_steps == (3,)
 
 
