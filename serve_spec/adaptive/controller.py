@@ -242,8 +242,9 @@ class AdaptiveController:
         Raises:
             ValueError: a row kept more drafts than it had.
         """
-        self._positions.observe(verified.num_correct_drafts, verified.row_steps)
-        self._learn_sharpness(verified)
+        rows = verified.model_rows
+        self._positions.observe(rows.num_correct_drafts, rows.row_steps)
+        self._learn_sharpness(rows)
         try:
             self._policy.observe(verified)
         except BadMeasurement as error:

@@ -140,19 +140,23 @@ class CostModel:
         verify_ms: float,
         round_ms: float,
         num_entries: int = 0,
+        num_text_drafts: int = 0,
     ) -> bool:
         """Learns from a round of decode rows alone; False: unusable times, nothing was learned.
 
         num_steps: drafts of the row that drafted most.
+        num_text_drafts: drafts that were found in texts, beside the model's `num_drafting` rows of
+            `num_steps` at most: they are verified, too, and take next to nothing to make.
         num_entries: draft entries it made up for prompts or pauses; with any, what they take is all
             that it says.
 
         Raises:
             ValueError: no such round.
         """
-        self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
+        self._refuse_impossible(batch_size, num_steps, num_rows - num_text_drafts, num_drafting)
         num_drafts = num_rows - batch_size
-        predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_drafts, context)
+        num_made = num_drafts - num_text_drafts
+        predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_made, context)
         predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
         are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
@@ -163,7 +167,7 @@ class CostModel:
         usable = (
             are_times
             and not num_entries  # one entry would have taken a round
-            and (not num_drafts or _is_near(draft_ms, predicted_draft, _NEGLIGIBLE_MS))
+            and (not num_made or _is_near(draft_ms, predicted_draft, _NEGLIGIBLE_MS))
             and _is_near(verify_ms, predicted_verify)
             and round_ms <= ABSURD_RATIO * predicted_round
         )
@@ -173,13 +177,13 @@ class CostModel:
         self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
         self._num_rounds += 1
         drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
-        if num_drafts and predicted_draft > _NEGLIGIBLE_MS:
+        if num_made and predicted_draft > _NEGLIGIBLE_MS:
             rows = batch_size if self.padded else num_drafting
             self._draft_residuals.learn(
                 _bucket(rows), draft_ms / predicted_draft, drift_gain, self._draft_residuals.mean
             )
         else:
-            draft_ms = 0.0  # the glance that found nothing to draft
+            draft_ms = 0.0  # the glance that found nothing to draft, or the text that had it
         residuals = self._verify_residuals[_bucket(batch_size)]
         stair = -(-num_drafts // batch_size)
         usual = self._usual_residual(_bucket(batch_size))

@@ -49,7 +49,8 @@ class EmaPolicy:
         if verified.num_steps != guarded.slot.current_steps:
             self._num_stale_rounds += 1
             return
-        columns = zip(verified.row_steps, verified.num_correct_drafts, strict=True)
+        rows = verified.model_rows  # drafts from texts fare differently, and are not chosen here
+        columns = zip(rows.row_steps, rows.num_correct_drafts, strict=True)
         guarded.update([correct for steps, correct in columns if steps == verified.num_steps])
 
     def forget(self, request_id: str) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from itertools import count, takewhile
 
@@ -44,6 +44,7 @@ from serve_spec.adaptive.objective import (
 from serve_spec.adaptive.observations import Indices
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
+from serve_spec.adaptive.text_first import TextFirst
 from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, RoundTimes, VerifiedRound
 
 DEFAULT_MAX_STEPS = 7
@@ -157,6 +158,7 @@ class GoodputPolicy:
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
         self.survival = survival or SurvivalEstimator(max_steps)
+        self.text = TextFirst(max_steps)
         self.budget = ExplorationBudget()
         self.last_reason = Reason.WARM_UP
         self._tier_reason = Reason.WARM_UP
@@ -196,7 +198,14 @@ class GoodputPolicy:
         else:
             wanted = RoundSteps(self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms))
             self.last_reason = self._tier_reason
-        return self._probe(batch, bound, here, wanted) or wanted
+        probe = self._probe(batch, bound, here, wanted)
+        is_baseline = probe is not None and not probe.num_steps
+        if is_baseline or not batch.text_steps:
+            return probe or wanted
+        most = min(bound, depth) if depth < plan.choice.num_steps else bound
+        row_ms = plan.choice.ms / batch.size  # a retry loses what the row would have made of it
+        text_steps = self.text.steps(batch, most, lambda: self.budget.spend(row_ms))
+        return replace(probe or wanted, text_steps=text_steps)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
@@ -213,11 +222,13 @@ class GoodputPolicy:
         rounds, left = self._to_learn, self._left
         self._to_learn, self._left, self._plan = [], set(), None
         for verified in rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]:
-            self.survival.observe(
-                verified.request_ids, verified.row_steps, verified.num_correct_drafts
-            )
+            rows = verified.model_rows
+            self.survival.observe(rows.request_ids, rows.row_steps, rows.num_correct_drafts)
+            if verified.is_from_text:
+                self.text.observe(verified)
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
+            self.text.forget(request_id)
         for verified in rounds:
             if verified.times is not None:
                 self._learn_times(verified, verified.times)
@@ -244,6 +255,7 @@ class GoodputPolicy:
     def forget(self, request_id: str) -> None:
         """Drops a request's acceptance, also from rounds that are still to be learned from."""
         self.survival.forget(request_id)
+        self.text.forget(request_id)
         self._left.add(request_id)
 
     def snapshot(self) -> dict[str, object]:
@@ -262,6 +274,7 @@ class GoodputPolicy:
             "predicted_tokens": None if choice is None else round(choice.tokens, 4),
             "explored_share": round(self.budget.spent_share, 6),
             "acceptance": self.survival.snapshot(),
+            "text_acceptance": self.text.snapshot(),
             "costs": self.costs.snapshot(),
             "marginal_ms_by_rows": self._marginal_ms_by_rows(),
             "break_even": self._break_even(),
@@ -324,6 +337,8 @@ class GoodputPolicy:
         worth, costs = self._worth(batch, bound), self._round_costs(batch, bound)
         entries = Entries.of(batch, worth, self._tier, costs.off, self.costs.entry_ms)
         worth, costs = entries.applied(worth, costs)
+        if batch.text_steps:
+            self.text.plan(batch.request_ids, worth, costs)
         menu = self._menu(worth, costs, batch)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._decide(menu, here, moved=moved)
@@ -457,6 +472,7 @@ class GoodputPolicy:
             verify_ms=times.verify_ms,
             round_ms=times.round_ms,
             num_entries=verified.num_catch_up if made_up_for_more else 0,
+            num_text_drafts=verified.num_text_drafts,
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_spec.adaptive.policy import Reason
-from serve_spec.adaptive.speculator import AdaptiveSpeculator
+from serve_spec.adaptive.speculator import INITIAL_STEPS, AdaptiveSpeculator
 from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 
 DEFAULT_MAX_STEPS = 8
@@ -28,9 +28,10 @@ class PerRequestPolicy:
         return RoundSteps(max(row_steps), row_steps)
 
     def observe(self, verified: VerifiedRound) -> None:
-        """Tells each sequence what became of its drafts; a row without drafts learns nothing."""
+        """Tells each sequence what became of the model's drafts; without them it learns nothing."""
+        of_model = verified.model_rows
         rows = zip(
-            verified.request_ids, verified.row_steps, verified.num_correct_drafts, strict=True
+            of_model.request_ids, of_model.row_steps, of_model.num_correct_drafts, strict=True
         )
         for request_id, steps, correct in rows:
             if steps:
@@ -49,6 +50,7 @@ class PerRequestPolicy:
         return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": requests}
 
     def _new(self, request_id: str) -> AdaptiveSpeculator:
-        speculator = AdaptiveSpeculator(max_steps=self.max_steps)
+        first = min(INITIAL_STEPS, self.max_steps)
+        speculator = AdaptiveSpeculator(first, max_steps=self.max_steps)
         self._speculators[request_id] = speculator
         return speculator

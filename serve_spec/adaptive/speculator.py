@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+INITIAL_STEPS = 5
 RAISE_ABOVE = 0.85
 LOWER_BELOW = 0.55
 
@@ -13,7 +14,9 @@ class AdaptiveSpeculator:
     Belongs to its request and ends with it.
     """
 
-    def __init__(self, initial_steps: int = 5, min_steps: int = 1, max_steps: int = 8) -> None:
+    def __init__(
+        self, initial_steps: int = INITIAL_STEPS, min_steps: int = 1, max_steps: int = 8
+    ) -> None:
         """Starts at `initial_steps`.
 
         Raises:

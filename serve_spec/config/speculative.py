@@ -119,11 +119,21 @@ class SpeculativeConfig(StrictModel):
         description="EAGLE3: whether the draft is fed its output after the last norm; null: as its "
         "config.json says.",
     )
-    speculative_ngram_min_match_window_size: int = Field(
-        2, ge=1, description="NGRAM: fewest newest tokens that have to occur earlier in the text."
+    speculative_ngram_first: bool = Field(
+        False,
+        description="Beside a draft: rows whose text repeats itself verify what followed there "
+        "instead of its drafts.",
+    )
+    speculative_ngram_min_match_window_size: int | None = Field(
+        None,
+        ge=1,
+        description="Drafts from the text: fewest newest tokens that have to occur earlier; null: "
+        "2, and the most with speculative_ngram_first.",
     )
     speculative_ngram_max_match_window_size: int = Field(
-        5, ge=1, description="NGRAM: most tokens that are compared; the longest match goes on."
+        5,
+        ge=1,
+        description="Drafts from the text: most tokens compared; the longest match goes on.",
     )
     synthetic_acceptance: float | tuple[float, ...] | None = Field(
         None,
@@ -184,7 +194,10 @@ class SpeculativeConfig(StrictModel):
             raise Refusal(
                 "speculative_draft_model_path", str(self.speculative_draft_model_path), fix
             )
-        least = self.speculative_ngram_min_match_window_size
+        if algorithm == "NGRAM" and self.speculative_ngram_first:
+            fix = "NGRAM knows no other drafts; leave the key out, or name the draft's algorithm"
+            raise Refusal("speculative_ngram_first", True, fix)
+        least = self.ngram_min_match
         if self.speculative_ngram_max_match_window_size < least:
             raise Refusal(
                 "speculative_ngram_max_match_window_size",
@@ -266,6 +279,25 @@ class SpeculativeConfig(StrictModel):
     def couples_drafts(self) -> bool:
         """Whether drafts of sampled requests are drawn with the target's noise."""
         return self.speculative_algorithm in _NEED_DRAFT and not self.samples_drafts
+
+    @property
+    def drafts_from_text(self) -> bool:
+        """Whether drafts are looked for in texts."""
+        return self.speculative_algorithm == "NGRAM" or (
+            self.enabled and self.speculative_ngram_first
+        )
+
+    @property
+    def ngram_min_match(self) -> int:
+        """Fewest tokens of a match. Beside a draft that is right more often than not, a short match
+        is no reason to pass it over."""
+        given, most = (
+            self.speculative_ngram_min_match_window_size,
+            self.speculative_ngram_max_match_window_size,
+        )
+        if given is not None:
+            return given
+        return most if self.speculative_ngram_first else min(2, most)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -81,6 +81,11 @@ class RowPlan:
         """Rows of the target forward: committed tokens and drafts."""
         return len(self.token_ids) + self.num_draft_tokens
 
+    @property
+    def model_steps(self) -> int:
+        """Drafts that a model is asked for: none where the text has them."""
+        return 0 if self.draft_ids else self.num_steps
+
 
 @dataclass(frozen=True)
 class AheadLimits:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 DRAFT_SHARPNESS = 0.85
 """Temperature of sampled drafts over their request's, where nobody knows better: on trained pairs
@@ -37,6 +37,9 @@ class DecodeBatch:
     """Rows of prompts that share the round, if it drafts little; drafts may take their place."""
     may_draft: bool = True
     """False: prompts share the round, and beside them this engine drafts nothing."""
+    text_steps: Sequence[int] = ()
+    """Drafts found in each row's text, which a row may verify instead of a model's; none at all
+    where only one of both drafts."""
 
     @property
     def size(self) -> int:
@@ -97,6 +100,10 @@ class RoundSteps:
 
     A row never drafts deeper than its `max_steps`, whatever is asked. With a `tree`, rows whose
     `row_steps` are not 0 draft trees of that shape, `num_steps` levels of it, instead of chains.
+
+    Rows with drafts from their text (`DecodeBatch.text_steps`) verify those, `text_steps` of them,
+    and are of no tier; with an entry of 0 they draft like all others. None: as many as they would
+    draft otherwise.
     """
 
     num_steps: int
@@ -105,6 +112,7 @@ class RoundSteps:
     tree: TreeShape | None = None
     draft_sharpness: float = field(default=DRAFT_SHARPNESS, compare=False)
     """At which temperature sampled rows draft, over their own."""
+    text_steps: Sequence[int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,10 +144,11 @@ class VerifiedRound:
     num_correct_drafts: Sequence[int]
     """As the target judged them, before any stop."""
     num_drafting: int
-    """Rows that drafted at all."""
+    """Rows for which a model drafted, or, without a model, rows that drafted."""
     deepest: int
-    """Drafts of the row that drafted most."""
+    """Drafts of that of these rows which drafted most."""
     num_draft_tokens: int
+    """All that were verified, those from texts, too."""
     num_output_tokens: int
     num_catch_up: int
     """Draft entries made up before drafting: a few per row, or all of a prompt."""
@@ -151,3 +160,25 @@ class VerifiedRound:
     """At which the round drafted."""
     is_sampled: Sequence[bool] = ()
     """A column: which of the live rows draw with noise; none where nobody says."""
+    is_from_text: Sequence[bool] = ()
+    """Of live rows, whether their drafts were found in the text; none at all: as one drafts."""
+    num_text_drafts: int = 0
+    """Drafts from texts, of all decode rows, beside a model."""
+
+    @property
+    def model_rows(self) -> VerifiedRound:
+        """The same round; rows that drafted from their text are taken for rows without drafts."""
+        return self._only(is_from_text=False) if any(self.is_from_text) else self
+
+    @property
+    def text_rows(self) -> VerifiedRound:
+        """The same round; only rows that drafted from their text drafted."""
+        return self._only(is_from_text=True)
+
+    def _only(self, *, is_from_text: bool) -> VerifiedRound:
+        flags = self.is_from_text or [False] * len(self.row_steps)
+        counts = zip(self.row_steps, self.num_correct_drafts, flags, strict=True)
+        rows = [(k, m) if flag == is_from_text else (0, 0) for k, m, flag in counts]
+        return replace(
+            self, row_steps=[k for k, _ in rows], num_correct_drafts=[m for _, m in rows]
+        )

@@ -109,6 +109,7 @@ def _build_engine(
         text_drafter=_text_drafter(config, max(policy.candidate_steps)),
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
         topk=config.speculative.speculative_eagle_topk,
+        has_draft_model=loaded.head is not None,
     )
     if loaded.device.type == "cuda":
         # What was built lives as long as the engine. Looking through all of it takes Python's
@@ -261,10 +262,10 @@ def _load_head(
 
 def _text_drafter(config: ServeSpecConfig, max_steps: int) -> NgramDrafter | None:
     speculative = config.speculative
-    if speculative.speculative_algorithm != "NGRAM":
+    if not speculative.drafts_from_text:
         return None
     return NgramDrafter(
-        speculative.speculative_ngram_min_match_window_size,
+        speculative.ngram_min_match,
         speculative.speculative_ngram_max_match_window_size,
         max_steps,
     )

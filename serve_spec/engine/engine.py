@@ -295,6 +295,8 @@ class SpecEngine:
         planned = [row for row in plan.rows if row.is_decode]
         alone = len(planned) == len(plan.rows)
         live = [row for row in decoded if not row.seq.finished]
+        has_model = self.scheduler.has_draft_model
+        drafted = [row.model_steps if has_model else row.num_steps for row in planned]
         verified = VerifiedRound(
             num_steps=plan.num_steps,
             batch_size=len(planned),
@@ -303,15 +305,17 @@ class SpecEngine:
             request_ids=[row.seq.request_id for row in live],
             row_steps=[row.num_steps for row in live],
             num_correct_drafts=[row.num_judged_correct for row in live],
-            num_drafting=sum(row.num_steps > 0 for row in planned),
-            deepest=max(row.num_steps for row in planned),
+            num_drafting=sum(steps > 0 for steps in drafted),
+            deepest=max(drafted),
             num_draft_tokens=sum(row.num_draft_tokens for row in planned),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
-            num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.num_steps),
+            num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.model_steps),
             times=RoundTimes(result.draft_ms, result.verify_ms, round_ms) if alone else None,
             draft_sharpness=plan.draft_sharpness,
             is_sampled=[not row.seq.params.is_greedy for row in live],
             tree=plan.tree,
+            is_from_text=[row.is_from_text for row in live],
+            num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
         )
         self.controller.on_verify_complete(verified)
 

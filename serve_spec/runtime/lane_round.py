@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -121,9 +121,12 @@ class LaneRound:
         counts = tuple(row.num_draft_tokens for row in rows)
         return DraftTrees(self.drafts, self.parents, counts)
 
-    def write_drafts(self, drafts: Sequence[Sequence[int]]) -> None:
-        """Writes what the host drafted of each sequence, the first ones, without waiting."""
-        written = torch.tensor(padded_drafts(drafts, self.max_drafts), dtype=torch.int64)
+    def write_drafts(self, drafts: Mapping[int, Sequence[int]]) -> None:
+        """Writes what the host drafted, by the sequence's number in the round, without waiting."""
+        padded = padded_drafts(drafts.values(), self.max_drafts)
+        rows = [[number, *tokens] for number, tokens in zip(drafts, padded, strict=True)]
+        written = torch.tensor(rows, dtype=torch.int64)
         if self.drafts.is_cuda:
             written = written.pin_memory()
-        self.drafts[: len(drafts)].copy_(written, non_blocking=True)
+        written = written.to(self.drafts.device, non_blocking=True)
+        self.drafts.index_copy_(0, written[:, 0], written[:, 1:])

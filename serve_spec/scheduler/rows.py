@@ -14,10 +14,14 @@ SHORT_BACKLOG = 32
 
 
 class RowDrafts(NamedTuple):
-    """What a row drafts: a chain of `num_steps`, or a tree of so many levels and `tree_drafts`."""
+    """What a row drafts: a chain of `num_steps`, or a tree of so many levels and `tree_drafts`.
+
+    `from_text`: the chain was found in its text, where a model would have drafted another.
+    """
 
     num_steps: int
     tree_drafts: int = 0
+    from_text: bool = False
 
     def num_slots(self, topk: int) -> int:
         """Cache entries past the row's length that it writes to."""
@@ -27,7 +31,7 @@ class RowDrafts(NamedTuple):
 
     def less(self) -> RowDrafts:
         """What is drafted where this has no room: a shorter chain, or of a tree nothing."""
-        return RowDrafts(0 if self.tree_drafts else self.num_steps - 1)
+        return self._replace(num_steps=0 if self.tree_drafts else self.num_steps - 1, tree_drafts=0)
 
 
 def most_coming(row: RowPlan | None) -> int:
@@ -43,9 +47,9 @@ def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
 
 
 def kept_up_to(ahead: AheadLimits | None, drafts: list[RowDrafts]) -> int:
-    """Backlogs up to this are made up for rows that do not draft."""
-    drafting = any(of_row.num_steps for of_row in drafts)
-    return ahead.max_backlog if ahead is not None and drafting else 0
+    """Backlogs up to this are made up for rows for which no model drafts, if one drafts at all."""
+    has_model_drafts = any(of_row.num_steps and not of_row.from_text for of_row in drafts)
+    return ahead.max_backlog if ahead is not None and has_model_drafts else 0
 
 
 def usable_steps(seq: Sequence, coming: int) -> int:
@@ -58,10 +62,23 @@ def usable_steps(seq: Sequence, coming: int) -> int:
     return useful if options.max_steps is None else min(useful, options.max_steps)
 
 
+def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+    """Drafts per row of the policy's answer, but for those from texts."""
+    return [steps.num_steps] * batch.size if steps.row_steps is None else list(steps.row_steps)
+
+
+def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
+    """Drafts per row from its text instead of a model; 0: its drafts are a model's, if any."""
+    if not any(batch.text_steps):
+        return [0] * batch.size
+    wanted = wanted_steps(steps, batch) if steps.text_steps is None else steps.text_steps
+    return [min(want, found) for want, found in zip(wanted, batch.text_steps, strict=True)]
+
+
 def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
-    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
-    usable = [min(want, most) for want, most in zip(wanted, batch.max_steps, strict=True)]
+    rows = zip(text_steps(steps, batch), wanted_steps(steps, batch), batch.max_steps, strict=True)
+    usable = [from_text or min(want, most) for from_text, want, most in rows]
     if sum(usable) <= batch.max_draft_tokens:
         return usable
     share = batch.max_draft_tokens // batch.size
@@ -71,7 +88,8 @@ def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch, topk: int) -> list[RowDrafts]:
     """The same, of trees where the policy wants trees: a row of few steps has fewer levels."""
     if steps.tree is None:
-        return [RowDrafts(num_steps) for num_steps in fair_steps(steps, batch)]
+        rows = zip(fair_steps(steps, batch), text_steps(steps, batch), strict=True)
+        return [RowDrafts(num_steps, from_text=of_text > 0) for num_steps, of_text in rows]
     most = steps.tree.num_draft_tokens
     wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
     usable = [min(want, room) for want, room in zip(wanted, batch.max_steps, strict=True)]
@@ -152,9 +170,9 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
     )
 
 
-def text_drafted_row(seq: Sequence, draft_ids: tuple[int, ...]) -> RowPlan:
-    """A row that verifies these drafts. No draft model reads the text, so none has to catch up."""
-    row = decode_row(seq, RowDrafts(0), 0, 0)
-    return replace(
-        row, num_steps=len(draft_ids), draft_ids=draft_ids, draft_start=0, catch_up_ids=()
-    )
+def text_drafted_row(
+    seq: Sequence, draft_ids: tuple[int, ...], backlog: int, kept_up: int
+) -> RowPlan:
+    """A row that verifies these drafts; to a draft model, if there is one, a row without any."""
+    row = decode_row(seq, RowDrafts(0), backlog, kept_up)
+    return replace(row, num_steps=len(draft_ids), draft_ids=draft_ids)

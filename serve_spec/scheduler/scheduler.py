@@ -25,6 +25,7 @@ from serve_spec.scheduler.rows import (
     prompt_row,
     text_drafted_row,
     usable_steps,
+    wanted_steps,
 )
 
 WORTH_A_ROUND = 128
@@ -48,7 +49,8 @@ class CommittedRow:
     """What a round did to one sequence: the tokens it really gained and the drafts among them.
 
     `num_judged_correct` is what the target kept of `num_steps` drafts, one after the other, before
-    any stop cut the run; `num_draft_tokens` were verified, more in a tree.
+    any stop cut the run; `num_draft_tokens` were verified, more in a tree. `is_from_text`: they were
+    found in the text, where a model would have drafted others.
     """
 
     seq: Sequence
@@ -57,6 +59,7 @@ class CommittedRow:
     num_draft_tokens: int
     num_judged_correct: int
     was_decoding: bool
+    is_from_text: bool = False
 
 
 class Scheduler:
@@ -75,15 +78,20 @@ class Scheduler:
         text_drafter: TextDrafter | None = None,
         first_draft_entry: int = 0,
         topk: int = 1,
+        *,
+        has_draft_model: bool = True,
     ) -> None:
-        """text_drafter: who drafts, where that is no model: every row's drafts are in its plan.
+        """text_drafter: who drafts from texts, if anybody: such drafts are in a row's plan.
         first_draft_entry: of every sequence, see `Sequence`. topk: children of a draft in a tree.
+        has_draft_model: whether a model drafts, where there is a text drafter for the rows in whose
+        text it finds nothing.
         """
         self.limits = limits
         self.cache = cache
         self.text_drafter = text_drafter
         self.first_draft_entry = first_draft_entry
         self.topk = topk
+        self.has_draft_model = has_draft_model or text_drafter is None
         self.on_leave = on_leave
         """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
@@ -147,12 +155,15 @@ class Scheduler:
     def plan_ahead(
         self, before: StepPlan, choose_steps: ChooseSteps, ahead: AheadLimits
     ) -> StepPlan | None:
-        """The round after `before`, which still runs; None where its outcome must be known first,
-        as it must for drafts from the text, and for masks that go by it.
+        """The round after `before`, which still runs; None where its outcome must be known first.
+
+        As it must for drafts from the text, and for masks that go by it. Beside a model, the text
+        that is known tells: where it has no drafts for any row, it will hardly have them one round
+        later.
 
         Only where there is room for whatever `before` commits: nothing is preempted.
         """
-        if self.text_drafter is not None:
+        if self.text_drafter is not None and not self.has_draft_model:
             return None
         under_way = {row.request_id: row for row in before.rows}
         self._admit()
@@ -170,9 +181,9 @@ class Scheduler:
             len(seq) + most_coming(row) + of_row.num_slots(self.topk)
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
-        if not self.cache.can_reserve_all(decoding, ends):
-            row_steps = (of_row.num_steps for of_row in drafts)
-            self._postponed = _Choice(steps, dict(zip(batch.request_ids, row_steps, strict=True)))
+        has_room = self.cache.can_reserve_all(decoding, ends)
+        if not has_room or any(of_row.from_text for of_row in drafts):
+            self._postponed = _Choice.of(steps, batch)
             return None
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
@@ -188,12 +199,13 @@ class Scheduler:
         self, rows: list[RowPlan], steps: RoundSteps, batch: DecodeBatch, *, follows: bool = False
     ) -> StepPlan:
         """The plan of these rows, the newest from now on."""
-        if not any(row.num_steps for row in rows):  # no draft runs, so nothing catches up with it
+        if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
             rows = [replace(row, catches_up=False) if row.catches_up else row for row in rows]
         backlog = max(row.backlog if row.catches_up else 0 for row in rows)
+        num_steps = max([steps.num_steps, *(len(row.draft_ids) for row in rows)])
         self._newest = StepPlan(
             tuple(rows),
-            steps.num_steps,
+            num_steps,
             batch.size,
             follows,
             backlog,
@@ -285,7 +297,7 @@ class Scheduler:
         choice, self._postponed = self._postponed, None
         if choice is None or not batch.may_draft:
             return choose_steps(batch)
-        return choice.of(batch)
+        return choice.now(batch)
 
     def _after(self, under_way: Mapping[str, RowPlan]) -> tuple[list[Sequence], list[_Prompt]]:
         """Who decodes and whose prompt is not done once the round of these rows is committed.
@@ -349,32 +361,36 @@ class Scheduler:
         rows_before = under_way or [None] * len(decoding)
         held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
         held -= sum(map(most_coming, rows_before))
+        max_steps = [
+            usable_steps(seq, 0 if row is None else 1)
+            for seq, row in zip(decoding, rows_before, strict=True)
+        ]
+        text_steps = self._find_drafts(decoding, max_steps)
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
-            max_steps=[
-                self._most_steps(seq, 0 if row is None else 1)
-                for seq, row in zip(decoding, rows_before, strict=True)
-            ],
+            max_steps=max_steps if self.has_draft_model else text_steps,
             num_tokens=sum(lengths),
             num_sampled=sum(not seq.params.is_greedy for seq in decoding),
             max_draft_tokens=max(0, min(budget, held + self.cache.num_free_pages * page_size)),
-            backlogs=[]
-            if self.text_drafter
-            else [len(seq) - 1 - seq.num_draft_computed for seq in decoding],
+            backlogs=[len(seq) - 1 - seq.num_draft_computed for seq in decoding]
+            if self.has_draft_model
+            else [],
             num_remaining=[seq.num_remaining for seq in decoding],
             num_prompts=len(prompts),
             num_prompt_rows=num_prompt_rows,
             may_draft=may_draft,
+            text_steps=text_steps if self.has_draft_model else [],
         )
 
-    def _most_steps(self, seq: Sequence, coming: int) -> int:
-        """Most drafts of a sequence this round, see `usable_steps`; looks for them in its text."""
-        most = usable_steps(seq, coming)
+    def _find_drafts(self, decoding: list[Sequence], most: list[int]) -> list[int]:
+        """Looks for up to `most` drafts of each sequence in its text; how many there are."""
         if self.text_drafter is None:
-            return most
-        found = self.text_drafter.propose(seq.request_id, seq.token_ids, most)
-        self._found[seq.request_id] = found
-        return len(found)
+            return []
+        for seq, count in zip(decoding, most, strict=True):
+            self._found[seq.request_id] = self.text_drafter.propose(
+                seq.request_id, seq.token_ids, count
+            )
+        return [len(self._found[seq.request_id]) for seq in decoding]
 
     def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
         while not self.cache.can_reserve(seq, len(seq) + drafts.num_slots(self.topk)):
@@ -385,9 +401,11 @@ class Scheduler:
                 self._preempt(seq)
                 return None
         self.cache.reserve(seq, len(seq) + drafts.num_slots(self.topk))
-        if self.text_drafter is not None:
-            return text_drafted_row(seq, self._found[seq.request_id][: drafts.num_steps])
-        return decode_row(seq, drafts, len(seq) - 1 - seq.num_draft_computed, kept_up)
+        backlog = len(seq) - 1 - seq.num_draft_computed
+        if drafts.from_text or not self.has_draft_model:
+            found = self._found[seq.request_id][: drafts.num_steps]
+            return text_drafted_row(seq, found, backlog, kept_up)
+        return decode_row(seq, drafts, backlog, kept_up)
 
     def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
         """Pieces of those that still have pages, the oldest first."""
@@ -431,7 +449,13 @@ class Scheduler:
             # A prompt is computed, or the draft has caught up with it. Texts follow when they end.
             self.cache.publish(seq)
         return CommittedRow(
-            seq, kept, row.num_steps, row.num_draft_tokens, len(tokens) - 1, row.is_decode
+            seq,
+            kept,
+            row.num_steps,
+            row.num_draft_tokens,
+            len(tokens) - 1,
+            row.is_decode,
+            is_from_text=bool(row.draft_ids) and self.has_draft_model,
         )
 
     def _return_pages(self, plan: StepPlan, sequences: list[Sequence]) -> None:
@@ -500,8 +524,25 @@ class _Choice:
 
     steps: RoundSteps
     row_steps: dict[str, int]
+    text_steps: dict[str, int] | None
 
-    def of(self, batch: DecodeBatch) -> RoundSteps:
+    @classmethod
+    def of(cls, steps: RoundSteps, batch: DecodeBatch) -> _Choice:
+        """What it answered when asked about `batch`."""
+        ids, from_text = batch.request_ids, steps.text_steps
+        return cls(
+            steps,
+            dict(zip(ids, wanted_steps(steps, batch), strict=True)),
+            None if from_text is None else dict(zip(ids, from_text, strict=True)),
+        )
+
+    def now(self, batch: DecodeBatch) -> RoundSteps:
         """The same answer for the rows that are left."""
-        rows = [self.row_steps.get(request_id, 0) for request_id in batch.request_ids]
-        return replace(self.steps, row_steps=rows)
+        ids, from_text = batch.request_ids, self.text_steps
+        return replace(
+            self.steps,
+            row_steps=[self.row_steps.get(request_id, 0) for request_id in ids],
+            text_steps=None
+            if from_text is None
+            else [from_text.get(request_id, 0) for request_id in ids],
+        )

@@ -124,10 +124,10 @@ class LaneWorker:
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        tier = self._tier(plan, rows)
+        tier = self._tier(plan, max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
             self._sharpen(plan.draft_sharpness)
-            self._draft(rows, tier, plan.max_backlog)
+            self._draft(rows, plan)
         timer.mark("drafted")
         plan = self._mask(plan)
         read_back, logprobs = self._verify(plan, tier)
@@ -139,22 +139,28 @@ class LaneWorker:
         """Runs a round to its end."""
         return self.submit(plan).result()
 
-    def _tier(self, plan: StepPlan, rows: Sequence[RowPlan]) -> SpecRuntimeState:
-        num_steps = max((row.num_steps for row in rows), default=0)
+    def _tier(self, plan: StepPlan, num_steps: int, batch_size: int) -> SpecRuntimeState:
         if plan.tree is not None and num_steps:
             return self.recorded.trees[plan.tree]
-        return self.recorded.tier_for(num_steps, len(rows))
+        return self.recorded.tier_for(num_steps, batch_size)
 
-    def _draft(self, rows: Sequence[RowPlan], tier: SpecRuntimeState, max_backlog: int) -> None:
-        """Catches up, then drafts; max_backlog: of the rows that catch up."""
-        if self.drafter is None:
-            self.round.write_drafts([row.draft_ids for row in rows])
-            return
-        long = [row for row in rows if row.num_steps and row.backlog > self.ahead.max_backlog]
+    def _draft(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
+        """Catches up and drafts, where a model is asked; drafts from texts go in between."""
+        if self.drafter is not None and any(row.model_steps for row in rows):
+            self._ask_model(rows, plan)
+        from_text = {b: row.draft_ids for b, row in enumerate(rows) if row.draft_ids}
+        if from_text:
+            self.round.write_drafts(from_text)
+
+    def _ask_model(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
+        """Drafts for every row, as deep as any of them is to."""
+        max_backlog = plan.max_backlog
+        long = [row for row in rows if row.model_steps and row.backlog > self.ahead.max_backlog]
         if long:
             self._make_up(long)
             max_backlog = max(self._backlog_left(row) for row in rows if row.catches_up)
         self.recorded.extend_for(max_backlog, len(rows)).run(len(rows))
+        tier = self._tier(plan, max(row.model_steps for row in rows), len(rows))
         self._stages(tier).draft.run(len(rows))
 
     def _mask(self, plan: StepPlan) -> StepPlan:

@@ -267,23 +267,21 @@ class SpecWorker:
     ) -> DraftChain | DraftTrees:
         rows = plan.sampling_rows
         steps = tuple(row.num_steps for row in rows)
-        drafting = [b for b, num_steps in enumerate(steps) if num_steps]
-        if not drafting:
-            empty = torch.zeros(len(rows), 0, dtype=torch.int64, device=self.device)
-            return DraftChain(empty, steps)
-        if self.drafter is None:
-            return DraftChain(self._from_text(rows), steps)
-        root_draws = [sum(steps[:b]) + b for b in drafting]
-        if plan.tree is not None:
-            return self._propose_trees(rows, drafting, root_draws, sampling, tier)
-        proposal = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
-        tokens = proposal.token_ids
-        # Ranks with different drafts would verify a mixture of them.
-        self.parallel.broadcast(tokens)
-        if len(drafting) < len(rows):
-            padded = torch.zeros(len(rows), tokens.shape[1], dtype=torch.int64, device=self.device)
-            tokens = padded.index_copy(0, torch.tensor(drafting, device=self.device), tokens)
-        return DraftChain(tokens, steps, proposal.laws)
+        tokens, laws = self._from_text(rows), None
+        drafting = [b for b, row in enumerate(rows) if row.model_steps]
+        if self.drafter is not None and drafting:
+            root_draws = [sum(steps[:b]) + b for b in drafting]
+            if plan.tree is not None:
+                return self._propose_trees(rows, drafting, root_draws, sampling, tier)
+            proposal = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
+            drafts, laws = proposal.token_ids, proposal.laws
+            # Ranks with different drafts would verify a mixture of them.
+            self.parallel.broadcast(drafts)
+            if drafts.shape == tokens.shape:
+                tokens = drafts
+            else:
+                tokens[drafting, : drafts.shape[1]] = drafts
+        return DraftChain(tokens, steps, laws)
 
     def _propose_trees(
         self,
@@ -307,9 +305,9 @@ class SpecWorker:
 
     def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
         """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""
-        depth = max(row.num_steps for row in rows)
+        depth = max((row.num_steps for row in rows), default=0)
         tokens = padded_drafts((row.draft_ids for row in rows), depth)
-        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        return torch.tensor(tokens, dtype=torch.int64, device=self.device).view(len(rows), depth)
 
 
 def _without_illegal_drafts(

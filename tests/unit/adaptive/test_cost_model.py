@@ -427,3 +427,34 @@ def test_the_snapshot_says_what_was_learned_and_is_json() -> None:
     assert state["verify_factors"].keys() == {"4"}
     assert state["verify_factors"]["4"].keys() == {"2"}
     assert state["host_ms"] == {"4": pytest.approx(0.25)}
+
+
+@given(st.integers(1, 8), st.integers(1, 7), st.floats(0.5, 2))
+def test_drafts_from_texts_are_verified_and_cost_no_drafting(
+    size: int, num_steps: int, slower: float
+) -> None:
+    """However long it took to write them down; they teach what verification takes."""
+    costs = model()
+    verify = verify_ms(size, num_steps, 128) * slower
+    times = {"draft_ms": 0.3, "verify_ms": verify, "round_ms": verify + 1}
+    from_text = {"num_steps": 0, "num_drafting": 0, "num_text_drafts": size * num_steps}
+    for _ in range(20):
+        assert costs.observe(**{**round_of(size, num_steps, **times), **from_text})
+    assert costs.snapshot()["draft_factors"] == {}
+    found, before = (
+        abs(math.log(this.verify_ms(size, size * num_steps, 128, 0) / verify))
+        for this in (costs, model())
+    )
+    assert found <= before
+
+
+def test_drafts_that_neither_text_nor_model_made_are_no_round() -> None:
+    with pytest.raises(ValueError, match="verified rows"):
+        model().observe(
+            **{
+                **round_of(2, 3, draft_ms=1.0, verify_ms=1.0, round_ms=2.0),
+                "num_steps": 0,
+                "num_drafting": 0,
+                "num_text_drafts": 5,
+            }
+        )

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.speculator import AdaptiveSpeculator
+from tests.helpers.rounds import decode_batch
 
 verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
 
@@ -133,3 +135,10 @@ def test_an_impossible_verification_is_refused_and_not_counted(
         speculator.update(drafted, kept)
     assert speculator.accept_rate is None
     assert speculator.num_steps == 5
+
+
+@pytest.mark.parametrize("max_steps", range(1, 9))
+def test_a_draft_that_makes_few_starts_with_as_many(max_steps: int) -> None:
+    """Medusa heads are as many as there are, fewer than sequences usually start with."""
+    steps = PerRequestPolicy(max_steps).choose(decode_batch(2))
+    assert steps.num_steps == min(5, max_steps)
