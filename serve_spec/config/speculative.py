@@ -10,16 +10,14 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
 
-Algorithm = Literal["NONE", "EAGLE", "EAGLE3", "MEDUSA", "STANDALONE", "NGRAM"]
 RejectionMethod = Literal["coupled", "standard", "block"]
 Strategy = Literal["ema", "goodput", "per_request", "static"]
 
 MAX_TREE_ROWS = 64
 """Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
-
-_NEED_DRAFT = ("EAGLE", "EAGLE3", "MEDUSA", "STANDALONE")
 
 # Which algorithms a key that corrects a draft's config.json is for.
 _CORRECTIONS = {
@@ -34,12 +32,9 @@ _CORRECTIONS = {
 class SpeculativeConfig(StrictModel):
     """How drafts are made and how their number adapts."""
 
-    works_now: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        "speculative_algorithm": ("NONE", "EAGLE", "EAGLE3", "NGRAM", "STANDALONE", "MEDUSA"),
-    }
-
-    speculative_algorithm: Algorithm = Field(
-        "NONE", description="Who drafts; NONE: plain decoding."
+    speculative_algorithm: str = Field(
+        "NONE",
+        description=f"Who drafts: {', '.join(ALGORITHMS)}; NONE: plain decoding.",
     )
     speculative_draft_model_path: Path | None = Field(
         None, description="Draft checkpoint folder; paths as in model.path."
@@ -75,13 +70,13 @@ class SpeculativeConfig(StrictModel):
     )
     speculative_draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="What drafts compute in; auto: float16 beside fp8 weights, else the target's, "
-        "bfloat16 if native.",
+        description="What drafts compute in; auto: float16 beside fp8 weights, float32 beside "
+        "int8, else the target's, bfloat16 if native.",
     )
-    speculative_draft_model_quantization: Literal["auto", "none", "fp8"] = Field(
+    speculative_draft_model_quantization: Literal["auto", "none", "fp8", "int8"] = Field(
         "auto",
-        description="Whether drafts of few rows read their weights in eight bits; auto: where that "
-        "is faster. Never touches texts.",
+        description="Whether drafts read their weights in eight bits: fp8 on Hopper GPUs, int8 on "
+        "CPUs; auto: fp8 where it is faster. Never touches texts.",
     )
     speculative_draft_sharpness: float | Literal["auto"] = Field(
         "auto",
@@ -124,6 +119,11 @@ class SpeculativeConfig(StrictModel):
         description="Beside a draft: rows whose text repeats itself verify what followed there "
         "instead of its drafts.",
     )
+    speculative_ngram_corpus: Path | None = Field(
+        None,
+        description="Drafts from the text: a text file, or .npy of token ids, to look in where a "
+        "text has no match of its own.",
+    )
     speculative_ngram_min_match_window_size: int | None = Field(
         None,
         ge=1,
@@ -140,6 +140,13 @@ class SpeculativeConfig(StrictModel):
         description="For load tests; texts are then not the model's. The accept length to force, "
         "≥ 1, or each position's chance of a kept draft, 0..1; deeper ones have the last.",
     )
+
+    @field_validator("speculative_algorithm")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ("NONE", *ALGORITHMS):
+            raise Refusal("speculative_algorithm", name, f"use NONE or one of {list(ALGORITHMS)}")
+        return name
 
     @field_validator("speculative_adaptive_config")
     @classmethod
@@ -186,17 +193,7 @@ class SpeculativeConfig(StrictModel):
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         algorithm = self.speculative_algorithm
-        if algorithm in _NEED_DRAFT and self.speculative_draft_model_path is None:
-            fix = f"{algorithm} needs a draft checkpoint; name its folder"
-            raise Refusal("speculative_draft_model_path", None, fix)
-        if algorithm == "NGRAM" and self.speculative_draft_model_path is not None:
-            fix = "NGRAM drafts from the text; leave the key out, or name the draft's algorithm"
-            raise Refusal(
-                "speculative_draft_model_path", str(self.speculative_draft_model_path), fix
-            )
-        if algorithm == "NGRAM" and self.speculative_ngram_first:
-            fix = "NGRAM knows no other drafts; leave the key out, or name the draft's algorithm"
-            raise Refusal("speculative_ngram_first", True, fix)
+        self._fits_the_drafter()
         least = self.ngram_min_match
         if self.speculative_ngram_max_match_window_size < least:
             raise Refusal(
@@ -230,8 +227,8 @@ class SpeculativeConfig(StrictModel):
                 )
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
             return
-        if self.speculative_algorithm == "NGRAM":
-            fix = "NGRAM drafts one continuation; leave the key out"
+        if self.text_algorithm is not None:
+            fix = f"{self.text_algorithm} drafts one continuation; leave the key out"
             raise Refusal("speculative_eagle_topk", topk, fix)
         if topk * max(1, steps - 1) > MAX_TREE_ROWS:
             fix = (
@@ -249,6 +246,27 @@ class SpeculativeConfig(StrictModel):
                 )
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
 
+    def _fits_the_drafter(self) -> None:
+        """What a drafter needs, and what it can not use."""
+        name, path = self.speculative_algorithm, self.speculative_draft_model_path
+        if not self.enabled:
+            return  # who switches speculation off for once keeps the rest of his file
+        from_text = ALGORITHMS[name].from_text
+        if not from_text and path is None:
+            fix = f"{name} needs a draft checkpoint; name its folder"
+            raise Refusal("speculative_draft_model_path", None, fix)
+        instead = "leave the key out, or name the draft's algorithm"
+        if from_text and path is not None:
+            fix = f"{name} drafts from the text; {instead}"
+            raise Refusal("speculative_draft_model_path", str(path), fix)
+        if from_text and self.speculative_ngram_first:
+            fix = f"{name} knows no other drafts; {instead}"
+            raise Refusal("speculative_ngram_first", True, fix)
+        corpus = self.speculative_ngram_corpus
+        if corpus is not None and self.text_algorithm != "NGRAM":
+            fix = f"{name} looks into no text; leave it out, or set speculative_ngram_first"
+            raise Refusal("speculative_ngram_corpus", str(corpus), fix)
+
     @property
     def enabled(self) -> bool:
         """Whether anything drafts."""
@@ -257,8 +275,8 @@ class SpeculativeConfig(StrictModel):
     def _refuse_rejection(self) -> None:
         """What rejection sampling does not go with."""
         key, method = "rejection_sample_method", self.rejection_sample_method
-        if self.speculative_algorithm == "NGRAM":
-            fix = "drafts of NGRAM come from no distribution; leave it out, or use coupled"
+        if self.text_algorithm is not None:
+            fix = "drafts from texts come from no distribution; leave it out, or use coupled"
             raise Refusal(key, method, fix)
         if self.speculative_eagle_topk > 1:
             fix = (
@@ -278,14 +296,17 @@ class SpeculativeConfig(StrictModel):
     @property
     def couples_drafts(self) -> bool:
         """Whether drafts of sampled requests are drawn with the target's noise."""
-        return self.speculative_algorithm in _NEED_DRAFT and not self.samples_drafts
+        has_model = self.enabled and not ALGORITHMS[self.speculative_algorithm].from_text
+        return has_model and not self.samples_drafts
 
     @property
-    def drafts_from_text(self) -> bool:
-        """Whether drafts are looked for in texts."""
-        return self.speculative_algorithm == "NGRAM" or (
-            self.enabled and self.speculative_ngram_first
-        )
+    def text_algorithm(self) -> str | None:
+        """Who looks for drafts in texts, alone or beside a model; None: nobody."""
+        if not self.enabled:
+            return None
+        if ALGORITHMS[self.speculative_algorithm].from_text:
+            return self.speculative_algorithm
+        return "NGRAM" if self.speculative_ngram_first else None
 
     @property
     def ngram_min_match(self) -> int:

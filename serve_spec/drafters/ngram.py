@@ -7,18 +7,24 @@ round costs what a plain one does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from serve_spec.config import SpeculativeConfig
+from serve_spec.drafters.corpus import Corpus, load_corpus
 
 
 class NgramDrafter:
     """Remembers, for every request, where each of its n-grams occurred last.
 
     min_match, max_match: tokens that have to match, at least and at most; the longest match counts.
-    max_steps: drafts at a time.
+    max_steps: drafts at a time. corpus: where to look when a text has no match of its own.
     """
 
-    def __init__(self, min_match: int, max_match: int, max_steps: int) -> None:
+    def __init__(
+        self, min_match: int, max_match: int, max_steps: int, corpus: Corpus | None = None
+    ) -> None:
         self.max_steps = max_steps
+        self.corpus = corpus
         self._lengths = range(max_match, min_match - 1, -1)
         self._texts: dict[str, _Text] = {}
 
@@ -33,11 +39,31 @@ class NgramDrafter:
             end = text.ends.get(tuple(token_ids[-length:]))
             if end is not None and length <= len(token_ids):
                 return _continued(token_ids, end, most)
-        return ()
+        return self._from_corpus(token_ids, most)
+
+    def _from_corpus(self, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        if self.corpus is None:
+            return ()
+        lengths = (length for length in self._lengths if length <= len(token_ids))
+        found = (self.corpus.continuation(token_ids[-length:], most) for length in lengths)
+        return next(filter(None, found), ())
 
     def forget(self, request_id: str) -> None:
         """The request has left."""
         self._texts.pop(request_id, None)
+
+
+def build_ngram(
+    config: SpeculativeConfig, encode: Callable[[str], list[int]], max_steps: int
+) -> NgramDrafter:
+    """The drafter a configuration asks for. encode: token ids of a text, for a corpus.
+
+    Raises:
+        ValueError: a corpus that can not be used.
+    """
+    longest, path = config.speculative_ngram_max_match_window_size, config.speculative_ngram_corpus
+    corpus = None if path is None else load_corpus(path, encode, longest)
+    return NgramDrafter(config.ngram_min_match, longest, max_steps, corpus)
 
 
 class _Text:

@@ -10,16 +10,17 @@ import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.attention import create_attention_backend
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import ServeSpecConfig, SpeculativeConfig
+from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.context import AttentionBackend, torch_dtype
+from serve_spec.core.draft import TextDrafter
 from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.draws import DRAWS
 from serve_spec.drafters.eagle import EagleDrafter
-from serve_spec.drafters.ngram import NgramDrafter
 from serve_spec.engine.costs import cost_key, obtain_costs
-from serve_spec.engine.draft_precision import draft_dtype, keeps_eight_bit
+from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
 from serve_spec.engine.profile import MeasuredCosts, measure_costs
@@ -29,8 +30,6 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.compiling import compile_layers
-from serve_spec.models.draft import keep_eight_bit
-from serve_spec.models.standalone import Standalone, load_standalone
 from serve_spec.models.theta_probe import probe_text, settle_theta
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
@@ -106,7 +105,7 @@ def _build_engine(
         KVCacheManager(
             num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
         ),
-        text_drafter=_text_drafter(config, max(policy.candidate_steps)),
+        text_drafter=_text_drafter(config.speculative, tokenizer, max(policy.candidate_steps)),
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
         topk=config.speculative.speculative_eagle_topk,
         has_draft_model=loaded.head is not None,
@@ -236,39 +235,33 @@ def _load_head(
     config: ServeSpecConfig, target: Llama, dtype: torch.dtype, device: torch.device
 ) -> DraftHead | None:
     speculative = config.speculative
-    if speculative.speculative_algorithm in ("NONE", "NGRAM"):
+    if not speculative.enabled or speculative.speculative_draft_model_path is None:
         return None
-    assert speculative.speculative_draft_model_path is not None, "config checked this"
-    eight_bit = keeps_eight_bit(speculative.speculative_draft_model_quantization, device)
-    draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, eight_bit=eight_bit)
+    weights = draft_weights(speculative.speculative_draft_model_quantization, device)
+    draft_in = draft_dtype(speculative.speculative_draft_dtype, dtype, device, weights)
     path = Path(speculative.speculative_draft_model_path)
-    if speculative.speculative_algorithm == "STANDALONE":
-        whole = Standalone(load_standalone(path, target, config.model.path, draft_in))
-        if eight_bit:
-            keep_eight_bit(whole, target)
-        return whole
     head = load_draft(
         path,
         target,
         algorithm=speculative.speculative_algorithm,
         options=DraftOptions.of(speculative),
         dtype=draft_in,
-        eight_bit=eight_bit,
+        weights=weights,
     )
     if speculative.speculative_draft_rope_theta == "probe":
         settle_theta(head, target, Tokenizer(Path(config.model.path)).encode(probe_text()))
     return head
 
 
-def _text_drafter(config: ServeSpecConfig, max_steps: int) -> NgramDrafter | None:
-    speculative = config.speculative
-    if not speculative.drafts_from_text:
+def _text_drafter(
+    config: SpeculativeConfig, tokenizer: Tokenizer, max_steps: int
+) -> TextDrafter | None:
+    if config.text_algorithm is None:
         return None
-    return NgramDrafter(
-        speculative.ngram_min_match,
-        speculative.speculative_ngram_max_match_window_size,
-        max_steps,
+    drafter: TextDrafter = ALGORITHMS[config.text_algorithm].load()(
+        config, tokenizer.encode, max_steps
     )
+    return drafter
 
 
 def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:

@@ -23,7 +23,7 @@ from serve_spec.config.cost_table import (
     write_cost_table,
 )
 from serve_spec.core.machine import cpu_model
-from serve_spec.engine.draft_precision import keeps_eight_bit
+from serve_spec.engine.draft_precision import draft_weights
 from serve_spec.engine.profile import MeasuredCosts
 from serve_spec.log import get_logger
 from serve_spec.worker.worker import Worker
@@ -131,8 +131,9 @@ def _draft_numbers(config: ServeSpecConfig, worker: Worker) -> str:
     if worker.draft_dtype is None:
         return ""
     wanted = config.speculative.speculative_draft_model_quantization
-    weights = ", fp8 weights" if keeps_eight_bit(wanted, worker.device) else ""
-    return _dtype_name(worker.draft_dtype) + weights
+    weights = draft_weights(wanted, worker.device)
+    of_weights = "" if weights == "plain" else f", {weights} weights"
+    return _dtype_name(worker.draft_dtype) + of_weights
 
 
 def fingerprint(checkpoint: Path) -> str:

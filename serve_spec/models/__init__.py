@@ -1,12 +1,11 @@
 """Targets and draft heads, loaded from published checkpoints."""
 
-from serve_spec.models.draft import DRAFTS, DraftHead, DraftOptions, load_draft
+from serve_spec.models.draft import DraftHead, DraftOptions, load_draft
 from serve_spec.models.llama import FeatureCapture, Llama, TargetOutput
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.target import TARGETS, load_target
 
 __all__ = [
-    "DRAFTS",
     "TARGETS",
     "DraftHead",
     "DraftOptions",

@@ -2,29 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.core.context import ForwardContext
+from serve_spec.layers.int8_weight import int8_works
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Layer
-from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
-from serve_spec.models.eagle import load_eagle
-from serve_spec.models.eagle3 import load_eagle3
+from serve_spec.log import get_logger
+from serve_spec.models.draft_file import DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
-from serve_spec.models.medusa import load_medusa
 from serve_spec.models.shape import ModelShape
 
+_log = get_logger(__name__)
+
+DraftWeights = Literal["plain", "fp8", "int8"]
+"""What a draft reads its matrices in."""
+
 __all__ = [
-    "DRAFTS",
     "DraftHead",
     "DraftOptions",
+    "DraftWeights",
     "FeatureCapture",
-    "keep_eight_bit",
     "load_draft",
 ]
 
@@ -99,13 +102,6 @@ class DraftHead(Protocol):
         ...
 
 
-DRAFTS: dict[str, Callable[[DraftFile, Llama, DraftOptions, torch.dtype], DraftHead]] = {
-    "EAGLE": load_eagle,
-    "EAGLE3": load_eagle3,
-    "MEDUSA": load_medusa,
-}
-
-
 def load_draft(
     path: Path | str,
     target: Llama,
@@ -113,35 +109,45 @@ def load_draft(
     options: DraftOptions | None = None,
     dtype: torch.dtype | None = None,
     *,
-    eight_bit: bool = False,
+    weights: DraftWeights = "plain",
 ) -> DraftHead:
     """Loads the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
 
-    eight_bit: also keeps its matrices in eight bits, for products of few rows.
+    weights: what its matrices are read in. fp8: products of few rows; int8: all, and only these
+    are kept.
 
-    `algorithm` is one of `DRAFTS`; the files decide what they are, and a disagreement is refused.
+    `algorithm` is one of `ALGORITHMS`; the files decide what they are, and a disagreement is
+    refused.
 
     Raises:
-        ValueError: no such algorithm.
+        ValueError: no such algorithm, or no products with int8 weights here.
         CheckpointError: what cannot be used, and the way out.
     """
-    if algorithm not in DRAFTS:
+    models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
+    if algorithm not in models:
         raise ValueError(
             f"speculative_algorithm={algorithm!r} has no draft head here; use one of "
-            f"{sorted(DRAFTS)}"
+            f"{sorted(models)}"
         )
-    file = open_draft(path, algorithm)
     dtype = dtype or target.embed_tokens.weight.dtype
-    head = DRAFTS[algorithm](file, target, options or DraftOptions(), dtype)
-    if eight_bit:
-        keep_eight_bit(head, target)
+    head: DraftHead = models[algorithm].load()(path, target, options or DraftOptions(), dtype)
+    own = own_matrices(head, target)
+    if weights == "int8" and not int8_works():
+        raise ValueError(
+            f"speculative_draft_model_quantization='int8': torch {torch.__version__} has no such "
+            "products for this CPU; use 'none'"
+        )
+    if weights == "fp8":
+        for matrix in own:
+            matrix.add_eight_bit()
+    elif weights == "int8":
+        num_bytes = sum(matrix.turn_int8() for matrix in own)
+        _log.info("%s: %d matrices in int8, %.1f MiB", path, len(own), num_bytes / 2**20)
     return head
 
 
-def keep_eight_bit(head: DraftHead, target: Llama) -> None:
-    """Keeps its matrices in eight bits, too, but for those it shares with the target."""
+def own_matrices(head: DraftHead, target: Llama) -> list[Linear]:
+    """The matrices of a draft, but for those it shares with the target."""
     assert isinstance(head, Layer), "every head is made of layers"
     shared = set(target.modules())
-    for module in head.modules():
-        if isinstance(module, Linear) and module not in shared:
-            module.add_eight_bit()
+    return [m for m in head.modules() if isinstance(m, Linear) and m not in shared]

@@ -7,6 +7,8 @@ Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -17,7 +19,7 @@ from serve_spec.layers.module import Destination, Layer, finish_loading, prefixe
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.draft_file import DraftFile, DraftOptions
+from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_shape import draft_shape, embedding_of, has_embedding, own_embedding
 from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
@@ -94,12 +96,13 @@ class Eagle(Layer):
         return tensors | (self.lm_head.tensors() if self.own_head else {})
 
 
-def load_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
-    """Builds and fills the EAGLE head in `file` for `target`, computing in `dtype`.
+def load_eagle(path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
+    """Builds and fills the EAGLE head in `path` for `target`, computing in `dtype`.
 
     Raises:
-        CheckpointError: a head for another target, or tensors that do not fit.
+        CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
     """
+    file = open_draft(path, "EAGLE")
     head = make_eagle(file, target, options, dtype)
     embedding = own_embedding(file, target, head.hidden_size)
     if embedding is not None:

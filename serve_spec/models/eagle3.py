@@ -7,6 +7,8 @@ Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets.py`; options: SpecForge, 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import Tensor, nn
 
@@ -19,7 +21,7 @@ from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer, attention_shape
-from serve_spec.models.draft_file import DraftFile, DraftOptions
+from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_ids import read_d2t
 from serve_spec.models.draft_shape import embedding_of, has_embedding, own_embedding
 from serve_spec.models.eagle3_shape import Eagle3Shape, num_draft_ids, read_eagle3_shape
@@ -156,13 +158,14 @@ class Eagle3(Layer):
 
 
 def load_eagle3(
-    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Eagle3:
-    """Builds and fills the EAGLE-3 head in `file` for `target`, computing in `dtype`.
+    """Builds and fills the EAGLE-3 head in `path` for `target`, computing in `dtype`.
 
     Raises:
-        CheckpointError: a head for another target, or tensors that do not fit.
+        CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
     """
+    file = open_draft(path, "EAGLE3")
     head = make_eagle3(file, target, options, dtype)
     embedding = own_embedding(file, target, head.hidden_size)
     if embedding is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -69,6 +70,7 @@ class Llama(Layer):
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.matrix
         self.max_model_len = max_model_len or shape.max_position_embeddings
+        self.path: Path | None = None  # of the checkpoint it was loaded from
         self.rope = RotaryTable(
             shape.head_dim, shape.rope_theta, shape.rope_scaling, self.max_model_len
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +20,7 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftFile, DraftOptions
+from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_ids import TOKEN_MAP, read_token_map
 from serve_spec.models.llama import FeatureCapture, Llama
 
@@ -135,13 +136,14 @@ class Medusa(Layer):
 
 
 def load_medusa(
-    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
-    """Builds and fills the heads in `file` for `target`, computing in `dtype`; no option is theirs.
+    """Builds and fills the heads in `path` for `target`, computing in `dtype`; no option is theirs.
 
     Raises:
-        CheckpointError: heads for another target, or tensors that do not fit.
+        CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
     """
+    file = open_draft(path, "MEDUSA")
     medusa = make_medusa(file, target, dtype)
     file.checkpoint.load_into(medusa.tensors(), READ_ELSEWHERE)
     finish_loading(medusa)

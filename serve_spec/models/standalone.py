@@ -12,7 +12,7 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import open_draft
+from serve_spec.models.draft_file import DraftOptions, open_draft
 from serve_spec.models.llama import Llama
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.target import load_target
@@ -51,6 +51,18 @@ class Standalone(Layer):
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
         """[R, H] as `forward` returned it -> float32 [R, V]."""
         return self.model.logits(hidden)
+
+
+def load_whole(
+    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> Standalone:
+    """The model in `path` as a draft head for `target`, computing in `dtype`; no option is its own.
+
+    Raises:
+        CheckpointError: as `load_standalone`.
+    """
+    assert target.path is not None, "a target that was loaded knows from where"
+    return Standalone(load_standalone(path, target, target.path, dtype))
 
 
 def load_standalone(

@@ -44,4 +44,5 @@ def load_target(
         model = TARGETS[shape.architecture](shape, max_model_len, parallel)
     checkpoint.load_into(model.tensors())
     finish_loading(model)
+    model.path = Path(path)
     return model

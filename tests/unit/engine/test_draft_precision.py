@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from serve_spec.engine import draft_precision
-from serve_spec.engine.draft_precision import draft_dtype, keeps_eight_bit
+from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.layers.linear import Linear
-from serve_spec.models import load_draft, load_target
+from serve_spec.models import draft, load_draft, load_target
 from tests.helpers.engines import make_pair
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -21,20 +21,33 @@ def test_eight_bits_are_taken_by_themselves_only_where_they_are_faster(
 ) -> None:
     for is_hopper in (True, False):
         monkeypatch.setattr(draft_precision, "is_hopper", lambda _, answer=is_hopper: answer)
-        assert keeps_eight_bit("auto", GPU) == is_hopper
-        assert not keeps_eight_bit("none", GPU)
-        assert not keeps_eight_bit("auto", CPU)
+        assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
+        assert draft_weights("none", GPU) == "plain"
+        assert draft_weights("auto", CPU) == "plain"
 
 
 def test_eight_bits_asked_for_where_they_bring_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"quantization='fp8': .* this is cpu; use 'auto'"):
-        keeps_eight_bit("fp8", CPU)
+        draft_weights("fp8", CPU)
+    with pytest.raises(ValueError, match=r"quantization='int8': .* this is cuda:0; use 'auto'"):
+        draft_weights("int8", GPU)
+
+
+def test_int8_is_refused_where_torch_has_no_such_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pair = make_pair(tmp_path)
+    target = load_target(pair.target, torch.float32, CPU)
+    monkeypatch.setattr(draft, "int8_works", lambda: False)
+    with pytest.raises(ValueError, match=r"quantization='int8': torch .* use 'none'"):
+        load_draft(pair.target, target, "STANDALONE", weights="int8")
 
 
 def test_a_draft_beside_eight_bit_weights_computes_in_float16_unless_told_otherwise() -> None:
-    assert draft_dtype("auto", torch.bfloat16, GPU, eight_bit=True) == torch.float16
-    assert draft_dtype("auto", torch.bfloat16, GPU, eight_bit=False) == torch.bfloat16
-    assert draft_dtype("bfloat16", torch.bfloat16, GPU, eight_bit=True) == torch.bfloat16
+    assert draft_dtype("auto", torch.bfloat16, GPU, "fp8") == torch.float16
+    assert draft_dtype("auto", torch.bfloat16, GPU, "plain") == torch.bfloat16
+    assert draft_dtype("bfloat16", torch.bfloat16, GPU, "fp8") == torch.bfloat16
+    assert draft_dtype("auto", torch.bfloat16, CPU, "int8") == torch.float32
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
@@ -43,9 +56,24 @@ def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
 ) -> None:
     pair = make_pair(tmp_path)
     target = load_target(pair.target, torch.float32, CPU)
-    head = load_draft(pair.heads[algorithm], target, algorithm, eight_bit=True)
+    head = load_draft(pair.heads[algorithm], target, algorithm, weights="fp8")
     shared = set(target.modules())
     own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
     assert own
     assert all(layer.eight_bit is not None for layer in own)
     assert all(m.eight_bit is None for m in shared if isinstance(m, Linear))
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+def test_a_draft_in_int8_leaves_the_target_as_it_is(algorithm: str, tmp_path: Path) -> None:
+    """Also where it is a copy of the target, or shares its head."""
+    pair = make_pair(tmp_path)
+    target = load_target(pair.target, torch.float32, CPU)
+    before = {name: value.clone() for name, value in target.state_dict().items()}
+    head = load_draft(pair.heads[algorithm], target, algorithm, weights="int8")
+    shared = set(target.modules())
+    own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
+    assert own
+    assert all(layer.weight.numel() == 0 for layer in own)
+    after = target.state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())

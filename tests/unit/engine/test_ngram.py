@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from serve_spec.core.request import SamplingParams
@@ -84,3 +87,27 @@ def test_requests_that_ended_leave_no_text_behind(make_llm: MakeLLM) -> None:
     drafter = llm.engine.scheduler.text_drafter
     assert drafter is not None
     assert not drafter._texts  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("algorithm", ["NGRAM", "EAGLE3"])
+def test_drafts_from_a_corpus_are_kept_where_it_knows_the_text_and_never_change_it(
+    make_llm: MakeLLM, tmp_path: Path, algorithm: str, execution: str
+) -> None:
+    prompts = [[30 + 5 * i, 90 - i, 17] for i in range(4)]
+    params = [SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)] * 4
+    plain = texts(make_llm().generate(prompts, params))
+    np.save(tmp_path / "answers.npy", np.concatenate([*map(np.array, plain[:2])]))
+    llm = make_llm(
+        algorithm,
+        4,
+        execution=execution,
+        max_num_seqs=4,
+        speculative_ngram_corpus=str(tmp_path / "answers.npy"),
+        speculative_ngram_first=algorithm != "NGRAM",
+        speculative_ngram_min_match_window_size=3,
+    )
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == plain
+    for output in outputs[:2]:
+        assert output.speculation.num_correct_drafts > 0

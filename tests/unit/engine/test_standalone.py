@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
+from serve_spec.layers.int8_weight import int8_works
 from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 STEPS = 3
+needs_int8 = pytest.mark.skipif(not int8_works(), reason="torch has no int8 products here")
 
 
 def prompts_and_params(
@@ -61,3 +64,47 @@ def test_drafts_at_another_temperature_never_change_the_text(
     correct = sum(output.speculation.num_correct_drafts for output in outputs)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
     assert 0 < correct < drafted, "the test needs kept and rejected drafts"
+
+
+@needs_int8
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_copy_of_the_target_in_int8_never_changes_the_text(
+    make_llm: MakeLLM, execution: str
+) -> None:
+    request = prompts_and_params((0.0, 0.8))
+    llm = make_llm(
+        "STANDALONE",
+        STEPS,
+        execution=execution,
+        speculative_draft_model_quantization="int8",
+        num_pages=32,
+        max_num_seqs=6,
+    )
+    switch_every_round(llm, [0, 3, 1, 2])
+    outputs = llm.generate(*request)
+    assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
+    assert texts(outputs) == texts(make_llm().generate(*request))
+    assert all(output.speculation.num_correct_drafts > 0 for output in outputs)
+
+
+@needs_int8
+def test_nine_in_ten_drafts_of_the_shipped_target_in_int8_are_kept() -> None:
+    target = "asset:tiny/target"
+    settings = {
+        "model": {"path": target, "device": "cpu", "dtype": "float32"},
+        "speculative": {
+            "speculative_algorithm": "STANDALONE",
+            "speculative_draft_model_path": target,
+            "speculative_draft_model_quantization": "int8",
+            "speculative_num_steps": STEPS,
+            "speculative_adaptive": False,
+        },
+        "cache": {"num_pages": 64},
+    }
+    llm = LLM(settings, max_model_len=256)
+    prompts = ["import os\n\n\ndef files(folder):\n", "class Node:\n    def __init__(self, "]
+    params = SamplingParams(max_tokens=41, temperature=0.0, ignore_eos=True)
+    outputs = llm.generate(prompts, params)
+    correct = sum(output.speculation.num_correct_drafts for output in outputs)
+    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
+    assert correct > 0.9 * drafted > 0

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, Llama, load_target
-from serve_spec.models.draft_file import DraftOptions, open_draft
+from serve_spec.models.draft_file import DraftOptions
 from serve_spec.models.medusa import Medusa, load_medusa
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import (
@@ -25,7 +25,7 @@ HIDDEN, VOCAB = 32, 288
 
 
 def load(directory: Path, target: Llama) -> Medusa:
-    return load_medusa(open_draft(directory, "MEDUSA"), target, DraftOptions(), torch.float32)
+    return load_medusa(directory, target, DraftOptions(), torch.float32)
 
 
 def refusal(directory: Path, target: Llama) -> str:

@@ -1,0 +1,36 @@
+"""Who can draft: a line for each. Adding one is a file that builds it, and its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """A way to draft: `builder` is "module:function", imported when it is first wanted.
+
+    Of a model: (folder of the draft, target, DraftOptions, dtype) -> `models.draft.DraftHead`.
+    Of a text drafter, with `from_text`: (SpeculativeConfig, encode, most drafts at a time) ->
+    `core.draft.TextDrafter`, where encode makes token ids of a text.
+    """
+
+    builder: str
+    from_text: bool = False
+
+    def load(self) -> Callable[..., Any]:
+        """The function that builds it."""
+        module, name = self.builder.split(":")
+        build: Callable[..., Any] = getattr(import_module(module), name)
+        return build
+
+
+ALGORITHMS = {
+    "EAGLE": Algorithm("serve_spec.models.eagle:load_eagle"),
+    "EAGLE3": Algorithm("serve_spec.models.eagle3:load_eagle3"),
+    "MEDUSA": Algorithm("serve_spec.models.medusa:load_medusa"),
+    "STANDALONE": Algorithm("serve_spec.models.standalone:load_whole"),
+    "NGRAM": Algorithm("serve_spec.drafters.ngram:build_ngram", from_text=True),
+}

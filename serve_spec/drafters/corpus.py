@@ -1,0 +1,94 @@
+"""Continuations from a text that many requests share: code of one's own, documents, old answers.
+
+A suffix array (Manber & Myers 1993) over the first tokens of every suffix, built once; a look-up is
+two binary searches on the host.
+"""
+
+from __future__ import annotations
+
+from array import array
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from serve_spec.log import get_logger
+
+logger = get_logger(__name__)
+
+MAX_TOKENS = 1 << 24
+"""What a longer corpus has beyond is left out. Each takes 8 bytes, and some 60 at start."""
+COMPARED_BEYOND = 4
+"""Tokens after a match by which places are in order, so that like continuations lie together."""
+
+_BYTES = 4
+
+
+class Corpus:
+    """Token ids, and the places in them in the order of what stands there.
+
+    max_match: most tokens that are looked up at once.
+    """
+
+    def __init__(self, token_ids: Sequence[int] | NDArray[np.int64], max_match: int) -> None:
+        self.num_tokens = len(token_ids)
+        depth = max_match + COMPARED_BEYOND
+        padded = np.zeros(self.num_tokens + depth, np.uint32)
+        padded[: self.num_tokens] = np.asarray(token_ids) + 1  # 0: the end
+        # Big-endian bytes are in the order of their numbers.
+        self._bytes = padded.astype(">u4").tobytes()
+        keys = [padded[i : i + self.num_tokens] for i in reversed(range(depth))]
+        self._places = array("I", np.lexsort(keys).astype(np.uint32).tobytes())
+
+    def continuation(self, newest: Sequence[int], most: int) -> tuple[int, ...]:
+        """Up to `most` tokens that follow `newest` somewhere here; none if it is nowhere.
+
+        Of several places the middle one in the order of what follows: where one continuation is
+        the usual one, it lies there.
+        """
+        wanted = (np.asarray(newest) + 1).astype(">u4").tobytes()
+
+        def stands_at(place: int) -> bytes:
+            return self._bytes[_BYTES * place : _BYTES * place + len(wanted)]
+
+        first = bisect_left(self._places, wanted, key=stands_at)
+        last = bisect_right(self._places, wanted, lo=first, key=stands_at)
+        if first < last and self._places[first] + len(newest) == self.num_tokens:
+            first += 1  # the end, which nothing follows, comes before all other places
+        if first == last:
+            return ()
+        start = self._places[(first + last) // 2] + len(newest)
+        end = min(start + most, self.num_tokens)
+        found = np.frombuffer(self._bytes[_BYTES * start : _BYTES * end], ">u4")
+        return tuple((found - 1).tolist())
+
+
+def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) -> Corpus:
+    """Reads a text (UTF-8), or token ids as NumPy stores them (`.npy`, integers [N]).
+
+    Raises:
+        ValueError: it is neither; names the file.
+    """
+    key = f"speculative_ngram_corpus={str(path)!r}"
+    try:
+        if path.suffix == ".npy":
+            token_ids = np.load(path, allow_pickle=False)
+        else:
+            token_ids = np.array(encode(path.read_text(encoding="utf-8")), dtype=np.int64)
+    except (OSError, ValueError) as error:
+        fix = "give a text file (UTF-8), or token ids as .npy"
+        raise ValueError(f"{key}: can not be read: {error}; {fix}") from error
+    if token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
+        shape = f"{token_ids.dtype} {list(token_ids.shape)}"
+        raise ValueError(f"{key} holds {shape}; give integers [N]")
+    if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < 2**31:
+        raise ValueError(f"{key} holds numbers that are no token ids; give integers in [0, 2^31)")
+    if len(token_ids) > MAX_TOKENS:
+        logger.warning(
+            "%s: of %d tokens the first %d are used", path, len(token_ids), MAX_TOKENS
+        )  # fmt: skip
+    corpus = Corpus(token_ids[:MAX_TOKENS], max_match)
+    logger.info("%s: drafts may go on as any of %d tokens did", path, corpus.num_tokens)
+    return corpus
