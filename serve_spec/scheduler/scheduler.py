@@ -49,8 +49,8 @@ class CommittedRow:
     """What a round did to one sequence: the tokens it really gained and the drafts among them.
 
     `num_judged_correct` is what the target kept of `num_steps` drafts, one after the other, before
-    any stop cut the run; `num_draft_tokens` were verified, more in a tree. `is_from_text`: they were
-    found in the text, where a model would have drafted others.
+    any stop cut the run; `num_draft_tokens` were verified, more in a tree. `is_from_text`: they
+    were found in the text, where a model would have drafted others.
     """
 
     seq: Sequence

@@ -35,6 +35,49 @@ def test_the_longest_match_of_the_text_is_no_shorter_than_the_shortest(
         ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", **keys)
 
 
+def test_the_text_comes_first_only_where_a_model_comes_second(
+    minimal: dict[str, Any], drafting: dict[str, Any]
+) -> None:
+    key = "speculative_ngram_first"
+    assert ServeSpecConfig.load(drafting).speculative.text_algorithm is None
+    assert ServeSpecConfig.load(drafting, **{key: True}).speculative.text_algorithm == "NGRAM"
+    with pytest.raises(ConfigError, match=rf"{key}=True: NGRAM knows no other drafts"):
+        ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", **{key: True})
+    with pytest.raises(ConfigError, match=r"speculative_eagle_topk=2: NGRAM drafts one"):
+        ServeSpecConfig.load(drafting, speculative_eagle_topk=2, **{key: True})
+    off = ServeSpecConfig.load(drafting, speculative_algorithm="NONE", **{key: True})
+    assert off.speculative.text_algorithm is None
+
+
+def test_beside_a_model_short_matches_do_not_count_unless_it_is_said(
+    minimal: dict[str, Any], drafting: dict[str, Any]
+) -> None:
+    alone = ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM").speculative
+    assert alone.ngram_min_match == 2
+    beside = {"speculative_ngram_first": True}
+    first = ServeSpecConfig.load(drafting, **beside).speculative
+    assert first.ngram_min_match == first.speculative_ngram_max_match_window_size
+    given = ServeSpecConfig.load(drafting, speculative_ngram_min_match_window_size=3, **beside)
+    assert given.speculative.ngram_min_match == 3
+
+
+def test_a_corpus_is_refused_where_nobody_looks_into_it(
+    tmp_path: Path, minimal: dict[str, Any], drafting: dict[str, Any]
+) -> None:
+    (tmp_path / "notes.txt").write_text("what was said before")
+    corpus = {"speculative_ngram_corpus": str(tmp_path / "notes.txt")}
+    with pytest.raises(
+        ConfigError, match=r"speculative_ngram_corpus=.*set speculative_ngram_first"
+    ):
+        ServeSpecConfig.load(drafting, **corpus)
+    assert ServeSpecConfig.load(drafting, speculative_ngram_first=True, **corpus)
+    assert ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", **corpus)
+    with pytest.raises(ConfigError, match=r"speculative_ngram_corpus=.*nothing at"):
+        ServeSpecConfig.load(
+            minimal, speculative_algorithm="NGRAM", speculative_ngram_corpus="nowhere.txt"
+        )
+
+
 def test_without_drafts_nothing_adapts(minimal: dict[str, Any]) -> None:
     config = ServeSpecConfig.load(minimal, speculative_adaptive=True).speculative
     assert not config.enabled
@@ -247,7 +290,11 @@ def test_forced_acceptance_can_not_be_switched_while_the_engine_runs() -> None:
     [
         (
             {"speculative_algorithm": "NGRAM", "speculative_draft_model_path": None},
-            "speculative.rejection_sample_method='{}': drafts of NGRAM",
+            "speculative.rejection_sample_method='{}': drafts from texts",
+        ),
+        (
+            {"speculative_ngram_first": True},
+            "speculative.rejection_sample_method='{}': drafts from texts",
         ),
         ({"synthetic_acceptance": 2.0}, "speculative.rejection_sample_method='{}': synthetic"),
         ({"execution": "lanes"}, "model.execution='lanes': lanes keep no draft's distribution"),

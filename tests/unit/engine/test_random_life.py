@@ -13,14 +13,15 @@ TIERS = {1: [0, 1, 3, 7], 3: [0, 3, TreeShape(2, 5), TreeShape(4, 12), TreeShape
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])
-@pytest.mark.parametrize("topk", TIERS)
+@pytest.mark.parametrize(("topk", "text_first"), [(1, False), (1, True), (3, False)])
 def test_requests_that_survive_random_traffic_say_what_they_say_alone(
-    make_llm: MakeLLM, execution: str, topk: int
+    make_llm: MakeLLM, execution: str, topk: int, text_first: bool
 ) -> None:
     rng = random.Random(0)
     sizes = {"num_pages": 32, "max_num_seqs": 5, "max_num_batched_tokens": 24}
     shape = {"speculative_eagle_topk": topk, "execution": execution}
-    llm = make_llm("EAGLE3", 3, max_model_len=96, **shape, **sizes)
+    by = {"speculative_ngram_first": text_first, "speculative_ngram_min_match_window_size": 1}
+    llm = make_llm("EAGLE3", 3, max_model_len=96, **shape, **sizes, **by)
     switch_every_round(llm, [rng.choice(TIERS[topk]) for _ in range(97)])
     engine = llm.engine
     prompts: dict[str, tuple[list[int], SamplingParams]] = {}
