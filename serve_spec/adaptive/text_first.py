@@ -66,9 +66,9 @@ class TextFirst:
         """Drops a request."""
         self.survival.forget(request_id)
 
-    def snapshot(self) -> dict[str, object]:
-        """What is known of drafts from texts, JSON-able."""
-        return self.survival.snapshot()
+    def snapshot(self) -> dict[str, object] | None:
+        """What is known of drafts from texts, JSON-able; None before the first."""
+        return self.survival.snapshot() if self.survival.pooled_trials.any() else None
 
 
 def text_steps(text: Floats, model: Floats, costs: RoundCosts) -> Counts:
