@@ -84,7 +84,7 @@ def test_what_a_round_knew_before_changes_nothing() -> None:
         one = row(name, said, 1, grammar=grammar)
         found = grammars.round_masks([one], [b"("])
         fresh = Grammars(byte_compiler()).round_masks([one], [b"("])
-        assert (found.num_steps, allowed(found)) == (fresh.num_steps, allowed(fresh))
+        assert (found.num_drafts, allowed(found)) == (fresh.num_drafts, allowed(fresh))
         assert grammars.num_followed == 1
     grammars.forget("a")
     assert grammars.num_followed == 0
@@ -117,7 +117,7 @@ def test_drafts_that_other_rules_forbid_are_not_verified_either() -> None:
     one = row("a", "1", 3, held=(EOS_ID,), **params)
     assert masks_of(one, drafts=(b"23",)).num_drafts == (1,)
     assert masks_of(one, drafts=((50, EOS_ID),)).num_drafts == (1,)
-    assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_steps == (3,)
+    assert masks_of(one, drafts=((50, 50, EOS_ID),)).num_drafts == (3,)
 
 
 def test_a_text_that_is_too_much_for_the_limits_ends() -> None:
