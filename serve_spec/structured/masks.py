@@ -23,8 +23,8 @@ logger = get_logger(__name__)
 class RoundMasks:
     """What the draws of a round may be.
 
-    num_drafts: of each sampling row, the drafts before the first that can not be drawn; of a tree,
-        all of them.
+    num_drafts: of each sampling row, the drafts to verify: those before the first that can not be
+        drawn, unless all are kept.
     places: of each draw of those rows, in order, its row of `words`; -1: anything may be drawn.
     words: [M, ceil(V / 32)], see `Mask`.
     """
@@ -64,11 +64,13 @@ class Grammars:
         rows: Sequence[RowPlan],
         drafts: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
+        *,
+        keeps_all: bool = False,
     ) -> RoundMasks:
         """Masks of every draw of a round's sampling rows.
 
         drafts: of each row at least those that are verified. parents: see `DraftTrees`; None where
-        no drafts branch.
+        no drafts branch. keeps_all: drafts that can not be drawn, too, and those behind them.
         """
         nodes = [
             self._nodes(row, tokens[: row.num_draft_tokens], above)
@@ -76,7 +78,7 @@ class Grammars:
                 rows, drafts, parents or repeat(None, len(rows)), strict=True
             )
         ]
-        if parents is None:
+        if not keeps_all:
             nodes = [[*takewhile(lambda node: node.is_legal, of_row)] for of_row in nodes]
         masks = [[node.mask for node in of_row] for of_row in nodes]
         here = {row.request_id for row in rows}

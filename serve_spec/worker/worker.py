@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import accumulate
 from typing import Protocol
 
@@ -214,8 +215,12 @@ class SpecWorker:
         if all(row.num_steps == len(row.draft_ids) for row in rows):
             return self.grammars.round_masks(rows, [row.draft_ids for row in rows])
         self.grammars.read(rows)  # while the device drafts
-        parents = drafts.parents[: len(rows)].tolist() if isinstance(drafts, DraftTrees) else None
-        return self.grammars.round_masks(rows, drafts.token_ids[: len(rows)].tolist(), parents)
+        token_ids = drafts.token_ids[: len(rows)].tolist()
+        if isinstance(drafts, DraftTrees):
+            parents = drafts.parents[: len(rows)].tolist()
+            return self.grammars.round_masks(rows, token_ids, parents, keeps_all=True)
+        # Rejection weighs sampled drafts as they were drawn, those of no probability, too.
+        return self.grammars.round_masks(rows, token_ids, keeps_all=drafts.laws is not None)
 
     def _read_logprobs(
         self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]
@@ -324,6 +329,6 @@ def _without_illegal_drafts(
     left = [number for number, (depth, most) in enumerate(draws) if depth <= most]
     return (
         plan.cut(masks.num_drafts),
-        DraftChain(drafts.token_ids, masks.num_drafts),
+        replace(drafts, num_steps=masks.num_drafts),
         sampling.select(left),
     )

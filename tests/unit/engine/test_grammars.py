@@ -376,6 +376,21 @@ def shipped_off() -> list[RequestOutput]:
     return outputs
 
 
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(
+    pair: Pair, method: str
+) -> None:
+    """They are others than without speculation, so that validity is what is left to ask."""
+    prompts, params = prompts_and_params()
+    hot = [replace(p, temperature=1.0) for p in params]
+    llm = llm_maker(pair, "cpu")("EAGLE3", 4, rejection_sample_method=method)
+    outputs = llm.generate(prompts, hot)
+    for output, asked in zip(outputs, hot, strict=True):
+        check(output, asked)
+    kept = [output.speculation.num_correct_drafts for output in outputs]
+    assert sum(kept) - kept[2] > 0
+
+
 def test_a_grammar_is_refused_before_anything_runs(make_llm: MakeLLM) -> None:
     llm = make_llm()
     bad = replace(Grammar.regex("(a"), source="guided_regex")

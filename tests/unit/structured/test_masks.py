@@ -63,6 +63,15 @@ def test_drafts_end_before_the_first_that_can_not_be_drawn() -> None:
     assert found == [ZERO_TO_NINE, more, None, None, None, more, None, ZERO_TO_NINE, None]
 
 
+def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask() -> None:
+    rows = [row("a", "1", 3), row("c", "12", 2)]
+    grammars = Grammars(byte_compiler())
+    masks = grammars.round_masks(rows, [b"2x3", (EOS_ID, 50)], keeps_all=True)
+    assert masks.num_steps == (3, 2)
+    more = ZERO_TO_NINE | {EOS_ID}
+    assert allowed(masks) == [ZERO_TO_NINE, more, None, None, more, None, None]
+
+
 def test_padding_behind_the_drafts_of_a_row_is_not_looked_at() -> None:
     assert masks_of(row("a", "1", 1), drafts=(b"2xx",)).num_drafts == (1,)
 
