@@ -37,7 +37,8 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if not isinstance(self.text, str) or not self.text:
-            raise InvalidRequest(self.source, self.text, "give a text that is not empty")
+            fix = "give a text that is not empty"
+            raise InvalidRequest(self.source, f"<{type(self.text).__name__}>", fix)
         if len(self.text) > MAX_GRAMMAR_CHARS:
             fix = f"shorten it to at most {MAX_GRAMMAR_CHARS} characters"
             raise self.refusal(fix)

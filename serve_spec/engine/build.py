@@ -168,6 +168,7 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
 def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     """One rank's worker, without tiers yet."""
     eager = _eager_worker(config, loaded)
+    eager.grammars.compiler.prepare()
     if not runs_on_lanes(config, loaded.device):
         return eager
     policy = PolicySettings.of(config.speculative)
@@ -315,7 +316,7 @@ def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
 
 
 def _grammar_compiler(config: ServeSpecConfig, shape: ModelShape) -> GrammarCompiler:
-    """For the first request with a grammar: nothing is read before."""
+    """Compiles grammars over the target's vocabulary."""
     folder = Path(config.model.path)
     return GrammarCompiler(
         lambda: Tokenizer(folder).describe(), shape.vocab_size, shape.eos_token_ids

@@ -86,7 +86,9 @@ class EngineLoop:
             RuntimeError: the engine thread has died.
         """
         self.check_health()
-        is_cancelled = params.grammar and await self._check_grammar(params.grammar, request_id)
+        is_cancelled = False
+        if params.grammar is not None:
+            is_cancelled = await self._check_grammar(params.grammar, request_id)
         if request_id in self._streams:
             raise InvalidRequest("request_id", request_id, "is running already; use another")
         if len(self._streams) >= self._max_unfinished:

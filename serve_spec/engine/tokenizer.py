@@ -54,10 +54,8 @@ class Tokenizer:
 
     def describe(self) -> str:
         """Its tokenizer.json, without what would cut or pad a text."""
-        plain = HFTokenizer.from_str(self._tokenizer.to_str())
-        plain.no_truncation()
-        plain.no_padding()
-        return str(plain.to_str())
+        description = json.loads(self._tokenizer.to_str())
+        return json.dumps({**description, "truncation": None, "padding": None})
 
     @cached_property
     def spell(self) -> Speller:

@@ -1,6 +1,6 @@
 """Grammars compiled to matchers. The one file that knows the library, llguidance.
 
-It is imported with the first grammar: whoever has none needs no library.
+Without it, or with a tokenizer that it does not know, an engine runs, and refuses grammars.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from numpy.typing import NDArray
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar, GrammarKind
+from serve_spec.log import get_logger
 from serve_spec.structured.schema import check_schema
+
+logger = get_logger(__name__)
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -84,7 +87,7 @@ class Matcher:
 class GrammarCompiler:
     """Compiles grammars for one vocabulary. May be asked from any thread.
 
-    tokenizer: gives the tokenizer.json of the model, when the first grammar comes.
+    tokenizer: gives the tokenizer.json of the model.
     vocab_size: width of a row of logits; ids without a token are never legal.
     """
 
@@ -96,6 +99,14 @@ class GrammarCompiler:
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._tokenizer = tokenizer
         self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
+
+    def prepare(self) -> None:
+        """Reads the vocabulary. Every thread waits for that, seconds for a large one, so it is done
+        before the first request."""
+        try:
+            _ = self._vocabulary
+        except (ImportError, ValueError) as error:
+            logger.warning("requests with a grammar will be refused: %s", _one_line(error))
 
     def matcher(self, grammar: Grammar) -> Matcher:
         """A matcher at the start of a text.
@@ -132,7 +143,7 @@ class GrammarCompiler:
             matcher = on_deep_stack(lambda: self._matcher(grammar))
         except InvalidRequest:
             raise
-        except ValueError as error:
+        except (ImportError, ValueError) as error:
             raise grammar.refusal(_one_line(error)) from None
         if matcher.problem:
             raise grammar.refusal(matcher.problem)

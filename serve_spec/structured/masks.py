@@ -46,7 +46,7 @@ class Grammars:
         self._texts: dict[str, _Text] = {}
 
     def check(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which takes up to a second. May be asked from any thread.
+        """Compiles a grammar, which may take a second. May be asked from any thread.
 
         Raises:
             InvalidRequest: no text matches it, or it can not be compiled.

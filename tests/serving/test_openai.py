@@ -242,7 +242,7 @@ def test_the_form_of_a_text_is_asked_for_in_the_ways_of_openai_and_vllm(
         ("guided_choice", {"response_format": {"type": "json_object"}, "guided_choice": ["a"]}),
         ("structured_outputs.regex", {"guided_regex": "a", "structured_outputs": {"regex": "a"}}),
         ("structured_outputs", {"structured_outputs": {"structural_tag": "a"}}),
-        ("structured_outputs.regex", {"structured_outputs": {"regex": 3}}),
+        ("structured_outputs.regex", {"structured_outputs": {"regex": [3] * 1000}}),
         ("structured_outputs.json", {"structured_outputs": {"json": ""}}),
         ("structured_outputs.choice", {"structured_outputs": {"choice": [1]}}),
         ("structured_outputs.choice", {"structured_outputs": {"choice": "ab"}}),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -120,6 +122,22 @@ def test_a_model_without_an_end_has_no_grammars() -> None:
     endless = GrammarCompiler(Tokenizer(shipped_tokenizer()).describe, 8200, [])
     with pytest.raises(InvalidRequest, match="no end-of-text token"):
         endless.matcher(Grammar.json_object())
+
+
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_an_engine_that_can_not_have_grammars_says_so_and_refuses_them(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, is_missing: bool
+) -> None:
+    """Its tokenizer is of a kind that the library does not know, or the library is not there."""
+    if is_missing:
+        monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(lambda: "{}", VOCAB, [EOS_ID])
+    monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
+    with caplog.at_level("WARNING"):
+        compiler.prepare()
+    assert "requests with a grammar will be refused" in caplog.text
+    with pytest.raises(InvalidRequest):
+        compiler.matcher(Grammar.json_object())
 
 
 def chain(inner: Any, num_links: int) -> dict[str, Any]:
