@@ -67,7 +67,7 @@ def test_where_all_drafts_are_kept_none_behind_an_illegal_one_has_a_mask() -> No
     rows = [row("a", "1", 3), row("c", "12", 2)]
     grammars = Grammars(byte_compiler())
     masks = grammars.round_masks(rows, [b"2x3", (EOS_ID, 50)], keeps_all=True)
-    assert masks.num_steps == (3, 2)
+    assert masks.num_drafts == (3, 2)
     more = ZERO_TO_NINE | {EOS_ID}
     assert allowed(masks) == [ZERO_TO_NINE, more, None, None, more, None, None]
 
