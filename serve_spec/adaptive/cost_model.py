@@ -15,11 +15,14 @@ the draft takes to make up for prompts and pauses, by the token.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from serve_spec.adaptive.cost_surface import CostSurface, Counts, Floats
-from serve_spec.config.cost_table import CostTable
+from serve_spec.config.cost_table import CostTable, Grid
+from serve_spec.core.round import TreeShape
 
 GAIN = 0.05
 """Exponent of one round's ratio in its factor, once its bucket is known."""
@@ -59,15 +62,21 @@ class CostModel:
         self.padded = table.padded
         """Whether every draft step runs all rows, however far each drafts."""
         self._sampled_row_ms = table.sampled_row_ms
-        self._draft, self._verify = (
-            CostSurface(
-                ms,
-                contexts=table.contexts,
-                batch_sizes=table.batch_sizes,
-                num_steps=table.num_steps,
+
+        def surface(ms: Grid, num_steps: Sequence[int]) -> CostSurface:
+            return CostSurface(
+                ms, contexts=table.contexts, batch_sizes=table.batch_sizes, num_steps=num_steps
             )
-            for ms in (table.draft_ms, table.verify_ms)
-        )
+
+        self._draft = surface(table.draft_ms, table.num_steps)
+        self._verify = surface(table.verify_ms, table.num_steps)
+        self._trees = {
+            TreeShape(*tree.shape): _TreeCosts(
+                surface(_as_one_step(tree.draft_ms), [0]),
+                surface(_as_one_step(tree.verify_ms), [0]),
+            )
+            for tree in table.trees
+        }
         # Of fixed size: another thread may read them for a snapshot.
         self._drift = 0.0
         self._num_rounds = 0
@@ -127,6 +136,38 @@ class CostModel:
             + self.host_ms(batch_size)
         )
 
+    def tree_ms(
+        self,
+        tree: TreeShape,
+        batch_size: int,
+        num_drafting: int,
+        num_drafts: int,
+        context: float,
+        num_sampled: int,
+    ) -> tuple[float, float]:
+        """ms of drafting and of verification of a round of trees.
+
+        Of `batch_size` rows `num_drafting` draft trees of this shape, `num_drafts` drafts in all;
+        the others are plain.
+
+        Raises:
+            KeyError: the table does not know the shape.
+        """
+        known = self._trees[tree]
+        if not num_drafting:  # all of them from texts, if any
+            return 0.0, self.verify_ms(batch_size, num_drafts, context, num_sampled)
+        rows = batch_size if self.padded else num_drafting
+        share = num_drafts / (batch_size * tree.num_draft_tokens)
+        plain_ms = float(self._verify.curve(batch_size, context)[0])
+        whole_ms = max(plain_ms, float(known.verify.curve(batch_size, context)[0]))
+        verify_ms = plain_ms + share * (whole_ms - plain_ms)
+        verify_ms += self._sampled_row_ms * num_sampled * (1 + num_drafts / batch_size)
+        usual_draft, usual_verify = self._usual_of_trees(rows, batch_size)
+        draft_factor = self._factor(known.draft_residuals.of(_bucket(rows), usual_draft))
+        verify_factor = self._factor(known.verify_residuals.of(_bucket(batch_size), usual_verify))
+        draft_ms = float(known.draft.curve(rows, context)[0])
+        return draft_ms * draft_factor, verify_ms * verify_factor
+
     def observe(
         self,
         *,
@@ -141,6 +182,7 @@ class CostModel:
         round_ms: float,
         num_entries: int = 0,
         num_text_drafts: int = 0,
+        tree: TreeShape | None = None,
     ) -> bool:
         """Learns from a round of decode rows alone; False: unusable times, nothing was learned.
 
@@ -149,15 +191,23 @@ class CostModel:
             `num_steps` at most: they are verified, too, and take next to nothing to make.
         num_entries: draft entries it made up for prompts or pauses; with any, what they take is all
             that it says.
+        tree: what rows drafted, if not chains.
 
         Raises:
             ValueError: no such round.
+            KeyError: the table does not know the tree.
         """
-        self._refuse_impossible(batch_size, num_steps, num_rows - num_text_drafts, num_drafting)
         num_drafts = num_rows - batch_size
         num_made = num_drafts - num_text_drafts
-        predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_made, context)
-        predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
+        if tree is None:
+            made_rows = num_rows - num_text_drafts
+            self._refuse_impossible(batch_size, num_steps, made_rows, num_drafting)
+            predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_made, context)
+            predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
+        else:
+            predicted_draft, predicted_verify = self.tree_ms(
+                tree, batch_size, num_drafting, num_drafts, context, num_sampled
+            )
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
         are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
         entry_ms = (draft_ms - predicted_draft) / num_entries if num_entries else 0.0
@@ -177,20 +227,39 @@ class CostModel:
         self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
         self._num_rounds += 1
         drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
+        rows = batch_size if self.padded else num_drafting
         if num_made and predicted_draft > _NEGLIGIBLE_MS:
-            rows = batch_size if self.padded else num_drafting
-            self._draft_residuals.learn(
-                _bucket(rows), draft_ms / predicted_draft, drift_gain, self._draft_residuals.mean
-            )
+            self._learn_draft(tree, rows, draft_ms / predicted_draft, drift_gain)
         else:
             draft_ms = 0.0  # the glance that found nothing to draft, or the text that had it
-        residuals = self._verify_residuals[_bucket(batch_size)]
         stair = -(-num_drafts // batch_size)
-        usual = self._usual_residual(_bucket(batch_size))
-        residuals.learn(stair, verify_ms / predicted_verify, drift_gain, usual)
+        self._learn_verify(tree, batch_size, stair, verify_ms / predicted_verify, drift_gain)
         ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
         self._drift = _clipped(self._drift + drift_gain * _log_ratio(ratio))
         return True
+
+    def _learn_draft(
+        self, tree: TreeShape | None, rows: int, ratio: float, drift_gain: float
+    ) -> None:
+        residuals, usual = self._draft_residuals, self._draft_residuals.mean
+        if tree is not None:
+            residuals, usual = self._trees[tree].draft_residuals, self._usual_of_trees(rows, 1)[0]
+        residuals.learn(_bucket(rows), ratio, drift_gain, usual)
+
+    def _learn_verify(
+        self, tree: TreeShape | None, batch_size: int, stair: int, ratio: float, drift_gain: float
+    ) -> None:
+        bucket = _bucket(batch_size)
+        usual = self._usual_residual(bucket)
+        if tree is None:
+            self._verify_residuals[bucket].learn(stair, ratio, drift_gain, usual)
+        else:
+            self._trees[tree].verify_residuals.learn(bucket, ratio, drift_gain, usual)
+
+    def _usual_of_trees(self, rows: int, batch_size: int) -> tuple[float, float]:
+        """Residuals of drafting and verification where a tree never ran: those of chains."""
+        draft = self._draft_residuals
+        return draft.of(_bucket(rows), draft.mean), self._usual_residual(_bucket(batch_size))
 
     def snapshot(self) -> dict[str, object]:
         """What was learned, JSON-able; buckets by their largest batch size, then drafts per row."""
@@ -210,7 +279,7 @@ class CostModel:
                 verify[size] = learned
             if self._host_rounds[bucket]:
                 host[size] = round(self._host_ms[bucket], 4)
-        return {
+        shown: dict[str, object] = {
             "drift": round(self._factor(0.0), 4),
             "draft_factors": draft,
             "verify_factors": verify,
@@ -218,6 +287,17 @@ class CostModel:
             "entry_ms": round(self.entry_ms, 5),
             "num_refused": self._num_refused,
         }
+        if self._trees:
+            shown["tree_verify_factors"] = {
+                str(tree): self._learned_factors(known.verify_residuals)
+                for tree, known in self._trees.items()
+            }
+        return shown
+
+    def _learned_factors(self, residuals: _Residuals) -> dict[str, float]:
+        """By the largest batch size of a bucket."""
+        buckets = filter(residuals.has_run, range(_NUM_BUCKETS))
+        return {str(1 << b): round(self._factor(residuals.of(b, 0.0)), 4) for b in buckets}
 
     def verify_knots(self, batch_size: int, context: float, num_sampled: int) -> Floats:
         """ms [max_steps + 1] of the target when every row drafts 0 .. max_steps, by the table."""
@@ -330,6 +410,21 @@ class CostModel:
         self._host_rounds[bucket] += 1
         weight = max(GAIN, 1 / self._host_rounds[bucket])
         self._host_ms[bucket] += weight * (host_ms - self._host_ms[bucket])
+
+
+@dataclass(frozen=True)
+class _TreeCosts:
+    """Rounds in which every row drafts a tree of one shape."""
+
+    draft: CostSurface
+    verify: CostSurface
+    draft_residuals: _Residuals = field(default_factory=lambda: _Residuals(_NUM_BUCKETS))
+    verify_residuals: _Residuals = field(default_factory=lambda: _Residuals(_NUM_BUCKETS))
+
+
+def _as_one_step(ms: Sequence[Sequence[float]]) -> Grid:
+    """ms [contexts][batch sizes] as a grid of a single number of steps."""
+    return tuple(tuple((cell,) for cell in cells) for cells in ms)
 
 
 class _Residuals:

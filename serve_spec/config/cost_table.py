@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NoReturn, Self, TypeAlias
@@ -37,6 +37,26 @@ class CostKey(StrictModel):
     tensor_parallel_size: int = Field(ge=1, description="GPUs that share the model.")
     attention_backend: str = Field(description="The backend that really runs, never 'auto'.")
     code: str = Field(min_length=1, description="Version of whatever shapes a round.")
+    topk: int = Field(1, ge=1, description="Children per drafted token; 1: chains alone.")
+
+
+class TreeCosts(StrictModel):
+    """Medians of rounds in which every row drafts a tree of one shape."""
+
+    num_steps: int = Field(ge=1, description="Levels.")
+    num_draft_tokens: int = Field(ge=1, description="Drafts per row, the root not counted.")
+    draft_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
+    verify_ms: tuple[tuple[float, ...], ...] = Field(description="[context][batch size].")
+
+    @field_validator("draft_ms", "verify_ms", mode="before")
+    @classmethod
+    def _tuples(cls, value: object) -> object:
+        return _as_tuples(value)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """What tells it from others."""
+        return self.num_steps, self.num_draft_tokens
 
 
 class CostTable(StrictModel):
@@ -59,6 +79,7 @@ class CostTable(StrictModel):
         description="[batch size, steps] that were not measured in every context."
     )
     measured_s: float = Field(ge=0, description="Seconds the measurement took.")
+    trees: tuple[TreeCosts, ...] = Field((), description="By shape, ascending; none: chains alone.")
 
     @field_validator("draft_ms", "verify_ms", "extrapolated", mode="before")
     @classmethod
@@ -77,7 +98,21 @@ class CostTable(StrictModel):
         for batch_size, num_steps in self.extrapolated:
             if batch_size not in self.batch_sizes or num_steps not in self.num_steps:
                 raise Refusal("extrapolated", [batch_size, num_steps], "no such cell in the table")
+        self._check_trees()
         return self
+
+    def _check_trees(self) -> None:
+        shapes = [tree.shape for tree in self.trees]
+        if not all(a < b for a, b in pairwise(shapes)):
+            raise Refusal("trees", shapes, "must ascend strictly by (num_steps, num_draft_tokens)")
+        for i, tree in enumerate(self.trees):
+            for name, grid in (("draft_ms", tree.draft_ms), ("verify_ms", tree.verify_ms)):
+                _check_length(f"trees.{i}.{name}", grid, self.contexts)
+                for c, cells in enumerate(grid):
+                    _check_length(f"trees.{i}.{name}.{c}", cells, self.batch_sizes)
+                    for b, ms in enumerate(cells):
+                        if ms <= 0:
+                            raise Refusal(f"trees.{i}.{name}.{c}.{b}", ms, "must be positive")
 
     def _check_durations(self, name: str, grid: Grid, free_steps: int) -> None:
         """Refuses a wrong shape, and any duration but 0 for the first `free_steps` columns."""
@@ -91,8 +126,12 @@ class CostTable(StrictModel):
                         fix = "must be 0 where nothing is drafted, and positive elsewhere"
                         raise Refusal(f"{name}.{c}.{b}.{k}", ms, fix)
 
-    def refuse_foreign(self, key: CostKey, *, max_steps: int) -> None:
-        """Checks that the table speaks of `key` and reaches `max_steps` drafts per row.
+    def refuse_foreign(
+        self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
+    ) -> None:
+        """Checks that the table speaks of `key`, and of every round that may be drafted.
+
+        max_steps: most drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
 
         Raises:
             ConfigError: one problem of every field that differs, with the two values.
@@ -103,6 +142,9 @@ class CostTable(StrictModel):
         ]
         if self.num_steps[-1] < max_steps:
             problems.append(f"num_steps={list(self.num_steps)}, but {max_steps} are wanted here")
+        known = [tree.shape for tree in self.trees]
+        if missing := sorted(set(trees).difference(known)):
+            problems.append(f"trees={known}, but {missing} are wanted here")
         if problems:
             raise ConfigError(f"{'; '.join(problems)}: {_WAY_OUT}")
 

@@ -63,6 +63,10 @@ class TreeShape:
     num_steps: int
     num_draft_tokens: int
 
+    def __str__(self) -> str:
+        """Its name where a chain is called by its number of steps."""
+        return f"{self.num_steps}x{self.num_draft_tokens}"
+
 
 def most_tree_drafts(topk: int, num_steps: int) -> int:
     """Drafts that `num_steps` levels of a beam make: topk, then topk² a level."""

@@ -69,6 +69,19 @@ def fill_missing(
     return np.where(missing, filled, ms)
 
 
+def fill_tree(ms: Milliseconds, expected: Milliseconds) -> Milliseconds:
+    """[contexts, batch sizes] of one shape of trees without gaps (NaN).
+
+    What is missing takes the multiple of `expected` that was measured at the shorter context, or
+    else at the batch size before; where nothing was measured, `expected` itself.
+    """
+    missing = np.isnan(ms)
+    ratios = ms / expected
+    for c, b in np.argwhere(missing):
+        ratios[c, b] = ratios[0, b] if c else ratios[0, b - 1] if b else 1.0
+    return np.where(missing, ratios * expected, ms)
+
+
 def _larger(
     measured: Milliseconds,
     filled: Milliseconds,

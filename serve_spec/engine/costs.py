@@ -7,7 +7,7 @@ import hashlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,7 @@ from serve_spec.config.cost_table import (
     write_cost_table,
 )
 from serve_spec.core.machine import cpu_model
+from serve_spec.core.round import TreeShape
 from serve_spec.engine.draft_precision import draft_weights
 from serve_spec.engine.profile import MeasuredCosts
 from serve_spec.log import get_logger
@@ -58,6 +59,7 @@ def obtain_costs(
     path: Path | None,
     max_batch_size: int,
     max_steps: int,
+    trees: Sequence[TreeShape] = (),
     measure: Callable[[], MeasuredCosts],
 ) -> CostTable | None:
     """The costs of rounds here: loaded from `path`, else kept from an earlier start, else measured.
@@ -68,12 +70,12 @@ def obtain_costs(
 
     Args:
         path: `speculative_cost_table`; None: whatever was kept.
-        max_batch_size: with `max_steps`, the grid that `measure` covers.
+        max_batch_size: with `max_steps` and `trees`, the grid that `measure` covers.
     """
     started = time.perf_counter()
-    kept = _cache_file(key, max_batch_size, max_steps)
+    kept = _cache_file(key, max_batch_size, max_steps, trees)
     for file in (path, kept if os.path.exists(kept) else None):
-        table = None if file is None else _load(file, key, max_steps)
+        table = None if file is None else _load(file, key, max_steps, trees)
         if table is not None:
             seconds = time.perf_counter() - started
             logger.info("costs: read from %s in %.2f s", file, seconds)
@@ -115,6 +117,7 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=backend,
+        topk=config.speculative.speculative_eagle_topk,
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
 
@@ -165,10 +168,10 @@ def _add(hashed: hashlib._Hash, parts: Iterable[bytes]) -> None:
         hashed.update(len(part).to_bytes(8, "big") + part)
 
 
-def _load(file: Path, key: CostKey, max_steps: int) -> CostTable | None:
+def _load(file: Path, key: CostKey, max_steps: int, trees: Sequence[TreeShape]) -> CostTable | None:
     try:
         table = load_cost_table(file)
-        table.refuse_foreign(key, max_steps=max_steps)
+        table.refuse_foreign(key, max_steps=max_steps, trees=_shapes(trees))
     except ConfigError as error:
         logger.warning("costs: not used: %s: %s", file, str(error).removeprefix(f"{file}: "))
         return None
@@ -184,11 +187,19 @@ def _keep(table: CostTable, file: Path) -> bool:
     return True
 
 
-def _cache_file(key: CostKey, max_batch_size: int, max_steps: int) -> Path:
+def _cache_file(
+    key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[TreeShape]
+) -> Path:
     """One file for each setting and grid."""
-    setting = f"{FORMAT_VERSION} {max_batch_size} {max_steps} {key.model_dump_json()}"
+    grid = f"{max_batch_size} {max_steps} {_shapes(trees)}"
+    setting = f"{FORMAT_VERSION} {grid} {key.model_dump_json()}"
     name = hashlib.sha256(setting.encode()).hexdigest()[:_HASH_LENGTH]
     return _cache_folder() / "costs" / f"{name}.json"
+
+
+def _shapes(trees: Sequence[TreeShape]) -> list[tuple[int, int]]:
+    """As a table knows them."""
+    return [(tree.num_steps, tree.num_draft_tokens) for tree in trees]
 
 
 def _cache_folder() -> Path:

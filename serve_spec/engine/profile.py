@@ -14,13 +14,15 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from serve_spec.config.cost_table import Grid
+from serve_spec.config.cost_table import Grid, TreeCosts
 from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.round import TreeShape
 from serve_spec.engine.cost_grid import (
     Milliseconds,
     batch_grid,
     context_grid,
     fill_missing,
+    fill_tree,
     step_grid,
 )
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
@@ -33,6 +35,7 @@ _TABLE_SHARE = 0.85
 _SAMPLED_CELLS = 3
 _SAMPLED_PAIRS = 5
 _TEMPERATURE = 0.8
+_LEAST_MS = 1e-6
 
 
 class RunsRounds(Protocol):
@@ -62,6 +65,7 @@ class MeasuredCosts:
     sampled_row_ms: float
     extrapolated: tuple[tuple[int, int], ...]
     measured_s: float
+    trees: tuple[TreeCosts, ...] = ()
 
 
 def measure_costs(
@@ -75,6 +79,8 @@ def measure_costs(
     max_model_len: int,
     budget_s: float,
     every_step: bool = False,
+    trees: Sequence[TreeShape] = (),
+    topk: int = 1,
     clock: Callable[[], float] = time.perf_counter,
     progress: Callable[[float], None] = lambda share: None,
 ) -> MeasuredCosts:
@@ -87,6 +93,7 @@ def measure_costs(
         max_num_rows: most rows of one target forward.
         max_model_len: most tokens of a sequence.
         every_step: measures every tier, not a selection; where rounds are quick.
+        trees: shapes to measure beside chains, ascending, from beams of `topk`.
         progress: told the share of the budget that is spent.
 
     Raises:
@@ -97,7 +104,9 @@ def measure_costs(
     steps = step_grid(worker.tiers, max_steps, every=every_step)
     contexts = room.contexts(steps[-1])
     sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, 0))]
-    cells = [Cell(c, b, k) for c in contexts for b in sizes for k in steps]
+    rounds = [(k, 0, 1) for k in steps]
+    rounds += [(tree.num_steps, tree.num_draft_tokens, topk) for tree in trees]
+    cells = [Cell(c, b, *drafts) for c in contexts for b in sizes for drafts in rounds]
     profiler = _Profiler(worker, SyntheticPlans(page_size, worker.vocab_size), clock)
     for _ in profiler.sweeps(
         list(filter(room.holds, cells)), until=started + _TABLE_SHARE * budget_s
@@ -112,15 +121,20 @@ def measure_costs(
     sampled_row_ms = profiler.sampled_row_ms(until=started + budget_s)
     progress(1.0)
     missing = np.argwhere(np.isnan(verify).any(axis=0))
+    draft, verify = fill_missing(draft, sizes, steps), fill_missing(verify, sizes, steps)
     return MeasuredCosts(
         batch_sizes=tuple(sizes),
         num_steps=tuple(steps),
         contexts=contexts,
-        draft_ms=_as_grid(fill_missing(draft, sizes, steps)),
-        verify_ms=_as_grid(fill_missing(verify, sizes, steps)),
+        draft_ms=_as_grid(draft),
+        verify_ms=_as_grid(verify),
         sampled_row_ms=round(sampled_row_ms, 6),
         extrapolated=tuple((sizes[b], steps[k]) for b, k in missing),
         measured_s=round(clock() - started, 3),
+        trees=tuple(
+            _tree_costs(tree, profiler.tree_table(tree, contexts, sizes), draft, verify, steps)
+            for tree in trees
+        ),
     )
 
 
@@ -237,16 +251,28 @@ class _Profiler:
         verify = draft.copy()
         draft[:, :, 0] = 0.0  # a glance that finds nothing to draft
         for cell, runs in self._runs.items():
-            kept = runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
+            if cell.tree_drafts:
+                continue
             at = (
                 contexts.index(cell.context),
                 sizes.index(cell.batch_size),
                 steps.index(cell.num_steps),
             )
-            verify[at] = median_low(run.verify_ms for run in kept)
+            draft_ms, verify[at] = _medians(runs)
             if cell.num_steps:
-                draft[at] = median_low(run.draft_ms for run in kept)
+                draft[at] = draft_ms
         return draft, verify
+
+    def tree_table(
+        self, tree: TreeShape, contexts: Sequence[int], sizes: Sequence[int]
+    ) -> Milliseconds:
+        """Medians of drafting and of verification, [2, contexts, sizes]; NaN where nothing ran."""
+        ms = np.full((2, len(contexts), len(sizes)), np.nan)
+        for cell, runs in self._runs.items():
+            if cell.tree == tree:
+                at = contexts.index(cell.context), sizes.index(cell.batch_size)
+                ms[:, *at] = _medians(runs)
+        return ms
 
     def sampled_row_ms(self, until: float) -> float:
         """What sampling adds to one verified row: a median over some cells.
@@ -266,6 +292,36 @@ class _Profiler:
                     best[cell] = min(verify_ms, best.get(cell, verify_ms))
         extra = [(sampled[cell] - greedy[cell]) / cell.num_rows for cell in sampled]
         return max(0.0, median(extra)) if extra else 0.0
+
+
+def _medians(runs: Sequence[_Run]) -> tuple[float, float]:
+    """Of drafting and of verification, once runs are warm."""
+    kept = runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
+    return median_low(run.draft_ms for run in kept), median_low(run.verify_ms for run in kept)
+
+
+def _tree_costs(
+    tree: TreeShape,
+    measured: Milliseconds,
+    draft: Milliseconds,
+    verify: Milliseconds,
+    steps: Sequence[int],
+) -> TreeCosts:
+    """What was measured of a shape; the rest follows chains, [contexts, sizes, steps] each."""
+    step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / steps[-1])
+    draft_ms = fill_tree(measured[0], step_ms * tree.num_steps)
+    rise = (verify[:, :, -1] - verify[:, :, 0]) / steps[-1]
+    verify_ms = fill_tree(measured[1], verify[:, :, 0] + rise * tree.num_draft_tokens)
+    return TreeCosts(
+        num_steps=tree.num_steps,
+        num_draft_tokens=tree.num_draft_tokens,
+        draft_ms=_as_cells(draft_ms),
+        verify_ms=_as_cells(verify_ms),
+    )
+
+
+def _as_cells(ms: Milliseconds) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(max(_LEAST_MS, round(float(cell), 6)) for cell in cells) for cells in ms)
 
 
 def _as_grid(ms: Milliseconds) -> Grid:

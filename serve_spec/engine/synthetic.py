@@ -7,10 +7,14 @@ from typing import NamedTuple
 
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape, tree_slots
 
 
 class Cell(NamedTuple):
     """One size of round: `batch_size` decode rows of `context` tokens draft `num_steps` each.
+
+    With `tree_drafts` they draft trees of so many drafts, `num_steps` levels deep, from beams of
+    `topk`.
 
     Rows of a real round differ, and what computes them together pays for that; so rows differ
     here: their contexts by up to a quarter around the mean, their backlogs from 1 to all drafts.
@@ -19,11 +23,18 @@ class Cell(NamedTuple):
     context: int
     batch_size: int
     num_steps: int
+    tree_drafts: int = 0
+    topk: int = 1
 
     @property
     def num_rows(self) -> int:
         """Rows the target verifies."""
-        return self.batch_size * (self.num_steps + 1)
+        return self.batch_size * ((self.tree_drafts or self.num_steps) + 1)
+
+    @property
+    def tree(self) -> TreeShape | None:
+        """What rows draft, if not chains."""
+        return TreeShape(self.num_steps, self.tree_drafts) if self.tree_drafts else None
 
     def length(self, row: int) -> int:
         """Tokens of one row."""
@@ -43,7 +54,10 @@ class Cell(NamedTuple):
     def pages_per_row(self, page_size: int) -> int:
         """Pages of the longest sequence and its drafts."""
         longest = self.length(self.batch_size - 1)
-        return -(-(longest + self.num_steps) // page_size)
+        slots = self.num_steps
+        if self.tree_drafts:
+            slots = tree_slots(self.topk, self.num_steps, self.tree_drafts)
+        return -(-(longest + slots) // page_size)
 
 
 class SyntheticPlans:
@@ -61,7 +75,7 @@ class SyntheticPlans:
         self._num_plans += 1  # other requests every time, for none continues the last plan's
         rows = tuple(self._row(cell, b, params) for b in range(cell.batch_size))
         backlog = max(len(row.catch_up_ids) for row in rows)
-        return StepPlan(rows, cell.num_steps, cell.batch_size, max_backlog=backlog)
+        return StepPlan(rows, cell.num_steps, cell.batch_size, max_backlog=backlog, tree=cell.tree)
 
     def _row(self, cell: Cell, b: int, params: SamplingParams) -> RowPlan:
         start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
@@ -76,6 +90,7 @@ class SyntheticPlans:
             seed=b,
             is_decode=True,
             num_steps=cell.num_steps,
+            tree_drafts=cell.tree_drafts,
             draft_start=start - num_catch_up if cell.num_steps else 0,
             catch_up_ids=self._tokens(num_catch_up),
             catches_up=cell.num_steps > 0,

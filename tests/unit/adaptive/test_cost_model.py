@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import GAIN, LARGEST_FACTOR, CostModel
-from serve_spec.config.cost_table import CostTable
+from serve_spec.config.cost_table import CostTable, TreeCosts
+from serve_spec.core.round import TreeShape
 from tests.helpers.costs import KEY
 
 SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
@@ -458,3 +459,85 @@ def test_drafts_that_neither_text_nor_model_made_are_no_round() -> None:
                 "num_text_drafts": 5,
             }
         )
+
+
+TREE = TreeShape(3, 10)
+
+
+def tree_verify_ms(batch_size: int, num_drafts: float, context: float) -> float:
+    """Of `num_drafts` for each row."""
+    return 6.0 + 0.4 * batch_size * (num_drafts + 1) + 0.0005 * context * batch_size
+
+
+def model_of_trees(**changes: Any) -> CostModel:
+    """The same machine, where a tree's levels cost twice the steps of a chain."""
+    tree = TreeCosts(
+        num_steps=TREE.num_steps,
+        num_draft_tokens=TREE.num_draft_tokens,
+        draft_ms=tuple(tuple(2 * draft_ms(b, 3, c) for b in SIZES) for c in CONTEXTS),
+        verify_ms=tuple(tuple(tree_verify_ms(b, 10, c) for b in SIZES) for c in CONTEXTS),
+    )
+    return model(trees=(tree,), **changes)
+
+
+def run_tree(costs: CostModel, batch_size: int, slower: float = 1.0, **changes: Any) -> bool:
+    """Observes one round in which every row drafts the tree."""
+    draft = 2 * draft_ms(batch_size, 3, 128) * slower
+    verify = tree_verify_ms(batch_size, 10, 128) * slower
+    times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
+    rows = {"num_rows": batch_size * 11, "tree": TREE}
+    return costs.observe(**{**round_of(batch_size, 3), **rows, **times, **changes})
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 16, 40])
+def test_a_round_of_trees_costs_what_was_measured_of_its_shape(batch_size: int) -> None:
+    found = model_of_trees().tree_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
+    expected = 2 * draft_ms(batch_size, 3, 128), tree_verify_ms(batch_size, 10, 128)
+    assert found == pytest.approx(expected)
+
+
+def test_rows_without_a_tree_are_plain_ones_and_each_sampled_row_has_its_price() -> None:
+    costs = model_of_trees()
+    draft, verify = costs.tree_ms(TREE, 8, 2, 20, 128, 4)
+    assert draft == pytest.approx(2 * draft_ms(2, 3, 128))
+    assert verify == pytest.approx(tree_verify_ms(8, 20 / 8, 128) + SAMPLED_ROW_MS * 4 * 28 / 8)
+    assert costs.tree_ms(TREE, 8, 0, 0, 128, 0) == (0.0, pytest.approx(verify_ms(8, 0, 128)))
+
+
+@given(slower=st.floats(0.3, 4), batch_size=st.integers(1, 16))
+def test_rounds_of_trees_correct_their_own_shape(slower: float, batch_size: int) -> None:
+    costs = model_of_trees()
+    for _ in range(300):
+        assert run_tree(costs, batch_size, slower)
+    truth = slower * 2 * draft_ms(batch_size, 3, 128), slower * tree_verify_ms(batch_size, 10, 128)
+    found = costs.tree_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
+    assert found == pytest.approx(truth, rel=0.02)
+
+
+def test_a_machine_that_slows_down_under_trees_makes_chains_no_dearer_beside_them() -> None:
+    """Chains that do not run share the drift, so that neither side looks better for it."""
+    costs = model_of_trees()
+    for _ in range(50):
+        run_tree(costs, 4)
+        run(costs, 4, 3)
+    before = sum(costs.tree_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(4, 3, 16, 128, 0)
+    for _ in range(3):
+        run_tree(costs, 4, 1.5)
+    after = sum(costs.tree_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(4, 3, 16, 128, 0)
+    assert 1.0 < after / before < 1.5**0.5
+
+
+def test_times_that_can_not_be_those_of_a_tree_teach_nothing() -> None:
+    costs = model_of_trees()
+    before = costs.snapshot()
+    for wrong in (math.nan, -1.0, 1e9):
+        assert not run_tree(costs, 4, verify_ms=wrong, round_ms=wrong)
+    assert {**costs.snapshot(), "num_refused": 0} == before
+
+
+def test_what_trees_taught_is_shown_by_shape() -> None:
+    costs = model_of_trees()
+    run_tree(costs, 4, 1.4)
+    (factor,) = json.loads(json.dumps(costs.snapshot()))["tree_verify_factors"]["3x10"].values()
+    assert factor > 1.0
+    assert "tree_verify_factors" not in model().snapshot()

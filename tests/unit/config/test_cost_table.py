@@ -187,3 +187,56 @@ def test_each_field_of_the_key_counts(field: str) -> None:
 def test_a_table_that_ends_before_the_deepest_tier_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"num_steps=\[0, 1, 3\], but 4 are wanted here"):
         judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=4)
+
+
+TREE = {
+    "num_steps": 3,
+    "num_draft_tokens": 8,
+    "draft_ms": [[3, 4], [3, 4]],
+    "verify_ms": [[9, 12], [9, 13.5]],
+}
+BRANCHED = {**TABLE, "key": {**KEY, "topk": 4}, "trees": [TREE]}
+
+
+def test_a_table_of_trees_comes_back_from_the_disk_as_it_went(tmp_path: Path) -> None:
+    table = judge(CostTable, BRANCHED)
+    write_cost_table(table, tmp_path / "costs.json")
+    assert load_cost_table(tmp_path / "costs.json") == table
+
+
+@pytest.mark.parametrize(
+    ("trees", "message"),
+    [
+        ([TREE, TREE], r"trees=\[\(3, 8\), \(3, 8\)\]: must ascend strictly"),
+        ([{**TREE, "num_steps": 0}], r"trees\.0\.num_steps=0"),
+        ([{**TREE, "width": 4}], r"trees\.0\.width: unknown key"),
+        ([{**TREE, "draft_ms": [[3, 4]]}], r"len\(trees\.0\.draft_ms\)=1: must be 2"),
+        (
+            [{**TREE, "verify_ms": [[9], [9]]}],
+            r"len\(trees\.0\.verify_ms\.0\)=1: must be 2",
+        ),
+        (
+            [{**TREE, "verify_ms": [[9, 0], [9, 9]]}],
+            r"trees\.0\.verify_ms\.0\.1=0\.0: must be positive",
+        ),
+        (3, "trees=3"),
+    ],
+)
+def test_trees_without_costs_are_refused_by_field_and_value(
+    tmp_path: Path, trees: object, message: str
+) -> None:
+    text = refusal(tmp_path, json.dumps({**BRANCHED, "trees": trees}))
+    assert re.search(message, text), text
+
+
+def test_a_table_is_foreign_where_a_shape_is_wanted_that_it_does_not_know() -> None:
+    table, here = judge(CostTable, BRANCHED), judge(CostKey, {**KEY, "topk": 4})
+    table.refuse_foreign(here, max_steps=3, trees=[(3, 8)])
+    with pytest.raises(ConfigError) as caught:
+        table.refuse_foreign(here, max_steps=3, trees=[(2, 4), (3, 8)])
+    assert "trees=[(3, 8)], but [(2, 4)] are wanted here" in str(caught.value)
+
+
+def test_costs_of_another_beam_are_foreign() -> None:
+    with pytest.raises(ConfigError, match=r"key\.topk=4, but 8 runs here"):
+        judge(CostTable, BRANCHED).refuse_foreign(judge(CostKey, {**KEY, "topk": 8}), max_steps=3)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_surface import monotone
-from serve_spec.engine.cost_grid import batch_grid, context_grid, fill_missing, step_grid
+from serve_spec.engine.cost_grid import batch_grid, context_grid, fill_missing, fill_tree, step_grid
 
 SIZES, STEPS = [1, 2, 4, 8], [0, 1, 2, 3, 5, 7]
 
@@ -128,3 +128,19 @@ def test_one_disturbed_cell_does_not_tilt_the_line_that_starts_behind_it() -> No
     filled = fill_missing(gaps, SIZES, STEPS)
     assert all(a <= b for a, b in pairwise(filled[0, 3, 3:]))
     assert filled[0, 3, 5] >= 0.8 * calm[0, 3, 5]
+
+
+@given(st.data())
+def test_a_tree_s_gaps_take_the_multiple_its_neighbours_took_and_what_is_known_stays(
+    data: st.DataObject,
+) -> None:
+    expected = np.array([[1.0, 2.0, 4.0], [2.0, 4.0, 9.0]])
+    factor = data.draw(st.floats(0.5, 2))
+    truth = factor * expected
+    known = np.array(data.draw(st.lists(st.booleans(), min_size=6, max_size=6))).reshape(2, 3)
+    found = fill_tree(np.where(known, truth, np.nan), expected)
+    assert (found[known] == truth[known]).all()
+    if known[0, 0]:
+        assert found == pytest.approx(truth)
+    if not known.any():
+        assert (found == expected).all()

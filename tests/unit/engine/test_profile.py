@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from serve_spec.core.plan import RowPlan, StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape, tree_slots
 from serve_spec.engine.profile import MeasuredCosts, measure_costs
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM
@@ -296,3 +301,68 @@ def test_after_profiling_an_engine_writes_the_same_texts_with_the_same_drafts(
 ) -> None:
     _, profiled, fresh = profiled_texts
     assert profiled == fresh
+
+
+TREES = (TreeShape(2, 6), TreeShape(3, 15))
+TOPK = 4
+
+
+class BranchingWorker(FakeWorker):
+    """Also drafts trees: a level costs twice a step."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        result = super().execute(plan)
+        if plan.tree is None:
+            return result
+        size, context = len(plan.rows), mean_context(plan)
+        verify = true_verify_ms(size, plan.tree.num_draft_tokens, context)
+        draft = 2 * true_draft_ms(size, plan.num_steps)
+        self.now += (draft + verify - result.draft_ms - result.verify_ms) / 1e3
+        return replace(result, draft_ms=draft, verify_ms=verify)
+
+
+def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
+    worker = BranchingWorker()
+    costs = measured(worker, trees=TREES, topk=TOPK)
+    assert [tree.shape for tree in costs.trees] == [(2, 6), (3, 15)]
+    for tree in costs.trees:
+        draft = [2 * true_draft_ms(size, tree.num_steps) for size in costs.batch_sizes]
+        assert np.array(tree.draft_ms) == pytest.approx(np.array([draft, draft]))
+        for context, found in zip(costs.contexts, tree.verify_ms, strict=True):
+            verify = [
+                true_verify_ms(size, tree.num_draft_tokens, context) for size in costs.batch_sizes
+            ]
+            assert found == pytest.approx(verify, rel=1e-4)
+    branched = [plan for plan in worker.plans if plan.tree is not None]
+    assert {plan.tree for plan in branched} == set(TREES)
+    for plan in branched:
+        assert plan.tree is not None
+        for row in plan.rows:
+            assert (row.num_steps, row.tree_drafts) == (plan.num_steps, plan.tree.num_draft_tokens)
+            room = len(row.page_ids) * 16
+            slots = tree_slots(TOPK, row.num_steps, row.tree_drafts)
+            assert row.length + slots <= room
+
+
+def test_chains_cost_the_same_whether_or_not_trees_are_measured_too() -> None:
+    alone, beside = measured(FakeWorker()), measured(BranchingWorker(), trees=TREES, topk=TOPK)
+    assert (alone.draft_ms, alone.verify_ms) == (beside.draft_ms, beside.verify_ms)
+    assert alone.trees == ()
+
+
+def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> None:
+    costs = measured(BranchingWorker(), trees=TREES, topk=TOPK, max_num_rows=200)
+    (_, largest) = costs.trees
+    assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
+    for draft, verify in zip(largest.draft_ms, largest.verify_ms, strict=True):
+        assert all(a < b for a, b in pairwise(draft))
+        assert all(a < b for a, b in pairwise(verify))
+
+
+@given(st.floats(0.1, 1.0))
+@settings(max_examples=10)
+def test_with_trees_too_the_budget_is_kept(budget_s: float) -> None:
+    worker = BranchingWorker()
+    started = worker.now
+    measured(worker, trees=TREES, topk=TOPK, budget_s=budget_s)
+    assert worker.now - started <= budget_s
