@@ -26,8 +26,8 @@ class Metric:
 class StepStats:
     """One executed round.
 
-    Rows and tokens count decoding only, except `num_prefill_tokens`. `num_steps` is the tier;
-    a row may draft less. Times in milliseconds, measured around the whole phase.
+    Rows and tokens count decoding only, except `num_prefill_tokens`. `num_steps` is the tier's
+    depth; a row may draft less. Times in milliseconds, measured around the whole phase.
     """
 
     num_steps: int
@@ -64,12 +64,19 @@ class StepStats:
     """Measured speed of drafting over plain rounds of this batch size, before this round."""
     num_broken_drafts: int = 0
     """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
+    tree: str | None = None
+    """The shape of trees, levels x drafts, that rows drafted; None: chains."""
     idle_ms: float = 0.0
     """What the device waited between the round before and this one, where that is known."""
     num_prefix_query_tokens: int = 0
     """Of requests that were admitted since the round before: the tokens they came with,"""
     num_prefix_hit_tokens: int = 0
     """and those of them that the cache held."""
+
+    @property
+    def tier(self) -> str:
+        """What tiers are told apart by: the steps of a chain, or the shape of trees."""
+        return str(self.num_steps) if self.tree is None else self.tree
 
     @property
     def decodes_only(self) -> bool:
@@ -106,7 +113,12 @@ _MS_BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0
 
 NUM_STEPS = Metric("serve_spec_num_steps", "gauge", "Tier of the last round: drafts per sequence.")
 BATCH_SIZE = Metric("serve_spec_batch_size", "gauge", "Decoding sequences of the last round.")
-ROUNDS = Metric("serve_spec_rounds", "counter", "Decode rounds by tier.", ("num_steps",))
+ROUNDS = Metric(
+    "serve_spec_rounds",
+    "counter",
+    "Decode rounds by tier: drafts per sequence, or of trees their levels x drafts.",
+    ("num_steps",),
+)
 BATCH_SIZE_ROUNDS = Metric(
     "serve_spec_batch_size_rounds",
     "counter",
@@ -353,7 +365,7 @@ def readings(stats: StepStats) -> Iterator[Reading]:
 def _decode_readings(stats: StepStats) -> Iterator[Reading]:
     yield Reading(NUM_STEPS, stats.num_steps)
     yield Reading(BATCH_SIZE, stats.batch_size)
-    yield Reading(ROUNDS, 1, {"num_steps": str(stats.num_steps)})
+    yield Reading(ROUNDS, 1, {"num_steps": stats.tier})
     bucket = batch_size_bucket(stats.batch_size)
     yield Reading(BATCH_SIZE_ROUNDS, 1, {"batch_size": str(bucket)})
     yield Reading(VERIFY_MS, stats.verify_ms)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from serve_spec.adaptive import trees
 from serve_spec.adaptive.acceptance import PositionCounters
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
@@ -51,6 +52,10 @@ class PolicySettings:
     sharpnesses: Sequence[float] = SHARPNESSES
     """What sampled drafts may be drawn at; the best of them is learnt."""
     tree: TreeShape | None = None
+    """The largest tree an adaptive policy may draft, unless slots list others; None: chains."""
+    topk: int = 1
+    """Children of a drafted token in any tree."""
+    static_tree: TreeShape | None = None
     """What a fixed tier drafts, if not chains."""
 
     @classmethod
@@ -70,13 +75,22 @@ class PolicySettings:
             max_steps=max_steps,
             sharpnesses=_sharpnesses(config),
             tree=_tree(config),
+            topk=config.speculative_eagle_topk,
+            static_tree=_tree(config),
         )
 
     @property
     def tree_shapes(self) -> tuple[TreeShape, ...]:
-        """Every tree the policy may choose."""
-        is_static = not self.adaptive or self.strategy == "static"
-        return () if self.tree is None or not is_static else (self.tree,)
+        """Every tree the policy may choose, ascending; known before its costs are."""
+        if not self.adaptive or self.strategy == "static":
+            return () if self.static_tree is None else (self.static_tree,)
+        if self.strategy == "per_request":
+            tree = self._request_tree
+            return () if tree is None else (tree,)
+        by_slot = [*self._trees.values()]
+        if self.strategy == "ema":
+            by_slot = [tuple(by_depth.values()) for by_depth in self._tier_trees.values()]
+        return tuple(sorted({shape for shapes in by_slot for shape in shapes}))
 
     @property
     def needs_costs(self) -> bool:
@@ -117,17 +131,14 @@ class PolicySettings:
         accept_rates: expected by position, for a policy that estimates them; None: its default.
         """
         if not self.adaptive or self.strategy == "static":
-            tree = self.tree
-            if tree is not None and tree.num_steps != self.num_steps:
-                tree = None  # an operator asks for another depth: chains of it
-            return StaticPolicy(self.num_steps, tree=tree)
+            return StaticPolicy(self.num_steps, tree=self.static_tree)
         if self.strategy == "ema":
             params = AdaptiveSpeculativeParams(initial_steps, self.slots)
-            return EmaPolicy(params, self.min_dwell_rounds)
+            return EmaPolicy(params, self.min_dwell_rounds, self._tier_trees)
         if self._deepest(1) == 0:
             return StaticPolicy(0)  # the user's slots allow nothing else
         if self.strategy == "per_request":
-            return PerRequestPolicy(min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS))
+            return PerRequestPolicy(self._request_steps, self._request_tree)
         if costs is None:
             return StaticPolicy(0, Reason.FALLBACK)
         max_steps = self._deepest(GOODPUT_STEPS)
@@ -135,11 +146,41 @@ class PolicySettings:
             CostModel(costs),
             max_steps=max_steps,
             bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
+            trees=self._trees,
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
-            survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps)),
+            survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps), self.tree_shapes),
         )
+
+    @property
+    def _trees(self) -> Mapping[int, tuple[TreeShape, ...]]:
+        """Of strategy goodput, by slot."""
+        if self.tree is None:
+            return {}
+        if self.slots is not None:
+            return trees.by_slot(self.tree, self.topk, self.slots)
+        tree = trees.cut(self.tree, self.topk, self._deepest(GOODPUT_STEPS))
+        return {} if tree is None else {1: trees.ladder(tree, self.topk)}
+
+    @property
+    def _tier_trees(self) -> Mapping[int, Mapping[int, TreeShape]]:
+        """Of strategy ema, by slot and number of steps."""
+        if self.tree is None:
+            return {}
+        slots = load_slots(CONSERVATIVE) if self.slots is None else self.slots
+        return trees.by_depth(self.tree, self.topk, slots)
+
+    @property
+    def _request_steps(self) -> int:
+        return min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS)
+
+    @property
+    def _request_tree(self) -> TreeShape | None:
+        """Of strategy per_request: one for all, of which each row drafts its own levels."""
+        if self.tree is None:
+            return None
+        return trees.cut(self.tree, self.topk, self._request_steps)
 
     def _deepest(self, default: int) -> int:
         """The user's slots bound the depth; without any, `default`."""
@@ -173,9 +214,11 @@ class AdaptiveController:
         self._policy = settings.build(settings.num_steps, costs)
         self._sharpness = SharpnessPolicy(settings.sharpnesses)
         self._candidate_steps = settings.candidate_steps
+        self._candidate_trees = settings.tree_shapes
         if self._policy.last_reason is Reason.FALLBACK:
             self._fall_back("there is no cost table")
         self._active_steps: int | None = None
+        self._active_tree: TreeShape | None = None
         self._batch_size = 0
         self._last_reason = self._policy.last_reason
         self._reconfigured = False
@@ -183,10 +226,13 @@ class AdaptiveController:
         """Why the tier chosen last differs from the one before; None when it does not."""
         self.notes = NO_NOTES
         """What the policy thinks of its last answer."""
-        self._positions = PositionCounters(max(self._candidate_steps))
+        deepest = max(self._candidate_steps)
+        self._positions = PositionCounters(deepest)
+        self._levels = {tree: PositionCounters(deepest) for tree in self._candidate_trees}
         # All keys from the start: a reader in another thread never meets a dict that grows.
         self._switches = dict.fromkeys(Reason, 0)
-        self._rounds_by_num_steps = dict.fromkeys(sorted({0, *self._candidate_steps}), 0)
+        tiers = [*sorted({0, *self._candidate_steps}), *self._candidate_trees]
+        self._rounds_by_tier = dict.fromkeys(map(str, tiers), 0)
 
     @classmethod
     def create(
@@ -215,6 +261,11 @@ class AdaptiveController:
         """
         return self._candidate_steps
 
+    @property
+    def candidate_trees(self) -> tuple[TreeShape, ...]:
+        """Every tree the worker must build, ascending; never grows afterwards."""
+        return self._candidate_trees
+
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         """The tier of the next round and each row's share of it, asked before drafting.
 
@@ -228,12 +279,14 @@ class AdaptiveController:
         steps = self._sharpened(self._guarded_choice(batch), batch)
         reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason
         self._reconfigured = False
-        switched = self._active_steps is not None and steps.num_steps != self._active_steps
+        active = self._active_steps, self._active_tree
+        switched = self._active_steps is not None and (steps.num_steps, steps.tree) != active
         self.switch_reason = reason if switched else None
         self._switches[reason] += switched
-        self._active_steps, self._batch_size = steps.num_steps, batch.size
+        self._active_steps, self._active_tree = steps.num_steps, steps.tree
+        self._batch_size = batch.size
         self._last_reason, self.notes = reason, steps.notes
-        self._rounds_by_num_steps[steps.num_steps] += 1
+        self._rounds_by_tier[str(steps.tree or steps.num_steps)] += 1
         return steps
 
     def on_verify_complete(self, verified: VerifiedRound) -> None:
@@ -243,7 +296,8 @@ class AdaptiveController:
             ValueError: a row kept more drafts than it had.
         """
         rows = verified.model_rows
-        self._positions.observe(rows.num_correct_drafts, rows.row_steps)
+        counters = self._positions if verified.tree is None else self._levels[verified.tree]
+        counters.observe(rows.num_correct_drafts, rows.row_steps)
         self._learn_sharpness(rows)
         try:
             self._policy.observe(verified)
@@ -272,9 +326,10 @@ class AdaptiveController:
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Replaces the policy between rounds; counts survive, averages start anew.
 
-        Keys: speculative_adaptive, speculative_adaptive_strategy, speculative_num_steps,
-        speculative_adaptive_config (a mapping or its file), min_dwell_rounds. The new policy
-        starts at the tier of now.
+        Keys: speculative_adaptive, speculative_adaptive_strategy, speculative_num_steps and
+        speculative_num_draft_tokens (of the static strategy: without the latter a chain, unless the
+        number of steps stays), speculative_adaptive_config (a mapping or its file),
+        min_dwell_rounds. The new policy starts at the tier of now.
 
         Raises:
             ConfigError: unknown or invalid, or a tier the worker did not build; nothing changed.
@@ -295,6 +350,11 @@ class AdaptiveController:
         }
         if "speculative_adaptive_config" in given:
             changes["slots"] = None if source is None else load_slots(source)
+        num_steps = given.get("speculative_num_steps", self._settings.num_steps)
+        if (rows := given.get("speculative_num_draft_tokens")) is not None:
+            changes["static_tree"] = TreeShape(num_steps, rows - 1)
+        elif "speculative_num_draft_tokens" in given or num_steps != self._settings.num_steps:
+            changes["static_tree"] = None
         wanted = replace(self._settings, **changes)
         start = wanted.num_steps if self._active_steps is None else self._active_steps
         policy = wanted.build(start, self._costs, self._accept_rates)
@@ -308,7 +368,7 @@ class AdaptiveController:
                 "speculative_adaptive_strategy='goodput': no costs were measured at start; "
                 "restart with it, or name a speculative_cost_table"
             )
-        self._refuse_unbuilt(policy.candidate_steps)
+        self._refuse_unbuilt(policy.candidate_steps, wanted.tree_shapes)
         self._settings, self._policy, self._reconfigured = wanted, policy, True
         self._fallback = None
 
@@ -350,13 +410,19 @@ class AdaptiveController:
             self._say(f"speculation is off for now: {why}")
         self._num_fallbacks += 1
 
-    def _refuse_unbuilt(self, wanted: tuple[int, ...]) -> None:
+    def _refuse_unbuilt(self, wanted: tuple[int, ...], trees: tuple[TreeShape, ...]) -> None:
         built = {0, *self._candidate_steps}
         missing = [steps for steps in wanted if steps not in built]
         if missing:
             raise ConfigError(
                 f"candidate_steps={list(wanted)}: no tier was built for {missing} at start; "
                 f"use a subset of {sorted(built)}, or restart with the new configuration"
+            )
+        if unknown := sorted(set(trees).difference(self._candidate_trees)):
+            shown, known = _as_rows(unknown), _as_rows(self._candidate_trees)
+            raise ConfigError(
+                f"candidate_trees={shown}: no such tree was built at start; use some of {known} "
+                "(the root counted), or restart with the new configuration"
             )
 
     def snapshot(self) -> dict[str, object]:
@@ -372,7 +438,7 @@ class AdaptiveController:
             "fallback": self._fallback,
             "num_fallbacks": self._num_fallbacks,
             "switches": {reason.value: n for reason, n in self._switches.items() if n},
-            "rounds_by_num_steps": {str(k): n for k, n in self._rounds_by_num_steps.items() if n},
+            "rounds_by_num_steps": {tier: n for tier, n in self._rounds_by_tier.items() if n},
             "positions": positions.snapshot(),
             # Of live rows that drafted: less than what was drafted in all.
             "learned_draft_tokens": positions.num_draft_tokens,
@@ -380,6 +446,22 @@ class AdaptiveController:
             "learned_accept_length": round(positions.accept_length, 4),
             "accept_rate": None if rate is None else round(rate, 4),
             "draft_sharpness": self._sharpness.snapshot(),
+            **(self._trees_snapshot() if self._candidate_trees else {}),
+        }
+
+    def _trees_snapshot(self) -> dict[str, object]:
+        """What the figures above, which are of chains, leave out."""
+        return {
+            "speculative_tree": None if self._active_tree is None else str(self._active_tree),
+            "candidate_trees": list(map(str, self._candidate_trees)),
+            "trees": {
+                str(tree): {
+                    "learned_accept_length": round(levels.accept_length, 4),
+                    "levels": levels.snapshot(),
+                }
+                for tree, levels in self._levels.items()
+                if levels.num_rows
+            },
         }
 
 
@@ -396,6 +478,11 @@ def _tree(config: SpeculativeConfig) -> TreeShape | None:
     if not config.enabled or config.speculative_eagle_topk == 1 or not steps:
         return None
     return TreeShape(steps, config.num_draft_tokens - 1)
+
+
+def _as_rows(shapes: Sequence[TreeShape]) -> list[list[int]]:
+    """As a user gives them, the root counted."""
+    return [[shape.num_steps, shape.num_draft_tokens + 1] for shape in shapes]
 
 
 def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:

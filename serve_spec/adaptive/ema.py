@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from serve_spec.adaptive.guard import GuardedSlot
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, TreeShape, VerifiedRound
 
 
 class EmaPolicy:
     """`AdaptiveSpeculativeParams` with the corrections serving wants (see `guard`)."""
 
-    def __init__(self, params: AdaptiveSpeculativeParams, min_dwell_rounds: int) -> None:
+    def __init__(
+        self,
+        params: AdaptiveSpeculativeParams,
+        min_dwell_rounds: int,
+        trees: Mapping[int, Mapping[int, TreeShape]] | None = None,
+    ) -> None:
+        """trees: what a tier drafts, if not chains, by slot and number of steps."""
         self.params = params
+        self._trees = trees or {}
         self.candidate_steps = tuple(params.candidate_steps)
         self.last_reason = Reason.WARM_UP
         self._guarded = {
@@ -36,7 +45,8 @@ class EmaPolicy:
         notes = RoundNotes(
             is_probe=guarded.probing, slot=str(key), ema_accept_length=slot.ema_accept_len
         )
-        return RoundSteps(slot.current_steps, notes=notes)
+        tree = self._trees.get(key, {}).get(slot.current_steps)
+        return RoundSteps(slot.current_steps, notes=notes, tree=tree)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Feeds the slot of the batch that was verified.

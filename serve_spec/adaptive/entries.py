@@ -53,7 +53,11 @@ class Entries:
         """Without drafts for rows that do not pay; what the others take is part of the costs."""
         if self.pays is None:
             return worth, costs
-        return np.where(self.pays[:, None], worth, 0.0), replace(costs, entry=self.ms)
+        return self.of_rows_that_pay(worth), replace(costs, entry=self.ms)
+
+    def of_rows_that_pay(self, worth: Floats) -> Floats:
+        """`worth` [B, K] without drafts for rows that do not."""
+        return worth if self.pays is None else np.where(self.pays[:, None], worth, 0.0)
 
     def pays_for_another(self, batch: DecodeBatch, row: int) -> bool:
         """Whether a row that joins after the plan was made begins to draft at once."""

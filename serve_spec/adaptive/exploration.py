@@ -8,6 +8,9 @@ EXPLORATION_SHARE = 0.005
 DEEPER_EVERY_ROUNDS = 64
 """While drafting, one position deeper than pays, to notice when it starts to."""
 
+OTHER_EVERY_ROUNDS = 64
+"""While drafting chains, one round of trees, and the other way round, where it could win at all."""
+
 BASELINE_EVERY_ROUNDS = 128
 """While drafting, one plain round, to know what speculation is measured against."""
 

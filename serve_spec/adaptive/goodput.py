@@ -7,6 +7,7 @@ exploration, and a guard that compares measured speed with measured plain decodi
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from serve_spec.adaptive.exploration import (
     FIRST_OFF_PROBE_ROUNDS,
     LAST_OFF_PROBE_ROUNDS,
     OFF_PROBE_STEPS,
+    OTHER_EVERY_ROUNDS,
     PROBED_ROWS_SHARE,
     RETRY_ROUNDS,
     BackOff,
@@ -35,6 +37,7 @@ from serve_spec.adaptive.objective import (
     Floats,
     Menu,
     RoundCosts,
+    branched,
     depth_beside_prompts,
     per_sequence,
     speeds,
@@ -45,7 +48,14 @@ from serve_spec.adaptive.observations import Indices
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.adaptive.text_first import TextFirst
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, RoundTimes, VerifiedRound
+from serve_spec.core.round import (
+    DecodeBatch,
+    RoundNotes,
+    RoundSteps,
+    RoundTimes,
+    TreeShape,
+    VerifiedRound,
+)
 
 DEFAULT_MAX_STEPS = 7
 LEAVE_OFF_GAIN = 1.02
@@ -76,6 +86,7 @@ class _SizeRange:
     guard: SpeedGuard = field(default_factory=SpeedGuard)
     rounds_since_baseline: int = 0
     rounds_since_deeper: int = 0
+    rounds_since_other: int = 0
     rounds_off: int = 0
     off_probe: BackOff = field(
         default_factory=lambda: BackOff(FIRST_OFF_PROBE_ROUNDS, LAST_OFF_PROBE_ROUNDS)
@@ -87,6 +98,7 @@ class _Plan:
 
     entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
     in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
+    others: the best round of every shape that was not chosen. instead: of trees, drafts in chains.
     """
 
     def __init__(
@@ -96,8 +108,12 @@ class _Plan:
         entries: Entries,
         depth_beside: Callable[[int], int],
         depth_at: Callable[[int], int],
+        others: Sequence[Choice] = (),
+        instead: _Plan | None = None,
     ) -> None:
         self.choice = choice
+        self.others = others
+        self._instead = instead
         # For numbers of about the same size once.
         self._depth_beside = _by_size(depth_beside)
         self._depth_at = _by_size(depth_at)
@@ -106,6 +122,15 @@ class _Plan:
         self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
         self._steps_of_others = sorted(self._row_steps)[len(request_ids) // 2]
         self._entries = entries
+
+    def at(self, batch: DecodeBatch) -> _Plan:
+        """Itself; of trees, chains instead beside prompts and where there is no room for them."""
+        tree = self.choice.tree
+        if tree is None or self._instead is None:
+            return self
+        num_drafts = np.count_nonzero(self.choice.row_steps) * tree.num_draft_tokens
+        is_crowded = batch.num_prompt_rows or num_drafts > batch.max_draft_tokens
+        return self._instead if is_crowded or _fills_up(batch) else self
 
     def row_steps(self, batch: DecodeBatch) -> list[int]:
         """One entry per row; not to be written."""
@@ -126,11 +151,12 @@ class _Plan:
         if it soon stops.
         """
         depth = self.choice.num_steps
+        if self.choice.tree is not None:
+            return depth
         if depth and batch.num_prompt_rows:
             depth = min(depth, self._depth_beside(batch.num_prompt_rows))
-        full = batch.size + batch.num_prompts
-        if depth and _range_key(full) > _range_key(batch.size) + 1:
-            depth = min(depth, self._depth_at(full))
+        if depth and _fills_up(batch):
+            depth = min(depth, self._depth_at(batch.size + batch.num_prompts))
         return depth
 
 
@@ -139,6 +165,8 @@ class GoodputPolicy:
 
     bounds: most steps by the lower bound of a batch-size slot; none: `max_steps` everywhere. The
     user's slots bound the depth; they do not decide it, and 0 is always allowed.
+    trees: the shapes a batch may draft instead of chains, by the same slots; one slot may stand for
+    all sizes. `costs` and `survival` know them all.
     """
 
     def __init__(
@@ -147,6 +175,7 @@ class GoodputPolicy:
         *,
         max_steps: int = DEFAULT_MAX_STEPS,
         bounds: Mapping[int, int] | None = None,
+        trees: Mapping[int, Sequence[TreeShape]] | None = None,
         per_sequence: bool = True,
         min_dwell_rounds: int,
         initial_steps: int,
@@ -157,7 +186,9 @@ class GoodputPolicy:
         self.candidate_steps = tuple(range(max_steps + 1))
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
-        self.survival = survival or SurvivalEstimator(max_steps)
+        self._trees = {slot: tuple(shapes) for slot, shapes in sorted((trees or {}).items())}
+        self.candidate_trees = tuple(sorted({t for shapes in self._trees.values() for t in shapes}))
+        self.survival = survival or SurvivalEstimator(max_steps, trees=self.candidate_trees)
         self.text = TextFirst(max_steps)
         self.budget = ExplorationBudget()
         self.last_reason = Reason.WARM_UP
@@ -167,13 +198,17 @@ class GoodputPolicy:
         self._ranges: dict[int, _SizeRange] = {}
         self._range_key: int | None = None
         self._tier = min(initial_steps, max_steps)
+        self._tree: TreeShape | None = None
         self._rounds_at_tier = 0
-        self._predicted: dict[int, float] = {}
+        self._predicted: dict[int | TreeShape, float] = {}
         self._plan: _Plan | None = None
+        self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
+        """Of the plan, where it may draft trees."""
         self._to_learn: list[VerifiedRound] = []
         self._left: set[str] = set()
         self._num_bad_times = 0
         self._rotation = 0
+        self._other_rotation = 0
         self._batch_size = 1
         self._context = 0.0
 
@@ -187,25 +222,37 @@ class GoodputPolicy:
             return self._stay_off(Reason.GUARD if bound else Reason.RANGE)
         if batch.max_draft_tokens == 0:
             return self._stay_off(Reason.KV)
-        plan = self._plan
-        if plan is None or moved or self._tier > bound:
+        plan, shapes = self._plan, self._trees_at(batch.size)
+        limits = (bound, shapes) if shapes else None
+        if plan is None or moved or self._tier > bound or limits != self._limits:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
+            self._limits = limits
         self._rounds_at_tier += 1
-        row_steps, depth = plan.row_steps(batch), plan.depth(batch)
-        if depth < plan.choice.num_steps:
-            wanted = RoundSteps(depth, [min(steps, depth) for steps in row_steps])
-            self.last_reason = Reason.PROMPTS
-        else:
-            wanted = RoundSteps(self._tier, row_steps, RoundNotes(predicted_ms=plan.choice.ms))
-            self.last_reason = self._tier_reason
+        wanted = self._wanted(plan, batch)
         probe = self._probe(batch, bound, here, wanted)
         is_baseline = probe is not None and not probe.num_steps
         if is_baseline or not batch.text_steps:
             return probe or wanted
-        most = min(bound, depth) if depth < plan.choice.num_steps else bound
+        is_cut = wanted.tree is None and wanted.num_steps < plan.choice.num_steps
+        most = min(bound, wanted.num_steps) if is_cut else bound
         row_ms = plan.choice.ms / batch.size  # a retry loses what the row would have made of it
         text_steps = self.text.steps(batch, most, lambda: self.budget.spend(row_ms))
         return replace(probe or wanted, text_steps=text_steps)
+
+    def _wanted(self, plan: _Plan, batch: DecodeBatch) -> RoundSteps:
+        """What the plan asks of this round."""
+        planned, plan = plan, plan.at(batch)
+        row_steps, depth = plan.row_steps(batch), plan.depth(batch)
+        if depth < plan.choice.num_steps:
+            self.last_reason = Reason.PROMPTS
+            return RoundSteps(depth, [min(steps, depth) for steps in row_steps])
+        self.last_reason = self._tier_reason
+        tier = self._tier
+        if plan is not planned:
+            self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
+            tier = plan.choice.num_steps
+        notes = RoundNotes(predicted_ms=plan.choice.ms)
+        return RoundSteps(tier, row_steps, notes, plan.choice.tree)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
@@ -213,6 +260,8 @@ class GoodputPolicy:
         Raises:
             BadMeasurement: too many times in a row can not be those of a round.
         """
+        if verified.tree is not None and verified.tree not in self.candidate_trees:
+            return  # the policy before this one asked for it
         self._to_learn.append(verified)
         if len(self._to_learn) >= PLAN_ROUNDS + verified.batch_size // PLAN_ROWS_PER_ROUND:
             self._learn()
@@ -223,7 +272,9 @@ class GoodputPolicy:
         self._to_learn, self._left, self._plan = [], set(), None
         for verified in rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]:
             rows = verified.model_rows
-            self.survival.observe(rows.request_ids, rows.row_steps, rows.num_correct_drafts)
+            self.survival.observe(
+                rows.request_ids, rows.row_steps, rows.num_correct_drafts, verified.tree
+            )
             if verified.is_from_text:
                 self.text.observe(verified)
         for request_id in left:  # some of these rounds were its own
@@ -266,7 +317,15 @@ class GoodputPolicy:
             "per_sequence": self.per_sequence,
             "slot": None if self._range_key is None else str(1 << self._range_key),
             "slots": {
-                str(1 << key): {"candidate_steps": list(self.candidate_steps), **r.guard.snapshot()}
+                str(1 << key): {
+                    "candidate_steps": list(self.candidate_steps),
+                    **(
+                        {"candidate_trees": list(map(str, self.candidate_trees))}
+                        if self._trees
+                        else {}
+                    ),
+                    **r.guard.snapshot(),
+                }
                 for key, r in sorted(self._ranges.items())
             },
             "predicted_goodput": {str(k): round(v, 5) for k, v in self._predicted.items()},
@@ -312,16 +371,29 @@ class GoodputPolicy:
     def _stay_off(self, reason: Reason) -> RoundSteps:
         """No drafts, at once: dwell is for choices, not for walls."""
         if self._tier:
-            self._tier, self._rounds_at_tier = 0, 0
+            self._tier, self._tree, self._rounds_at_tier = 0, None, 0
         self._plan = None
         self.last_reason = reason
         return RoundSteps(0)
 
-    def _worth(self, batch: DecodeBatch, bound: int) -> Floats:
-        survival = self.survival.survival(batch.request_ids)[:, :bound]
-        if min(batch.max_steps) >= bound:  # as a rule
-            return survival
-        return usable(survival, np.asarray(batch.max_steps))
+    def _trees_at(self, batch_size: int) -> tuple[TreeShape, ...]:
+        """The shapes a batch of this size may draft, chains aside."""
+        if not self._trees:
+            return ()
+        slots = list(self._trees)
+        shapes = self._trees[slots[max(0, bisect_right(slots, batch_size) - 1)]]
+        bound = self._bound(batch_size)
+        return tuple(shape for shape in shapes if shape.num_steps <= bound)
+
+    def _worths(self, batch: DecodeBatch, bound: int) -> tuple[Floats, dict[TreeShape, Floats]]:
+        """Of chains by position, of trees by level; 0 where a row can not use it."""
+        shapes = self._trees_at(batch.size)
+        chains, *trees = self.survival.survivals(batch.request_ids, [None, *shapes])
+        worths = [chains[:, :bound], *trees]
+        if min(batch.max_steps) < bound:  # as a rule it is not
+            most = np.asarray(batch.max_steps)
+            worths = [usable(worth, most) for worth in worths]
+        return worths[0], dict(zip(shapes, worths[1:], strict=True))
 
     def _round_costs(self, batch: DecodeBatch, bound: int) -> RoundCosts:
         size, context = batch.size, batch.context
@@ -334,31 +406,62 @@ class GoodputPolicy:
         )
 
     def _make_plan(self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool) -> _Plan:
-        worth, costs = self._worth(batch, bound), self._round_costs(batch, bound)
+        worth, trees = self._worths(batch, bound)
+        costs = self._round_costs(batch, bound)
+        if self._tree not in trees:
+            self._tree = None
         entries = Entries.of(batch, worth, self._tier, costs.off, self.costs.entry_ms)
         worth, costs = entries.applied(worth, costs)
         if batch.text_steps:
             self.text.plan(batch.request_ids, worth, costs)
-        menu = self._menu(worth, costs, batch)
+        trees = {tree: entries.of_rows_that_pay(levels) for tree, levels in trees.items()}
+        weights = speeds(worth if self._tree is None else trees[self._tree], self._tier)
+        menu = self._menu(worth, weights, costs, batch)
+        branches = {
+            tree: branched(tree, levels, weights, costs, self._tree_ms(tree, levels, batch))
+            for tree, levels in trees.items()
+        }
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
-            self._decide(menu, here, moved=moved)
-        choice, context = menu.choice(self._tier), batch.context
+            self._decide(menu, branches, here, moved=moved)
+        chain = self._chain(menu)
+        context = batch.context
 
         def depth_beside(num_prompt_rows: int) -> int:
             prompt_ms = partial(self.costs.prompt_ms, num_prompt_rows, context)
-            least_ms = (MOVE_GAIN - 1.0) * choice.ms
-            return depth_beside_prompts(choice, worth, costs, prompt_ms, least_ms)
+            least_ms = (MOVE_GAIN - 1.0) * chain.ms
+            return depth_beside_prompts(chain, worth, costs, prompt_ms, least_ms)
 
         def depth_at(size: int) -> int:
             rates = self.survival.pooled_rates[: self._bound(size)]
             tiers = tier_speeds(self.costs, rates, batch_size=size, context=context)
             return int(tiers.tokens_per_ms.argmax())
 
-        return _Plan(choice, batch.request_ids, entries, depth_beside, depth_at)
+        others = [choice for tree, (choice, _) in branches.items() if tree != self._tree]
+        plan = _Plan(chain, batch.request_ids, entries, depth_beside, depth_at, others)
+        if self._tree is None:
+            return plan
+        choice, _ = branches[self._tree]
+        others.append(chain)
+        return _Plan(choice, batch.request_ids, entries, depth_beside, depth_at, others, plan)
 
-    def _menu(self, worth: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
+    def _chain(self, menu: Menu) -> Choice:
+        """The tier of now; where trees are drafted, the best there is beside them."""
+        return menu.choice(self._tier if self._tree is None else int(menu.goodput.argmax()))
+
+    def _tree_ms(self, tree: TreeShape, levels: Floats, batch: DecodeBatch) -> float:
+        """A round in which all rows with `levels` draft it; infinite if there is no room."""
+        num_drafting = int(np.count_nonzero(levels[:, 0]))
+        num_drafts = num_drafting * tree.num_draft_tokens
+        if num_drafts > batch.max_draft_tokens:
+            return math.inf
+        size = batch.size
+        stages_ms = self.costs.tree_ms(
+            tree, size, num_drafting, num_drafts, batch.context, batch.num_sampled
+        )
+        return sum(stages_ms) + self.costs.host_ms(size)
+
+    def _menu(self, worth: Floats, weights: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
         """Steps for every sequence where that promises enough, else the same for all."""
-        weights = speeds(worth, self._tier)
         alike = uniform(worth, weights, costs, batch.max_draft_tokens)
         if not self.per_sequence or batch.size == 1:
             return alike
@@ -366,22 +469,33 @@ class GoodputPolicy:
         promises = apart.goodput.max() >= APART_GAIN * alike.goodput.max()
         return apart if promises else alike
 
-    def _decide(self, menu: Menu, here: _SizeRange, *, moved: bool) -> None:
+    def _decide(
+        self,
+        menu: Menu,
+        branches: Mapping[TreeShape, tuple[Choice, float]],
+        here: _SizeRange,
+        *,
+        moved: bool,
+    ) -> None:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
         goodput: list[float] = menu.goodput.tolist()
         self._predicted = dict(enumerate(goodput))
+        self._predicted |= {tree: predicted for tree, (_, predicted) in branches.items()}
         best = max(self._predicted, key=self._predicted.__getitem__)
-        present = min(self._tier, len(goodput) - 1)
+        present = self._tree or min(self._tier, len(goodput) - 1)
         needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
-        wanted = best if goodput[best] >= needed * goodput[present] else present
-        if wanted == self._tier:
+        is_better = self._predicted[best] >= needed * self._predicted[present]
+        wanted = best if is_better else present
+        if wanted == (self._tree or self._tier):
             self._tier_reason = Reason.STEADY
             return
         if self._tier == 0:
             here.off_probe.succeed()
-        gained = Reason.GAIN if wanted > self._tier else Reason.LOSS
+        gained = Reason.GAIN if _num_drafts(wanted) > _num_drafts(present) else Reason.LOSS
         self._tier_reason = Reason.RANGE if moved else gained
-        self._tier, self._rounds_at_tier = wanted, 0
+        self._tree = wanted if isinstance(wanted, TreeShape) else None
+        self._tier = wanted.num_steps if isinstance(wanted, TreeShape) else wanted
+        self._rounds_at_tier = 0
 
     def _probe(
         self, batch: DecodeBatch, bound: int, here: _SizeRange, wanted: RoundSteps
@@ -401,6 +515,7 @@ class GoodputPolicy:
             return answer
         here.rounds_since_baseline += 1
         here.rounds_since_deeper += 1
+        here.rounds_since_other += 1
         in_doubt = here.guard.is_in_doubt
         every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
         # Beside prompts nobody would learn what a plain round takes.
@@ -410,11 +525,17 @@ class GoodputPolicy:
             if answer is not None:
                 here.rounds_since_baseline = 0
                 return answer
-        if here.rounds_since_deeper >= DEEPER_EVERY_ROUNDS:
+        if here.rounds_since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
             here.rounds_since_deeper -= RETRY_ROUNDS
             answer = self._probe_drafts(batch, bound, wanted, 1)
             if answer is not None:
                 here.rounds_since_deeper = 0
+                return answer
+        if here.rounds_since_other >= OTHER_EVERY_ROUNDS and not batch.num_prompt_rows:
+            here.rounds_since_other -= RETRY_ROUNDS
+            answer = self._probe_other(batch, wanted.row_steps)
+            if answer is not None:
+                here.rounds_since_other = 0
                 return answer
         return None
 
@@ -457,6 +578,23 @@ class GoodputPolicy:
         tier = max(wanted.num_steps, int(deeper.max()))
         return RoundSteps(tier, deeper.tolist(), RoundNotes(is_probe=True, predicted_ms=ms))
 
+    def _probe_other(self, batch: DecodeBatch, row_steps: Sequence[int]) -> RoundSteps | None:
+        """A round of a shape that was not chosen, in rotation among those that could be better."""
+        assert self._plan is not None, "only a plan has others"
+        present = self._plan.choice
+        speed = present.tokens / present.ms
+        able = [other for other in self._plan.others if other.most_tokens > speed * other.ms]
+        if not able:
+            return None
+        other = able[self._other_rotation % len(able)]
+        if not self.budget.spend(max(0.0, other.ms - other.tokens / speed)):
+            return None
+        self._other_rotation += 1
+        self.last_reason = Reason.PROBE
+        wanted = [other.num_steps if steps else 0 for steps in row_steps]
+        notes = RoundNotes(is_probe=True, predicted_ms=other.ms)
+        return RoundSteps(other.num_steps, wanted, notes, other.tree)
+
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
         """False: the times can not be those of a round."""
         usual = verified.num_drafting * (self.max_steps + 1)
@@ -473,6 +611,7 @@ class GoodputPolicy:
             round_ms=times.round_ms,
             num_entries=verified.num_catch_up if made_up_for_more else 0,
             num_text_drafts=verified.num_text_drafts,
+            tree=verified.tree,
         )
 
 
@@ -528,6 +667,16 @@ def _range_key(batch_size: int) -> int:
     and a full batch always misses a row now and then. A change of range costs a new plan.
     """
     return (batch_size * batch_size).bit_length() // 2
+
+
+def _fills_up(batch: DecodeBatch) -> bool:
+    """Whether it will soon be thrice its size, or more."""
+    return _range_key(batch.size + batch.num_prompts) > _range_key(batch.size) + 1
+
+
+def _num_drafts(arm: int | TreeShape) -> int:
+    """Of one row."""
+    return arm.num_draft_tokens if isinstance(arm, TreeShape) else arm
 
 
 def _by_tier(values: Floats) -> dict[str, float]:

@@ -27,6 +27,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from serve_spec.core.round import TreeShape
+
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
@@ -77,13 +79,22 @@ class RoundCosts:
 
 @dataclass(frozen=True)
 class Choice:
-    """A round: its tier, its drafts per row, what they are expected to bring, what they cost."""
+    """A round: its tier, its drafts per row, what they are expected to bring, what they cost.
+
+    Of trees, `row_steps` are levels.
+    """
 
     num_steps: int
     row_steps: Counts
     tokens: float
     """Expected of the round at hand, all rows."""
     ms: float
+    tree: TreeShape | None = None
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens if every draft were kept."""
+        return len(self.row_steps) + int(self.row_steps.sum())
 
 
 def usable(survival: Floats, max_steps: Counts) -> Floats:
@@ -187,6 +198,20 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
         batch_size * weights.sum() / time[tiers, best],
         row_steps,
     )
+
+
+def branched(
+    tree: TreeShape, survival: Floats, weights: Floats, costs: RoundCosts, ms: float
+) -> tuple[Choice, float]:
+    """Every row that can (entries > 0 of `survival`, by level) drafts a tree, and the goodput.
+
+    costs: of the batch, beside the round itself. ms: the round; infinite where it can not be had.
+    """
+    tokens = 1.0 + survival.sum(axis=1)
+    row_steps = np.count_nonzero(survival, axis=1)
+    harmonic_mean = weights.sum() / (weights @ (1.0 / tokens))
+    choice = Choice(tree.num_steps, row_steps, float(tokens.sum()), ms, tree)
+    return choice, float(costs.batch_size * harmonic_mean / (ms + costs.entry))
 
 
 def depth_beside_prompts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.speculator import INITIAL_STEPS, AdaptiveSpeculator
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 
 DEFAULT_MAX_STEPS = 8
 
@@ -14,9 +14,11 @@ class PerRequestPolicy:
 
     last_reason = Reason.STEADY
 
-    def __init__(self, max_steps: int = DEFAULT_MAX_STEPS) -> None:
-        self.max_steps = max_steps
-        self.candidate_steps = tuple(range(1, max_steps + 1))
+    def __init__(self, max_steps: int = DEFAULT_MAX_STEPS, tree: TreeShape | None = None) -> None:
+        """With a `tree`, of at most `max_steps` levels, each row drafts its own levels of it."""
+        self.max_steps = max_steps if tree is None else tree.num_steps
+        self._tree = tree
+        self.candidate_steps = tuple(range(1, self.max_steps + 1))
         self._speculators: dict[str, AdaptiveSpeculator] = {}
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
@@ -25,7 +27,8 @@ class PerRequestPolicy:
             (self._speculators.get(request_id) or self._new(request_id)).num_steps
             for request_id in batch.request_ids
         ]
-        return RoundSteps(max(row_steps), row_steps)
+        deepest = max(row_steps) if self._tree is None else self._tree.num_steps
+        return RoundSteps(deepest, row_steps, tree=self._tree)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Tells each sequence what became of the model's drafts; without them it learns nothing."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 INITIAL_STEPS = 5
 RAISE_ABOVE = 0.85
 LOWER_BELOW = 0.55
+INITIAL_STEPS = 5
 
 
 class AdaptiveSpeculator:

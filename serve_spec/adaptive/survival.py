@@ -11,6 +11,9 @@ ratio of the two odds says how much easier than expected it was:
   A position that nobody tried lately keeps its step and so follows the level of those before it.
 - of a request, against the pooled rates of the positions it tried: its ease, one number that
   shifts every position. So its first positions, where it has most trials, inform the deep ones.
+- of a level of a tree, against the same position of a chain: what branching gains. A tree that
+  nobody tried lately follows the chains, and what trees show goes over to chains by the same ratio.
+  A round of trees can not say whether the text or the gain has changed, so it moves either by half.
 
 The constants were chosen by log-loss on texts of the shipped pair, at temperatures 0, 0.7 and 1.
 """
@@ -25,6 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.adaptive.observations import Indices, Observations
+from serve_spec.core.round import TreeShape
 
 Floats: TypeAlias = NDArray[np.float64]
 
@@ -44,6 +48,12 @@ POOLED_MEMORY_ROUNDS = 30
 UNTRIED_SPEED = 0.05
 """How fast a position fades that is not tried, relative to the first: its step is of the draft,
 not of the text, but nothing is believed for ever."""
+
+DEFAULT_TREE_GAIN = 3.0
+"""Odds of a tree's level over those of a chain's position, expected before any trial: what the
+first level of the shipped pair's trees has. Deeper ones have less, and trying them shows it."""
+HALF = 0.5
+"""Share of a tree's round that counts for chains; and trees remember so much longer."""
 
 REQUEST_PSEUDO_TRIALS = 12.0
 """Log-loss on recorded traces is best at 4 and flat around it; what is decided by the estimate is
@@ -69,18 +79,30 @@ class SurvivalEstimator:
     """Learns acceptance from verified rounds; tells survival by request and position.
 
     Survival s[r, j] = c[r, 1] · … · c[r, j], c the chance that a draft is kept once all before it
-    were. Every estimate lies strictly between 0 and 1.
+    were. Every estimate lies strictly between 0 and 1. Of a tree, c is the chance that one of the
+    drafts at a level is kept once one at the level before was; a branch that ends is a miss.
     """
 
-    def __init__(self, max_steps: int, prior_rates: Sequence[float] | None = None) -> None:
+    def __init__(
+        self,
+        max_steps: int,
+        prior_rates: Sequence[float] | None = None,
+        trees: Sequence[TreeShape] = (),
+    ) -> None:
         """Starts from `prior_rates`, one per position: what another estimator's `prior` gave.
 
+        trees: shapes that may be drafted beside chains.
+
         Raises:
-            ValueError: no position, or prior rates that are not `max_steps` numbers within (0, 1).
+            ValueError: no position, a tree with more levels than positions, or prior rates that are
+                not `max_steps` numbers within (0, 1).
         """
         if max_steps < 1:
             raise ValueError(f"max_steps={max_steps}: use an integer ≥ 1")
+        if any(tree.num_steps > max_steps for tree in trees):
+            raise ValueError(f"trees={trees}: use at most max_steps={max_steps} levels")
         self.max_steps = max_steps
+        self.trees = tuple(trees)
         self._observations = Observations(max_steps)
         hits = self._observations.accepted.astype(np.float64)
         trials = self._observations.reached.astype(np.float64)
@@ -91,12 +113,20 @@ class SurvivalEstimator:
         self._pooled_prior = POOLED_PSEUDO_TRIALS * np.array(
             [prior, np.ones(max_steps), _rates_before(prior)]
         )
-        # Of a request: trials by position, trials in all, hits in all.
-        self._request_lessons = np.column_stack([trials, trials.sum(axis=1), hits.sum(axis=1)])
-        num_tokens = 1.0 + self._request_lessons[:, -1:]
+        # The same of each tree's levels, the hits expected from chains.
+        self._branched = np.zeros((len(self.trees), 3, max_steps))
+        gained = DEFAULT_TREE_GAIN / (1.0 + DEFAULT_TREE_GAIN)
+        self._branched_prior = POOLED_PSEUDO_TRIALS * np.array([[gained], [1.0], [0.5]])
+        # Of a request: trials by position (of chains, then of each tree), trials and hits in all.
+        num_positions = max_steps * (1 + len(self.trees))
+        self._request_lessons = np.zeros((1 + len(self.trees), len(trials), num_positions + 2))
+        for arm, lessons in enumerate(self._request_lessons):
+            lessons[:, arm * max_steps : (arm + 1) * max_steps] = trials
+            lessons[:, -2:] = np.column_stack([trials.sum(axis=1), hits.sum(axis=1)])
+        num_tokens = 1.0 + hits.sum(axis=1, keepdims=True)
         self._request_keep = np.exp(-num_tokens / REQUEST_MEMORY_TOKENS)
-        self._requests = np.zeros((64, max_steps + 2))
-        self._request_prior = np.zeros(max_steps + 2)
+        self._requests = np.zeros((64, num_positions + 2))
+        self._request_prior = np.zeros(num_positions + 2)
         self._request_prior[[0, -2]] = REQUEST_PSEUDO_TRIALS
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(self._requests) - 1, _UNKNOWN, -1))
@@ -114,6 +144,11 @@ class SurvivalEstimator:
         """The chance over all traffic that a draft is kept once reached, [max_steps]."""
         return self._rates.copy()
 
+    def tree_rates(self, tree: TreeShape) -> Floats:
+        """The same of a tree's levels, [tree.num_steps]."""
+        rates: Floats = self._every_rate[self._arm(tree), : tree.num_steps].copy()
+        return rates
+
     @property
     def pooled_trials(self) -> Floats:
         """Trials of each position that are still remembered, [max_steps]."""
@@ -125,10 +160,12 @@ class SurvivalEstimator:
         request_ids: Sequence[str],
         row_steps: Sequence[int],
         num_correct_drafts: Sequence[int],
+        tree: TreeShape | None = None,
     ) -> None:
         """Learns one verified round, an entry per row in every column.
 
-        A row of 0 steps teaches nothing; what is known of its request ages by one token.
+        A row of 0 steps teaches nothing; what is known of its request ages by one token. With a
+        `tree`, one of `trees`, `row_steps` are levels.
 
         Raises:
             ValueError: columns of different lengths, a request named twice, steps outside
@@ -140,24 +177,36 @@ class SurvivalEstimator:
         codes = self._observations.codes(row_steps, num_correct_drafts)
         slots = self._slots_of_drafted(request_ids, row_steps)
         evidence = self._requests.take(slots, axis=0)
+        arm = self._arm(tree)
+        expected = None if tree is None else self._expected_hits(evidence, codes, arm)
         evidence *= self._request_keep.take(codes, axis=0)
-        evidence += self._request_lessons.take(codes, axis=0)
+        evidence += self._request_lessons[arm].take(codes, axis=0)
         self._requests[slots] = evidence
-        self._learn_pooled(self._observations.count(codes))
+        self._learn_pooled(self._observations.count(codes), arm, expected)
 
-    def survival(self, request_ids: Sequence[str]) -> Floats:
+    def survival(self, request_ids: Sequence[str], tree: TreeShape | None = None) -> Floats:
         """The chance that each draft of each request is kept, [len(request_ids), max_steps].
 
-        Requests that never drafted get the pooled rates.
+        Requests that never drafted get the pooled rates. With a `tree`, one of `trees`: the chance
+        that a draft of each level is kept, [len(request_ids), tree.num_steps].
 
         Raises:
             ValueError: a request is named twice.
         """
-        evidence = self._requests.take(self._slots(request_ids), axis=0)
-        evidence += self._request_prior
-        expected_hits = evidence[:, : self.max_steps] @ self._rates
-        ease = _odds_ratio(evidence[:, -1], evidence[:, -2], expected_hits)
-        odds = np.multiply.outer(self._odds, ease)
+        return self.survivals(request_ids, [tree])[0]
+
+    def survivals(
+        self, request_ids: Sequence[str], shapes: Sequence[TreeShape | None]
+    ) -> list[Floats]:
+        """`survival` of several shapes at once; None: of chains."""
+        ease = self._ease(self._requests.take(self._slots(request_ids), axis=0))
+        return [self._survival(ease, shape) for shape in shapes]
+
+    def _survival(self, ease: Floats, tree: TreeShape | None) -> Floats:
+        pooled_odds = self._odds
+        if tree is not None:
+            pooled_odds = self._branched_odds[self.trees.index(tree), : tree.num_steps]
+        odds = np.multiply.outer(pooled_odds, ease)
         rates = odds / (1.0 + odds)
         survival: Floats = np.multiply.accumulate(rates, axis=0).T
         return np.ascontiguousarray(survival)
@@ -177,14 +226,25 @@ class SurvivalEstimator:
 
     def snapshot(self) -> dict[str, object]:
         """What an operator should see, JSON-able: the pooled rates and what they rest on."""
-        columns = zip(self._rates.tolist(), self._pooled[1].tolist(), strict=True)
-        return {
+        shown: dict[str, object] = {
             "num_requests": self.num_requests,
-            "positions": [
-                {"position": position, "accept_rate": round(rate, 4), "trials": round(trials, 1)}
-                for position, (rate, trials) in enumerate(columns, start=1)
-            ],
+            "positions": _positions(self._rates, self._pooled[1]),
         }
+        if self.trees:
+            shown["trees"] = {
+                str(tree): _positions(self.tree_rates(tree), trials[: tree.num_steps])
+                for tree, trials in zip(self.trees, self._branched[:, 1], strict=True)
+            }
+        return shown
+
+    def _ease(self, evidence: Floats) -> Floats:
+        """How much easier requests are than the traffic, as a ratio of odds, [rows]."""
+        evidence = evidence + self._request_prior
+        expected_hits = evidence[:, :-2] @ self._every_rate.ravel()
+        return _odds_ratio(evidence[:, -1], evidence[:, -2], expected_hits)
+
+    def _arm(self, tree: TreeShape | None) -> int:
+        return 0 if tree is None else 1 + self.trees.index(tree)
 
     def _slots(self, request_ids: Sequence[str]) -> Indices:
         """Which row of `_requests` holds each request."""
@@ -212,21 +272,67 @@ class SurvivalEstimator:
             self._free = list(range(2 * size - 1, size - 1, -1))
         return self._free.pop()
 
-    def _learn_pooled(self, num_rows: Indices) -> None:
-        """num_rows: of each code."""
+    def _learn_pooled(self, num_rows: Indices, arm: int, expected: Floats | None) -> None:
+        """num_rows: of each code. arm: 0, chains, or a tree's number from 1 on, with `expected`."""
         learned = (num_rows @ self._pooled_lessons).reshape(3, self.max_steps)
-        learned[2] *= _rates_before(self._rates)
         age = np.minimum(learned[1] / POOLED_MEMORY_TRIALS, 1 / POOLED_MEMORY_ROUNDS)
         age = np.maximum(age, UNTRIED_SPEED * age[0])
+        if self.trees:
+            learned, age = self._learn_branched(learned, age, arm, expected)
+        learned[2] *= _rates_before(self._rates)
         self._pooled = self._pooled * np.exp(-age) + learned
         self._update_rates()
+
+    def _expected_hits(self, evidence: Floats, codes: Indices, arm: int) -> Floats:
+        """Hits of a tree's trials that chains would have had, and that are expected, [2, levels].
+
+        By the ease of the very requests: a tree that was tried on hard ones is none the worse.
+        """
+        odds = np.stack([self._odds, self._branched_odds[arm - 1]])
+        odds = odds[:, None] * self._ease(evidence)[:, None]
+        reached = self._observations.reached.take(codes, axis=0)
+        hits: Floats = (reached * (odds / (1.0 + odds))).sum(axis=1)
+        return hits
+
+    def _learn_branched(
+        self, learned: Floats, age: Floats, arm: int, expected: Floats | None
+    ) -> tuple[Floats, Floats]:
+        """Fades what is known of trees and adds what one shows; what chains learn of the round."""
+        ages = np.full((len(self.trees), self.max_steps), UNTRIED_SPEED * age[0])
+        if expected is None:
+            self._branched *= np.exp(-ages)[:, None]
+            return learned, age
+        ages[arm - 1] = HALF * age
+        self._branched *= np.exp(-ages)[:, None]
+        hits, trials, _ = learned
+        of_chains, of_tree = expected
+        self._branched[arm - 1] += [hits, trials, of_chains]
+        as_chains = np.minimum(trials, hits * of_chains / np.maximum(of_tree, _LOWEST_RATE))
+        return HALF * np.array([as_chains, trials, trials]), HALF * age
 
     def _update_rates(self) -> None:
         hits, trials, expected_hits = self._pooled + self._pooled_prior
         odds = np.multiply.accumulate(_odds_ratio(hits, trials, expected_hits))
         self._odds = np.minimum(np.maximum(odds, _LOWEST_ODDS), _HIGHEST_ODDS)
         self._rates = self._odds / (1.0 + self._odds)
+        self._every_rate = self._with_trees() if self.trees else self._rates[None]
         self._request_prior[-1] = REQUEST_PSEUDO_TRIALS * self._rates[0]
+
+    def _with_trees(self) -> Floats:
+        """The rates of chains, then of every tree, [1 + trees, max_steps]."""
+        hits, trials, expected_hits = (self._branched + self._branched_prior).swapaxes(0, 1)
+        odds = self._odds * _odds_ratio(hits, trials, expected_hits)
+        self._branched_odds = np.minimum(np.maximum(odds, _LOWEST_ODDS), _HIGHEST_ODDS)
+        branched_rates = self._branched_odds / (1.0 + self._branched_odds)
+        return np.concatenate([self._rates[None], branched_rates])
+
+
+def _positions(rates: Floats, trials: Floats) -> list[dict[str, object]]:
+    columns = zip(rates.tolist(), trials.tolist(), strict=True)
+    return [
+        {"position": position, "accept_rate": round(rate, 4), "trials": round(tried, 1)}
+        for position, (rate, tried) in enumerate(columns, start=1)
+    ]
 
 
 def _odds_ratio(hits: Floats, trials: Floats, expected_hits: Floats) -> Floats:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.root import parse_override
+from serve_spec.core.round import TreeShape
 
 
 def add_configuration(parser: argparse.ArgumentParser, other_keys: str = "other keys") -> None:
@@ -37,3 +39,11 @@ def configured(args: argparse.Namespace) -> ServeSpecConfig:
         ConfigError: it is missing or wrong.
     """
     return ServeSpecConfig.load(args.config, **overrides(args))
+
+
+def tree_shape(text: str) -> TreeShape:
+    """An argument like 4x15: levels and drafts, the root not counted."""
+    found = re.fullmatch(r"(\d+)x(\d+)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: give LEVELSxDRAFTS, such as 4x15")
+    return TreeShape(int(found[1]), int(found[2]))

@@ -16,14 +16,16 @@ from typing import Any
 from serve_spec.adaptive.controller import AdaptiveController, PolicySettings
 from serve_spec.bench.report import emit, environment, table
 from serve_spec.bench.simulated_costs import RoundShape, RowCosts, recorded_table
-from serve_spec.core.round import DecodeBatch, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 
+_TREE, _TOPK = TreeShape(5, 31), 4
 ARMS: dict[str, dict[str, Any]] = {
     "static": {"strategy": "static"},
     "ema": {"strategy": "ema"},
     "per_request": {"strategy": "per_request"},
     "goodput uniform": {"strategy": "goodput", "per_sequence": False},
     "goodput per sequence": {"strategy": "goodput", "per_sequence": True},
+    "goodput with trees": {"strategy": "goodput", "tree": _TREE, "topk": _TOPK},
 }
 _MACHINE = RowCosts(
     num_rows=(1, 256, 2048),
@@ -53,8 +55,9 @@ def main(argv: list[str]) -> int:
 
 def measure(settings: dict[str, Any], batch_size: int, num_rounds: int) -> dict[str, float]:
     """Microseconds per round: all of it, and the means of its two calls."""
-    costs = recorded_table(_MACHINE, _TABLE_SIZES)
-    controller = AdaptiveController(PolicySettings(3, **settings), costs)
+    policy = PolicySettings(3, **settings)
+    costs = recorded_table(_MACHINE, _TABLE_SIZES, trees=policy.tree_shapes, topk=policy.topk)
+    controller = AdaptiveController(policy, costs)
     rng = random.Random(0)
     choosing: list[float] = []
     observing: list[float] = []
@@ -64,7 +67,7 @@ def measure(settings: dict[str, Any], batch_size: int, num_rounds: int) -> dict[
         steps = controller.choose_steps(batch)
         chosen = time.perf_counter()
         row_steps = list(steps.row_steps or [steps.num_steps] * batch_size)
-        verified = _verified(batch, steps.num_steps, row_steps, rng)
+        verified = _verified(batch, steps, row_steps, rng)
         verifying = time.perf_counter()
         controller.on_verify_complete(verified)
         observing.append((time.perf_counter() - verifying) * 1e6)
@@ -99,17 +102,26 @@ def _request_id(row: int, lap: int) -> str:
 
 
 def _verified(
-    batch: DecodeBatch, num_steps: int, row_steps: list[int], rng: random.Random
+    batch: DecodeBatch, steps: RoundSteps, row_steps: list[int], rng: random.Random
 ) -> VerifiedRound:
     kept = [
-        _kept(steps, _ACCEPT_RATES[i % len(_ACCEPT_RATES)], rng)
-        for i, steps in enumerate(row_steps)
+        _kept(num_steps, _ACCEPT_RATES[i % len(_ACCEPT_RATES)], rng)
+        for i, num_steps in enumerate(row_steps)
     ]
     deepest = max(row_steps)
     drafting = tuple(sum(k > depth for k in row_steps) for depth in range(deepest))
-    shape = RoundShape(batch.size, drafting, batch.num_tokens, batch.num_sampled, 0, 0)
+    shape = RoundShape(
+        batch.size,
+        drafting,
+        batch.num_tokens,
+        batch.num_sampled,
+        num_catch_up=0,
+        num_prefill_tokens=0,
+        tree=steps.tree,
+        topk=1 if steps.tree is None else _TOPK,
+    )
     return VerifiedRound(
-        num_steps=num_steps,
+        num_steps=steps.num_steps,
         batch_size=batch.size,
         num_tokens=batch.num_tokens,
         num_sampled=batch.num_sampled,
@@ -118,10 +130,11 @@ def _verified(
         num_correct_drafts=kept,
         num_drafting=drafting[0] if drafting else 0,
         deepest=deepest,
-        num_draft_tokens=sum(row_steps),
+        num_draft_tokens=shape.num_rows - batch.size,
         num_output_tokens=batch.size + sum(kept),
         num_catch_up=0,
         times=_MACHINE(shape),
+        tree=steps.tree,
     )
 
 

@@ -18,7 +18,7 @@ from serve_spec.bench.regret import best_arms, phase_regrets, relative_rates, tr
 from serve_spec.bench.report import table
 from serve_spec.bench.simulated_costs import RoundCosts, RoundShape
 from serve_spec.bench.trace import TraceSet
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 
 OnRound = Callable[[DecodeBatch, RoundSteps, VerifiedRound], None]
 
@@ -40,7 +40,8 @@ class PhaseReport:
     num_probe_rounds: int = 0
     probe_ms: float = 0.0
     """Rounds run to learn, whole."""
-    rounds_by_num_steps: Counter[int] = field(default_factory=Counter)
+    rounds_by_num_steps: Counter[int | TreeShape] = field(default_factory=Counter)
+    """Trees by their shape."""
     switches: Counter[Reason] = field(default_factory=Counter)
 
     @property
@@ -67,7 +68,7 @@ class PhaseReport:
         self.decode_ms += decode_ms
         self.num_probe_rounds += probing
         self.probe_ms += decode_ms * probing
-        self.rounds_by_num_steps[verified.num_steps] += 1
+        self.rounds_by_num_steps[verified.tree or verified.num_steps] += 1
 
 
 class ControllerPolicy:
@@ -93,6 +94,7 @@ class _Row:
 
     request_id: str
     num_correct_drafts: Sequence[int]
+    of_trees: Mapping[TreeShape, Sequence[int]]
     sampled: bool
     length: int
     """Tokens so far, the prompt's included."""
@@ -101,6 +103,16 @@ class _Row:
     at: int = 0
     """Which entry of its trace the next round meets."""
     num_draft_computed: int = 0
+
+    def kept(self, tree: TreeShape | None) -> int:
+        """Drafts that would be kept here, of a chain or of a tree."""
+        counts = self.num_correct_drafts if tree is None else self.of_trees[tree]
+        return counts[self.at]
+
+
+def _from(start: int, counts: Sequence[int]) -> Sequence[int]:
+    """The same in a circle, from another place."""
+    return [*counts[start:], *counts[:start]]
 
 
 class Simulator:
@@ -134,7 +146,7 @@ class Simulator:
         self.max_num_batched_tokens = max_num_batched_tokens
         self._on_round = on_round
         self._num_phases = 0
-        self._tier: int | None = None
+        self._tier: int | TreeShape | None = None
 
     def run(self, phase: Phase) -> PhaseReport:
         """One phase, from its first prompt to its last token.
@@ -170,12 +182,13 @@ class Simulator:
             if num_tokens > trace.max_tokens:
                 fix = f"the traces hold {trace.max_tokens}; ask for less or record longer ones"
                 raise ValueError(f"num_tokens={num_tokens}: {fix}")
-            counts = trace.num_correct_drafts
             # Traces that come a second time start elsewhere, or their rows would run in step.
-            start = 37 * lap % len(counts)
+            start = 37 * lap % len(trace.num_correct_drafts)
+            trees = zip(self.traces.trees, trace.of_trees, strict=True)
             yield _Row(
                 request_id=f"{self._num_phases}-{number}",
-                num_correct_drafts=counts[start:] + counts[:start],
+                num_correct_drafts=_from(start, trace.num_correct_drafts),
+                of_trees={tree: _from(start, counts) for tree, counts in trees},
                 sampled=kind.temperature > 0,
                 length=trace.num_prompt_tokens,
                 remaining=num_tokens,
@@ -185,12 +198,13 @@ class Simulator:
         """One round with decode rows; those that go on."""
         batch = self._batch(rows, entering)
         steps = self.policy.choose(batch)
-        if self._tier not in (None, steps.num_steps):
+        tier = steps.tree or steps.num_steps
+        if self._tier not in (None, tier):
             report.switches[self.policy.last_reason] += 1
-        self._tier = steps.num_steps
+        self._tier = tier
         row_steps = _row_steps(steps, batch)
         kept = [
-            min(num_steps, row.num_correct_drafts[row.at])
+            min(num_steps, row.kept(steps.tree))
             for num_steps, row in zip(row_steps, rows, strict=True)
         ]
         shape = RoundShape(
@@ -200,6 +214,8 @@ class Simulator:
             num_sampled=batch.num_sampled,
             num_catch_up=_catch_up(rows, row_steps),
             num_prefill_tokens=0,
+            tree=steps.tree,
+            topk=1 if steps.tree is None else self.traces.topk,
         )
         times = self.costs(shape)
         live = self._commit(rows, kept)
@@ -213,10 +229,11 @@ class Simulator:
             num_correct_drafts=[kept[i] for i in live],
             num_drafting=shape.drafting[0] if shape.drafting else 0,
             deepest=shape.num_steps,
-            num_draft_tokens=sum(shape.drafting),
+            num_draft_tokens=shape.num_rows - shape.batch_size,
             num_output_tokens=len(rows) + sum(kept),
             num_catch_up=shape.num_catch_up,
             times=None if entering else times,
+            tree=steps.tree,
         )
         self.policy.observe(verified)
         report.count(verified, times.round_ms, probing=steps.notes.is_probe)
@@ -256,7 +273,7 @@ def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     usable = [
         want if want < most else most for want, most in zip(wanted, batch.max_steps, strict=True)
     ]
-    if sum(usable) <= batch.max_draft_tokens:
+    if steps.tree is not None or sum(usable) <= batch.max_draft_tokens:
         return usable
     share = batch.max_draft_tokens // batch.size
     return [min(num_steps, share) for num_steps in usable]
@@ -287,7 +304,7 @@ class Comparison:
     """Policies and fixed depths over the same phases."""
 
     reports: Mapping[str, Sequence[PhaseReport]]
-    """By arm, phase by phase; fixed depths are called `K=n`, off is `K=0`."""
+    """By arm, phase by phase; fixed depths are called `K=n`, off is `K=0`, trees by their shape."""
     statics: tuple[str, ...]
 
     @property
@@ -341,11 +358,12 @@ def compare(
     costs: RoundCosts,
     static_steps: Sequence[int] = (0, 1, 2, 3, 5, 7),
 ) -> Comparison:
-    """Every policy and every fixed depth over all phases in order.
+    """Every policy, every fixed depth and every recorded tree over all phases in order.
 
     static_steps: 0 must be among them.
     """
     statics = {f"K={steps}": StaticPolicy(steps) for steps in static_steps}
+    statics |= {str(tree): StaticPolicy(tree.num_steps, tree=tree) for tree in traces.trees}
     reports = {}
     for arm, policy in {**statics, **policies}.items():
         simulator = Simulator(policy, traces, costs)

@@ -13,17 +13,21 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from itertools import chain
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from tqdm import tqdm
 
+from serve_spec.bench.configuration import tree_shape
 from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config.root import parse_override
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
@@ -43,6 +47,8 @@ class AcceptanceTrace:
 
     The prompt's own round draws the first token and no round starts before it.
     """
+    of_trees: tuple[tuple[int, ...], ...] = ()
+    """The same of every shape in `TraceSet.trees`."""
 
     @property
     def kind(self) -> TextKind:
@@ -61,6 +67,24 @@ class TraceSet:
 
     num_steps: int
     traces: tuple[AcceptanceTrace, ...]
+    trees: tuple[TreeShape, ...] = ()
+    topk: int = 1
+    """Of the beams the trees came from."""
+
+    def with_tree(self, tree: TreeShape, recorded: TraceSet) -> TraceSet:
+        """These and what the same requests keep of trees, recorded alone.
+
+        Raises:
+            ValueError: they are other requests.
+        """
+        pairs = list(zip(self.traces, recorded.traces, strict=True))
+        if any((a.kind, a.seed, a.max_tokens) != (b.kind, b.seed, b.max_tokens) for a, b in pairs):
+            raise ValueError(f"recorded={tree}: of other requests; record all with the same ones")
+        traces = (
+            replace(mine, of_trees=(*mine.of_trees, theirs.num_correct_drafts))
+            for mine, theirs in pairs
+        )
+        return replace(self, traces=tuple(traces), trees=(*self.trees, tree))
 
     def of(self, kind: TextKind) -> list[AcceptanceTrace]:
         """Those of one kind, in the order they were recorded.
@@ -79,7 +103,9 @@ def save_traces(traces: TraceSet, path: Path) -> None:
     """Writes JSON: a header, and one line per trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(trace), separators=(",", ":")) for trace in traces.traces]
-    head = f'{{"format":{FORMAT},"num_steps":{traces.num_steps},"traces":[\n'
+    shapes = [[tree.num_steps, tree.num_draft_tokens] for tree in traces.trees]
+    known = f'"num_steps":{traces.num_steps},"trees":{json.dumps(shapes)},"topk":{traces.topk}'
+    head = f'{{"format":{FORMAT},{known},"traces":[\n'
     path.write_text(head + ",\n".join(lines) + "\n]}\n")
 
 
@@ -103,20 +129,30 @@ def _parsed(data: Mapping[str, Any]) -> TraceSet:
         fix = f"this version reads format {FORMAT}; record it anew"
         raise ValueError(f"format={data['format']!r}: {fix}")
     most = data["num_steps"]
+    trees = tuple(TreeShape(*shape) for shape in data.get("trees", ()))
     traces = []
     for entry in data["traces"]:
-        counts = tuple(entry["num_correct_drafts"])
-        wrong = [n for n in counts if type(n) is not int or not 0 <= n <= most]
-        if wrong:
-            raise ValueError(f"num_correct_drafts={wrong[0]!r}: must be an integer in 0..{most}")
-        traces.append(AcceptanceTrace(**{**entry, "num_correct_drafts": counts}))
-    return TraceSet(most, tuple(traces))
+        counts = _counts("num_correct_drafts", entry["num_correct_drafts"], most)
+        pairs = zip(trees, entry.get("of_trees", ()), strict=True)
+        of_trees = tuple(_counts("of_trees", mine, tree.num_steps) for tree, mine in pairs)
+        traces.append(
+            AcceptanceTrace(**{**entry, "num_correct_drafts": counts, "of_trees": of_trees})
+        )
+    return TraceSet(most, tuple(traces), trees, data.get("topk", 1))
+
+
+def _counts(name: str, counts: Sequence[int], most: int) -> tuple[int, ...]:
+    wrong = [n for n in counts if type(n) is not int or not 0 <= n <= most]
+    if wrong:
+        raise ValueError(f"{name}={wrong[0]!r}: must be an integer in 0..{most}")
+    return tuple(counts)
 
 
 def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int) -> TraceSet:
     """Runs every request and notes what each position keeps, for texts of `num_tokens` tokens.
 
-    engine: with one tier, the depth to record. Rounds draft it whole and commit one token only.
+    engine: with one tier, the depth (or tree) to record. Rounds draft it whole and commit one
+    token only.
 
     Raises:
         ValueError: the engine has several tiers, or drafts fell short (pages, token budget).
@@ -185,16 +221,12 @@ def main(argv: list[str]) -> int:
     overrides = dict(parse_override(pair) for pair in args.set)
     if args.device is not None:
         overrides["device"] = args.device
-    llm = LLM(
-        args.config,
-        **{
-            "speculative_adaptive": False,
-            "speculative_num_steps": args.num_steps,
-            "max_num_batched_tokens": 4096,
-            "prefix_caching": False,
-            **overrides,
-        },
-    )
+    fixed = {
+        "speculative_adaptive": False,
+        "max_num_batched_tokens": 4096,
+        "prefix_caching": False,
+    }
+    llm = LLM(args.config, **{**fixed, "speculative_num_steps": args.num_steps, **overrides})
     code = held_out_prompts(
         llm.engine.tokenizer.encode, count=args.num_requests, num_tokens=args.prompt_tokens
     )
@@ -206,6 +238,17 @@ def main(argv: list[str]) -> int:
         for seed, prompt in enumerate(prompts[kind.prompts])
     ]
     traces = record(llm.engine, requests, args.num_tokens)
+    if args.trees:
+        traces = replace(traces, topk=args.topk)
+    for tree in sorted(args.trees):
+        shape = {
+            "speculative_num_steps": tree.num_steps,
+            "speculative_num_draft_tokens": tree.num_draft_tokens + 1,
+            "speculative_eagle_topk": args.topk,
+        }
+        llm.shutdown()
+        llm = LLM(args.config, **{**fixed, **shape, **overrides})
+        traces = traces.with_tree(tree, record(llm.engine, requests, args.num_tokens))
     save_traces(traces, args.json)
     print(_table(traces))
     return 0
@@ -217,6 +260,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", help="overrides the configuration")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
     parser.add_argument("--num-steps", type=int, default=7, help="the depth to record")
+    parser.add_argument(
+        "--trees", type=tree_shape, nargs="*", default=[], metavar="LEVELSxDRAFTS",
+        help="trees to record beside it, the root not counted",
+    )  # fmt: skip
+    parser.add_argument("--topk", type=int, default=4, help="children of a drafted token in trees")
     parser.add_argument("--num-requests", type=int, default=12, help="of each kind of text")
     parser.add_argument("--num-tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=64)
@@ -232,6 +280,13 @@ def _table(traces: TraceSet) -> str:
         survival = [
             sum(n >= k for n in counts) / len(counts) for k in range(1, traces.num_steps + 1)
         ]
-        rows.append([kind.prompts, kind.temperature, len(counts), *survival])
+        rows.append([kind.prompts, kind.temperature, len(counts), *survival, *_kept(traces, kind)])
     depths = [f"≥ {k}" for k in range(1, traces.num_steps + 1)]
-    return table(["prompts", "T", "positions", *depths], rows)
+    trees = [f"kept of {tree}" for tree in traces.trees]
+    return table(["prompts", "T", "positions", *depths, *trees], rows)
+
+
+def _kept(traces: TraceSet, kind: TextKind) -> list[float]:
+    """Mean drafts kept of every tree."""
+    columns = zip(*(trace.of_trees for trace in traces.of(kind)), strict=True)
+    return [fmean(chain.from_iterable(counts)) for counts in columns]

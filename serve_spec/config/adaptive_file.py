@@ -13,15 +13,19 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
 
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
 """An adaptive config: the JSON file, the mapping it would hold, or slots parsed already."""
 
+_TREES_FIX = (
+    "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
+    "chains alone"
+)
 _STEPS_FIX = "give a non-empty list of integers ≥ 0, for example [1, 3, 7]"
 
 
@@ -30,6 +34,12 @@ class SlotConfig(StrictModel):
 
     candidate_steps: tuple[int, ...] = Field(
         (1, 3, 7), description="Tiers the slot may take, ascending; 0 is: do not speculate."
+    )
+    candidate_trees: tuple[tuple[int, int], ...] | None = Field(
+        None,
+        description="Trees that may be drafted with speculative_eagle_topk > 1: [num_steps, "
+        "num_draft_tokens] each, the root counted; [] is: chains alone; null: the configured tree "
+        "and smaller ones (ema: of each tier's depth).",
     )
     ema_alpha: float = Field(
         0.2, gt=0, le=1, description="Weight of the newest round in the moving average."
@@ -54,6 +64,24 @@ class SlotConfig(StrictModel):
         if any(type(step) is not int or step < 0 for step in value):  # bool is an int, too
             raise Refusal("candidate_steps", value, _STEPS_FIX)
         return tuple(sorted(set(value)))
+
+    @field_validator("candidate_trees", mode="before")
+    @classmethod
+    def _shapes(cls, value: object) -> object:
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple) or not all(map(_is_shape, value)):
+            raise Refusal("candidate_trees", value, _TREES_FIX)
+        return tuple(sorted({(steps, rows) for steps, rows in value}))
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        deepest = self.candidate_steps[-1]
+        too_deep = [list(shape) for shape in self.candidate_trees or () if shape[0] > deepest]
+        if too_deep:
+            fix = f"candidate_steps end at {deepest}; add {too_deep[-1][0]} there, or leave it out"
+            raise Refusal("candidate_trees", too_deep[-1], fix)
+        return self
 
 
 def load_slots(source: AdaptiveSource) -> dict[int, SlotConfig]:
@@ -124,6 +152,14 @@ def parse_slot(
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
     return judge(SlotConfig, {**(shared or {}), **own}, where=where)
+
+
+def _is_shape(value: object) -> bool:
+    """A tree of at least as many drafts as levels."""
+    if not isinstance(value, list | tuple) or [type(n) for n in value] != [int, int]:
+        return False
+    num_steps, num_rows = value
+    return bool(1 <= num_steps < num_rows)
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -56,8 +56,8 @@ class SpeculativeConfig(StrictModel):
     )
     speculative_adaptive_config: Path | None = Field(
         None,
-        description="JSON file of candidate steps per batch size: the ladder of ema (null: "
-        "conservative), the bounds of goodput and per_request (null: none).",
+        description="JSON file of candidate steps, and trees, per batch size: the ladder of ema "
+        "(null: conservative), the bounds of goodput and per_request (null: none).",
     )
     speculative_adaptive_strategy: Strategy = Field(
         "goodput", description="Rule that picks the steps; static keeps speculative_num_steps."
@@ -212,6 +212,7 @@ class SpeculativeConfig(StrictModel):
             if value is not None and algorithm not in ("NONE", *algorithms):
                 fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
                 raise Refusal(key, value, fix)
+        self._check_listed_trees()
         # Without drafts there is nothing to adapt.
         return self if self.enabled else self._settle(speculative_adaptive=False)
 
@@ -266,6 +267,21 @@ class SpeculativeConfig(StrictModel):
         if corpus is not None and self.text_algorithm != "NGRAM":
             fix = f"{name} looks into no text; leave it out, or set speculative_ngram_first"
             raise Refusal("speculative_ngram_corpus", str(corpus), fix)
+
+    def _check_listed_trees(self) -> None:
+        """Whether the trees of the adaptive config can be drafted."""
+        file, topk = self.speculative_adaptive_config, self.speculative_eagle_topk
+        slots = load_slots(file) if file is not None and self.enabled else {}
+        for key, slot in slots.items():
+            for steps, rows in slot.candidate_trees or ():
+                most = min(MAX_TREE_ROWS, 1 + topk + (steps - 1) * topk**2)
+                if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_ROWS:
+                    fix = (
+                        f"slot {key} lists it, but speculative_eagle_topk={topk} makes "
+                        f"{'chains alone' if topk == 1 else f'trees of at most {most} rows'} of "
+                        f"{steps} steps; change one of them"
+                    )
+                    raise Refusal("candidate_trees", [steps, rows], fix)
 
     @property
     def enabled(self) -> bool:
@@ -345,6 +361,11 @@ class PolicyUpdate(StrictModel):
     )
     speculative_per_sequence: bool = Field(True, description="goodput: steps for each sequence.")
     speculative_num_steps: int = Field(3, ge=0, description="Steps of the static strategy.")
+    speculative_num_draft_tokens: int | None = Field(
+        None,
+        ge=2,
+        description="Rows of the static strategy's tree, root included; null: it drafts chains.",
+    )
     speculative_adaptive_config: Mapping[str, object] | Path | None = Field(
         None, description="Candidate steps per batch size: the mapping itself, or its JSON file."
     )

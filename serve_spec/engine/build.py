@@ -206,6 +206,8 @@ def _costs(
             max_model_len=max_model_len,
             budget_s=budget_s,
             every_step=worker.device.type == "cuda",
+            trees=policy.tree_shapes,
+            topk=policy.topk,
         )
 
     budget_s = _PROFILE_BUDGET_S[worker.device.type]
@@ -214,6 +216,7 @@ def _costs(
         path=config.speculative.speculative_cost_table,
         max_batch_size=max_batch_size,
         max_steps=max_steps,
+        trees=policy.tree_shapes,
         measure=measure,
     )
 

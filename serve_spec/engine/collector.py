@@ -102,7 +102,7 @@ class BucketSpeed:
     """Speeds of one range of batch sizes: by tier, and of all drafting rounds together."""
 
     def __init__(self) -> None:
-        self.by_num_steps: dict[int, RecentSpeed] = {}
+        self.by_tier: dict[str, RecentSpeed] = {}
         self.drafting = RecentSpeed()
 
     def add(self, stats: StepStats) -> None:
@@ -111,12 +111,12 @@ class BucketSpeed:
             self.drafting.add(stats)
         elif stats.num_steps:
             return
-        self.by_num_steps.setdefault(stats.num_steps, RecentSpeed()).add(stats)
+        self.by_tier.setdefault(stats.tier, RecentSpeed()).add(stats)
 
     @property
     def plain_tokens_per_row_ms(self) -> float | None:
         """Measured speed of one row without drafts; None before the first such round."""
-        plain = self.by_num_steps.get(0)
+        plain = self.by_tier.get("0")
         return None if plain is None else plain.tokens_per_row_ms
 
     @property
@@ -127,10 +127,12 @@ class BucketSpeed:
 
     def snapshot(self) -> dict[str, object]:
         """Speedup, and the batch's tokens per ms at every tier it ran at."""
-        speeds = sorted(self.by_num_steps.copy().items())
+        speeds = self.by_tier.copy()
         return {
             "effective_speedup": _rounded(self.speedup),
-            "tokens_per_ms": {str(k): _rounded(speed.tokens_per_ms) for k, speed in speeds},
+            "tokens_per_ms": {
+                tier: _rounded(speeds[tier].tokens_per_ms) for tier in sorted(speeds, key=_by_size)
+            },
         }
 
 
@@ -197,7 +199,7 @@ def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
     for stats in rounds:
         sums.add(stats)
     pure = [stats for stats in rounds if stats.decodes_only]
-    tiers = sorted({stats.num_steps for stats in pure})
+    tiers = sorted({stats.tier for stats in pure}, key=_by_size)
     return {
         **sums.snapshot(),
         "accept_rate_p50": _median(
@@ -205,9 +207,7 @@ def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
         ),
         "tokens_per_step_p50": _median(s.num_output_tokens / s.batch_size for s in rounds),
         "measured_to_predicted_ms": _measured_to_predicted(pure),
-        "by_num_steps": {
-            str(tier): _tier_times([s for s in pure if s.num_steps == tier]) for tier in tiers
-        },
+        "by_num_steps": {tier: _tier_times([s for s in pure if s.tier == tier]) for tier in tiers},
     }
 
 
@@ -240,6 +240,12 @@ def _speedup(rounds: list[StepStats], buckets: dict[int, BucketSpeed]) -> float 
             drafting_ms += stats.step_ms
             plain_ms += stats.num_output_tokens / (plain * stats.batch_size)
     return plain_ms / drafting_ms if drafting_ms else None
+
+
+def _by_size(tier: str) -> tuple[int, int]:
+    """Chains by their steps, each before the trees of so many levels."""
+    num_steps, _, num_drafts = tier.partition("x")
+    return int(num_steps), int(num_drafts or 0)
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -354,6 +354,7 @@ class SpecEngine:
             ema_accept_length=notes.ema_accept_length,
             speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
+            tree=None if plan.tree is None else str(plan.tree),
             idle_ms=result.idle_ms,
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,

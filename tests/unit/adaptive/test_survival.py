@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.survival import DEFAULT_RATE, SurvivalEstimator
+from serve_spec.core.round import TreeShape
 
 MAX_STEPS = 5
 RATES = np.array([0.8, 0.6, 0.7, 0.5, 0.6])
@@ -354,3 +355,109 @@ def test_a_prior_that_is_none_is_refused(prior_rates: list[float]) -> None:
 def test_an_estimator_of_no_position_is_refused() -> None:
     with pytest.raises(ValueError, match="max_steps=0: use an integer ≥ 1"):
         SurvivalEstimator(0)
+
+
+TREES = (TreeShape(2, 6), TreeShape(4, 15))
+
+
+def drafted(
+    estimator: SurvivalEstimator,
+    rates: np.ndarray,
+    arms: Sequence[TreeShape | None],
+    gain: float = 3.0,
+    num_rounds: int = 300,
+    batch_size: int = 48,
+) -> SurvivalEstimator:
+    """Rounds of these arms in turn; a level's odds are `gain` times those of a chain's position."""
+    rng = np.random.default_rng(1)
+    request_ids = [str(row) for row in range(batch_size)]
+    for number in range(num_rounds):
+        tree = arms[number % len(arms)]
+        steps = MAX_STEPS if tree is None else tree.num_steps
+        truth = rates[:steps] if tree is None else eased(rates, gain)[:steps]
+        kept = np.cumprod(rng.random((batch_size, steps)) < truth, axis=1).sum(axis=1)
+        estimator.observe(request_ids, [steps] * batch_size, kept.tolist(), tree)
+    return estimator
+
+
+def eased(rates: np.ndarray, gain: float) -> np.ndarray:
+    odds = gain * rates / (1 - rates)
+    return odds / (1 + odds)
+
+
+@given(rounds_of_rows(max_size=12), st.lists(st.sampled_from([None, *TREES]), min_size=1))
+@settings(max_examples=40)
+def test_of_trees_too_survival_lies_within_0_and_1_and_falls_with_the_level(
+    rounds: list[list[Row]], arms: list[TreeShape | None]
+) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    for number, rows in enumerate(rounds):
+        tree = arms[number % len(arms)]
+        most = MAX_STEPS if tree is None else tree.num_steps
+        cut = [(name, min(k, most), min(kept, most)) for name, k, kept in rows]
+        estimator.observe([r[0] for r in cut], [r[1] for r in cut], [r[2] for r in cut], tree)
+    for tree in TREES:
+        survival = estimator.survival([*"abcdef", "unknown"], tree)
+        assert survival.shape == (7, tree.num_steps)
+        assert ((survival > 0) & (survival < 1)).all()
+        assert (np.diff(survival, axis=1) <= 0).all()
+
+
+def test_without_trees_every_estimate_is_the_same_to_the_bit() -> None:
+    """Shapes that nobody drafts change nothing about chains."""
+    rows = [(str(kept), 5, kept) for kept in range(6)]
+    without, beside = SurvivalEstimator(MAX_STEPS), SurvivalEstimator(MAX_STEPS, trees=TREES)
+    for estimator in (without, beside):
+        observe(estimator, rows, times=50)
+    assert without.pooled_rates.tolist() == beside.pooled_rates.tolist()
+    assert without.survival(["3"]) == pytest.approx(beside.survival(["3"]), rel=1e-12)
+
+
+@pytest.mark.parametrize("gain", [1.2, 3.0, 8.0])
+def test_each_shape_finds_its_own_rates_level_by_level(gain: float) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    drafted(estimator, RATES, [None, *TREES], gain)
+    assert estimator.pooled_rates == pytest.approx(RATES, abs=0.06)
+    for tree in TREES:
+        truth = eased(RATES, gain)[: tree.num_steps]
+        assert estimator.tree_rates(tree) == pytest.approx(truth, abs=0.06)
+
+
+def test_a_tree_nobody_drafts_follows_the_chains() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    drafted(estimator, RATES, [None, *TREES])
+    harder = RATES / 2
+    drafted(estimator, harder, [None])
+    truth = eased(harder, 3.0)[:4]
+    assert estimator.tree_rates(TREES[1]) == pytest.approx(truth, abs=0.12)
+
+
+def test_chains_that_nobody_drafts_follow_the_trees() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    drafted(estimator, RATES, [None, *TREES])
+    before = estimator.pooled_rates
+    drafted(estimator, RATES / 2, [TREES[1]])
+    assert (estimator.pooled_rates[:4] < before[:4] - 0.1).all()
+
+
+def test_what_a_request_keeps_of_trees_moves_its_chains_and_the_other_way_round() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    for _ in range(20):
+        estimator.observe(["easy", "hard"], [4, 4], [4, 0], TREES[1])
+    easy, hard = estimator.survival(["easy", "hard"])
+    assert easy[0] > hard[0] + 0.2
+    for _ in range(40):
+        estimator.observe(["easy", "hard"], [5, 5], [0, 5])
+    easy, hard = estimator.survival(["easy", "hard"], TREES[0])
+    assert easy[0] < hard[0]
+
+
+def test_a_tree_deeper_than_any_chain_is_refused() -> None:
+    with pytest.raises(ValueError, match="max_steps=5"):
+        SurvivalEstimator(MAX_STEPS, trees=[TreeShape(6, 20)])
+
+
+def test_a_snapshot_tells_the_shapes_apart() -> None:
+    shown = drafted(SurvivalEstimator(MAX_STEPS, trees=TREES), RATES, [*TREES]).snapshot()
+    levels = json.loads(json.dumps(shown))["trees"]
+    assert {name: len(of_shape) for name, of_shape in levels.items()} == {"2x6": 2, "4x15": 4}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from serve_spec.bench.phases import Phase, TextKind, TextRequest
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces, record, save_traces
+from serve_spec.core.round import TreeShape
+from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
 DEPTH = 4
@@ -110,6 +114,63 @@ def test_an_engine_with_several_tiers_can_not_record(make: MakeLLM) -> None:
         record(make("EAGLE3", 3, **several).engine, requests(), NUM_TOKENS)
 
 
+TREE, TOPK = TreeShape(3, 7), 2
+
+
+def branching(make: MakeLLM) -> SpecEngine:
+    """An engine that drafts `TREE` and nothing else."""
+    rows = TREE.num_draft_tokens + 1
+    keys = {"speculative_eagle_topk": TOPK, "speculative_num_draft_tokens": rows}
+    return make("EAGLE3", TREE.num_steps, **keys).engine
+
+
+@pytest.fixture(scope="module")
+def with_tree(make: MakeLLM, traces: TraceSet) -> TraceSet:
+    recorded = record(branching(make), requests(), NUM_TOKENS)
+    return replace(traces.with_tree(TREE, recorded), topk=TOPK)
+
+
+def test_a_tree_keeps_at_least_what_a_chain_keeps_in_total(with_tree: TraceSet) -> None:
+    chains = [min(n, 3) for trace in with_tree.traces for n in trace.num_correct_drafts]
+    trees = [n for trace in with_tree.traces for n in trace.of_trees[0]]
+    assert len(chains) == len(trees)
+    assert sum(trees) > sum(chains)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
+    make: MakeLLM, with_tree: TraceSet, batch_size: int
+) -> None:
+    """There, trees have fewer levels, which is not what was recorded."""
+    run = run_phase(branching(make), requests()[:batch_size], batch_size, NUM_TOKENS)
+    measured = [
+        (r.stats.num_draft_tokens, r.stats.num_output_tokens) for r in run.rounds if r.stats.tree
+    ]
+    replayed: list[tuple[int, int]] = []
+    simulator = Simulator(
+        StaticPolicy(TREE.num_steps, tree=TREE),
+        with_tree,
+        TWO_CPU_CORES,
+        on_round=lambda batch, steps, verified: replayed.append(
+            (verified.num_draft_tokens, verified.num_output_tokens)
+        ),
+    )
+    simulator.run(Phase("mixture", batch_size, num_requests=batch_size, num_tokens=NUM_TOKENS))
+    whole = batch_size * TREE.num_draft_tokens
+    of_engine, of_replay = (
+        list(takewhile(lambda drafts_and_tokens: drafts_and_tokens[0] == whole, rounds))
+        for rounds in (measured, replayed)
+    )
+    assert of_engine == of_replay
+    assert len(of_engine) > 1
+
+
+def test_traces_of_other_requests_are_not_put_together(traces: TraceSet) -> None:
+    others = replace(traces, traces=traces.traces[::-1])
+    with pytest.raises(ValueError, match="other requests"):
+        traces.with_tree(TREE, others)
+
+
 def trace_sets() -> st.SearchStrategy[TraceSet]:
     trace = st.builds(
         AcceptanceTrace,
@@ -118,8 +179,11 @@ def trace_sets() -> st.SearchStrategy[TraceSet]:
         seed=st.integers(0, 2**63),
         num_prompt_tokens=st.integers(1, 1000),
         num_correct_drafts=st.lists(st.integers(0, 5), max_size=9).map(tuple),
+        of_trees=st.tuples(*[st.lists(st.integers(0, 2), max_size=9).map(tuple)] * 2),
     )
-    return st.builds(TraceSet, st.just(5), st.lists(trace, max_size=4).map(tuple))
+    trees = (TreeShape(2, 4), TreeShape(3, 9))
+    traces = st.lists(trace, max_size=4).map(tuple)
+    return st.builds(TraceSet, st.just(5), traces, st.just(trees), st.integers(2, 8))
 
 
 @pytest.fixture(scope="module")

@@ -35,6 +35,7 @@ def test_the_documented_defaults() -> None:
     (slot,) = load_slots({"candidate_steps": [1, 3, 7]}).values()
     assert slot.model_dump() == {
         "candidate_steps": (1, 3, 7),
+        "candidate_trees": None,
         "ema_alpha": 0.2,
         "update_interval": 5,
         "warmup_batches": 10,
@@ -158,3 +159,30 @@ def test_a_file_that_is_no_adaptive_config_is_refused_by_name(
 
 def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
     assert str(tmp_path / "none.json") in refusal(tmp_path / "none.json")
+
+
+def test_listed_trees_are_sorted_and_duplicates_are_folded() -> None:
+    (slot,) = load_slots({**LADDER, "candidate_trees": [[3, 8], [2, 6], [3, 8]]}).values()
+    assert slot.candidate_trees == ((2, 6), (3, 8))
+
+
+def test_a_slot_may_list_no_tree_at_all() -> None:
+    slots = load_slots({"1": {**LADDER, "candidate_trees": []}, "8": LADDER})
+    assert [slot.candidate_trees for slot in slots.values()] == [(), None]
+
+
+@pytest.mark.parametrize(
+    "trees",
+    [3, "3x8", [3, 8], [[3]], [[3, 8, 1]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]], [[3, 8.0]]],
+)
+def test_what_is_no_list_of_trees_is_refused_by_value(trees: object) -> None:
+    text = refusal({"1": {**LADDER, "candidate_trees": trees}})
+    assert f"1.candidate_trees={trees!r}" in text
+    assert "give pairs [num_steps, num_draft_tokens]" in text
+
+
+def test_a_tree_deeper_than_its_slot_is_refused() -> None:
+    text = refusal({"1": {**LADDER, "candidate_trees": [[2, 6], [4, 16]]}})
+    assert (
+        text == "1.candidate_trees=[4, 16]: candidate_steps end at 3; add 4 there, or leave it out"
+    )

@@ -192,7 +192,7 @@ def test_memory_does_not_grow_with_the_number_of_rounds() -> None:
     sizes = [
         len(speed._rounds)
         for bucket in collector._buckets.values()
-        for speed in (bucket.drafting, *bucket.by_num_steps.values())
+        for speed in (bucket.drafting, *bucket.by_tier.values())
     ]
     assert len(collector._buckets) == 7
     assert max(sizes) == SPEED_ROUNDS

@@ -14,6 +14,10 @@ STRATEGIES: list[dict[str, Any]] = [
     {"speculative_adaptive_strategy": "goodput", "speculative_per_sequence": False},
     {"speculative_adaptive_strategy": "goodput", "speculative_per_sequence": True},
 ]
+TREES: list[dict[str, Any]] = [
+    {},
+    {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7},
+]
 PROMPTS = [list(range(i, i + 12)) for i in range(6)]
 
 
@@ -28,15 +32,24 @@ def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
     return [output.token_ids for output in outputs]
 
 
+@pytest.mark.parametrize("trees", TREES, ids=["chains", "trees"])
 @pytest.mark.parametrize("strategy", STRATEGIES, ids=lambda s: "-".join(map(str, s.values())))
 def test_no_strategy_changes_a_text_or_keeps_a_request(
-    make_llm: MakeLLM, plain: list[tuple[int, ...]], strategy: dict[str, Any]
+    make_llm: MakeLLM,
+    plain: list[tuple[int, ...]],
+    strategy: dict[str, Any],
+    trees: dict[str, Any],
 ) -> None:
-    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=8, **strategy)
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=8, **strategy, **trees)
     outputs = llm.generate(PROMPTS, [params(i) for i in range(len(PROMPTS))])
     assert [output.token_ids for output in outputs] == plain
     snapshot = json.loads(json.dumps(llm.engine.snapshot()))
     assert snapshot["fallback"] is None
+    names = {str(tree) for tree in llm.engine.worker.tree_tiers}
+    assert names == set(snapshot.get("candidate_trees", ()))
+    assert bool(names) == bool(trees)
+    if trees and snapshot["strategy"] != "goodput":  # that one may find that chains are better
+        assert names & set(snapshot["rounds_by_num_steps"])
     assert snapshot["strategy"] == strategy["speculative_adaptive_strategy"]
     policy: Any = llm.engine.controller._policy
     if snapshot["strategy"] == "goodput":

@@ -1,0 +1,206 @@
+"""Which shapes of trees a policy is given to choose from."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.adaptive import AdaptiveController, PolicySettings
+from serve_spec.adaptive.trees import by_depth, by_slot, cut, ladder, of_depth
+from serve_spec.config import ConfigError, SpeculativeConfig
+from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.base import judge
+from serve_spec.core.round import TreeShape, VerifiedRound, most_tree_drafts
+from tests.helpers.rounds import decode_batch, verified_round
+
+TOPK = 4
+CONFIGURED = TreeShape(4, 15)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> TreeShape:
+    """What a configuration with beams of `TOPK` may ask for."""
+    num_steps = draw(st.integers(1, 7))
+    most = min(63, most_tree_drafts(TOPK, num_steps))
+    return TreeShape(num_steps, draw(st.integers(num_steps, most)))
+
+
+@given(shapes())
+def test_a_ladder_holds_the_configured_tree_and_smaller_ones_that_can_be_drafted(
+    tree: TreeShape,
+) -> None:
+    found = ladder(tree, TOPK)
+    assert list(found) == sorted(set(found))
+    assert found[-1] == tree
+    for shape in found[:-1]:
+        assert shape.num_steps < shape.num_draft_tokens < tree.num_draft_tokens
+        assert shape.num_draft_tokens <= most_tree_drafts(TOPK, shape.num_steps)
+
+
+@given(shapes(), st.integers(1, 7))
+def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(
+    tree: TreeShape, num_steps: int
+) -> None:
+    found = of_depth(tree, TOPK, num_steps)
+    assert found.num_steps == num_steps <= found.num_draft_tokens
+    assert found.num_draft_tokens <= most_tree_drafts(TOPK, num_steps)
+    assert found.num_draft_tokens <= max(tree.num_draft_tokens, num_steps)
+
+
+def test_a_tree_is_cut_to_the_depth_there_is() -> None:
+    assert cut(CONFIGURED, TOPK, 4) == CONFIGURED
+    assert cut(CONFIGURED, TOPK, 1) == TreeShape(1, 4)
+    assert cut(CONFIGURED, TOPK, 0) is None
+
+
+def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
+    slots = load_slots(
+        {
+            "1": {"candidate_steps": [7]},
+            "8": {"candidate_steps": [3]},
+            "16": {"candidate_steps": [4], "candidate_trees": [[4, 9], [2, 6]]},
+            "32": {"candidate_steps": [4], "candidate_trees": []},
+            "64": {"candidate_steps": [0]},
+        }
+    )
+    assert by_slot(CONFIGURED, TOPK, slots) == {
+        1: (TreeShape(2, 3), TreeShape(3, 7), TreeShape(4, 15)),
+        8: (TreeShape(1, 3), TreeShape(2, 7), TreeShape(3, 15)),
+        16: (TreeShape(2, 5), TreeShape(4, 8)),
+        32: (),
+        64: (),
+    }
+
+
+def test_tiers_of_ema_are_trees_of_their_depth_and_0_is_none() -> None:
+    slots = load_slots(
+        {
+            "1": {"candidate_steps": [0, 1, 4]},
+            "8": {"candidate_steps": [2, 3], "candidate_trees": [[3, 5], [3, 8]]},
+        }
+    )
+    assert by_depth(CONFIGURED, TOPK, slots) == {
+        1: {1: TreeShape(1, 4), 4: TreeShape(4, 15)},
+        8: {3: TreeShape(3, 7)},
+    }
+
+
+def settings(**changes: Any) -> PolicySettings:
+    given = {"tree": CONFIGURED, "static_tree": CONFIGURED, "topk": TOPK, **changes}
+    return PolicySettings(4, **given)
+
+
+def test_without_a_tree_no_strategy_has_any() -> None:
+    for strategy in ("static", "ema", "per_request", "goodput"):
+        assert PolicySettings(4, strategy=strategy).tree_shapes == ()  # type: ignore[arg-type]
+
+
+def test_every_strategy_names_what_it_may_ask_for() -> None:
+    assert settings(strategy="static").tree_shapes == (CONFIGURED,)
+    assert settings(adaptive=False, static_tree=None).tree_shapes == ()
+    assert settings(strategy="per_request").tree_shapes == (CONFIGURED,)
+    assert settings(strategy="per_request", max_steps=2).tree_shapes == (TreeShape(2, 15),)
+    assert settings(strategy="goodput").tree_shapes == ladder(CONFIGURED, TOPK)
+    conservative = (TreeShape(1, 4), TreeShape(3, 15), TreeShape(7, 15))
+    assert settings(strategy="ema").tree_shapes == conservative
+
+
+@pytest.mark.parametrize("strategy", ["static", "ema", "per_request"])
+def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
+    chosen = settings(strategy=strategy)
+    controller = AdaptiveController(chosen)
+    assert controller.candidate_trees == chosen.tree_shapes
+    for number in range(60):
+        batch = decode_batch(1 + number % 3)
+        steps = controller.choose_steps(batch)
+        assert steps.tree in chosen.tree_shapes
+        assert steps.tree is not None
+        assert steps.num_steps == steps.tree.num_steps
+        levels = list(steps.row_steps or [steps.num_steps] * batch.size)
+        assert max(levels) <= steps.tree.num_steps
+        controller.on_verify_complete(of_trees(levels, steps.tree, batch.size))
+    assert controller.snapshot()["fallback"] is None
+
+
+def of_trees(levels: list[int], tree: TreeShape, batch_size: int, missed: int = 0) -> VerifiedRound:
+    """A round of trees in which every level is kept, but for the last `missed`."""
+    kept = [max(0, steps - missed) for steps in levels]
+    plain = verified_round(kept, batch_size, tree.num_steps, row_steps=levels)
+    return replace(plain, tree=tree, num_draft_tokens=batch_size * tree.num_draft_tokens)
+
+
+def test_figures_of_trees_stand_beside_those_of_chains() -> None:
+    controller = AdaptiveController(settings(strategy="static"))
+    for _ in range(3):
+        controller.choose_steps(decode_batch(2))
+        controller.on_verify_complete(of_trees([4, 4], CONFIGURED, 2, missed=1))
+    shown = controller.snapshot()
+    assert shown["rounds_by_num_steps"] == {"4x15": 3}
+    assert shown["speculative_tree"] == "4x15"
+    assert shown["positions"] == []
+    trees: Any = shown["trees"]
+    assert trees["4x15"]["learned_accept_length"] == 4.0
+    assert [level["accepted"] for level in trees["4x15"]["levels"]] == [6, 6, 6, 0]
+
+
+def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again() -> None:
+    controller = AdaptiveController(settings(adaptive=False, strategy="static"))
+
+    def asked(**changes: Any) -> tuple[int, TreeShape | None]:
+        controller.reconfigure({f"speculative_{key}": value for key, value in changes.items()})
+        steps = controller.choose_steps(decode_batch(1))
+        return steps.num_steps, steps.tree
+
+    assert asked(num_steps=4) == (4, CONFIGURED)
+    assert asked(num_draft_tokens=None) == (4, None)
+    assert asked(num_draft_tokens=16) == (4, CONFIGURED)
+    assert asked(num_steps=0) == (0, None)
+    assert asked(num_steps=4, num_draft_tokens=16) == (4, CONFIGURED)
+    # A change of shape alone counts as a change of tier.
+    assert sum(controller.snapshot()["switches"].values()) == 4  # type: ignore[attr-defined]
+
+
+def test_trees_that_were_not_built_are_refused_and_nothing_changes() -> None:
+    controller = AdaptiveController(settings(adaptive=False, strategy="static"))
+    with pytest.raises(ConfigError) as caught:
+        controller.reconfigure({"speculative_num_draft_tokens": 9})
+    assert str(caught.value) == (
+        "candidate_trees=[[4, 9]]: no such tree was built at start; use some of [[4, 16]] (the "
+        "root counted), or restart with the new configuration"
+    )
+    assert controller.choose_steps(decode_batch(1)).tree == CONFIGURED
+
+
+def drafting(tmp_path: Path, trees: list[list[int]], **keys: Any) -> SpeculativeConfig:
+    """A section whose adaptive config lists these trees; any folder stands for the checkpoint."""
+    file = tmp_path / "adaptive.json"
+    file.write_text(f'{{"1": {{"candidate_steps": [0, 5], "candidate_trees": {trees}}}}}')
+    drafts = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+    return judge(SpeculativeConfig, {**drafts, "speculative_adaptive_config": str(file), **keys})
+
+
+def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
+    config = drafting(tmp_path, [[3, 8], [5, 20]], speculative_eagle_topk=4)
+    found = PolicySettings.of(config).tree_shapes
+    assert found == (TreeShape(3, 7), TreeShape(5, 19))
+
+
+@pytest.mark.parametrize(
+    ("topk", "trees", "message"),
+    [
+        (1, [[3, 8]], "candidate_trees=[3, 8]: slot 1 lists it, but speculative_eagle_topk=1"),
+        (2, [[2, 8]], "makes trees of at most 7 rows of 2 steps; change one of them"),
+        (4, [[5, 65]], "makes trees of at most 64 rows of 5 steps"),
+    ],
+)
+def test_listed_trees_that_can_not_be_drafted_are_refused(
+    tmp_path: Path, topk: int, trees: list[list[int]], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        drafting(tmp_path, trees, speculative_eagle_topk=topk)
+    assert message in str(caught.value)
