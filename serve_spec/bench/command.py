@@ -6,6 +6,7 @@ import sys
 
 from serve_spec.bench import controller, offline, stats, trace
 from serve_spec.bench.adaptive import command as adaptive
+from serve_spec.bench.drafters import command as drafters
 from serve_spec.bench.kernels import command as kernels
 from serve_spec.bench.online import command as online
 from serve_spec.bench.parallel import command as parallel
@@ -13,6 +14,7 @@ from serve_spec.bench.parallel import command as parallel
 _BENCHES = {
     "adaptive": adaptive.main,
     "controller": controller.main,
+    "drafters": drafters.main,
     "kernels": kernels.main,
     "offline": offline.main,
     "online": online.main,

@@ -46,6 +46,29 @@ class Arm:
 
 
 @dataclass(frozen=True)
+class Workload:
+    """Prompts to run at one temperature, `batch_size` at a time."""
+
+    prompts: Sequence[list[int]]
+    output_tokens: int
+    temperature: float
+    batch_size: int
+
+    @property
+    def params(self) -> list[SamplingParams]:
+        """Of every prompt: seeds of its own, and no end before the last token."""
+        return [
+            SamplingParams(
+                max_tokens=self.output_tokens,
+                temperature=self.temperature,
+                seed=1000 + i,
+                ignore_eos=True,
+            )
+            for i in range(len(self.prompts))
+        ]
+
+
+@dataclass(frozen=True)
 class Cell:
     """The figures of one arm at one temperature and batch size."""
 
@@ -53,6 +76,9 @@ class Cell:
     temperature: float
     batch_size: int
     tokens_per_second: float
+    """Of the median repetition."""
+    tokens_per_second_range: tuple[float, float]
+    """Of the slowest repetition and of the fastest."""
     speedup: float
     decode_tokens_per_second: float | None
     """Of a batch that is always full; None where no text was long enough to tell."""
@@ -69,7 +95,9 @@ class Cell:
 def main(argv: list[str]) -> int:
     """Runs the benchmark; prints a table and, last, one JSON line."""
     args = _parser().parse_args(argv)
-    llm = LLM(args.config, **{**_room(args), **overrides(args)})
+    num_tokens = args.prompt_tokens + args.output_tokens
+    sizes = {**room(max(args.batch_sizes), num_tokens), "speculative_adaptive": True}
+    llm = LLM(args.config, **{**sizes, **overrides(args)})
     arms = _arms(llm.engine.controller, args.num_steps)
     prompts = held_out_prompts(
         llm.engine.tokenizer.encode,
@@ -80,10 +108,11 @@ def main(argv: list[str]) -> int:
     cells: list[Cell] = []
     for batch_size in args.batch_sizes:
         mine = prompts[: max(args.num_prompts, batch_size)]
-        _warm_up(llm, arms, mine[:batch_size])
+        warm_up(llm, arms, mine[:batch_size])
         for temperature in args.temperatures:
-            _measure(llm, arms, mine, temperature, batch_size, args)
-            cells += _cells(arms, temperature, batch_size)
+            run = Workload(mine, args.output_tokens, temperature, batch_size)
+            measure(llm, arms, run, args.repetitions)
+            cells += cells_of(arms, temperature, batch_size)
             save(_result(args, llm.config, cells), args.json)
     print(_table(cells))
     result = _result(args, llm.config, cells)
@@ -130,15 +159,10 @@ def _result(
     }
 
 
-def _room(args: argparse.Namespace) -> dict[str, Any]:
-    """Keys with which every arm fits."""
-    most = max(args.batch_sizes)
-    tokens = most * (args.prompt_tokens + args.output_tokens + 64)
-    return {
-        "num_pages": max(256, tokens // 16),
-        "max_num_seqs": most,
-        "speculative_adaptive": True,
-    }
+def room(batch_size: int, num_tokens: int) -> dict[str, Any]:
+    """Keys with which so many requests of so many tokens fit, however they draft."""
+    tokens = batch_size * (num_tokens + 64)
+    return {"num_pages": max(256, tokens // 16), "max_num_seqs": batch_size}
 
 
 def _arms(controller: AdaptiveController, num_steps: Sequence[int]) -> list[Arm]:
@@ -147,7 +171,7 @@ def _arms(controller: AdaptiveController, num_steps: Sequence[int]) -> list[Arm]
     return [*fixed, Arm("adaptive", controller)]
 
 
-def _warm_up(llm: LLM, arms: Sequence[Arm], prompts: list[list[int]]) -> None:
+def warm_up(llm: LLM, arms: Sequence[Arm], prompts: list[list[int]]) -> None:
     """First rounds are slow, whatever runs them."""
     params = SamplingParams(max_tokens=WARM_UP_TOKENS, temperature=0.0, seed=1, ignore_eos=True)
     for arm in arms:
@@ -155,37 +179,19 @@ def _warm_up(llm: LLM, arms: Sequence[Arm], prompts: list[list[int]]) -> None:
         llm.generate(prompts, params)
 
 
-def _measure(
-    llm: LLM,
-    arms: Sequence[Arm],
-    prompts: list[list[int]],
-    temperature: float,
-    batch_size: int,
-    args: argparse.Namespace,
-) -> None:
+def measure(llm: LLM, arms: Sequence[Arm], workload: Workload, repetitions: int) -> None:
     """Every arm in turn, over and over."""
-    params = [
-        SamplingParams(
-            max_tokens=args.output_tokens, temperature=temperature, seed=1000 + i, ignore_eos=True
-        )
-        for i in range(len(prompts))
-    ]
     for arm in arms:
         arm.seconds, arm.decoding, arm.outputs = [], [], []
-    title = f"T={temperature} batch={batch_size}"
-    for _ in tqdm(range(args.repetitions), desc=title, leave=False):
+    title = f"T={workload.temperature} batch={workload.batch_size}"
+    for _ in tqdm(range(repetitions), desc=title, leave=False):
         for arm in arms:
             llm.engine.controller = arm.controller
-            _run(llm, arm, prompts, params, batch_size)
+            _run(llm, arm, workload)
 
 
-def _run(
-    llm: LLM,
-    arm: Arm,
-    prompts: list[list[int]],
-    params: list[SamplingParams],
-    batch_size: int,
-) -> None:
+def _run(llm: LLM, arm: Arm, workload: Workload) -> None:
+    prompts, params, batch_size = workload.prompts, workload.params, workload.batch_size
     counters = llm.engine.counters
     before = (counters.draft_ms, counters.verify_ms, counters.num_steps_executed)
     outputs: list[RequestOutput] = []
@@ -204,13 +210,14 @@ def _run(
     arm.rounds = counters.num_steps_executed - before[2]
 
 
-def _cells(arms: list[Arm], temperature: float, batch_size: int) -> list[Cell]:
+def cells_of(arms: list[Arm], temperature: float, batch_size: int) -> list[Cell]:
     reference = [output.token_ids for output in arms[0].outputs]
     off_seconds = statistics.median(arms[0].seconds)
     off_speed = _decode_speed(arms[0])
     cells = []
     for arm in arms:
         seconds = statistics.median(arm.seconds)
+        tokens = sum(len(output.token_ids) for output in arm.outputs)
         speed = _decode_speed(arm)
         stats = [output.speculation for output in arm.outputs]
         num_rounds = sum(s.num_rounds for s in stats)
@@ -224,7 +231,8 @@ def _cells(arms: list[Arm], temperature: float, batch_size: int) -> list[Cell]:
                 arm=arm.name,
                 temperature=temperature,
                 batch_size=batch_size,
-                tokens_per_second=sum(len(o.token_ids) for o in arm.outputs) / seconds,
+                tokens_per_second=tokens / seconds,
+                tokens_per_second_range=(tokens / max(arm.seconds), tokens / min(arm.seconds)),
                 speedup=off_seconds / seconds,
                 decode_tokens_per_second=speed,
                 decode_speedup=speed / off_speed if speed and off_speed else None,

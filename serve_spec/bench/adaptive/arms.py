@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
 from serve_spec.bench.adaptive.report import OFF, ArmRuns, Measurement
+from serve_spec.core.round import TreeShape
 
 ADAPTIVE_ARMS: Mapping[str, Mapping[str, object]] = {
     "ema": {
@@ -30,6 +31,10 @@ ADAPTIVE_ARMS: Mapping[str, Mapping[str, object]] = {
     },
 }
 """The policies besides fixed depths, and how a controller is told of them."""
+
+
+CHAINS_ALONE = "goodput-chains"
+"""Where trees are built, goodput without them."""
 
 
 @dataclass
@@ -63,14 +68,17 @@ class Arm:
 
 
 def make_arms(
-    controller: AdaptiveController, num_steps: Sequence[int], names: Sequence[str]
+    controller: AdaptiveController,
+    num_steps: Sequence[int],
+    names: Sequence[str],
+    trees: Sequence[TreeShape] = (),
 ) -> list[Arm]:
-    """Off, the fixed depths, ascending, and the policies `names`.
+    """Off, the fixed depths, ascending, the trees and the policies `names`.
 
     controller: the engine's own, still unused: it knows what rounds cost and which tiers exist.
 
     Raises:
-        ConfigError: a depth that no tier was built for, or goodput without costs.
+        ConfigError: a depth or tree that no tier was built for, or goodput without costs.
     """
 
     def arm(name: str, settings: Mapping[str, object], *, is_static: bool) -> Arm:
@@ -79,13 +87,22 @@ def make_arms(
         return Arm(name, is_static, mine)
 
     fixed = {OFF: 0, **{f"K={steps}": steps for steps in sorted(set(num_steps))}}
-    arms = [
-        arm(name, {"speculative_num_steps": steps}, is_static=True) for name, steps in fixed.items()
+    arms = [arm(name, _fixed(steps, None), is_static=True) for name, steps in fixed.items()]
+    arms += [
+        arm(str(tree), _fixed(tree.num_steps, tree.num_draft_tokens + 1), is_static=True)
+        for tree in trees
     ]
     built = {"candidate_steps": [steps for steps in controller.candidate_steps if steps]}
     for name in names:
-        settings = dict(ADAPTIVE_ARMS[name])
+        settings = dict(ADAPTIVE_ARMS["goodput" if name == CHAINS_ALONE else name])
         if name == "per-request":  # left alone, it goes deeper than there are tiers
             settings["speculative_adaptive_config"] = built
+        if name == CHAINS_ALONE:
+            settings["speculative_adaptive_config"] = {**built, "candidate_trees": []}
         arms.append(arm(name, settings, is_static=False))
     return arms
+
+
+def _fixed(num_steps: int, num_rows: int | None) -> Mapping[str, object]:
+    """What a controller is told of a fixed tier: a chain, or a tree of so many rows."""
+    return {"speculative_num_steps": num_steps, "speculative_num_draft_tokens": num_rows}

@@ -1,0 +1,1 @@
+"""`serve-spec bench drafters`: every drafter, in chains and in trees."""
