@@ -28,6 +28,7 @@ def costs(setting: Setting) -> Section:
         path=config.speculative.speculative_cost_table,
         max_batch_size=config.scheduler.max_num_seqs,
         max_steps=max(setting.controller.candidate_steps),
+        trees=setting.controller.candidate_trees,
         measure=_not_again,
     )
     if table is None:

@@ -124,6 +124,10 @@ def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
     if not config.speculative.enabled:
         fix = "a pair is tuned; name an algorithm and its draft"
         raise ConfigError(f"speculative.speculative_algorithm='NONE': {fix}")
+    topk = config.speculative.speculative_eagle_topk
+    if topk > 1:
+        fix = "chains are tuned; set it to 1 here (a server that drafts trees measures them itself)"
+        raise ConfigError(f"speculative.speculative_eagle_topk={topk}: {fix}")
     forced = config.speculative.synthetic_acceptance
     if forced is not None:
         fix = "what is tuned under forced acceptance fits no real text; leave the key out"

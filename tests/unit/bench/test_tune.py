@@ -295,6 +295,7 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
         (["--num-prompts", "0"], "num_prompts=0: give at least 1"),
         (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
+        (["--set", "speculative_eagle_topk=4"], "speculative.speculative_eagle_topk=4"),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(
