@@ -36,6 +36,19 @@ DRAFTERS = {
         Drafter("EAGLE", "EAGLE", "asset:tiny/eagle"),
         Drafter("MEDUSA", "MEDUSA", "asset:tiny/medusa"),
         Drafter("STANDALONE", "STANDALONE", "asset:tiny/standalone"),
+        Drafter(
+            "INT8-TARGET",
+            "STANDALONE",
+            "asset:tiny/target",
+            settings={"speculative_draft_model_quantization": "int8"},
+        ),
         Drafter("NGRAM", "NGRAM", None, branches=False),
+        Drafter(
+            "NGRAM+EAGLE3",
+            "EAGLE3",
+            "asset:tiny/eagle3",
+            branches=False,  # a round of trees looks into no text
+            settings={"speculative_ngram_first": True},
+        ),
     )
 }
