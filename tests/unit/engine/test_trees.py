@@ -260,17 +260,18 @@ def kept_by_round(llm: LLM, prompts: list[list[int]], params: SamplingParams) ->
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_lanes_draft_the_trees_of_the_host(pair: Pair, algorithm: str) -> None:
     """Round by round as many drafts are kept, until the end comes into sight."""
-    make, shape = llm_maker(pair, "cpu"), (3, 4, 14)
-    for temperature in (0.0, 0.9):
+    make, shape, total = llm_maker(pair, "cpu"), (3, 2, 5), 0
+    for temperature in (0.0, 1.0, 1.5):
         params = SamplingParams(max_tokens=70, temperature=temperature, seed=3, ignore_eos=True)
-        kept = [
+        of_host, of_lanes = (
             kept_by_round(
                 with_trees(make, algorithm, shape, execution=execution), [[7, 8, 9]], params
-            )
+            )[:12]
             for execution in ("eager", "lanes")
-        ]
-        assert kept[0][:12] == kept[1][:12]
-        assert 0 < sum(sum(row) for row in kept[0][:12]) < 36
+        )
+        assert of_host == of_lanes
+        total += sum(map(sum, of_host))
+    assert 0 < total < 3 * 36, "the test needs kept and rejected drafts"
 
 
 def test_trees_are_drafted_beside_prompts(pair: Pair) -> None:
