@@ -17,7 +17,7 @@ from serve_spec.core.round import TreeShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops import fast
-from serve_spec.ops.draft_tree import Beam, choose_drafts, grow, root_beam
+from serve_spec.ops.draft_tree import Beam, root_beam
 from serve_spec.ops.layout import RowLayout
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.pieces import PIECE_ROWS
@@ -135,13 +135,13 @@ class EagleLaneDrafter:
                 self.topk,
             )
             by_place = (batch_size, width, self.topk)
-            level, beam = grow(beam, children.view(by_place), likely.view(by_place), step)
+            level, beam = fast.grow_beam(beam, children.view(by_place), likely.view(by_place), step)
             levels.append(level)
             if step + 1 < shape.num_steps:
                 hidden = self._feed(round, beam, hidden, members, lengths, step)
         counts = round.query_lens[:batch_size] - 1
         most = shape.num_draft_tokens
-        token_ids, parents = choose_drafts(levels, num_steps, counts, most)
+        token_ids, parents = fast.choose_drafts(levels, num_steps, counts, most)
         round.drafts[:batch_size, :most] = token_ids
         round.parents[:batch_size, :most] = parents
 

@@ -60,7 +60,7 @@ def root_beam(batch_size: int, device: torch.device) -> Beam:
     return Beam(none, zero.float(), none, zero, zero)
 
 
-def grow(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
+def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
     """The level number `step`, and its beam.
 
     token_ids: int64 [B, W, topk], the children of every place of the beam `before`, -1 for none.

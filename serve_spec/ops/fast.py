@@ -17,6 +17,7 @@ from serve_spec.core.gpu import is_hopper
 from serve_spec.ops import (
     acceptance,
     activation,
+    draft_tree,
     draw,
     kv_move,
     layout,
@@ -30,6 +31,7 @@ from serve_spec.ops import (
 from serve_spec.ops import linear as plain_linear
 from serve_spec.ops import paged_attention as plain_paged_attention
 from serve_spec.ops.acceptance import AcceptedPath
+from serve_spec.ops.draft_tree import Beam, Level
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.layout import RowLayout
 from serve_spec.ops.linear import EightBit
@@ -131,6 +133,28 @@ def draw_children(
             logits, owners, positions, params, sharpness, target_ids, topk
         )
     return draw.draw_children(logits, owners, positions, params, sharpness, target_ids, topk)
+
+
+def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
+    """See `draft_tree.grow_beam`."""
+    if token_ids.is_cuda:
+        from serve_spec.ops import draft_tree_triton
+
+        if token_ids[0].numel() <= draft_tree_triton.MAX_CANDIDATES:
+            return draft_tree_triton.grow_beam(before, token_ids, scores, step)
+    return draft_tree.grow_beam(before, token_ids, scores, step)
+
+
+def choose_drafts(
+    levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
+) -> tuple[Tensor, Tensor]:
+    """See `draft_tree.choose_drafts`."""
+    if num_steps.is_cuda:
+        from serve_spec.ops import draft_tree_triton
+
+        if sum(level.scores.shape[1] for level in levels) <= draft_tree_triton.MAX_CANDIDATES:
+            return draft_tree_triton.choose_drafts(levels, num_steps, num_draft_tokens, width)
+    return draft_tree.choose_drafts(levels, num_steps, num_draft_tokens, width)
 
 
 def accept_path(

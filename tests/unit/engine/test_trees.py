@@ -99,6 +99,18 @@ def test_changing_between_chains_trees_and_nothing_every_round_never_changes_the
     assert texts(llm.generate(prompts, params)) == plain
 
 
+def test_trees_of_texts_that_begin_with_pages_of_others_are_as_good(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]]
+) -> None:
+    """Neither kept drafts nor beams touch what other texts read."""
+    prompts, params = prompts_and_params()
+    llm = with_trees(make_llm, "EAGLE3", (4, 4, 20), max_num_seqs=3)
+    first, second, third = (llm.generate(prompts, params) for _ in range(3))
+    assert texts(first) == texts(second) == texts(third) == plain
+    assert llm.engine.counters.num_prefix_hit_tokens > 0
+    assert abs(sums(third)[2] - sums(first)[2]) < 0.1 * sums(first)[2]
+
+
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_preemption_never_changes_the_text(
     make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str

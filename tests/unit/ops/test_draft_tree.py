@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_spec.core.round import most_tree_drafts
+from serve_spec.ops import draft_tree
 from serve_spec.ops.acceptance import tree_masks
-from serve_spec.ops.draft_tree import choose_drafts, grow, likeliest_children, root_beam
+from serve_spec.ops.draft_tree import choose_drafts, grow_beam, likeliest_children, root_beam
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE
+
+from serve_spec.ops import draft_tree_triton  # isort: skip
 
 Path = tuple[int, ...]
 Likely = Callable[[Path], list[float]]
@@ -45,7 +50,7 @@ def tree_of(
     for step in range(max(steps)):
         scores = [[likely(path) for path in of_one] for of_one in paths]
         tokens = torch.arange(topk).expand(len(steps), len(paths[0]), topk)
-        level, beam = grow(beam, tokens, torch.tensor(scores), step)
+        level, beam = grow_beam(beam, tokens, torch.tensor(scores), step)
         levels.append(level)
         paths = [
             [(*of_one[before], token) for before, token in zip(befores, ids, strict=True)]
@@ -148,7 +153,7 @@ def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
     entries: list[Path] = []
     for step in range(num_steps):
         tokens = torch.arange(topk).expand(1, len(paths), topk)
-        _, beam = grow(beam, tokens, torch.tensor([[likely(path) for path in paths]]), step)
+        _, beam = grow_beam(beam, tokens, torch.tensor([[likely(path) for path in paths]]), step)
         befores, ids = beam.befores[0].tolist(), beam.token_ids[0].tolist()
         paths = [(*paths[before], token) for before, token in zip(befores, ids, strict=True)]
         entries += paths
@@ -185,9 +190,49 @@ def test_rows_without_a_usable_number_have_no_children_and_no_say(bad: float) ->
     nothing, _ = likeliest_children(torch.full((1, 6), float("-inf")), 2, None)
     assert nothing.tolist() == [[-1, -1]]
     beam = root_beam(1, torch.device("cpu"))
-    first, beam = grow(beam, torch.tensor([[[4, 5]]]), torch.tensor([[[-1.0, -2.0]]]), 0)
+    first, beam = grow_beam(beam, torch.tensor([[[4, 5]]]), torch.tensor([[[-1.0, -2.0]]]), 0)
     # The first of the beam is broken, so that the second one's children are all there are.
-    second, _ = grow(beam, found.unsqueeze(0), likely.unsqueeze(0), 1)
+    second, _ = grow_beam(beam, found.unsqueeze(0), likely.unsqueeze(0), 1)
     ids, parents = choose_drafts([first, second], torch.tensor([2]), torch.tensor([4]), 4)
     assert ids.tolist() == [[4, 5, *found[1].tolist()]]
     assert parents.tolist() == [[0, 0, 2, 2]]
+
+
+@settings(max_examples=12, deadline=None)
+@given(sizes(), st.integers(0, 2**31), st.booleans(), st.integers(0, 6))
+def test_the_kernels_grow_and_choose_as_the_law_does(
+    shape: tuple[int, list[int], list[int]], seed: int, ties: bool, num_broken: int
+) -> None:
+    """Beside sequences that draft nothing; some candidates are no tokens."""
+    topk, steps, counts = shape
+    steps, counts = [*steps, 0], [*counts, -1]
+    generator = torch.Generator().manual_seed(seed)
+    beams = {twin: root_beam(len(steps), DEVICE) for twin in (draft_tree, draft_tree_triton)}
+    levels: dict[object, list[draft_tree.Level]] = {twin: [] for twin in beams}
+    for step in range(max(steps)):
+        by_place = (len(steps), 1 if step == 0 else topk, topk)
+        ids = torch.randint(0, 50, by_place, generator=generator)
+        scores = -torch.rand(by_place, generator=generator)
+        scores = scores.mul(3).round() if ties else scores
+        broken = torch.randint(ids.numel(), (num_broken,), generator=generator)
+        ids.view(-1)[broken] = -1
+        scores.view(-1)[broken[:1]] = float("nan")
+        for twin in beams:
+            with poisoned_memory():
+                level, beams[twin] = twin.grow_beam(
+                    beams[twin], ids.to(DEVICE), scores.to(DEVICE), step
+                )
+            levels[twin].append(level)
+        for mine, law in zip(*beams.values(), strict=True):
+            assert torch.equal(mine, law)
+        for mine, law in zip(*(of_twin[-1] for of_twin in levels.values()), strict=True):
+            assert torch.equal(mine, law)
+    num_steps = torch.tensor(steps, dtype=torch.int32, device=DEVICE)
+    wanted = torch.tensor(counts, dtype=torch.int32, device=DEVICE)
+    found = []
+    for twin, of_twin in levels.items():
+        with poisoned_memory():
+            found.append(twin.choose_drafts(of_twin, num_steps, wanted, max(counts)))  # type: ignore[attr-defined]
+    for b, count in enumerate(counts):
+        for law, kernel in zip(*found, strict=True):
+            assert law[b, : max(count, 0)].tolist() == kernel[b, : max(count, 0)].tolist()
