@@ -90,8 +90,7 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch, topk: int) -> list[RowDra
     if steps.tree is None:
         rows = zip(fair_steps(steps, batch), text_steps(steps, batch), strict=True)
         return [RowDrafts(num_steps, from_text=of_text > 0) for num_steps, of_text in rows]
-    most = steps.tree.num_draft_tokens
-    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
+    most, wanted = steps.tree.num_draft_tokens, wanted_steps(steps, batch)
     usable = [min(want, room) for want, room in zip(wanted, batch.max_steps, strict=True)]
     sizes = [min(most, most_tree_drafts(topk, levels)) for levels in usable]
     if sum(sizes) > batch.max_draft_tokens:
