@@ -96,12 +96,12 @@ def _launch(
     if splits > 1:
         partials = query.new_empty((pairs, splits, lines, head_dim), dtype=torch.float32)
         stats = query.new_empty((pairs, splits, 2, lines), dtype=torch.float32)
+    tree_len = layout.tree_len or 0  # no constant: it is another one at every level of a tree
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
         "HEAD_DIM": head_dim,
         "WINDOW": layout.window,
-        "TREE_LEN": layout.tree_len,
         "SPLITS": splits,
         "LINES": lines,
         "DEPENDENT": dependent_launch(query.device),
@@ -110,27 +110,28 @@ def _launch(
     _attend_kernel[(num_kv_heads, splits, num_sequences)](
         query, keys, values, layout.tables, layout.query_starts, layout.kv_lens, layout.tree_mask,
         out, partials, stats,
-        num_rows, query.stride(0), layout.tables.stride(0), math.log2(math.e) / head_dim**0.5,
+        num_rows, query.stride(0), layout.tables.stride(0), tree_len,
+        math.log2(math.e) / head_dim**0.5,
         PAGE_SIZE=layout.page_size, BLOCK_LINES=max(lines, 16), BLOCK=tiling.block,
         num_stages=tiling.num_stages, **shape, **launch,
     )  # fmt: skip
     if splits > 1:
         merged = max(1, min(lines, _MERGE_NUMBERS // (splits * head_dim)))
         _merge_kernel[(num_kv_heads, lines // merged, num_sequences)](
-            layout.query_starts, layout.kv_lens, out, partials, stats,
+            layout.query_starts, layout.kv_lens, out, partials, stats, tree_len,
             MERGE_LINES=merged, **shape, **launch,
         )  # fmt: skip
     return out
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride"])
+@triton.jit(do_not_specialize=["num_rows", "table_stride", "tree_len"])
 def _attend_kernel(
     query, keys, values, tables, query_starts, kv_lens, tree_mask,
     out, partials, stats,
-    num_rows, query_stride, table_stride, scale,
+    num_rows, query_stride, table_stride, tree_len, scale,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, TREE_LEN: tl.constexpr, SPLITS: tl.constexpr,
-    LINES: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
+    BLOCK_LINES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DEPENDENT:
@@ -138,7 +139,7 @@ def _attend_kernel(
         tl.extra.cuda.gdc_wait()
     num_owned = tl.load(query_starts + tl.num_programs(2))
     first_row, query_len, kv_len, begin, share, num_shares = _shares(
-        query_starts, kv_lens, sequence, WINDOW, TREE_LEN, SPLITS
+        query_starts, kv_lens, sequence, tree_len, WINDOW, SPLITS
     )
     if split >= num_shares:
         return
@@ -152,7 +153,7 @@ def _attend_kernel(
     row = first_row + line // GROUP
     at = row.to(tl.int64) * query_stride + (head * GROUP + line % GROUP) * HEAD_DIM
     q = tl.load(query + at[:, None] + dim[None, :], mask=is_line[:, None], other=0.0)
-    first_position = kv_len - (query_len if TREE_LEN is None else TREE_LEN)
+    first_position = kv_len - tl.where(tree_len > 0, tree_len, query_len)
     if tree_mask is None:
         ancestors = tl.full([BLOCK_LINES], 0, tl.int64)
         own = first_position + line // GROUP
@@ -222,12 +223,12 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
     return tl.where((draft < 0)[None, :], near, is_ancestor)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tree_len"])
 def _merge_kernel(
-    query_starts, kv_lens, out, partials, stats,
+    query_starts, kv_lens, out, partials, stats, tree_len,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, TREE_LEN: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
-    MERGE_LINES: tl.constexpr, DEPENDENT: tl.constexpr,
+    WINDOW: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     head, sequence = tl.program_id(0), tl.program_id(2)
     first_line = tl.program_id(1) * MERGE_LINES
@@ -235,7 +236,7 @@ def _merge_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     first_row, query_len, _, _, _, num_shares = _shares(
-        query_starts, kv_lens, sequence, WINDOW, TREE_LEN, SPLITS
+        query_starts, kv_lens, sequence, tree_len, WINDOW, SPLITS
     )
     if (num_shares > 1) & (first_line < query_len * GROUP):
         pair = sequence * NUM_KV_HEADS + head
@@ -246,15 +247,12 @@ def _merge_kernel(
 
 
 @triton.jit
-def _shares(
-    query_starts, kv_lens, sequence,
-    WINDOW: tl.constexpr, TREE_LEN: tl.constexpr, SPLITS: tl.constexpr,
-):  # fmt: skip
+def _shares(query_starts, kv_lens, sequence, tree_len, WINDOW: tl.constexpr, SPLITS: tl.constexpr):
     """A sequence's first row, rows and length; first entry seen, entries per share, shares."""
     first_row = tl.load(query_starts + sequence)
     query_len = tl.load(query_starts + sequence + 1) - first_row
     kv_len = tl.load(kv_lens + sequence)
-    newest = query_len if TREE_LEN is None else TREE_LEN
+    newest = tl.where(tree_len > 0, tree_len, query_len)
     begin = tl.maximum(kv_len - newest - (WINDOW - 1), 0) if WINDOW is not None else 0
     # At least one entry: the first share writes rows whatever there is to see.
     length = tl.maximum(tl.where(query_len > 0, kv_len - begin, 0), 1)
