@@ -2,6 +2,7 @@
 #
 #   make serve    install, then serve the shipped model and print a curl line
 #   make test     install, then lint, types and the CPU tests (what .ci/run calls)
+#   make fuzz     random lives of engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
 # torch comes from the index pip is configured with. For a small CPU build:
 #   PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make install
@@ -25,7 +26,7 @@ ENGINE_TESTS := tests/unit/engine
 # These run Ray's processes beside them, and some of Ray's limits are times: nothing else runs then.
 RAY_TESTS := tests/e2e tests/serving
 
-.PHONY: install serve test test-engine test-rest test-ray lint types format bench clean
+.PHONY: install serve test test-engine test-rest test-ray fuzz lint types format bench clean
 
 install: $(STAMP)
 
@@ -49,6 +50,14 @@ test-engine: install
 
 test-rest: install
 	$(BIN)/python -m pytest $(ENGINE_TESTS:%=--ignore=%) $(RAY_TESTS:%=--ignore=%)
+
+# Other slices of tests/fuzz than `test` runs: SLICES of them, EXAMPLES lives each.
+SLICES ?= 10
+EXAMPLES ?= 150
+fuzz: install
+	for slice in $$(seq 1 $(SLICES)); do \
+		SERVE_SPEC_FUZZ_SLICE=$$slice SERVE_SPEC_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/fuzz || exit 1; \
+	done
 
 test-ray: install
 	$(BIN)/python -m pytest $(RAY_TESTS)
