@@ -89,10 +89,6 @@ class EagleLaneDrafter:
         members = round.members[:batch_size]
         lengths = round.lanes.lengths.index_select(0, members)
         hidden = round.hidden[:batch_size]
-        if round.parents is not None:
-            # The stage beside prompts does not know chains from trees.
-            chain = torch.arange(round.parents.shape[1], device=members.device)
-            round.parents[:batch_size] = chain.to(torch.int32)
         for step in range(num_steps):
             tokens = fast.draw_drafts(
                 self.head.logits(hidden, step),

@@ -28,8 +28,8 @@ class LaneRound:
     then the tokens; see `ops.acceptance`. `sharpness` float32 [1]: at which temperature sampled
     sequences draft, over their own. `masks`: what the rows that draw may, by grammar. `pieces`:
     texts a stage computes beside these rows, or instead of them.
-    Where drafts may branch: `parents` int32 [B, N], as in `DraftTrees`, of chains too; `paths`
-    int32 [B, K + 1], see `AcceptedPath`.
+    Where drafts may branch: `parents` int32 [B, N], as in `DraftTrees`; `paths` int32 [B, K + 1],
+    see `AcceptedPath`.
     """
 
     lanes: Lanes

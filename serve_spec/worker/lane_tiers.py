@@ -118,7 +118,10 @@ class LaneTiers:
             with self._reported(num_steps):
                 self.states[num_steps] = self._tier(num_steps)
         with self._reported(None):
-            self.beside_prompts = self._record_beside_prompts()
+            self._beside_prompts = {
+                trees: self._record_beside_prompts(trees=trees)
+                for trees in ((True, False) if self.trees else (False,))
+            }
             self.make_up = self._record_make_up()
         logger.info("recorded: %s", "; ".join(map(str, self.report)))
 
@@ -150,6 +153,10 @@ class LaneTiers:
         """The shallowest tier that holds `num_steps` of so many sequences: the whole switch."""
         fitting = (s for s in self.states if s >= num_steps and self._largest(s) >= batch_size)
         return self.states[min(fitting, default=max(self.states))]
+
+    def beside_prompts(self, tier: SpecRuntimeState) -> VerifyGraphs:
+        """The verification of a tier in a round that computes prompts, too."""
+        return self._beside_prompts[tier.tree is not None]
 
     def extend_for(self, backlog: int, batch_size: int) -> StageGraphs:
         """The narrowest catch-up that makes `backlog` entries of so many sequences."""
@@ -256,10 +263,10 @@ class LaneTiers:
         return _verify_graphs(stages)
 
     @torch.inference_mode()
-    def _record_beside_prompts(self) -> VerifyGraphs:
-        """By rows, those of prompts and those that draw, of whatever tier."""
-        width = max(PIECE_ROWS, 1 << self._round.max_drafts.bit_length())
-        trees = bool(self.trees)
+    def _record_beside_prompts(self, *, trees: bool) -> VerifyGraphs:
+        """By rows, those of prompts and those that draw, of whatever tier of trees or chains."""
+        most = self._round.max_drafts if trees else max(self._eager.tiers)
+        width = max(PIECE_ROWS, 1 << most.bit_length())
         counts = prompt_row_counts(self._round.pieces.max_rows)
         return _verify_graphs(
             {

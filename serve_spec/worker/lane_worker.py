@@ -181,7 +181,7 @@ class LaneWorker:
         verify = self._stages(tier).verify
         if prompts:
             self.round.pieces.write(_computed_only(row) for row in prompts)
-            verify = self.recorded.beside_prompts
+            verify = self.recorded.beside_prompts(tier)
         num_rows = sum(row.query_len for row in plan.rows)
         verify.run(num_rows)
         read_back = next(self._read_backs)
