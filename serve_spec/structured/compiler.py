@@ -9,7 +9,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar, GrammarKind
 from serve_spec.log import get_logger
-from serve_spec.structured.schema import check_schema
+from serve_spec.structured.schema import checked_schema
 
 logger = get_logger(__name__)
 
@@ -35,7 +35,7 @@ _MAX_ITEMS_IN_ROW = 20_000
 """Ways a text may go on at once: an object of a few thousand optional properties has as many."""
 
 _MAX_LEXER_STATES = 50_000
-"""Of one text, up to 2 kB each."""
+"""Of all texts by a grammar, up to 2 kB each."""
 
 _STACK_BYTES = 512 * 2**20
 """References make the compiler recurse: as deep as the longest grammar can, about a tenth of this
@@ -44,6 +44,10 @@ is touched. The rest is address space."""
 _WHITESPACE = r" {0,2}(\n[ \t]{0,32})?"
 """Between JSON's tokens: a space or two, a new line and its indentation. Models that may write any
 amount sometimes write nothing else."""
+
+_OPTIONS = '%llguidance {"no_forcing": true}'
+"""A mask is every token that leads to a text, however that is cut into tokens. Otherwise a text
+that is certain would have one spelling, looked for to its end: of some grammars there is none."""
 
 _NESTED = re.compile(r"%\s*(json|regex|lark|llguidance|import)\b")
 _MAX_PROBLEM_CHARS = 300
@@ -98,7 +102,8 @@ class GrammarCompiler:
         self.num_words = -(-vocab_size // 32)
         self.eos_token_ids = tuple(sorted(eos_token_ids))
         self._tokenizer = tokenizer
-        self._compiled = lru_cache(_KEPT_GRAMMARS)(self._compile)
+        self._lock = threading.Lock()
+        self._compiled: dict[Grammar, Matcher] = {}
 
     def prepare(self) -> None:
         """Reads the vocabulary. Every thread waits for that, seconds for a large one, so it is done
@@ -108,13 +113,20 @@ class GrammarCompiler:
         except (ImportError, ValueError) as error:
             logger.warning("requests with a grammar will be refused: %s", _one_line(error))
 
-    def matcher(self, grammar: Grammar) -> Matcher:
+    def matcher(self, grammar: Grammar, *, anew: bool = False) -> Matcher:
         """A matcher at the start of a text.
+
+        anew: not with what others of the grammar have found out of it. That saves time, and counts
+        for the limits of all of them.
 
         Raises:
             InvalidRequest: no text matches the grammar, or it can not be compiled.
         """
-        return self._compiled(grammar).copy()
+        compiled = None if anew else self._compiled.get(grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            self._keep(grammar, compiled)
+        return compiled.copy()
 
     @cached_property
     def ends(self) -> Mask:
@@ -131,10 +143,15 @@ class GrammarCompiler:
     def _vocabulary(self) -> LLTokenizer:
         from llguidance import LLTokenizer
 
-        # Its merges say which of the spellings of a text that is certain is the usual one.
         return LLTokenizer(
             self._tokenizer(), n_vocab=self.vocab_size, eos_token=list(self.eos_token_ids)
         )
+
+    def _keep(self, grammar: Grammar, compiled: Matcher) -> None:
+        with self._lock:
+            self._compiled[grammar] = compiled
+            if len(self._compiled) > _KEPT_GRAMMARS:
+                del self._compiled[next(iter(self._compiled))]
 
     def _compile(self, grammar: Grammar) -> Matcher:
         if not self.eos_token_ids:
@@ -166,25 +183,31 @@ class GrammarCompiler:
 
 
 def _stated(grammar: Grammar) -> str:
-    """The grammar as the library takes it."""
-    from llguidance import LLMatcher, grammar_from
+    """The grammar as the library takes it, in Lark's notation."""
+    from llguidance import grammar_from
 
     match grammar.kind:
         case GrammarKind.JSON_SCHEMA:
-            check_schema(grammar)
-            return LLMatcher.grammar_from_json_schema(
-                grammar.text, overrides={"whitespace_pattern": _WHITESPACE}
-            )
+            options = {"x-guidance": {"whitespace_pattern": _WHITESPACE}}
+            rules = f"start: %json {json.dumps({**checked_schema(grammar), **options})}"
         case GrammarKind.REGEX:
-            return LLMatcher.grammar_from_regex(grammar.text)
+            rules = _expression(grammar.text)
         case GrammarKind.CHOICE:
-            texts: list[str] = json.loads(grammar.text)
             # One regular expression is one state; as many alternatives would be as many.
-            return LLMatcher.grammar_from_regex("|".join(map(re.escape, texts)))
+            rules = _expression("|".join(map(re.escape, json.loads(grammar.text))))
         case GrammarKind.EBNF:
             if found := _NESTED.search(grammar.text):
                 raise grammar.refusal(f"{found[0]} is not available; write out its rules")
-            return grammar_from("grammar", grammar.text)
+            rules = grammar_from("grammar", grammar.text)
+    return f"{_OPTIONS}\n{rules}"
+
+
+def _expression(regex: str) -> str:
+    """A regular expression as the one rule of a grammar."""
+    from llguidance import LLMatcher
+
+    (stated,) = json.loads(LLMatcher.grammar_from_regex(regex))["grammars"]
+    return str(stated["lark_grammar"])
 
 
 def _one_line(problem: object) -> str:

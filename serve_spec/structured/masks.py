@@ -134,10 +134,13 @@ class Grammars:
     def _text(self, row: RowPlan, grammar: Grammar) -> _Text:
         text = self._texts.get(row.request_id)
         if text is None or not text.goes_on_to(grammar, row.generated_ids):
-            bans = Bans(self.compiler, row)
-            text = _Text(grammar, self.compiler.matcher(grammar), bans)
-            self._texts[row.request_id] = text
+            text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, row))
         text.read(row.generated_ids)
+        if text.matcher.problem:  # of all the texts together, maybe, that others have gone through
+            matcher = self.compiler.matcher(grammar, anew=True)
+            text = _Text(grammar, matcher, text.bans)
+            text.read(row.generated_ids)
+        self._texts[row.request_id] = text
         return text
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from fractions import Fraction
 from math import gcd, lcm
+from typing import Any
 
 from serve_spec.core.grammar import Grammar
 
@@ -16,8 +17,8 @@ MAX_REMAINDERS = 10_000
 """`multipleOf` becomes an automaton of all remainders; this many take a fifth of a second."""
 
 
-def check_schema(grammar: Grammar) -> None:
-    """Refuses a schema that is no JSON object, too deep, or whose numbers are too dear.
+def checked_schema(grammar: Grammar) -> dict[str, Any]:
+    """The schema, unless it is no JSON object, too deep, or its numbers are too dear.
 
     Raises:
         InvalidRequest: says which, naming the grammar's source.
@@ -37,6 +38,7 @@ def check_schema(grammar: Grammar) -> None:
     if num_remainders > MAX_REMAINDERS:
         fix = f"the least common multiple of all multipleOf may be {MAX_REMAINDERS} at most"
         raise grammar.refusal(fix)
+    return schema
 
 
 _TOO_DEEP = f"nest at most {MAX_DEPTH} objects and arrays"

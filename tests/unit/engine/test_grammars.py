@@ -264,15 +264,15 @@ def test_bad_tokens_never_come_where_the_grammar_has_others(make_llm: MakeLLM) -
 def test_a_text_that_becomes_too_much_for_the_limits_ends_and_others_go_on(
     make_llm: MakeLLM,
 ) -> None:
-    heavy = Grammar.ebnf('start: "x" a\na: "y" a')
+    heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
     params = [
-        SamplingParams(max_tokens=9, temperature=0.0, grammar=grammar, ignore_eos=True)
-        for grammar in (heavy, Grammar.regex("[ab]{20}"))
+        SamplingParams(max_tokens=60, temperature=0.0, grammar=grammar, min_tokens=50)
+        for grammar in (heavy, Grammar.regex("[ab]{99}"))
     ]
     ended, other = make_llm("EAGLE3", 3).generate([[1, 2, 3]] * 2, params)
-    assert ended.token_ids[-1] == EOS_ID
-    assert set(ended.text) <= {"x", "y"}
-    assert len(other.text) == 9
+    assert (ended.token_ids[-1], ended.finish_reason) == (EOS_ID, FinishReason.STOP)
+    assert ended.text == "x" + "a" * (len(ended.token_ids) - 2)
+    assert len(other.text) == 60
 
 
 @pytest.fixture(scope="module")
@@ -327,7 +327,8 @@ def test_trained_drafts_of_the_shipped_model_write_valid_json(
     """A vocabulary with merges, where most of a text's tokens are drawn among few."""
     outputs = shipped(algorithm, 3, execution).generate(*shipped_requests())
     close(outputs, shipped_off)
-    assert any(output.speculation.num_correct_drafts for output in outputs)
+    kept = sum(output.speculation.num_correct_drafts for output in outputs)
+    assert kept > 0 or algorithm == "NGRAM", "such short texts hardly repeat themselves"
 
 
 PERSON = {

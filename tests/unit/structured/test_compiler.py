@@ -228,6 +228,8 @@ HEAVY: dict[str, Grammar] = {
     "expressions": Grammar.ebnf(
         "start: A\nA: /(.*a.*){10}/ & /(.*b.*){10}/ & /(.*c.*){10}/ & ~/(.*d.*){5}/"
     ),
+    "certain for ever": Grammar.ebnf("start: /x+/ ~2..3"),
+    "certain later": Grammar.ebnf('start: "a" /x+/ ~2..3'),
     "many": Grammar.ebnf('start: ("a"{1,10000}){1,10000}'),
 }
 

@@ -130,11 +130,25 @@ def test_drafts_that_other_rules_forbid_are_not_verified_either() -> None:
 
 
 def test_a_text_that_is_too_much_for_the_limits_ends() -> None:
-    heavy = Grammar.ebnf('start: "x" a\na: "y" a')
-    found = masks_of(row("a", "x", 2, grammar=heavy), row("b", "1"), drafts=(b"yy", b""))
-    assert allowed(found)[-1] == ZERO_TO_NINE, "others do not notice"
-    assert allowed(found)[0] in ({EOS_ID}, {ord("y")})
-    assert {EOS_ID} in allowed(found)
+    heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
+    said = next(n for n in range(99) if is_too_much(heavy, n))
+    one = row("a", "x" + "a" * said, 2, grammar=heavy)
+    found = masks_of(one, row("b", "1"), drafts=(b"aa", b""))
+    assert found.num_drafts == (0, 0)
+    assert allowed(found) == [{EOS_ID}, ZERO_TO_NINE], "others do not notice"
+
+
+def test_what_other_texts_went_through_is_not_counted_against_one() -> None:
+    heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
+    byte_compiler().matcher(heavy, anew=True)
+    masks_of(row("a", "x" + "a" * 40, grammar=heavy))
+    assert allowed(masks_of(row("b", "xa", grammar=heavy))) == [{ord("a"), EOS_ID}]
+
+
+def is_too_much(heavy: Grammar, num_letters: int) -> bool:
+    matcher = byte_compiler().matcher(heavy, anew=True)
+    matcher.advance([*b"x", *b"a" * num_letters])
+    return matcher.mask() is None
 
 
 def test_a_text_that_is_not_of_its_grammar_ends() -> None:
