@@ -16,7 +16,7 @@ WINNERS = ["drafter", "T", "batch", "best chain", "x off", "best tree", "x off",
 def tables(result: Mapping[str, Any]) -> str:
     """As text: every row, then trees against chains where both ran."""
     rows = result["rows"]
-    parts = [table([*COLUMNS, "equal text", "rounds"], list(map(_shown, rows)))]
+    parts = [table([*COLUMNS, "equal text", "rounds"], list(map(_shown, rows)))] if rows else []
     if found := list(winners(rows)):
         policies = _policies(rows)
         columns = [*WINNERS, *(f"{name} / best" for name in policies)]

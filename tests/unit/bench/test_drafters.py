@@ -85,6 +85,10 @@ def test_tables_say_whether_texts_are_equal_and_what_a_policy_chose() -> None:
         assert "EAGLE: no time" in shown
 
 
+def test_a_run_that_came_to_nothing_says_why() -> None:
+    assert tables(result([])) == "left out: EAGLE: no time"
+
+
 def test_a_markdown_table_has_as_many_cells_in_every_line() -> None:
     shown = markdown(result(ROWS)).splitlines()
     cells = [line.count("|") for line in shown if line.startswith("|")]
