@@ -124,13 +124,15 @@ class _Plan:
         self._entries = entries
 
     def at(self, batch: DecodeBatch) -> _Plan:
-        """Itself; of trees, chains instead beside prompts and where there is no room for them."""
+        """Itself; of trees, chains instead beside prompts, where there is no room for them, and
+        where texts have drafts: a round of trees looks into no text."""
         tree = self.choice.tree
         if tree is None or self._instead is None:
             return self
         num_drafts = np.count_nonzero(self.choice.row_steps) * tree.num_draft_tokens
         is_crowded = batch.num_prompt_rows or num_drafts > batch.max_draft_tokens
-        return self._instead if is_crowded or _fills_up(batch) else self
+        has_text = any(batch.text_steps)
+        return self._instead if is_crowded or has_text or _fills_up(batch) else self
 
     def row_steps(self, batch: DecodeBatch) -> list[int]:
         """One entry per row; not to be written."""
@@ -249,8 +251,9 @@ class GoodputPolicy:
         self.last_reason = self._tier_reason
         tier = self._tier
         if plan is not planned:
-            self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
             tier = plan.choice.num_steps
+            if not any(batch.text_steps):
+                self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
         notes = RoundNotes(predicted_ms=plan.choice.ms)
         return RoundSteps(tier, row_steps, notes, plan.choice.tree)
 
@@ -317,15 +320,7 @@ class GoodputPolicy:
             "per_sequence": self.per_sequence,
             "slot": None if self._range_key is None else str(1 << self._range_key),
             "slots": {
-                str(1 << key): {
-                    "candidate_steps": list(self.candidate_steps),
-                    **(
-                        {"candidate_trees": list(map(str, self.candidate_trees))}
-                        if self._trees
-                        else {}
-                    ),
-                    **r.guard.snapshot(),
-                }
+                str(1 << key): {"candidate_steps": list(self.candidate_steps), **r.guard.snapshot()}
                 for key, r in sorted(self._ranges.items())
             },
             "predicted_goodput": {str(k): round(v, 5) for k, v in self._predicted.items()},
@@ -533,7 +528,7 @@ class GoodputPolicy:
                 return answer
         if here.rounds_since_other >= OTHER_EVERY_ROUNDS and not batch.num_prompt_rows:
             here.rounds_since_other -= RETRY_ROUNDS
-            answer = self._probe_other(batch, wanted.row_steps)
+            answer = self._probe_other(wanted)
             if answer is not None:
                 here.rounds_since_other = 0
                 return answer
@@ -578,10 +573,12 @@ class GoodputPolicy:
         tier = max(wanted.num_steps, int(deeper.max()))
         return RoundSteps(tier, deeper.tolist(), RoundNotes(is_probe=True, predicted_ms=ms))
 
-    def _probe_other(self, batch: DecodeBatch, row_steps: Sequence[int]) -> RoundSteps | None:
+    def _probe_other(self, wanted: RoundSteps) -> RoundSteps | None:
         """A round of a shape that was not chosen, in rotation among those that could be better."""
         assert self._plan is not None, "only a plan has others"
         present = self._plan.choice
+        if wanted.tree != present.tree:
+            return None  # chains stand in for trees: there is no room for any
         speed = present.tokens / present.ms
         able = [other for other in self._plan.others if other.most_tokens > speed * other.ms]
         if not able:
@@ -591,9 +588,10 @@ class GoodputPolicy:
             return None
         self._other_rotation += 1
         self.last_reason = Reason.PROBE
-        wanted = [other.num_steps if steps else 0 for steps in row_steps]
+        assert wanted.row_steps is not None, "a plan names every row's drafts"
+        row_steps = [other.num_steps if steps else 0 for steps in wanted.row_steps]
         notes = RoundNotes(is_probe=True, predicted_ms=other.ms)
-        return RoundSteps(other.num_steps, wanted, notes, other.tree)
+        return RoundSteps(other.num_steps, row_steps, notes, other.tree)
 
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
         """False: the times can not be those of a round."""

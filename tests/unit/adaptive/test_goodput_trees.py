@@ -149,6 +149,16 @@ def test_trees_give_way_to_chains_beside_prompts_and_where_drafts_are_scarce() -
     assert policy.choose(decode_batch(1, first=900)).tree is not None
 
 
+def test_where_texts_have_drafts_trees_give_way_to_them() -> None:
+    policy = goodput()
+    Watched(policy).run(Phase("unpredictable", 1, 12, 94))
+    found = replace(decode_batch(1, first=900), text_steps=[5])
+    answers = [policy.choose(found) for _ in range(3)]
+    assert all(steps.tree is None and steps.text_steps is not None for steps in answers)
+    nothing = replace(decode_batch(1, first=900), text_steps=[0])
+    assert any(policy.choose(nothing).tree is not None for _ in range(3))
+
+
 def test_a_row_that_can_not_draft_stays_plain_in_a_round_of_trees() -> None:
     policy = goodput()
     Watched(policy).run(Phase("unpredictable", 4, 24, 94))
