@@ -125,7 +125,7 @@ def likeliest_children(
 
     scores: float32 [R, Vd], tempered, with the noise of their position where a row is random: what
     the target will draw there is then told by these, not by probabilities alone. (Ranked by those,
-    trees kept a fifth less of the shipped pair's drafts at temperature 0.7.)
+    trees kept 10 to 15% less of the shipped pair's drafts at temperature 0.7.)
     target_ids: as in `sampling.sample_coupled`. Returns int64 and float32 [R, topk]; the ids of a
     row that holds a NaN, or nothing finite, are -1.
     """
