@@ -9,28 +9,16 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
-from itertools import count, takewhile
+from functools import partial
 
 import numpy as np
 
-from serve_spec.adaptive.baseline import DOUBTED_EVERY_ROUNDS, SpeedGuard
+from serve_spec.adaptive.baseline import SpeedGuard
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.entries import Entries
-from serve_spec.adaptive.exploration import (
-    BASELINE_EVERY_ROUNDS,
-    DEEPER_EVERY_ROUNDS,
-    FIRST_OFF_PROBE_ROUNDS,
-    LAST_OFF_PROBE_ROUNDS,
-    OFF_PROBE_STEPS,
-    OTHER_EVERY_ROUNDS,
-    PROBED_ROWS_SHARE,
-    RETRY_ROUNDS,
-    BackOff,
-    ExplorationBudget,
-)
+from serve_spec.adaptive.exploration import ExplorationBudget
 from serve_spec.adaptive.marginal import marginal_ms_by_rows, tier_speeds
 from serve_spec.adaptive.objective import (
     Choice,
@@ -44,8 +32,10 @@ from serve_spec.adaptive.objective import (
     uniform,
     usable,
 )
-from serve_spec.adaptive.observations import Indices
 from serve_spec.adaptive.policy import BadMeasurement, Reason
+from serve_spec.adaptive.probes import ProbeClock, Probes
+from serve_spec.adaptive.round_plan import RoundPlan, range_key
+from serve_spec.adaptive.step_costs import step_costs
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.adaptive.text_first import TextFirst
 from serve_spec.core.round import (
@@ -81,85 +71,10 @@ MAX_BAD_TIMES = 8
 
 @dataclass
 class _SizeRange:
-    """What is remembered of batches of about the same size, see `_range_key`."""
+    """What is remembered of batches of about the same size, see `range_key`."""
 
     guard: SpeedGuard = field(default_factory=SpeedGuard)
-    rounds_since_baseline: int = 0
-    rounds_since_deeper: int = 0
-    rounds_since_other: int = 0
-    rounds_off: int = 0
-    off_probe: BackOff = field(
-        default_factory=lambda: BackOff(FIRST_OFF_PROBE_ROUNDS, LAST_OFF_PROBE_ROUNDS)
-    )
-
-
-class _Plan:
-    """Drafts per row for the next rounds: by request, and for requests that join meanwhile.
-
-    entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
-    in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
-    others: the best round of every shape that was not chosen. instead: of trees, drafts in chains.
-    """
-
-    def __init__(
-        self,
-        choice: Choice,
-        request_ids: Sequence[str],
-        entries: Entries,
-        depth_beside: Callable[[int], int],
-        depth_at: Callable[[int], int],
-        others: Sequence[Choice] = (),
-        instead: _Plan | None = None,
-    ) -> None:
-        self.choice = choice
-        self.others = others
-        self._instead = instead
-        # For numbers of about the same size once.
-        self._depth_beside = _by_size(depth_beside)
-        self._depth_at = _by_size(depth_at)
-        self._row_steps: list[int] = choice.row_steps.tolist()
-        self._request_ids = request_ids
-        self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
-        self._steps_of_others = sorted(self._row_steps)[len(request_ids) // 2]
-        self._entries = entries
-
-    def at(self, batch: DecodeBatch) -> _Plan:
-        """Itself; of trees, chains instead beside prompts, where there is no room for them, and
-        where texts have drafts: a round of trees looks into no text."""
-        tree = self.choice.tree
-        if tree is None or self._instead is None:
-            return self
-        num_drafts = np.count_nonzero(self.choice.row_steps) * tree.num_draft_tokens
-        is_crowded = batch.num_prompt_rows or num_drafts > batch.max_draft_tokens
-        has_text = any(batch.text_steps)
-        return self._instead if is_crowded or has_text or _fills_up(batch) else self
-
-    def row_steps(self, batch: DecodeBatch) -> list[int]:
-        """One entry per row; not to be written."""
-        if batch.request_ids != self._request_ids:  # as a rule it is the batch of the round before
-            for row, request_id in enumerate(batch.request_ids):
-                if request_id not in self._steps_of:
-                    pays = self._entries.pays_for_another(batch, row)
-                    self._steps_of[request_id] = self._steps_of_others if pays else 0
-            self._row_steps = [self._steps_of[request_id] for request_id in batch.request_ids]
-            self._request_ids = batch.request_ids
-        return self._row_steps
-
-    def depth(self, batch: DecodeBatch) -> int:
-        """Most drafts per row in a round of about this batch.
-
-        Prompts take the room of drafts, and a batch that fills up, to thrice its size or more, is
-        taken for what it will be: a row that begins to draft makes up its whole prompt, for nothing
-        if it soon stops.
-        """
-        depth = self.choice.num_steps
-        if self.choice.tree is not None:
-            return depth
-        if depth and batch.num_prompt_rows:
-            depth = min(depth, self._depth_beside(batch.num_prompt_rows))
-        if depth and _fills_up(batch):
-            depth = min(depth, self._depth_at(batch.size + batch.num_prompts))
-        return depth
+    clock: ProbeClock = field(default_factory=ProbeClock)
 
 
 class GoodputPolicy:
@@ -193,6 +108,7 @@ class GoodputPolicy:
         self.survival = survival or SurvivalEstimator(max_steps, trees=self.candidate_trees)
         self.text = TextFirst(max_steps)
         self.budget = ExplorationBudget()
+        self._probes = Probes(costs, self.budget)
         self.last_reason = Reason.WARM_UP
         self._tier_reason = Reason.WARM_UP
         self._bounds = dict(sorted((bounds or {}).items()))
@@ -203,14 +119,12 @@ class GoodputPolicy:
         self._tree: TreeShape | None = None
         self._rounds_at_tier = 0
         self._predicted: dict[int | TreeShape, float] = {}
-        self._plan: _Plan | None = None
+        self._plan: RoundPlan | None = None
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
         self._to_learn: list[VerifiedRound] = []
         self._left: set[str] = set()
         self._num_bad_times = 0
-        self._rotation = 0
-        self._other_rotation = 0
         self._batch_size = 1
         self._context = 0.0
 
@@ -231,7 +145,7 @@ class GoodputPolicy:
             self._limits = limits
         self._rounds_at_tier += 1
         wanted = self._wanted(plan, batch)
-        probe = self._probe(batch, bound, here, wanted)
+        probe = self._probe(batch, bound, here, wanted, plan)
         is_baseline = probe is not None and not probe.num_steps
         if is_baseline or not batch.text_steps:
             return probe or wanted
@@ -241,7 +155,30 @@ class GoodputPolicy:
         text_steps = self.text.steps(batch, most, lambda: self.budget.spend(row_ms))
         return replace(probe or wanted, text_steps=text_steps)
 
-    def _wanted(self, plan: _Plan, batch: DecodeBatch) -> RoundSteps:
+    def _probe(
+        self,
+        batch: DecodeBatch,
+        bound: int,
+        here: _SizeRange,
+        wanted: RoundSteps,
+        plan: RoundPlan,
+    ) -> RoundSteps | None:
+        """Once in a while, a round that teaches something that the wanted one would not."""
+        answer = self._probes.due(
+            here.clock,
+            batch,
+            wanted,
+            plan,
+            bound,
+            lambda: self._round_costs(batch, bound),
+            in_doubt=here.guard.is_in_doubt,
+        )
+        if answer is None:
+            return None
+        self.last_reason, steps = answer
+        return steps
+
+    def _wanted(self, plan: RoundPlan, batch: DecodeBatch) -> RoundSteps:
         """What the plan asks of this round."""
         planned, plan = plan, plan.at(batch)
         row_steps, depth = plan.row_steps(batch), plan.depth(batch)
@@ -352,7 +289,7 @@ class GoodputPolicy:
 
     def _range(self, batch_size: int) -> tuple[int, _SizeRange]:
         """The size range of a batch, by its key."""
-        key = _range_key(batch_size)
+        key = range_key(batch_size)
         if key not in self._ranges:
             self._ranges[key] = _SizeRange()
         return key, self._ranges[key]
@@ -400,7 +337,9 @@ class GoodputPolicy:
             host=self.costs.host_ms(size),
         )
 
-    def _make_plan(self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool) -> _Plan:
+    def _make_plan(
+        self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool
+    ) -> RoundPlan:
         worth, trees = self._worths(batch, bound)
         costs = self._round_costs(batch, bound)
         if self._tree not in trees:
@@ -432,12 +371,12 @@ class GoodputPolicy:
             return int(tiers.tokens_per_ms.argmax())
 
         others = [choice for tree, (choice, _) in branches.items() if tree != self._tree]
-        plan = _Plan(chain, batch.request_ids, entries, depth_beside, depth_at, others)
+        plan = RoundPlan(chain, batch.request_ids, entries, depth_beside, depth_at, others)
         if self._tree is None:
             return plan
         choice, _ = branches[self._tree]
         others.append(chain)
-        return _Plan(choice, batch.request_ids, entries, depth_beside, depth_at, others, plan)
+        return RoundPlan(choice, batch.request_ids, entries, depth_beside, depth_at, others, plan)
 
     def _chain(self, menu: Menu) -> Choice:
         """The tier of now; where trees are drafted, the best there is beside them."""
@@ -485,113 +424,12 @@ class GoodputPolicy:
             self._tier_reason = Reason.STEADY
             return
         if self._tier == 0:
-            here.off_probe.succeed()
+            here.clock.off_probe.succeed()
         gained = Reason.GAIN if _num_drafts(wanted) > _num_drafts(present) else Reason.LOSS
         self._tier_reason = Reason.RANGE if moved else gained
         self._tree = wanted if isinstance(wanted, TreeShape) else None
         self._tier = wanted.num_steps if isinstance(wanted, TreeShape) else wanted
         self._rounds_at_tier = 0
-
-    def _probe(
-        self, batch: DecodeBatch, bound: int, here: _SizeRange, wanted: RoundSteps
-    ) -> RoundSteps | None:
-        """Once in a while, a round that teaches something that the wanted one would not."""
-        assert wanted.row_steps is not None, "a plan names every row's drafts"
-        if not any(wanted.row_steps):
-            # Nothing pays now. Without a few drafts the policy would never hear that it does.
-            here.rounds_off += 1
-            if here.rounds_off < here.off_probe.rounds:
-                return None
-            here.rounds_off -= RETRY_ROUNDS
-            answer = self._probe_drafts(batch, bound, wanted, OFF_PROBE_STEPS)
-            if answer is not None:
-                here.rounds_off = 0
-                here.off_probe.fail()  # until the policy leaves 0
-            return answer
-        here.rounds_since_baseline += 1
-        here.rounds_since_deeper += 1
-        here.rounds_since_other += 1
-        in_doubt = here.guard.is_in_doubt
-        every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
-        # Beside prompts nobody would learn what a plain round takes.
-        if here.rounds_since_baseline >= every and not batch.num_prompt_rows:
-            here.rounds_since_baseline -= RETRY_ROUNDS
-            answer = self._probe_off(batch, bound, is_free=in_doubt)
-            if answer is not None:
-                here.rounds_since_baseline = 0
-                return answer
-        if here.rounds_since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
-            here.rounds_since_deeper -= RETRY_ROUNDS
-            answer = self._probe_drafts(batch, bound, wanted, 1)
-            if answer is not None:
-                here.rounds_since_deeper = 0
-                return answer
-        if here.rounds_since_other >= OTHER_EVERY_ROUNDS and not batch.num_prompt_rows:
-            here.rounds_since_other -= RETRY_ROUNDS
-            answer = self._probe_other(wanted)
-            if answer is not None:
-                here.rounds_since_other = 0
-                return answer
-        return None
-
-    def _probe_off(self, batch: DecodeBatch, bound: int, *, is_free: bool) -> RoundSteps | None:
-        """A plain round, to know what speculation is measured against.
-
-        is_free: plain rounds seem to be the faster ones, so that nothing is lost by them.
-        """
-        assert self._plan is not None, "only a plan with drafts needs a baseline"
-        off_ms = self._round_costs(batch, bound).off
-        # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
-        choice = self._plan.choice
-        lost_ms = off_ms - batch.size * choice.ms / choice.tokens
-        if not is_free and not self.budget.spend(max(0.0, lost_ms)):
-            return None
-        self.last_reason = Reason.BASELINE
-        return RoundSteps(0, notes=RoundNotes(is_probe=True, predicted_ms=off_ms))
-
-    def _probe_drafts(
-        self, batch: DecodeBatch, bound: int, wanted: RoundSteps, more: int
-    ) -> RoundSteps | None:
-        """Up to `more` further drafts on one row in sixteen, in rotation."""
-        usable_steps = np.minimum(np.asarray(batch.max_steps), bound)
-        present = np.minimum(np.asarray(wanted.row_steps), usable_steps)
-        open_rows = np.flatnonzero(usable_steps > present)
-        if not len(open_rows):
-            return None
-        num_rows = min(len(open_rows), max(1, batch.size // PROBED_ROWS_SHARE))
-        rows = open_rows[(self._rotation + np.arange(num_rows)) % len(open_rows)]
-        deeper = present.copy()
-        deeper[rows] = np.minimum(present[rows] + more, usable_steps[rows])
-        costs = self._round_costs(batch, bound)
-        ms = costs.round_ms(deeper)
-        affordable = deeper.sum() <= batch.max_draft_tokens
-        begin_ms = self.costs.entry_ms * sum(batch.backlogs[row] for row in rows if batch.backlogs)
-        if not affordable or not self.budget.spend(ms + begin_ms - costs.round_ms(present)):
-            return None
-        self._rotation += num_rows
-        self.last_reason = Reason.PROBE
-        tier = max(wanted.num_steps, int(deeper.max()))
-        return RoundSteps(tier, deeper.tolist(), RoundNotes(is_probe=True, predicted_ms=ms))
-
-    def _probe_other(self, wanted: RoundSteps) -> RoundSteps | None:
-        """A round of a shape that was not chosen, in rotation among those that could be better."""
-        assert self._plan is not None, "only a plan has others"
-        present = self._plan.choice
-        if wanted.tree != present.tree:
-            return None  # chains stand in for trees: there is no room for any
-        speed = present.tokens / present.ms
-        able = [other for other in self._plan.others if other.most_tokens > speed * other.ms]
-        if not able:
-            return None
-        other = able[self._other_rotation % len(able)]
-        if not self.budget.spend(max(0.0, other.ms - other.tokens / speed)):
-            return None
-        self._other_rotation += 1
-        self.last_reason = Reason.PROBE
-        assert wanted.row_steps is not None, "a plan names every row's drafts"
-        row_steps = [other.num_steps if steps else 0 for steps in wanted.row_steps]
-        notes = RoundNotes(is_probe=True, predicted_ms=other.ms)
-        return RoundSteps(other.num_steps, row_steps, notes, other.tree)
 
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
         """False: the times can not be those of a round."""
@@ -611,65 +449,6 @@ class GoodputPolicy:
             num_text_drafts=verified.num_text_drafts,
             tree=verified.tree,
         )
-
-
-def step_costs(costs: CostModel, batch_size: int, context: float) -> Floats:
-    """ms that the k-th draft step takes n rows, [batch_size + 1, max_steps]; 0 without rows."""
-    if costs.padded:  # the same for one row and for all
-        padded: Floats = np.zeros((batch_size + 1, costs.max_steps))
-        padded[1:] = np.diff(costs.draft_curve(batch_size, context))
-        return padded
-    knots, above, share = _row_knots(batch_size)
-    curves = np.zeros((len(knots), costs.max_steps + 1))
-    for i, num_rows in enumerate(knots[1:], start=1):
-        curves[i] = costs.draft_curve(num_rows, context)
-    steps = curves[:, 1:] - curves[:, :-1]
-    low, high = steps.take(above - 1, axis=0), steps.take(above, axis=0)
-    ms: Floats = low + share * (high - low)
-    return ms
-
-
-def _by_size(depth: Callable[[int], int]) -> Callable[[int], int]:
-    """`depth` of the first number asked for stands for all between two powers of two."""
-    found: dict[int, int] = {}
-
-    def of(number: int) -> int:
-        key = number.bit_length()
-        if key not in found:
-            found[key] = depth(number)
-        return found[key]
-
-    return of
-
-
-@lru_cache(maxsize=256)
-def _row_knots(batch_size: int) -> tuple[list[int], Indices, Floats]:
-    """Numbers of rows that are priced, and where between two of them 0 .. batch_size rows lie.
-
-    knots: 0, the powers of two below `batch_size`, and itself.
-    above, share: [batch_size + 1] and [batch_size + 1, 1]; n rows are at `share` of the way to
-        knots[above]. Shared between calls, not to be written.
-    """
-    powers = takewhile(lambda n: n < batch_size, (1 << i for i in count()))
-    knots = np.array([0, *powers, batch_size])
-    rows = np.arange(batch_size + 1)
-    above = np.maximum(1, np.searchsorted(knots, rows))
-    share = (rows - knots[above - 1]) / (knots[above] - knots[above - 1])
-    return knots.tolist(), above, share[:, None]
-
-
-def _range_key(batch_size: int) -> int:
-    """The power of two that is nearest to a batch size, by its exponent.
-
-    Powers of two lie in the middle of their ranges: they are what batches are usually limited to,
-    and a full batch always misses a row now and then. A change of range costs a new plan.
-    """
-    return (batch_size * batch_size).bit_length() // 2
-
-
-def _fills_up(batch: DecodeBatch) -> bool:
-    """Whether it will soon be thrice its size, or more."""
-    return _range_key(batch.size + batch.num_prompts) > _range_key(batch.size) + 1
 
 
 def _num_drafts(arm: int | TreeShape) -> int:

@@ -29,7 +29,9 @@ def requests() -> list[TextRequest]:
 
 @pytest.fixture(scope="module")
 def engine(tmp_path_factory: pytest.TempPathFactory) -> SpecEngine:
-    llm = llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")("EAGLE3", 4)
+    llm = llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")(
+        "EAGLE3", 4, prefix_caching=False
+    )
     llm.engine.worker.init_states(range(5))
     return llm.engine
 

@@ -1,0 +1,162 @@
+"""Rounds that strategy `goodput` runs to learn something: when one is due, and what it asks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+
+from serve_spec.adaptive.baseline import DOUBTED_EVERY_ROUNDS
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.exploration import (
+    BASELINE_EVERY_ROUNDS,
+    DEEPER_EVERY_ROUNDS,
+    FIRST_OFF_PROBE_ROUNDS,
+    LAST_OFF_PROBE_ROUNDS,
+    OFF_PROBE_STEPS,
+    OTHER_EVERY_ROUNDS,
+    PROBED_ROWS_SHARE,
+    RETRY_ROUNDS,
+    BackOff,
+    ExplorationBudget,
+)
+from serve_spec.adaptive.objective import RoundCosts
+from serve_spec.adaptive.policy import Reason
+from serve_spec.adaptive.round_plan import RoundPlan
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
+
+Probe: TypeAlias = tuple[Reason, RoundSteps]
+
+
+@dataclass
+class ProbeClock:
+    """Rounds since each kind of probe, at batches of about the same size."""
+
+    since_baseline: int = 0
+    since_deeper: int = 0
+    since_other: int = 0
+    off: int = 0
+    off_probe: BackOff = field(
+        default_factory=lambda: BackOff(FIRST_OFF_PROBE_ROUNDS, LAST_OFF_PROBE_ROUNDS)
+    )
+
+
+class Probes:
+    """Asks for probes that are due and that the budget affords; one that is not is tried again
+    soon."""
+
+    def __init__(self, costs: CostModel, budget: ExplorationBudget) -> None:
+        self._costs = costs
+        self._budget = budget
+        self._rotation = 0
+        self._other_rotation = 0
+
+    def due(
+        self,
+        clock: ProbeClock,
+        batch: DecodeBatch,
+        wanted: RoundSteps,
+        plan: RoundPlan,
+        bound: int,
+        round_costs: Callable[[], RoundCosts],
+        *,
+        in_doubt: bool,
+    ) -> Probe | None:
+        """A round to run instead of the `wanted` one, and why.
+
+        bound: most steps of any row. in_doubt: whether plain rounds seem to be the faster ones.
+        """
+        assert wanted.row_steps is not None, "a plan names every row's drafts"
+        if not any(wanted.row_steps):
+            # Nothing pays now. Without a few drafts the policy would never hear that it does.
+            clock.off += 1
+            if clock.off < clock.off_probe.rounds:
+                return None
+            clock.off -= RETRY_ROUNDS
+            answer = self._deeper(batch, wanted, bound, round_costs(), OFF_PROBE_STEPS)
+            if answer is not None:
+                clock.off = 0
+                clock.off_probe.fail()  # until the policy leaves 0
+            return answer
+        clock.since_baseline += 1
+        clock.since_deeper += 1
+        clock.since_other += 1
+        every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
+        # Beside prompts nobody would learn what a plain round takes.
+        if clock.since_baseline >= every and not batch.num_prompt_rows:
+            clock.since_baseline -= RETRY_ROUNDS
+            answer = self._plain(batch, plan, round_costs(), is_free=in_doubt)
+            if answer is not None:
+                clock.since_baseline = 0
+                return answer
+        if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
+            clock.since_deeper -= RETRY_ROUNDS
+            answer = self._deeper(batch, wanted, bound, round_costs(), 1)
+            if answer is not None:
+                clock.since_deeper = 0
+                return answer
+        if clock.since_other >= OTHER_EVERY_ROUNDS and not batch.num_prompt_rows:
+            clock.since_other -= RETRY_ROUNDS
+            answer = self._other(wanted, plan)
+            if answer is not None:
+                clock.since_other = 0
+                return answer
+        return None
+
+    def _plain(
+        self, batch: DecodeBatch, plan: RoundPlan, costs: RoundCosts, *, is_free: bool
+    ) -> Probe | None:
+        """A plain round, to know what speculation is measured against.
+
+        is_free: plain rounds seem to be the faster ones, so that nothing is lost by them.
+        """
+        # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
+        choice = plan.choice
+        lost_ms = costs.off - batch.size * choice.ms / choice.tokens
+        if not is_free and not self._budget.spend(max(0.0, lost_ms)):
+            return None
+        notes = RoundNotes(is_probe=True, predicted_ms=costs.off)
+        return Reason.BASELINE, RoundSteps(0, notes=notes)
+
+    def _deeper(
+        self, batch: DecodeBatch, wanted: RoundSteps, bound: int, costs: RoundCosts, more: int
+    ) -> Probe | None:
+        """Up to `more` further drafts on one row in sixteen, in rotation."""
+        usable_steps = np.minimum(np.asarray(batch.max_steps), bound)
+        present = np.minimum(np.asarray(wanted.row_steps), usable_steps)
+        open_rows = np.flatnonzero(usable_steps > present)
+        if not len(open_rows):
+            return None
+        num_rows = min(len(open_rows), max(1, batch.size // PROBED_ROWS_SHARE))
+        rows = open_rows[(self._rotation + np.arange(num_rows)) % len(open_rows)]
+        deeper = present.copy()
+        deeper[rows] = np.minimum(present[rows] + more, usable_steps[rows])
+        ms = costs.round_ms(deeper)
+        affordable = deeper.sum() <= batch.max_draft_tokens
+        begin_ms = self._costs.entry_ms * sum(batch.backlogs[row] for row in rows if batch.backlogs)
+        if not affordable or not self._budget.spend(ms + begin_ms - costs.round_ms(present)):
+            return None
+        self._rotation += num_rows
+        tier = max(wanted.num_steps, int(deeper.max()))
+        notes = RoundNotes(is_probe=True, predicted_ms=ms)
+        return Reason.PROBE, RoundSteps(tier, deeper.tolist(), notes)
+
+    def _other(self, wanted: RoundSteps, plan: RoundPlan) -> Probe | None:
+        """A round of a shape that was not chosen, in rotation among those that could be better."""
+        present = plan.choice
+        if wanted.tree != present.tree:
+            return None  # chains stand in for trees: there is no room for any
+        speed = present.tokens / present.ms
+        able = [other for other in plan.others if other.most_tokens > speed * other.ms]
+        if not able:
+            return None
+        other = able[self._other_rotation % len(able)]
+        if not self._budget.spend(max(0.0, other.ms - other.tokens / speed)):
+            return None
+        self._other_rotation += 1
+        assert wanted.row_steps is not None, "a plan names every row's drafts"
+        row_steps = [other.num_steps if steps else 0 for steps in wanted.row_steps]
+        notes = RoundNotes(is_probe=True, predicted_ms=other.ms)
+        return Reason.PROBE, RoundSteps(other.num_steps, row_steps, notes, other.tree)

@@ -1,0 +1,107 @@
+"""What strategy `goodput` asks of the next rounds, as their batch changes a little."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from serve_spec.adaptive.entries import Entries
+from serve_spec.adaptive.objective import Choice
+from serve_spec.core.round import DecodeBatch
+
+
+class RoundPlan:
+    """Drafts per row for the next rounds: by request, and for requests that join meanwhile.
+
+    entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
+    in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
+    others: the best round of every shape that was not chosen. instead: of trees, drafts in chains.
+    """
+
+    def __init__(
+        self,
+        choice: Choice,
+        request_ids: Sequence[str],
+        entries: Entries,
+        depth_beside: Callable[[int], int],
+        depth_at: Callable[[int], int],
+        others: Sequence[Choice] = (),
+        instead: RoundPlan | None = None,
+    ) -> None:
+        self.choice = choice
+        self.others = others
+        self._instead = instead
+        # For numbers of about the same size once.
+        self._depth_beside = _by_size(depth_beside)
+        self._depth_at = _by_size(depth_at)
+        self._row_steps: list[int] = choice.row_steps.tolist()
+        self._request_ids = request_ids
+        self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
+        self._steps_of_others = sorted(self._row_steps)[len(request_ids) // 2]
+        self._entries = entries
+
+    def at(self, batch: DecodeBatch) -> RoundPlan:
+        """Itself; of trees, chains instead beside prompts, where there is no room for them, and
+        where texts have drafts: a round of trees looks into no text."""
+        tree = self.choice.tree
+        if tree is None or self._instead is None:
+            return self
+        num_drafts = np.count_nonzero(self.choice.row_steps) * tree.num_draft_tokens
+        is_crowded = batch.num_prompt_rows or num_drafts > batch.max_draft_tokens
+        has_text = any(batch.text_steps)
+        return self._instead if is_crowded or has_text or fills_up(batch) else self
+
+    def row_steps(self, batch: DecodeBatch) -> list[int]:
+        """One entry per row; not to be written."""
+        if batch.request_ids != self._request_ids:  # as a rule it is the batch of the round before
+            for row, request_id in enumerate(batch.request_ids):
+                if request_id not in self._steps_of:
+                    pays = self._entries.pays_for_another(batch, row)
+                    self._steps_of[request_id] = self._steps_of_others if pays else 0
+            self._row_steps = [self._steps_of[request_id] for request_id in batch.request_ids]
+            self._request_ids = batch.request_ids
+        return self._row_steps
+
+    def depth(self, batch: DecodeBatch) -> int:
+        """Most drafts per row in a round of about this batch.
+
+        Prompts take the room of drafts, and a batch that fills up, to thrice its size or more, is
+        taken for what it will be: a row that begins to draft makes up its whole prompt, for nothing
+        if it soon stops.
+        """
+        depth = self.choice.num_steps
+        if self.choice.tree is not None:
+            return depth
+        if depth and batch.num_prompt_rows:
+            depth = min(depth, self._depth_beside(batch.num_prompt_rows))
+        if depth and fills_up(batch):
+            depth = min(depth, self._depth_at(batch.size + batch.num_prompts))
+        return depth
+
+
+def range_key(batch_size: int) -> int:
+    """The power of two that is nearest to a batch size, by its exponent.
+
+    Powers of two lie in the middle of their ranges: they are what batches are usually limited to,
+    and a full batch always misses a row now and then. A change of range costs a new plan.
+    """
+    return (batch_size * batch_size).bit_length() // 2
+
+
+def fills_up(batch: DecodeBatch) -> bool:
+    """Whether it will soon be thrice its size, or more."""
+    return range_key(batch.size + batch.num_prompts) > range_key(batch.size) + 1
+
+
+def _by_size(depth: Callable[[int], int]) -> Callable[[int], int]:
+    """`depth` of the first number asked for stands for all between two powers of two."""
+    found: dict[int, int] = {}
+
+    def of(number: int) -> int:
+        key = number.bit_length()
+        if key not in found:
+            found[key] = depth(number)
+        return found[key]
+
+    return of
