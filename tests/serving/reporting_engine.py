@@ -49,6 +49,8 @@ PREFILL = StepStats(
     num_waiting_seqs=0,
     num_used_pages=1,
     num_pages=20,
+    num_prefix_query_tokens=7,
+    num_prefix_hit_tokens=4,
 )
 
 

@@ -73,10 +73,12 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> Non
         for name in exported_names(metric)
     }
 
-    def missing(text: str) -> set[str]:
+    def missing() -> set[str]:
+        text = exported()
         return {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
 
-    text = eventually(exported, lambda text: not missing(text))
+    eventually(missing, lambda names: not names)
+    text = exported()
     for line in text.splitlines():
         if line.startswith("ray_serve_spec_"):
             assert all(f'{label}="' in line for label in LABELS), line
