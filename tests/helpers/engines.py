@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from serve_spec import LLM
-from serve_spec.core.request import RequestOutput, TokenDelta
+from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
@@ -105,6 +105,26 @@ def llm_maker(pair: Pair, device: str) -> MakeLLM:
         return checked(LLM(settings, **{"max_model_len": 128, **overrides}))
 
     return make
+
+
+def continued(
+    llm: LLM,
+    prompts: Sequence[list[int]],
+    params: Sequence[SamplingParams],
+    outputs: Sequence[RequestOutput],
+    num_emitted: int,
+) -> list[tuple[int, ...]]:
+    """What comes of requests of whose `outputs` another engine generated so many tokens."""
+    said: dict[str, list[int]] = {}
+    for i, output in enumerate(outputs):
+        emitted = output.token_ids[:num_emitted]
+        said[str(i)] = list(emitted)
+        if len(emitted) < len(output.token_ids):
+            llm.engine.add(llm.engine.new_sequence(str(i), prompts[i], params[i], emitted))
+    while llm.engine.has_work:
+        for delta in llm.engine.step():
+            said[delta.request_id] += delta.token_ids
+    return [tuple(tokens) for tokens in said.values()]
 
 
 def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:

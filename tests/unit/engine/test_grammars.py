@@ -17,7 +17,15 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
 from serve_spec.core.round import TreeShape
 from tests.helpers.checkpoints import EOS_ID
-from tests.helpers.engines import MakeLLM, Pair, checked, llm_maker, switch_every_round, texts
+from tests.helpers.engines import (
+    MakeLLM,
+    Pair,
+    checked,
+    continued,
+    llm_maker,
+    switch_every_round,
+    texts,
+)
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of, is_of, is_valid
 from tests.helpers.plain_logprobs import close
 
@@ -194,17 +202,8 @@ def test_what_another_engine_generated_counts(
     make_llm: MakeLLM, off: list[RequestOutput], algorithm: str, num_emitted: int
 ) -> None:
     prompts, params = prompts_and_params()
-    engine = make_llm(algorithm, 0 if algorithm == "NONE" else 3).engine
-    said: dict[str, list[int]] = {}
-    for i, output in enumerate(off):
-        emitted = output.token_ids[:num_emitted]
-        said[str(i)] = list(emitted)
-        if len(emitted) < len(output.token_ids):
-            engine.add(engine.new_sequence(str(i), prompts[i], params[i], emitted))
-    while engine.has_work:
-        for delta in engine.step():
-            said[delta.request_id] += delta.token_ids
-    assert list(said.values()) == [list(output.token_ids) for output in off]
+    llm = make_llm(algorithm, 0 if algorithm == "NONE" else 3)
+    assert continued(llm, prompts, params, off, num_emitted) == texts(off)
 
 
 def test_an_aborted_request_leaves_nothing_behind(

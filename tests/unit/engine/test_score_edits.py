@@ -15,7 +15,14 @@ from serve_spec import LLM
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
+from tests.helpers.engines import (
+    MakeLLM,
+    Pair,
+    continued,
+    llm_maker,
+    switch_every_round,
+    texts,
+)
 from tests.helpers.plain_edits import edited
 from tests.helpers.plain_logprobs import CLOSE, PlainLogprobs, close, processed
 
@@ -268,17 +275,8 @@ def test_what_another_engine_generated_counts_as_generated(
     make_llm: MakeLLM, off: list[RequestOutput], algorithm: str, num_emitted: int
 ) -> None:
     prompts, params = prompts_and_params()
-    engine = make_llm(algorithm, 0 if algorithm == "NONE" else 3).engine
-    said: dict[str, list[int]] = {}
-    for i, output in enumerate(off):
-        emitted = output.token_ids[:num_emitted]
-        said[str(i)] = list(emitted)
-        if len(emitted) < len(output.token_ids):
-            engine.add(engine.new_sequence(str(i), prompts[i], params[i], emitted))
-    while engine.has_work:
-        for delta in engine.step():
-            said[delta.request_id] += delta.token_ids
-    assert list(said.values()) == [list(output.token_ids) for output in off]
+    llm = make_llm(algorithm, 0 if algorithm == "NONE" else 3)
+    assert continued(llm, prompts, params, off, num_emitted) == texts(off)
 
 
 @pytest.mark.parametrize(
