@@ -39,13 +39,14 @@ def main(argv: list[str]) -> int:
     if args.markdown is not None:
         args.markdown.parent.mkdir(parents=True, exist_ok=True)
         args.markdown.write_text(markdown(result))
-    if args.plot is not None:
+    rows = result["rows"]
+    if args.plot is not None and rows:
         plot_drafters(result, args.plot)
     if args.from_json is not None:
         return 0
     emit(result, args.json)
-    same = all(row["same_texts"] == row["num_texts"] for row in result["rows"])
-    return 0 if same or args.allow_differences else 1
+    same = all(row["same_texts"] == row["num_texts"] for row in rows)
+    return 0 if rows and (same or args.allow_differences) else 1
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -203,3 +203,14 @@ def test_a_draft_that_can_not_be_built_leaves_the_others(
     assert {r["drafter"] for r in found["rows"]} == {"NGRAM"}
     (reason,) = found["left_out"]
     assert reason.startswith("MEDUSA: ")
+
+
+def test_a_run_that_measured_nothing_fails_and_draws_nothing(
+    config: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = config
+    words = f"""drafters --config {path} --drafters MEDUSA --drafts MEDUSA={tmp_path}
+        --num-steps 1 --trees --plot {tmp_path}/c.png --allow-differences"""
+    assert main(words.split()) == 1
+    assert not (tmp_path / "c.png").exists()
+    assert "left out: MEDUSA: " in capsys.readouterr().out
