@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import RaggedBatch
+from serve_spec.ops.sending import sent
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,10 @@ def page_table(batch: RaggedBatch, page_size: int) -> PageTable:
         query_starts=starts(batch.query_lens),
         page_starts=starts(num_pages),
         last_page_lens=torch.tensor(last_page_lens, dtype=torch.int32),
-        pages=page_ids.view(-1).index_select(0, _send(used, page_ids.device)),
+        pages=page_ids.view(-1).index_select(0, sent(used, page_ids.device)),
     )
 
 
 def starts(lengths: Sequence[int]) -> Tensor:
     """Where each of B stretches begins, and where the last one ends: int32 [B + 1]."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
-
-
-def _send(values: Tensor, device: torch.device) -> Tensor:
-    """`values` on the device, in the stream's order; the host does not wait."""
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)

@@ -12,6 +12,7 @@ from serve_spec.core.draft import DraftChain, DraftTrees, padded_drafts
 from serve_spec.core.plan import StepPlan
 from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.models.draft import DraftHead
+from serve_spec.ops.sending import sent
 from serve_spec.runtime.lanes import Lanes
 from serve_spec.runtime.pieces import Pieces
 from serve_spec.runtime.token_masks import LaneMasks
@@ -125,8 +126,5 @@ class LaneRound:
         """Writes what the host drafted, by the sequence's number in the round, without waiting."""
         padded = padded_drafts(drafts.values(), self.max_drafts)
         rows = [[number, *tokens] for number, tokens in zip(drafts, padded, strict=True)]
-        written = torch.tensor(rows, dtype=torch.int64)
-        if self.drafts.is_cuda:
-            written = written.pin_memory()
-        written = written.to(self.drafts.device, non_blocking=True)
+        written = sent(torch.tensor(rows, dtype=torch.int64), self.drafts.device)
         self.drafts.index_copy_(0, written[:, 0], written[:, 1:])

@@ -18,6 +18,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
 from serve_spec.ops.score_edits import ScoreEdits
+from serve_spec.ops.sending import sent
 from serve_spec.runtime.score_edits import write_edits
 
 RING_TOKENS = 64
@@ -153,10 +154,7 @@ class LaneKeeper:
 
     def _send(self, rows: Sequence[tuple[float, ...]], dtype: torch.dtype = torch.int32) -> Tensor:
         """[len(rows), columns] on the device, in the stream's order; the host does not wait."""
-        sent = torch.tensor(rows, dtype=dtype)
-        if self._device.type == "cuda":
-            sent = sent.pin_memory()
-        return sent.to(self._device, non_blocking=True)
+        return sent(torch.tensor(rows, dtype=dtype), self._device)
 
 
 def _first_difference(known: tuple[int, ...], pages: tuple[int, ...]) -> int:

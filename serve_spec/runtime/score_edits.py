@@ -10,6 +10,7 @@ from torch import Tensor
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.ops import fast
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
+from serve_spec.ops.sending import sent
 from serve_spec.runtime.trees import TreeRows
 
 
@@ -88,6 +89,4 @@ def _sent(
     device: torch.device,
     dtype: torch.dtype = torch.int64,
 ) -> Tensor:
-    """The values on the device, in the stream's order; the host does not wait."""
-    sent = torch.tensor(values, dtype=dtype)
-    return (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
+    return sent(torch.tensor(values, dtype=dtype), device)

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from serve_spec.ops.sending import sent
 from serve_spec.structured.masks import RoundMasks
 
 
@@ -40,6 +41,4 @@ def mask_tensors(masks: RoundMasks, device: torch.device) -> tuple[Tensor, Tenso
     """Each draw's place, int32 [R], and the masks, int32 [M, ceil(V / 32)], without waiting."""
     places = torch.tensor(masks.places, dtype=torch.int32)
     words = torch.from_numpy(masks.words.view(np.int32))
-    if device.type == "cuda":
-        places, words = places.pin_memory(), words.pin_memory()
-    return places.to(device, non_blocking=True), words.to(device, non_blocking=True)
+    return sent(places, device), sent(words, device)

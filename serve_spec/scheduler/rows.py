@@ -77,7 +77,11 @@ def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 
 def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
-    rows = zip(text_steps(steps, batch), wanted_steps(steps, batch), batch.max_steps, strict=True)
+    return _fair(steps, batch, text_steps(steps, batch))
+
+
+def _fair(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
+    rows = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
     usable = [from_text or min(want, most) for from_text, want, most in rows]
     if sum(usable) <= batch.max_draft_tokens:
         return usable
@@ -88,7 +92,8 @@ def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch, topk: int) -> list[RowDrafts]:
     """The same, of trees where the policy wants trees: a row of few steps has fewer levels."""
     if steps.tree is None:
-        rows = zip(fair_steps(steps, batch), text_steps(steps, batch), strict=True)
+        from_texts = text_steps(steps, batch)
+        rows = zip(_fair(steps, batch, from_texts), from_texts, strict=True)
         return [RowDrafts(num_steps, from_text=of_text > 0) for num_steps, of_text in rows]
     most, wanted = steps.tree.num_draft_tokens, wanted_steps(steps, batch)
     usable = [min(want, room) for want, room in zip(wanted, batch.max_steps, strict=True)]

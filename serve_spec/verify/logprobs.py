@@ -15,6 +15,7 @@ from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.logprobs import score_rows
 from serve_spec.ops.sampling import draw_params
+from serve_spec.ops.sending import sent
 from serve_spec.runtime.lane_round import LaneRound
 
 Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
@@ -183,8 +184,7 @@ def _top(
 
 def _send(rows: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     """int64 [len(rows), columns] on the device; the host does not wait."""
-    sent = torch.tensor(rows, dtype=torch.int64)
-    return (sent.pin_memory() if device.type == "cuda" else sent).to(device, non_blocking=True)
+    return sent(torch.tensor(rows, dtype=torch.int64), device)
 
 
 def _start_reading(table: Tensor) -> Tensor:
