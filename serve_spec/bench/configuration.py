@@ -19,6 +19,15 @@ def add_configuration(parser: argparse.ArgumentParser, other_keys: str = "other 
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help=other_keys)
 
 
+def add_allow_differences(parser: argparse._ActionsContainer) -> None:
+    """For benchmarks that compare texts."""
+    parser.add_argument(
+        "--allow-differences",
+        action="store_true",
+        help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
+    )
+
+
 def overrides(args: argparse.Namespace) -> dict[str, Any]:
     """The keys that the command line names, and no prefix cache unless it names that.
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.adaptive.arms import make_arms
-from serve_spec.bench.configuration import add_configuration, overrides
+from serve_spec.bench.configuration import add_allow_differences, add_configuration, overrides
 from serve_spec.bench.full_batches import FullBatches
 from serve_spec.bench.plots import plot_offline
 from serve_spec.bench.report import emit, environment, save, table
@@ -138,11 +138,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--output-tokens", type=int, default=128)
     parser.add_argument("--repetitions", type=int, default=3, help="per arm, interleaved")
     parser.add_argument("--packages", nargs="+", default=list(HELD_OUT_PACKAGES))
-    parser.add_argument(
-        "--allow-differences",
-        action="store_true",
-        help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
-    )
+    add_allow_differences(parser)
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--plot", type=Path, help="draw the result here (PNG)")
     return parser

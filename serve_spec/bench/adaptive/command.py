@@ -28,7 +28,7 @@ from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, Arm, make_arms
 from serve_spec.bench.adaptive.plots import plot_adaptive
 from serve_spec.bench.adaptive.report import CONTROL, OFF, measure, result_of, tables
 from serve_spec.bench.closed_loop import ClosedLoop, PhaseRun, prompt_ms_per_token, run_phase
-from serve_spec.bench.configuration import add_configuration, configured
+from serve_spec.bench.configuration import add_allow_differences, add_configuration, configured
 from serve_spec.bench.phases import (
     CLASSES,
     CPU_BATCH_SIZES,
@@ -103,11 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="arms take turns that long, by the time of plain decoding; 0: every arm runs its "
         f"phase in one piece. Default: {CPU_TURN_MS:g} on a CPU, 0 on a GPU",
     )  # fmt: skip
-    parser.add_argument(
-        "--allow-differences",
-        action="store_true",
-        help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
-    )
+    add_allow_differences(parser)
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--plot", type=Path, help="draw the result here (PNG)")
     parser.add_argument(

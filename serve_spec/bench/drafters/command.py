@@ -13,7 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, CHAINS_ALONE
-from serve_spec.bench.configuration import add_configuration, configured, overrides, tree_shape
+from serve_spec.bench.configuration import (
+    add_allow_differences,
+    add_configuration,
+    configured,
+    overrides,
+    tree_shape,
+)
 from serve_spec.bench.drafters.drafters import DRAFTERS
 from serve_spec.bench.drafters.plots import plot_drafters
 from serve_spec.bench.drafters.report import markdown, tables
@@ -80,11 +86,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-seconds", type=float, metavar="S",
         help="begin nothing that would end later than S seconds after the start",
     )  # fmt: skip
-    parser.add_argument(
-        "--allow-differences",
-        action="store_true",
-        help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
-    )
+    add_allow_differences(parser)
     parser.add_argument("--json", type=Path, help="also write the result here")
     parser.add_argument("--markdown", type=Path, help="also write the tables here")
     parser.add_argument("--plot", type=Path, help="draw the result here (PNG)")

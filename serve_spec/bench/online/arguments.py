@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
+from serve_spec.bench.configuration import add_allow_differences
 from serve_spec.bench.online.load import Bursty, ClosedLoop, Load, Poisson, Ramp
 from serve_spec.bench.online.record import TextRequest, text_requests
 from serve_spec.bench.workload import HELD_OUT_PACKAGES
@@ -127,11 +128,7 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
     judged.add_argument(
         "--set", nargs="+", default=[], metavar="KEY=VALUE", help="keys of --compare-offline"
     )
-    judged.add_argument(
-        "--allow-differences",
-        action="store_true",
-        help="exit 0 although texts differ (bfloat16 rounds differently per batch shape)",
-    )
+    add_allow_differences(judged)
     judged.add_argument("--json", type=Path, help="also write the result here")
     judged.add_argument("--plot", type=Path, help="draw the result here (PNG)")
     return parser
