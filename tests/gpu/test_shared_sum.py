@@ -1,4 +1,4 @@
-"""Two GPUs sum in memory they share. As a program this is the rank beside the one of the tests."""
+"""GPUs sum in memory they share. As a program this is a rank beside the one of the tests."""
 
 from __future__ import annotations
 
@@ -241,24 +241,26 @@ CHECKS: dict[str, Callable[[DeviceGroup], bool]] = {
 }
 
 
-def start() -> tuple[Followers, DeviceGroup]:
+def start(size: int) -> tuple[Followers, DeviceGroup]:
     torch.cuda.set_device(0)
-    followers = launch("tests.gpu.test_shared_sum", 2, None)
+    followers = launch("tests.gpu.test_shared_sum", size, None)
     group = followers.join(torch.device("cuda", 0))
     assert isinstance(group, DeviceGroup)
     return followers, group
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[tuple[Followers, DeviceGroup]]:
-    followers, group = start()
+@pytest.fixture(scope="module", params=[2, 4], ids=["two", "four"])
+def ranks(request: pytest.FixtureRequest) -> Iterator[tuple[Followers, DeviceGroup]]:
+    if torch.cuda.device_count() < request.param:
+        pytest.skip(f"needs {request.param} GPUs")
+    followers, group = start(request.param)
     yield followers, group
     followers.stop()
 
 
 @pytest.mark.parametrize("check", CHECKS)
-def test_on_both_ranks(two: tuple[Followers, DeviceGroup], check: str) -> None:
-    followers, group = two
+def test_on_every_rank(ranks: tuple[Followers, DeviceGroup], check: str) -> None:
+    followers, group = ranks
     followers.tell(check)
     with followers.in_step():
         assert agreed(group, check)
@@ -266,7 +268,7 @@ def test_on_both_ranks(two: tuple[Followers, DeviceGroup], check: str) -> None:
 
 def test_a_rank_that_closes_waits_for_no_other() -> None:
     """A second group of this process, besides: its other rank never sums."""
-    followers, group = start()
+    followers, group = start(2)
     assert group._shared_sum is not None
     x = torch.ones(32, WIDTH, dtype=torch.bfloat16, device="cuda:0")
     weight = torch.ones_like(x[0])
