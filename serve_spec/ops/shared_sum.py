@@ -1,22 +1,30 @@
 """Sums over ranks through memory that all of them address.
 
-Parts of the tensor belong to numbered programs. A program sends its part to the program of its
-number on every other rank, word by word, each word with the number of the sum; takes the others'
-words from its own memory as they come; and adds up all parts in the order of ranks. Nobody tells
-anybody that a part is complete: 8 bytes are one access, so a word that has the number is there.
-(NCCL's low-latency protocol does so, too.)
+Parts of the tensor belong to numbered programs. Sums are counted program by program, since small
+tensors leave some of them out. There are two ways.
 
-A program has two slots for each rank, filled in turn. Whoever has the others' words of sum k + 1
-knows that they are done with sum k, for they begin one sum after they have ended the other. So
-sum k + 2 may take the place of sum k. Sums are counted program by program, since small tensors
-leave some of them out.
+At once, which is the sooner done where little is sent: a program sends its part to the program of
+its number on every other rank, word by word, each word with the number of the sum; takes the
+others' words from its own memory as they come; and adds up all parts in the order of ranks. Nobody
+tells anybody that a part is complete: 8 bytes are one access, so a word that has the number is
+there. (NCCL's low-latency protocol does so, too.) A program has two slots for each rank, filled in
+turn. Whoever has the others' words of sum k + 1 knows that they are done with sum k, for they begin
+one sum after they have ended the other. So sum k + 2 may take the place of sum k.
+
+In shares, where much is sent, or to many (a reduce-scatter, then an all-gather): every rank adds up
+one share of the part and sends the others what it comes to. Of N bytes 2 · (1 - 1/size) · N are
+sent, where the other way takes 2 · (size - 1) · N, half of them numbers. A flag with the number of
+the sum says that a share is complete, first of what is to be added, then of the sum. Nobody sends
+for sum k + 1 before the others have sent what sum k came to, nor sums of it before they have begun
+it; so each has one place for both.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -31,11 +39,20 @@ CAPACITY_BYTES = 2 << 20
 """Of the largest tensor that is summed so: 256 rows of 4096 numbers in 16 bits."""
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 WORD_BYTES = 4
+SHARE_WORDS = SLOT_WORDS // 2
+"""In the largest share: two ranks', of the largest part."""
+SHARE_ALIGNMENT = 16
+"""Bytes: shares begin where a thread can take as many at once."""
 NUMBER_MASK = 0x7FFFFFFF
 """The part of a sum's number that goes with every word."""
 
 _LEAST_PART = 512
 """Words: smaller parts would not be summed any faster."""
+_LEAST_SENT_IN_SHARES = 1 << 20
+"""Bytes of all ranks' tensors."""
+
+_SumOfPart = Callable[[Tensor, torch.dtype, int, "SharedMemory"], Tensor]
+"""The words of the sum, of this rank's words of a part and the number of its program."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +61,17 @@ class SharedMemory:
 
     slots: of each rank, int64 `slots_shape(size)`: what others have sent it. A word is in the lower
     half of its entry, the number of the sum in the upper one.
+    shares: of each rank, int32 `shares_shape(size)`: what others have sent it of sums in shares.
+    flags: of each rank, int64 `flags_shape(size)`: in the upper half, the number of the sum of
+    which another has sent its share.
     counts: int64 [NUM_PROGRAMS], this rank's alone: the sums each program has taken part in.
     released: int64 [1], this rank's alone: unless it is 0, nothing is waited for any more.
     """
 
     rank: int
     slots: tuple[Tensor, ...]
+    shares: tuple[Tensor, ...]
+    flags: tuple[Tensor, ...]
     counts: Tensor
     released: Tensor
 
@@ -62,6 +84,16 @@ class SharedMemory:
 def slots_shape(size: int) -> tuple[int, int, int, int]:
     """Of one rank's slots in a group of `size`: in turn, of each program, from each rank, words."""
     return 2, NUM_PROGRAMS, size, SLOT_WORDS
+
+
+def shares_shape(size: int) -> tuple[int, int, int, int]:
+    """To be added and sums, of each program, from each rank, words."""
+    return 2, NUM_PROGRAMS, size, SHARE_WORDS
+
+
+def flags_shape(size: int) -> tuple[int, int, int]:
+    """Of what is to be added and of sums, of each program, from each rank."""
+    return 2, NUM_PROGRAMS, size
 
 
 def shared_sum(parts: Sequence[Tensor]) -> Tensor:
@@ -83,8 +115,10 @@ def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
     words = as_words(x)
     if len(words) == 0:
         return
-    for program, part in enumerate(words.split(part_words(len(words)))):
-        part.copy_(_sum_of_part(part, x.dtype, program, memory))
+    size = part_words(len(words))
+    sum_of_part = _way(x, size, memory)
+    for program, part in enumerate(words.split(size)):
+        part.copy_(sum_of_part(part, x.dtype, program, memory))
 
 
 def sum_add_norm(
@@ -95,7 +129,8 @@ def sum_add_norm(
     x, residual: [T, width], contiguous, of one dtype, x as `rows_fit` has it; neither is changed.
     """
     parts = as_words(x).view(x.shape[0], -1)
-    sums = [_sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
+    sum_of_part = _way(x, parts.shape[1], memory)
+    sums = [sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]
     return add_rms_norm(torch.stack(sums).view(x.dtype), residual, weight, eps)
 
 
@@ -135,22 +170,80 @@ def rows_fit(x: Tensor) -> bool:
     )
 
 
-def _sum_of_part(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
+def goes_in_shares(num_bytes: int, size: int) -> bool:
+    """Whether a tensor of so many bytes is summed in shares by so many ranks."""
+    return num_bytes * size >= _LEAST_SENT_IN_SHARES
+
+
+def share_numbers(count: int, size: int, itemsize: int) -> int:
+    """Of `count` numbers, as many as each rank adds up; the last ranks may have fewer, or none."""
+    aligned = SHARE_ALIGNMENT // itemsize
+    return -(-count // (size * aligned)) * aligned
+
+
+def _way(x: Tensor, part: int, memory: SharedMemory) -> _SumOfPart:
+    """part: words of a program's, but for the last one's, whose shares begin at the same places."""
+    if not goes_in_shares(x.nbytes, memory.size):
+        return _at_once
+    count = part * WORD_BYTES // x.itemsize
+    return partial(_in_shares, share_numbers(count, memory.size, x.itemsize))
+
+
+def _at_once(part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory) -> Tensor:
     """The words of the sum; part: this rank's."""
+    count, number = _counted(program, memory)
+    for rank in _others(memory):
+        sent = (part.long() & 0xFFFFFFFF) | (number << 32)
+        memory.slots[rank][count % 2, program, memory.rank, : len(part)] = sent
+    parts = [part] * memory.size
+    for rank in _others(memory):
+        slot = memory.slots[memory.rank][count % 2, program, rank, : len(part)]
+        _wait(slot, number, memory)
+        parts[rank] = slot.to(torch.int32)
+    return as_words(shared_sum([words.view(dtype) for words in parts]))
+
+
+def _in_shares(
+    share: int, part: Tensor, dtype: torch.dtype, program: int, memory: SharedMemory
+) -> Tensor:
+    """As `_at_once`; share: numbers of each rank's, the last ones' may be fewer."""
+    _, number = _counted(program, memory)
+    shares = list(part.view(dtype).split(share))
+    shares += [shares[0][:0]] * (memory.size - len(shares))
+    to_add = _exchanged(0, shares, program, number, memory)
+    total = shared_sum([theirs[: len(shares[memory.rank])] for theirs in to_add])
+    sums = _exchanged(1, [total] * memory.size, program, number, memory)
+    return as_words(torch.cat([a[: len(b)] for a, b in zip(sums, shares, strict=True)]))
+
+
+def _exchanged(
+    turn: int, shares: Sequence[Tensor], program: int, number: int, memory: SharedMemory
+) -> list[Tensor]:
+    """What every rank has for this one; shares: what this one has for each of them."""
+    own, dtype = memory.rank, shares[memory.rank].dtype
+    received = list(shares)
+    for rank in _others(memory):
+        place = memory.shares[rank][turn, program, own].view(dtype)
+        place[: len(shares[rank])] = shares[rank]
+        memory.flags[rank][turn, program, own] = number << 32
+    for rank in _others(memory):
+        _wait(memory.flags[own][turn, program, rank], number, memory)
+        received[rank] = memory.shares[own][turn, program, rank].view(dtype)
+    return received
+
+
+def _counted(program: int, memory: SharedMemory) -> tuple[int, int]:
+    """Which of its sums this is, and the number it goes by."""
     memory.counts[program] += 1
     count = int(memory.counts[program])
-    number = count & NUMBER_MASK
-    for rank in range(memory.size):
-        if rank != memory.rank:
-            sent = (part.long() & 0xFFFFFFFF) | (number << 32)
-            memory.slots[rank][count % 2, program, memory.rank, : len(part)] = sent
-    parts = []
-    for rank in range(memory.size):
-        if rank == memory.rank:
-            parts.append(part.clone())
-            continue
-        slot = memory.slots[memory.rank][count % 2, program, rank, : len(part)]
-        while not ((slot >> 32) == number).all() and not memory.released:
-            time.sleep(0)
-        parts.append(slot.to(torch.int32))
-    return as_words(shared_sum([words.view(dtype) for words in parts]))
+    return count, count & NUMBER_MASK
+
+
+def _others(memory: SharedMemory) -> list[int]:
+    return [rank for rank in range(memory.size) if rank != memory.rank]
+
+
+def _wait(entries: Tensor, number: int, memory: SharedMemory) -> None:
+    """Until all of them have the number, or nothing is waited for any more."""
+    while not ((entries >> 32) == number).all() and not memory.released:
+        time.sleep(0)

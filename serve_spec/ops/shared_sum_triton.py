@@ -8,6 +8,8 @@ enough here, too (see `shared_sum`).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,10 +19,14 @@ from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,
     NUMBER_MASK,
+    SHARE_WORDS,
     SLOT_WORDS,
+    WORD_BYTES,
     SharedMemory,
     as_words,
+    goes_in_shares,
     part_words,
+    share_numbers,
 )
 
 _WORDS_PER_THREAD = 4
@@ -43,10 +49,9 @@ def sum_add_norm(
 def _launch_sum(x: Tensor, memory: SharedMemory, part: int, words_per_thread: int) -> None:
     words = as_words(x)
     dependent = dependent_launch(x.device)
+    places, setting = _way(x, part, memory)
     _sum_kernel[(triton.cdiv(words.numel(), part),)](
-        words, x, words.numel(), memory.counts, memory.released, memory.slots,
-        RANK=memory.rank, SIZE=memory.size, PROGRAMS=NUM_PROGRAMS, SLOT=SLOT_WORDS,
-        MASK=NUMBER_MASK, WORDS=part, PER_WORD=words.itemsize // x.itemsize, DEPENDENT=dependent,
+        words, x, words.numel(), *places, **setting, WORDS=part, DEPENDENT=dependent,
         num_warps=_num_warps(part, words_per_thread), launch_pdl=dependent,
     )  # fmt: skip
 
@@ -61,17 +66,35 @@ def _launch_norm(
 ) -> tuple[Tensor, Tensor]:
     num_rows, width = x.shape
     words = as_words(x)
-    block = triton.next_power_of_2(words.numel() // num_rows)
+    num_words = words.numel() // num_rows
+    block = triton.next_power_of_2(num_words)
     out, total = torch.empty_like(x), torch.empty_like(x)
     dependent = dependent_launch(x.device)
+    places, setting = _way(x, num_words, memory)
     _sum_add_norm_kernel[(num_rows,)](
-        words, residual, weight, out, total, words.numel() // num_rows, width, eps,
-        memory.counts, memory.released, memory.slots,
-        RANK=memory.rank, SIZE=memory.size, PROGRAMS=NUM_PROGRAMS, SLOT=SLOT_WORDS,
-        MASK=NUMBER_MASK, WORDS=block, PER_WORD=words.itemsize // x.itemsize, DEPENDENT=dependent,
+        words, x, residual, weight, out, total, num_words, width, eps,
+        *places, **setting, WORDS=block, DEPENDENT=dependent,
         num_warps=_num_warps(block, words_per_thread), launch_pdl=dependent,
     )  # fmt: skip
     return out, total
+
+
+def _way(x: Tensor, part: int, memory: SharedMemory) -> tuple[list[Any], dict[str, int]]:
+    """What kernels pass on to `_sum_over_ranks`; part: words of a program."""
+    per_word = WORD_BYTES // x.itemsize
+    in_shares = goes_in_shares(x.nbytes, memory.size)
+    shares = tuple(words.view(x.dtype) for words in memory.shares)
+    places = [memory.counts, memory.released, memory.slots, shares, memory.flags]
+    return places, {
+        "RANK": memory.rank,
+        "SIZE": memory.size,
+        "PROGRAMS": NUM_PROGRAMS,
+        "SLOT": SLOT_WORDS,
+        "ROOM": SHARE_WORDS * per_word,
+        "MASK": NUMBER_MASK,
+        "PER_WORD": per_word,
+        "SHARE": share_numbers(part * per_word, memory.size, x.itemsize) if in_shares else 0,
+    }
 
 
 def _num_warps(words: int, words_per_thread: int) -> int:
@@ -80,42 +103,43 @@ def _num_warps(words: int, words_per_thread: int) -> int:
 
 @triton.jit
 def _sum_kernel(
-    words, x, num_words, counts, released, slots,
+    words, x, num_words, counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    MASK: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * WORDS
-    inside = start + tl.arange(0, WORDS) < num_words
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    own = tl.load(words + start + tl.arange(0, WORDS), mask=inside, other=0)
-    total = _exchange(
-        own, inside, x.dtype.element_ty, counts, released, slots,
-        RANK, SIZE, PROGRAMS, SLOT, MASK, WORDS, PER_WORD,
+    own_words, own, count = words + start, x + start * PER_WORD, num_words - start
+    total = _sum_over_ranks(
+        own_words, own, count, counts, released, slots, shares, flags,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS,
     )  # fmt: skip
-    at = start * PER_WORD + tl.arange(0, WORDS * PER_WORD)
-    tl.store(x + at, total, mask=at < num_words * PER_WORD)
+    at = tl.arange(0, WORDS * PER_WORD)
+    tl.store(own + at, total, mask=at < count * PER_WORD)
 
 
 @triton.jit
 def _sum_add_norm_kernel(
-    words, residual, weight, out, total, num_words, width, eps, counts, released, slots,
+    words, x, residual, weight, out, total, num_words, width, eps,
+    counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
-    MASK: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr, DEPENDENT: tl.constexpr,
+    ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
-    word = tl.arange(0, WORDS)
     at = tl.arange(0, WORDS * PER_WORD)
     gain = tl.load(weight + at, mask=at < width, other=0.0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    own = tl.load(words + row * num_words + word, mask=word < num_words, other=0)
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
-    values = _exchange(
-        own, word < num_words, out.dtype.element_ty, counts, released, slots,
-        RANK, SIZE, PROGRAMS, SLOT, MASK, WORDS, PER_WORD,
+    values = _sum_over_ranks(
+        words + row * num_words, x + row * width, num_words,
+        counts, released, slots, shares, flags,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
     tl.store(total + row * width + at, values, mask=at < width)
@@ -125,14 +149,40 @@ def _sum_add_norm_kernel(
 
 
 @triton.jit
-def _exchange(
-    own, inside, dtype: tl.constexpr, counts, released, slots,
+def _sum_over_ranks(
+    words, x, num_words, counts, released, slots, shares, flags,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
+    ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
+    WORDS: tl.constexpr,
+):  # fmt: skip
+    """The sum of all ranks' parts, as numbers [WORDS · PER_WORD]; words, x: where this rank's are.
+
+    SHARE: numbers in a share; 0: at once. ROOM: for so many.
+    """
+    program = tl.program_id(0)
+    count = tl.load(counts + program) + 1
+    if SHARE == 0:
+        word = tl.arange(0, WORDS)
+        own = tl.load(words + word, mask=word < num_words, other=0)
+        total = _at_once(
+            own, word < num_words, x.dtype.element_ty, count, counts, released, slots,
+            RANK, SIZE, PROGRAMS, SLOT, MASK, WORDS, PER_WORD,
+        )  # fmt: skip
+    else:
+        total = _in_shares(
+            x, num_words * PER_WORD, count, counts, released, shares, flags,
+            RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD,
+        )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _at_once(
+    own, inside, dtype: tl.constexpr, count, counts, released, slots,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
     MASK: tl.constexpr, WORDS: tl.constexpr, PER_WORD: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' parts, as numbers [WORDS · PER_WORD]; own: this rank's, as words."""
     program = tl.program_id(0)
-    count = tl.load(counts + program) + 1
     number = count & MASK
     slot = ((count & 1) * PROGRAMS + program) * SIZE * SLOT + tl.arange(0, WORDS)
     sent = (own.to(tl.int64) & 0xFFFFFFFF) | (number << 32)
@@ -149,12 +199,74 @@ def _exchange(
         if rank == RANK:
             total += _numbers(own, dtype, PER_WORD)
         else:
-            place = slots[RANK] + slot + rank * SLOT
-            word, over = _look(place, inside, released)
-            while _is_waited_for(word, over, number, inside):
-                word, over = _look(place, inside, released)
+            word = _awaited(slots[RANK] + slot + rank * SLOT, inside, number, released)
             total += _numbers(word.to(tl.int32), dtype, PER_WORD)
     return total.to(dtype)
+
+
+@triton.jit
+def _in_shares(
+    x, num_numbers, count, counts, released, shares, flags,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, ROOM: tl.constexpr,
+    MASK: tl.constexpr, SHARE: tl.constexpr, NUMBERS: tl.constexpr,
+):  # fmt: skip
+    program = tl.program_id(0)
+    number = count & MASK
+    at = tl.arange(0, triton.next_power_of_2(SHARE))
+    first = program * SIZE * ROOM
+    mine = (at < SHARE) & (RANK * SHARE + at < num_numbers)
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            theirs = (at < SHARE) & (rank * SHARE + at < num_numbers)
+            share = tl.load(x + rank * SHARE + at, mask=theirs, other=0.0)
+            tl.store(shares[rank] + first + RANK * ROOM + at, share, mask=theirs)
+    _exchange_flags(0, number, released, flags, RANK, SIZE, PROGRAMS)
+    tl.store(counts + program, count)
+    total = tl.zeros([triton.next_power_of_2(SHARE)], dtype=tl.float32)
+    for rank in tl.static_range(SIZE):
+        if rank == RANK:
+            share = tl.load(x + RANK * SHARE + at, mask=mine, other=0.0)
+        else:
+            # Not from this multiprocessor's own cache, which may have those of an earlier sum.
+            place = shares[RANK] + first + rank * ROOM + at
+            share = tl.load(place, mask=mine, other=0.0, cache_modifier=".cg")
+        total += share.to(tl.float32)
+    sums = PROGRAMS * SIZE * ROOM + first
+    for rank in tl.static_range(SIZE):
+        place = shares[rank] + sums + RANK * ROOM + at
+        tl.store(place, total.to(x.dtype.element_ty), mask=mine)
+    _exchange_flags(1, number, released, flags, RANK, SIZE, PROGRAMS)
+    at = tl.arange(0, NUMBERS)
+    place = shares[RANK] + sums + at // SHARE * ROOM + at % SHARE
+    return tl.load(place, mask=at < num_numbers, other=0.0, cache_modifier=".cg")
+
+
+@triton.jit
+def _exchange_flags(
+    turn, number, released, flags,
+    RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
+):  # fmt: skip
+    """Tells all others that what this program has stored is there, and waits for theirs."""
+    rank = tl.arange(0, triton.next_power_of_2(SIZE))
+    other = (rank < SIZE) & (rank != RANK)
+    first = (turn * PROGRAMS + tl.program_id(0)) * SIZE
+    place = flags[0] + first + RANK + tl.zeros_like(rank)
+    for other_rank in tl.static_range(1, SIZE):
+        place = tl.where(rank == other_rank, flags[other_rank] + first + RANK, place)
+    # What all threads have stored is told of by one; a release makes it seen by every GPU first.
+    tl.debug_barrier()
+    flag = tl.zeros_like(rank).to(tl.int64) + (number << 32)
+    tl.atomic_xchg(place, flag, mask=other, sem="release", scope="sys")
+    _awaited(flags[RANK] + first + rank, other, number, released)
+
+
+@triton.jit
+def _awaited(place, inside, number, released):
+    """What is there once all of it has the number, or nothing is waited for any more."""
+    word, over = _look(place, inside, released)
+    while _is_waited_for(word, over, number, inside):
+        word, over = _look(place, inside, released)
+    return word
 
 
 @triton.jit

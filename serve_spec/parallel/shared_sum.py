@@ -28,8 +28,10 @@ from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,
     SharedMemory,
     fits,
+    flags_shape,
     rows_fit,
     shared_sum,
+    shares_shape,
     slots_shape,
 )
 
@@ -154,22 +156,40 @@ def _allocate(device: torch.device, size: int) -> Tensor:
     # Where every rank is shown its own GPU alone, all of them have the same number. Two ranks
     # that do share one have been refused by NCCL.
     os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"
-    num_words = math.prod(slots_shape(size))
-    own = _SymmetricMemory.empty_strided_p2p((num_words,), (1,), torch.int64, device)
+    num_bytes = sum(_num_bytes(shape, dtype) for shape, dtype in _places(size))
+    own = _SymmetricMemory.empty_strided_p2p((num_bytes,), (1,), torch.uint8, device)
     own.zero_()
     torch.cuda.synchronize(device)
     return own
 
 
 def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
-    handle, shape = _rendezvous(own, rank, size, store), slots_shape(size)
+    handle, begin = _rendezvous(own, rank, size, store), 0
+    places: list[tuple[Tensor, ...]] = []
+    for shape, dtype in _places(size):
+        first = begin // dtype.itemsize
+        places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
+        begin += _num_bytes(shape, dtype)
     memory = SharedMemory(
         rank,
-        slots=tuple(handle.get_buffer(r, shape, torch.int64, 0) for r in range(size)),
+        *places,
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
         released=torch.zeros(1, dtype=torch.int64, device=own.device),
     )
     return SharedSum(memory, (own, handle))
+
+
+def _places(size: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """What every rank has for the others to write to, in the order of `SharedMemory`."""
+    return [
+        (slots_shape(size), torch.int64),
+        (shares_shape(size), torch.int32),
+        (flags_shape(size), torch.int64),
+    ]
+
+
+def _num_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return math.prod(shape) * dtype.itemsize
 
 
 def _rendezvous(own: Tensor, rank: int, size: int, store: Store) -> Any:

@@ -23,13 +23,19 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     DTYPES,
     NUM_PROGRAMS,
     NUMBER_MASK,
+    SHARE_ALIGNMENT,
+    SHARE_WORDS,
     SLOT_WORDS,
     SharedMemory,
     as_words,
     fits,
+    flags_shape,
+    goes_in_shares,
     part_words,
     rows_fit,
+    share_numbers,
     shared_sum,
+    shares_shape,
     slots_shape,
 )
 
@@ -56,6 +62,16 @@ one_thread_each = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(params=[False, True], ids=["at_once", "in_shares"])
+def in_shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Everything is summed so, however large it is."""
+    monkeypatch.setattr(plain, "_LEAST_SENT_IN_SHARES", 0 if request.param else 1 << 62)
+    return bool(request.param)
+
+
+either_way = pytest.mark.usefixtures("in_shares")
+
+
 def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
     # Far apart in size, so that another order or precision of the sum would show.
@@ -77,12 +93,14 @@ class Rank:
     """The one under test; all others have sent their words before it begins."""
 
     def __init__(self, rank: int, size: int, way: Way) -> None:
-        def zeros(*shape: int) -> Tensor:
-            return torch.zeros(shape, dtype=torch.int64, device=DEVICE)
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=DEVICE)
 
         self.memory = SharedMemory(
             rank,
             slots=tuple(zeros(*slots_shape(size)) for _ in range(size)),
+            shares=tuple(zeros(*shares_shape(size), dtype=torch.int32) for _ in range(size)),
+            flags=tuple(zeros(*flags_shape(size)) for _ in range(size)),
             counts=zeros(NUM_PROGRAMS),
             released=zeros(1),
         )
@@ -92,30 +110,52 @@ class Rank:
 
     def sum(self, parts: list[Tensor]) -> Tensor:
         """This rank's result; parts: each rank's."""
-        words = [as_words(part) for part in parts]
-        self._hear([each.split(part_words(len(each))) for each in words])
+        self.hear(parts)
         x = parts[self.memory.rank].clone()
         self.way.sum_over_ranks(x, self.memory)
         return x
+
+    def hear(self, parts: list[Tensor]) -> None:
+        """What the others send of such a sum."""
+        words = [as_words(part) for part in parts]
+        size = part_words(len(words[0]))
+        self._hear([each.split(size) for each in words], size, parts[0].dtype)
 
     def add_norm(
         self, parts: list[Tensor], residual: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `sum`, of rows."""
-        self._hear([list(as_words(part).view(len(part), -1)) for part in parts])
+        rows = [list(as_words(part).view(len(part), -1)) for part in parts]
+        self._hear(rows, len(rows[0][0]), residual.dtype)
         x = parts[self.memory.rank]
         return self.way.sum_add_norm(x, residual, weight, EPS, self.memory)
 
-    def _hear(self, pieces: Sequence[Sequence[Tensor]]) -> None:
-        """What the others send; pieces: each rank's, by program."""
+    def _hear(
+        self, pieces: Sequence[Sequence[Tensor]], size: int, dtype: torch.dtype
+    ) -> None:
+        """Whichever way it is sent; pieces: each rank's, by program, `size` words at most."""
         mine = self.memory.slots[self.memory.rank]
-        for program in range(len(pieces[0])):
+        share = share_numbers(size * 4 // dtype.itemsize, len(pieces), dtype.itemsize)
+        for program, of_ranks in enumerate(zip(*pieces, strict=True)):
             self.counts[program] += 1
             count = self.counts[program]
+            number = count & NUMBER_MASK
             for other in self.others:
-                words = pieces[other][program]
-                number = count & NUMBER_MASK
+                words = of_ranks[other]
                 mine[count % 2, program, other, : len(words)] = entries(words, number)
+            self._hear_shares(program, number, share, [words.view(dtype) for words in of_ranks])
+
+    def _hear_shares(
+        self, program: int, number: int, share: int, parts: Sequence[Tensor]
+    ) -> None:
+        own, dtype = self.memory.rank, parts[0].dtype
+        places = self.memory.shares[own].view(dtype)
+        for other in self.others:
+            to_add = parts[other][own * share : (own + 1) * share]
+            total = shared_sum([part[other * share : (other + 1) * share] for part in parts])
+            for turn, numbers in enumerate((to_add, total)):
+                places[turn, program, other, : len(numbers)] = numbers
+                self.memory.flags[own][turn, program, other] = number << 32
 
 
 def assert_normed(
@@ -128,6 +168,7 @@ def assert_normed(
     torch.testing.assert_close(found[0], expected[0], rtol=rounding, atol=1e-30)
 
 
+@either_way
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (1, 2), (2, 4)])
@@ -144,6 +185,7 @@ def test_parts_of_all_ranks_are_added_and_rounded_once(
         assert size == 2 or not torch.equal(in_turn, expected), "rounded once, not every time"
 
 
+@either_way
 @both
 def test_the_order_of_ranks_is_the_order_of_the_sum(way: Way) -> None:
     big, one = torch.tensor([2.0**24]), torch.tensor([1.0])
@@ -154,6 +196,7 @@ def test_the_order_of_ranks_is_the_order_of_the_sum(way: Way) -> None:
         assert found.item() == 2.0**24
 
 
+@either_way
 @both
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rank", "size"), [(0, 2), (2, 4)])
@@ -171,6 +214,7 @@ def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
     assert torch.equal(residual, given_residual)
 
 
+@either_way
 @both
 def test_sums_and_norms_of_any_sizes_follow_each_other(way: Way) -> None:
     """Programs that small ones leave out keep their own count, so their slots still alternate."""
@@ -220,6 +264,75 @@ def test_what_another_may_still_wait_for_is_left_alone(way: Way) -> None:
     assert torch.equal(place[0, :500], sent[1])
 
 
+@both
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (0, 3), (2, 4)])
+@pytest.mark.parametrize("count", [8, 1000])
+def test_each_rank_adds_one_share_and_sends_the_others_what_it_comes_to(
+    count: int, rank: int, size: int, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_LEAST_SENT_IN_SHARES", 0)
+    one = Rank(rank, size, way)
+    parts = all_drawn(size, 1, count, dtype=torch.bfloat16)
+    expected, weight = shared_sum(parts)[0], torch.ones(count, dtype=torch.bfloat16, device=DEVICE)
+    one.add_norm(parts, parts[0], weight)
+    share = share_numbers(count, size, 2)
+    for other in one.others:
+        theirs = one.memory.shares[other].view(torch.bfloat16)[:, 0, rank]
+        to_add = parts[rank][0, other * share : (other + 1) * share]
+        total = expected[rank * share : (rank + 1) * share]
+        assert torch.equal(theirs[0, : len(to_add)], to_add)
+        assert torch.equal(theirs[1, : len(total)], total)
+        assert one.memory.flags[other][:, 0, rank].tolist() == [1 << 32] * 2
+        assert not one.memory.slots[other].any()
+
+
+@one_thread_each
+@both
+@pytest.mark.parametrize("turn", [0, 1])
+def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(
+    turn: int, way: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plain, "_LEAST_SENT_IN_SHARES", 0)
+    rank = Rank(0, 2, way)
+    memory = rank.memory
+    rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=0))
+    parts = all_drawn(2, 500, dtype=torch.float32, seed=1)
+    rank.hear(parts)
+    share = memory.shares[0][turn, 0, 1].clone()
+    memory.shares[0][turn, 0, 1].zero_()
+    memory.flags[0][turn, 0, 1] = 1 << 32
+    x = parts[0].clone()
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(way.sum_over_ranks, x, memory)
+        while memory.flags[1][turn, 0, 0] != 2 << 32:
+            assert not running.done()
+        memory.shares[0][turn, 0, 1] = share
+        memory.flags[0][turn, 0, 1] = 2 << 32
+        running.result()
+    assert torch.equal(x, shared_sum(parts))
+
+
+@given(st.sampled_from(DTYPES), st.integers(2, 8), st.integers(1, 9000))
+def test_shares_are_aligned_and_have_room_and_make_up_the_whole(
+    dtype: torch.dtype, size: int, num_words: int
+) -> None:
+    num_words = min(num_words, SLOT_WORDS)
+    count = num_words * 4 // dtype.itemsize
+    share = share_numbers(count, size, dtype.itemsize)
+    assert share * size >= count
+    assert share * dtype.itemsize % SHARE_ALIGNMENT == 0
+    assert share * dtype.itemsize <= SHARE_WORDS * 4
+
+
+def test_more_bytes_or_more_ranks_are_a_reason_to_sum_in_shares() -> None:
+    sizes = [2**k for k in range(10, 22)]
+    for size in (2, 4, 8):
+        chosen = [goes_in_shares(num_bytes, size) for num_bytes in sizes]
+        assert chosen == sorted(chosen)
+        more = [goes_in_shares(num_bytes, size + 1) for num_bytes in sizes]
+        assert all(b or not a for a, b in zip(chosen, more, strict=True))
+
+
 @one_thread_each
 @both
 @pytest.mark.parametrize("missing", [0, 250, 499])
@@ -243,6 +356,7 @@ def test_a_word_is_waited_for_until_it_has_the_number_of_the_sum(missing: int, w
     assert torch.equal(x, shared_sum(parts))
 
 
+@either_way
 @both
 def test_once_released_a_rank_waits_for_nothing(way: Way) -> None:
     rank = Rank(0, 2, way)
@@ -255,6 +369,7 @@ def test_once_released_a_rank_waits_for_nothing(way: Way) -> None:
     assert rank.memory.counts[:4].tolist() == [6, 6, 6, 0]
 
 
+@either_way
 @both
 def test_numbers_of_sums_begin_anew_when_they_have_no_room(way: Way) -> None:
     rank = Rank(1, 2, way)
@@ -298,6 +413,7 @@ def test_other_tensors_do_not_fit() -> None:
     assert not rows_fit(torch.zeros(4, 3, dtype=torch.bfloat16)), "every other row would not"
 
 
+@either_way
 @both
 def test_the_largest_sum_uses_every_program(way: Way) -> None:
     parts = all_drawn(2, CAPACITY_BYTES // 2, dtype=torch.bfloat16)
@@ -306,6 +422,7 @@ def test_the_largest_sum_uses_every_program(way: Way) -> None:
     assert rank.counts == [1] * NUM_PROGRAMS
 
 
+@either_way
 @both
 def test_the_widest_row_fills_its_slot(way: Way) -> None:
     parts = all_drawn(2, 2, 2 * SLOT_WORDS, dtype=torch.bfloat16)
@@ -316,6 +433,7 @@ def test_the_widest_row_fills_its_slot(way: Way) -> None:
     assert_normed(found, expected, torch.bfloat16)
 
 
+@either_way
 @both
 def test_nothing_is_a_sum_of_nothing(way: Way) -> None:
     rank = Rank(0, 2, way)
@@ -323,6 +441,7 @@ def test_nothing_is_a_sum_of_nothing(way: Way) -> None:
     assert not rank.memory.counts.any()
 
 
+@either_way
 @one_thread_each
 def test_a_rank_of_the_kernels_and_one_of_the_law_understand_each_other() -> None:
     kernel = Rank(0, 2, KERNEL).memory

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 import tests.helpers.triton  # noqa: F401  before kernels
 
@@ -18,7 +19,9 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     DTYPES,
     NUM_PROGRAMS,
     SharedMemory,
+    flags_shape,
     shared_sum,
+    shares_shape,
     slots_shape,
 )
 
@@ -29,14 +32,20 @@ TURNS = 12
 
 def shared_memory(folder: Path, rank: int, size: int) -> SharedMemory:
     """As rank `rank` sees it; whoever comes first makes a file, of zeros."""
-    shape = slots_shape(size)
-    files = [
-        torch.from_file(str(folder / str(r)), shared=True, size=math.prod(shape), dtype=torch.int64)
-        for r in range(size)
-    ]
+
+    def files(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        size_of_each = math.prod(shape)
+        paths = [str(folder / f"{name}-{r}") for r in range(size)]
+        return tuple(
+            torch.from_file(path, shared=True, size=size_of_each, dtype=dtype).view(shape)
+            for path in paths
+        )
+
     return SharedMemory(
         rank,
-        slots=tuple(file.view(shape) for file in files),
+        slots=files("slots", slots_shape(size), torch.int64),
+        shares=files("shares", shares_shape(size), torch.int32),
+        flags=files("flags", flags_shape(size), torch.int64),
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64),
         released=torch.zeros(1, dtype=torch.int64),
     )
