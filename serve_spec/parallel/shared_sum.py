@@ -170,9 +170,12 @@ def _share(own: Tensor, rank: int, size: int, store: Store) -> SharedSum:
         first = begin // dtype.itemsize
         places.append(tuple(handle.get_buffer(r, shape, dtype, first) for r in range(size)))
         begin += _num_bytes(shape, dtype)
+    slots, shares, flags = places
     memory = SharedMemory(
         rank,
-        *places,
+        slots,
+        shares,
+        flags,
         counts=torch.zeros(NUM_PROGRAMS, dtype=torch.int64, device=own.device),
         released=torch.zeros(1, dtype=torch.int64, device=own.device),
     )

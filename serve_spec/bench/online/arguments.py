@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from serve_spec.bench.configuration import add_allow_differences
-from serve_spec.bench.online.load import Bursty, ClosedLoop, Load, Poisson, Ramp
+from serve_spec.bench.online.load import Bursty, ClosedLoop, Load, Poisson, Ramp, on_replicas
 from serve_spec.bench.online.record import TextRequest, text_requests
 from serve_spec.bench.workload import HELD_OUT_PACKAGES
 
@@ -25,18 +25,24 @@ def parse(argv: list[str], description: str | None) -> argparse.Namespace:
         if getattr(args, option) and args.deploy is None:
             flag = option.replace("_", "-")
             parser.error(f"--{flag} is about the server of --deploy; --url names one that runs")
+    if args.per_replica and not args.arms:
+        parser.error("--per-replica goes by the num_replicas of --arms; give those, too")
     return args
 
 
-def plan_of(args: argparse.Namespace) -> tuple[Plan, list[TextRequest]]:
-    """What each load asks, and what warms up.
+def plans_of(
+    args: argparse.Namespace, num_replicas: Collection[int]
+) -> tuple[dict[int, Plan], list[TextRequest]]:
+    """What each load asks of a server of so many replicas, and what warms up.
 
     Raises:
         ValueError: see `text_requests`.
     """
     loads = _loads(args)
-    sizes = {load: _num_requests(load, args) for load in loads}
-    most = max(sizes.values())
+    sizes = {
+        n: {load: _num_requests(on_replicas(load, n), args) for load in loads} for n in num_replicas
+    }
+    most = max(max(of_loads.values()) for of_loads in sizes.values())
     requests = text_requests(
         most + args.warm_up,
         prompt_chars=args.prompt_chars,
@@ -46,7 +52,11 @@ def plan_of(args: argparse.Namespace) -> tuple[Plan, list[TextRequest]]:
         seed=args.seed,
         mixed=args.mixed,
     )
-    return {load: requests[:size] for load, size in sizes.items()}, requests[most:]
+    plans = {
+        n: {load: requests[:size] for load, size in of_loads.items()}
+        for n, of_loads in sizes.items()
+    }
+    return plans, requests[most:]
 
 
 def _num_requests(load: Load, args: argparse.Namespace) -> int:
@@ -89,6 +99,9 @@ def _parser(description: str | None) -> argparse.ArgumentParser:
 
     loads = parser.add_argument_group("loads (default: --closed 1 8)")
     loads.add_argument("--closed", type=_at_least(1), nargs="+", default=[], metavar="STREAMS")
+    loads.add_argument(
+        "--per-replica", action="store_true", help="closed loops: STREAMS for each replica"
+    )
     loads.add_argument("--poisson", type=_positive, nargs="+", default=[], metavar="RATE")
     loads.add_argument("--bursty", type=_positive, nargs="+", default=[], metavar="RATE")
     loads.add_argument("--burst-size", type=_at_least(1), default=8)
@@ -158,7 +171,7 @@ def _ramp(text: str) -> tuple[float, float]:
 
 def _loads(args: argparse.Namespace) -> list[Load]:
     loads: list[Load] = [
-        *(ClosedLoop(num_streams) for num_streams in args.closed),
+        *(ClosedLoop(num_streams, args.per_replica) for num_streams in args.closed),
         *(Poisson(rate) for rate in args.poisson),
         *(Bursty(rate, args.burst_size) for rate in args.bursty),
         *(Ramp(*rates) for rates in args.ramp),

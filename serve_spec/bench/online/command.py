@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from serve_spec.bench.online.arguments import Plan, parse, plan_of
+from serve_spec.bench.online.arguments import Plan, parse, plans_of
 from serve_spec.bench.online.arms import Arm, arm_file, arm_of
 from serve_spec.bench.online.figures import (
     HTTP,
@@ -37,7 +37,7 @@ from serve_spec.bench.online.figures import (
     reference_texts,
 )
 from serve_spec.bench.online.first_tokens import FirstTokenReader
-from serve_spec.bench.online.load import ClosedLoop, Load
+from serve_spec.bench.online.load import ClosedLoop, Load, on_replicas
 from serve_spec.bench.online.plots import plot_online
 from serve_spec.bench.online.record import LoadRun, TextRequest
 from serve_spec.bench.online.report import tables
@@ -75,17 +75,23 @@ def main(argv: list[str]) -> int:
 def _measured(args: argparse.Namespace) -> dict[str, Any]:
     config = _offline_config(args)
     arms = [arm_of(Path(args.deploy), name) for name in args.arms]
-    plan, warm_up = plan_of(args)
-    sides: Sides = {}
     servers: Sequence[Arm | None] = arms or [None]
+    plans, warm_up = plans_of(args, {1, *map(_num_replicas, servers)})
+    sides: Sides = {}
     for arm in servers:
+        plan = plans[_num_replicas(arm)]
         sides[HTTP if arm is None else arm.name] = _online(args, arm, plan, warm_up)
         result = _result(args, config, arms, sides)
         save(result, args.json)  # a server that fails later does not cost this one's figures
     if config is None:
         return result
-    sides[OFFLINE] = _offline(args, config, plan, warm_up)
+    sides[OFFLINE] = _offline(args, config, plans[1], warm_up)
     return _result(args, config, arms, sides)
+
+
+def _num_replicas(arm: Arm | None) -> int:
+    """Those that loads go by."""
+    return 1 if arm is None else arm.num_replicas
 
 
 def _result(
@@ -115,7 +121,11 @@ def _against_first_arm(
     if not arms:
         return []
     loads = sides[arms[0].name]
-    num_streams = {load.name: load.num_streams for load in loads if isinstance(load, ClosedLoop)}
+    num_streams = {
+        load.name: load.num_streams
+        for load in loads
+        if isinstance(load, ClosedLoop) and not load.per_replica
+    }
     return against_first_arm(cells, {arm.name: arm.num_replicas for arm in arms}, num_streams)
 
 
@@ -136,11 +146,15 @@ def _online(
             file = args.deploy if arm is None else stack.enter_context(arm_file(arm))
             command = serve_command(file, args.port)
             url = stack.enter_context(own_server(command, args.client_cores))
-        return _against_server(args, url, plan, warm_up)
+        return _against_server(args, url, _num_replicas(arm), plan, warm_up)
 
 
 def _against_server(
-    args: argparse.Namespace, url: str, plan: Plan, warm_up: Sequence[TextRequest]
+    args: argparse.Namespace,
+    url: str,
+    num_replicas: int,
+    plan: Plan,
+    warm_up: Sequence[TextRequest],
 ) -> Runs:
     # Here, because only this benchmark needs httpx.
     from serve_spec.bench.online.clients import Clients, Target
@@ -150,9 +164,12 @@ def _against_server(
     reader = FirstTokenReader(url, api_key) if args.split_ttft else None
     runs: Runs = {load: [] for load in plan}
     with Clients(target, args.clients) as clients:
-        _told(reader, clients.run(_widest(plan), warm_up))
+        loads = {load: on_replicas(load, num_replicas) for load in plan}
+        _told(reader, clients.run(_widest(loads.values()), warm_up))
         for repetition, load in tqdm(_turns(plan, args.repetitions), desc=HTTP, leave=False):
-            run = clients.run(load, plan[load], seed=args.seed + repetition, poll_s=args.poll_s)
+            run = clients.run(
+                loads[load], plan[load], seed=args.seed + repetition, poll_s=args.poll_s
+            )
             runs[load].append(_told(reader, run))
     return runs
 
@@ -195,7 +212,7 @@ def _turns(loads: Collection[Load], repetitions: int) -> list[tuple[int, Load]]:
     ]
 
 
-def _widest(loads: Collection[Load]) -> ClosedLoop:
+def _widest(loads: Iterable[Load]) -> ClosedLoop:
     """The closed loop that warms up for all of `loads`."""
     return ClosedLoop(
         max(load.num_streams if isinstance(load, ClosedLoop) else 8 for load in loads)

@@ -19,11 +19,13 @@ class ClosedLoop:
     """`num_streams` callers, each with one request at a time and no pause between."""
 
     num_streams: int
+    per_replica: bool = False
+    """So many for each replica of the server."""
 
     @property
     def name(self) -> str:
         """As tables show it."""
-        return f"closed {self.num_streams}"
+        return f"closed {self.num_streams}" + " a replica" * self.per_replica
 
 
 @dataclass(frozen=True)
@@ -99,3 +101,10 @@ class Ramp:
 
 OpenLoop: TypeAlias = Poisson | Bursty | Ramp
 Load: TypeAlias = ClosedLoop | OpenLoop
+
+
+def on_replicas(load: Load, num_replicas: int) -> Load:
+    """The load that a server of so many replicas gets."""
+    if isinstance(load, ClosedLoop) and load.per_replica:
+        return ClosedLoop(load.num_streams * num_replicas)
+    return load

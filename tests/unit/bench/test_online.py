@@ -186,6 +186,7 @@ def test_a_load_without_one_answer_is_a_failure_that_is_counted(
         ["--url", "http://x", "--port", "1"],
         ["--url", "http://x", "--arms", "num_replicas=2"],
         ["--url", "http://x", "--client-cores", "1"],
+        ["--url", "http://x", "--per-replica"],
         ["--url", "http://x", "--set", "max_num_seqs=2"],
     ],
     ids=" ".join,
@@ -201,25 +202,36 @@ def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent() -> N
         main(arguments)
 
 
-def test_every_arm_gets_its_server_and_the_same_loads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "model").mkdir()
-    file = tmp_path / "config.yaml"
-    file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
-    started: list[ServeSpecConfig] = []
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeSpecConfig]:
+    """Configurations of the servers that arms have started, in threads of this process."""
+    configs: list[ServeSpecConfig] = []
 
     @contextmanager
     def in_a_thread(command: Sequence[str], client_cores: int) -> Iterator[str]:
         (config,) = read_plan(Path(command[-1]), None, None).configs
-        started.append(config)
+        configs.append(config)
         with serving(app(config, FakeLoop(config))) as url:
             yield url
 
     monkeypatch.setattr(online, "own_server", in_a_thread)
+    return configs
+
+
+@pytest.fixture
+def deploy(tmp_path: Path) -> str:
+    (tmp_path / "model").mkdir()
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
+    return str(file)
+
+
+def test_every_arm_gets_its_server_and_the_same_loads(
+    deploy: str, started: list[ServeSpecConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
     arms = ["num_replicas=1", "num_replicas=2,routing_policy=balanced"]
     loads = ["--closed", "2", "4", "--poisson", "100", "--requests-per-stream", "3", "--mixed"]
-    assert main(["online", "--deploy", str(file), *SMALL, *loads, "--arms", *arms]) == 0
+    assert main(["online", "--deploy", deploy, *SMALL, *loads, "--arms", *arms]) == 0
     replicas = [(c.replica.num_replicas, c.router.routing_policy) for c in started]
     assert replicas == [(1, "goodput"), (2, "balanced")]
     result = last_line(capsys)
@@ -236,3 +248,14 @@ def test_every_arm_gets_its_server_and_the_same_loads(
     assert two["over_first_per_stream"] == speed["closed 4", arms[1]] / speed["closed 2", arms[0]]
     assert rows["closed 2", arms[1]]["over_first_per_stream"] is None
     assert rows["poisson 100/s", arms[1]]["over_first_per_stream"] is None
+
+
+def test_loads_per_replica_grow_with_the_replicas_of_an_arm(
+    deploy: str, started: list[ServeSpecConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    arms = ["num_replicas=1", "num_replicas=3"]
+    loads = ["--closed", "2", "--per-replica", "--requests-per-stream", "5"]
+    assert main(["online", "--deploy", deploy, *SMALL, *loads, "--arms", *arms]) == 0
+    one, three = (cell for cell in last_line(capsys)["cells"])
+    assert one["load"] == three["load"] == "closed 2 a replica"
+    assert (one["num_texts"], three["num_texts"]) == (20, 60), "two repetitions"

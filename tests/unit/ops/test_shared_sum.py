@@ -130,9 +130,7 @@ class Rank:
         x = parts[self.memory.rank]
         return self.way.sum_add_norm(x, residual, weight, EPS, self.memory)
 
-    def _hear(
-        self, pieces: Sequence[Sequence[Tensor]], size: int, dtype: torch.dtype
-    ) -> None:
+    def _hear(self, pieces: Sequence[Sequence[Tensor]], size: int, dtype: torch.dtype) -> None:
         """Whichever way it is sent; pieces: each rank's, by program, `size` words at most."""
         mine = self.memory.slots[self.memory.rank]
         share = share_numbers(size * 4 // dtype.itemsize, len(pieces), dtype.itemsize)
@@ -145,9 +143,7 @@ class Rank:
                 mine[count % 2, program, other, : len(words)] = entries(words, number)
             self._hear_shares(program, number, share, [words.view(dtype) for words in of_ranks])
 
-    def _hear_shares(
-        self, program: int, number: int, share: int, parts: Sequence[Tensor]
-    ) -> None:
+    def _hear_shares(self, program: int, number: int, share: int, parts: Sequence[Tensor]) -> None:
         own, dtype = self.memory.rank, parts[0].dtype
         places = self.memory.shares[own].view(dtype)
         for other in self.others:
