@@ -199,7 +199,10 @@ def _at_once(
         if rank == RANK:
             total += _numbers(own, dtype, PER_WORD)
         else:
-            word = _awaited(slots[RANK] + slot + rank * SLOT, inside, number, released)
+            place = slots[RANK] + slot + rank * SLOT
+            word, over = _look(place, inside, released)
+            while _is_waited_for(word, over, number, inside):
+                word, over = _look(place, inside, released)
             total += _numbers(word.to(tl.int32), dtype, PER_WORD)
     return total.to(dtype)
 
@@ -247,26 +250,33 @@ def _exchange_flags(
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
     """Tells all others that what this program has stored is there, and waits for theirs."""
-    rank = tl.arange(0, triton.next_power_of_2(SIZE))
-    other = (rank < SIZE) & (rank != RANK)
     first = (turn * PROGRAMS + tl.program_id(0)) * SIZE
+    rank = tl.arange(0, triton.next_power_of_2(SIZE))
     place = flags[0] + first + RANK + tl.zeros_like(rank)
-    for other_rank in tl.static_range(1, SIZE):
-        place = tl.where(rank == other_rank, flags[other_rank] + first + RANK, place)
+    for other in tl.static_range(1, SIZE):
+        place = tl.where(rank == other, flags[other] + first + RANK, place)
     # What all threads have stored is told of by one; a release makes it seen by every GPU first.
     tl.debug_barrier()
     flag = tl.zeros_like(rank).to(tl.int64) + (number << 32)
-    tl.atomic_xchg(place, flag, mask=other, sem="release", scope="sys")
-    _awaited(flags[RANK] + first + rank, other, number, released)
+    tl.atomic_xchg(place, flag, mask=(rank < SIZE) & (rank != RANK), sem="release", scope="sys")
+    own = flags[RANK] + first
+    while _num_missing(own, number, released, RANK, SIZE) > 0:
+        pass
 
 
 @triton.jit
-def _awaited(place, inside, number, released):
-    """What is there once all of it has the number, or nothing is waited for any more."""
-    word, over = _look(place, inside, released)
-    while _is_waited_for(word, over, number, inside):
-        word, over = _look(place, inside, released)
-    return word
+def _num_missing(flags, number, released, RANK: tl.constexpr, SIZE: tl.constexpr):
+    """How many flags do not have the number yet; 0 once nothing is waited for any more.
+
+    Every thread looks for itself: copies of one small tensor need not agree within a warp.
+    """
+    over = tl.load(released, volatile=True)
+    missing = 0
+    for rank in tl.static_range(SIZE):
+        if rank != RANK:
+            flag = tl.load(flags + rank, volatile=True)
+            missing += ((flag >> 32) != number).to(tl.int32)
+    return missing * (over == 0).to(tl.int32)
 
 
 @triton.jit

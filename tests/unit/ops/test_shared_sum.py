@@ -65,7 +65,7 @@ one_thread_each = pytest.mark.skipif(
 @pytest.fixture(params=[False, True], ids=["at_once", "in_shares"])
 def in_shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Everything is summed so, however large it is."""
-    monkeypatch.setattr(plain, "_LEAST_SENT_IN_SHARES", 0 if request.param else 1 << 62)
+    monkeypatch.setattr(plain, "_LEAST_SPARED", 0 if request.param else 1 << 62)
     return bool(request.param)
 
 
@@ -266,7 +266,7 @@ def test_what_another_may_still_wait_for_is_left_alone(way: Way) -> None:
 def test_each_rank_adds_one_share_and_sends_the_others_what_it_comes_to(
     count: int, rank: int, size: int, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_LEAST_SENT_IN_SHARES", 0)
+    monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
     one = Rank(rank, size, way)
     parts = all_drawn(size, 1, count, dtype=torch.bfloat16)
     expected, weight = shared_sum(parts)[0], torch.ones(count, dtype=torch.bfloat16, device=DEVICE)
@@ -288,7 +288,7 @@ def test_each_rank_adds_one_share_and_sends_the_others_what_it_comes_to(
 def test_a_share_is_waited_for_until_its_flag_has_the_number_of_the_sum(
     turn: int, way: Way, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plain, "_LEAST_SENT_IN_SHARES", 0)
+    monkeypatch.setattr(plain, "_LEAST_SPARED", 0)
     rank = Rank(0, 2, way)
     memory = rank.memory
     rank.sum(all_drawn(2, 500, dtype=torch.float32, seed=0))
