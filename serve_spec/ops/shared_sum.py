@@ -48,8 +48,9 @@ NUMBER_MASK = 0x7FFFFFFF
 
 _LEAST_PART = 512
 """Words: smaller parts would not be summed any faster."""
-_LEAST_SPARED = 3 << 18
-"""Bytes that a rank has to send less in shares, which take some 4 µs more to begin and to end."""
+_LEAST_SPARED = 1 << 18
+"""Bytes of tensors that a rank has to send less in shares, which take some 4 µs more to begin with.
+Of two ranks it never does."""
 
 _SumOfPart = Callable[[Tensor, torch.dtype, int, "SharedMemory"], Tensor]
 """The words of the sum, of this rank's words of a part and the number of its program."""
@@ -172,7 +173,7 @@ def rows_fit(x: Tensor) -> bool:
 
 def goes_in_shares(num_bytes: int, size: int) -> bool:
     """Whether a tensor of so many bytes is summed in shares by so many ranks."""
-    at_once, in_shares = 2 * (size - 1), 2 * (1 - 1 / size)
+    at_once, in_shares = size - 1, 2 * (1 - 1 / size)
     return num_bytes * (at_once - in_shares) >= _LEAST_SPARED
 
 

@@ -5,6 +5,7 @@ The memory is torch's symmetric memory, which needs no default group: ranks meet
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import socket
@@ -107,8 +108,11 @@ def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedS
         _check_host(group)
         return _meet(group, store, device)
     except _Unavailable as reason:
-        logger.warning("sums of rank %d go through NCCL: %s", group.rank, reason)
-        return None
+        logger.warning("sums of rank %d go through NCCL: %s", group.rank, str(reason))
+    # The stacks that failed hold the memory, in cycles. Given back later, while a graph is
+    # recorded, it would end the process.
+    gc.collect()
+    return None
 
 
 class _Unavailable(Exception):

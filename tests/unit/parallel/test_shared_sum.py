@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -142,6 +143,33 @@ def test_ranks_that_can_not_share_memory_agree_to_do_without(
     assert sorted(line.split(":")[0] for line in lines) == [
         f"sums of rank {rank} go through NCCL" for rank in range(SIZE)
     ]
+
+
+class Alone:
+    rank, size = 0, 1
+
+    def smallest(self, value: int) -> int:
+        return value
+
+
+def test_memory_that_failed_its_trial_is_given_back_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[weakref.ref[torch.Tensor]] = []
+
+    def allocate(device: torch.device, size: int) -> torch.Tensor:
+        memory = torch.zeros(size, device=device)
+        taken.append(weakref.ref(memory))
+        return memory
+
+    def fail(*_: object) -> None:
+        raise ArithmeticError("wrong on trial")
+
+    monkeypatch.setattr(shared_sum_module, "_allocate", allocate)
+    monkeypatch.setattr(shared_sum_module, "_share", lambda own, *_: own)
+    monkeypatch.setattr(shared_sum_module, "_try", fail)
+    assert open_shared_sum(Alone(), HashStore(), CPU) is None
+    assert [memory() for memory in taken] == [None]
 
 
 def test_what_fails_on_one_rank_is_given_up_by_all(groups: list[DeviceGroup]) -> None:
