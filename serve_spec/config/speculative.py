@@ -71,12 +71,12 @@ class SpeculativeConfig(StrictModel):
     speculative_draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="What drafts compute in; auto: float16 beside fp8 weights, float32 beside "
-        "int8, else the target's, bfloat16 if native.",
+        "int8, bfloat16 beside int4, else the target's, bfloat16 if native.",
     )
-    speculative_draft_model_quantization: Literal["auto", "none", "fp8", "int8"] = Field(
+    speculative_draft_model_quantization: Literal["auto", "none", "fp8", "int8", "int4"] = Field(
         "auto",
-        description="Whether drafts read their weights in eight bits: fp8 on Hopper GPUs, int8 on "
-        "CPUs; auto: fp8 where it is faster. Never touches texts.",
+        description="Whether drafts read their weights in fewer bits: fp8 on Hopper GPUs, int8 on "
+        "CPUs, int4 on either; auto: fp8 where it is faster. Never touches texts.",
     )
     speculative_draft_sharpness: float | Literal["auto"] = Field(
         "auto",

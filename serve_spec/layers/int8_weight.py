@@ -32,6 +32,11 @@ class Int8Weight:
         self._packed: Any = torch.ops.quantized.linear_prepack(of_torch, None)
         self._bias = None if bias is None else bias.float()
 
+    @staticmethod
+    def takes(weight: Tensor) -> bool:
+        """Whether a weight of this shape can be laid out so: any can."""
+        return True
+
     def linear(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:
         """x·Wᵀ + b: [T, in] -> [T, out]."""
         x = x.float()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from serve_spec.layers.int4_weight import Int4Weight
 from serve_spec.layers.int8_weight import Int8Weight
 from serve_spec.layers.module import Destination, Layer, parameter
 from serve_spec.log import get_logger
@@ -37,12 +38,12 @@ class Linear(Layer):
         self.out_dtype: torch.dtype | None = None
         self._packed: Tensor | None = None
         self.eight_bit: EightBit | None = None
-        self._int8: Int8Weight | None = None
+        self.integers: Int4Weight | Int8Weight | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, in] -> [T, out]."""
-        if self._int8 is not None:
-            return self._int8.linear(x, self.out_dtype or x.dtype)
+        if self.integers is not None:
+            return self.integers.linear(x, self.out_dtype or x.dtype)
         if self._packed is None:
             return fast.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
         out = _onednn_linear(x, self._packed, self.bias)
@@ -73,12 +74,17 @@ class Linear(Layer):
         assert self._packed is None, "oneDNN has taken the plain weight"
         self.eight_bit = EightBit.of(self.weight)
 
-    def turn_int8(self) -> int:
-        """Keeps the loaded weight in eight-bit integers only, on a CPU; the bytes they take."""
+    def turn_into(self, integers: type[Int4Weight | Int8Weight]) -> int:
+        """Keeps the loaded weight in such integers only; the bytes they take.
+
+        0: they do not take its shape, and it stays as it is.
+        """
         weight = self.weight if self._packed is None else self._packed.to_dense()
-        self._int8, self._packed = Int8Weight(weight, self.bias), None
+        if not integers.takes(weight):
+            return 0
+        self.integers, self._packed = integers(weight, self.bias), None
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
-        return self._int8.num_bytes
+        return self.integers.num_bytes
 
     def finish(self) -> None:
         """Lays the loaded weight out for small products on this processor; frees the plain one.

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from serve_spec.layers.module import Destination, Layer
 from serve_spec.layers.parallel import column_linear, row_linear
-from serve_spec.ops import activation, fast
+from serve_spec.ops import fast
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -26,9 +26,9 @@ class GatedMLP(Layer):
 
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H]."""
-        if x.is_cuda:
+        if x.is_cuda and self.gate_up.integers is None:
             return self.down(fast.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit))
-        return self.down(activation.silu_and_mul(self.gate_up(x)))
+        return self.down(fast.silu_and_mul(self.gate_up(x)))
 
     __call__ = forward
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.core.context import ForwardContext
-from serve_spec.layers.int8_weight import int8_works
+from serve_spec.layers.int4_weight import Int4Weight, int4_works
+from serve_spec.layers.int8_weight import Int8Weight, int8_works
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
@@ -20,7 +21,7 @@ from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
 
-DraftWeights = Literal["plain", "fp8", "int8"]
+DraftWeights = Literal["plain", "fp8", "int8", "int4"]
 """What a draft reads its matrices in."""
 
 __all__ = [
@@ -113,14 +114,14 @@ def load_draft(
 ) -> DraftHead:
     """Loads the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
 
-    weights: what its matrices are read in. fp8: products of few rows; int8: all, and only these
-    are kept.
+    weights: what its matrices are read in. fp8: products of few rows; int8, int4: all, and only
+    these are kept.
 
     `algorithm` is one of `ALGORITHMS`; the files decide what they are, and a disagreement is
     refused.
 
     Raises:
-        ValueError: no such algorithm, or no products with int8 weights here.
+        ValueError: no such algorithm, or no products with such integers here.
         CheckpointError: what cannot be used, and the way out.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
@@ -132,18 +133,36 @@ def load_draft(
     dtype = dtype or target.embed_tokens.weight.dtype
     head: DraftHead = models[algorithm].load()(path, target, options or DraftOptions(), dtype)
     own = own_matrices(head, target)
-    if weights == "int8" and not int8_works():
-        raise ValueError(
-            f"speculative_draft_model_quantization='int8': torch {torch.__version__} has no such "
-            "products for this CPU; use 'none'"
-        )
     if weights == "fp8":
         for matrix in own:
             matrix.add_eight_bit()
-    elif weights == "int8":
-        num_bytes = sum(matrix.turn_int8() for matrix in own)
-        _log.info("%s: %d matrices in int8, %.1f MiB", path, len(own), num_bytes / 2**20)
+    elif weights != "plain":
+        _keep_integers(weights, own, target.embed_tokens.weight.device, path)
     return head
+
+
+def _keep_integers(
+    weights: Literal["int8", "int4"], matrices: list[Linear], device: torch.device, path: Path | str
+) -> None:
+    if not (int4_works(device) if weights == "int4" else int8_works()):
+        raise ValueError(
+            f"speculative_draft_model_quantization={weights!r}: torch {torch.__version__} has no "
+            f"such products for {device}; use 'none'"
+        )
+    integers = Int4Weight if weights == "int4" else Int8Weight
+    num_bytes = [matrix.turn_into(integers) for matrix in matrices]
+    num_plain = num_bytes.count(0)
+    _log.info(
+        "%s: %d matrices in %s, %.1f MiB",
+        path, len(matrices) - num_plain, weights, sum(num_bytes) / 2**20,
+    )  # fmt: skip
+    if num_plain:
+        _log.warning(
+            "%s: %d of %d draft matrices stay as they are: %s products can not take their shape",
+            path, num_plain, len(matrices), weights,
+        )  # fmt: skip
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what was freed is room for pages
 
 
 def own_matrices(head: DraftHead, target: Llama) -> list[Linear]:

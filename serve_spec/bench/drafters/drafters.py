@@ -36,11 +36,14 @@ DRAFTERS = {
         Drafter("EAGLE", "EAGLE", "asset:tiny/eagle"),
         Drafter("MEDUSA", "MEDUSA", "asset:tiny/medusa"),
         Drafter("STANDALONE", "STANDALONE", "asset:tiny/standalone"),
-        Drafter(
-            "INT8-TARGET",
-            "STANDALONE",
-            "asset:tiny/target",
-            settings={"speculative_draft_model_quantization": "int8"},
+        *(
+            Drafter(
+                f"{numbers.upper()}-TARGET",
+                "STANDALONE",
+                "asset:tiny/target",
+                settings={"speculative_draft_model_quantization": numbers},
+            )
+            for numbers in ("int8", "int4")
         ),
         Drafter("NGRAM", "NGRAM", None, branches=False),
         Drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from serve_spec.engine import draft_precision
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
+from serve_spec.models.draft import DraftWeights, own_matrices
 from tests.helpers.engines import make_pair
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -23,6 +25,7 @@ def test_eight_bits_are_taken_by_themselves_only_where_they_are_faster(
         monkeypatch.setattr(draft_precision, "is_hopper", lambda _, answer=is_hopper: answer)
         assert draft_weights("auto", GPU) == ("fp8" if is_hopper else "plain")
         assert draft_weights("none", GPU) == "plain"
+        assert draft_weights("int4", GPU) == draft_weights("int4", CPU) == "int4"
         assert draft_weights("auto", CPU) == "plain"
 
 
@@ -33,21 +36,23 @@ def test_eight_bits_asked_for_where_they_bring_nothing_are_refused() -> None:
         draft_weights("int8", GPU)
 
 
-def test_int8_is_refused_where_torch_has_no_such_products(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_integers_are_refused_where_torch_has_no_such_products(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: DraftWeights
 ) -> None:
     pair = make_pair(tmp_path)
     target = load_target(pair.target, torch.float32, CPU)
-    monkeypatch.setattr(draft, "int8_works", lambda: False)
-    with pytest.raises(ValueError, match=r"quantization='int8': torch .* use 'none'"):
-        load_draft(pair.target, target, "STANDALONE", weights="int8")
+    monkeypatch.setattr(draft, f"{weights}_works", lambda *_: False)
+    with pytest.raises(ValueError, match=rf"quantization='{weights}': torch .* use 'none'"):
+        load_draft(pair.target, target, "STANDALONE", weights=weights)
 
 
-def test_a_draft_beside_eight_bit_weights_computes_in_float16_unless_told_otherwise() -> None:
+def test_a_draft_computes_in_what_suits_its_weights_unless_told_otherwise() -> None:
     assert draft_dtype("auto", torch.bfloat16, GPU, "fp8") == torch.float16
     assert draft_dtype("auto", torch.bfloat16, GPU, "plain") == torch.bfloat16
     assert draft_dtype("bfloat16", torch.bfloat16, GPU, "fp8") == torch.bfloat16
     assert draft_dtype("auto", torch.bfloat16, CPU, "int8") == torch.float32
+    assert draft_dtype("auto", torch.float32, GPU, "int4") == torch.bfloat16
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
@@ -64,16 +69,31 @@ def test_every_matrix_of_a_draft_is_kept_in_eight_bits_and_none_of_the_target(
     assert all(m.eight_bit is None for m in shared if isinstance(m, Linear))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
-def test_a_draft_in_int8_leaves_the_target_as_it_is(algorithm: str, tmp_path: Path) -> None:
+def test_a_draft_in_integers_leaves_the_target_as_it_is(
+    algorithm: str, weights: DraftWeights, tmp_path: Path
+) -> None:
     """Also where it is a copy of the target, or shares its head."""
     pair = make_pair(tmp_path)
     target = load_target(pair.target, torch.float32, CPU)
     before = {name: value.clone() for name, value in target.state_dict().items()}
-    head = load_draft(pair.heads[algorithm], target, algorithm, weights="int8")
+    head = load_draft(pair.heads[algorithm], target, algorithm, weights=weights)
     shared = set(target.modules())
     own = [m for m in head.modules() if isinstance(m, Linear) and m not in shared]
     assert own
     assert all(layer.weight.numel() == 0 for layer in own)
     after = target.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair = make_pair(tmp_path, vocab_size=290)
+    target = load_target(pair.target, torch.float32, CPU)
+    head = load_draft(pair.target, target, "STANDALONE", weights="int4")
+    plain = [m for m in own_matrices(head, target) if m.integers is None]
+    assert [list(m.parts) for m in plain] == [["lm_head"]]
+    (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert f"1 of {len(own_matrices(head, target))} draft matrices stay as they are" in warning

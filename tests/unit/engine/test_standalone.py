@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
+from serve_spec.layers.int4_weight import int4_works
 from serve_spec.layers.int8_weight import int8_works
 from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 STEPS = 3
-needs_int8 = pytest.mark.skipif(not int8_works(), reason="torch has no int8 products here")
+INTEGERS = [
+    pytest.param(
+        name, marks=pytest.mark.skipif(not works, reason=f"torch has no {name} products here")
+    )
+    for name, works in (("int8", int8_works()), ("int4", int4_works(torch.device("cpu"))))
+]
 
 
 def prompts_and_params(
@@ -66,17 +73,17 @@ def test_drafts_at_another_temperature_never_change_the_text(
     assert 0 < correct < drafted, "the test needs kept and rejected drafts"
 
 
-@needs_int8
+@pytest.mark.parametrize("integers", INTEGERS)
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_copy_of_the_target_in_int8_never_changes_the_text(
-    make_llm: MakeLLM, execution: str
+def test_a_copy_of_the_target_in_integers_never_changes_the_text(
+    make_llm: MakeLLM, execution: str, integers: str
 ) -> None:
     request = prompts_and_params((0.0, 0.8))
     llm = make_llm(
         "STANDALONE",
         STEPS,
         execution=execution,
-        speculative_draft_model_quantization="int8",
+        speculative_draft_model_quantization=integers,
         num_pages=32,
         max_num_seqs=6,
     )
@@ -87,15 +94,15 @@ def test_a_copy_of_the_target_in_int8_never_changes_the_text(
     assert all(output.speculation.num_correct_drafts > 0 for output in outputs)
 
 
-@needs_int8
-def test_nine_in_ten_drafts_of_the_shipped_target_in_int8_are_kept() -> None:
+@pytest.mark.parametrize("integers", INTEGERS)
+def test_most_drafts_of_the_shipped_target_in_integers_are_kept(integers: str) -> None:
     target = "asset:tiny/target"
     settings = {
         "model": {"path": target, "device": "cpu", "dtype": "float32"},
         "speculative": {
             "speculative_algorithm": "STANDALONE",
             "speculative_draft_model_path": target,
-            "speculative_draft_model_quantization": "int8",
+            "speculative_draft_model_quantization": integers,
             "speculative_num_steps": STEPS,
             "speculative_adaptive": False,
         },
@@ -107,4 +114,4 @@ def test_nine_in_ten_drafts_of_the_shipped_target_in_int8_are_kept() -> None:
     outputs = llm.generate(prompts, params)
     correct = sum(output.speculation.num_correct_drafts for output in outputs)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
-    assert correct > 0.9 * drafted > 0
+    assert correct > {"int8": 0.9, "int4": 0.7}[integers] * drafted > 0

@@ -1,0 +1,117 @@
+"""Products with weights in four-bit integers."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.layers.int4_weight import (
+    GROUP,
+    Int4Weight,
+    int4_works,
+    plain_weight,
+    quantized_groups,
+)
+from serve_spec.layers.linear import Linear
+from serve_spec.layers.module import tensor_defaults
+
+CPU = torch.device("cpu")
+needs_int4 = pytest.mark.skipif(not int4_works(CPU), reason="torch has no int4 products here")
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def linear_of(weight: torch.Tensor, bias: torch.Tensor) -> Linear:
+    """A layer as it is after loading."""
+    with tensor_defaults(torch.float32, CPU):
+        layer = Linear(weight.shape[1], {"proj": len(weight)}, bias=True)
+    views = layer.views()
+    views["proj.weight"].copy_(weight)
+    views["proj.bias"].copy_(bias)
+    layer.finish()
+    return layer
+
+
+@given(
+    st.integers(0, 2**31),
+    st.integers(1, 5),
+    st.integers(1, 3),
+    st.floats(-30, 30),
+    st.sampled_from([0.0, 1.0, -300.0]),
+)
+def test_each_number_is_off_by_at_most_half_a_step_of_its_group(
+    seed: int, rows: int, groups: int, exponent: float, offset: float
+) -> None:
+    """Also far from zero, where a grid's middle is rounded by more than the group is wide."""
+    weight = (random(rows, groups * GROUP, seed=seed) + offset) * 2.0**exponent
+    codes, grids = quantized_groups(weight)
+    assert codes.dtype == torch.uint8
+    assert int(codes.max()) <= 15
+    assert grids.dtype == torch.bfloat16
+    step = grids[..., 0].float().T.repeat_interleave(GROUP, dim=1)
+    error = (plain_weight(codes, grids) - weight).abs()
+    assert torch.all(error <= 0.5001 * step)
+
+
+def test_a_group_around_zero_spends_all_its_steps_on_its_range() -> None:
+    weight = random(64, 4 * GROUP)
+    step = quantized_groups(weight)[1][..., 0].float().T
+    low, high = weight.unflatten(1, (-1, GROUP)).aminmax(dim=2)
+    assert torch.all(step <= 1.02 * (high - low) / 15)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.75])
+def test_a_group_of_equal_numbers_of_bfloat16_stays_exact(value: float) -> None:
+    weight = torch.full((2, GROUP), value)
+    assert torch.equal(plain_weight(*quantized_groups(weight)), weight)
+
+
+@needs_int4
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(
+    ("num_rows", "num_outputs", "in_features"),
+    [(1, 16, 32), (3, 48, 96), (8, 64, 160), (40, 128, 64)],
+)
+def test_the_product_is_that_of_the_plain_weight_with_its_bias(
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
+) -> None:
+    x = random(num_rows, in_features, seed=1)
+    weight, bias = random(num_outputs, in_features, seed=2), random(num_outputs, seed=3)
+    found = Int4Weight(weight, bias.to(dtype)).linear(x.to(dtype), dtype)
+    expected = x.bfloat16().float() @ plain_weight(*quantized_groups(weight)).T + bias
+    assert found.dtype == dtype
+    assert (found.float() - expected).norm() < 0.01 * expected.norm()
+
+
+@needs_int4
+def test_rows_need_not_follow_each_other_in_memory() -> None:
+    weight = Int4Weight(random(16, 32))
+    wide = random(4, 2, 32, seed=1).bfloat16()
+    found = weight.linear(wide[:, 0], torch.float32)
+    assert torch.equal(found, weight.linear(wide[:, 0].clone(), torch.float32))
+
+
+@needs_int4
+@pytest.mark.parametrize("shape", [(48, 64), (512, 256)])
+def test_a_layer_keeps_five_bits_a_number_and_no_other_copy(shape: tuple[int, int]) -> None:
+    """The larger is one that oneDNN has laid out before."""
+    weight, bias, x = random(*shape), random(shape[0], seed=1), random(3, shape[1], seed=2)
+    layer = linear_of(weight, bias)
+    assert layer.turn_into(Int4Weight) == weight.numel() * 5 // 8
+    held = [*layer.parameters(), *vars(layer).values(), *vars(layer.integers).values()]
+    num_bytes = {id(kept): kept.nbytes for kept in held if isinstance(kept, torch.Tensor)}
+    assert sum(num_bytes.values()) == weight.numel() * 5 // 8 + bias.nbytes
+    assert torch.equal(layer(x), Int4Weight(weight, bias).linear(x, torch.float32))
+
+
+@pytest.mark.parametrize("shape", [(20, 64), (16, 48), (257, 33)])
+def test_a_weight_of_another_shape_stays_as_it_is(shape: tuple[int, int]) -> None:
+    weight, bias, x = random(*shape), random(shape[0], seed=1), random(3, shape[1], seed=2)
+    layer = linear_of(weight, bias)
+    before = layer(x)
+    assert layer.turn_into(Int4Weight) == 0
+    assert torch.equal(layer(x), before)
