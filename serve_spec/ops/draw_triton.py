@@ -1,5 +1,8 @@
 """The sampling law as two launches: best token of every chunk of a row, then best of the row.
 
+A tree's children, the topk best, are found alike. There a score and its column are one number, its
+key: the largest keys are the best scores, of equal ones those of the smallest columns.
+
 What a token scores is computed from its logit and hash alone, multiplication and addition rounded
 one by one (no fused ones but those written), so neither the number of rows nor the chunk size can
 change a draw.
@@ -21,7 +24,6 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys
 
@@ -31,6 +33,7 @@ _SWEEP_BLOCK = 8192
 _SWEEP_WARPS = 16
 _SWEEP_STAGES = 1
 _NO_ID = tl.constexpr(2**31 - 1)
+_NO_KEY = tl.constexpr(-(2**63))
 
 
 def draw_tokens(
@@ -92,15 +95,26 @@ def draw_children(
     """See `serve_spec.ops.draw.draw_children`."""
     num_rows, width = logits.shape
     chunk, num_warps = _choose_chunk(num_rows, width)
-    scores = torch.empty((num_rows, width), dtype=torch.float32, device=logits.device)
-    dependent = dependent_launch(logits.device)
-    _score_kernel[(triton.cdiv(width, chunk), num_rows)](
-        scores, logits, logits.stride(0), owners, positions,
+    num_chunks, most_chunks = triton.cdiv(width, chunk), _most_chunks(width)
+    places, columns = triton.next_power_of_2(topk), triton.next_power_of_2(most_chunks * topk)
+    device = logits.device
+    keys = torch.empty((num_rows, num_chunks, topk), dtype=torch.int64, device=device)
+    masses = torch.empty((num_rows, num_chunks), dtype=torch.float32, device=device)
+    ids = torch.empty((num_rows, topk), dtype=torch.int64, device=device)
+    likely = torch.empty((num_rows, topk), dtype=torch.float32, device=device)
+    dependent = dependent_launch(device)
+    _child_chunk_kernel[(num_chunks, num_rows)](
+        keys, masses, logits, logits.stride(0), owners, positions,
         params.inverse_temperature, params.seeds, target_ids, sharpness, width,
-        CHUNK=chunk, DEPENDENT=dependent,
+        TOPK=topk, PLACES=places, CHUNK=chunk, DEPENDENT=dependent,
         num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
-    return likeliest_children(scores, topk, target_ids)
+    _children_kernel[(num_rows,)](
+        ids, likely, keys, masses, num_chunks, target_ids,
+        TOPK=topk, PLACES=places, CHUNKS=most_chunks, COLUMNS=columns, DEPENDENT=dependent,
+        num_warps=1 if columns <= 128 else 4, launch_pdl=dependent,
+    )  # fmt: skip
+    return ids, likely
 
 
 def _choose_chunk(num_rows: int, num_ids: int) -> tuple[int, int]:
@@ -168,11 +182,13 @@ def _chunk_kernel(
 
 
 @triton.jit
-def _score_kernel(
-    perturbed_scores, logits, row_stride, owners, positions, inverse_temperature, seeds,
-    target_ids, sharpness, num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+def _child_chunk_kernel(
+    keys, masses,
+    logits, row_stride, owners, positions, inverse_temperature, seeds, target_ids, sharpness,
+    num_ids, TOPK: tl.constexpr, PLACES: tl.constexpr, CHUNK: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, row): its perturbed scores."""
+    """One program per (chunk, row): its best keys, and the sum of exp(perturbed - its best)."""
     chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -182,7 +198,71 @@ def _score_kernel(
         logits + row * row_stride, ids, num_ids, tl.maximum(tl.load(owners + row), 0),
         positions + row, inverse_temperature, seeds, target_ids, sharpness,
     )  # fmt: skip
-    tl.store(perturbed_scores + row * num_ids + ids, perturbed, mask=ids < num_ids)
+    at = row * tl.num_programs(0) + chunk
+    top = tl.max(perturbed, axis=0)
+    top = tl.where(top > float("-inf"), top, 0.0)
+    tl.store(masses + at, tl.sum(tl.exp(perturbed - top), axis=0))
+    places = tl.arange(0, PLACES)
+    best = _best_keys(_keys(perturbed, ids), places, TOPK)
+    tl.store(keys + at * TOPK + places, best, mask=places < TOPK)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _children_kernel(
+    children, likely, keys, masses, num_chunks, target_ids,
+    TOPK: tl.constexpr, PLACES: tl.constexpr, CHUNKS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per row: the best keys of its chunks, as target ids and shares of the row."""
+    row = tl.program_id(0).to(tl.int64)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    keys += row * num_chunks * TOPK
+    chunks = tl.arange(0, CHUNKS)
+    inside = chunks < num_chunks
+    tops = _score_of(tl.load(keys + chunks * TOPK, mask=inside, other=0))
+    mass = tl.load(masses + row * num_chunks + chunks, mask=inside, other=0.0)
+    top = tl.max(tl.where(inside, tops, float("-inf")), axis=0)
+    # In a row of -inf alone, or with a +inf, this is NaN, and so are all shares.
+    total = tl.sum(tl.where(inside, mass * tl.exp(tops - top), 0.0), axis=0)
+    columns, places = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
+    candidates = tl.load(keys + columns, mask=columns < num_chunks * TOPK, other=_NO_KEY)
+    best = _best_keys(candidates, places, TOPK)
+    share = _score_of(best) - (top + tl.log(total))
+    usable = (places < TOPK) & (tl.abs(share) < float("inf"))
+    ids = _NO_ID - (best & _NO_ID)
+    if target_ids is not None:
+        ids = tl.load(target_ids + ids, mask=usable, other=-1)
+    at = row * TOPK + places
+    tl.store(children + at, tl.where(usable, ids, -1), mask=places < TOPK)
+    tl.store(likely + at, share, mask=places < TOPK)
+
+
+@triton.jit
+def _keys(scores, ids):
+    """int64: the bits of a score, as a number that orders as scores do; below, its id."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & _NO_ID)
+    return (order.to(tl.int64) << 32) | (_NO_ID - ids)
+
+
+@triton.jit
+def _score_of(keys):
+    """The scores in keys."""
+    order = (keys >> 32).to(tl.int32)
+    return (order ^ ((order >> 31) & _NO_ID)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _best_keys(keys, places, TOPK: tl.constexpr):
+    """The largest TOPK of keys that differ, the largest at place 0; `_NO_KEY` past them."""
+    best = tl.full(places.shape, _NO_KEY, dtype=tl.int64)
+    for place in range(TOPK):
+        largest = tl.max(keys, axis=0)
+        best = tl.where(places == place, largest, best)
+        keys = tl.where(keys == largest, _NO_KEY, keys)
+    return best
 
 
 @triton.jit

@@ -181,6 +181,13 @@ def test_children_are_the_best_and_tell_their_share(ids: Tensor | None) -> None:
         torch.testing.assert_close(likely[row].exp(), shares[row, best])
 
 
+def test_equal_children_rank_by_column() -> None:
+    scores = torch.randn(8, 300, generator=torch.Generator().manual_seed(1)).round()
+    scores[:, ::7] = -0.0
+    found, _ = likeliest_children(scores, 6, None)
+    assert torch.equal(found, scores.argsort(dim=1, descending=True, stable=True)[:, :6])
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_without_a_usable_number_have_no_children_and_no_say(bad: float) -> None:
     scores = torch.zeros(2, 6)

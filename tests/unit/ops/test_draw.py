@@ -302,17 +302,74 @@ def test_children_are_those_of_the_sampling_law_the_first_of_them_the_chains(
     torch.testing.assert_close(found[1].cpu(), likely, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "width", "topk"), [(1, VOCAB, 1), (7, 1027, 5), (9, 40, 10)])
+@pytest.mark.parametrize("is_reduced", [False, True])
+def test_the_kernel_ranks_children_as_the_law_does(
+    dtype: torch.dtype, num_rows: int, width: int, topk: int, is_reduced: bool
+) -> None:
+    """Equal scores, also across chunks; the last chunk of 1027 holds fewer than are wanted."""
+    owners, positions, params = mixed_round(num_rows, DEVICE)
+    logits = (randn(num_rows, width, seed=8) * 2).round().to(dtype)
+    logits[:, 5::3] = float("-inf")
+    target_ids = torch.arange(width, device=DEVICE) * 5 + 2 if is_reduced else None
+    at = torch.full((1,), 0.85, device=DEVICE)
+    arguments = logits.to(DEVICE), owners, positions, params, at, target_ids
+    ids, likely = draw_children(*arguments, topk)
+    with poisoned_memory():
+        found, its_likely = draw_triton.draw_children(*arguments, topk)
+    assert torch.equal(found, ids)
+    torch.testing.assert_close(its_likely, likely, rtol=1e-5, atol=1e-5)
+    chain = draw_triton.draw_drafts(*arguments)
+    assert torch.equal(found[owners >= 0, 0], chain[owners >= 0])
+
+
+def test_children_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many rows are cut into larger ones than few."""
+    vocab = 4500
+    sizes = [draw_triton._choose_chunk(num_rows, vocab) for num_rows in (1, 200, 1000)]
+    assert len(set(sizes)) == 3
+    owners, positions, params = mixed_round(5, DEVICE)
+    logits = (randn(5, vocab, seed=9) * 2).round().to(DEVICE)
+    at = torch.full((1,), 0.85, device=DEVICE)
+    found = []
+    for size in sizes:
+        monkeypatch.setattr(draw_triton, "_choose_chunk", lambda *_, size=size: size)
+        found.append(draw_triton.draw_children(logits, owners, positions, params, at, None, 3))
+    for ids, likely in found[1:]:
+        assert torch.equal(ids, found[0][0])
+        torch.testing.assert_close(likely, found[0][1], rtol=1e-5, atol=1e-5)
+
+
+@CHILDREN
+def test_where_fewer_tokens_are_possible_the_other_children_are_none(
+    twin: Callable[..., tuple[Tensor, Tensor]],
+) -> None:
+    """Those that there are have all of the probability."""
+    owners, positions, params = mixed_round(4, DEVICE)
+    logits = torch.full((4, VOCAB), float("-inf"), device=DEVICE)
+    possible = [3, 1100, 1400]
+    logits[:, possible] = torch.tensor([-1.0, 0.5, -1.0], device=DEVICE)
+    at = torch.ones(1, device=DEVICE)
+    ids, likely = twin(logits, owners, positions, params, at, None, 6)
+    assert ids[1].tolist() == [1100, 3, 1400, -1, -1, -1], "a greedy row ranks equals by id"
+    assert [sorted(row) for row in ids[:, :3].tolist()] == [possible] * 4
+    assert (ids[:, 3:] == -1).all()
+    torch.testing.assert_close(likely.exp().sum(1), torch.ones_like(likely[:, 0]))
+
+
 @CHILDREN
 def test_a_row_that_holds_no_number_has_no_children(
     twin: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
-    logits = randn(3, VOCAB)
+    logits = randn(4, VOCAB)
     logits[1, 1200] = float("nan")
     logits[2] = float("-inf")
-    ids, _ = twin(
+    logits[3, 30] = float("inf")
+    ids, likely = twin(
         logits.to(DEVICE),
-        torch.tensor([0, 1, 1], dtype=torch.int32, device=DEVICE),
-        torch.tensor([4, 5, 6], device=DEVICE),
+        torch.tensor([0, 1, 1, 0], dtype=torch.int32, device=DEVICE),
+        torch.tensor([4, 5, 6, 7], device=DEVICE),
         draw_params(MIX, [1] * len(MIX), DEVICE),
         torch.ones(1, device=DEVICE),
         None,
@@ -320,3 +377,4 @@ def test_a_row_that_holds_no_number_has_no_children(
     )
     assert (ids[0] >= 0).all()
     assert (ids[1:] == -1).all()
+    assert not likely[1:].isfinite().any()
