@@ -9,6 +9,7 @@ Where this departs from the first floor plan, and why:
   and the engine starts and ends the other ranks.
 - `bench` reaches `serving` and `parallel`: what the fleet's statistics cost is measured on the real
   actor, what one exchange between ranks takes on the real group.
+- `bench` reaches `ops`: the draw of a level's children is timed by itself.
 - `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
 - The torch-free rooms are imported for real as well: a library that comes in through a neighbour
@@ -59,7 +60,7 @@ MAY_IMPORT = {
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": [
-        "core", "config", "metrics", "parallel", "adaptive", "engine", "layers", "models",
+        "core", "config", "metrics", "parallel", "ops", "adaptive", "engine", "layers", "models",
         "scheduler", "serving",
     ],
     "training": ["core", "config", "layers", "models"],

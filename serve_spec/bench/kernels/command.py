@@ -4,6 +4,7 @@ At most three engines are built, one after the other: one whose acceptance is re
 forced, and one of compiled layers. Policies take turns on them. Sections, in the order they run:
 
     floor         the matrix products of a step alone, and the speed of memory
+    children      the best children of a tree's level: our draw of them, and torch's topk
     plain         steps without drafts, by batch size
     transformers  its generate over the same weights, plain and assisted
     capture       what recording the stages took
@@ -28,6 +29,7 @@ import torch
 from serve_spec.bench.configuration import add_configuration, configured
 from serve_spec.bench.kernels.adaptive import adaptive
 from serve_spec.bench.kernels.aims import ACCEPT_LENGTH, LINEARS_MS, ROUND_STEPS
+from serve_spec.bench.kernels.children import children
 from serve_spec.bench.kernels.floor import floor
 from serve_spec.bench.kernels.plots import plot_kernels
 from serve_spec.bench.kernels.report import tables
@@ -42,6 +44,7 @@ from serve_spec.config import ServeSpecConfig
 
 _REAL: Mapping[str, Measure] = {
     "floor": floor,
+    "children": children,
     "plain": plain,
     "transformers": transformers,
 }
@@ -53,6 +56,7 @@ _FORCED: Mapping[str, Measure] = {
     "switch": switch,
     "adaptive": adaptive,
 }
+_ALIKE = {"floor", "children"}
 _COMPILED: Mapping[str, Measure] = {"compile": compiled}
 SECTIONS = (*_REAL, *_FORCED, *_COMPILED)
 
@@ -159,7 +163,7 @@ def _why_not_compiled(config: ServeSpecConfig) -> str | None:
 
 
 def _split(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Sections by the engine they run on, in order. The floor is the same on both."""
+    """Sections by the engine they run on, in order. Some are the same on both."""
     real = [name for name in _REAL if name in names]
     forced = [name for name in _FORCED if name in names]
-    return ([], real + forced) if real == ["floor"] and forced else (real, forced)
+    return ([], real + forced) if set(real) <= _ALIKE and forced else (real, forced)

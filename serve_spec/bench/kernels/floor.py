@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -11,13 +10,10 @@ import torch.nn.functional as F
 
 from serve_spec.bench.kernels.aims import LINEARS_MS
 from serve_spec.bench.kernels.setting import LeftOut, Row, Section, Setting
+from serve_spec.bench.kernels.times import graph_times_ms, times_ms
 from serve_spec.layers.linear import Linear
 
-_WARM_UP_RUNS = 3
-_RUNS = 15
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
-
-Work = Callable[[], object]
 
 
 @torch.inference_mode()
@@ -44,7 +40,7 @@ def _copied_bytes_per_ms(device: torch.device) -> float:
     num_bytes = _COPIED_BYTES[device.type]
     source = torch.randint(256, (num_bytes,), dtype=torch.uint8, device=device)
     copy = torch.empty_like(source)
-    return 2 * num_bytes / float(np.median(_times_ms(lambda: copy.copy_(source), device)))
+    return 2 * num_bytes / float(np.median(times_ms(lambda: copy.copy_(source), device)))
 
 
 def _row(setting: Setting, linears: Sequence[Linear], num_bytes: int, num_rows: int) -> Row:
@@ -62,7 +58,7 @@ def _row(setting: Setting, linears: Sequence[Linear], num_bytes: int, num_rows: 
         for linear in linears:
             linear(inputs[linear.weight.shape[1]])
 
-    low, middle, high = np.percentile(_graph_times_ms(theirs, setting.device), (10, 50, 90))
+    low, middle, high = np.percentile(graph_times_ms(theirs, setting.device), (10, 50, 90))
     earlier = LINEARS_MS.get(num_rows) if setting.is_reference else None
     return {
         "rows": num_rows,
@@ -70,42 +66,6 @@ def _row(setting: Setting, linears: Sequence[Linear], num_bytes: int, num_rows: 
         "p10_ms": float(low),
         "p90_ms": float(high),
         "torch_gb_per_s": num_bytes / middle / 1e6,
-        "ours_ms": float(np.median(_graph_times_ms(ours, setting.device))),
+        "ours_ms": float(np.median(graph_times_ms(ours, setting.device))),
         "earlier_ms": earlier,
     }
-
-
-def _graph_times_ms(work: Work, device: torch.device) -> list[float]:
-    """As `_times_ms`, without the host between kernels where there is a GPU."""
-    if device.type == "cpu":
-        return _times_ms(work, device)
-    work()  # kernels compile when they first run
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
-    return _times_ms(graph.replay, device)
-
-
-def _times_ms(work: Work, device: torch.device) -> list[float]:
-    """Milliseconds of every run after the first few, on the device's clock."""
-    for _ in range(_WARM_UP_RUNS):
-        work()
-    if device.type == "cpu":
-        return [_cpu_time_ms(work) for _ in range(_RUNS)]
-    marks = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(_RUNS)
-    ]
-    for start, end in marks:
-        start.record()
-        work()
-        end.record()
-    torch.cuda.synchronize(device)
-    return [start.elapsed_time(end) for start, end in marks]
-
-
-def _cpu_time_ms(work: Work) -> float:
-    started = time.perf_counter()
-    work()
-    return (time.perf_counter() - started) * 1e3

@@ -106,9 +106,16 @@ def test_every_section_is_measured_and_what_needs_a_gpu_is_named(result: dict[st
     assert result["failed"] == {}
     assert result["left_out"] == {"compile": "torch_compile is measured on a GPU"}
     left_out = {name: section["left_out"] for name, section in result["sections"].items()}
-    assert {name for name, what in left_out.items() if what} == {"floor", "capture", "switch"}
+    lacking = {name for name, what in left_out.items() if what}
+    assert lacking == {"floor", "children", "capture", "switch"}
     assert all("GPU" in what or "CUDA" in what for name in left_out for what in left_out[name])
     assert result["environment"]["synthetic_acceptance"] == 2.5
+
+
+def test_a_levels_children_are_timed_beside_torch_and_a_chain(result: dict[str, Any]) -> None:
+    rows = result["sections"]["children"]["rows"]
+    assert len({(row["width"], row["rows"], row["topk"]) for row in rows}) == len(rows) > 1
+    assert all(value > 0 for row in rows for value in row.values())
 
 
 def test_plain_steps_are_measured_at_every_batch_size(result: dict[str, Any]) -> None:
