@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ _EXCHANGES = {
     "one_shot_us": "one shot",
     "two_shot_us": "two shots",
 }
+_COLORS = ("C0", "C1", "C2", "C3", "C4", "C5")
+_STYLES = ("-", "--", ":")
 
 
 def plot_parallel(result: Mapping[str, Any], path: Path) -> None:
@@ -93,24 +95,28 @@ def _stages(axis: Axes, rows: Rows) -> None:
 
 
 def _latency(axis: Axes, rows: Rows) -> None:
-    """Each way to sum by rows, and what follows a sum: a line per size."""
+    """Each way to sum by rows, and what follows a sum: a color per way, a line style per size."""
     sizes = sorted({row["tensor_parallel_size"] for row in rows})
-    for size, name in product(sizes, _EXCHANGES):
+    for (size, style), (name, color) in product(
+        zip(sizes, cycle(_STYLES)), zip(_EXCHANGES, cycle(_COLORS))
+    ):
         points = [
             (row["rows"], row[name])
             for row in rows
             if row["tensor_parallel_size"] == size and row.get(name) is not None
         ]
         if points:
-            label = f"{_EXCHANGES[name]}, TP={size}"
-            axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=label)
+            axis.plot(
+                *zip(*points, strict=True), marker="o", markersize=3, color=color, linestyle=style,
+                label=f"{_EXCHANGES[name]}, TP={size}",
+            )  # fmt: skip
     ticks = sorted({row["rows"] for row in rows})
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=7)
     axis.set_ylim(bottom=0)
     axis.set_xlabel("rows")
     axis.set_ylabel("us per call")
-    axis.legend(fontsize=7)
+    axis.legend(fontsize=6)
 
 
 def _title(result: Mapping[str, Any]) -> str:
