@@ -73,6 +73,7 @@ def routing_of(config: ServeSpecConfig) -> RequestRouterConfig:
         "request_router_class": "serve_spec.serving.routing.SubmissionRouter",
         "request_router_kwargs": {
             "policy": config.router.routing_policy,
+            "num_places": config.scheduler.max_num_seqs,
             "max_rows": config.replica.max_ongoing_requests,
             "load_factor": config.router.prefix_load_factor,
         },

@@ -22,10 +22,11 @@ class SubmissionRouter(RequestRouter):
     """
 
     def initialize_state(  # type: ignore[override]
-        self, *, policy: Policy, max_rows: int, load_factor: float
+        self, *, policy: Policy, num_places: int, max_rows: int, load_factor: float
     ) -> None:
         """Serve's constructor hook; the arguments are `request_router_kwargs`."""
         self._policy = policy
+        self._num_places = num_places
         self._max_rows = max_rows
         self._load_factor = load_factor
         self._prefixes = SentPrefixes()
@@ -88,6 +89,7 @@ class SubmissionRouter(RequestRouter):
                     submission.heard.get(name),
                 ),
                 own_rows=own_rows[name],
+                num_places=self._num_places,
                 max_rows=self._max_rows,
                 matched_blocks=sum(self._prefixes.matched(name, prompt) for prompt in prompts),
             )

@@ -33,6 +33,8 @@ class ReplicaLoad:
     """Requests that this router has sent it and that have not ended, as of now."""
     other_rows: int = 0
     """Requests of other routers, as of the last that is heard of it."""
+    num_places: float = math.inf
+    """Rows it runs at once: more wait until others have ended, whatever they cost then."""
     max_rows: float = math.inf
     """With more it is full."""
     is_short_of_pages: bool = False
@@ -87,7 +89,8 @@ def ranked(
 ) -> list[str]:
     """Names of all replicas, the best for `num_requests` more first.
 
-    Whatever the policy, sick replicas come last, then those to be avoided, then full ones.
+    Whatever the policy, sick replicas come last, then those to be avoided, full ones, and those
+    that have no place for all of the newcomers.
 
     load_factor: under `prefix`, the most rows a replica may have, relative to the mean.
     """
@@ -95,7 +98,8 @@ def ranked(
 
     def key(load: ReplicaLoad) -> tuple[Any, ...]:
         is_full = load.is_short_of_pages or load.rows + num_requests > load.max_rows
-        return (not load.is_healthy, load.name in avoid, is_full, *order(load))
+        has_to_wait = load.rows + num_requests > load.num_places
+        return (not load.is_healthy, load.name in avoid, is_full, has_to_wait, *order(load))
 
     return [load.name for load in sorted(loads, key=key)]
 

@@ -30,7 +30,8 @@ class Serve:
     def __init__(self, *replicas: Any, policy: str = "balanced", max_rows: int = 100) -> None:
         # Serve's own constructor needs a running controller.
         self.router = SubmissionRouter.__new__(SubmissionRouter)
-        self.router.initialize_state(policy=policy, max_rows=max_rows, load_factor=1.25)  # type: ignore[arg-type]
+        places = {"num_places": 100, "max_rows": max_rows}
+        self.router.initialize_state(policy=policy, load_factor=1.25, **places)  # type: ignore[arg-type]
         self.replicas = {r.replica_id.unique_id: r for r in replicas}
         self.num_calls = 0
 

@@ -40,6 +40,7 @@ def fleets(draw: Any) -> list[ReplicaLoad]:
             f"r{i}",
             draw(st.integers(0, 6)),
             draw(st.integers(0, 6)),
+            num_places=draw(st.integers(3, 8)),
             max_rows=10,
             is_short_of_pages=draw(st.booleans()),
             is_healthy=draw(st.booleans()),
@@ -51,7 +52,7 @@ def fleets(draw: Any) -> list[ReplicaLoad]:
 
 
 @given(fleet=fleets(), policy=st.sampled_from(POLICIES), num=st.integers(1, 8), data=st.data())
-def test_every_replica_is_ranked_and_sick_avoided_and_full_ones_come_last(
+def test_every_replica_is_ranked_and_sick_avoided_full_and_busy_ones_come_last(
     fleet: list[ReplicaLoad], policy: Policy, num: int, data: Any
 ) -> None:
     avoid = frozenset(data.draw(st.sets(st.sampled_from([f.name for f in fleet]))))
@@ -62,7 +63,15 @@ def test_every_replica_is_ranked_and_sick_avoided_and_full_ones_come_last(
     def is_full(load: ReplicaLoad) -> bool:
         return load.is_short_of_pages or load.rows + num > load.max_rows
 
-    classes = [(not by_name[n].is_healthy, n in avoid, is_full(by_name[n])) for n in names]
+    classes = [
+        (
+            not by_name[n].is_healthy,
+            n in avoid,
+            is_full(by_name[n]),
+            by_name[n].rows + num > by_name[n].num_places,
+        )
+        for n in names
+    ]
     assert classes == sorted(classes)
 
 
@@ -100,6 +109,15 @@ def test_the_more_rows_the_dearer_the_next_one(rows: int) -> None:
 
 def test_goodput_between_equals_is_balanced() -> None:
     assert order("goodput", load("a", 3, CHEAP), load("b", 2, CHEAP)) == ["b", "a"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_waits_for_a_place_while_another_replica_has_one(policy: Policy) -> None:
+    fast = load("fast", 4, CHEAP, num_places=4, matched_blocks=3)
+    slow = load("slow", 7, DEAR, num_places=8)
+    assert order(policy, fast, slow) == ["slow", "fast"]
+    both_full = fast, load("slow", 8, DEAR, num_places=8)
+    assert order(policy, *both_full, load_factor=9.0) == ["fast", "slow"]
 
 
 @pytest.mark.parametrize("policy", POLICIES)
