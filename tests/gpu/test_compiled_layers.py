@@ -3,15 +3,10 @@
 import pytest
 import torch
 
-from tests.helpers.engines import Pair, llm_maker, make_pair, switch_every_round, texts
+from tests.helpers.engines import Pair, llm_maker, switch_every_round, texts
 from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"))
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])

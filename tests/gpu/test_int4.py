@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from serve_spec.layers.int4_weight import Int4Weight, int4_works, plain_weight, quantized_groups
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round, texts
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
 from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
@@ -52,16 +52,6 @@ def test_four_bits_take_a_third_of_the_memory_of_bfloat16() -> None:
     held = torch.cuda.memory_allocated() - before
     assert weight.num_bytes == 1024 * 4096 * 5 // 8
     assert held < 1.01 * weight.num_bytes
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def make_llm(pair: Pair) -> MakeLLM:
-    return llm_maker(pair, "cuda")
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])

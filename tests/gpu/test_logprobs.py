@@ -2,21 +2,11 @@
 
 import pytest
 
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
 from tests.helpers.plain_logprobs import close
 from tests.unit.engine.test_logprobs import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
-def make_llm(pair: Pair) -> MakeLLM:
-    return llm_maker(pair, "cuda")
 
 
 @pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "EAGLE"])

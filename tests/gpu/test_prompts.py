@@ -2,7 +2,6 @@
 
 import pytest
 
-from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 from tests.unit.engine.test_prompts_on_lanes import (
     test_drafts_after_a_prompt_are_kept_as_often_as_after_an_eager_one,
     test_longer_prompts_are_computed_eagerly_and_mix_with_lanes,
@@ -16,8 +15,3 @@ __all__ = [
 ]
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def make_llm(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
-    return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cuda")

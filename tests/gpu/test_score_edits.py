@@ -3,7 +3,7 @@
 import pytest
 
 from serve_spec.core.request import RequestOutput
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
 from tests.helpers.plain_logprobs import close
 from tests.unit.engine.test_score_edits import SWITCHING, prompts_and_params
 
@@ -11,20 +11,10 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"))
-
-
-@pytest.fixture(scope="module")
 def plain(pair: Pair) -> list[RequestOutput]:
     prompts, params = prompts_and_params()
     llm = llm_maker(pair, "cpu")()
     return [llm.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
-
-
-@pytest.fixture(scope="module")
-def make_llm(pair: Pair) -> MakeLLM:
-    return llm_maker(pair, "cuda")
 
 
 @pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3", "EAGLE"])
