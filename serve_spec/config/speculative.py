@@ -43,7 +43,7 @@ class SpeculativeConfig(StrictModel):
         3, ge=0, description="Draft forwards per round; where an adaptive policy starts; 0: none."
     )
     speculative_eagle_topk: int = Field(
-        1, ge=1, description="Children per drafted token; 1 drafts chains, more trees."
+        1, ge=1, description="Most children of a drafted token; 1 drafts chains, more trees."
     )
     speculative_num_draft_tokens: int | None = Field(
         None,
@@ -228,8 +228,8 @@ class SpeculativeConfig(StrictModel):
                 )
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
             return
-        if self.text_algorithm is not None:
-            fix = f"{self.text_algorithm} drafts one continuation; leave the key out"
+        if self.enabled and self.speculative_ngram_first:
+            fix = "with speculative_ngram_first all drafts are chains; leave one of both keys out"
             raise Refusal("speculative_eagle_topk", topk, fix)
         if topk * max(1, steps - 1) > MAX_TREE_ROWS:
             fix = (

@@ -17,9 +17,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
+
+from serve_spec.core.round import TreeShape
 
 
 @dataclass(frozen=True)
@@ -75,9 +77,16 @@ class VerifyResult:
     paths: list[list[int]] | None = None
 
 
-def padded_drafts(drafts: Iterable[Sequence[int]], num_steps: int) -> list[list[int]]:
-    """Drafts that the host made of each row, all `num_steps` long: what follows is no draft."""
-    return [[*tokens, *[0] * (num_steps - len(tokens))] for tokens in drafts]
+def padded_drafts(drafts: Iterable[Sequence[int]], width: int) -> list[list[int]]:
+    """What the host made of each row's drafts, all `width` long: what follows is no draft's."""
+    return [[*entries, *[0] * (width - len(entries))] for entries in drafts]
+
+
+class TextDrafts(NamedTuple):
+    """Drafts of one row that the host found; of a tree with parents as in `DraftTrees`."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...] = ()
 
 
 class TextDrafter(Protocol):
@@ -85,6 +94,15 @@ class TextDrafter(Protocol):
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """Up to `most` tokens that may follow the committed text `token_ids`; often none."""
+        ...
+
+    def propose_tree(
+        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+    ) -> TextDrafts:
+        """A tree of at most this shape; first in it, from the root down, what `propose` says.
+
+        Asked after it, of rows for which it found so many levels.
+        """
         ...
 
     def forget(self, request_id: str) -> None:

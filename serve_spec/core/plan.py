@@ -38,7 +38,8 @@ class RowPlan:
     `lane` is the sequence's place in tensors that hold one row per running sequence.
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities the
     row is to tell; each is decided by the row of the position before it.
-    `draft_ids` are `num_steps` drafts that the host found in the text; no draft model is asked.
+    `draft_ids` are the drafts that the host found in the text; no draft model is asked. Those of a
+    tree follow their `draft_parents`, as in `DraftTrees`.
     `edited` is there for rows that draw and whose request edits scores, unless the row follows one
     that is under way: then the tokens before it are known to the device alone.
     `generated_ids` are the committed tokens after the prompt, of rows that draw by a grammar; no
@@ -63,6 +64,7 @@ class RowPlan:
     scored_start: int = 0
     scored_ids: tuple[int, ...] = ()
     draft_ids: tuple[int, ...] = ()
+    draft_parents: tuple[int, ...] = ()
     edited: EditedText | None = None
     generated_ids: tuple[int, ...] = ()
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -42,11 +43,11 @@ class Corpus:
         keys = [padded[i : i + self.num_tokens] for i in reversed(range(depth))]
         self._places = array("I", np.lexsort(keys).astype(np.uint32).tobytes())
 
-    def continuation(self, newest: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that follow `newest` somewhere here; none if it is nowhere.
+    def continuations(self, newest: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+        """Up to `most` tokens that follow `newest` here, of one place after the other.
 
-        Of several places the middle one in the order of what follows: where one continuation is
-        the usual one, it lies there.
+        In the order of what follows, the middle place first: where one continuation is the usual
+        one, it lies there. Then the middles of both halves, and so on.
         """
         wanted = (np.asarray(newest) + 1).astype(">u4").tobytes()
 
@@ -57,12 +58,22 @@ class Corpus:
         last = bisect_right(self._places, wanted, lo=first, key=stands_at)
         if first < last and self._places[first] + len(newest) == self.num_tokens:
             first += 1  # the end, which nothing follows, comes before all other places
-        if first == last:
-            return ()
-        start = self._places[(first + last) // 2] + len(newest)
-        end = min(start + most, self.num_tokens)
-        found = np.frombuffer(self._bytes[_BYTES * start : _BYTES * end], ">u4")
-        return tuple((found - 1).tolist())
+        for number in _middles(first, last):
+            start = self._places[number] + len(newest)
+            end = min(start + most, self.num_tokens)
+            found = np.frombuffer(self._bytes[_BYTES * start : _BYTES * end], ">u4")
+            yield tuple((found - 1).tolist())
+
+
+def _middles(first: int, last: int) -> Iterator[int]:
+    """All numbers from `first` to before `last`: the middle one, then those of both halves, ..."""
+    parts = deque([(first, last)])
+    while parts:
+        low, high = parts.popleft()
+        if low < high:
+            middle = (low + high) // 2
+            yield middle
+            parts += [(low, middle), (middle + 1, high)]
 
 
 def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) -> Corpus:

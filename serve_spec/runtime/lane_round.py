@@ -122,9 +122,23 @@ class LaneRound:
         counts = tuple(row.num_draft_tokens for row in rows)
         return DraftTrees(self.drafts, self.parents, counts)
 
-    def write_drafts(self, drafts: Mapping[int, Sequence[int]]) -> None:
-        """Writes what the host drafted, by the sequence's number in the round, without waiting."""
-        padded = padded_drafts(drafts.values(), self.max_drafts)
-        rows = [[number, *tokens] for number, tokens in zip(drafts, padded, strict=True)]
-        written = sent(torch.tensor(rows, dtype=torch.int64), self.drafts.device)
-        self.drafts.index_copy_(0, written[:, 0], written[:, 1:])
+    def write_drafts(
+        self,
+        drafts: Mapping[int, Sequence[int]],
+        parents: Mapping[int, Sequence[int]] | None = None,
+    ) -> None:
+        """Writes what the host drafted, by the sequence's number in the round, without waiting.
+
+        parents: where drafts branch, as in `DraftTrees`.
+        """
+        self._write(self.drafts, drafts)
+        if parents is not None:
+            assert self.parents is not None, "a round with trees has room for them"
+            self._write(self.parents, parents)
+
+    @staticmethod
+    def _write(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
+        padded = padded_drafts(entries.values(), table.shape[1])
+        rows = [[number, *of_row] for number, of_row in zip(entries, padded, strict=True)]
+        written = sent(torch.tensor(rows, dtype=torch.int64), table.device)
+        table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import NamedTuple
 
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.plan import AheadLimits, EditedText, RowPlan
 from serve_spec.core.round import DecodeBatch, RoundSteps, most_tree_drafts, tree_slots
 from serve_spec.core.sequence import Sequence
@@ -22,6 +23,11 @@ class RowDrafts(NamedTuple):
     num_steps: int
     tree_drafts: int = 0
     from_text: bool = False
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """Drafts that are verified."""
+        return self.tree_drafts or self.num_steps
 
     def num_slots(self, topk: int) -> int:
         """Cache entries past the row's length that it writes to."""
@@ -175,8 +181,16 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
 
 
 def text_drafted_row(
-    seq: Sequence, draft_ids: tuple[int, ...], backlog: int, kept_up: int
+    seq: Sequence, drafts: RowDrafts, found: TextDrafts, backlog: int, kept_up: int
 ) -> RowPlan:
-    """A row that verifies these drafts; to a draft model, if there is one, a row without any."""
+    """A row that verifies the first of what was found; to a draft model, if there is one, a row
+    without any drafts."""
     row = decode_row(seq, RowDrafts(0), backlog, kept_up)
-    return replace(row, num_steps=len(draft_ids), draft_ids=draft_ids)
+    count = drafts.num_draft_tokens
+    return replace(
+        row,
+        num_steps=drafts.num_steps,
+        tree_drafts=drafts.tree_drafts,
+        draft_ids=found.token_ids[:count],
+        draft_parents=found.parents[:count],
+    )

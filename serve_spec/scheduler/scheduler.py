@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import TextDrafter
+from serve_spec.core.draft import TextDrafter, TextDrafts
 from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
@@ -92,6 +92,7 @@ class Scheduler:
         self.first_draft_entry = first_draft_entry
         self.topk = topk
         self.has_draft_model = has_draft_model or text_drafter is None
+        self._beam = topk if self.has_draft_model else 0
         self.on_leave = on_leave
         """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
@@ -102,7 +103,7 @@ class Scheduler:
         self._newest: StepPlan | None = None
         self._postponed: _Choice | None = None
         self._found: dict[str, tuple[int, ...]] = {}
-        """Drafts that the text drafter found for the round being planned, by request."""
+        """Chains that the text drafter found for the round being planned, by request."""
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
@@ -178,7 +179,7 @@ class Scheduler:
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         drafts = fair_drafts(steps, batch, self.topk)
         ends = [
-            len(seq) + most_coming(row) + of_row.num_slots(self.topk)
+            len(seq) + most_coming(row) + of_row.num_slots(self._beam)
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
@@ -202,7 +203,7 @@ class Scheduler:
         if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
             rows = [replace(row, catches_up=False) if row.catches_up else row for row in rows]
         backlog = max(row.backlog if row.catches_up else 0 for row in rows)
-        num_steps = max([steps.num_steps, *(len(row.draft_ids) for row in rows)])
+        num_steps = max([steps.num_steps, *(row.num_steps for row in rows if row.draft_ids)])
         self._newest = StepPlan(
             tuple(rows),
             num_steps,
@@ -393,19 +394,30 @@ class Scheduler:
         return [len(self._found[seq.request_id]) for seq in decoding]
 
     def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
-        while not self.cache.can_reserve(seq, len(seq) + drafts.num_slots(self.topk)):
+        found = self._text_drafts(seq, drafts)
+        if found is not None and found.parents:
+            drafts = drafts._replace(tree_drafts=len(found.token_ids))
+        while not self.cache.can_reserve(seq, len(seq) + drafts.num_slots(self._beam)):
             if drafts.num_steps:
                 drafts = drafts.less()  # drafts are optional; somebody else's text is not
                 continue
             if not self._preempt_younger_than(seq):
                 self._preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + drafts.num_slots(self.topk))
+        self.cache.reserve(seq, len(seq) + drafts.num_slots(self._beam))
         backlog = len(seq) - 1 - seq.num_draft_computed
-        if drafts.from_text or not self.has_draft_model:
-            found = self._found[seq.request_id][: drafts.num_steps]
-            return text_drafted_row(seq, found, backlog, kept_up)
-        return decode_row(seq, drafts, backlog, kept_up)
+        if found is None:
+            return decode_row(seq, drafts, backlog, kept_up)
+        return text_drafted_row(seq, drafts, found, backlog, kept_up)
+
+    def _text_drafts(self, seq: Sequence, drafts: RowDrafts) -> TextDrafts | None:
+        """What a row verifies that drafts from its text; None: a model drafts for it."""
+        if self.text_drafter is None or not (drafts.from_text or not self.has_draft_model):
+            return None
+        if not drafts.tree_drafts:
+            return TextDrafts(self._found[seq.request_id])
+        shape = TreeShape(drafts.num_steps, drafts.tree_drafts)
+        return self.text_drafter.propose_tree(seq.request_id, seq.token_ids, shape)
 
     def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
         """Pieces of those that still have pages, the oldest first."""
@@ -466,7 +478,7 @@ class Scheduler:
         ahead = self._newest
         rows_ahead = () if ahead is None or ahead is plan else ahead.rows
         slots_ahead = {
-            row.request_id: RowDrafts(row.num_steps, row.tree_drafts).num_slots(self.topk)
+            row.request_id: RowDrafts(row.num_steps, row.tree_drafts).num_slots(self._beam)
             for row in rows_ahead
         }
         for seq in sequences:

@@ -169,8 +169,10 @@ class LaneTiers:
     def _tree_tier(self, tree: TreeShape) -> SpecRuntimeState:
         most = self._round.max_batch_size
         sizes = batch_sizes(most)
-        extend = self._extend_stages(tree.num_steps, sizes)
-        draft = StageGraphs({n: self._record_trees(n, tree) for n in reversed(sizes)})
+        extend = draft = StageGraphs({})
+        if self._drafter is not None:
+            extend = self._extend_stages(tree.num_steps, sizes)
+            draft = StageGraphs({n: self._record_trees(n, tree) for n in reversed(sizes)})
         query_len = tree.num_draft_tokens + 1
         rows = row_counts(min(most * query_len, self._max_rows))
         verify = self._record_verify_stages(rows, query_len, trees=True)

@@ -212,8 +212,11 @@ class SpecWorker:
         The host waits for the drafts, unless they are its own.
         """
         rows = plan.sampling_rows
-        if all(row.num_steps == len(row.draft_ids) for row in rows):
-            return self.grammars.round_masks(rows, [row.draft_ids for row in rows])
+        is_tree = isinstance(drafts, DraftTrees)
+        if not any(row.model_steps for row in rows):
+            token_ids = [row.draft_ids for row in rows]
+            parents = [row.draft_parents for row in rows] if is_tree else None
+            return self.grammars.round_masks(rows, token_ids, parents, keeps_all=is_tree)
         self.grammars.read(rows)  # while the device drafts
         token_ids = drafts.token_ids[: len(rows)].tolist()
         if isinstance(drafts, DraftTrees):
@@ -272,6 +275,8 @@ class SpecWorker:
     ) -> DraftChain | DraftTrees:
         rows = plan.sampling_rows
         steps = tuple(row.num_steps for row in rows)
+        if plan.tree is not None and self.drafter is None and any(steps):
+            return self._text_trees(rows)
         tokens, laws = self._from_text(rows), None
         drafting = [b for b, row in enumerate(rows) if row.model_steps]
         if self.drafter is not None and drafting:
@@ -308,11 +313,21 @@ class SpecWorker:
         counts = tuple(row.num_draft_tokens for row in rows)
         return DraftTrees(padded(found.token_ids), padded(found.parents), counts)
 
+    def _text_trees(self, rows: Sequence[RowPlan]) -> DraftTrees:
+        """The trees that the host found; the same on every rank."""
+        counts = tuple(row.num_draft_tokens for row in rows)
+        token_ids = self._padded((row.draft_ids for row in rows), max(counts), torch.int64)
+        parents = self._padded((row.draft_parents for row in rows), max(counts), torch.int32)
+        return DraftTrees(token_ids, parents, counts)
+
     def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
         """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""
         depth = max((row.num_steps for row in rows), default=0)
-        tokens = padded_drafts((row.draft_ids for row in rows), depth)
-        return torch.tensor(tokens, dtype=torch.int64, device=self.device).view(len(rows), depth)
+        return self._padded((row.draft_ids for row in rows), depth, torch.int64)
+
+    def _padded(self, drafts: Iterable[Sequence[int]], width: int, dtype: torch.dtype) -> Tensor:
+        padded = padded_drafts(drafts, width)
+        return torch.tensor(padded, dtype=dtype, device=self.device).view(len(padded), width)
 
 
 def _without_illegal_drafts(

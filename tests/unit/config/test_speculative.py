@@ -43,7 +43,7 @@ def test_the_text_comes_first_only_where_a_model_comes_second(
     assert ServeSpecConfig.load(drafting, **{key: True}).speculative.text_algorithm == "NGRAM"
     with pytest.raises(ConfigError, match=rf"{key}=True: NGRAM knows no other drafts"):
         ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", **{key: True})
-    with pytest.raises(ConfigError, match=r"speculative_eagle_topk=2: NGRAM drafts one"):
+    with pytest.raises(ConfigError, match=rf"speculative_eagle_topk=2: with {key} all drafts are"):
         ServeSpecConfig.load(drafting, speculative_eagle_topk=2, **{key: True})
     off = ServeSpecConfig.load(drafting, speculative_algorithm="NONE", **{key: True})
     assert off.speculative.text_algorithm is None
@@ -134,9 +134,11 @@ def test_beams_that_no_mask_holds_are_refused(drafting: dict[str, Any]) -> None:
             ServeSpecConfig.load(drafting, **keys)
 
 
-def test_drafts_from_the_text_do_not_branch(minimal: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=r"speculative_eagle_topk=2: NGRAM drafts one"):
-        ServeSpecConfig.load(minimal, speculative_algorithm="NGRAM", speculative_eagle_topk=2)
+def test_trees_from_the_text_have_the_sizes_of_others(minimal: dict[str, Any]) -> None:
+    keys = {"speculative_algorithm": "NGRAM", "speculative_eagle_topk": 2}
+    assert ServeSpecConfig.load(minimal, **keys).speculative.num_draft_tokens == 7
+    with pytest.raises(ConfigError, match=r"have 4 to 11 rows, root included"):
+        ServeSpecConfig.load(minimal, **keys, speculative_num_draft_tokens=12)
 
 
 @pytest.mark.parametrize(

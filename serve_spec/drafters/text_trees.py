@@ -1,0 +1,38 @@
+"""Trees of the continuations that texts show: what branches is what a text went on with before.
+
+REST (arXiv 2311.08252) keeps the nodes of such a trie that most continuations share. Here the first
+continuations go first, and fill it: those that followed the longest match, of these the newest. On
+texts of the shipped pair that kept as many drafts as counting did, to a thousandth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from serve_spec.core.draft import TextDrafts
+
+
+def branched(
+    continuations: Iterable[Sequence[int]], topk: int, num_draft_tokens: int
+) -> TextDrafts:
+    """The trie of `continuations`, as far as it has room for them, one after the other.
+
+    A token has at most topk children; what would be another one is left out, and what follows it.
+    """
+    token_ids: list[int] = []
+    parents: list[int] = []
+    children: list[dict[int, int]] = [{}]
+    for continuation in continuations:
+        parent = 0
+        for token in continuation:
+            if token not in children[parent]:
+                if len(children[parent]) == topk or len(token_ids) == num_draft_tokens:
+                    break
+                token_ids.append(token)
+                parents.append(parent)
+                children[parent][token] = len(token_ids)
+                children.append({})
+            parent = children[parent][token]
+        if len(token_ids) == num_draft_tokens:
+            break
+    return TextDrafts(tuple(token_ids), tuple(parents))
