@@ -71,10 +71,11 @@ def engines(draw: st.DrawFn) -> Engine:
     }
     deepest = HEADS if algorithm == "MEDUSA" else 7
     tiers: st.SearchStrategy[int | TreeShape] = st.sampled_from([0, 0, 1, 2, 3, deepest])
-    if algorithm == "NGRAM" or draw(st.integers(0, 2)) == 0:
+    text_first = algorithm != "NGRAM" and draw(st.integers(0, 2)) == 0
+    if algorithm == "NGRAM" or text_first:
         keys["speculative_ngram_min_match_window_size"] = 1
-        keys["speculative_ngram_first"] = algorithm != "NGRAM"
-    elif draw(st.booleans()):
+        keys["speculative_ngram_first"] = text_first
+    if not text_first and draw(st.booleans()):
         keys["speculative_eagle_topk"] = 3
         tiers = st.one_of(tiers, st.sampled_from(TREES))
     turns = draw(st.lists(tiers, min_size=1, max_size=8))

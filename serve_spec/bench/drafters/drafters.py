@@ -45,12 +45,12 @@ DRAFTERS = {
             )
             for numbers in ("int8", "int4")
         ),
-        Drafter("NGRAM", "NGRAM", None, branches=False),
+        Drafter("NGRAM", "NGRAM", None),
         Drafter(
             "NGRAM+EAGLE3",
             "EAGLE3",
             "asset:tiny/eagle3",
-            branches=False,  # a round of trees looks into no text
+            branches=False,  # beside a model, texts are drafted in chains
             settings={"speculative_ngram_first": True},
         ),
     )

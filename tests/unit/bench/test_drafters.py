@@ -173,9 +173,9 @@ def test_a_tiny_run_says_the_same_in_every_arm_and_can_be_drawn_again(
     assert found == json.loads((tmp_path / "new/a.json").read_text())
     rows = found["rows"]
     assert {(r["drafter"], r["arm"]) for r in rows} == {
-        ("EAGLE3", "off"), ("EAGLE3", "K=2"), ("EAGLE3", "2x5"), ("NGRAM", "off"), ("NGRAM", "K=2"),
-    }  # fmt: skip
-    assert len(rows) == 5 * 2 * 2
+        (drafter, arm) for drafter in ("EAGLE3", "NGRAM") for arm in ("off", "K=2", "2x5")
+    }
+    assert len(rows) == 6 * 2 * 2
     assert all(r["same_texts"] == r["num_texts"] == 2 for r in rows)
     for r in rows:
         slowest, fastest = r["tokens_per_second_range"]

@@ -10,7 +10,9 @@ import torch
 
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape
 from serve_spec.models import DraftHead, DraftOptions, Llama, load_target
 from serve_spec.models.standalone import Standalone
 from tests.helpers.engines import MakeLLM, Pair, texts
@@ -28,6 +30,15 @@ class Stutterer:
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         return (token_ids[-1],) * min(most, self.most)
+
+    def propose_tree(
+        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+    ) -> TextDrafts:
+        """And another first one, where there is room."""
+        chain = self.propose(request_id, token_ids, shape.num_steps)
+        if len(chain) == shape.num_draft_tokens:
+            return TextDrafts(chain, tuple(range(len(chain))))
+        return TextDrafts((*chain, token_ids[-1] ^ 1), (*range(len(chain)), 0))
 
     def forget(self, request_id: str) -> None:
         pass
@@ -71,8 +82,12 @@ def test_a_model_that_is_registered_drafts(make_llm: MakeLLM, pair: Pair, execut
 
 @pytest.mark.usefixtures("_registered")
 @pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_text_drafter_that_is_registered_drafts(make_llm: MakeLLM, execution: str) -> None:
-    outputs = make_llm("STUTTER", 3, execution=execution).generate(PROMPTS, PARAMS)
+@pytest.mark.parametrize("topk", [1, 2])
+def test_a_text_drafter_that_is_registered_drafts(
+    make_llm: MakeLLM, execution: str, topk: int
+) -> None:
+    llm = make_llm("STUTTER", 3, execution=execution, speculative_eagle_topk=topk)
+    outputs = llm.generate(PROMPTS, PARAMS)
     assert texts(outputs) == texts(make_llm().generate(PROMPTS, PARAMS))
     assert all(output.speculation.num_draft_tokens > 0 for output in outputs)
 
