@@ -30,6 +30,8 @@ TABLE_ROUNDS = 4
 """The table says as much of a bucket as so many rounds of it."""
 CATCH_UP_GAIN = 0.1
 """Weight of one catch-up in what an entry takes; they are rarer than rounds, and vary more."""
+TREE_SIZE_GAIN = 0.1
+"""Weight of one round in what a row's trees of a shape hold. Texts are drafted in smaller ones."""
 LARGEST_RATIO = 2.0
 """One round counts as at most this much dearer, or cheaper, than predicted."""
 LARGEST_FACTOR = 8.0
@@ -77,6 +79,7 @@ class CostModel:
             )
             for tree in table.trees
         }
+        self._tree_drafts = {tree: float(tree.num_draft_tokens) for tree in self._trees}
         # Of fixed size: another thread may read them for a snapshot.
         self._drift = 0.0
         self._num_rounds = 0
@@ -168,6 +171,14 @@ class CostModel:
         draft_ms = float(known.draft.curve(rows, context)[0])
         return draft_ms * draft_factor, verify_ms * verify_factor
 
+    def drafts_of_trees(self, tree: TreeShape, num_drafting: int) -> int:
+        """Drafts of `num_drafting` trees of a shape, as many as they had of late.
+
+        Raises:
+            KeyError: the table does not know the shape.
+        """
+        return round(num_drafting * self._tree_drafts[tree])
+
     def observe(
         self,
         *,
@@ -199,6 +210,8 @@ class CostModel:
         """
         num_drafts = num_rows - batch_size
         num_made = num_drafts - num_text_drafts
+        if not num_drafting:
+            tree = None  # nobody's was of that shape: it says nothing of it
         if tree is None:
             made_rows = num_rows - num_text_drafts
             self._refuse_impossible(batch_size, num_steps, made_rows, num_drafting)
@@ -226,6 +239,9 @@ class CostModel:
             return False
         self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
         self._num_rounds += 1
+        if tree is not None:
+            change = num_made / num_drafting - self._tree_drafts[tree]
+            self._tree_drafts[tree] += TREE_SIZE_GAIN * change
         drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
         rows = batch_size if self.padded else num_drafting
         if num_made and predicted_draft > _NEGLIGIBLE_MS:

@@ -371,12 +371,12 @@ class GoodputPolicy:
             return int(tiers.tokens_per_ms.argmax())
 
         others = [choice for tree, (choice, _) in branches.items() if tree != self._tree]
-        plan = RoundPlan(chain, batch.request_ids, entries, depth_beside, depth_at, others)
+        plan = RoundPlan(chain, batch, entries, depth_beside, depth_at, others)
         if self._tree is None:
             return plan
         choice, _ = branches[self._tree]
         others.append(chain)
-        return RoundPlan(choice, batch.request_ids, entries, depth_beside, depth_at, others, plan)
+        return RoundPlan(choice, batch, entries, depth_beside, depth_at, others, plan)
 
     def _chain(self, menu: Menu) -> Choice:
         """The tier of now; where trees are drafted, the best there is beside them."""
@@ -385,10 +385,10 @@ class GoodputPolicy:
     def _tree_ms(self, tree: TreeShape, levels: Floats, batch: DecodeBatch) -> float:
         """A round in which all rows with `levels` draft it; infinite if there is no room."""
         num_drafting = int(np.count_nonzero(levels[:, 0]))
-        num_drafts = num_drafting * tree.num_draft_tokens
-        if num_drafts > batch.max_draft_tokens:
+        if num_drafting * tree.num_draft_tokens > batch.max_draft_tokens:
             return math.inf
         size = batch.size
+        num_drafts = self.costs.drafts_of_trees(tree, num_drafting)
         stages_ms = self.costs.tree_ms(
             tree, size, num_drafting, num_drafts, batch.context, batch.num_sampled
         )

@@ -14,6 +14,8 @@ from serve_spec.core.round import DecodeBatch
 class RoundPlan:
     """Drafts per row for the next rounds: by request, and for requests that join meanwhile.
 
+    batch: the choice was made for it. Rows that could use no draft then, as their text had none,
+    draft as deep as the tier when they can.
     entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
     in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
     others: the best round of every shape that was not chosen. instead: of trees, drafts in chains.
@@ -22,7 +24,7 @@ class RoundPlan:
     def __init__(
         self,
         choice: Choice,
-        request_ids: Sequence[str],
+        batch: DecodeBatch,
         entries: Entries,
         depth_beside: Callable[[int], int],
         depth_at: Callable[[int], int],
@@ -35,10 +37,11 @@ class RoundPlan:
         # For numbers of about the same size once.
         self._depth_beside = _by_size(depth_beside)
         self._depth_at = _by_size(depth_at)
-        self._row_steps: list[int] = choice.row_steps.tolist()
-        self._request_ids = request_ids
-        self._steps_of = dict(zip(request_ids, self._row_steps, strict=True))
-        self._steps_of_others = sorted(self._row_steps)[len(request_ids) // 2]
+        planned = zip(choice.row_steps.tolist(), batch.max_steps, strict=True)
+        self._row_steps = [steps if most else choice.num_steps for steps, most in planned]
+        self._request_ids = batch.request_ids
+        self._steps_of = dict(zip(batch.request_ids, self._row_steps, strict=True))
+        self._steps_of_others = sorted(self._row_steps)[batch.size // 2]
         self._entries = entries
 
     def at(self, batch: DecodeBatch) -> RoundPlan:

@@ -527,6 +527,29 @@ def test_a_machine_that_slows_down_under_trees_makes_chains_no_dearer_beside_the
     assert 1.0 < after / before < 1.5**0.5
 
 
+def test_trees_are_taken_to_hold_what_they_held_of_late() -> None:
+    """As those from texts, which mostly have fewer continuations than there is room for."""
+    costs = model_of_trees()
+    assert costs.drafts_of_trees(TREE, 4) == 40
+    for _ in range(40):
+        verify = tree_verify_ms(4, 6, 128)
+        assert run_tree(costs, 4, num_rows=28, verify_ms=verify)
+    assert costs.drafts_of_trees(TREE, 4) == 24
+    assert costs.drafts_of_trees(TREE, 2) == 12
+
+
+@pytest.mark.parametrize("slower", [0.7, 1.5])
+def test_a_round_of_trees_in_which_nobody_drafts_is_a_plain_one(slower: float) -> None:
+    costs, plain = model_of_trees(), model_of_trees()
+    verify = slower * verify_ms(4, 0, 128)
+    times = {"draft_ms": 0.0, "verify_ms": verify, "round_ms": verify}
+    for _ in range(20):
+        assert costs.observe(**{**round_of(4, 0), "tree": TREE, **times})
+        assert plain.observe(**{**round_of(4, 0), **times})
+    assert costs.snapshot() == plain.snapshot()
+    assert costs.drafts_of_trees(TREE, 4) == 40
+
+
 def test_times_that_can_not_be_those_of_a_tree_teach_nothing() -> None:
     costs = model_of_trees()
     before = costs.snapshot()

@@ -165,6 +165,29 @@ def test_no_round_is_deeper_than_its_slot_allows_and_no_row_deeper_than_the_roun
         )
 
 
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_row_whose_text_had_no_drafts_when_the_plan_was_made_drafts_once_it_has(
+    size: int,
+) -> None:
+    policy = goodput()
+
+    def run(rounds: int, usable: list[int]) -> None:
+        batch = replace(decode_batch(size), max_steps=usable)
+        for _ in range(rounds):
+            wanted = policy.choose(batch).row_steps or [0] * size
+            drafted = [min(steps, most) for steps, most in zip(wanted, usable, strict=True)]
+            times = times_of(drafted, size)
+            policy.observe(
+                verified_round(drafted, size, max(drafted), row_steps=drafted, times=times)
+            )
+
+    run(80, [9] * size)
+    run(20, [0] * size)  # between two plans; the one of now was made of such rows
+    wanted = policy.choose(decode_batch(size)).row_steps
+    assert wanted is not None
+    assert min(wanted) > 0
+
+
 @given(size=st.integers(1, 20), max_drafts=st.integers(0, 60), per_sequence=st.booleans())
 @settings(deadline=None)
 def test_a_plan_asks_for_no_more_drafts_than_the_round_affords(
