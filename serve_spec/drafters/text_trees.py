@@ -1,8 +1,8 @@
-"""Trees of the continuations that texts show: what branches is what a text went on with before.
+"""Trees of what texts went on with: the trie of several continuations of the same tokens.
 
-REST (arXiv 2311.08252) keeps the nodes of such a trie that most continuations share. Here the first
-continuations go first, and fill it: those that followed the longest match, of these the newest. On
-texts of the shipped pair that kept as many drafts as counting did, to a thousandth.
+REST (arXiv 2311.08252) keeps those nodes of such a trie that most continuations share. Here the
+continuations come best first, and fill it in that order: on texts of the shipped pair that keeps as
+many drafts as counting does, to half a percent.
 """
 
 from __future__ import annotations
