@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve_spec.core.draft import DraftChain, DraftTrees, padded_drafts
+from serve_spec.core.draft import DraftChain, DraftTrees, TextDrafts, padded_drafts
 from serve_spec.core.plan import StepPlan
 from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.models.draft import DraftHead
@@ -122,23 +122,18 @@ class LaneRound:
         counts = tuple(row.num_draft_tokens for row in rows)
         return DraftTrees(self.drafts, self.parents, counts)
 
-    def write_drafts(
-        self,
-        drafts: Mapping[int, Sequence[int]],
-        parents: Mapping[int, Sequence[int]] | None = None,
-    ) -> None:
-        """Writes what the host drafted, by the sequence's number in the round, without waiting.
-
-        parents: where drafts branch, as in `DraftTrees`.
-        """
-        self._write(self.drafts, drafts)
-        if parents is not None:
+    def write_drafts(self, drafts: Mapping[int, TextDrafts]) -> None:
+        """Writes what the host found, by the sequence's number in the round, without waiting."""
+        _write(self.drafts, {number: found.token_ids for number, found in drafts.items()})
+        parents = {number: found.parents for number, found in drafts.items() if found.parents}
+        if parents:
             assert self.parents is not None, "a round with trees has room for them"
-            self._write(self.parents, parents)
+            _write(self.parents, parents)
 
-    @staticmethod
-    def _write(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
-        padded = padded_drafts(entries.values(), table.shape[1])
-        rows = [[number, *of_row] for number, of_row in zip(entries, padded, strict=True)]
-        written = sent(torch.tensor(rows, dtype=torch.int64), table.device)
-        table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))
+
+def _write(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
+    """Rows of `table` [B, N], padded."""
+    padded = padded_drafts(entries.values(), table.shape[1])
+    rows = [[number, *of_row] for number, of_row in zip(entries, padded, strict=True)]
+    written = sent(torch.tensor(rows, dtype=torch.int64), table.device)
+    table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))

@@ -92,7 +92,7 @@ class Scheduler:
         self.first_draft_entry = first_draft_entry
         self.topk = topk
         self.has_draft_model = has_draft_model or text_drafter is None
-        self._beam = topk if self.has_draft_model else 0
+        self._beam = topk if self.has_draft_model else 0  # texts are not drafted in a cache
         self.on_leave = on_leave
         """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()

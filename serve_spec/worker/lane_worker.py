@@ -9,6 +9,7 @@ from itertools import cycle
 import torch
 from torch import Tensor
 
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.plan import AheadLimits, PendingRound, RowPlan, StepPlan, StepResult
 from serve_spec.core.round import TreeShape
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
@@ -148,13 +149,13 @@ class LaneWorker:
         """Catches up and drafts, where a model is asked; drafts from texts go in between."""
         if self.drafter is not None and any(row.model_steps for row in rows):
             self._ask_model(rows, plan)
-        from_text = {b: row for b, row in enumerate(rows) if row.draft_ids}
+        from_text = {
+            b: TextDrafts(row.draft_ids, row.draft_parents)
+            for b, row in enumerate(rows)
+            if row.draft_ids
+        }
         if from_text:
-            parents = {b: row.draft_parents for b, row in from_text.items()}
-            self.round.write_drafts(
-                {b: row.draft_ids for b, row in from_text.items()},
-                None if plan.tree is None else parents,
-            )
+            self.round.write_drafts(from_text)
 
     def _ask_model(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
         """Drafts for every row, as deep as any of them is to."""

@@ -108,6 +108,17 @@ def test_nor_do_they_between_chains_and_nothing_under_preemption(
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_round_keeps_within_its_budget(
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], execution: str
+) -> None:
+    llm = with_trees(make_llm, (3, 3, 13), execution=execution, max_num_batched_tokens=40)
+    plans = heard_plans(llm)
+    assert texts(llm.generate(*prompts_and_params())) == plain
+    assert all(sum(row.query_len for row in plan.rows) <= 40 for plan in plans)
+    assert any(row.tree_drafts > row.num_steps for row in trees_of(plans))
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_where_nothing_matches_a_round_of_trees_is_a_plain_one(
     make_llm: MakeLLM, execution: str
 ) -> None:
