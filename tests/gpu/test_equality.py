@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
-from tests.unit.engine import test_trees
+from tests.unit.engine import test_ngram_trees, test_trees
 from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
 
 pytestmark = pytest.mark.gpu
@@ -48,6 +48,16 @@ def test_trees_never_change_the_text_on_a_gpu(
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == plain
     assert test_trees.sums(outputs)[2] > 0
+
+
+def test_trees_from_the_text_never_change_it_on_a_gpu(pair: Pair, make_llm: MakeLLM) -> None:
+    prompts, params = test_ngram_trees.prompts_and_params()
+    plain = texts(llm_maker(pair, "cpu")().generate(prompts, params))
+    llm = test_ngram_trees.with_trees(make_llm, (4, 3, 13), max_num_seqs=8)
+    switch_every_round(llm, test_trees.SWITCHING)
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == plain
+    assert test_ngram_trees.num_kept(outputs) > 0
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
