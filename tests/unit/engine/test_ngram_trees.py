@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 
 from serve_spec import LLM
+from serve_spec.core.draft import TextDrafts
 from serve_spec.core.plan import PendingRound, RowPlan, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.core.round import TreeShape
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM, switch_every_round, texts
 from tests.helpers.plain_logprobs import close
+from tests.unit.drafters.test_ngram import num_kept as num_on_path
 from tests.unit.engine.test_grammars import prompts_and_params as ruled_requests
 from tests.unit.engine.test_score_edits import prompts_and_params as edited_requests
 
@@ -105,6 +107,32 @@ def test_nor_do_they_between_chains_and_nothing_under_preemption(
     assert texts(llm.generate(*prompts_and_params())) == plain
     assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
     assert trees_of(plans)
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_a_round_keeps_the_branch_that_the_text_goes_along(
+    make_llm: MakeLLM, execution: str
+) -> None:
+    """Texts of four tokens, which soon have gone on in every way."""
+    llm = with_trees(make_llm, (4, 3, 13), execution=execution, max_num_seqs=4)
+    rounds: list[tuple[RowPlan, list[int]]] = []
+    commit = llm.engine.scheduler.commit
+
+    def hear(plan: StepPlan, result: Any, cut: Any) -> Any:
+        rounds.extend(zip(plan.sampling_rows, result.token_ids, strict=True))
+        return commit(plan, result, cut)
+
+    llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
+    four = {"allowed_token_ids": (5, 7, 9, 11), "frequency_penalty": 1.0}
+    params = [SamplingParams(max_tokens=40, temperature=2.0, seed=i, **four) for i in range(4)]
+    llm.generate([[5, 7, 9, 11]] * 4, params)
+    branched = [(row, tokens) for row, tokens in rounds if row.tree_drafts > row.num_steps]
+    for row, tokens in branched:
+        tree = TextDrafts(row.draft_ids, row.draft_parents)
+        assert num_on_path(tree, tokens) == len(tokens) - 1
+    assert {0, 1, 2} <= {len(tokens) - 1 for _, tokens in branched}
+    kept = [(row.draft_ids[: len(tokens) - 1], tuple(tokens[:-1])) for row, tokens in branched]
+    assert any(first != branch for first, branch in kept), "the first branch is not always it"
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
