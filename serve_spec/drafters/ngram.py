@@ -97,24 +97,24 @@ def build_ngram(
 
 
 class _Text:
-    """The n-grams of one text, of `lengths`, each with the places after its occurrences.
+    """The n-grams of one text, each with the places after its occurrences.
 
     Only those that something follows: the newest ones are what is looked up. A text only grows.
+    lengths: of n-grams, descending.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._newest: dict[tuple[int, ...], int] = {}
-        self._earlier: dict[int, list[int]] = {length: [0] for length in lengths}
+        self._earlier: dict[int, list[int]] = {length: [0] * length for length in lengths}
         """By length and place, the place after the occurrence before that; 0: there is none."""
 
     def learn(self, token_ids: Sequence[int]) -> None:
         """Takes in all that is new."""
         for length, earlier in self._earlier.items():
             for end in range(len(earlier), len(token_ids)):
-                ngram = tuple(token_ids[end - length : end]) if length <= end else ()
+                ngram = tuple(token_ids[end - length : end])
                 earlier.append(self._newest.get(ngram, 0))
-                if ngram:
-                    self._newest[ngram] = end
+                self._newest[ngram] = end
 
     def ends(self, token_ids: Sequence[int]) -> Iterator[int]:
         """Places after what `token_ids` ends with: of longer n-grams first, the newest first."""
