@@ -14,7 +14,7 @@ _COMMANDS = {
     "generate": "complete prompts from the command line",
     "train": "train a tokenizer, a target and its drafts from a corpus on this machine",
     "expand": "a small pair in a published model's shape: its texts at that model's cost",
-    "tune": "measure a pair: its cost table, its steps per batch size, a report",
+    "tune": "measure a pair: its cost table, steps and trees per batch size, a report",
     "breakeven": "should I speculate: throughput equation, from numbers or a cost table",
     "bench": "measure: adaptive, controller, kernels, offline, online, parallel, stats, trace",
     "check-config": "a configuration as resolved, or a draft as recognised; else what is wrong",

@@ -6,12 +6,37 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from serve_spec.config import ConfigError
+from serve_spec.core.round import TreeShape
 
-Place: TypeAlias = tuple[int, str, int]
-"""Where a cell lies in the sweep: batch size, prompt class, num_steps."""
+
+class Tier(NamedTuple):
+    """What a round drafts: chains of `num_steps`, or trees of so many levels and `tree_drafts`."""
+
+    num_steps: int
+    tree_drafts: int = 0
+
+    @classmethod
+    def of(cls, tree: TreeShape) -> Tier:
+        """That of a tree."""
+        return cls(tree.num_steps, tree.num_draft_tokens)
+
+    @property
+    def num_drafts(self) -> int:
+        """Of one row."""
+        return self.tree_drafts or self.num_steps
+
+    @property
+    def name(self) -> str:
+        """In tables and plots."""
+        return f"{self.num_steps}x{self.tree_drafts}" if self.tree_drafts else f"K={self.num_steps}"
+
+
+OFF = Tier(0)
+Place: TypeAlias = tuple[int, str, Tier]
+"""Where a cell lies in the sweep: batch size, prompt class, tier."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +61,18 @@ class Cell:
     same_texts: int
     """Texts equal, token for token, to those of `num_steps` 0 as far as both go."""
     num_texts: int
+    tree_drafts: int = 0
+    """Drafts of a tree of `num_steps` levels; 0: a chain."""
+
+    @property
+    def tier(self) -> Tier:
+        """What its rounds drafted."""
+        return Tier(self.num_steps, self.tree_drafts)
 
     @property
     def place(self) -> Place:
         """Its coordinates, which no other cell of a sweep has."""
-        return self.batch_size, self.prompt_class, self.num_steps
+        return self.batch_size, self.prompt_class, self.tier
 
 
 class CellFile:

@@ -1,8 +1,9 @@
 """`serve-spec tune CONFIG --output-dir DIR`: measures a pair and writes how to speculate with it.
 
-Every batch size x prompt class x number of draft steps runs on one engine. DIR then holds
+Every batch size x prompt class x number of draft steps runs on one engine, and trees beside them
+where speculative_eagle_topk is above 1. DIR then holds
 
-    adaptive.json     the steps worth taking at each batch size: speculative_adaptive_config
+    adaptive.json     the steps and trees worth taking by batch size: speculative_adaptive_config
     cost_table.json   what rounds cost on this machine: speculative_cost_table
     report.md         tables of all cells; tune.png (needs matplotlib), tune.json
     cells.jsonl       finished measurements: a sweep that was cut short goes on where it stopped
@@ -21,15 +22,18 @@ from typing import Any
 
 import torch
 
+from serve_spec.bench.configuration import tree_shape
 from serve_spec.bench.report import emit, environment, table
-from serve_spec.bench.tune.cells import Cell, CellFile
+from serve_spec.bench.tune.cells import OFF, Cell, CellFile, Tier
 from serve_spec.bench.tune.costs import write_costs
 from serve_spec.bench.tune.plots import plot_tune
 from serve_spec.bench.tune.report import COLUMNS, adaptive_config, markdown, rows
 from serve_spec.bench.tune.sweep import PROMPT_CLASSES, Workload, sweep
+from serve_spec.bench.tune.trees import swept_trees
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.root import parse_override
+from serve_spec.core.round import TreeShape, tree_slots
 from serve_spec.engine.costs import code_version, fingerprint
 from serve_spec.engine.llm import LLM
 
@@ -56,24 +60,27 @@ def main(argv: list[str]) -> int:
     args = _parser().parse_args(argv)
     batch_sizes = _distinct("batch_sizes", args.batch_sizes, least=1)
     num_steps = _distinct("num_steps", [0, *args.num_steps], least=0)
-    if num_steps == [0]:
-        raise ConfigError(f"num_steps={args.num_steps}: give one above 0, to compare with 0")
     work = _workload(args)
     config = _configuration(args)
+    trees = swept_trees(args.trees, config.speculative)
+    tiers = [*map(Tier, num_steps), *map(Tier.of, trees)]
+    if tiers == [OFF]:
+        raise ConfigError(f"num_steps={args.num_steps}: give one above 0, to compare with 0")
     record = CellFile(args.output_dir / "cells.jsonl", _settings(config, work), fresh=args.fresh)
-    llm = _load(config, max(batch_sizes), num_steps, work)
-    sweep(llm.engine, record, batch_sizes, num_steps, work)
+    llm = _load(config, max(batch_sizes), tiers, work)
+    sweep(llm.engine, record, batch_sizes, tiers, work)
     costs = args.output_dir / "cost_table.json"
-    write_costs(llm, costs, max_steps=num_steps[-1], fresh=args.fresh)
+    deepest = max(tier.num_steps for tier in tiers)
+    write_costs(llm, costs, max_steps=deepest, trees=trees, fresh=args.fresh)
     cells = [
-        record.cells[batch_size, name, steps]
+        record.cells[batch_size, name, tier]
         for name in _CLASSES
         for batch_size in batch_sizes
-        for steps in num_steps
+        for tier in tiers
     ]
     num_different = sum(cell.num_texts - cell.same_texts for cell in cells)
     print(f"{table(COLUMNS, rows(cells))}\n{num_different} texts differ from those of K = 0")
-    _write(args, config, cells)
+    _write(args, config, trees, cells)
     is_exact = llm.engine.worker.dtype == torch.float32
     return int(is_exact and num_different > 0)
 
@@ -92,6 +99,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--num-steps", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="0 is always measured"
     )
+    parser.add_argument(
+        "--trees", type=tree_shape, nargs="+", metavar="LEVELSxDRAFTS",
+        help="with speculative_eagle_topk above 1; the root is not counted (default: the "
+        "configured tree and the smaller ones that a policy may draft)",
+    )  # fmt: skip
     parser.add_argument("--num-prompts", type=int, default=8, help="at least; whole batches run")
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--output-tokens", type=int, default=128)
@@ -124,10 +136,6 @@ def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
     if not config.speculative.enabled:
         fix = "a pair is tuned; name an algorithm and its draft"
         raise ConfigError(f"speculative.speculative_algorithm='NONE': {fix}")
-    topk = config.speculative.speculative_eagle_topk
-    if topk > 1:
-        fix = "chains are tuned; set it to 1 here (a server that drafts trees measures them itself)"
-        raise ConfigError(f"speculative.speculative_eagle_topk={topk}: {fix}")
     forced = config.speculative.synthetic_acceptance
     if forced is not None:
         fix = "what is tuned under forced acceptance fits no real text; leave the key out"
@@ -152,33 +160,54 @@ def _settings(config: ServeSpecConfig, work: Workload) -> dict[str, Any]:
     }
 
 
-def _load(
-    config: ServeSpecConfig, batch_size: int, num_steps: Sequence[int], work: Workload
-) -> LLM:
-    """One engine with every tier, and room for the largest batch at the deepest of them."""
-    scheduler, cache, most = config.scheduler, config.cache, num_steps[-1]
+def _load(config: ServeSpecConfig, batch_size: int, tiers: Sequence[Tier], work: Workload) -> LLM:
+    """One engine with every tier, and room for the largest batch at the largest of them."""
+    scheduler, cache = config.scheduler, config.cache
+    topk = config.speculative.speculative_eagle_topk
+    num_rows = batch_size * (1 + max(tier.num_drafts for tier in tiers))
     sizes = {
         "max_num_seqs": max(scheduler.max_num_seqs, batch_size),
-        "max_num_batched_tokens": max(scheduler.max_num_batched_tokens, batch_size * (most + 1)),
+        "max_num_batched_tokens": max(scheduler.max_num_batched_tokens, num_rows),
     }
     if cache.num_pages is not None:
-        tokens = work.prompt_tokens + work.output_tokens + most
+        slots = max(tree_slots(topk, tier.num_steps, tier.num_drafts) for tier in tiers)
+        tokens = work.prompt_tokens + work.output_tokens + slots
         needed = batch_size * -(-tokens // cache.page_size)
         sizes["num_pages"] = max(cache.num_pages, needed)
     with tempfile.TemporaryDirectory() as folder:
-        tiers = Path(folder) / "tiers.json"
-        tiers.write_text(json.dumps({"candidate_steps": list(num_steps)}))
+        file = Path(folder) / "tiers.json"
+        file.write_text(json.dumps(_slots(tiers)))
         return LLM(
             config,
             **sizes,
             prefix_caching=False,  # every cell computes its prompts
             speculative_adaptive=True,
             speculative_adaptive_strategy="ema",
-            speculative_adaptive_config=tiers,
+            speculative_adaptive_config=file,
         )
 
 
-def _write(args: argparse.Namespace, config: ServeSpecConfig, cells: Sequence[Cell]) -> None:
+def _slots(tiers: Sequence[Tier]) -> dict[str, Any]:
+    """An adaptive config of which ema builds these tiers, and it measures nothing at start.
+
+    A slot for each tree: of those of one depth, a slot of ema drafts the largest alone.
+    """
+    steps = sorted({tier.num_steps for tier in tiers})
+    trees = [[tier.num_steps, tier.tree_drafts + 1] for tier in tiers if tier.tree_drafts]
+    if not trees:
+        return {"candidate_steps": steps}
+    return {
+        str(slot): {"candidate_steps": steps, "candidate_trees": [tree]}
+        for slot, tree in enumerate(trees, start=1)
+    }
+
+
+def _write(
+    args: argparse.Namespace,
+    config: ServeSpecConfig,
+    trees: Sequence[TreeShape],
+    cells: Sequence[Cell],
+) -> None:
     """Everything but the cost table; prints the JSON line."""
     folder: Path = args.output_dir
     slots = adaptive_config(cells)
@@ -191,7 +220,9 @@ def _write(args: argparse.Namespace, config: ServeSpecConfig, cells: Sequence[Ce
         "commit": here["commit"] or "unknown",
         "command": f"`{here['command']}`",
     }
+    topk = config.speculative.speculative_eagle_topk
     keys = {
+        **({"speculative_eagle_topk": str(topk)} if trees else {}),
         "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),
         "speculative_cost_table": str((folder / "cost_table.json").absolute()),
     }
@@ -200,7 +231,7 @@ def _write(args: argparse.Namespace, config: ServeSpecConfig, cells: Sequence[Ce
     result = {
         "bench": "tune",
         "environment": here,
-        "arguments": {**vars(args), "output_dir": str(folder)},
+        "arguments": {**vars(args), "output_dir": str(folder), "trees": list(map(str, trees))},
         "classes": _CLASSES,
         "adaptive_config": slots,
         "cells": [asdict(cell) for cell in cells],

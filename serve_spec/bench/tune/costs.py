@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from tqdm import tqdm
 
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostKey, load_cost_table, write_cost_table
+from serve_spec.core.round import TreeShape
 from serve_spec.engine.costs import as_table, cost_key
 from serve_spec.engine.llm import LLM
 from serve_spec.engine.profile import measure_costs
@@ -16,15 +18,19 @@ BUDGET_S = 300.0
 """Most that is spent; all cells of a small pair take far less."""
 
 
-def write_costs(llm: LLM, path: Path, *, max_steps: int, fresh: bool) -> None:
+def write_costs(
+    llm: LLM, path: Path, *, max_steps: int, trees: Sequence[TreeShape], fresh: bool
+) -> None:
     """Measures what rounds of the idle engine cost; a table that is there and fits is kept.
+
+    max_steps: of the longest chain. trees: shapes to measure beside chains, ascending.
 
     Raises:
         ConfigError: texts, pages or the token budget are too small to measure anything.
     """
     key = cost_key(llm.config, llm.engine.worker)
     max_batch_size = llm.config.scheduler.max_num_seqs
-    if not fresh and path.exists() and _fits(path, key, max_batch_size, max_steps):
+    if not fresh and path.exists() and _fits(path, key, max_batch_size, max_steps, trees):
         return
     with tqdm(total=100.0, desc="cost table", unit="%", bar_format="{l_bar}{bar}") as bar:
         try:
@@ -37,6 +43,8 @@ def write_costs(llm: LLM, path: Path, *, max_steps: int, fresh: bool) -> None:
                 max_num_rows=llm.config.scheduler.max_num_batched_tokens,
                 max_model_len=llm.engine.max_model_len,
                 budget_s=BUDGET_S,
+                trees=trees,
+                topk=llm.config.speculative.speculative_eagle_topk,
                 progress=lambda share: bar.update(100 * share - bar.n),
             )
         except ValueError as error:
@@ -44,11 +52,14 @@ def write_costs(llm: LLM, path: Path, *, max_steps: int, fresh: bool) -> None:
     write_cost_table(as_table(key, costs), path)
 
 
-def _fits(path: Path, key: CostKey, max_batch_size: int, max_steps: int) -> bool:
+def _fits(
+    path: Path, key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[TreeShape]
+) -> bool:
     """Whether the table speaks of this engine and of all its rounds."""
     try:
         table = load_cost_table(path)
-        table.refuse_foreign(key, max_steps=max_steps)
+        shapes = [(tree.num_steps, tree.num_draft_tokens) for tree in trees]
+        table.refuse_foreign(key, max_steps=max_steps, trees=shapes)
     except ConfigError:
         return False
     return table.batch_sizes[-1] >= max_batch_size

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from serve_spec.bench.tune.cells import OFF, Cell, Tier
+
 
 def plot_tune(result: Mapping[str, Any], path: Path) -> None:
-    """Speed relative to off over the batch size: a panel per prompt class, a line per K.
+    """Speed relative to off over the batch size: a panel per prompt class, a line per K and tree.
 
     result: what `serve-spec tune` prints.
     """
@@ -17,21 +19,18 @@ def plot_tune(result: Mapping[str, Any], path: Path) -> None:
     mpl.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells: Sequence[Mapping[str, Any]] = result["cells"]
+    cells = [Cell(**cell) for cell in result["cells"]]
     classes: Mapping[str, str] = result["classes"]
-    batch_sizes = sorted({cell["batch_size"] for cell in cells})
+    batch_sizes = sorted({cell.batch_size for cell in cells})
     figure, axes = plt.subplots(
         1, len(classes), figsize=(1 + 4 * len(classes), 3.8), sharey=True, squeeze=False
     )
     for axis, (name, about) in zip(axes[0], classes.items(), strict=True):
-        mine = {(c["batch_size"], c["num_steps"]): c for c in cells if c["prompt_class"] == name}
-        for num_steps in sorted({num_steps for _, num_steps in mine}):
-            speedups = [
-                mine[size, num_steps]["tokens_per_second"] / mine[size, 0]["tokens_per_second"]
-                for size in batch_sizes
-            ]
-            style = {"color": "black", "linewidth": 0.8} if num_steps == 0 else {"marker": "o"}
-            axis.plot(batch_sizes, speedups, markersize=3, label=f"K={num_steps}", **style)
+        mine = [cell for cell in cells if cell.prompt_class == name]
+        speed = {(cell.batch_size, cell.tier): cell.tokens_per_second for cell in mine}
+        for tier in dict.fromkeys(cell.tier for cell in mine):
+            speedups = [speed[size, tier] / speed[size, OFF] for size in batch_sizes]
+            axis.plot(batch_sizes, speedups, markersize=3, label=tier.name, **_style(tier))
         axis.set_xscale("log", base=2)
         axis.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
         axis.set_xlabel("batch size")
@@ -43,3 +42,10 @@ def plot_tune(result: Mapping[str, Any], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)
     plt.close(figure)
+
+
+def _style(tier: Tier) -> dict[str, Any]:
+    """Off is a thin line, trees are dashed."""
+    if tier == OFF:
+        return {"color": "black", "linewidth": 0.8}
+    return {"marker": "^", "linestyle": "--"} if tier.tree_drafts else {"marker": "o"}

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from serve_spec.bench.tune.cells import Cell
+from serve_spec.bench.tune.cells import OFF, Cell, Tier
 
-AdaptiveFile: TypeAlias = dict[str, dict[str, list[int]]]
-"""What `config.adaptive_file` reads: candidate steps by the lower bound of the batch sizes."""
+AdaptiveFile: TypeAlias = dict[str, dict[str, Any]]
+"""What `config.adaptive_file` reads: candidate steps, and trees, by the lower bound of the batch
+sizes."""
 
 COLUMNS = (
     "class",
@@ -26,9 +27,16 @@ COLUMNS = (
 
 
 def best_cells(cells: Sequence[Cell]) -> dict[tuple[int, str], Cell]:
-    """The fastest cell of every batch size and prompt class; the fewest steps of equals."""
+    """The fastest cell of every batch size and prompt class; of equals that of the fewest drafts.
+
+    Of as many drafts, a chain before trees.
+    """
+
+    def order(cell: Cell) -> tuple[float, ...]:
+        return -cell.tokens_per_second, cell.tier.num_drafts, cell.tree_drafts, cell.num_steps
+
     best: dict[tuple[int, str], Cell] = {}
-    for cell in sorted(cells, key=lambda cell: (-cell.tokens_per_second, cell.num_steps)):
+    for cell in sorted(cells, key=order):
         best.setdefault((cell.batch_size, cell.prompt_class), cell)
     return best
 
@@ -36,16 +44,21 @@ def best_cells(cells: Sequence[Cell]) -> dict[tuple[int, str], Cell]:
 def adaptive_config(cells: Sequence[Cell]) -> AdaptiveFile:
     """One slot per measured batch size: the best steps of its classes; equal neighbours are one.
 
-    A slot reaches from its batch size to the next one measured.
+    A slot reaches from its batch size to the next one measured. Where trees were measured it lists
+    those that were best, the root counted, and their levels are among its steps.
     """
     best = best_cells(cells)
     slots: AdaptiveFile = {}
-    last: list[int] | None = None
+    last: dict[str, Any] | None = None
     for batch_size in sorted({batch_size for batch_size, _ in best}):
-        steps = sorted({cell.num_steps for (size, _), cell in best.items() if size == batch_size})
-        if steps != last:
-            slots[str(batch_size)] = {"candidate_steps": steps}
-        last = steps
+        tiers = {cell.tier for (size, _), cell in best.items() if size == batch_size}
+        slot: dict[str, Any] = {"candidate_steps": sorted({tier.num_steps for tier in tiers})}
+        if _has_trees(cells):
+            trees = sorted(tier for tier in tiers if tier.tree_drafts)
+            slot["candidate_trees"] = [[levels, drafts + 1] for levels, drafts in trees]
+        if slot != last:
+            slots[str(batch_size)] = slot
+        last = slot
     return slots
 
 
@@ -54,7 +67,7 @@ def speedups(cells: Sequence[Cell]) -> dict[Cell, float]:
     off = {
         (cell.batch_size, cell.prompt_class): cell.tokens_per_second
         for cell in cells
-        if cell.num_steps == 0
+        if cell.tier == OFF
     }
     return {
         cell: cell.tokens_per_second / off[cell.batch_size, cell.prompt_class] for cell in cells
@@ -68,7 +81,7 @@ def rows(cells: Sequence[Cell]) -> list[list[object]]:
         [
             cell.prompt_class,
             cell.batch_size,
-            cell.num_steps,
+            cell.tier.name.removeprefix("K="),
             f"{cell.tokens_per_second:.0f}",
             f"{cell.tokens_per_second_low:.0f}",
             speedup[cell],
@@ -115,6 +128,7 @@ def markdown(
 _HOW_TO_READ = """## How to read the tables
 
 - K is the number of draft steps a round; 0 is off, in the same engine. A batch starts together.
+- AxB is a tree of A levels and B drafts, the root not counted (the JSON files count it).
 - Only rounds count in which every sequence of the batch decodes and drafts in full: no prompts, no
   catch-up of the draft over a prompt, no thinning tail. tok/s is of the median repetition.
 - Accept length is tokens per sequence and round: drafts kept, plus one.
@@ -130,9 +144,20 @@ def _best_table(
     for batch_size in sorted({cell.batch_size for cell in cells}):
         slot = slots[str(max(int(key) for key in slots if int(key) <= batch_size))]
         fastest = [best[batch_size, name] for name in classes]
-        shown = [f"K={cell.num_steps}, {speedup[cell]:.2f} x off" for cell in fastest]
-        table.append([batch_size, slot["candidate_steps"], *shown])
-    return ["batch", "candidate steps", *classes], table
+        shown = [f"{cell.tier.name}, {speedup[cell]:.2f} x off" for cell in fastest]
+        trees = [_listed(slot["candidate_trees"])] if _has_trees(cells) else []
+        table.append([batch_size, slot["candidate_steps"], *trees, *shown])
+    columns = ["candidate steps", *(["candidate trees"] if _has_trees(cells) else [])]
+    return ["batch", *columns, *classes], table
+
+
+def _listed(trees: Sequence[tuple[int, int]]) -> str:
+    """Those of a slot, by their names."""
+    return ", ".join(Tier(levels, rows - 1).name for levels, rows in trees) or "none"
+
+
+def _has_trees(cells: Sequence[Cell]) -> bool:
+    return any(cell.tree_drafts for cell in cells)
 
 
 def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from tqdm import tqdm
 
 from serve_spec.bench.phases import TextKind, shuffled
-from serve_spec.bench.tune.cells import Cell, CellFile
+from serve_spec.bench.tune.cells import OFF, Cell, CellFile, Tier
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError
 from serve_spec.core.request import SamplingParams
@@ -53,12 +53,12 @@ def sweep(
     engine: SpecEngine,
     record: CellFile,
     batch_sizes: Sequence[int],
-    num_steps: Sequence[int],
+    tiers: Sequence[Tier],
     work: Workload,
 ) -> None:
     """Measures every group (prompt class at a batch size) that lacks a cell, into `record`.
 
-    num_steps: ascending from 0; the engine has a tier for each.
+    tiers: 0 first; the engine has built them all.
 
     Raises:
         ConfigError: the engine has no room for a batch, or the texts are too short.
@@ -67,12 +67,12 @@ def sweep(
         (batch_size, prompt_class)
         for batch_size in sorted(batch_sizes, reverse=True)  # what does not fit is known at once
         for prompt_class in PROMPT_CLASSES
-        if any((batch_size, prompt_class, steps) not in record.cells for steps in num_steps)
+        if any((batch_size, prompt_class, tier) not in record.cells for tier in tiers)
     ]
-    with tqdm(total=len(missing) * len(num_steps) * work.repetitions, unit="run") as bar:
+    with tqdm(total=len(missing) * len(tiers) * work.repetitions, unit="run") as bar:
         for batch_size, prompt_class in missing:
             bar.set_description(f"batch {batch_size}, {prompt_class}")
-            cells = _measure_group(engine, prompt_class, batch_size, num_steps, work, bar.update)
+            cells = _measure_group(engine, prompt_class, batch_size, tiers, work, bar.update)
             record.append(cells)
 
 
@@ -80,13 +80,13 @@ def _measure_group(
     engine: SpecEngine,
     prompt_class: str,
     batch_size: int,
-    num_steps: Sequence[int],
+    tiers: Sequence[Tier],
     work: Workload,
     tick: Callable[[], object],
 ) -> list[Cell]:
-    """The cells of one prompt class at one batch size; the numbers of steps take turns.
+    """The cells of one prompt class at one batch size; the tiers take turns.
 
-    num_steps: 0 first, whose texts the others are compared with.
+    tiers: 0 first, whose texts the others are compared with.
     tick: called after every run, `repetitions` times per cell.
     """
     count = -(-work.num_prompts // batch_size) * batch_size
@@ -103,22 +103,22 @@ def _measure_group(
         )
         for i in range(count)
     ]
-    runs: dict[int, list[_Run]] = {steps: [] for steps in num_steps}
-    for steps in num_steps:
-        num_tokens = min(work.output_tokens, 4 * (steps + 1))
+    runs: dict[Tier, list[_Run]] = {tier: [] for tier in tiers}
+    for tier in tiers:
+        num_tokens = min(work.output_tokens, 4 * (tier.num_steps + 1))
         warm_up = [replace(p, max_tokens=num_tokens) for p in params[:batch_size]]
-        _run_batch(engine, steps, prompts[:batch_size], warm_up, _Run())
+        _run_batch(engine, tier, prompts[:batch_size], warm_up, _Run())
     for _ in range(work.repetitions):
-        for steps in num_steps:
-            runs[steps].append(_run(engine, steps, prompts, params, batch_size))
+        for tier in tiers:
+            runs[tier].append(_run(engine, tier, prompts, params, batch_size))
             tick()
-    reference = runs[num_steps[0]][-1].texts
-    return [_cell(batch_size, prompt_class, steps, runs[steps], reference) for steps in num_steps]
+    reference = runs[tiers[0]][-1].texts
+    return [_cell(batch_size, prompt_class, tier, runs[tier], reference) for tier in tiers]
 
 
 def _run(
     engine: SpecEngine,
-    num_steps: int,
+    tier: Tier,
     prompts: Prompts,
     params: Sequence[SamplingParams],
     batch_size: int,
@@ -126,18 +126,18 @@ def _run(
     run = _Run()
     for first in range(0, len(prompts), batch_size):
         group = slice(first, first + batch_size)
-        _run_batch(engine, num_steps, prompts[group], params[group], run)
+        _run_batch(engine, tier, prompts[group], params[group], run)
     if not run.num_rounds:
         raise ConfigError(
             f"output_tokens={params[0].max_tokens}: at batch size {batch_size} a text ends before "
-            f"one round with num_steps={num_steps} could be measured; give more"
+            f"one round with num_steps={tier.num_steps} could be measured; give more"
         )
     return run
 
 
 def _run_batch(
     engine: SpecEngine,
-    num_steps: int,
+    tier: Tier,
     prompts: Prompts,
     params: Sequence[SamplingParams],
     run: _Run,
@@ -150,24 +150,22 @@ def _run_batch(
     try:
         for seq in sequences:
             engine.add(seq)
-        _hold(engine, 0)
+        _hold(engine, OFF)
         while not all(seq.is_decoding for seq in sequences):
             engine.step()
-        _hold(engine, num_steps)
+        _hold(engine, tier)
         engine.step()  # not measured: here drafts catch up over the prompts
-        _measure(engine, num_steps, sequences, run)
+        _measure(engine, tier, sequences, run)
     finally:
         for seq in sequences:
             engine.abort(seq.request_id)
 
 
-def _measure(
-    engine: SpecEngine, num_steps: int, sequences: Sequence[TextSequence], run: _Run
-) -> None:
+def _measure(engine: SpecEngine, tier: Tier, sequences: Sequence[TextSequence], run: _Run) -> None:
     before = replace(engine.counters)
     num_rounds = 0
     started = time.perf_counter()
-    while min(seq.num_remaining for seq in sequences) > num_steps:
+    while min(seq.num_remaining for seq in sequences) > tier.num_steps:
         engine.step()
         num_rounds += 1
     run.seconds += time.perf_counter() - started
@@ -175,10 +173,10 @@ def _measure(
     num_rows = num_rounds * len(sequences)
     if (
         after.num_decode_rows - before.num_decode_rows != num_rows
-        or after.num_draft_tokens - before.num_draft_tokens != num_rows * num_steps
+        or after.num_draft_tokens - before.num_draft_tokens != num_rows * tier.num_drafts
     ):
         raise ConfigError(
-            f"batch_size={len(sequences)}: there was no room for {num_steps} drafts of every "
+            f"batch_size={len(sequences)}: there was no room for {tier.num_drafts} drafts of every "
             "sequence in every round; raise num_pages (cache), or measure smaller batches"
         )
     run.num_rounds += num_rounds
@@ -188,13 +186,19 @@ def _measure(
     run.texts += [seq.output_token_ids for seq in sequences]
 
 
-def _hold(engine: SpecEngine, num_steps: int) -> None:
+def _hold(engine: SpecEngine, tier: Tier) -> None:
     """Stays at one tier from the next round on."""
-    engine.reconfigure({"speculative_adaptive": False, "speculative_num_steps": num_steps})
+    engine.reconfigure(
+        {
+            "speculative_adaptive": False,
+            "speculative_num_steps": tier.num_steps,
+            "speculative_num_draft_tokens": tier.tree_drafts + 1 if tier.tree_drafts else None,
+        }
+    )
 
 
 def _cell(
-    batch_size: int, prompt_class: str, num_steps: int, runs: list[_Run], reference: Prompts
+    batch_size: int, prompt_class: str, tier: Tier, runs: list[_Run], reference: Prompts
 ) -> Cell:
     speeds = [run.num_tokens / run.seconds for run in runs]
     num_rounds = sum(run.num_rounds for run in runs)
@@ -202,7 +206,8 @@ def _cell(
     return Cell(
         batch_size=batch_size,
         prompt_class=prompt_class,
-        num_steps=num_steps,
+        num_steps=tier.num_steps,
+        tree_drafts=tier.tree_drafts,
         tokens_per_second=statistics.median(speeds),
         tokens_per_second_low=min(speeds),
         accept_length=sum(run.num_tokens for run in runs) / num_rounds / batch_size,

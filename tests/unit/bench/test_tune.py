@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
-from serve_spec.bench.tune.cells import Cell, CellFile
+from serve_spec.bench.tune.cells import OFF, Cell, CellFile, Tier
 from serve_spec.bench.tune.command import main
 from serve_spec.bench.tune.report import adaptive_config, best_cells, markdown, rows, speedups
 from serve_spec.config import ConfigError
@@ -27,7 +27,9 @@ CLASSES = ("predictable", "mixed", "unpredictable")
 SETTINGS = {"num_prompts": 8, "model": {"path": "/target", "dtype": "float32"}}
 
 
-def cell(batch_size: int, prompt_class: str, num_steps: int, speed: float = 100.0) -> Cell:
+def cell(
+    batch_size: int, prompt_class: str, num_steps: int, speed: float = 100.0, tree_drafts: int = 0
+) -> Cell:
     return Cell(
         batch_size=batch_size,
         prompt_class=prompt_class,
@@ -40,6 +42,7 @@ def cell(batch_size: int, prompt_class: str, num_steps: int, speed: float = 100.
         verify_ms=7.5,
         same_texts=8,
         num_texts=8,
+        tree_drafts=tree_drafts,
     )
 
 
@@ -47,39 +50,61 @@ def cell(batch_size: int, prompt_class: str, num_steps: int, speed: float = 100.
 def sweeps(draw: st.DrawFn) -> list[Cell]:
     """Cells of a whole sweep in any order, with speeds that tie now and then."""
     sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True))
-    steps = [0, *draw(st.lists(st.integers(1, 8), max_size=4, unique=True))]
-    places = [(size, name, k) for size in sizes for name in CLASSES for k in steps]
-    cells = [cell(*place, speed=draw(st.integers(1, 5)) * 50.0) for place in places]
+    tiers = [OFF, *map(Tier, draw(st.lists(st.integers(1, 8), max_size=4, unique=True)))]
+    tiers += draw(st.lists(trees(), max_size=3, unique=True))
+    places = [(size, name, tier) for size in sizes for name in CLASSES for tier in tiers]
+    cells = [
+        cell(size, name, tier.num_steps, draw(st.integers(1, 5)) * 50.0, tier.tree_drafts)
+        for size, name, tier in places
+    ]
     return draw(st.permutations(cells))
 
 
-def winners(cells: Sequence[Cell], batch_size: int) -> set[int]:
-    """The best steps of every class at a batch size, by looking at all of them."""
+def trees() -> st.SearchStrategy[Tier]:
+    return st.builds(
+        lambda levels, more: Tier(levels, levels + more), st.integers(1, 8), st.integers(0, 8)
+    )
+
+
+def winners(cells: Sequence[Cell], batch_size: int) -> set[Tier]:
+    """The best tier of every class at a batch size, by looking at all of them."""
     found = set()
     for name in CLASSES:
         mine = [c for c in cells if (c.batch_size, c.prompt_class) == (batch_size, name)]
         fastest = max(c.tokens_per_second for c in mine)
-        found.add(min(c.num_steps for c in mine if c.tokens_per_second == fastest))
+        equals = [c.tier for c in mine if c.tokens_per_second == fastest]
+        fewest = min(tier.num_drafts for tier in equals)
+        cheapest = [tier for tier in equals if tier.num_drafts == fewest]
+        chains = [tier for tier in cheapest if not tier.tree_drafts]
+        found.add(chains[0] if chains else min(cheapest))
     return found
 
 
 @given(sweeps())
-def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_of_every_class(
+def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of_every_class(
     cells: list[Cell],
 ) -> None:
-    params = AdaptiveSpeculativeParams(0, load_slots(adaptive_config(cells)))
     slots = load_slots(adaptive_config(cells))
+    params = AdaptiveSpeculativeParams(0, slots)
     for batch_size in {c.batch_size for c in cells}:
-        steps = slots[params.slot_key(batch_size)].candidate_steps
-        assert set(steps) == winners(cells, batch_size)
+        slot, best = slots[params.slot_key(batch_size)], winners(cells, batch_size)
+        assert set(slot.candidate_steps) == {tier.num_steps for tier in best}
+        shapes = {(levels, drafts + 1) for levels, drafts in best if drafts}
+        assert set(slot.candidate_trees or ()) == shapes
+
+
+@given(sweeps())
+def test_trees_are_listed_where_any_were_measured_though_it_be_none(cells: list[Cell]) -> None:
+    have_trees = any(c.tree_drafts for c in cells)
+    for slot in adaptive_config(cells).values():
+        assert ("candidate_trees" in slot) == have_trees
 
 
 @given(sweeps())
 def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Cell]) -> None:
     text = json.dumps(adaptive_config(cells))
     slots = load_slots(json.loads(text))
-    ladders = [slot.candidate_steps for slot in slots.values()]
-    assert all(here != after for here, after in pairwise(ladders))
+    assert all(here != after for here, after in pairwise(slots.values()))
     assert min(slots) == min(c.batch_size for c in cells)
 
 
@@ -117,7 +142,7 @@ def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[C
         off = next(
             o
             for o in cells
-            if (o.batch_size, o.prompt_class, o.num_steps) == (c.batch_size, c.prompt_class, 0)
+            if (o.batch_size, o.prompt_class, o.tier) == (c.batch_size, c.prompt_class, OFF)
         )
         assert speedup[c] == c.tokens_per_second / off.tokens_per_second
     assert all(speedup[best] >= 1 for best in best_cells(cells).values())
@@ -140,11 +165,34 @@ def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
         assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
 
 
+def test_the_report_names_trees_beside_steps() -> None:
+    cells = [
+        *(cell(size, "mixed", k, 100 + k) for size in (1, 4) for k in (0, 3)),
+        cell(1, "mixed", 3, 110, tree_drafts=15),
+        cell(4, "mixed", 3, 90, tree_drafts=15),
+    ]
+    report = markdown(cells, classes={"mixed": "about"}, keys={}, facts={})
+    assert "| batch | candidate steps | candidate trees | mixed |" in report
+    assert "| 1 | [3] | 3x15 | 3x15, 1.10 x off |" in report
+    assert "| 4 | [3] | none | K=3, 1.03 x off |" in report
+    assert "| 1 | 3 | 103 |" in report
+    assert "| 1 | 3x15 | 110 |" in report
+
+
 def test_a_file_of_cells_gives_back_what_was_put_in(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cells.jsonl"
-    first, second = cell(1, "mixed", 0), cell(1, "mixed", 3)
-    CellFile(path, SETTINGS).append([first, second])
-    assert CellFile(path, SETTINGS).cells == {first.place: first, second.place: second}
+    cells = [cell(1, "mixed", 0), cell(1, "mixed", 3), cell(1, "mixed", 3, tree_drafts=3)]
+    CellFile(path, SETTINGS).append(cells)
+    assert CellFile(path, SETTINGS).cells == {c.place: c for c in cells}
+    assert len(CellFile(path, SETTINGS).cells) == 3
+
+
+def test_a_file_from_before_there_were_trees_holds_chains(tmp_path: Path) -> None:
+    path = tmp_path / "cells.jsonl"
+    CellFile(path, SETTINGS).append([cell(1, "mixed", 3)])
+    path.write_text(path.read_text().replace(', "tree_drafts": 0', ""))
+    assert "tree_drafts" not in path.read_text()
+    assert CellFile(path, SETTINGS).cells == {(1, "mixed", Tier(3)): cell(1, "mixed", 3)}
 
 
 def test_of_a_cell_measured_twice_the_last_one_counts(tmp_path: Path) -> None:
@@ -171,7 +219,7 @@ def test_a_file_that_was_cut_in_its_first_line_starts_anew(tmp_path: Path) -> No
     path = tmp_path / "cells.jsonl"
     path.write_text('{"settings": {"num_p')
     CellFile(path, SETTINGS).append([cell(1, "mixed", 0)])
-    assert set(CellFile(path, SETTINGS).cells) == {(1, "mixed", 0)}
+    assert set(CellFile(path, SETTINGS).cells) == {(1, "mixed", OFF)}
 
 
 def test_cells_of_other_settings_are_refused_by_name_and_replaced_when_asked(
@@ -273,6 +321,35 @@ def test_a_server_takes_the_cost_table_as_it_is(
     assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
 
 
+def test_trees_are_measured_beside_chains_and_a_server_takes_both_files_as_they_are(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
+    sizes = ["--num-steps", "1", "--trees", "2x5", "2x3", "--batch-sizes", "2"]
+    more = ["--set", "speculative_eagle_topk=2"]
+    assert main(arguments(config, tmp_path, *sizes, *more)) == 0
+    measured = json.loads((tmp_path / "tune.json").read_text())
+    tiers = [(c["num_steps"], c["tree_drafts"]) for c in measured["cells"]]
+    assert tiers == [(0, 0), (1, 0), (2, 3), (2, 5)] * len(CLASSES)
+    for c in measured["cells"]:
+        assert c["same_texts"] == c["num_texts"] == 4
+        assert 1 <= c["accept_length"] <= 1 + c["num_steps"]
+    best, every = tmp_path / "adaptive.json", tmp_path / "every.json"
+    every.write_text('{"1": {"candidate_steps": [2], "candidate_trees": [[2, 4], [2, 6]]}}')
+    for slots in (best, every):
+        llm = LLM(
+            config,
+            speculative_eagle_topk=2,
+            speculative_adaptive_strategy="goodput",
+            speculative_adaptive_config=str(slots),
+            speculative_cost_table=str(tmp_path / "cost_table.json"),
+        )
+        llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))
+        assert llm.engine.snapshot()["fallback"] is None
+    assert llm.engine.snapshot()["candidate_trees"] == ["2x3", "2x5"]
+    assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
+
+
 def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: Path) -> None:
     call = arguments(config, tmp_path, "--num-steps", "1", "--batch-sizes", "1")
     assert main(call) == 0
@@ -295,7 +372,11 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
         (["--num-prompts", "0"], "num_prompts=0: give at least 1"),
         (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
-        (["--set", "speculative_eagle_topk=4"], "speculative.speculative_eagle_topk=4"),
+        (["--trees", "3x7"], r"trees=\['3x7'\]: speculative_eagle_topk=1 .* or leave --trees out"),
+        (
+            ["--trees", "2x4", "3x99", "--set", "speculative_eagle_topk=2"],
+            "trees=3x99: speculative_eagle_topk=2 makes trees of 3 levels with 3 to 10 drafts",
+        ),
     ],
 )
 def test_arguments_that_make_no_sense_are_refused(

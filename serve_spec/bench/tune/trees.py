@@ -1,0 +1,44 @@
+"""Which trees a sweep measures beside chains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from serve_spec.adaptive import PolicySettings
+from serve_spec.adaptive.trees import ladder
+from serve_spec.config import ConfigError, SpeculativeConfig
+from serve_spec.config.speculative import MAX_TREE_ROWS
+from serve_spec.core.round import TreeShape, most_tree_drafts
+
+
+def swept_trees(
+    wanted: Sequence[TreeShape] | None, speculative: SpeculativeConfig
+) -> list[TreeShape]:
+    """The trees, ascending: those that are wanted; None: what a policy may draft unasked.
+
+    Raises:
+        ConfigError: a server of this configuration could not draft what is wanted.
+    """
+    configured, topk = PolicySettings.of(speculative).tree, speculative.speculative_eagle_topk
+    if wanted is None:
+        return [] if configured is None else list(ladder(configured, topk))
+    if configured is None:
+        fix = (
+            f"speculative_eagle_topk={topk} with speculative_num_steps="
+            f"{speculative.speculative_num_steps} drafts chains alone; raise them to 2 and 1 at "
+            "least, or leave --trees out"
+        )
+        raise ConfigError(f"trees={list(map(str, wanted))}: {fix}")
+    for tree in wanted:
+        _refuse_impossible(tree, topk)
+    return sorted(set(wanted))
+
+
+def _refuse_impossible(tree: TreeShape, topk: int) -> None:
+    levels, deepest = tree.num_steps, MAX_TREE_ROWS // topk + 1
+    makes = f"trees={tree}: speculative_eagle_topk={topk} makes trees of"
+    if not 1 <= levels <= deepest:
+        raise ConfigError(f"{makes} 1 to {deepest} levels; give one of those")
+    most = min(MAX_TREE_ROWS - 1, most_tree_drafts(topk, levels))
+    if not levels <= tree.num_draft_tokens <= most:
+        raise ConfigError(f"{makes} {levels} levels with {levels} to {most} drafts; give as many")
