@@ -274,11 +274,14 @@ class GoodputPolicy:
     def _marginal_ms_by_rows(self) -> dict[str, float]:
         """What one more request would cost here, in ms per token; see `marginal`."""
         rates = self.survival.pooled_rates
-        found = marginal_ms_by_rows(self.costs, rates, context=self._context, bound=self._bound)
+        found = marginal_ms_by_rows(
+            self.costs, rates, context=self._context, bound=self._bound, trees=self._tree_rates
+        )
         return {str(rows): round(ms, 4) for rows, ms in found.items()}
 
     def _break_even(self) -> dict[str, object]:
-        """What every tier takes and brings at the batch of now, for rows like the traffic."""
+        """What every tier of chains takes and brings at the batch of now, for rows like the
+        traffic."""
         size, rates = self._batch_size, self.survival.pooled_rates
         tiers = tier_speeds(self.costs, rates, batch_size=size, context=self._context)
         return {
@@ -316,6 +319,10 @@ class GoodputPolicy:
         shapes = self._trees[slots[max(0, bisect_right(slots, batch_size) - 1)]]
         bound = self._bound(batch_size)
         return tuple(shape for shape in shapes if shape.num_steps <= bound)
+
+    def _tree_rates(self, batch_size: int) -> dict[TreeShape, Floats]:
+        """The same shapes, with what is kept of each level over all traffic."""
+        return {tree: self.survival.tree_rates(tree) for tree in self._trees_at(batch_size)}
 
     def _worths(self, batch: DecodeBatch, bound: int) -> tuple[Floats, dict[TreeShape, Floats]]:
         """Of chains by position, of trees by level; 0 where a row can not use it."""

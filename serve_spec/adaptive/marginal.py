@@ -2,6 +2,7 @@
 
     θ(b) = max over k of  b · tokens per row (k) / round ms (b, k)        tokens per ms of b rows
 
+k runs over the tiers: numbers of steps of chains, and shapes of trees where there are any.
 A batch that grows from b to 2b rows emits θ(2b) - θ(b) tokens per ms more, shared by b newcomers.
 The inverse of one newcomer's share is its marginal cost in ms per token: at an idle engine the time
 per token of a request alone, near a full one many times that. Doublings, not single rows, because
@@ -12,7 +13,7 @@ engine first because the next rows look cheap has believed it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -20,13 +21,19 @@ import numpy as np
 
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.objective import Floats
+from serve_spec.core.round import TreeShape
 
 # A batch that gains nothing from more rows is as dear as a number that JSON can spell.
 _LEAST_GAIN = 1e-6
 
 
 def marginal_ms_by_rows(
-    costs: CostModel, accept_rates: Floats, *, context: float, bound: Callable[[int], int]
+    costs: CostModel,
+    accept_rates: Floats,
+    *,
+    context: float,
+    bound: Callable[[int], int],
+    trees: Callable[[int], Mapping[TreeShape, Floats]] = lambda size: {},
 ) -> dict[int, float]:
     """ms per token of one more request, by rows there are already: 0, 1, 2, 4, ..
 
@@ -37,6 +44,7 @@ def marginal_ms_by_rows(
         accept_rates: chance that a draft is kept once reached, by position, [max_steps] or fewer.
         context: tokens per sequence.
         bound: most drafts per row that a batch of so many rows may have.
+        trees: what such a batch may draft instead, with the accept rate of every level.
     """
     sizes = [0, 1]
     while 2 * sizes[-1] <= costs.max_batch_size:
@@ -45,7 +53,11 @@ def marginal_ms_by_rows(
     def best(size: int) -> float:
         rates = accept_rates[: bound(size)]
         tiers = tier_speeds(costs, rates, batch_size=size, context=context)
-        return float(tiers.tokens_per_ms.max())
+        branched = [
+            tree_speed(costs, tree, levels, batch_size=size, context=context)
+            for tree, levels in trees(size).items()
+        ]
+        return max([float(tiers.tokens_per_ms.max()), *branched])
 
     speeds = [0.0, *(best(size) for size in sizes[1:])]
     points = zip(sizes, speeds, strict=True)
@@ -84,3 +96,23 @@ def tier_speeds(
     draft_ms = costs.draft_curve(batch_size, context)
     ms = draft_ms[:tiers] + verify_ms[:tiers] + costs.host_ms(batch_size)
     return TierSpeeds(ms, batch_size * tokens / ms)
+
+
+def tree_speed(
+    costs: CostModel, tree: TreeShape, accept_rates: Floats, *, batch_size: int, context: float
+) -> float:
+    """Tokens per ms of a batch whose rows all draft the tree and are like the traffic.
+
+    Args:
+        costs: what rounds take.
+        accept_rates: chance that a draft of a level is kept once reached, [tree.num_steps].
+        batch_size: rows, at least 1.
+        context: tokens per sequence.
+
+    Raises:
+        KeyError: the costs do not know the tree.
+    """
+    num_drafts = batch_size * tree.num_draft_tokens
+    stages_ms = costs.tree_ms(tree, batch_size, batch_size, num_drafts, context, 0)
+    tokens = batch_size * (1.0 + float(np.cumprod(accept_rates).sum()))
+    return tokens / (sum(stages_ms) + costs.host_ms(batch_size))

@@ -11,9 +11,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import CostModel
-from serve_spec.adaptive.marginal import TierSpeeds, marginal_ms_by_rows, tier_speeds
+from serve_spec.adaptive.marginal import (
+    TierSpeeds,
+    marginal_ms_by_rows,
+    tier_speeds,
+    tree_speed,
+)
 from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
-from tests.unit.adaptive.test_cost_model import model, verify_ms
+from tests.unit.adaptive import test_goodput_trees
+from tests.unit.adaptive.test_cost_model import (
+    TREE,
+    draft_ms,
+    model,
+    model_of_trees,
+    tree_verify_ms,
+    verify_ms,
+)
 from tests.unit.adaptive.test_goodput import goodput
 
 MAX_STEPS = 7
@@ -23,6 +36,17 @@ CONTEXT = 128
 def marginal(costs: CostModel, rate: float, most: int = MAX_STEPS) -> dict[int, float]:
     rates = np.full(MAX_STEPS, rate)
     return marginal_ms_by_rows(costs, rates, context=CONTEXT, bound=lambda size: most)
+
+
+def marginal_with_trees(rate: float, of_level: float, most: int = MAX_STEPS) -> dict[int, float]:
+    """The same, where a batch may draft a tree, too."""
+    return marginal_ms_by_rows(
+        model_of_trees(),
+        np.full(MAX_STEPS, rate),
+        context=CONTEXT,
+        bound=lambda size: most,
+        trees=lambda size: {TREE: np.full(TREE.num_steps, of_level)},
+    )
 
 
 def test_at_an_idle_engine_it_is_the_time_per_token_of_a_request_alone() -> None:
@@ -36,6 +60,37 @@ def test_without_drafts_it_is_what_a_doubling_of_the_batch_gains() -> None:
     found = marginal(model(), 0.5, most=0)
     assert list(found) == [0, 1, 2, 4, 8], "up to the largest measured batch, 16"
     assert found[4] == pytest.approx(4 / (speed(8) - speed(4)))
+
+
+@given(of_level=st.floats(0, 1), batch_size=st.integers(1, 16))
+def test_a_batch_that_drafts_trees_emits_its_kept_levels_and_one_token_a_row(
+    of_level: float, batch_size: int
+) -> None:
+    rates = np.full(TREE.num_steps, of_level)
+    found = tree_speed(model_of_trees(), TREE, rates, batch_size=batch_size, context=CONTEXT)
+    tokens = batch_size * sum(of_level**level for level in range(TREE.num_steps + 1))
+    ms = 2 * draft_ms(batch_size, 3, CONTEXT) + tree_verify_ms(batch_size, 10, CONTEXT)
+    assert found == pytest.approx(tokens / ms)
+
+
+def test_where_trees_are_the_fastest_they_are_what_it_costs() -> None:
+    round_ms = 2 * draft_ms(1, 3, CONTEXT) + tree_verify_ms(1, 10, CONTEXT)
+    assert marginal_with_trees(0.1, 1.0)[0] == pytest.approx(round_ms / 4)
+    assert marginal_with_trees(0.1, 1.0)[0] < marginal(model(), 0.1)[0]
+
+
+@given(rate=st.floats(0, 1))
+def test_trees_that_are_never_kept_change_nothing(rate: float) -> None:
+    assert marginal_with_trees(rate, 0.0) == marginal(model_of_trees(), rate)
+
+
+@given(rate=st.floats(0, 1), of_level=st.floats(0, 1))
+def test_trees_never_make_the_first_request_dearer_and_the_order_stays(
+    rate: float, of_level: float
+) -> None:
+    found = marginal_with_trees(rate, of_level)
+    assert found[0] <= marginal(model_of_trees(), rate)[0]
+    assert list(found.values()) == sorted(found.values())
 
 
 @given(rate=st.floats(0, 1))
@@ -94,6 +149,16 @@ def test_the_goodput_policy_shows_it_as_json() -> None:
     assert json.loads(json.dumps(shown)) == shown
     assert isinstance(shown, dict)
     assert list(shown)[:3] == ["0", "1", "2"]
+
+
+def test_the_goodput_policy_counts_the_trees_that_a_batch_may_draft() -> None:
+    def shown(**options: Any) -> Any:
+        return test_goodput_trees.goodput(**options).snapshot()["marginal_ms_by_rows"]
+
+    few, many = shown(trees={}), shown()
+    assert few.keys() == many.keys()
+    assert many["0"] < few["0"], "trees keep more than chains, unless something was learned"
+    assert shown(bounds={1: 0}) == shown(bounds={1: 0}, trees={}), "no deeper than the slot"
 
 
 def tiers(rate: float, batch_size: int = 4) -> TierSpeeds:
