@@ -14,6 +14,7 @@ ratio of the two odds says how much easier than expected it was:
 - of a level of a tree, against the same position of a chain: what branching gains. A tree that
   nobody tried lately follows the chains, and what trees show goes over to chains by the same ratio.
   A round of trees can not say whether the text or the gain has changed, so it moves either by half.
+  A shape that is tried little follows, level by level, the shapes that are.
 
 The constants were chosen by log-loss on texts of the shipped pair, at temperatures 0, 0.7 and 1.
 """
@@ -52,6 +53,12 @@ not of the text, but nothing is believed for ever."""
 DEFAULT_TREE_GAIN = 3.0
 """Odds of a tree's level over those of a chain's position, expected before any trial: what the
 first level of the shipped pair's trees has. Deeper ones have less, and trying them shows it."""
+TREE_PSEUDO_TRIALS = 16.0
+"""Weight of that expectation. With half of it one bad text at the start passes for bad trees."""
+SHAPE_TRIALS = 32.0
+"""What other shapes show at a level counts for a shape, too, as at most so many trials: on recorded
+texts the gain of a level hardly depends on how many levels follow, or on how many drafts. Its own
+trials outweigh them in the end."""
 HALF = 0.5
 """Share of a tree's round that counts for chains; and trees remember so much longer."""
 
@@ -116,7 +123,7 @@ class SurvivalEstimator:
         # The same of each tree's levels, the hits expected from chains.
         self._branched = np.zeros((len(self.trees), 3, max_steps))
         gained = DEFAULT_TREE_GAIN / (1.0 + DEFAULT_TREE_GAIN)
-        self._branched_prior = POOLED_PSEUDO_TRIALS * np.array([[gained], [1.0], [0.5]])
+        self._branched_prior = TREE_PSEUDO_TRIALS * np.array([[gained], [1.0], [0.5]])
         # Of a request: trials by position (of chains, then of each tree), trials and hits in all.
         num_positions = max_steps * (1 + len(self.trees))
         self._request_lessons = np.zeros((1 + len(self.trees), len(trials), num_positions + 2))
@@ -320,7 +327,10 @@ class SurvivalEstimator:
 
     def _with_trees(self) -> Floats:
         """The rates of chains, then of every tree, [1 + trees, max_steps]."""
-        hits, trials, expected_hits = (self._branched + self._branched_prior).swapaxes(0, 1)
+        others = self._branched.sum(axis=0) - self._branched
+        share = SHAPE_TRIALS / np.maximum(others[:, 1:2], SHAPE_TRIALS)
+        known = self._branched + share * others + self._branched_prior
+        hits, trials, expected_hits = known.swapaxes(0, 1)
         odds = self._odds * _odds_ratio(hits, trials, expected_hits)
         self._branched_odds = np.minimum(np.maximum(odds, _LOWEST_ODDS), _HIGHEST_ODDS)
         branched_rates = self._branched_odds / (1.0 + self._branched_odds)

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.survival import DEFAULT_RATE, SurvivalEstimator
+from serve_spec.adaptive.survival import DEFAULT_RATE, DEFAULT_TREE_GAIN, SurvivalEstimator
 from serve_spec.core.round import TreeShape
 
 MAX_STEPS = 5
@@ -430,6 +430,27 @@ def test_a_tree_nobody_drafts_follows_the_chains() -> None:
     drafted(estimator, harder, [None])
     truth = eased(harder, 3.0)[:4]
     assert estimator.tree_rates(TREES[1]) == pytest.approx(truth, abs=0.12)
+
+
+@pytest.mark.parametrize("gain", [1.2, 6.0])
+def test_a_tree_nobody_drafts_follows_the_others_at_the_levels_they_have(gain: float) -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    drafted(estimator, RATES / 1.5, [None, TREES[0]], gain)
+    rates, of_chains = estimator.tree_rates(TREES[1]), estimator.pooled_rates[:4]
+    gained = rates / (1 - rates) * (1 - of_chains) / of_chains
+    way_to_go = np.log(gained / gain) / np.log(DEFAULT_TREE_GAIN / gain)
+    assert (np.abs(way_to_go[:2]) < 0.5).all()
+    assert way_to_go[2:] == pytest.approx([1.0, 1.0]), "of these nobody has seen anything"
+
+
+def test_what_a_tree_shows_itself_outweighs_the_other_trees() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
+    for _ in range(20):
+        drafted(estimator, RATES, [None, TREES[0]], gain=8.0, num_rounds=8)
+        drafted(estimator, RATES, [TREES[1]], gain=1.2, num_rounds=8)
+    truths = eased(RATES, 8.0)[:2], eased(RATES, 1.2)[:4]
+    for tree, truth in zip(TREES, truths, strict=True):
+        assert estimator.tree_rates(tree) == pytest.approx(truth, abs=0.06)
 
 
 def test_chains_that_nobody_drafts_follow_the_trees() -> None:
