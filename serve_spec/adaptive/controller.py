@@ -376,7 +376,8 @@ class AdaptiveController:
         """The same answer, with how sharp the round drafts."""
         noticed = steps.num_steps and batch.num_sampled
         sharpness = self._sharpness.choose() if noticed else self._sharpness.best
-        return replace(steps, draft_sharpness=sharpness)
+        is_as_told = steps.draft_sharpness == sharpness
+        return steps if is_as_told else replace(steps, draft_sharpness=sharpness)
 
     def _learn_sharpness(self, verified: VerifiedRound) -> None:
         at = [row for row, is_sampled in enumerate(verified.is_sampled) if is_sampled]

@@ -104,6 +104,7 @@ class GoodputPolicy:
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
         self._trees = {slot: tuple(shapes) for slot, shapes in sorted((trees or {}).items())}
+        self._trees_of_size: dict[int, tuple[TreeShape, ...]] = {}
         self.candidate_trees = tuple(sorted({t for shapes in self._trees.values() for t in shapes}))
         self.survival = survival or SurvivalEstimator(max_steps, trees=self.candidate_trees)
         self.text = TextFirst(max_steps)
@@ -312,13 +313,15 @@ class GoodputPolicy:
         return RoundSteps(0)
 
     def _trees_at(self, batch_size: int) -> tuple[TreeShape, ...]:
-        """The shapes a batch of this size may draft, chains aside."""
-        if not self._trees:
-            return ()
-        slots = list(self._trees)
-        shapes = self._trees[slots[max(0, bisect_right(slots, batch_size) - 1)]]
-        bound = self._bound(batch_size)
-        return tuple(shape for shape in shapes if shape.num_steps <= bound)
+        """The shapes a batch of this size may draft, chains aside; worked out once."""
+        found = self._trees_of_size.get(batch_size)
+        if found is None:
+            slots, bound = list(self._trees), self._bound(batch_size)
+            at = max(0, bisect_right(slots, batch_size) - 1)
+            shapes = self._trees[slots[at]] if slots else ()
+            found = tuple(shape for shape in shapes if shape.num_steps <= bound)
+            self._trees_of_size[batch_size] = found
+        return found
 
     def _tree_rates(self, batch_size: int) -> dict[TreeShape, Floats]:
         """The same shapes, with what is kept of each level over all traffic."""

@@ -75,7 +75,7 @@ class Probes:
             if clock.off < clock.off_probe.rounds:
                 return None
             clock.off -= RETRY_ROUNDS
-            answer = self._deeper(batch, wanted, bound, round_costs(), OFF_PROBE_STEPS)
+            answer = self._deeper(batch, wanted, bound, round_costs, OFF_PROBE_STEPS)
             if answer is not None:
                 clock.off = 0
                 clock.off_probe.fail()  # until the policy leaves 0
@@ -87,13 +87,13 @@ class Probes:
         # Beside prompts nobody would learn what a plain round takes.
         if clock.since_baseline >= every and not batch.num_prompt_rows:
             clock.since_baseline -= RETRY_ROUNDS
-            answer = self._plain(batch, plan, round_costs(), is_free=in_doubt)
+            answer = self._plain(batch, plan, is_free=in_doubt)
             if answer is not None:
                 clock.since_baseline = 0
                 return answer
         if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
             clock.since_deeper -= RETRY_ROUNDS
-            answer = self._deeper(batch, wanted, bound, round_costs(), 1)
+            answer = self._deeper(batch, wanted, bound, round_costs, 1)
             if answer is not None:
                 clock.since_deeper = 0
                 return answer
@@ -105,23 +105,28 @@ class Probes:
                 return answer
         return None
 
-    def _plain(
-        self, batch: DecodeBatch, plan: RoundPlan, costs: RoundCosts, *, is_free: bool
-    ) -> Probe | None:
+    def _plain(self, batch: DecodeBatch, plan: RoundPlan, *, is_free: bool) -> Probe | None:
         """A plain round, to know what speculation is measured against.
 
         is_free: plain rounds seem to be the faster ones, so that nothing is lost by them.
         """
         # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
-        choice = plan.choice
-        lost_ms = costs.off - batch.size * choice.ms / choice.tokens
+        choice, size = plan.choice, batch.size
+        off_ms = self._costs.verify_ms(size, 0, batch.context, batch.num_sampled)
+        off_ms += self._costs.host_ms(size)
+        lost_ms = off_ms - size * choice.ms / choice.tokens
         if not is_free and not self._budget.spend(max(0.0, lost_ms)):
             return None
-        notes = RoundNotes(is_probe=True, predicted_ms=costs.off)
+        notes = RoundNotes(is_probe=True, predicted_ms=off_ms)
         return Reason.BASELINE, RoundSteps(0, notes=notes)
 
     def _deeper(
-        self, batch: DecodeBatch, wanted: RoundSteps, bound: int, costs: RoundCosts, more: int
+        self,
+        batch: DecodeBatch,
+        wanted: RoundSteps,
+        bound: int,
+        round_costs: Callable[[], RoundCosts],
+        more: int,
     ) -> Probe | None:
         """Up to `more` further drafts on one row in sixteen, in rotation."""
         usable_steps = np.minimum(np.asarray(batch.max_steps), bound)
@@ -133,6 +138,7 @@ class Probes:
         rows = open_rows[(self._rotation + np.arange(num_rows)) % len(open_rows)]
         deeper = present.copy()
         deeper[rows] = np.minimum(present[rows] + more, usable_steps[rows])
+        costs = round_costs()
         ms = costs.round_ms(deeper)
         affordable = deeper.sum() <= batch.max_draft_tokens
         begin_ms = self._costs.entry_ms * sum(batch.backlogs[row] for row in rows if batch.backlogs)

@@ -43,15 +43,17 @@ class RoundPlan:
         self._steps_of = dict(zip(batch.request_ids, self._row_steps, strict=True))
         self._steps_of_others = sorted(self._row_steps)[batch.size // 2]
         self._entries = entries
+        self._num_tree_drafts = 0
+        if choice.tree is not None:
+            num_drafting = int(np.count_nonzero(choice.row_steps))
+            self._num_tree_drafts = num_drafting * choice.tree.num_draft_tokens
 
     def at(self, batch: DecodeBatch) -> RoundPlan:
         """Itself; of trees, chains instead beside prompts, where there is no room for them, and
         where texts have drafts: a round of trees looks into no text."""
-        tree = self.choice.tree
-        if tree is None or self._instead is None:
+        if self._instead is None:
             return self
-        num_drafts = np.count_nonzero(self.choice.row_steps) * tree.num_draft_tokens
-        is_crowded = batch.num_prompt_rows or num_drafts > batch.max_draft_tokens
+        is_crowded = batch.num_prompt_rows or self._num_tree_drafts > batch.max_draft_tokens
         has_text = any(batch.text_steps)
         return self._instead if is_crowded or has_text or fills_up(batch) else self
 

@@ -305,15 +305,16 @@ class SurvivalEstimator:
         self, learned: Floats, age: Floats, arm: int, expected: Floats | None
     ) -> tuple[Floats, Floats]:
         """Fades what is known of trees and adds what one shows; what chains learn of the round."""
-        ages = np.full((len(self.trees), self.max_steps), UNTRIED_SPEED * age[0])
+        kept = np.exp(-UNTRIED_SPEED * age[0])
         if expected is None:
-            self._branched *= np.exp(-ages)[:, None]
+            self._branched *= kept
             return learned, age
-        ages[arm - 1] = HALF * age
-        self._branched *= np.exp(-ages)[:, None]
         hits, trials, _ = learned
         of_chains, of_tree = expected
-        self._branched[arm - 1] += [hits, trials, of_chains]
+        shown = self._branched[arm - 1] * np.exp(-HALF * age)
+        shown += [hits, trials, of_chains]
+        self._branched *= kept
+        self._branched[arm - 1] = shown
         as_chains = np.minimum(trials, hits * of_chains / np.maximum(of_tree, _LOWEST_RATE))
         return HALF * np.array([as_chains, trials, trials]), HALF * age
 

@@ -28,7 +28,7 @@ from serve_spec.bench.simulated_costs import (
 )
 from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
 TABLE = recorded_table(TWO_CPU_CORES)
@@ -97,6 +97,25 @@ def test_probes_take_at_most_half_a_percent_of_the_time(
         simulator.run(Phase(kind, size, 24 * size, 96))
         assert policy.budget.spent_share <= 0.005
     assert policy.budget.spent_share > 0, "it must have learned something along the way"
+
+
+def test_a_plain_round_to_compare_with_is_priced_as_plans_price_it(traces: TraceSet) -> None:
+    policy = goodput()
+    choose, num_compared = policy.choose, 0
+
+    def compared(batch: DecodeBatch) -> RoundSteps:
+        nonlocal num_compared
+        steps = choose(batch)
+        if policy.last_reason is Reason.BASELINE:
+            num_compared += 1
+            assert steps.notes.predicted_ms == policy._round_costs(batch, 7).off
+        return steps
+
+    policy.choose = compared  # type: ignore[method-assign]
+    simulator = Simulator(policy, traces, noisy(TWO_CPU_CORES, 0.05))
+    simulator.run(Phase("predictable", 3, 60, 96))
+    simulator.run(Phase("mixture", 8, 60, 96))
+    assert num_compared >= 5
 
 
 @given(accept_rate=st.floats(0, 1), size=st.sampled_from([1, 3, 8]), per_sequence=st.booleans())
