@@ -71,7 +71,7 @@ def save(result: Mapping[str, Any], path: Path | None) -> None:
 def _without_outputs(argv: Sequence[str]) -> list[str]:
     """The arguments that decide a figure: all but where it is written."""
     kept = list(argv)
-    for flag in ("--json", "--plot"):
+    for flag in ("--json", "--markdown", "--plot"):
         if flag in kept:
             at = kept.index(flag)
             del kept[at : at + 2]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from serve_spec.bench.drafters.run import OFF
 
 
 def plot_drafters(result: Mapping[str, Any], path: Path) -> None:
-    """Speed of every arm relative to off: drafter by drafter, a panel per temperature and batch.
+    """Speed of every arm relative to off: drafter by drafter, a row per batch, a column per T.
 
     result: what `serve-spec bench drafters` prints; accept length stands above each bar.
     """
@@ -22,11 +23,14 @@ def plot_drafters(result: Mapping[str, Any], path: Path) -> None:
     rows = [row for row in result["rows"] if row["drafts"] != OFF]
     drafters = list(dict.fromkeys(row["drafter"] for row in rows))
     arms = list(dict.fromkeys(row["arm"] for row in rows))
-    panels = list(dict.fromkeys((row["temperature"], row["batch_size"]) for row in rows))
-    figure, axes = plt.subplots(
-        len(panels), 1, figsize=(2 + 1.8 * len(drafters), 2.8 * len(panels)), squeeze=False
+    temperatures, batch_sizes = (
+        sorted({row[key] for row in rows}) for key in ("temperature", "batch_size")
     )
-    for axis, panel in zip(axes[:, 0], panels, strict=True):
+    across, down = len(temperatures), len(batch_sizes)
+    width = max(4.5, 1 + 1.2 * len(drafters))
+    figure, axes = plt.subplots(down, across, figsize=(width * across, 2.8 * down), squeeze=False)
+    panels = product(temperatures, batch_sizes)
+    for axis, panel in zip(axes.T.flat, panels, strict=True):
         for number, arm in enumerate(arms):
             mine = [
                 row
