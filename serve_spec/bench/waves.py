@@ -7,7 +7,7 @@ the prompts are paid for once. Only full rounds count: every request decodes, no
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, cycle
@@ -65,12 +65,17 @@ def heard_rounds(engine: SpecEngine) -> Iterator[list[StepStats]]:
 
 
 def run_wave(
-    engine: SpecEngine, wave: Wave, plain: AdaptiveController, arms: Arms
+    engine: SpecEngine,
+    wave: Wave,
+    plain: AdaptiveController,
+    arms: Arms,
+    watch: Callable[[int], None] | None = None,
 ) -> dict[str, list[StepStats]]:
     """The full rounds of every arm, once its turn has settled. The engine must be idle.
 
     Prompts run under `plain`, then arms take turns, in an order the wave's seed decides, until
-    every arm had one and the mean text is long enough. One arm alone runs to the end.
+    every arm had one and the mean text is long enough. One arm alone runs to the end. `watch` is
+    called before every round, with its number in the turn.
 
     Raises:
         ConfigError: the texts end before every arm has had its turn.
@@ -89,6 +94,8 @@ def run_wave(
                 if _nears_end(sequences, deepest) or (is_over and may_end):
                     return _complete(rounds, wave)
                 engine.controller = arms[name][number % len(arms[name])]
+                if watch is not None:
+                    watch(number)
                 engine.step()
                 if number >= SETTLE_ROUNDS and _is_full(heard[-1], wave):
                     rounds[name].append(heard[-1])

@@ -5,6 +5,7 @@ Sections:
     start    what a size takes until it is warm: seconds, and memory of each rank
     rounds   steps without drafts and rounds with, by size; speed over one GPU's, per GPU
     latency  what one exchange between ranks takes, by rows, and what other ways would
+    profile  with --profile: kernels of rank 0's rounds, launches and microseconds per round
     texts    with --check-texts: greedy texts of every size in float32, which should be the same
 
 Acceptance is forced in `rounds`, so that any weights do.
@@ -70,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         "--rows", type=int, nargs="*", default=[1, 2, 4, 8, 16, 32, 64, 128, 256],
         help="of exchanges whose latency is measured; none: leave that out",
     )  # fmt: skip
+    parser.add_argument("--profile", action="store_true", help="rounds by kernel")
     parser.add_argument("--check-texts", action="store_true", help="compare texts in float32")
     parser.add_argument(
         "--limit-s", type=float, default=90.0, help="what a size may take before it is ended"
@@ -103,7 +105,7 @@ def _measured(args: argparse.Namespace) -> dict[str, Any]:
     run = ParallelRun(config, work, _ranks(args, config), arguments, args.json)
     if any(args.num_steps) and not enabled:
         run.result["left_out"]["rounds with drafts"] = "speculative_algorithm='NONE'; name one"
-    run.rounds()
+    run.rounds(profile=args.profile)
     if work.rows:
         run.latency()
     if args.check_texts:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, Self, TypeVar
@@ -128,8 +129,11 @@ class ParallelRun:
             "failed": {},
         }
 
-    def rounds(self) -> None:
-        """Starts every size, one after the other, then runs waves on them in turns."""
+    def rounds(self, *, profile: bool = False) -> None:
+        """Starts every size, one after the other, then runs waves on them in turns.
+
+        profile: which kernels rounds consist of, too, once all of them have been timed.
+        """
         measured: dict[tuple[int, int, int], list[StepStats]] = {}
         starts: list[Row] = []
         with self._arms(self._config) as arms:
@@ -146,6 +150,8 @@ class ParallelRun:
                             measured.setdefault((batch_size, num_steps, size), []).extend(rounds)
                 self._keep("rounds", rounds_section(measured, on_gpus=self._ranks.on_gpus))
                 self._say(f"repetition {repetition + 1}")
+            if profile:
+                self._profile(arms)
 
     def latency(self) -> None:
         """What ranks exchange, by rows; each size in processes of its own."""
@@ -182,6 +188,16 @@ class ParallelRun:
                 self._say(f"texts of size {size}")
         if texts:
             self._keep("texts", texts_section(texts))
+
+    def _profile(self, arms: _Arms) -> None:
+        rows: list[Row] = []
+        for batch_size, size in product(self._work.batch_sizes, self._ranks.sizes):
+            found = arms.ask(size, SizeArm.profile, self._wave(batch_size, _WARM_UP)) or {}
+            for num_steps, kernels in found.items():
+                at = {"batch_size": batch_size, "num_steps": num_steps}
+                rows += [{**at, "tensor_parallel_size": size, **kernel} for kernel in kernels]
+        if rows:
+            self._keep("profile", Section(rows, {"rank": 0}))
 
     def _arms(self, config: ServeSpecConfig, what: str = "") -> _Arms:
         configs = {

@@ -10,7 +10,8 @@ from typing import Any
 
 from serve_spec.bench.adaptive.arms import make_arms
 from serve_spec.bench.kernels.setting import Row
-from serve_spec.bench.waves import Wave, run_wave
+from serve_spec.bench.parallel.profile import RoundProfile
+from serve_spec.bench.waves import SETTLE_ROUNDS, Wave, run_wave
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import RequestOutput, SamplingParams
@@ -50,6 +51,16 @@ class SizeArm:
         arms = {str(k): [controller] for k, controller in self._controllers.items()}
         found = run_wave(self._engine.engine, wave, self._controllers[0], arms)
         return {int(name): rounds for name, rounds in found.items()}
+
+    def profile(self, wave: Wave) -> dict[int, list[Row]]:
+        """What rank 0's rounds of every depth consist of."""
+        engine, found = self._engine.engine, {}
+        for num_steps, controller in self._controllers.items():
+            watch = RoundProfile(SETTLE_ROUNDS, on_gpu=engine.worker.device.type == "cuda")
+            arms = {str(num_steps): [controller]}
+            run_wave(engine, wave, self._controllers[0], arms, watch)
+            found[num_steps] = watch.rows()
+        return found
 
     def texts(
         self, num_texts: int, prompt_tokens: int, output_tokens: int

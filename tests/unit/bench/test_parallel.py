@@ -23,6 +23,7 @@ from serve_spec.bench.parallel.figures import (
     with_all_columns,
 )
 from serve_spec.bench.parallel.latency import Traffic
+from serve_spec.bench.parallel.profile import PROFILED_ROUNDS, RoundProfile
 from serve_spec.bench.parallel.run import ParallelRun, Ranks
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, RequestOutput, SpeculationStats
@@ -137,7 +138,7 @@ SMALL = ["--batch-sizes", "1", "2", "--prompt-tokens", "10", "--output-tokens", 
 @pytest.fixture(scope="module")
 def result_file(config: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("result") / "r.json"
-    arguments = [*SMALL, "--repetitions", "1", "--rows", "1", "8", "--check-texts"]
+    arguments = [*SMALL, "--repetitions", "1", "--rows", "1", "8", "--profile", "--check-texts"]
     arguments += ["--limit-s", "280"]  # a busy machine is slow
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
@@ -153,7 +154,7 @@ def result(result_file: Path) -> dict[str, Any]:
 
 def test_every_section_is_measured_on_one_and_two_ranks(result: dict[str, Any]) -> None:
     sections = result["sections"]
-    assert list(sections) == ["start", "rounds", "latency", "texts"]
+    assert list(sections) == ["start", "rounds", "profile", "latency", "texts"]
     assert result["failed"] == result["left_out"] == {}
     assert [row["tensor_parallel_size"] for row in sections["start"]["rows"]] == [1, 2]
     assert all(row["start_s"] > 0 for row in sections["start"]["rows"])
@@ -172,6 +173,31 @@ def test_all_sizes_run_the_same_rounds_at_every_batch_size_and_depth(
         for name in ("rounds", "accept_length"):  # acceptance is a law of seeds and lengths
             assert alone[name] == shared[name]
         assert (alone["accept_length"] > 1) == (alone["num_steps"] > 0)
+
+
+def test_a_profile_tells_what_rounds_of_every_size_and_depth_consist_of(
+    result: dict[str, Any],
+) -> None:
+    kernels: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    for row in result["sections"]["profile"]["rows"]:
+        cell = row["batch_size"], row["num_steps"], row["tensor_parallel_size"]
+        kernels.setdefault(cell, []).append(row)
+    assert sorted(kernels) == [(b, k, size) for b in (1, 2) for k in (0, 3) for size in (1, 2)]
+    for (_, num_steps, _), rows in kernels.items():
+        named = [row["us"] for row in rows if not row["kernel"].endswith("others")]
+        assert named == sorted(named, reverse=True)
+        assert named[-1] > 0
+        # Every layer of the target multiplies, and with drafts those of the draft do.
+        products = sum(row["launches"] for row in rows if "mm" in row["kernel"])
+        assert products > (4 if num_steps else 1)
+
+
+def test_a_turn_that_is_too_short_for_a_profile_is_told() -> None:
+    watch = RoundProfile(first=2, on_gpu=False)
+    for number in range(2 + PROFILED_ROUNDS):
+        watch(number)
+    with pytest.raises(RuntimeError, match="more output tokens"):
+        watch.rows()
 
 
 def test_two_ranks_say_what_one_says_with_drafts_and_without(result: dict[str, Any]) -> None:
