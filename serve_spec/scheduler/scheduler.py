@@ -8,13 +8,15 @@ from dataclasses import dataclass, replace
 from itertools import islice
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import TextDrafter, TextDrafts
+from serve_spec.core.draft import TextDrafter
 from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
+from serve_spec.scheduler.choice import PostponedChoice
+from serve_spec.scheduler.prompts import Prompt, prompt_rows, room_ahead
 from serve_spec.scheduler.rows import (
     RowDrafts,
     backlog_after,
@@ -22,11 +24,10 @@ from serve_spec.scheduler.rows import (
     fair_drafts,
     kept_up_to,
     most_coming,
-    prompt_row,
     text_drafted_row,
     usable_steps,
-    wanted_steps,
 )
+from serve_spec.scheduler.texts import Texts
 
 WORTH_A_ROUND = 128
 """Prompt tokens that cost at least what a round costs that waits for somebody else's."""
@@ -88,7 +89,7 @@ class Scheduler:
         """
         self.limits = limits
         self.cache = cache
-        self.text_drafter = text_drafter
+        self.texts = None if text_drafter is None else Texts(text_drafter)
         self.first_draft_entry = first_draft_entry
         self.topk = topk
         self.has_draft_model = has_draft_model or text_drafter is None
@@ -101,9 +102,7 @@ class Scheduler:
         self._prefix_counts = PrefixCounts()
         self._free_lanes = list(range(limits.max_num_seqs - 1, -1, -1))
         self._newest: StepPlan | None = None
-        self._postponed: _Choice | None = None
-        self._found: dict[str, tuple[int, ...]] = {}
-        """Chains that the text drafter found for the round being planned, by request."""
+        self._postponed: PostponedChoice | None = None
 
     def add(self, seq: Sequence) -> None:
         """Queues a new sequence."""
@@ -135,8 +134,10 @@ class Scheduler:
         """
         self._admit()
         decoding = [seq for seq in self.running if seq.is_decoding]
-        prompts = [_Prompt(seq, seq.num_computed) for seq in self.running if not seq.is_decoding]
-        room = None if ahead is None else self._room_ahead(ahead, prompts, len(decoding))
+        prompts = [Prompt(seq, seq.num_computed) for seq in self.running if not seq.is_decoding]
+        room = None
+        if ahead is not None:
+            room = room_ahead(self.limits, ahead, prompts, len(decoding))
         may_draft = ahead is None or room is not None
         budget = room or self.limits.max_num_batched_tokens
         batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
@@ -150,7 +151,11 @@ class Scheduler:
             row = self._plan_decode(seq, of_row, kept_up) if seq.page_ids else None
             if row is not None:
                 rows.append(row)
-        rows += self._plan_prompts(prompts, budget - sum(row.query_len for row in rows))
+        rows += prompt_rows(
+            prompts,
+            budget - sum(row.query_len for row in rows),
+            chunked=self.limits.chunked_prefill,
+        )
         return self._planned(rows, steps, batch) if rows else None
 
     def plan_ahead(
@@ -164,14 +169,14 @@ class Scheduler:
 
         Only where there is room for whatever `before` commits: nothing is preempted.
         """
-        if self.text_drafter is not None and not self.has_draft_model:
+        if not self.has_draft_model:
             return None
         under_way = {row.request_id: row for row in before.rows}
         self._admit()
         decoding, prompts = self._after(under_way)
         if any(seq.params.grammar for seq in (*decoding, *(prompt.seq for prompt in prompts))):
             return None
-        room = self._room_ahead(ahead, prompts, len(decoding))
+        room = room_ahead(self.limits, ahead, prompts, len(decoding))
         if room is None or not (decoding or prompts):
             return None
         rows_before = [under_way.get(seq.request_id) for seq in decoding]
@@ -184,7 +189,7 @@ class Scheduler:
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
         if not has_room or any(of_row.from_text for of_row in drafts):
-            self._postponed = _Choice.of(steps, batch)
+            self._postponed = PostponedChoice.of(steps, batch)
             return None
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
@@ -193,7 +198,11 @@ class Scheduler:
             decode_row(seq, of_row, backlog_after(seq, row), kept_up, is_under_way=row is not None)
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
-        rows += self._plan_prompts(prompts, room - sum(row.query_len for row in rows))
+        rows += prompt_rows(
+            prompts,
+            room - sum(row.query_len for row in rows),
+            chunked=self.limits.chunked_prefill,
+        )
         return self._planned(rows, steps, batch, follows=True)
 
     def _planned(
@@ -300,50 +309,30 @@ class Scheduler:
             return choose_steps(batch)
         return choice.now(batch)
 
-    def _after(self, under_way: Mapping[str, RowPlan]) -> tuple[list[Sequence], list[_Prompt]]:
+    def _after(self, under_way: Mapping[str, RowPlan]) -> tuple[list[Sequence], list[Prompt]]:
         """Who decodes and whose prompt is not done once the round of these rows is committed.
 
         Who decodes gains one token at least: whoever needs no other is done.
         """
         decoding: list[Sequence] = []
-        prompts: list[_Prompt] = []
+        prompts: list[Prompt] = []
         for seq in self.running:
             row = under_way.get(seq.request_id)
             if row is None:
                 if seq.is_decoding:
                     decoding.append(seq)
                 else:
-                    prompts.append(_Prompt(seq, seq.num_computed))
+                    prompts.append(Prompt(seq, seq.num_computed))
             elif not row.samples:
-                prompts.append(_Prompt(seq, row.length))
+                prompts.append(Prompt(seq, row.length))
             elif seq.num_remaining > 1:
                 decoding.append(seq)
         return decoding, prompts
 
-    def _room_ahead(
-        self, ahead: AheadLimits, prompts: list[_Prompt], num_decoding: int
-    ) -> int | None:
-        """Rows of a round that a worker runs without the host; None: with these prompts it can not.
-
-        Where prompts may not be cut, they leave half of the rows to drafts.
-        """
-        most = self.limits.max_num_batched_tokens
-        if not prompts:
-            return most
-        room = min(most, ahead.max_prompt_rows)
-        num_pending = sum(prompt.num_pending for prompt in prompts)
-        fits = (
-            (self.limits.chunked_prefill or num_pending <= (room - num_decoding) // 2)
-            and num_decoding + 1 < room
-            and all(len(prompt.seq) <= ahead.max_prompt_length for prompt in prompts)
-            and all(prompt.seq.params.prompt_logprobs is None for prompt in prompts)
-        )
-        return room if fits else None
-
     def _decode_batch(
         self,
         decoding: list[Sequence],
-        prompts: list[_Prompt],
+        prompts: list[Prompt],
         budget: int,
         under_way: list[RowPlan | None] | None = None,
         *,
@@ -366,7 +355,7 @@ class Scheduler:
             usable_steps(seq, 0 if row is None else 1)
             for seq, row in zip(decoding, rows_before, strict=True)
         ]
-        text_steps = self._find_drafts(decoding, max_steps)
+        text_steps = [] if self.texts is None else self.texts.find(decoding, max_steps)
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
             max_steps=max_steps if self.has_draft_model else text_steps,
@@ -383,18 +372,10 @@ class Scheduler:
             text_steps=text_steps if self.has_draft_model else [],
         )
 
-    def _find_drafts(self, decoding: list[Sequence], most: list[int]) -> list[int]:
-        """Looks for up to `most` drafts of each sequence in its text; how many there are."""
-        if self.text_drafter is None:
-            return []
-        for seq, count in zip(decoding, most, strict=True):
-            self._found[seq.request_id] = self.text_drafter.propose(
-                seq.request_id, seq.token_ids, count
-            )
-        return [len(self._found[seq.request_id]) for seq in decoding]
-
     def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
-        found = self._text_drafts(seq, drafts)
+        found = None
+        if self.texts is not None and (drafts.from_text or not self.has_draft_model):
+            found = self.texts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(tree_drafts=len(found.token_ids))
         while not self.cache.can_reserve(seq, len(seq) + drafts.num_slots(self._beam)):
@@ -409,37 +390,6 @@ class Scheduler:
         if found is None:
             return decode_row(seq, drafts, backlog, kept_up)
         return text_drafted_row(seq, drafts, found, backlog, kept_up)
-
-    def _text_drafts(self, seq: Sequence, drafts: RowDrafts) -> TextDrafts | None:
-        """What a row verifies that drafts from its text; None: a model drafts for it."""
-        if self.text_drafter is None or not (drafts.from_text or not self.has_draft_model):
-            return None
-        if not drafts.tree_drafts:
-            return TextDrafts(self._found[seq.request_id])
-        shape = TreeShape(drafts.num_steps, drafts.tree_drafts)
-        return self.text_drafter.propose_tree(seq.request_id, seq.token_ids, shape)
-
-    def _plan_prompts(self, prompts: list[_Prompt], budget: int) -> list[RowPlan]:
-        """Pieces of those that still have pages, the oldest first."""
-        rows: list[RowPlan] = []
-        for prompt in prompts:
-            row = self._plan_prompt(prompt, budget, is_first=not rows)
-            if row is not None:
-                rows.append(row)
-                budget -= row.query_len
-        return rows
-
-    def _plan_prompt(self, prompt: _Prompt, budget: int, *, is_first: bool) -> RowPlan | None:
-        # One prompt a round may overrun the budget, by a token or, without chunks, whole: decode
-        # rows could otherwise keep it waiting for ever.
-        seq, start, count = prompt.seq, prompt.start, prompt.num_pending
-        if self.limits.chunked_prefill:
-            count = min(count, max(budget, 1 if is_first else 0))
-        elif count > budget and not is_first:
-            count = 0
-        if count <= 0 or not seq.page_ids:
-            return None
-        return prompt_row(seq, start, count, samples=count == prompt.num_pending)
 
     def _commit_row(
         self, seq: Sequence, row: RowPlan, tokens: list[int], cut: CutOutput
@@ -511,50 +461,6 @@ class Scheduler:
         self._free_lanes.append(seq.lane)
         seq.lane = -1
         self.cache.release(seq)
-        if self.text_drafter is not None:
-            self.text_drafter.forget(seq.request_id)
-            self._found.pop(seq.request_id, None)
+        if self.texts is not None:
+            self.texts.forget(seq.request_id)
         self.on_leave(seq)
-
-
-@dataclass(frozen=True)
-class _Prompt:
-    """A sequence whose text is not computed yet from position `start` on."""
-
-    seq: Sequence
-    start: int
-
-    @property
-    def num_pending(self) -> int:
-        """Tokens the target has not seen."""
-        return len(self.seq) - self.start
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """An answer of the policy that had to wait, by request."""
-
-    steps: RoundSteps
-    row_steps: dict[str, int]
-    text_steps: dict[str, int] | None
-
-    @classmethod
-    def of(cls, steps: RoundSteps, batch: DecodeBatch) -> _Choice:
-        """What it answered when asked about `batch`."""
-        ids, from_text = batch.request_ids, steps.text_steps
-        return cls(
-            steps,
-            dict(zip(ids, wanted_steps(steps, batch), strict=True)),
-            None if from_text is None else dict(zip(ids, from_text, strict=True)),
-        )
-
-    def now(self, batch: DecodeBatch) -> RoundSteps:
-        """The same answer for the rows that are left."""
-        ids, from_text = batch.request_ids, self.text_steps
-        return replace(
-            self.steps,
-            row_steps=[self.row_steps.get(request_id, 0) for request_id in ids],
-            text_steps=None
-            if from_text is None
-            else [from_text.get(request_id, 0) for request_id in ids],
-        )

@@ -84,9 +84,10 @@ def test_its_rounds_can_be_measured_before_there_is_a_text(
 def test_requests_that_ended_leave_no_text_behind(make_llm: MakeLLM) -> None:
     llm = make_llm("NGRAM", 3)
     llm.generate(*prompts_and_params())
-    drafter = llm.engine.scheduler.text_drafter
-    assert drafter is not None
-    assert not drafter._texts  # type: ignore[attr-defined]
+    found = llm.engine.scheduler.texts
+    assert found is not None
+    assert len(found) == 0
+    assert not found._drafter._texts  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)

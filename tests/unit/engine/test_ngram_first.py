@@ -158,4 +158,6 @@ def test_every_policy_takes_both_kinds(
 def test_requests_that_ended_leave_no_text_behind(make_llm: MakeLLM) -> None:
     llm = make_first(make_llm, "EAGLE3")
     llm.generate(*prompts_and_params())
-    assert not llm.engine.scheduler._found
+    found = llm.engine.scheduler.texts
+    assert found is not None
+    assert len(found) == 0

@@ -1,0 +1,65 @@
+"""Prompts in a round: pieces of what is not computed yet, and the room they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+
+from serve_spec.config import SchedulerConfig
+from serve_spec.core.plan import AheadLimits, RowPlan
+from serve_spec.core.sequence import Sequence
+from serve_spec.scheduler.rows import prompt_row
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sequence whose text is not computed yet from position `start` on."""
+
+    seq: Sequence
+    start: int
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens the target has not seen."""
+        return len(self.seq) - self.start
+
+
+def prompt_rows(prompts: SequenceOf[Prompt], budget: int, *, chunked: bool) -> list[RowPlan]:
+    """Pieces of those that still have pages, the oldest first; of `budget` tokens in all.
+
+    One prompt a round may overrun the budget, by a token or, without chunks, whole: decode rows
+    could otherwise keep it waiting for ever.
+    """
+    rows: list[RowPlan] = []
+    for prompt in prompts:
+        seq, start, count = prompt.seq, prompt.start, prompt.num_pending
+        is_first = not rows
+        if chunked:
+            count = min(count, max(budget, 1 if is_first else 0))
+        elif count > budget and not is_first:
+            count = 0
+        if count > 0 and seq.page_ids:
+            rows.append(prompt_row(seq, start, count, samples=count == prompt.num_pending))
+            budget -= count
+    return rows
+
+
+def room_ahead(
+    limits: SchedulerConfig, ahead: AheadLimits, prompts: SequenceOf[Prompt], num_decoding: int
+) -> int | None:
+    """Rows of a round that a worker runs without the host; None: with these prompts it can not.
+
+    Where prompts may not be cut, they leave half of the rows to drafts.
+    """
+    most = limits.max_num_batched_tokens
+    if not prompts:
+        return most
+    room = min(most, ahead.max_prompt_rows)
+    num_pending = sum(prompt.num_pending for prompt in prompts)
+    fits = (
+        (limits.chunked_prefill or num_pending <= (room - num_decoding) // 2)
+        and num_decoding + 1 < room
+        and all(len(prompt.seq) <= ahead.max_prompt_length for prompt in prompts)
+        and all(prompt.seq.params.prompt_logprobs is None for prompt in prompts)
+    )
+    return room if fits else None
