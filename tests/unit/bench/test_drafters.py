@@ -12,7 +12,7 @@ import yaml
 from serve_spec.adaptive import PolicySettings
 from serve_spec.bench.command import main
 from serve_spec.bench.drafters.drafters import DRAFTERS
-from serve_spec.bench.drafters.report import markdown, tables, winners
+from serve_spec.bench.drafters.report import FULL, markdown, tables, winners
 from serve_spec.bench.drafters.run import Clock, Sizes, tiers
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.round import TreeShape
@@ -68,6 +68,23 @@ def test_where_nothing_pays_policies_are_held_against_off() -> None:
     rows = [ROWS[0], *slow, row("EAGLE3", "policy", "goodput", 9.5)]
     (found,) = winners(rows)
     assert found["policies_over_best"] == {"goodput": pytest.approx(0.95)}
+
+
+def test_full_batches_are_compared_where_all_arms_had_some() -> None:
+    # A tree of uneven texts: fast while all decode, then one of them goes on alone.
+    full = {"off": 10.0, "K=4": 30.0, "4x15": 45.0, "goodput": 40.0}
+    rows = [
+        {**r, "decode_tokens_per_second": full[r["arm"]], "decode_speedup": full[r["arm"]] / 10}
+        for r in ROWS
+        if r["drafter"] == "EAGLE3" and r["arm"] in full
+    ]
+    (found,) = winners(rows, FULL)
+    assert found["tree_over_chain"] == pytest.approx(45 / 30)
+    assert found["policies_over_best"] == {"goodput": pytest.approx(40 / 45)}
+    for shown in (tables(result(rows)), markdown(result(rows))):
+        assert "Trees against chains, full batches" in shown
+    some = [rows[0], *({**r, "decode_tokens_per_second": None} for r in rows[1:])]
+    assert "full batches:" not in tables(result(some))
 
 
 def test_settings_are_compared_apart() -> None:
