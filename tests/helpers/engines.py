@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from serve_spec import LLM
+from serve_spec.core.plan import PendingRound, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
@@ -151,3 +152,16 @@ def switch_every_round(llm: LLM, tiers: Sequence[int | TreeShape], *, ragged: bo
     controller = SwitchingController(tiers, ragged)
     engine.worker.init_states(controller.candidate_steps, controller.trees)
     engine.controller = controller  # type: ignore[assignment]
+
+
+def heard_plans(llm: LLM) -> list[StepPlan]:
+    """Every plan the worker gets from now on."""
+    plans: list[StepPlan] = []
+    submit = llm.engine.worker.submit
+
+    def hear(plan: StepPlan) -> PendingRound:
+        plans.append(plan)
+        return submit(plan)
+
+    llm.engine.worker.submit = hear  # type: ignore[method-assign]
+    return plans

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from serve_spec import LLM
-from serve_spec.core.plan import PendingRound, StepPlan
+from serve_spec.core.plan import StepPlan
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import MakeLLM, switch_every_round, texts
+from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 DRAFTS = ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"]
@@ -35,19 +35,6 @@ def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
 def make_first(make_llm: MakeLLM, algorithm: str, num_steps: int = 4, **overrides: Any) -> LLM:
     overrides = {"speculative_ngram_min_match_window_size": 1, **overrides}
     return make_llm(algorithm, num_steps, speculative_ngram_first=True, **overrides)
-
-
-def heard_plans(llm: LLM) -> list[StepPlan]:
-    """Every plan the worker gets from now on."""
-    plans: list[StepPlan] = []
-    submit = llm.engine.worker.submit
-
-    def hear(plan: StepPlan) -> PendingRound:
-        plans.append(plan)
-        return submit(plan)
-
-    llm.engine.worker.submit = hear  # type: ignore[method-assign]
-    return plans
 
 
 def sources(plan: StepPlan) -> set[str]:

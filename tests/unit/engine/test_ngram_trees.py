@@ -12,11 +12,11 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.core.draft import TextDrafts
-from serve_spec.core.plan import PendingRound, RowPlan, StepPlan
+from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.core.round import TreeShape
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
-from tests.helpers.engines import MakeLLM, switch_every_round, texts
+from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
 from tests.helpers.plain_logprobs import close
 from tests.unit.drafters.test_ngram import num_kept as num_on_path
 from tests.unit.engine.test_grammars import prompts_and_params as ruled_requests
@@ -50,19 +50,6 @@ def with_trees(make_llm: MakeLLM, shape: tuple[int, int, int], **overrides: Any)
         "speculative_ngram_min_match_window_size": 1,
     }
     return make_llm("NGRAM", steps, **{**keys, **overrides})
-
-
-def heard_plans(llm: LLM) -> list[StepPlan]:
-    """Every plan the worker gets from now on."""
-    plans: list[StepPlan] = []
-    submit = llm.engine.worker.submit
-
-    def hear(plan: StepPlan) -> PendingRound:
-        plans.append(plan)
-        return submit(plan)
-
-    llm.engine.worker.submit = hear  # type: ignore[method-assign]
-    return plans
 
 
 def trees_of(plans: Sequence[StepPlan]) -> list[RowPlan]:
