@@ -19,6 +19,13 @@ Strategy = Literal["ema", "goodput", "per_request", "static"]
 MAX_TREE_ROWS = 64
 """Rows of a sequence that a tree mask has bits for: a root and its drafts, or all its beams."""
 
+
+def most_tree_rows(topk: int, num_steps: int) -> int:
+    """Rows of the largest tree of `num_steps` levels, 1 at least: all its beam makes, or has bits
+    for, and the root."""
+    return min(MAX_TREE_ROWS, 1 + topk + (num_steps - 1) * topk**2)
+
+
 # Which algorithms a key that corrects a draft's config.json is for.
 _CORRECTIONS = {
     "speculative_draft_rope_theta": ("EAGLE", "EAGLE3"),
@@ -238,7 +245,7 @@ class SpeculativeConfig(StrictModel):
             )
             raise Refusal("speculative_eagle_topk", topk, fix)
         if steps and rows is not None:
-            most = min(MAX_TREE_ROWS, 1 + topk + (steps - 1) * topk**2)
+            most = most_tree_rows(topk, steps)
             if not steps < rows <= most:
                 fix = (
                     f"trees of speculative_num_steps={steps}, speculative_eagle_topk={topk} have "
@@ -274,7 +281,7 @@ class SpeculativeConfig(StrictModel):
         slots = load_slots(file) if file is not None and self.enabled else {}
         for key, slot in slots.items():
             for steps, rows in slot.candidate_trees or ():
-                most = min(MAX_TREE_ROWS, 1 + topk + (steps - 1) * topk**2)
+                most = most_tree_rows(topk, steps)
                 if topk == 1 or rows > most or topk * (steps - 1) > MAX_TREE_ROWS:
                     fix = (
                         f"slot {key} lists it, but speculative_eagle_topk={topk} makes "

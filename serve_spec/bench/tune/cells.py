@@ -31,7 +31,7 @@ class Tier(NamedTuple):
     @property
     def name(self) -> str:
         """In tables and plots."""
-        return f"{self.num_steps}x{self.tree_drafts}" if self.tree_drafts else f"K={self.num_steps}"
+        return str(TreeShape(*self)) if self.tree_drafts else f"K={self.num_steps}"
 
 
 OFF = Tier(0)

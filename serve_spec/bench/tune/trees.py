@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from serve_spec.adaptive import PolicySettings
 from serve_spec.adaptive.trees import ladder
 from serve_spec.config import ConfigError, SpeculativeConfig
-from serve_spec.config.speculative import MAX_TREE_ROWS
-from serve_spec.core.round import TreeShape, most_tree_drafts
+from serve_spec.config.speculative import MAX_TREE_ROWS, most_tree_rows
+from serve_spec.core.round import TreeShape
 
 
 def swept_trees(
@@ -39,6 +39,6 @@ def _refuse_impossible(tree: TreeShape, topk: int) -> None:
     makes = f"trees={tree}: speculative_eagle_topk={topk} makes trees of"
     if not 1 <= levels <= deepest:
         raise ConfigError(f"{makes} 1 to {deepest} levels; give one of those")
-    most = min(MAX_TREE_ROWS - 1, most_tree_drafts(topk, levels))
+    most = most_tree_rows(topk, levels) - 1
     if not levels <= tree.num_draft_tokens <= most:
         raise ConfigError(f"{makes} {levels} levels with {levels} to {most} drafts; give as many")
