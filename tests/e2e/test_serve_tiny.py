@@ -101,10 +101,11 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "speculative_algorithm": "EAGLE3",
             "speculative_draft_model_path": "eagle3",
             "speculative_num_steps": 3,
+            # It always drafts: goodput may rightly leave that, where the machine is busy.
             "speculative_adaptive": True,
+            "speculative_adaptive_strategy": "ema",
         },
         "cache": {"page_size": 4, "num_pages": 512},
-        # Few at a time: costs are measured at start, for every batch size there may be.
         "scheduler": {"max_num_seqs": 4},
         "replica": {"torch_num_threads": 1, "graceful_shutdown_timeout_s": 5.0},
         "stats": {"push_interval_s": 0.2},
