@@ -7,7 +7,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from serve_spec.layers.linear import Linear, onednn_works
+from serve_spec.layers.linear import Linear, onednn_rows, onednn_works
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.rope import Llama3Scaling, RotaryTable, inverse_frequencies
@@ -29,6 +29,14 @@ def test_a_packed_linear_is_the_same_linear(num_rows: int, bias: bool) -> None:
     assert packed.weight.numel() == 0 or not onednn_works(torch.float32)
     x = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(1))
     assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-4)
+
+
+def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes() -> None:
+    sizes = [onednn_rows(num_rows) for num_rows in range(4097)]
+    assert all(num_rows <= size <= num_rows * 9 / 8 for num_rows, size in enumerate(sizes))
+    assert sizes[:17] == list(range(17))
+    assert all(onednn_rows(size) == size for size in sizes)
+    assert len(set(sizes)) < 100
 
 
 def test_a_packed_linear_accepts_strided_rows() -> None:
