@@ -122,7 +122,7 @@ class PlannedFlashInfer:
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [T, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
-        num_heads = heads.shape[1] - 2 * keys.shape[1]
+        num_heads = heads.shape[-2] - 2 * keys.shape[1]
         query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         return self.attend(layer, query)
 

@@ -63,8 +63,8 @@ class LayerAttention(Protocol):
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
         """Rotates, writes keys and values of `layer` to the pool, attends causally.
 
-        heads: [T, num_heads + 2·kv_heads, d]: queries, keys, values, none of them rotated.
-        Returns [T, num_heads, d] in their dtype.
+        heads: [T, num_heads + 2·kv_heads, d]: queries, keys, values, none of them rotated; or
+        their addends (see `ops.linear.whole`). Returns [T, num_heads, d] in the pool's dtype.
         """
         ...
 

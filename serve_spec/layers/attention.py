@@ -53,9 +53,14 @@ class Attention(Layer):
         self._gain_of_head = torch.tensor([0] * shape.num_heads + [1] * shape.num_kv_heads)
 
     def heads(self, x: Tensor) -> Tensor:
-        """Queries, keys and values as they are projected: [T, in] -> [T, heads + 2·kv_heads, d]."""
+        """Queries, keys and values as they are projected: [T, in] -> [T, heads + 2·kv_heads, d].
+
+        Or their addends (see `ops.linear.whole`), which the rotation adds up.
+        """
         shape = self.shape
-        return self.qkv(x).view(-1, shape.num_heads + 2 * shape.num_kv_heads, shape.head_dim)
+        projected = self.qkv(x) if shape.qk_norm else self.qkv.addends(x)
+        num_all = shape.num_heads + 2 * shape.num_kv_heads
+        return projected.view(*projected.shape[:-1], num_all, shape.head_dim)
 
     def attend(self, heads: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
         """Head norms, rotation, attention; `heads` is used up. Returns [T, heads·d]."""

@@ -25,10 +25,12 @@ class GatedMLP(Layer):
         self.down = row_linear(intermediate_size, {"down_proj": hidden_size}, parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """[T, H] -> [T, H], or its addends (see `ops.linear.whole`)."""
         if x.is_cuda and self.gate_up.integers is None:
-            return self.down(fast.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit))
-        return self.down(fast.silu_and_mul(self.gate_up(x)))
+            inner = fast.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
+        else:
+            inner = fast.silu_and_mul(self.gate_up(x))
+        return self.down.addends(inner)
 
     __call__ = forward
 

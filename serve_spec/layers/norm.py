@@ -7,7 +7,13 @@ from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
 from serve_spec.ops import fast
+from serve_spec.ops.linear import whole
 from serve_spec.parallel.group import SINGLE, TensorParallel
+
+
+def stream_of(x: Tensor, residual: Tensor) -> Tensor:
+    """x + residual [T, width], where x may come as addends (see `ops.linear.whole`)."""
+    return residual + whole(x, residual)
 
 
 class RMSNorm(Layer):
@@ -37,7 +43,8 @@ class RMSNorm(Layer):
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """(norm(x + residual), x + residual), where x is the sum of all ranks' x.
 
-        A single rank changes neither input: callers may share them.
+        x: [T, width] as `residual`, or its addends (see `ops.linear.whole`). A single rank changes
+        neither input: callers may share them.
         """
         if self._scaled is None:
             return self.parallel.add_norm(x, residual, self.weight, self.eps)

@@ -60,7 +60,7 @@ class DecoderLayer(Layer):
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` returns, from what the heads saw, [T, heads·d]."""
-        projected = self.attention.output(attended)
+        projected = self.attention.output.addends(attended)
         normed, residual = self.post_attention_norm.add(projected, residual)
         return self.mlp(normed), residual
 

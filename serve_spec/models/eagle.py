@@ -16,6 +16,7 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
+from serve_spec.layers.norm import stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
@@ -79,7 +80,7 @@ class Eagle(Layer):
         for layer in self.layers:
             stream, residual = layer(stream, residual, rotation, ctx)
         assert residual is not None, "a head has at least one layer"
-        return stream + residual
+        return stream_of(stream, residual)
 
     __call__ = forward
 

@@ -17,7 +17,7 @@ from serve_spec.layers.attention import Attention
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.mlp import GatedMLP
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
-from serve_spec.layers.norm import RMSNorm
+from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer, attention_shape
@@ -66,7 +66,7 @@ class Eagle3FirstLayer(Layer):
 
     def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
         """What `forward` returns, from what the heads saw, [T, heads·d]."""
-        projected = self.attention.output(attended)
+        projected = self.attention.output.addends(attended)
         normed, residual = self.post_attention_norm.add(projected, residual)
         return self.mlp(normed), residual
 
@@ -130,10 +130,10 @@ class Eagle3(Layer):
         """[T] target ids, [T, H] -> [T, H]."""
         rotation = self.rope.at(ctx.positions)
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
-        stream, residual = self.first_layer(embedded, hidden, rotation, ctx)
+        addend, residual = self.first_layer(embedded, hidden, rotation, ctx)
         for layer in self.more_layers:
-            stream, residual = layer(stream, residual, rotation, ctx)
-        stream = stream + residual
+            addend, residual = layer(addend, residual, rotation, ctx)
+        stream = stream_of(addend, residual)
         return self.norm(stream) if self.options.norm_output else stream
 
     __call__ = forward

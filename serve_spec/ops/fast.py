@@ -304,6 +304,22 @@ def linear(
     return plain_linear.linear(x, weight, bias, out_dtype)
 
 
+def addends(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
+    """x·Wᵀ [T, out], or its addends for whoever reads them to add up, which spares a launch.
+
+    See `linear.whole`.
+    """
+    if x.is_cuda and eight_bit is not None and _is_ours(x, weight, eight_bit=True):
+        from serve_spec.ops import linear_triton
+
+        return linear_triton.small_addends(x, eight_bit.values, eight_bit.scale)
+    if x.is_cuda and _is_ours(x, weight):
+        from serve_spec.ops import linear_triton
+
+        return linear_triton.small_addends(x, weight)
+    return plain_linear.linear(x, weight)
+
+
 def gate_up(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
     """silu(gate) · up: x [T, in], weight [2·I, in], the rows of the gate first -> [T, I].
 

@@ -43,6 +43,24 @@ def small_linear(
     return F.linear(x.float(), whole, bias).to(out_dtype or x.dtype)
 
 
+def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """What `small_linear` adds up and rounds: float32 [n, T, out], n as suits the shape."""
+    return small_linear(x, weight, None, torch.float32, scale)[None]
+
+
+def whole(x: Tensor, like: Tensor) -> Tensor:
+    """x, or where it is addends of what has the dimensions of `like`, float32 [n, ...], their sum.
+
+    Added first to last and rounded once, to the dtype of `like`.
+    """
+    if x.dim() == like.dim():
+        return x
+    total = x[0]
+    for addend in x[1:]:
+        total = total + addend
+    return total.to(like.dtype)
+
+
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """silu(gate) · up of both products at once, each rounded as if it had been stored.
 

@@ -39,6 +39,18 @@ def small_linear(
     return out
 
 
+def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
+    """See `linear.small_addends`; a sum that is not shared comes whole. Rows may be strided."""
+    num_outputs, in_features = weight.shape
+    tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
+    splits = triton.cdiv(in_features, tiles.columns)
+    if splits == 1:
+        return small_linear(x, weight, scale=scale)
+    addends = x.new_empty(splits, x.shape[0], num_outputs, dtype=torch.float32)
+    _multiply_only(x, weight, scale, None, addends, tiles)
+    return addends
+
+
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """See `linear.small_gate_up`. Rows of x may be strided, their numbers not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
@@ -57,19 +69,40 @@ def _multiply(
     out: Tensor,
     tiles: Tiles,
     is_gated: bool = False,
-    prefetch: int = _PREFETCH,
 ) -> None:
     num_rows, in_features = x.shape
-    num_outputs = out.shape[1]
+    splits = triton.cdiv(in_features, tiles.columns)
+    if splits == 1:
+        _multiply_only(x, weight, scale, bias, out, tiles, is_gated)
+        return
+    sums = x.new_empty(splits, num_rows, out.shape[1], dtype=torch.float32)
+    _multiply_only(x, weight, scale, None, sums, tiles)
+    dependent = dependent_launch(x.device)
+    _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
+        sums, bias, out, out.numel(), out.shape[1],
+        SPLITS=splits, BLOCK=_SUM_BLOCK, DEPENDENT=dependent,
+        num_warps=4, launch_pdl=dependent,
+    )  # fmt: skip
+
+
+def _multiply_only(
+    x: Tensor,
+    weight: Tensor,
+    scale: Tensor | None,
+    bias: Tensor | None,
+    out: Tensor,
+    tiles: Tiles,
+    is_gated: bool = False,
+    prefetch: int = _PREFETCH,
+) -> None:
+    """out: [T, out], or [splits, T, out] where several programs share a sum."""
+    num_rows, in_features = x.shape
+    num_outputs = out.shape[-1]
     dependent = dependent_launch(x.device)
     splits = triton.cdiv(in_features, tiles.columns)
-    sums, late_bias = out, None
-    if splits > 1:
-        sums = x.new_empty(splits, num_rows, num_outputs, dtype=torch.float32)
-        bias, late_bias = None, bias
     grid = (triton.cdiv(num_rows, tiles.rows), triton.cdiv(num_outputs, tiles.outputs), splits)
     _product_kernel[grid](
-        x, weight, scale, bias, sums,
+        x, weight, scale, bias, out,
         num_rows, num_outputs, in_features, tiles.columns, x.stride(0),
         OUTPUTS=tiles.outputs, ROWS=tiles.rows, DEPTH=tiles.depth, GATED=is_gated,
         EVEN=in_features % tiles.depth == 0,
@@ -78,12 +111,6 @@ def _multiply(
         PIECES=max(32 * tiles.warps, tiles.outputs), DEPENDENT=dependent,
         num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=dependent,
     )  # fmt: skip
-    if splits > 1:
-        _sum_kernel[(triton.cdiv(out.numel(), _SUM_BLOCK),)](
-            sums, late_bias, out, out.numel(), num_outputs,
-            SPLITS=splits, BLOCK=_SUM_BLOCK, DEPENDENT=dependent,
-            num_warps=4, launch_pdl=dependent,
-        )  # fmt: skip
 
 
 # Not specialized: a kernel for one row and another for sixteen would only take longer to compile.

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve_spec.ops.linear import whole
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight: float32 inside, rounded once, to x's dtype.
@@ -15,9 +17,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded to x's dtype before it is normed.
+    """(rms_norm(x + residual), x + residual); the sum is rounded before it is normed.
 
-    x, residual: [..., width] of one dtype; neither is changed.
+    residual: [..., width]; x: the same, or its addends (see `linear.whole`). Neither is changed.
     """
-    total = residual + x
+    total = residual + whole(x, residual)
     return rms_norm(total, weight, eps), total

@@ -22,11 +22,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `norm.add_rms_norm`. Rows may be strided, their numbers not."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = residual.reshape(-1, residual.shape[-1])
+    addends = x if x.dim() > residual.dim() else x[None]
+    addends = addends.reshape(len(addends), *rows.shape)
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     total = torch.empty_like(out)
-    _launch(rows, residual.reshape(rows.shape), weight, out, total, eps)
-    return out.view(x.shape), total.view(x.shape)
+    _launch(addends[0], rows, weight, out, total, eps, addends.stride(0), len(addends))
+    return out.view(residual.shape), total.view(residual.shape)
 
 
 def _launch(
@@ -36,22 +38,25 @@ def _launch(
     out: Tensor,
     total: Tensor | None,
     eps: float,
+    addend_stride: int = 0,
+    num_addends: int = 1,
 ) -> None:
+    """x: the first addend."""
     num_rows, width = x.shape
     block = triton.next_power_of_2(width)
     dependent = dependent_launch(x.device)
     _rms_norm_kernel[(num_rows,)](
         x, residual, weight, out, total, width,
-        x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        BLOCK=block, DEPENDENT=dependent,
+        x.stride(0), 0 if residual is None else residual.stride(0), addend_stride, eps,
+        NUM_ADDENDS=num_addends, BLOCK=block, DEPENDENT=dependent,
         num_warps=min(max(block // 512, 1), 16), launch_pdl=dependent,
     )  # fmt: skip
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, total, width, x_stride, residual_stride, eps,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    x, residual, weight, out, total, width, x_stride, residual_stride, addend_stride, eps,
+    NUM_ADDENDS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
@@ -61,6 +66,9 @@ def _rms_norm_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     values = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
+    for index in tl.static_range(1, NUM_ADDENDS):
+        values += tl.load(x + index * addend_stride + row * x_stride + at, mask=inside, other=0.0)
+    values = values.to(out.dtype.element_ty)
     if residual is not None:
         addend = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
         values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)

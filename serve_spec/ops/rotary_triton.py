@@ -32,19 +32,21 @@ def _launch(
     heads_per_program: int,
     num_warps: int,
 ) -> Tensor:
-    num_rows, num_all, head_dim = heads.shape
-    assert heads.stride()[1:] == (head_dim, 1), "the heads of a row lie side by side"
+    num_rows, num_all, head_dim = heads.shape[-3:]
+    assert heads.stride()[-2:] == (head_dim, 1), "the heads of a row lie side by side"
+    num_addends = len(heads) if heads.dim() == 4 else 1
     for pool in (keys, values):
         assert pool.is_contiguous(), "one layer of a pool is dense"
-    query = heads.new_empty((num_rows, num_heads, head_dim))
+    query = keys.new_empty((num_rows, num_heads, head_dim))
     if num_rows == 0:
         return query
     dependent = dependent_launch(heads.device)
     _rotate_and_store_kernel[(num_rows, triton.cdiv(num_all, heads_per_program))](
         heads, rotation.cos_table, rotation.sin_table, rotation.positions, slots,
-        query, keys, values, heads.stride(0),
-        NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1], HALF=head_dim // 2,
-        BLOCK_HEADS=heads_per_program, BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
+        query, keys, values, heads.stride(-3), heads.stride(0),
+        NUM_ADDENDS=num_addends, NUM_HEADS=num_heads, NUM_KV_HEADS=keys.shape[1],
+        HALF=head_dim // 2, BLOCK_HEADS=heads_per_program,
+        BLOCK_HALF=triton.next_power_of_2(head_dim // 2),
         DEPENDENT=dependent, num_warps=num_warps, launch_pdl=dependent,
     )  # fmt: skip
     return query
@@ -52,9 +54,10 @@ def _launch(
 
 @triton.jit
 def _rotate_and_store_kernel(
-    heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride,
-    NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr, DEPENDENT: tl.constexpr,
+    heads, cos_table, sin_table, positions, slots, query, keys, values, row_stride, addend_stride,
+    NUM_ADDENDS: tl.constexpr, NUM_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -72,8 +75,9 @@ def _rotate_and_store_kernel(
 
     is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
     source = heads + row * row_stride + head * (2 * HALF) + dim
-    first = tl.load(source, mask=is_head, other=0.0)
-    second = tl.load(source + HALF, mask=is_head, other=0.0)
+    dtype = query.dtype.element_ty
+    first = _load_whole(source, is_head, addend_stride, NUM_ADDENDS, dtype)
+    second = _load_whole(source + HALF, is_head, addend_stride, NUM_ADDENDS, dtype)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     x, y = first.to(tl.float32), second.to(tl.float32)
     first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
@@ -87,6 +91,14 @@ def _rotate_and_store_kernel(
     value = key - NUM_KV_HEADS
     target = values + (slot * NUM_KV_HEADS + value) * (2 * HALF) + dim
     _store_halves(target, first, second, HALF, is_value & is_head)
+
+
+@triton.jit
+def _load_whole(source, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl.constexpr):
+    numbers = tl.load(source, mask=mask, other=0.0)
+    for index in tl.static_range(1, NUM_ADDENDS):
+        numbers += tl.load(source + index * addend_stride, mask=mask, other=0.0)
+    return numbers.to(dtype)
 
 
 @triton.jit

@@ -29,6 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from serve_spec.ops.linear import whole
 from serve_spec.ops.norm import add_rms_norm
 
 NUM_PROGRAMS = 256
@@ -127,8 +128,10 @@ def sum_add_norm(
 ) -> tuple[Tensor, Tensor]:
     """`add_rms_norm(shared_sum of all ranks' x, residual)`; a program has a row.
 
-    x, residual: [T, width], contiguous, of one dtype, x as `rows_fit` has it; neither is changed.
+    residual: [T, width], as `rows_fit` has it; x: the same, or its addends (see `linear.whole`).
+    Neither is changed.
     """
+    x = whole(x, residual)
     parts = as_words(x).view(x.shape[0], -1)
     sum_of_part = _way(x, parts.shape[1], memory)
     sums = [sum_of_part(part, x.dtype, row, memory) for row, part in enumerate(parts)]

@@ -51,7 +51,7 @@ def _launch_sum(x: Tensor, memory: SharedMemory, part: int, words_per_thread: in
     dependent = dependent_launch(x.device)
     places, setting = _way(x, part, memory)
     _sum_kernel[(triton.cdiv(words.numel(), part),)](
-        words, x, words.numel(), *places, **setting, WORDS=part, DEPENDENT=dependent,
+        x, words.numel(), *places, **setting, WORDS=part, DEPENDENT=dependent,
         num_warps=_num_warps(part, words_per_thread), launch_pdl=dependent,
     )  # fmt: skip
 
@@ -64,16 +64,16 @@ def _launch_norm(
     memory: SharedMemory,
     words_per_thread: int,
 ) -> tuple[Tensor, Tensor]:
-    num_rows, width = x.shape
-    words = as_words(x)
-    num_words = words.numel() // num_rows
+    num_rows, width = residual.shape
+    num_words = residual.nbytes // WORD_BYTES // num_rows
     block = triton.next_power_of_2(num_words)
-    out, total = torch.empty_like(x), torch.empty_like(x)
+    out, total = torch.empty_like(residual), torch.empty_like(residual)
     dependent = dependent_launch(x.device)
-    places, setting = _way(x, num_words, memory)
+    places, setting = _way(residual, num_words, memory)
     _sum_add_norm_kernel[(num_rows,)](
-        words, x, residual, weight, out, total, num_words, width, eps,
-        *places, **setting, WORDS=block, DEPENDENT=dependent,
+        x, residual, weight, out, total, num_words, width, eps, num_rows * width,
+        *places, **setting, NUM_ADDENDS=len(x) if x.dim() > residual.dim() else 1,
+        WORDS=block, DEPENDENT=dependent,
         num_warps=_num_warps(block, words_per_thread), launch_pdl=dependent,
     )  # fmt: skip
     return out, total
@@ -103,7 +103,7 @@ def _num_warps(words: int, words_per_thread: int) -> int:
 
 @triton.jit
 def _sum_kernel(
-    words, x, num_words, counts, released, slots, shares, flags,
+    x, num_words, counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
     ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
     WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -112,10 +112,10 @@ def _sum_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    own_words, own, count = words + start, x + start * PER_WORD, num_words - start
+    own, count = x + start * PER_WORD, num_words - start
     total = _sum_over_ranks(
-        own_words, own, count, counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS,
+        own, x.dtype.element_ty, 0, count, counts, released, slots, shares, flags,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS, 1,
     )  # fmt: skip
     at = tl.arange(0, WORDS * PER_WORD)
     tl.store(own + at, total, mask=at < count * PER_WORD)
@@ -123,11 +123,11 @@ def _sum_kernel(
 
 @triton.jit
 def _sum_add_norm_kernel(
-    words, x, residual, weight, out, total, num_words, width, eps,
+    x, residual, weight, out, total, num_words, width, eps, addend_stride,
     counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
     ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
+    NUM_ADDENDS: tl.constexpr, WORDS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     at = tl.arange(0, WORDS * PER_WORD)
@@ -137,9 +137,9 @@ def _sum_add_norm_kernel(
         tl.extra.cuda.gdc_wait()
     addend = tl.load(residual + row * width + at, mask=at < width, other=0.0)
     values = _sum_over_ranks(
-        words + row * num_words, x + row * width, num_words,
+        x + row * width, out.dtype.element_ty, addend_stride, num_words,
         counts, released, slots, shares, flags,
-        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS,
+        RANK, SIZE, PROGRAMS, SLOT, ROOM, MASK, PER_WORD, SHARE, WORDS, NUM_ADDENDS,
     )  # fmt: skip
     values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)
     tl.store(total + row * width + at, values, mask=at < width)
@@ -150,30 +150,42 @@ def _sum_add_norm_kernel(
 
 @triton.jit
 def _sum_over_ranks(
-    words, x, num_words, counts, released, slots, shares, flags,
+    x, dtype: tl.constexpr, addend_stride, num_words,
+    counts, released, slots, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, SLOT: tl.constexpr,
     ROOM: tl.constexpr, MASK: tl.constexpr, PER_WORD: tl.constexpr, SHARE: tl.constexpr,
-    WORDS: tl.constexpr,
+    WORDS: tl.constexpr, NUM_ADDENDS: tl.constexpr,
 ):  # fmt: skip
-    """The sum of all ranks' parts, as numbers [WORDS · PER_WORD]; words, x: where this rank's are.
+    """The sum of all ranks' parts, as numbers [WORDS · PER_WORD] of `dtype`.
 
-    SHARE: numbers in a share; 0: at once. ROOM: for so many.
+    x: where this rank's part is, or the first of its addends. SHARE: numbers in a share; 0: at
+    once. ROOM: for so many.
     """
     program = tl.program_id(0)
     count = tl.load(counts + program) + 1
     if SHARE == 0:
-        word = tl.arange(0, WORDS)
-        own = tl.load(words + word, mask=word < num_words, other=0)
+        at = tl.arange(0, WORDS * PER_WORD)
+        own = _load_whole(x, at, at < num_words * PER_WORD, dtype, addend_stride, NUM_ADDENDS)
         total = _at_once(
-            own, word < num_words, x.dtype.element_ty, count, counts, released, slots,
+            _words(own, WORDS, PER_WORD), tl.arange(0, WORDS) < num_words, dtype,
+            count, counts, released, slots,
             RANK, SIZE, PROGRAMS, SLOT, MASK, WORDS, PER_WORD,
         )  # fmt: skip
     else:
         total = _in_shares(
-            x, num_words * PER_WORD, count, counts, released, shares, flags,
-            RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD,
+            x, dtype, addend_stride, num_words * PER_WORD, count, counts, released, shares, flags,
+            RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD, NUM_ADDENDS,
         )  # fmt: skip
     return total
+
+
+@triton.jit
+def _load_whole(x, at, mask, dtype: tl.constexpr, addend_stride, NUM_ADDENDS: tl.constexpr):
+    """This rank's numbers, in the dtype that is exchanged."""
+    numbers = tl.load(x + at, mask=mask, other=0.0)
+    for index in tl.static_range(1, NUM_ADDENDS):
+        numbers += tl.load(x + index * addend_stride + at, mask=mask, other=0.0)
+    return numbers.to(dtype)
 
 
 @triton.jit
@@ -209,9 +221,10 @@ def _at_once(
 
 @triton.jit
 def _in_shares(
-    x, num_numbers, count, counts, released, shares, flags,
+    x, dtype: tl.constexpr, addend_stride, num_numbers,
+    count, counts, released, shares, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr, ROOM: tl.constexpr,
-    MASK: tl.constexpr, SHARE: tl.constexpr, NUMBERS: tl.constexpr,
+    MASK: tl.constexpr, SHARE: tl.constexpr, NUMBERS: tl.constexpr, NUM_ADDENDS: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
     number = count & MASK
@@ -221,14 +234,14 @@ def _in_shares(
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             theirs = (at < SHARE) & (rank * SHARE + at < num_numbers)
-            share = tl.load(x + rank * SHARE + at, mask=theirs, other=0.0)
+            share = _load_whole(x, rank * SHARE + at, theirs, dtype, addend_stride, NUM_ADDENDS)
             tl.store(shares[rank] + first + RANK * ROOM + at, share, mask=theirs)
     _exchange_flags(0, number, released, flags, RANK, SIZE, PROGRAMS)
     tl.store(counts + program, count)
     total = tl.zeros([triton.next_power_of_2(SHARE)], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            share = tl.load(x + RANK * SHARE + at, mask=mine, other=0.0)
+            share = _load_whole(x, RANK * SHARE + at, mine, dtype, addend_stride, NUM_ADDENDS)
         else:
             # Not from this multiprocessor's own cache, which may have those of an earlier sum.
             place = shares[RANK] + first + rank * ROOM + at
@@ -237,7 +250,7 @@ def _in_shares(
     sums = PROGRAMS * SIZE * ROOM + first
     for rank in tl.static_range(SIZE):
         place = shares[rank] + sums + RANK * ROOM + at
-        tl.store(place, total.to(x.dtype.element_ty), mask=mine)
+        tl.store(place, total.to(dtype), mask=mine)
     _exchange_flags(1, number, released, flags, RANK, SIZE, PROGRAMS)
     at = tl.arange(0, NUMBERS)
     place = shares[RANK] + sums + at // SHARE * ROOM + at % SHARE
@@ -291,6 +304,18 @@ def _is_waited_for(word, over, number, inside):
     # All threads agree, though some may have seen the release of this rank, and others not yet.
     missing = inside & ((word >> 32) != number) & (over == 0)
     return tl.max(missing.to(tl.int32), axis=0) > 0
+
+
+@triton.jit
+def _words(numbers, WORDS: tl.constexpr, PER_WORD: tl.constexpr):
+    """int32 [WORDS] of numbers [WORDS · PER_WORD], the first in the lower half of its word."""
+    if PER_WORD == 1:
+        words = numbers.to(tl.int32, bitcast=True)
+    else:
+        halves = numbers.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+        low, high = tl.split(tl.reshape(halves, [WORDS, 2]))
+        words = low | (high << 16)
+    return words
 
 
 @triton.jit

@@ -19,6 +19,7 @@ from torch.distributed.distributed_c10d import (
 )
 
 from serve_spec.ops import fast
+from serve_spec.ops.linear import whole
 from serve_spec.parallel.line import LOOPBACK, Address
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ class TensorParallel:
     ) -> tuple[Tensor, Tensor]:
         """`add_rms_norm(all_reduce(x), residual, weight, eps)`, see `ops.norm`; x may be used up.
 
-        x, residual: [T, width], contiguous.
+        residual: [T, width]; x: the same, or its addends (see `ops.linear.whole`); contiguous.
         """
-        return fast.add_rms_norm(self.all_reduce(x), residual, weight, eps)
+        return fast.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' x (of one shape), side by side along `dim` in the order of ranks."""
@@ -118,8 +119,9 @@ class DeviceGroup(TensorParallel):
     ) -> tuple[Tensor, Tensor]:
         """See `TensorParallel`: one launch where the sum is made in shared memory."""
         shared = self._shared_sum
-        if self._group is None or shared is None or not shared.rows_fit(x):
-            return super().add_norm(x, residual, weight, eps)
+        if self._group is None or shared is None or not shared.rows_fit(x, residual):
+            total = self.all_reduce(whole(x, residual))
+            return fast.add_rms_norm(total, residual, weight, eps)
         return shared.add_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:

@@ -81,9 +81,9 @@ class SharedSum:
         """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
         fast.sum_over_ranks(x, self._memory)
 
-    def rows_fit(self, x: Tensor) -> bool:
-        """Whether `add_norm` takes x [T, width]."""
-        return rows_fit(x)
+    def rows_fit(self, x: Tensor, residual: Tensor) -> bool:
+        """Whether `add_norm` takes them."""
+        return rows_fit(x if x.dim() == residual.dim() else residual)
 
     def add_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float

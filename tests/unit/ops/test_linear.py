@@ -104,6 +104,23 @@ def test_every_weight_is_used_once(num_rows: int, num_outputs: int, in_features:
     assert torch.equal(found, x.float() @ weight.float().T)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
+def test_addends_make_the_whole_to_the_bit(
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
+) -> None:
+    x = random(num_rows, in_features, dtype=dtype)
+    weight = random(num_outputs, in_features, dtype=dtype, seed=1)
+    of_eight_bits = linear.EightBit.of(weight)
+    for values, scale in ((weight, None), (of_eight_bits.values, of_eight_bits.scale)):
+        with poisoned_memory():
+            addends = linear_triton.small_addends(x, values, scale)
+        expected = linear_triton.small_linear(x, values, scale=scale)
+        assert torch.equal(linear.whole(addends, expected), expected)
+        law = linear.whole(linear.small_addends(x, values, scale), expected)
+        assert relative_error(law, expected) < TOLERANCE[dtype]
+
+
 def test_float32_results_are_never_rounded_to_the_dtype_of_the_input() -> None:
     x = torch.ones(1, 257, device=DEVICE, dtype=torch.bfloat16)  # 257 is no bfloat16.
     assert linear_triton.small_linear(x, x, out_dtype=torch.float32).item() == 257.0

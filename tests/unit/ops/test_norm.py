@@ -45,6 +45,23 @@ def test_the_fused_kernel_follows_its_law(shape: tuple[int, ...], dtype: torch.d
     assert torch.equal(residual, before[1])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 1, 8), (3, 5, 48), (4, 3, 4096)])
+def test_addends_are_added_up_in_order_and_rounded_before_the_residual_is(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    addends, residual = random(*shape), random(*shape[1:], dtype=dtype, seed=1)
+    weight = random(shape[-1], dtype=dtype, seed=2)
+    whole = addends[0]
+    for addend in addends[1:]:
+        whole = whole + addend
+    expected = residual + whole.to(dtype)
+    for twin in (norm, norm_triton):
+        normed, total = twin.add_rms_norm(addends, residual, weight, EPS)
+        assert torch.equal(total, expected)
+        assert relative_error(normed, norm.rms_norm(expected, weight, EPS)) < TOLERANCE[dtype]
+
+
 def test_rows_may_be_part_of_wider_tensors() -> None:
     wide, weight = random(4, 150), random(48, seed=1)
     x, residual = wide[:, :48], wide[:, 60:108]

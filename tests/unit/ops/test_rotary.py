@@ -102,6 +102,18 @@ def test_heads_may_be_part_of_wider_rows(twin: Any) -> None:
 
 
 @TWINS
+def test_heads_may_come_as_addends(twin: Any) -> None:
+    scene, other = Scene(4, 4, 2, 16, torch.bfloat16), Scene(4, 4, 2, 16, torch.bfloat16)
+    generator = torch.Generator().manual_seed(0)
+    addends = torch.randn(3, *scene.heads.shape, generator=generator).to(DEVICE)
+    scene.heads = (addends[0] + addends[1] + addends[2]).bfloat16()
+    other.heads = addends
+    assert torch.equal(scene.run(twin), other.run(twin))
+    assert torch.equal(scene.keys, other.keys)
+    assert torch.equal(scene.values, other.values)
+
+
+@TWINS
 def test_padding_rows_may_share_a_slot(twin: Any) -> None:
     scene = Scene(6, 4, 2, 16)
     scene.slots[3:] = NUM_SLOTS - 1

@@ -125,10 +125,14 @@ class Rank:
         self, parts: list[Tensor], residual: Tensor, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
         """As `sum`, of rows."""
-        rows = [list(as_words(part).view(len(part), -1)) for part in parts]
-        self._hear(rows, len(rows[0][0]), residual.dtype)
+        self.hear_rows(parts)
         x = parts[self.memory.rank]
         return self.way.sum_add_norm(x, residual, weight, EPS, self.memory)
+
+    def hear_rows(self, parts: list[Tensor]) -> None:
+        """What the others send of such a norm."""
+        rows = [list(as_words(part).view(len(part), -1)) for part in parts]
+        self._hear(rows, len(rows[0][0]), parts[0].dtype)
 
     def _hear(self, pieces: Sequence[Sequence[Tensor]], size: int, dtype: torch.dtype) -> None:
         """Whichever way it is sent; pieces: each rank's, by program, `size` words at most."""
@@ -208,6 +212,26 @@ def test_a_norm_over_ranks_is_that_of_the_rounded_sum_and_the_residual(
     assert_normed(found, way.add_rms_norm(shared_sum(parts), residual, weight, EPS), dtype)
     assert torch.equal(parts[rank], given_x)
     assert torch.equal(residual, given_residual)
+
+
+@either_way
+@both
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rank", "size"), [(1, 2), (2, 4)])
+def test_what_a_rank_adds_may_come_as_addends(
+    rank: int, size: int, dtype: torch.dtype, way: Way
+) -> None:
+    addends = drawn(3, 5, 1000, dtype=torch.float32, seed=7)
+    parts = all_drawn(size, 5, 1000, dtype=dtype)
+    parts[rank] = (addends[0] + addends[1] + addends[2]).to(dtype)
+    residual = drawn(5, 1000, dtype=dtype, seed=100)
+    weight = drawn(1000, dtype=dtype, seed=101)
+    expected = Rank(rank, size, way).add_norm(parts, residual, weight)
+    one = Rank(rank, size, way)
+    one.hear_rows(parts)
+    found = way.sum_add_norm(addends, residual, weight, EPS, one.memory)
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
 
 
 @either_way
