@@ -248,7 +248,7 @@ class CostModel:
             self._learn_draft(tree, rows, draft_ms / predicted_draft, drift_gain)
         else:
             draft_ms = 0.0  # the glance that found nothing to draft, or the text that had it
-        stair = -(-num_drafts // batch_size)
+        stair = self._stair(num_drafts, batch_size)
         self._learn_verify(tree, batch_size, stair, verify_ms / predicted_verify, drift_gain)
         ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
         self._drift = _clipped(self._drift + drift_gain * _log_ratio(ratio))
@@ -348,7 +348,7 @@ class CostModel:
         table_ms = low + (at - i) * (high - low) + self._sampled_row_ms * num_sampled * (at + 1)
         bucket = _bucket(batch_size)
         residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
-        return table_ms * self._factor(residuals.of(-(-num_drafts // batch_size), usual))
+        return table_ms * self._factor(residuals.of(self._stair(num_drafts, batch_size), usual))
 
     def prompt_ms(self, num_prompt_rows: int, context: float, num_rows: Counts) -> Floats:
         """What so many rows of prompts add to verifications of `num_rows` decode rows and drafts.
@@ -400,6 +400,10 @@ class CostModel:
                 f"num_rows={num_rows!r}: batch_size={batch_size} rows, of which {num_drafting} "
                 f"draft 1 to {num_steps}, make {least} to {most} verified rows"
             )
+
+    def _stair(self, num_drafts: int, batch_size: int) -> int:
+        """Drafts per row, rounded up; trees of texts may hold more than any chain."""
+        return min(-(-num_drafts // batch_size), self.max_steps)
 
     def _draft_factor(self, batch_size: int) -> float:
         residuals = self._draft_residuals

@@ -235,9 +235,6 @@ class SpeculativeConfig(StrictModel):
                 )
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
             return
-        if self.enabled and self.speculative_ngram_first:
-            fix = "with speculative_ngram_first all drafts are chains; leave one of both keys out"
-            raise Refusal("speculative_eagle_topk", topk, fix)
         if topk * max(1, steps - 1) > MAX_TREE_ROWS:
             fix = (
                 f"a beam of it may be drafted {MAX_TREE_ROWS // topk + 1} steps deep, but "

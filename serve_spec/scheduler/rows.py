@@ -17,7 +17,7 @@ SHORT_BACKLOG = 32
 class RowDrafts(NamedTuple):
     """What a row drafts: a chain of `num_steps`, or a tree of so many levels and `tree_drafts`.
 
-    `from_text`: the chain was found in its text, where a model would have drafted another.
+    `from_text`: they were found in its text, where a model would have drafted others.
     """
 
     num_steps: int
@@ -30,7 +30,10 @@ class RowDrafts(NamedTuple):
         return self.tree_drafts or self.num_steps
 
     def num_slots(self, topk: int) -> int:
-        """Cache entries past the row's length that it writes to."""
+        """Cache entries past the row's length that it writes to.
+
+        A tree from a text takes the model's, too: on lanes a model drafts for every row.
+        """
         if self.tree_drafts:
             return tree_slots(topk, self.num_steps, self.tree_drafts)
         return self.num_steps
@@ -83,31 +86,35 @@ def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 
 def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
-    return _fair(steps, batch, text_steps(steps, batch))
+    return _shared(_usable_steps(steps, batch, text_steps(steps, batch)), batch)
 
 
-def _fair(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
+def _usable_steps(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
     rows = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
-    usable = [from_text or min(want, most) for from_text, want, most in rows]
-    if sum(usable) <= batch.max_draft_tokens:
-        return usable
+    return [from_text or min(want, most) for from_text, want, most in rows]
+
+
+def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
+    """The drafts of every row; where there is no room for all, an even share of it at most."""
+    if sum(num_drafts) <= batch.max_draft_tokens:
+        return num_drafts
     share = batch.max_draft_tokens // batch.size
-    return [min(num_steps, share) for num_steps in usable]
+    return [min(count, share) for count in num_drafts]
 
 
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch, topk: int) -> list[RowDrafts]:
     """The same, of trees where the policy wants trees: a row of few steps has fewer levels."""
+    from_texts = text_steps(steps, batch)
+    usable = _usable_steps(steps, batch, from_texts)
     if steps.tree is None:
-        from_texts = text_steps(steps, batch)
-        rows = zip(_fair(steps, batch, from_texts), from_texts, strict=True)
+        rows = zip(_shared(usable, batch), from_texts, strict=True)
         return [RowDrafts(num_steps, from_text=of_text > 0) for num_steps, of_text in rows]
-    most, wanted = steps.tree.num_draft_tokens, wanted_steps(steps, batch)
-    usable = [min(want, room) for want, room in zip(wanted, batch.max_steps, strict=True)]
-    sizes = [min(most, most_tree_drafts(topk, levels)) for levels in usable]
-    if sum(sizes) > batch.max_draft_tokens:
-        share = batch.max_draft_tokens // batch.size
-        sizes = [min(size, share) for size in sizes]
-    return [RowDrafts(min(levels, size), size) for levels, size in zip(usable, sizes, strict=True)]
+    most = steps.tree.num_draft_tokens
+    sizes = _shared([min(most, most_tree_drafts(topk, levels)) for levels in usable], batch)
+    return [
+        RowDrafts(min(levels, size), size, from_text=of_text > 0)
+        for levels, size, of_text in zip(usable, sizes, from_texts, strict=True)
+    ]
 
 
 def edited_text(seq: Sequence) -> EditedText | None:

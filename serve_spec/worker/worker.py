@@ -275,14 +275,13 @@ class SpecWorker:
     ) -> DraftChain | DraftTrees:
         rows = plan.sampling_rows
         steps = tuple(row.num_steps for row in rows)
-        if plan.tree is not None and self.drafter is None and any(steps):
-            return self._text_trees(rows)
-        tokens, laws = self._from_text(rows), None
         drafting = [b for b, row in enumerate(rows) if row.model_steps]
+        root_draws = [sum(steps[:b]) + b for b in drafting]
+        if plan.tree is not None and any(steps):
+            return self._propose_trees(rows, drafting, root_draws, sampling, tier)
+        # What the host found is the same on every rank.
+        tokens, laws = self._padded((row.draft_ids for row in rows), max(steps, default=0)), None
         if self.drafter is not None and drafting:
-            root_draws = [sum(steps[:b]) + b for b in drafting]
-            if plan.tree is not None:
-                return self._propose_trees(rows, drafting, root_draws, sampling, tier)
             proposal = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
             drafts, laws = proposal.token_ids, proposal.laws
             # Ranks with different drafts would verify a mixture of them.
@@ -301,33 +300,23 @@ class SpecWorker:
         sampling: SamplingRows,
         tier: SpecRuntimeState,
     ) -> DraftTrees:
-        assert self.drafter is not None, "trees are a draft model's"
-        found = self.drafter.propose_trees([rows[b] for b in drafting], root_draws, sampling, tier)
-        self.parallel.broadcast(found.token_ids)
-        self.parallel.broadcast(found.parents)
-        at = torch.tensor(drafting, device=self.device)
-
-        def padded(drafts: Tensor) -> Tensor:
-            return drafts.new_zeros(len(rows), drafts.shape[1]).index_copy(0, at, drafts)
-
         counts = tuple(row.num_draft_tokens for row in rows)
-        return DraftTrees(padded(found.token_ids), padded(found.parents), counts)
-
-    def _text_trees(self, rows: Sequence[RowPlan]) -> DraftTrees:
-        """The trees that the host found; the same on every rank."""
-        counts = tuple(row.num_draft_tokens for row in rows)
-        token_ids = self._padded((row.draft_ids for row in rows), max(counts), torch.int64)
-        parents = self._padded((row.draft_parents for row in rows), max(counts), torch.int32)
+        token_ids = self._padded((row.draft_ids for row in rows), max(counts))
+        parents = self._padded((row.draft_parents for row in rows), max(counts)).to(torch.int32)
+        if self.drafter is not None and drafting:
+            of_model = [rows[b] for b in drafting]
+            found = self.drafter.propose_trees(of_model, root_draws, sampling, tier)
+            self.parallel.broadcast(found.token_ids)
+            self.parallel.broadcast(found.parents)
+            width = found.token_ids.shape[1]
+            token_ids[drafting, :width] = found.token_ids
+            parents[drafting, :width] = found.parents
         return DraftTrees(token_ids, parents, counts)
 
-    def _from_text(self, rows: Sequence[RowPlan]) -> Tensor:
-        """The drafts that the host found, int64 [B, K] with padding; the same on every rank."""
-        depth = max((row.num_steps for row in rows), default=0)
-        return self._padded((row.draft_ids for row in rows), depth, torch.int64)
-
-    def _padded(self, drafts: Iterable[Sequence[int]], width: int, dtype: torch.dtype) -> Tensor:
+    def _padded(self, drafts: Iterable[Sequence[int]], width: int) -> Tensor:
+        """Drafts of each row, or their parents, int64 [B, width]."""
         padded = padded_drafts(drafts, width)
-        return torch.tensor(padded, dtype=dtype, device=self.device).view(len(padded), width)
+        return torch.tensor(padded, dtype=torch.int64, device=self.device).view(len(padded), width)
 
 
 def _without_illegal_drafts(

@@ -75,7 +75,7 @@ def engines(draw: st.DrawFn) -> Engine:
     if algorithm == "NGRAM" or text_first:
         keys["speculative_ngram_min_match_window_size"] = 1
         keys["speculative_ngram_first"] = text_first
-    if not text_first and draw(st.booleans()):
+    if draw(st.booleans()):
         keys["speculative_eagle_topk"] = 3
         tiers = st.one_of(tiers, st.sampled_from(TREES))
     turns = draw(st.lists(tiers, min_size=1, max_size=8))

@@ -550,6 +550,22 @@ def test_a_round_of_trees_in_which_nobody_drafts_is_a_plain_one(slower: float) -
     assert costs.drafts_of_trees(TREE, 4) == 40
 
 
+@given(st.integers(1, 8), st.integers(1, 30), st.floats(0.5, 2))
+def test_trees_of_texts_alone_say_nothing_of_a_shape_however_much_they_hold(
+    size: int, num_drafts: int, slower: float
+) -> None:
+    costs = model_of_trees()
+    verify = slower * tree_verify_ms(size, num_drafts, 128)
+    times = {"draft_ms": 0.0, "verify_ms": verify, "round_ms": verify}
+    of_texts = {"num_rows": size * (num_drafts + 1), "num_text_drafts": size * num_drafts}
+    before = costs.verify_ms(size, size * num_drafts, 128, 0)
+    for _ in range(20):
+        assert costs.observe(**{**round_of(size, 0), **of_texts, **times, "tree": TREE})
+    assert costs.snapshot()["tree_verify_factors"] == {str(TREE): {}}
+    found = costs.verify_ms(size, size * num_drafts, 128, 0)
+    assert abs(math.log(found / verify)) <= abs(math.log(before / verify))
+
+
 def test_times_that_can_not_be_those_of_a_tree_teach_nothing() -> None:
     costs = model_of_trees()
     before = costs.snapshot()

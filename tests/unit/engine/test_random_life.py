@@ -13,7 +13,7 @@ TIERS = {1: [0, 1, 3, 7], 3: [0, 3, TreeShape(2, 5), TreeShape(4, 12), TreeShape
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])
-@pytest.mark.parametrize(("topk", "text_first"), [(1, False), (1, True), (3, False)])
+@pytest.mark.parametrize(("topk", "text_first"), [(1, False), (1, True), (3, False), (3, True)])
 def test_requests_that_survive_random_traffic_say_what_they_say_alone(
     make_llm: MakeLLM, execution: str, topk: int, text_first: bool
 ) -> None:
