@@ -15,8 +15,6 @@ class Drafter:
     algorithm: str
     draft: str | None
     """Its checkpoint for the shipped target; None: it needs none."""
-    branches: bool = True
-    """Whether it can draft trees."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Other keys."""
 
@@ -50,7 +48,6 @@ DRAFTERS = {
             "NGRAM+EAGLE3",
             "EAGLE3",
             "asset:tiny/eagle3",
-            branches=False,  # beside a model, texts are drafted in chains
             settings={"speculative_ngram_first": True},
         ),
     )

@@ -60,8 +60,7 @@ def measured(
         CheckpointError, ConfigError, ValueError: it can not be built like this.
     """
     with _engine(drafter, draft, config, keys, sizes) as llm:
-        trees = sizes.trees if drafter.branches else ()
-        named = make_arms(llm.engine.controller, sizes.num_steps, sizes.policies, trees)
+        named = make_arms(llm.engine.controller, sizes.num_steps, sizes.policies, sizes.trees)
         arms = [Arm(arm.name, arm.controller) for arm in named]
         prompts = held_out_prompts(
             llm.engine.tokenizer.encode,
@@ -86,7 +85,7 @@ def measured(
                 yield [
                     {
                         "drafter": drafter.name,
-                        "drafts": _kind(cell.arm, trees, sizes.policies),
+                        "drafts": _kind(cell.arm, sizes.trees, sizes.policies),
                         **asdict(cell),
                         "rounds_by_tier": dict(run),
                     }
@@ -103,7 +102,7 @@ def _engine(
         wanted = {
             **room(max(sizes.batch_sizes), sizes.prompt_tokens + sizes.output_tokens),
             **drafter.keys(draft),
-            **tiers(sizes, Path(folder), branches=drafter.branches),
+            **tiers(sizes, Path(folder)),
             **keys,
         }
         llm = LLM(config, **wanted)
@@ -117,13 +116,13 @@ def _engine(
             torch.cuda.empty_cache()
 
 
-def tiers(sizes: Sizes, folder: Path, *, branches: bool) -> dict[str, Any]:
+def tiers(sizes: Sizes, folder: Path) -> dict[str, Any]:
     """Keys that build what is to run and no more.
 
     One chain and one tree of its depth are two fixed tiers. With policies, or more of either, it is
     strategy goodput that is built: it measures costs at start. folder: for its file of tiers.
     """
-    trees = sizes.trees if branches else ()
+    trees = sizes.trees
     deepest = max([*sizes.num_steps, *(tree.num_steps for tree in trees)])
     largest = max(trees, key=lambda tree: tree.num_draft_tokens, default=None)
     keys: dict[str, Any] = {"speculative_num_steps": deepest}

@@ -159,11 +159,11 @@ def test_every_drafter_is_configured_with_all_tiers_that_are_to_run(
 ) -> None:
     """As far as a configuration tells: it is accepted, and its policy may choose them all."""
     drafter = DRAFTERS[name]
-    keys = {**drafter.keys(), **tiers(wanted, tmp_path, branches=drafter.branches)}
+    keys = {**drafter.keys(), **tiers(wanted, tmp_path)}
     config = ServeSpecConfig.load("configs/tiny.yaml", **keys)
     policy = PolicySettings.of(config.speculative)
     assert set(wanted.num_steps) <= {0, *policy.candidate_steps}
-    assert policy.tree_shapes == (wanted.trees if drafter.branches else ())
+    assert policy.tree_shapes == wanted.trees
     assert policy.needs_costs or not wanted.policies
 
 
