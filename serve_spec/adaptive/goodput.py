@@ -190,8 +190,7 @@ class GoodputPolicy:
         tier = self._tier
         if plan is not planned:
             tier = plan.choice.num_steps
-            if not any(batch.text_steps):
-                self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
+            self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
         notes = RoundNotes(predicted_ms=plan.choice.ms)
         return RoundSteps(tier, row_steps, notes, plan.choice.tree)
 
@@ -356,8 +355,6 @@ class GoodputPolicy:
             self._tree = None
         entries = Entries.of(batch, worth, self._tier, costs.off, self.costs.entry_ms)
         worth, costs = entries.applied(worth, costs)
-        if batch.text_steps:
-            self.text.plan(batch.request_ids, worth, costs)
         trees = {tree: entries.of_rows_that_pay(levels) for tree, levels in trees.items()}
         weights = speeds(worth if self._tree is None else trees[self._tree], self._tier)
         menu = self._menu(worth, weights, costs, batch)
@@ -367,6 +364,11 @@ class GoodputPolicy:
         }
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._decide(menu, branches, here, moved=moved)
+        if batch.text_steps:
+            tree, of_tree = self._tree, None
+            if tree is not None:
+                of_tree = speeds(trees[tree], tree.num_steps) / branches[tree][0].ms
+            self.text.plan(batch.request_ids, worth, costs, of_tree)
         chain = self._chain(menu)
         context = batch.context
 

@@ -49,13 +49,11 @@ class RoundPlan:
             self._num_tree_drafts = num_drafting * choice.tree.num_draft_tokens
 
     def at(self, batch: DecodeBatch) -> RoundPlan:
-        """Itself; of trees, chains instead beside prompts, where there is no room for them, and
-        where texts have drafts: a round of trees looks into no text."""
+        """Itself; of trees, chains instead beside prompts, and where there is no room for them."""
         if self._instead is None:
             return self
         is_crowded = batch.num_prompt_rows or self._num_tree_drafts > batch.max_draft_tokens
-        has_text = any(batch.text_steps)
-        return self._instead if is_crowded or has_text or fills_up(batch) else self
+        return self._instead if is_crowded or fills_up(batch) else self
 
     def row_steps(self, batch: DecodeBatch) -> list[int]:
         """One entry per row; not to be written."""

@@ -66,6 +66,18 @@ def test_each_row_takes_the_faster_kind_at_its_best_depth(
         assert max(of_model) >= best * (1 - 1e-9) or of_text[0] == pytest.approx(best)
 
 
+@given(text=RATES, model=RATES, of_tree=st.floats(0.01, 1))
+def test_a_row_goes_by_its_text_only_where_that_is_faster_than_the_models_trees_too(
+    text: list[float], model: list[float], of_tree: float
+) -> None:
+    trees = np.array([of_tree])
+    [beside_chains] = text_steps(survival(text), survival(model), costs(1))
+    [beside_trees] = text_steps(survival(text), survival(model), costs(1), trees)
+    kept = [0.0, *np.cumsum(np.cumprod(text))]
+    fastest = max((1 + kept[k]) / (10 + k * 0.5) for k in range(DEPTH + 1))
+    assert beside_trees == (beside_chains if fastest >= of_tree else 0)
+
+
 def lesson(correct: int, batch: DecodeBatch, *, from_text: bool) -> VerifiedRound:
     rows = batch.size
     verified = verified_round([correct] * rows, rows, DEPTH)
