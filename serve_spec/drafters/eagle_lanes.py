@@ -84,11 +84,15 @@ class EagleLaneDrafter:
         lanes.draft_lengths.index_copy_(0, members.long(), torch.where(lacks_more, made, ends))
 
     def draft(self, round: LaneRound, batch_size: int, num_steps: int) -> None:
-        """Drafts `num_steps` tokens of each sequence from `round.hidden`; leaves `round.drafts`."""
+        """Drafts `num_steps` tokens of each sequence from `round.hidden`; leaves `round.drafts`.
+
+        Of sequences that verify fewer, the others are anything.
+        """
         assert round.hidden is not None, "a round without a draft head can not draft"
         members = round.members[:batch_size]
         lengths = round.lanes.lengths.index_select(0, members)
         hidden = round.hidden[:batch_size]
+        one_row = torch.ones_like(lengths)
         for step in range(num_steps):
             tokens = fast.draw_drafts(
                 self.head.logits(hidden, step),
@@ -100,10 +104,14 @@ class EagleLaneDrafter:
             )
             round.drafts[:batch_size, step] = tokens
             if step + 1 < num_steps:
-                starts = lengths - 1 + step
-                one_row = torch.ones_like(starts)
                 _, context = self._context(
-                    round, members, one_row, starts, num_rows=batch_size, max_query_len=1
+                    round,
+                    members,
+                    one_row,
+                    lengths - 1 + step,
+                    num_rows=batch_size,
+                    max_query_len=1,
+                    first_valid=self._first_valid(round, members, step),
                 )
                 hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
 
@@ -150,12 +158,8 @@ class EagleLaneDrafter:
         lengths: Tensor,
         step: int,
     ) -> Tensor:
-        """Hidden states [B, topk, H] after the beam of level `step`, [B, W, H] before it.
-
-        Sequences whose drafts end there leave no entries.
-        """
+        """Hidden states [B, topk, H] after the beam of level `step`, [B, W, H] before it."""
         starts = lengths - 1 + step * self.topk
-        ends = round.num_steps[: len(members)] <= step + 1
         depth = lengths.long() - 1 + self.head.shift + step
         _, context = self._context(
             round,
@@ -164,7 +168,7 @@ class EagleLaneDrafter:
             starts,
             num_rows=len(members) * self.topk,
             max_query_len=self.topk,
-            first_valid=torch.zeros_like(starts).masked_fill(ends, _NEVER),
+            first_valid=self._first_valid(round, members, step),
             tree_mask=beam.masks.flatten(),
             tree_len=(step + 1) * self.topk,
         )
@@ -174,6 +178,15 @@ class EagleLaneDrafter:
             beam.token_ids.clamp_min(0).flatten(), hidden.gather(1, before).flatten(0, 1), context
         )
         return fed.view(len(members), self.topk, -1)
+
+    @staticmethod
+    def _first_valid(round: LaneRound, members: Tensor, step: int) -> Tensor:
+        """From where on sequences leave entries after draft or level `step`, [B].
+
+        Those whose drafts end there leave none: they have no pages for it, and what their lanes
+        still name may be another's.
+        """
+        return (round.num_steps[: len(members)] <= step + 1) * _NEVER
 
     def _context(
         self,

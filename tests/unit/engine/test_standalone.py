@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import random
+from typing import Any
+
 import pytest
 import torch
 
 from serve_spec import LLM
+from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape
 from serve_spec.layers.int4_weight import int4_works
 from serve_spec.layers.int8_weight import int8_works
 from tests.helpers.engines import MakeLLM, switch_every_round, texts
@@ -58,6 +63,39 @@ def test_after_rounds_without_drafts_and_preemption_it_goes_on_reading_where_it_
     assert texts(outputs) == texts(make_llm().generate(*request))
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("text_first", [False, True])
+@pytest.mark.parametrize("tiers", [[7, 3, 7, 1], [TreeShape(3, 21), 5, TreeShape(2, 12)]])
+@pytest.mark.parametrize("execution", EXECUTIONS)
+def test_rows_that_draft_less_than_others_leave_the_entries_of_others_alone(
+    make_llm: MakeLLM, execution: str, tiers: list[int | TreeShape], text_first: bool
+) -> None:
+    """Pages go from sequence to sequence all the time, for the pool is small."""
+    rng = random.Random(1)
+    prompts = [[rng.randrange(256) for _ in range(rng.randint(1, 20))] for _ in range(24)]
+    params = [
+        SamplingParams(max_tokens=rng.randint(5, 60), temperature=0.0, ignore_eos=True)
+        for _ in prompts
+    ]
+    keys: dict[str, Any] = {"num_pages": 60, "max_num_seqs": 6, "prefix_caching": False}
+    if text_first:
+        keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
+    llm = make_llm("STANDALONE", 7, execution=execution, speculative_eagle_topk=3, **keys)
+    switch_every_round(llm, tiers)
+    by_model: list[tuple[RowPlan, int]] = []
+    commit = llm.engine.scheduler.commit
+
+    def hear(plan: StepPlan, result: Any, cut: Any) -> Any:
+        rows = zip(plan.sampling_rows, result.token_ids, strict=True)
+        by_model.extend((row, len(tokens) - 1) for row, tokens in rows if row.model_steps)
+        return commit(plan, result, cut)
+
+    llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
+    llm.generate(prompts, params)
+    whole = [pair for pair in by_model if pair[0].tree_drafts in {0, 3, 12, 21}]
+    assert len(whole) > 20
+    assert all(kept == row.num_steps for row, kept in whole), "but for trees that lack room"
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
