@@ -70,8 +70,9 @@ def test_both_kinds_of_drafts_never_change_the_text(
     assert texts(outputs) == plain
     assert {"text", "model"} in [sources(plan) for plan in plans], "one round holds both"
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
-    branched = [plan for plan in plans if any(row.tree_drafts > row.num_steps for row in plan.rows)]
-    assert bool(branched) == (shape is TREES)
+    found = [row for plan in plans for row in plan.rows if row.draft_ids]
+    assert all(len(row.draft_parents) == row.tree_drafts for row in found)
+    assert any(row.tree_drafts > row.num_steps for row in found) == (shape is TREES)
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
