@@ -60,14 +60,15 @@ def test_trees_from_the_text_never_change_it_on_a_gpu(pair: Pair, make_llm: Make
     assert test_ngram_trees.num_kept(outputs) > 0
 
 
+@pytest.mark.parametrize("text_first", [False, True])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_changing_between_chains_and_trees_every_round_never_changes_the_text_on_a_gpu(
-    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str
+    make_llm: MakeLLM, plain: list[tuple[int, ...]], algorithm: str, text_first: bool
 ) -> None:
     prompts, params = prompts_and_params()
-    llm = test_trees.with_trees(
-        make_llm, algorithm, (4, 3, 13), num_pages=48, max_num_batched_tokens=40
-    )
+    keys = {"speculative_ngram_first": text_first, "speculative_ngram_min_match_window_size": 1}
+    sizes = {"num_pages": 48, "max_num_batched_tokens": 40}
+    llm = test_trees.with_trees(make_llm, algorithm, (4, 3, 13), **sizes, **keys)
     switch_every_round(llm, test_trees.SWITCHING)
     assert texts(llm.generate(prompts, params)) == plain
     assert llm.engine.scheduler.num_preemptions > 0
