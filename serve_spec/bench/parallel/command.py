@@ -5,7 +5,7 @@ Sections:
     start    what a size takes until it is warm: seconds, and memory of each rank
     rounds   steps without drafts and rounds with, by size; speed over one GPU's, per GPU
     latency  what one exchange between ranks takes, by rows, and what other ways would
-    profile  with --profile: kernels of rank 0's rounds, launches and microseconds per round
+    profile  with --profile: rank 0's kernels: launches, and microseconds they add to a round
     texts    with --check-texts: greedy texts of every size in float32, which should be the same
 
 Acceptance is forced in `rounds`, so that any weights do.

@@ -23,7 +23,12 @@ from serve_spec.bench.parallel.figures import (
     with_all_columns,
 )
 from serve_spec.bench.parallel.latency import Traffic
-from serve_spec.bench.parallel.profile import PROFILED_ROUNDS, RoundProfile
+from serve_spec.bench.parallel.profile import (
+    PROFILED_ROUNDS,
+    WAITING,
+    RoundProfile,
+    added_time,
+)
 from serve_spec.bench.parallel.run import ParallelRun, Ranks
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, RequestOutput, SpeculationStats
@@ -190,6 +195,14 @@ def test_a_profile_tells_what_rounds_of_every_size_and_depth_consist_of(
         # Every layer of the target multiplies, and with drafts those of the draft do.
         products = sum(row["launches"] for row in rows if "mm" in row["kernel"])
         assert products > (4 if num_steps else 1)
+
+
+def test_kernels_that_wait_for_others_are_charged_for_what_they_add() -> None:
+    spans = [("product", 0.0, 10.0), ("norm", 2.0, 11.0), ("aside", 1.0, 4.0), ("norm", 15.0, 16.0)]
+    found = added_time(spans)
+    assert found == {"aside": (1, 4.0), "product": (1, 6.0), "norm": (2, 2.0), WAITING: (1, 4.0)}
+    assert sum(time for _, time in found.values()) == 16.0
+    assert added_time([]) == {}
 
 
 def test_a_turn_that_is_too_short_for_a_profile_is_told() -> None:
