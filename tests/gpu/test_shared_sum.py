@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.fast import add_rms_norm
+from serve_spec.ops.linear import whole
 from serve_spec.ops.shared_sum import DTYPES, fits, rows_fit, shared_sum
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import DeviceGroup, join
@@ -126,6 +127,20 @@ def norms_are_lawful(group: DeviceGroup) -> bool:
     return all(found)
 
 
+def norms_of_addends_are_those_of_their_sums(group: DeviceGroup) -> bool:
+    """However many rows there are, to the bit."""
+    found = []
+    for num_rows in (1, 3, 32, 64, 300):
+        norm = Norm(group, num_rows, WIDTH, torch.bfloat16)
+        for num_addends in (2, 4):
+            addends = torch.stack([norm.x.float() * (k + 1) / 7 for k in range(num_addends)])
+            norm.x = addends
+            results = [result.clone() for result in norm.run()]
+            norm.x = whole(addends, norm.residual)
+            found += [torch.equal(a, b) for a, b in zip(results, norm.run(), strict=True)]
+    return all(found)
+
+
 def norms_of_too_many_rows_are_right(group: DeviceGroup) -> bool:
     found = []
     for num_rows, width in ((600, WIDTH), (256, 5120), (300, 1024)):
@@ -232,6 +247,7 @@ CHECKS: dict[str, Callable[[DeviceGroup], bool]] = {
         sums_are_lawful,
         too_large_sums_are_right,
         norms_are_lawful,
+        norms_of_addends_are_those_of_their_sums,
         norms_of_too_many_rows_are_right,
         graphs_of_sums_can_be_replayed,
         graphs_of_sums_and_norms_can_be_replayed,
