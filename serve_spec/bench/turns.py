@@ -7,6 +7,7 @@ ends, and all end in the same one; nobody is left over to meet the weather alone
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Sequence
 
@@ -25,8 +26,16 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
 
     The worker must settle every round before the next is planned, as an eager one does.
     """
+    of = engine.scheduler
     return SpecEngine(
-        Scheduler(engine.scheduler.limits, engine.scheduler.cache),
+        Scheduler(
+            of.limits,
+            of.cache,
+            text_drafter=None if of.texts is None else copy.deepcopy(of.texts.drafter),
+            first_draft_entry=of.first_draft_entry,
+            topk=of.topk,
+            has_draft_model=of.has_draft_model,
+        ),
         engine.worker,
         controller,
         engine.tokenizer,

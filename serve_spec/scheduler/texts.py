@@ -14,13 +14,13 @@ class Texts:
     """Asks a text drafter, once a round and sequence, and remembers what it found."""
 
     def __init__(self, drafter: TextDrafter) -> None:
-        self._drafter = drafter
+        self.drafter = drafter
         self._chains: dict[str, tuple[int, ...]] = {}
 
     def find(self, sequences: SequenceOf[Sequence], most: SequenceOf[int]) -> list[int]:
         """Looks for a chain of up to `most` drafts of each sequence; how many there are."""
         for seq, count in zip(sequences, most, strict=True):
-            self._chains[seq.request_id] = self._drafter.propose(
+            self._chains[seq.request_id] = self.drafter.propose(
                 seq.request_id, seq.token_ids, count
             )
         return [len(self._chains[seq.request_id]) for seq in sequences]
@@ -30,11 +30,11 @@ class Texts:
         if not wanted.tree_drafts:
             return TextDrafts(self._chains[seq.request_id])
         shape = TreeShape(wanted.num_steps, wanted.tree_drafts)
-        return self._drafter.propose_tree(seq.request_id, seq.token_ids, shape)
+        return self.drafter.propose_tree(seq.request_id, seq.token_ids, shape)
 
     def forget(self, request_id: str) -> None:
         """The sequence has left the batch."""
-        self._drafter.forget(request_id)
+        self.drafter.forget(request_id)
         self._chains.pop(request_id, None)
 
     def __len__(self) -> int:

@@ -32,9 +32,11 @@ ADAPTIVE_ARMS: Mapping[str, Mapping[str, object]] = {
 }
 """The policies besides fixed depths, and how a controller is told of them."""
 
-
 CHAINS_ALONE = "goodput-chains"
 """Where trees are built, goodput without them."""
+
+POLICIES = (*ADAPTIVE_ARMS, CHAINS_ALONE)
+"""Every name of one. `ema` is as published: chains, also where trees are built."""
 
 
 @dataclass
@@ -95,6 +97,10 @@ def make_arms(
     built = {"candidate_steps": [steps for steps in controller.candidate_steps if steps]}
     for name in names:
         settings = dict(ADAPTIVE_ARMS["goodput" if name == CHAINS_ALONE else name])
+        if settings["speculative_adaptive_strategy"] == "ema" and controller.candidate_trees:
+            published = ADAPTIVE_ARMS[name]["speculative_adaptive_config"]
+            assert isinstance(published, dict), "presets are mappings"
+            settings["speculative_adaptive_config"] = {"candidate_trees": [], **published}
         if name == "per-request":  # left alone, it goes deeper than there are tiers
             settings["speculative_adaptive_config"] = built
         if name == CHAINS_ALONE:

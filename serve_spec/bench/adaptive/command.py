@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from tqdm import tqdm
 
-from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, Arm, make_arms
+from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, POLICIES, Arm, make_arms
 from serve_spec.bench.adaptive.plots import plot_adaptive
 from serve_spec.bench.adaptive.report import CONTROL, OFF, measure, result_of, tables
 from serve_spec.bench.closed_loop import ClosedLoop, PhaseRun, prompt_ms_per_token, run_phase
@@ -90,8 +90,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--num-steps", type=int, nargs="+", default=[1, 2, 3, 5, 7])
     parser.add_argument(
-        "--arms", nargs="+", choices=ADAPTIVE_ARMS, default=list(ADAPTIVE_ARMS), metavar="ARM",
-        help=f"besides off and fixed depths: {', '.join(ADAPTIVE_ARMS)}",
+        "--arms", nargs="+", choices=POLICIES, default=list(ADAPTIVE_ARMS), metavar="ARM",
+        help=f"besides off and fixed depths: {', '.join(POLICIES)}",
     )  # fmt: skip
     parser.add_argument("--repetitions", type=int, default=3)
     parser.add_argument(

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, CHAINS_ALONE
+from serve_spec.bench.adaptive.arms import POLICIES
 from serve_spec.bench.configuration import (
     add_allow_differences,
     add_configuration,
@@ -29,8 +29,6 @@ from serve_spec.bench.workload import HELD_OUT_PACKAGES
 from serve_spec.config import ConfigError
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.round import TreeShape
-
-_POLICIES = (*ADAPTIVE_ARMS, CHAINS_ALONE)
 
 
 def main(argv: list[str]) -> int:
@@ -70,8 +68,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--topk", type=int, default=4, help="children of a drafted token in trees")
     parser.add_argument(
-        "--policies", nargs="*", choices=_POLICIES, default=[], metavar="POLICY",
-        help=f"further arms, which choose by themselves: {', '.join(_POLICIES)}",
+        "--policies", nargs="*", choices=POLICIES, default=[], metavar="POLICY",
+        help=f"further arms, which choose by themselves: {', '.join(POLICIES)}",
     )  # fmt: skip
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 0.7])
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1])

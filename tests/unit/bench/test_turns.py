@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -42,6 +43,20 @@ def loops_beside(engine: SpecEngine) -> list[ClosedLoop]:
         ClosedLoop(engine_beside(engine, controller(name)), requests(), BATCH_SIZE, LENGTHS)
         for name in POLICIES
     ]
+
+
+def test_an_engine_beside_another_has_room_for_the_same_trees(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A beam of the last levels lies behind a text whose page would be full without it."""
+    path = make_pair(tmp_path_factory.mktemp("trees"))
+    tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+    engine = llm_maker(path, "cpu")("EAGLE3", 4, prefix_caching=False, **tree).engine
+    beside = engine_beside(engine, copy.deepcopy(engine.controller))
+    texts, alone = (
+        run_phase(each, requests(), BATCH_SIZE, LENGTHS).texts for each in (beside, engine)
+    )
+    assert texts == alone
 
 
 def controller(name: str):  # type: ignore[no-untyped-def]
