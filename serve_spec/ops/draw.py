@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.draft_tree import likeliest_children
-from serve_spec.ops.noise import gumbel_noise, mix_words
+from serve_spec.ops.noise import Stream, gumbel_noise, mix_words
 
 
 class DrawParams(NamedTuple):
@@ -76,9 +76,27 @@ def draw_drafts(
     rows = params.of(owners)
     scores = tempered(logits[:, :num_ids], rows.inverse_temperature / sharpness)
     choice = _likeliest(_with_noise(scores, rows, positions, target_ids), owners)
-    if target_ids is None:
-        return choice
-    return target_ids[choice.clamp(min=0)].where((choice >= 0) & (owners >= 0), choice)
+    return _over_target_ids(choice, owners, target_ids)
+
+
+def sample_drafts(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    roots: Tensor,
+    params: DrawParams,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """The token each draft row draws from its own distribution: `drafters.draws.SampledDraws`.
+
+    roots: int64 [T], the position that each row's round decides first; the noise is that of
+    `Stream.DRAFT`, by draft id. Everything else as for `draw_drafts`. Returns target ids, or -1.
+    """
+    rows = params.of(owners)
+    keys = row_keys_of(stream_seeds_of(Stream.DRAFT, rows.seeds, roots), positions)
+    noise = gumbel_noise(keys, logits.shape[1])
+    scores = tempered(logits, rows.inverse_temperature) + noise * _is_random(rows)
+    return _over_target_ids(_likeliest(scores, owners), owners, target_ids)
 
 
 def draw_children(
@@ -162,6 +180,17 @@ def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([first, second], dim=1)
 
 
+def stream_seeds_of(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
+    """Seeds [R, 2] whose `row_keys_of` are `stream_keys` of `ops/noise.py`, the same bits.
+
+    seeds: int32 [R, 2]; roots: int64 [R], the position that each row's round decides first.
+    """
+    low, high = seeds.unbind(1)
+    low = mix_words(low ^ mix_words(roots.to(torch.int32)))
+    high = mix_words(low ^ high ^ mix_words(torch.full_like(low, stream)))
+    return torch.stack([mix_words(low ^ high ^ -2048144789), high], dim=1)  # 0x85EBCA6B
+
+
 def _with_noise(
     scores: Tensor, rows: DrawParams, positions: Tensor, target_ids: Tensor | None
 ) -> Tensor:
@@ -186,3 +215,10 @@ def _likeliest(values: Tensor, owners: Tensor) -> Tensor:
     """Column of the largest value, the first of equals; -1 without one, 0 for padding."""
     best, choice = values.amax(dim=-1), values.argmax(dim=-1)
     return choice.where(best.isfinite(), -1).where(owners >= 0, 0)
+
+
+def _over_target_ids(choice: Tensor, owners: Tensor, target_ids: Tensor | None) -> Tensor:
+    """Draft ids [T] as the target's; what is no token, or nobody's, stays as it is."""
+    if target_ids is None:
+        return choice
+    return target_ids[choice.clamp(min=0)].where((choice >= 0) & (owners >= 0), choice)

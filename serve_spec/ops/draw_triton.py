@@ -25,7 +25,8 @@ from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.draw import DrawParams
-from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys
+from serve_spec.ops.noise import Stream
+from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys, load_stream_keys
 
 _SMALLEST_CHUNK = 1024
 # The sweeps of one row add up in the same order whatever the batch.
@@ -34,6 +35,7 @@ _SWEEP_WARPS = 16
 _SWEEP_STAGES = 1
 _NO_ID = tl.constexpr(2**31 - 1)
 _NO_KEY = tl.constexpr(-(2**63))
+_DRAFT = tl.constexpr(int(Stream.DRAFT))
 
 
 def draw_tokens(
@@ -73,8 +75,29 @@ def draw_drafts(
     values, tokens, _ = _best_of_chunks(
         logits, owners, positions, params, sharpness, target_ids, width
     )
-    drafts = torch.empty(len(owners), dtype=torch.int64, device=logits.device)
-    dependent = dependent_launch(logits.device)
+    return _best_of_rows(values, tokens, owners, target_ids, width)
+
+
+def sample_drafts(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    roots: Tensor,
+    params: DrawParams,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """See `serve_spec.ops.draw.sample_drafts`."""
+    width = logits.shape[1]
+    values, tokens, _ = _best_of_chunks(logits, owners, positions, params, None, None, width, roots)
+    return _best_of_rows(values, tokens, owners, target_ids, width)
+
+
+def _best_of_rows(
+    values: Tensor, tokens: Tensor, owners: Tensor, target_ids: Tensor | None, width: int
+) -> Tensor:
+    """The best of every row's chunks, as a target id: int64 [T]."""
+    drafts = torch.empty(len(owners), dtype=torch.int64, device=values.device)
+    dependent = dependent_launch(values.device)
     _draft_kernel[(len(owners),)](
         drafts, values, tokens, values.shape[1], owners, target_ids,
         CHUNKS=_most_chunks(width), DEPENDENT=dependent,
@@ -138,8 +161,12 @@ def _best_of_chunks(
     sharpness: Tensor | None,
     target_ids: Tensor | None,
     num_ids: int,
+    roots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest perturbed score, its column and the largest score of every chunk: [T, C] each."""
+    """Largest perturbed score, its column and the largest score of every chunk: [T, C] each.
+
+    roots: see `sample_drafts`; None: the noise is the sampling law's.
+    """
     num_rows = len(owners)
     chunk, num_warps = _choose_chunk(num_rows, num_ids)
     shape = (num_rows, triton.cdiv(num_ids, chunk))
@@ -148,7 +175,7 @@ def _best_of_chunks(
     tops = torch.empty_like(values)
     dependent = dependent_launch(logits.device)
     _chunk_kernel[(shape[1], shape[0])](
-        values, tokens, tops, logits, logits.stride(0), owners, positions,
+        values, tokens, tops, logits, logits.stride(0), owners, positions, roots,
         params.inverse_temperature, params.seeds, target_ids, sharpness, num_ids,
         CHUNK=chunk, DEPENDENT=dependent,
         num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
@@ -159,8 +186,8 @@ def _best_of_chunks(
 @triton.jit
 def _chunk_kernel(
     values, tokens, tops,
-    logits, row_stride, owners, positions, inverse_temperature, seeds, target_ids, sharpness,
-    num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    logits, row_stride, owners, positions, roots, inverse_temperature, seeds, target_ids,
+    sharpness, num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, row): its largest perturbed score, that token, its largest score."""
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -172,6 +199,7 @@ def _chunk_kernel(
         ids = chunk * CHUNK + tl.arange(0, CHUNK)
         scores, perturbed = _scores(
             logits + row.to(tl.int64) * row_stride, ids, num_ids, owner, positions + row,
+            None if roots is None else roots + row,
             inverse_temperature, seeds, target_ids, sharpness,
         )  # fmt: skip
         best = tl.max(perturbed, axis=0)
@@ -196,7 +224,7 @@ def _child_chunk_kernel(
     ids = chunk * CHUNK + tl.arange(0, CHUNK)
     _, perturbed = _scores(
         logits + row * row_stride, ids, num_ids, tl.maximum(tl.load(owners + row), 0),
-        positions + row, inverse_temperature, seeds, target_ids, sharpness,
+        positions + row, None, inverse_temperature, seeds, target_ids, sharpness,
     )  # fmt: skip
     at = row * tl.num_programs(0) + chunk
     top = tl.max(perturbed, axis=0)
@@ -267,8 +295,9 @@ def _best_keys(keys, places, TOPK: tl.constexpr):
 
 @triton.jit
 def _scores(
-    logits, ids, num_ids, owner, position, inverse_temperature, seeds, target_ids, sharpness
-):
+    logits, ids, num_ids, owner, position, root,
+    inverse_temperature, seeds, target_ids, sharpness,
+):  # fmt: skip
     """The tempered scores of `ids`, and the same with the noise of a row that is random."""
     inverse = tl.load(inverse_temperature + owner)
     scale = inverse
@@ -278,7 +307,10 @@ def _scores(
     scores = _tempered(logits, ids, num_ids, scale)
     perturbed = scores
     if inverse > 0:
-        first, second = load_row_keys(seeds, owner, tl.load(position))
+        if root is None:
+            first, second = load_row_keys(seeds, owner, tl.load(position))
+        else:
+            first, second = load_stream_keys(seeds, owner, tl.load(root), tl.load(position), _DRAFT)
         noise_ids = ids
         if target_ids is not None:
             noise_ids = tl.load(target_ids + ids, mask=ids < num_ids, other=0).to(tl.int32)

@@ -23,6 +23,7 @@ from serve_spec.ops import (
     layout,
     linear_tiles,
     norm,
+    rejection,
     rotary,
     score_edits,
     shared_sum,
@@ -36,6 +37,7 @@ from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.layout import RowLayout
 from serve_spec.ops.linear import EightBit
 from serve_spec.ops.paged_attention import PagedLayout
+from serve_spec.ops.rejection import DraftLogits
 from serve_spec.ops.score_edits import ScoreEdits
 from serve_spec.ops.shared_sum import SharedMemory
 
@@ -114,6 +116,42 @@ def draw_drafts(
     return draw.draw_drafts(
         logits, owners, positions, params, sharpness, target_ids, num_ids=num_ids
     )
+
+
+def sample_drafts(
+    logits: Tensor,
+    owners: Tensor,
+    positions: Tensor,
+    roots: Tensor,
+    params: DrawParams,
+    target_ids: Tensor | None = None,
+) -> Tensor:
+    """See `draw.sample_drafts`."""
+    if logits.is_cuda:
+        from serve_spec.ops import draw_triton
+
+        return draw_triton.sample_drafts(logits, owners, positions, roots, params, target_ids)
+    return draw.sample_drafts(logits, owners, positions, roots, params, target_ids)
+
+
+def reject_drafts(
+    logits: Tensor,
+    row_tokens: Tensor,
+    drawn: Tensor,
+    query_starts: Tensor,
+    lanes: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    drafted: DraftLogits,
+    method: str,
+) -> Tensor:
+    """See `rejection.reject_drafts`."""
+    chains = logits, row_tokens, drawn, query_starts, lanes, positions, params, drafted, method
+    if logits.is_cuda:
+        from serve_spec.ops import rejection_triton
+
+        return rejection_triton.reject_drafts(*chains)
+    return rejection.reject_drafts(*chains)
 
 
 def draw_children(

@@ -34,11 +34,17 @@ def mix_words(x):
 @triton.jit
 def load_row_keys(seeds, sequence, position):
     """The two key words of (seed, position). seeds: int32 [B, 2], low word first."""
-    low = tl.load(seeds + sequence * 2).to(tl.uint32, bitcast=True)
-    high = tl.load(seeds + sequence * 2 + 1).to(tl.uint32, bitcast=True)
-    first = mix_words(low ^ mix_words(position.to(tl.uint32)))
-    second = mix_words(first ^ mix_words(high ^ 0x9E3779B9) ^ 0x85EBCA6B)
-    return first, second
+    low, high = _load_seed(seeds, sequence)
+    return _row_keys(low, high, position)
+
+
+@triton.jit
+def load_stream_keys(seeds, sequence, root, position, STREAM: tl.constexpr):
+    """The same of another stream, in the round that decides `root` first."""
+    low, high = _load_seed(seeds, sequence)
+    low = mix_words(low ^ mix_words(root.to(tl.uint32)))
+    high = mix_words(low ^ high ^ mix_words(tl.full([], STREAM, dtype=tl.uint32)))
+    return _row_keys(mix_words(low ^ high ^ 0x85EBCA6B), high, position)
 
 
 @triton.jit
@@ -50,6 +56,20 @@ def gumbel_noise_of(token_ids, first, second):
     uniform = tl.fma(high, _HIGH_UNIT, tl.fma(low, _LOW_UNIT, 0.5 * _LOW_UNIT))
     uniform = tl.minimum(uniform, _BELOW_ONE)
     return _log2(_minus_log1p(uniform)) * -_LN2
+
+
+@triton.jit
+def _load_seed(seeds, sequence):
+    low = tl.load(seeds + sequence * 2).to(tl.uint32, bitcast=True)
+    high = tl.load(seeds + sequence * 2 + 1).to(tl.uint32, bitcast=True)
+    return low, high
+
+
+@triton.jit
+def _row_keys(low, high, position):
+    first = mix_words(low ^ mix_words(position.to(tl.uint32)))
+    second = mix_words(first ^ mix_words(high ^ 0x9E3779B9) ^ 0x85EBCA6B)
+    return first, second
 
 
 @triton.jit

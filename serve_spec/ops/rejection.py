@@ -18,10 +18,20 @@ beyond them is never looked at. Probabilities in any float dtype.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
+
+from serve_spec.ops.acceptance import accept_chain
+from serve_spec.ops.draw import (
+    DrawParams,
+    processed_scores,
+    row_keys_of,
+    stream_seeds_of,
+    tempered,
+)
+from serve_spec.ops.noise import Stream, gumbel_noise, uniform_noise
 
 ChancesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(drafts, draft_probs, target_probs, num_steps) -> chances, weights."""
@@ -82,6 +92,108 @@ RULES: dict[str, tuple[ChancesOf, Keep]] = {
 """By `rejection_sample_method`."""
 
 
+class DraftLogits(NamedTuple):
+    """From what the drafts of N sequences were drawn: their softmax at each one's temperature.
+
+    logits: float32 [N, K, Vd], over draft ids; draft_ids: int32 [V], the draft's id of each of the
+    target's ids, -1 where it has none.
+    """
+
+    logits: Tensor
+    draft_ids: Tensor
+
+    @classmethod
+    def create(
+        cls,
+        shape: tuple[int, int, int],
+        target_ids: Tensor | None,
+        vocab_size: int,
+        device: torch.device,
+    ) -> DraftLogits:
+        """Room for [N, K, Vd] logits; target_ids and vocab_size: see `over_target_ids`."""
+        if target_ids is None:
+            target_ids = torch.arange(min(shape[2], vocab_size), device=device)
+        numbers = torch.arange(len(target_ids), dtype=torch.int32, device=device)
+        draft_ids = torch.full((vocab_size,), -1, dtype=torch.int32, device=device)
+        return cls(torch.zeros(shape, device=device), draft_ids.index_copy_(0, target_ids, numbers))
+
+
+def reject_drafts(
+    logits: Tensor,
+    row_tokens: Tensor,
+    drawn: Tensor,
+    query_starts: Tensor,
+    lanes: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    drafted: DraftLogits,
+    method: str,
+) -> Tensor:
+    """How many drafts each of B sequences keeps, int32 [B]: what `accept_path` is then to force.
+
+    Sampled drafts are judged by `method`, and what is drawn in place of one that is lost goes into
+    `drawn`, to the row before it. Greedy ones are kept while they equal what is drawn.
+
+    logits: float32 [T, V], edited and masked. row_tokens, drawn: int64 [T] and query_starts: int32
+    [B + 1], of chains, as for `accept_path`. lanes: int32 [B], the row of each in `params`.
+    positions: int64 [T], the position each row's draw decides.
+    """
+    depth = drafted.logits.shape[1]
+    first = query_starts[:-1].long()
+    counts = (query_starts[1:] - query_starts[:-1] - 1).long().clamp(min=0)
+    column = torch.arange(depth + 1, device=logits.device)
+    rows = first.unsqueeze(1) + torch.minimum(column, counts.unsqueeze(1))
+    rows = rows.clamp(max=len(drawn) - 1)
+    drafts = row_tokens[rows[:, 1:]].where(column[:-1] < counts.unsqueeze(1), -1)
+    # A chain ends before a draft that is none, as if no more had been asked for.
+    steps = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
+    kept = accept_chain(drafts, drawn[rows], steps)
+    sampled = ((params.inverse_temperature[lanes.long()] > 0) & (steps > 0)).nonzero().flatten()
+    if len(sampled):
+        rows, drafts, steps, lanes = (x[sampled] for x in (rows, drafts, steps, lanes))
+        target = _laws(logits[rows.flatten()], params.of(lanes.repeat_interleave(depth + 1)))
+        scale = params.inverse_temperature[lanes.long()].repeat_interleave(depth)
+        draft = tempered(drafted.logits[sampled].flatten(0, 1), scale).softmax(dim=-1)
+        at, roots = params.of(lanes).seeds, positions[rows[:, 0]]
+        seeds = stream_seeds_of(Stream.ACCEPT, at, roots).repeat_interleave(depth, dim=0)
+        decided = (roots.unsqueeze(1) + column[:-1]).flatten()
+        correct, recovered = keep_or_replace(
+            method,
+            drafts,
+            _over_draft_ids(draft.view(-1, depth, draft.shape[1]), drafted.draft_ids),
+            target.view(-1, depth + 1, logits.shape[1]),
+            steps,
+            uniform_noise(row_keys_of(seeds, decided)).view(-1, depth),
+            row_keys_of(stream_seeds_of(Stream.RECOVER, at, roots), roots),
+        )
+        last = rows.gather(1, correct.unsqueeze(1)).squeeze(1)
+        drawn.index_copy_(0, last, recovered.where(correct < steps, drawn[last]))
+        kept.index_copy_(0, sampled, correct)
+    return kept.to(torch.int32)
+
+
+def keep_or_replace(
+    method: str,
+    drafts: Tensor,
+    draft_probs: Tensor,
+    target_probs: Tensor,
+    num_steps: Tensor,
+    coins: Tensor,
+    keys: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """How many drafts are kept, and the token in place of the first that is not, int64 [B] each.
+
+    method: a key of `RULES`. coins: [B, K], in [0, 1). keys: int32 [B, 2], of the noise that token
+    is drawn with. It is -1 where the target gave NaN; past the last draft it means nothing.
+    """
+    chances_of, keep = RULES[method]
+    chances, weights = chances_of(drafts, draft_probs, target_probs, num_steps)
+    correct = keep(chances, coins, num_steps)
+    left = leftover(draft_probs, target_probs, weights, correct, num_steps)
+    best, replaced = (left.log() + gumbel_noise(keys, left.shape[1])).max(dim=1)
+    return correct, replaced.masked_fill(~best.isfinite(), -1)
+
+
 def leftover(
     draft_probs: Tensor,
     target_probs: Tensor,
@@ -126,3 +238,15 @@ def _ratios(drafts: Tensor, draft_probs: Tensor, target_probs: Tensor) -> Tensor
 def _won(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
     column = torch.arange(chances.shape[1], device=chances.device)
     return (coins < chances) & (column < num_steps.unsqueeze(1))
+
+
+def _laws(logits: Tensor, rows: DrawParams) -> Tensor:
+    """What rows draw from: probabilities [T, V]."""
+    has_filters = ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any()
+    return processed_scores(logits, rows, has_filters=bool(has_filters)).softmax(dim=-1)
+
+
+def _over_draft_ids(probs: Tensor, draft_ids: Tensor) -> Tensor:
+    """`over_target_ids`, by the draft's id of each target id: [B, K, Vd] -> [B, K, V]."""
+    probs = probs.nan_to_num(0.0)
+    return probs[:, :, draft_ids.clamp(min=0)].where(draft_ids >= 0, 0.0)

@@ -11,8 +11,8 @@ from torch import Tensor
 from serve_spec.core.draft import DraftChain, DraftLaws, VerifyResult
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import processed_scores
-from serve_spec.ops.noise import Stream, StreamKeys, gumbel_noise, stream_keys, uniform_noise
-from serve_spec.ops.rejection import RULES, leftover, over_target_ids
+from serve_spec.ops.noise import Stream, StreamKeys, stream_keys, uniform_noise
+from serve_spec.ops.rejection import keep_or_replace, over_target_ids
 from serve_spec.ops.sampling import SamplingRows, draw_params
 from serve_spec.verify.verifier import Walk, judge, walk
 
@@ -29,7 +29,7 @@ class RejectionVerdict:
 
     def __init__(self, method: str, keys_of: StreamKeys = stream_keys) -> None:
         """method: a key of `RULES`. keys_of: see `stream_keys`."""
-        self._chances_of, self._keep = RULES[method]
+        self._method = method
         self._keys_of = keys_of
 
     def __call__(self, logits: Tensor, drafts: DraftChain, sampling: SamplingRows) -> VerifyResult:
@@ -62,13 +62,11 @@ class RejectionVerdict:
         target = _target_probs(logits, chains, depth)
         scores = laws.scores[drafting]
         draft = over_target_ids(scores.softmax(dim=-1), laws.target_ids, logits.shape[1])
-        chances, weights = self._chances_of(tokens, draft, target, steps)
-        coins = uniform_noise(self._keys(Stream.ACCEPT, chains, depth)).view(-1, depth)
-        correct = self._keep(chances, coins.to(device), steps)
-        left = leftover(draft, target, weights, correct, steps)
-        noise = gumbel_noise(self._keys(Stream.RECOVER, chains, 1).to(device), left.shape[1])
-        best, recovered = (left.log() + noise).max(dim=1)
-        recovered = recovered.masked_fill(~best.isfinite(), -1)  # the target gave NaN
+        coins = uniform_noise(self._keys(Stream.ACCEPT, chains, depth)).view(-1, depth).to(device)
+        keys = self._keys(Stream.RECOVER, chains, 1).to(device)
+        correct, recovered = keep_or_replace(
+            self._method, tokens, draft, target, steps, coins, keys
+        )
         bonus = walked.drawn[row, steps]
         final = bonus.where(correct == steps, recovered)
         emitted = torch.nn.functional.pad(tokens, (0, 1))

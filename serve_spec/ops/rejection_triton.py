@@ -1,0 +1,442 @@
+"""Rejection of sampled drafts where logits lie: five launches, six for blocks, whatever the batch.
+
+Each law is swept once for its largest score and its sum, a filtered one a few times more, to find
+where its tokens end: every filter keeps a prefix of the tokens in order of likelihood, so a law is
+four numbers beside its logits, and no probabilities are ever written. Blocks sweep both laws of
+every row but the first once more, and the row that a draft is lost at is swept for what takes its
+place. Rows that do not draft, or are greedy, cost a look.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.draw import DrawParams
+from serve_spec.ops.noise import Stream
+from serve_spec.ops.noise_triton import gumbel_noise_of, load_stream_keys
+from serve_spec.ops.rejection import DraftLogits
+
+_SWEEP_BLOCK = 8192
+_SWEEP_WARPS = 16
+_CHUNK = 2048
+_NO_ID = tl.constexpr(2**31 - 1)
+_ACCEPT = tl.constexpr(int(Stream.ACCEPT))
+_RECOVER = tl.constexpr(int(Stream.RECOVER))
+_NO_MASS = tl.constexpr(104.0)
+"""Scores so far below the largest are 0 in float32."""
+
+
+def reject_drafts(
+    logits: Tensor,
+    row_tokens: Tensor,
+    drawn: Tensor,
+    query_starts: Tensor,
+    lanes: Tensor,
+    positions: Tensor,
+    params: DrawParams,
+    drafted: DraftLogits,
+    method: str,
+) -> Tensor:
+    """See `serve_spec.ops.rejection.reject_drafts`."""
+    num_sequences, num_ids, device = len(lanes), logits.shape[1], logits.device
+    _, depth, num_draft_ids = drafted.logits.shape
+    num_chunks = triton.cdiv(num_ids, _CHUNK)
+    is_block = method == "block"
+
+    def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.empty((num_sequences, *shape), dtype=dtype, device=device)
+
+    # Of each sequence's K + 1 target laws, then of its K draft laws.
+    tops, totals = empty(2 * depth + 1), empty(2 * depth + 1)
+    cut_scores, cut_ids = empty(2 * depth + 1), empty(2 * depth + 1, dtype=torch.int32)
+    steps, counts = empty(dtype=torch.int32), empty(dtype=torch.int32)
+    chances, weights = empty(depth), empty(depth + 1)
+    values, tokens = empty(2, num_chunks), empty(2, num_chunks, dtype=torch.int32)
+    chains = (
+        logits, logits.stride(0), query_starts, lanes, params.inverse_temperature,
+        drafted.logits, drafted.draft_ids,
+    )  # fmt: skip
+    laws = tops, totals, cut_scores, cut_ids
+    noise = params.seeds, positions
+    dependent = dependent_launch(device)
+    columns = triton.next_power_of_2(depth + 1)
+    sizes = {"DEPTH": depth, "NUM_IDS": num_ids, "NUM_DRAFT_IDS": num_draft_ids}
+    few = {"COLUMNS": columns, "BLOCK_RULE": is_block}
+    launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
+    _law_kernel[(2 * depth + 1, num_sequences)](
+        *laws, *chains, params.top_k, params.top_p, params.min_p,
+        **sizes, BLOCK=_SWEEP_BLOCK, num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
+    )  # fmt: skip
+    _weigh_kernel[(num_sequences,)](
+        steps, chances, weights, row_tokens, *laws, *chains,
+        **sizes, **few, num_warps=1, enable_fp_fusion=False, **launch,
+    )  # fmt: skip
+    if is_block and depth > 1:
+        _surplus_kernel[(depth - 1, num_sequences)](
+            chances, steps, weights, *laws, *chains,
+            **sizes, BLOCK=_SWEEP_BLOCK, num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
+        )  # fmt: skip
+    _replace_kernel[(num_chunks, num_sequences)](
+        values, tokens, steps, chances, weights, *noise, *laws, *chains,
+        **sizes, **few, CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False, **launch,
+    )  # fmt: skip
+    _settle_kernel[(num_sequences,)](
+        counts, drawn, row_tokens, values, tokens, num_chunks, steps, chances, *noise, tops, totals,
+        query_starts, lanes, params.inverse_temperature,
+        DEPTH=depth, CHUNKS=triton.next_power_of_2(num_chunks), **few, num_warps=1, **launch,
+    )  # fmt: skip
+    return counts
+
+
+@triton.jit
+def _law_kernel(
+    tops, totals, cut_scores, cut_ids,
+    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    top_k, top_p, min_p,
+    DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per law: its largest score, the sum of exp(score - it), and where it is cut.
+
+    Of the target's laws the sum is that of the tokens its filters keep.
+    """
+    place, b = tl.program_id(0), tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    begin = tl.load(query_starts + b)
+    num_drafts = tl.load(query_starts + b + 1) - begin - 1
+    lane = tl.load(lanes + b)
+    scale = tl.load(inverse_temperature + lane)
+    is_target = place <= DEPTH
+    step = tl.where(is_target, place, place - DEPTH - 1)
+    is_asked = (scale > 0) & (num_drafts > 0) & (step < num_drafts + is_target.to(tl.int32))
+    if is_asked:
+        at = b * (2 * DEPTH + 1) + place
+        if is_target:
+            row = logits + (begin + step).to(tl.int64) * row_stride
+            top, total = _sum_of(row, scale, NUM_IDS, BLOCK)
+            rank_end = tl.load(top_k + lane)
+            mass_end = tl.load(top_p + lane)
+            share = tl.load(min_p + lane)
+            cut = top - _NO_MASS
+            cut_id = tl.full([], NUM_IDS, dtype=tl.int32)
+            if (rank_end > 0) | (mass_end < 1.0) | (share > 0):
+                if share > 0:
+                    cut = tl.maximum(cut, top + tl.log(tl.maximum(share, 1e-30)))
+                cut, cut_id, total = _cut_of(
+                    row, scale, top, total, cut, rank_end, mass_end, NUM_IDS, BLOCK
+                )
+            tl.store(cut_scores + at, cut)
+            tl.store(cut_ids + at, cut_id)
+        else:
+            row = draft_logits + (b.to(tl.int64) * DEPTH + step) * NUM_DRAFT_IDS
+            top, total = _sum_of(row, scale, NUM_DRAFT_IDS, BLOCK)
+        tl.store(tops + at, top)
+        tl.store(totals + at, total)
+
+
+@triton.jit
+def _weigh_kernel(
+    steps, chances, weights, row_tokens, tops, totals, cut_scores, cut_ids,
+    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence: how many drafts are judged, and by p / q of each its chance.
+
+    Of blocks the chances are those of whole chains, and the weights of their beginnings.
+    """
+    b = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    begin = tl.load(query_starts + b)
+    num_drafts = tl.load(query_starts + b + 1) - begin - 1
+    scale = tl.load(inverse_temperature + tl.load(lanes + b))
+    columns = tl.arange(0, COLUMNS)
+    tokens = tl.load(row_tokens + begin + 1 + columns, mask=columns < num_drafts, other=-1)
+    tokens = tokens.to(tl.int32)
+    judged = tl.min(tl.where(tokens < 0, columns, DEPTH), axis=0)
+    judged = tl.where(scale > 0, judged, 0)
+    tl.store(steps + b, judged)
+    if judged > 0:
+        inside = columns < judged
+        at = b * (2 * DEPTH + 1) + columns
+        row = logits + (begin + columns).to(tl.int64) * row_stride
+        p = _likelihood(
+            tl.load(row + tokens, mask=inside, other=0.0) * scale, tokens,
+            tl.load(tops + at, mask=inside, other=0.0),
+            tl.load(totals + at, mask=inside, other=1.0),
+            tl.load(cut_scores + at, mask=inside, other=0.0),
+            tl.load(cut_ids + at, mask=inside, other=0),
+        )  # fmt: skip
+        ids = tl.load(draft_ids + tokens, mask=inside, other=0)
+        at += DEPTH + 1
+        row = draft_logits + (b.to(tl.int64) * DEPTH + columns) * NUM_DRAFT_IDS
+        score = tl.load(row + ids, mask=inside & (ids >= 0), other=float("-inf")) * scale
+        top = tl.load(tops + at, mask=inside, other=0.0)
+        total = tl.load(totals + at, mask=inside, other=1.0)
+        q = tl.math.div_rn(tl.exp(score - top), total)
+        ratio = tl.where(q > 0, tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 0.0)
+        # NaN stays: it is below no coin.
+        chance = tl.where(ratio >= 1, 1.0, ratio)
+        if BLOCK_RULE:
+            weight = tl.full([], 1.0, dtype=tl.float32)
+            tl.store(weights + b * (DEPTH + 1), weight)
+            for step in range(DEPTH):
+                weight *= tl.sum(tl.where(columns == step, ratio, 0.0), axis=0)
+                weight = tl.where(weight >= 1, 1.0, weight)
+                tl.store(weights + b * (DEPTH + 1) + step + 1, weight)
+                chance = tl.where(columns == step, weight, chance)
+        tl.store(chances + b * DEPTH + columns, chance, mask=inside)
+
+
+@triton.jit
+def _surplus_kernel(
+    chances, steps, weights, tops, totals, cut_scores, cut_ids,
+    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
+    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per draft but the last: the chance that those up to it are kept, and no more."""
+    step, b = tl.program_id(0) + 1, tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    if step < tl.load(steps + b):
+        scale = tl.load(inverse_temperature + tl.load(lanes + b))
+        weight = tl.load(weights + b * (DEPTH + 1) + step)
+        row = logits + (tl.load(query_starts + b) + step).to(tl.int64) * row_stride
+        draft_row = draft_logits + (b.to(tl.int64) * DEPTH + step) * NUM_DRAFT_IDS
+        at = b * (2 * DEPTH + 1) + step
+        surplus = tl.zeros([BLOCK], dtype=tl.float32)
+        for start in range(0, NUM_IDS, BLOCK):
+            ids = start + tl.arange(0, BLOCK)
+            p, q = _both(
+                ids, scale, row, draft_row, draft_ids, at, tops, totals, cut_scores, cut_ids,
+                NUM_IDS, DEPTH,
+            )  # fmt: skip
+            surplus += tl.maximum(weight * p - q, 0.0)
+        left = tl.sum(surplus, axis=0)
+        missing = left + 1 - weight
+        chance = tl.where(
+            missing > 0, tl.math.div_rn(left, tl.where(missing > 0, missing, 1.0)), 1.0
+        )
+        tl.store(chances + b * DEPTH + step - 1, chance)
+
+
+@triton.jit
+def _replace_kernel(
+    values, tokens, steps, chances, weights, seeds, positions, tops, totals, cut_scores, cut_ids,
+    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per (chunk, sequence) that loses a draft: the best of what is left, and of p."""
+    chunk, b = tl.program_id(0), tl.program_id(1)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    judged = tl.load(steps + b)
+    if judged > 0:
+        begin = tl.load(query_starts + b)
+        lane = tl.load(lanes + b)
+        root = tl.load(positions + begin)
+        kept = _kept(chances + b * DEPTH, judged, seeds, lane, root, COLUMNS, BLOCK_RULE)
+        if kept < judged:
+            scale = tl.load(inverse_temperature + lane)
+            weight = tl.full([], 1.0, dtype=tl.float32)
+            if BLOCK_RULE:
+                weight = tl.load(weights + b * (DEPTH + 1) + kept)
+            ids = chunk * CHUNK + tl.arange(0, CHUNK)
+            p, q = _both(
+                ids, scale,
+                logits + (begin + kept).to(tl.int64) * row_stride,
+                draft_logits + (b.to(tl.int64) * DEPTH + kept) * NUM_DRAFT_IDS,
+                draft_ids, b * (2 * DEPTH + 1) + kept, tops, totals, cut_scores, cut_ids,
+                NUM_IDS, DEPTH,
+            )  # fmt: skip
+            first, second = load_stream_keys(seeds, lane, root, root, _RECOVER)
+            noise = gumbel_noise_of(ids, first, second)
+            at = b * 2 * tl.num_programs(0) + chunk
+            _store_best(values + at, tokens + at, weight * p - q, noise, ids)
+            at += tl.num_programs(0)
+            _store_best(values + at, tokens + at, p, noise, ids)
+
+
+@triton.jit(do_not_specialize=["num_chunks"])
+def _settle_kernel(
+    counts, drawn, row_tokens, values, tokens, num_chunks, steps, chances, seeds, positions,
+    tops, totals, query_starts, lanes, inverse_temperature,
+    DEPTH: tl.constexpr, CHUNKS: tl.constexpr,
+    COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    """One program per sequence: what it keeps, and the token in place of a draft it loses."""
+    b = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    begin = tl.load(query_starts + b)
+    num_drafts = tl.load(query_starts + b + 1) - begin - 1
+    judged = tl.load(steps + b)
+    kept = tl.zeros([], dtype=tl.int32)
+    if judged > 0:
+        lane = tl.load(lanes + b)
+        root = tl.load(positions + begin)
+        kept = _kept(chances + b * DEPTH, judged, seeds, lane, root, COLUMNS, BLOCK_RULE)
+        if kept < judged:
+            chunks = tl.arange(0, CHUNKS)
+            inside = chunks < num_chunks
+            at = b * 2 * num_chunks + chunks
+            best, token = _best_of(values + at, tokens + at, inside)
+            if best == float("-inf"):  # equal laws, where rounding lost a draft
+                best, token = _best_of(values + at + num_chunks, tokens + at + num_chunks, inside)
+            law = b * (2 * DEPTH + 1) + kept
+            mass = tl.load(tops + law) + tl.load(totals + law)
+            usable = (tl.abs(best) < float("inf")) & (tl.abs(mass) < float("inf"))
+            tl.store(drawn + begin + kept, tl.where(usable, token, -1).to(tl.int64))
+    elif num_drafts > 0:
+        columns = tl.arange(0, COLUMNS)
+        inside = columns < num_drafts
+        draft = tl.load(row_tokens + begin + 1 + columns, mask=inside, other=-1)
+        draw = tl.load(drawn + begin + columns, mask=inside, other=-1)
+        fits = inside & (draft >= 0) & (draft == draw)
+        kept = tl.min(tl.where(fits, DEPTH, columns), axis=0)
+    tl.store(counts + b, kept)
+
+
+@triton.jit
+def _sum_of(row, scale, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
+    """The largest score of a row, and the sum of exp(score - it); NaN where one is NaN."""
+    tops = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, NUM_IDS, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        scores = tl.load(row + ids, mask=ids < NUM_IDS, other=float("-inf")) * scale
+        scores = tl.where(scores == scores, scores, float("inf"))
+        larger = tl.maximum(tops, scores)
+        base = tl.where(larger > float("-inf"), larger, 0.0)
+        sums = sums * tl.exp(tops - base) + tl.exp(scores - base)
+        tops = larger
+    top = tl.max(tops, axis=0)
+    return top, tl.sum(tl.where(tops > float("-inf"), sums * tl.exp(tops - top), 0.0), axis=0)
+
+
+@triton.jit
+def _cut_of(
+    row, scale, top, total, floor, rank_end, mass_end,
+    NUM_IDS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Where a filtered law ends, as (score, id), and the sum of exp(score - top) before it.
+
+    Tokens before (score, id): those of larger scores and, of equal ones, of smaller ids. Between
+    `low` and `high` the filters end: after what is before `high` they keep another token, after
+    what is before `low` none. Halved until there is one token between.
+    """
+    low, low_id = floor, tl.full([], NUM_IDS, dtype=tl.int32)
+    low_count, low_mass = _before(row, scale, top, low, low_id, NUM_IDS, BLOCK)
+    high, high_id = top, tl.zeros([], dtype=tl.int32)
+    high_count = tl.zeros([], dtype=tl.int32)
+    keeps_more = ((rank_end < 1) | (low_count < rank_end)) & (
+        (mass_end >= 1.0) | (low_mass < mass_end * total)
+    )
+    # A NaN among the scores leaves nothing to look for.
+    going = (keeps_more == 0) & (low_count > high_count + 1) & (tl.abs(top) < float("inf"))
+    while going:
+        middle = (low + high) * 0.5
+        middle_id = tl.zeros([], dtype=tl.int32)
+        is_between = (middle > low) & (middle < high)
+        if high == low:
+            middle_id = (low_id + high_id) // 2
+        elif is_between == 0:
+            middle = low  # neighbours: all between are of one of both scores
+        count, mass = _before(row, scale, top, middle, middle_id, NUM_IDS, BLOCK)
+        keeps_more = (count == 0) | (
+            ((rank_end < 1) | (count < rank_end)) & ((mass_end >= 1.0) | (mass < mass_end * total))
+        )
+        if keeps_more:
+            high, high_id, high_count = middle, middle_id, count
+        else:
+            if (is_between == 0) & (high > low):
+                middle, middle_id = high, tl.full([], NUM_IDS, dtype=tl.int32)
+            low, low_id, low_count, low_mass = middle, middle_id, count, mass
+        going = low_count > high_count + 1
+    return low, low_id, low_mass
+
+
+@triton.jit
+def _before(row, scale, top, cut, cut_id, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Number of the tokens before (cut, cut_id), and their sum of exp(score - top)."""
+    counts = tl.zeros([BLOCK], dtype=tl.int32)
+    masses = tl.zeros([BLOCK], dtype=tl.float32)
+    for start in range(0, NUM_IDS, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        scores = tl.load(row + ids, mask=ids < NUM_IDS, other=float("-inf")) * scale
+        before = (scores > cut) | ((scores == cut) & (ids < cut_id))
+        counts += before.to(tl.int32)
+        masses += tl.where(before, tl.exp(scores - top), 0.0)
+    return tl.sum(counts, axis=0), tl.sum(masses, axis=0)
+
+
+@triton.jit
+def _likelihood(scores, ids, top, total, cut, cut_id):
+    """p of tokens; 0 from where their law is cut."""
+    before = (scores > cut) | ((scores == cut) & (ids < cut_id))
+    return tl.where(before, tl.math.div_rn(tl.exp(scores - top), total), 0.0)
+
+
+@triton.jit
+def _both(
+    ids, scale, row, draft_row, draft_ids, at, tops, totals, cut_scores, cut_ids,
+    NUM_IDS: tl.constexpr, DEPTH: tl.constexpr,
+):  # fmt: skip
+    """p and q of target ids; 0 past the vocabulary. at: place of the target's law in the tables."""
+    inside = ids < NUM_IDS
+    scores = tl.load(row + ids, mask=inside, other=float("-inf")) * scale
+    p = _likelihood(
+        scores, ids,
+        tl.load(tops + at), tl.load(totals + at), tl.load(cut_scores + at), tl.load(cut_ids + at),
+    )  # fmt: skip
+    at += DEPTH + 1
+    of_draft = tl.load(draft_ids + ids, mask=inside, other=-1)
+    scores = tl.load(draft_row + of_draft, mask=of_draft >= 0, other=float("-inf")) * scale
+    return p, tl.math.div_rn(tl.exp(scores - tl.load(tops + at)), tl.load(totals + at))
+
+
+@triton.jit
+def _kept(chances, judged, seeds, lane, root, COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr):
+    """How many of the drafts that are judged the coins keep: `keep_in_order`, `keep_longest`."""
+    columns = tl.arange(0, COLUMNS)
+    chance = tl.load(chances + columns, mask=columns < judged, other=0.0)
+    _, word = load_stream_keys(seeds, lane, root, root + columns, _ACCEPT)
+    coin = (word.to(tl.int32, bitcast=True).to(tl.float64) + 0.5) * 2.0**-32 + 0.5
+    won = (coin < chance.to(tl.float64)) & (columns < judged)
+    if BLOCK_RULE:
+        return tl.max(tl.where(won, columns + 1, 0), axis=0)
+    return tl.min(tl.where(won, COLUMNS, columns), axis=0)
+
+
+@triton.jit
+def _store_best(value, token, mass, noise, ids):
+    """The best of log(mass) + noise, and its id; of what has no mass -inf."""
+    is_some = mass > 0
+    scores = tl.where(is_some, tl.log(tl.where(is_some, mass, 1.0)) + noise, float("-inf"))
+    best = tl.max(scores, axis=0)
+    tl.store(value, best)
+    tl.store(token, tl.min(tl.where(scores == best, ids, _NO_ID), axis=0))
+
+
+@triton.jit
+def _best_of(values, tokens, inside):
+    """The largest value and its token, the smallest of equals."""
+    value = tl.load(values, mask=inside, other=float("-inf"))
+    token = tl.load(tokens, mask=inside, other=_NO_ID)
+    best = tl.max(value, axis=0)
+    return best, tl.min(tl.where(value == best, token, _NO_ID), axis=0)
