@@ -13,11 +13,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self, TypeAlias
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from serve_spec.config.base import (
     ConfigError,
-    Refusal,
     StrictModel,
     anchored,
     dotted_keys,
@@ -52,14 +51,6 @@ class ServeSpecConfig(StrictModel):
     router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP door.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Engine replicas.")
     stats: StatsConfig = Field(default_factory=StatsConfig, description="Fleet statistics.")
-
-    @model_validator(mode="after")
-    def _fits_together(self) -> Self:
-        method = self.speculative.rejection_sample_method
-        if self.speculative.samples_drafts and self.model.execution == "lanes":
-            fix = f"lanes keep no draft's distribution, as {method} needs; use auto or eager"
-            raise Refusal("model.execution", "lanes", fix)
-        return self
 
     @classmethod
     def load(

@@ -86,7 +86,8 @@ class EagleLaneDrafter:
     def draft(self, round: LaneRound, batch_size: int, num_steps: int) -> None:
         """Drafts `num_steps` tokens of each sequence from `round.hidden`; leaves `round.drafts`.
 
-        Of sequences that verify fewer, the others are anything.
+        Of sequences that verify fewer, the others are anything. Where drafts are sampled, leaves
+        `round.draft_logits`, too.
         """
         assert round.hidden is not None, "a round without a draft head can not draft"
         members = round.members[:batch_size]
@@ -94,13 +95,8 @@ class EagleLaneDrafter:
         hidden = round.hidden[:batch_size]
         one_row = torch.ones_like(lengths)
         for step in range(num_steps):
-            tokens = fast.draw_drafts(
-                self.head.logits(hidden, step),
-                members,
-                lengths.long() + step,
-                round.lanes.params,
-                round.sharpness,
-                self.head.target_ids,
+            tokens = self._draw(
+                round, self.head.logits(hidden, step), members, lengths.long(), step
             )
             round.drafts[:batch_size, step] = tokens
             if step + 1 < num_steps:
@@ -114,6 +110,18 @@ class EagleLaneDrafter:
                     first_valid=self._first_valid(round, members, step),
                 )
                 hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
+
+    def _draw(
+        self, round: LaneRound, logits: Tensor, members: Tensor, roots: Tensor, step: int
+    ) -> Tensor:
+        """Draft number `step` of each sequence, int64 [B]; logits: float32 [B, Vd]."""
+        params, target_ids = round.lanes.params, self.head.target_ids
+        if round.draft_logits is None:
+            return fast.draw_drafts(
+                logits, members, roots + step, params, round.sharpness, target_ids
+            )
+        round.draft_logits.logits[: len(members), step].copy_(logits)
+        return fast.sample_drafts(logits, members, roots + step, roots, params, target_ids)
 
     def draft_trees(self, round: LaneRound, batch_size: int, shape: TreeShape) -> None:
         """Drafts a tree of each sequence from `round.hidden`; leaves `round.drafts`, `.parents`.

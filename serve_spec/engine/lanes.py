@@ -17,8 +17,6 @@ from serve_spec.worker.worker import SpecWorker
 
 def runs_on_lanes(config: ServeSpecConfig, device: torch.device) -> bool:
     """Whether decode rounds are to keep their lengths on the device."""
-    if config.speculative.samples_drafts:
-        return False  # whose laws lanes do not keep
     wanted = config.model.execution
     return device.type == "cuda" if wanted == "auto" else wanted == "lanes"
 

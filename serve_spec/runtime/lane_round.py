@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -11,11 +12,15 @@ from torch import Tensor
 from serve_spec.core.draft import DraftChain, DraftTrees, TextDrafts, padded_drafts
 from serve_spec.core.plan import StepPlan
 from serve_spec.core.round import DRAFT_SHARPNESS
+from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
+from serve_spec.ops.rejection import DraftLogits
 from serve_spec.ops.sending import sent
 from serve_spec.runtime.lanes import Lanes
 from serve_spec.runtime.pieces import Pieces
 from serve_spec.runtime.token_masks import LaneMasks
+
+logger = get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,7 @@ class LaneRound:
     texts a stage computes beside these rows, or instead of them.
     Where drafts may branch: `parents` int32 [B, N], as in `DraftTrees`; `paths` int32 [B, K + 1],
     see `AcceptedPath`.
+    Where drafts are sampled: `draft_logits`, from what those in `drafts` were drawn.
     """
 
     lanes: Lanes
@@ -45,6 +51,7 @@ class LaneRound:
     pieces: Pieces
     parents: Tensor | None = None
     paths: Tensor | None = None
+    draft_logits: DraftLogits | None = None
 
     @classmethod
     def create(
@@ -54,10 +61,15 @@ class LaneRound:
         head: DraftHead | None,
         max_prompt_rows: int,
         max_tree_drafts: int = 0,
+        *,
+        samples_drafts: bool = False,
     ) -> LaneRound:
         """Tensors for a round without sequences, for as many as there are lanes.
 
         max_tree_drafts: of the largest tree; 0 where nothing branches.
+
+        Raises:
+            MemoryError: what sampled drafts are drawn from does not fit.
         """
         device, max_batch_size = lanes.lengths.device, lanes.padding
 
@@ -80,6 +92,9 @@ class LaneRound:
             pieces=Pieces.create(max_prompt_rows, max_batch_size, device),
             parents=zeros(max_batch_size, most) if max_tree_drafts else None,
             paths=zeros(max_batch_size, max_steps + 1) if max_tree_drafts else None,
+            draft_logits=_draft_logits(lanes, max_steps, head)
+            if samples_drafts and head is not None and max_steps
+            else None,
         )
 
     @property
@@ -129,6 +144,24 @@ class LaneRound:
         if parents:
             assert self.parents is not None, "a round with trees has room for them"
             _write(self.parents, parents)
+
+
+@torch.inference_mode()
+def _draft_logits(lanes: Lanes, max_steps: int, head: DraftHead) -> DraftLogits:
+    device, vocab_size = lanes.lengths.device, lanes.vocab_size
+    hidden = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=device)
+    shape = (lanes.padding, max_steps, head.logits(hidden).shape[1])
+    mebibytes = 4 * math.prod(shape) / 2**20
+    try:
+        logits = DraftLogits.create(shape, head.target_ids, vocab_size, device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"num_steps={max_steps}, max_num_seqs={lanes.padding}: the device has no memory left "
+            f"for what sampled drafts are drawn from, {mebibytes:.0f} MiB. Lower memory_fraction, "
+            "max_num_seqs or the candidate steps, or use rejection_sample_method=coupled"
+        ) from error
+    logger.info("sampled drafts: %.0f MiB for what they are drawn from", mebibytes)
+    return logits
 
 
 def _write(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:

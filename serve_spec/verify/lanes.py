@@ -19,6 +19,7 @@ class LaneJudge:
     """Decides what every sequence of a round emits and moves its lane on by it.
 
     synthetic_acceptance: keeps drafts by chance instead, for load tests; see `verify.synthetic`.
+    rejection_sample_method: how sampled drafts are judged, where `round.draft_logits` are kept.
     """
 
     def __init__(
@@ -26,17 +27,21 @@ class LaneJudge:
         max_steps: int,
         device: torch.device,
         synthetic_acceptance: Acceptance | None = None,
+        rejection_sample_method: str = "coupled",
         parallel: TensorParallel = SINGLE,
     ) -> None:
+        self.rejection_sample_method = rejection_sample_method
         self.parallel = parallel
         self.survival = None
         if synthetic_acceptance is not None and max_steps:
             self.survival = _survival_table(synthetic_acceptance, max_steps).to(device)
 
-    def __call__(self, rows: VerifiedRows, round: LaneRound) -> AcceptedPath:
+    def __call__(
+        self, rows: VerifiedRows, round: LaneRound, *, has_drafts: bool = True
+    ) -> AcceptedPath:
         """Edits scores, draws a token from every row, walks, writes `round.verdicts` and lanes.
 
-        Where drafts branch, `round.paths` too.
+        Where drafts branch, `round.paths` too. has_drafts: False where no row can be a draft's.
         """
         lanes, layout = round.lanes, rows.layout
         batch_size = layout.query_starts.shape[0] - 1
@@ -50,6 +55,20 @@ class LaneJudge:
         )
         fast.mask_scores(rows.logits, round.masks.places, round.masks.words)
         drawn = fast.draw_tokens(rows.logits, rows.row_lanes, decided, lanes.params)
+        forced = self._forced(round, members, batch_size)
+        if round.draft_logits is not None and has_drafts:
+            forced = fast.reject_drafts(
+                rows.logits,
+                rows.token_ids,
+                drawn,
+                layout.query_starts,
+                members,
+                decided,
+                lanes.params,
+                round.draft_logits,
+                self.rejection_sample_method,
+            )
+            self.parallel.broadcast(forced)
         # Lanes move on by these: on every rank by the same.
         self.parallel.broadcast(drawn)
         accepted = fast.accept_and_advance(
@@ -61,7 +80,7 @@ class LaneJudge:
             lanes.lengths,
             members,
             round.verdicts[:batch_size],
-            forced=self._forced(round, members, batch_size),
+            forced=forced,
         )
         fast.count_tokens(members, round.verdicts[:batch_size], lanes.edits)
         if round.paths is not None:

@@ -100,7 +100,11 @@ class LaneTiers:
         self._max_rows = max_rows
         self._largest_batch = largest_batch
         self._judge = LaneJudge(
-            round.max_steps, eager.device, eager.synthetic_acceptance, eager.parallel
+            round.max_steps,
+            eager.device,
+            eager.synthetic_acceptance,
+            eager.rejection_sample_method,
+            eager.parallel,
         )
         self._extends: dict[int, StageGraphs] = {}
         self._verify_stages: dict[tuple[int, int, bool], _VerifyStage] = {}
@@ -299,7 +303,7 @@ class LaneTiers:
                 target, self._round, num_rows, width, beside_prompts=beside_prompts, trees=trees
             )
             logits.leave(rows.logits)
-            accepted = self._judge(rows, self._round)
+            accepted = self._judge(rows, self._round, has_drafts=width > 1)
             if trees:
                 target.keep(rows.layout.slots, rows.layout.query_starts, accepted)
 

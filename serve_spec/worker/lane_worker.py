@@ -89,7 +89,14 @@ class LaneWorker:
         largest = max((tree.num_draft_tokens for tree in shapes), default=0)
         head = None if self.drafter is None else self.drafter.head
         max_prompt_rows = min(MAX_PROMPT_ROWS, self.max_rows)
-        self.round = LaneRound.create(self.lanes, deepest, head, max_prompt_rows, largest)
+        self.round = LaneRound.create(
+            self.lanes,
+            deepest,
+            head,
+            max_prompt_rows,
+            largest,
+            samples_drafts=self.eager.samples_drafts,
+        )
         self._read_backs = cycle(
             torch.empty_like(self.round.verdicts, device="cpu", pin_memory=self.lanes.pages.is_cuda)
             for _ in range(_ROUNDS_IN_FLIGHT + 1)

@@ -124,6 +124,7 @@ class SpecWorker:
         self.device = device
         self.grammars = grammars
         self.synthetic_acceptance = synthetic_acceptance
+        self.rejection_sample_method = rejection_sample_method
         self.parallel = parallel
         self.verdict = choose_verdict(synthetic_acceptance, rejection_sample_method)
         self.tiers: dict[int, SpecRuntimeState] = {}
@@ -139,6 +140,11 @@ class SpecWorker:
     def draft_dtype(self) -> torch.dtype | None:
         """What the draft computes in; None: there is none."""
         return None if self.drafter is None else self.drafter.dtype
+
+    @property
+    def samples_drafts(self) -> bool:
+        """Whether drafts are drawn from distributions of their own, by which they are judged."""
+        return self.rejection_sample_method != "coupled"
 
     def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
         """Builds every tier the policy may choose, and the plain one, before the first round."""
@@ -223,7 +229,7 @@ class SpecWorker:
             parents = drafts.parents[: len(rows)].tolist()
             return self.grammars.round_masks(rows, token_ids, parents, keeps_all=True)
         # Rejection weighs sampled drafts as they were drawn, those of no probability, too.
-        return self.grammars.round_masks(rows, token_ids, keeps_all=drafts.laws is not None)
+        return self.grammars.round_masks(rows, token_ids, keeps_all=self.samples_drafts)
 
     def _read_logprobs(
         self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]

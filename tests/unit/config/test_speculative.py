@@ -297,10 +297,9 @@ def test_forced_acceptance_can_not_be_switched_while_the_engine_runs() -> None:
             "speculative.rejection_sample_method='{}': drafts from texts",
         ),
         ({"synthetic_acceptance": 2.0}, "speculative.rejection_sample_method='{}': synthetic"),
-        ({"execution": "lanes"}, "model.execution='lanes': lanes keep no draft's distribution"),
     ],
 )
-def test_rejection_is_refused_where_drafts_have_no_law_or_none_is_kept(
+def test_rejection_is_refused_where_drafts_have_no_law_or_are_kept_by_chance(
     drafting: dict[str, Any], method: str, changes: dict[str, Any], wrong: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -310,5 +309,5 @@ def test_rejection_is_refused_where_drafts_have_no_law_or_none_is_kept(
 
 
 def test_rejection_means_nothing_where_nothing_drafts(minimal: dict[str, Any]) -> None:
-    config = ServeSpecConfig.load(minimal, rejection_sample_method="block", execution="lanes")
+    config = ServeSpecConfig.load(minimal, rejection_sample_method="block")
     assert not config.speculative.samples_drafts

@@ -376,14 +376,15 @@ def shipped_off() -> list[RequestOutput]:
     return outputs
 
 
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(
-    pair: Pair, method: str
+    pair: Pair, method: str, execution: str
 ) -> None:
     """They are others than without speculation, so that validity is what is left to ask."""
     prompts, params = prompts_and_params()
     hot = [replace(p, temperature=1.0) for p in params]
-    llm = llm_maker(pair, "cpu")("EAGLE3", 4, rejection_sample_method=method)
+    llm = llm_maker(pair, "cpu")("EAGLE3", 4, rejection_sample_method=method, execution=execution)
     outputs = llm.generate(prompts, hot)
     for output, asked in zip(outputs, hot, strict=True):
         check(output, asked)

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from functools import partial
 
 import pytest
 from scipy import stats
 
-from serve_spec.config import ConfigError
-from serve_spec.core.request import FinishReason, SamplingParams
-from tests.helpers.engines import MakeLLM, switch_every_round, texts
+from serve_spec import LLM
+from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
 
 METHODS = ["standard", "block"]
 ALGORITHMS = ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"]
 STEPS = 4
+
+
+@pytest.fixture(scope="module", params=["eager", "lanes"])
+def make_llm(pair: Pair, request: pytest.FixtureRequest) -> MakeLLM:
+    """Engines that judge on the host's word, and engines that judge on the device's own."""
+    return partial(llm_maker(pair, "cpu"), execution=request.param)
 
 
 def requests(temperature: float, count: int = 6) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -23,6 +31,18 @@ def requests(temperature: float, count: int = 6) -> tuple[list[list[int]], list[
         for i in range(count)
     ]
     return prompts, params
+
+
+def round_by_round(
+    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
+) -> list[RequestOutput]:
+    """What comes of these when each round is planned with the one before it known.
+
+    Ahead of the host they are planned from bounds: past the end of a text, and so that they begin
+    and end elsewhere, on which depends what a seed gives.
+    """
+    llm.engine._plan_ahead = lambda before: None  # type: ignore[method-assign]
+    return llm.generate(prompts, params)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -74,7 +94,8 @@ def test_greedy_requests_do_not_notice_sampled_ones_in_their_batch(make_llm: Mak
 def test_a_draft_that_is_the_target_is_always_kept(make_llm: MakeLLM, method: str) -> None:
     """Its law is the target's, but for the last bits: what drafts are judged by is what they were
     drawn from. One draft in some hundreds of thousands is lost to rounding."""
-    outputs = make_llm("STANDALONE", STEPS, rejection_sample_method=method).generate(*requests(1.0))
+    llm = make_llm("STANDALONE", STEPS, rejection_sample_method=method)
+    outputs = round_by_round(llm, *requests(1.0))
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 
@@ -122,6 +143,54 @@ def test_a_text_that_goes_on_in_another_engine_is_as_long_as_asked(make_llm: Mak
     assert len(tokens) == params[0].max_tokens - 3
 
 
-def test_lanes_that_can_not_keep_laws_are_refused(make_llm: MakeLLM) -> None:
-    with pytest.raises(ConfigError, match="execution='lanes'"):
-        make_llm("EAGLE3", STEPS, rejection_sample_method="block", execution="lanes")
+def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 20 tokens; greedy, filtered and edited requests among the sampled ones."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 5, 11, 20, 16)]
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20},
+        {"repetition_penalty": 1.4, "logit_bias": {7: 1.5}},
+        {"temperature": 0.9, "min_p": 0.02, "min_tokens": 30, "frequency_penalty": 0.3},
+    ]
+    params = [
+        SamplingParams(max_tokens=16 + 3 * i, seed=40 + i, ignore_eos=True, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+    return prompts, params
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("tiers", [[STEPS], [0, 4, 2, 4, 1]])
+def test_rounds_on_lanes_say_what_eager_rounds_say(
+    pair: Pair, algorithm: str, method: str, tiers: list[int]
+) -> None:
+    """Token for token: the same drafts, coins and replacements, in rounds that begin alike."""
+    found = {}
+    for execution in ("eager", "lanes"):
+        llm = llm_maker(pair, "cpu")(
+            algorithm, STEPS, rejection_sample_method=method, execution=execution
+        )
+        switch_every_round(llm, tiers)
+        outputs = round_by_round(llm, *varied_requests())
+        assert llm.engine.worker.execution == execution
+        found[execution] = [
+            (output.token_ids, output.speculation.num_correct_drafts) for output in outputs
+        ]
+    assert found["lanes"] == found["eager"]
+    assert sum(kept for _, kept in found["lanes"]) > 0
+
+
+def test_lanes_keep_sampled_drafts_without_the_host(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = llm_maker(pair, "cpu")(
+        "EAGLE3", STEPS, rejection_sample_method="block", execution="lanes"
+    )
+    worker = llm.engine.worker
+    monkeypatch.setattr(worker.eager, "submit", lambda plan: pytest.fail("eager round"))
+    outputs = llm.generate(*varied_requests())
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0

@@ -1,0 +1,47 @@
+"""Sampled drafts on a GPU, in float32: what the CPU's eager engine says, from recorded stages."""
+
+import pytest
+import torch
+
+from serve_spec.runtime.graphs import GraphRecorder
+from serve_spec.worker.lane_worker import LaneWorker
+from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
+from tests.unit.engine.test_rejection import METHODS, STEPS, round_by_round, varied_requests
+from tests.unit.ops import test_reject_drafts
+
+pytestmark = pytest.mark.gpu
+
+ALGORITHMS = ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"]
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("tiers", [[STEPS], [0, 4, 2, 4, 1]])
+def test_a_gpu_keeps_and_replaces_what_a_cpu_does(
+    pair: Pair, make_llm: MakeLLM, algorithm: str, method: str, tiers: list[int]
+) -> None:
+    found = []
+    for make in (make_llm, llm_maker(pair, "cpu")):
+        llm = make(algorithm, STEPS, rejection_sample_method=method)
+        switch_every_round(llm, tiers)
+        outputs = round_by_round(llm, *varied_requests())
+        found.append([(o.token_ids, o.speculation.num_correct_drafts) for o in outputs])
+        worker = llm.engine.worker
+        if make is make_llm:
+            assert isinstance(worker, LaneWorker)
+            assert isinstance(worker.recorder, GraphRecorder)
+    assert found[0] == found[1]
+    assert sum(kept for _, kept in found[0]) > 0
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("num_draft_ids", [128_256, 32_000])
+def test_a_large_vocabulary_is_judged_as_by_the_law(
+    monkeypatch: pytest.MonkeyPatch, method: str, num_draft_ids: int
+) -> None:
+    """Filters that cut among a hundred thousand tokens, in ragged chains."""
+    monkeypatch.setattr(test_reject_drafts, "VOCAB", 128_256)
+    made = test_reject_drafts.Round.of(test_reject_drafts.ragged(7), 7, num_draft_ids=num_draft_ids)
+    expected = made.judged_by_the_host(method)
+    assert made.judged_on_lanes(method, test_reject_drafts.rejection_triton) == expected
+    torch.cuda.empty_cache()
