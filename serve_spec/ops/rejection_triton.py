@@ -1,4 +1,4 @@
-"""Rejection of sampled drafts where logits lie: five launches, six for blocks, whatever the batch.
+"""Rejection of sampled drafts where logits lie: four launches, five for blocks, whatever the batch.
 
 Each law is swept once for its largest score and its sum, a filtered one a few times more, to find
 where its tokens end: every filter keeps a prefix of the tokens in order of likelihood, so a law is
@@ -71,7 +71,8 @@ def reject_drafts(
     launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
     _law_kernel[(2 * depth + 1, num_sequences)](
         *laws, *chains, params.top_k, params.top_p, params.min_p,
-        **sizes, BLOCK=_SWEEP_BLOCK, num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
+        **sizes, BLOCK=_SWEEP_BLOCK, CUT_BLOCK=_SWEEP_BLOCK // 2,
+        num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     _weigh_kernel[(num_sequences,)](
         steps, chances, weights, row_tokens, *laws, *chains,
@@ -100,7 +101,7 @@ def _law_kernel(
     logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
     top_k, top_p, min_p,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
-    BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+    BLOCK: tl.constexpr, CUT_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per law: its largest score, the sum of exp(score - it), and where it is cut.
 
@@ -125,13 +126,14 @@ def _law_kernel(
             rank_end = tl.load(top_k + lane)
             mass_end = tl.load(top_p + lane)
             share = tl.load(min_p + lane)
-            cut = top - _NO_MASS
-            cut_id = tl.full([], NUM_IDS, dtype=tl.int32)
+            cut, cut_id = top - _NO_MASS, tl.zeros([], dtype=tl.int32)
             if (rank_end > 0) | (mass_end < 1.0) | (share > 0):
                 if share > 0:
                     cut = tl.maximum(cut, top + tl.log(tl.maximum(share, 1e-30)))
+                # At 1 all are kept, whatever their sum is rounded to.
+                mass_end = tl.where(mass_end < 1.0, mass_end, 2.0)
                 cut, cut_id, total = _cut_of(
-                    row, scale, top, total, cut, rank_end, mass_end, NUM_IDS, BLOCK
+                    row, scale, top, total, cut, rank_end, mass_end, NUM_IDS, CUT_BLOCK
                 )
             tl.store(cut_scores + at, cut)
             tl.store(cut_ids + at, cut_id)
@@ -336,44 +338,92 @@ def _cut_of(
 ):  # fmt: skip
     """Where a filtered law ends, as (score, id), and the sum of exp(score - top) before it.
 
-    Tokens before (score, id): those of larger scores and, of equal ones, of smaller ids. Between
-    `low` and `high` the filters end: after what is before `high` they keep another token, after
-    what is before `low` none. Halved until there is one token between.
+    Between `low` and `high` the filters end: after the tokens above `high` they keep another one,
+    after those above `low` none. A sweep quarters that, until there is one token between, or
+    several of one score, of which the smallest ids are kept.
     """
-    low, low_id = floor, tl.full([], NUM_IDS, dtype=tl.int32)
-    low_count, low_mass = _before(row, scale, top, low, low_id, NUM_IDS, BLOCK)
-    high, high_id = top, tl.zeros([], dtype=tl.int32)
+    low, high = _next_below(floor), top
+    cut, cut_id = low, tl.zeros([], dtype=tl.int32)
+    low_count, low_mass = _before(row, scale, top, cut, cut_id, NUM_IDS, BLOCK)
     high_count = tl.zeros([], dtype=tl.int32)
-    keeps_more = ((rank_end < 1) | (low_count < rank_end)) & (
-        (mass_end >= 1.0) | (low_mass < mass_end * total)
-    )
     # A NaN among the scores leaves nothing to look for.
-    going = (keeps_more == 0) & (low_count > high_count + 1) & (tl.abs(top) < float("inf"))
-    while going:
-        middle = (low + high) * 0.5
-        middle_id = tl.zeros([], dtype=tl.int32)
-        is_between = (middle > low) & (middle < high)
-        if high == low:
-            middle_id = (low_id + high_id) // 2
-        elif is_between == 0:
-            middle = low  # neighbours: all between are of one of both scores
-        count, mass = _before(row, scale, top, middle, middle_id, NUM_IDS, BLOCK)
-        keeps_more = (count == 0) | (
-            ((rank_end < 1) | (count < rank_end)) & ((mass_end >= 1.0) | (mass < mass_end * total))
-        )
-        if keeps_more:
-            high, high_id, high_count = middle, middle_id, count
-        else:
-            if (is_between == 0) & (high > low):
-                middle, middle_id = high, tl.full([], NUM_IDS, dtype=tl.int32)
-            low, low_id, low_count, low_mass = middle, middle_id, count, mass
+    if (_keeps_more(low_count, low_mass, rank_end, mass_end * total) == 0) & (
+        tl.abs(top) < float("inf")
+    ):
         going = low_count > high_count + 1
-    return low, low_id, low_mass
+        while going:
+            quarter = (high - low) * 0.25
+            a, b, c = low + quarter, low + 2 * quarter, high - quarter
+            a_count, b_count, c_count, a_mass, b_mass, c_mass = _above(
+                row, scale, top, a, b, c, NUM_IDS, BLOCK
+            )
+            if _keeps_more(a_count, a_mass, rank_end, mass_end * total):
+                high, high_count = a, a_count
+            elif _keeps_more(b_count, b_mass, rank_end, mass_end * total):
+                high, high_count = b, b_count
+                low, low_count, low_mass = a, a_count, a_mass
+            elif _keeps_more(c_count, c_mass, rank_end, mass_end * total):
+                high, high_count = c, c_count
+                low, low_count, low_mass = b, b_count, b_mass
+            else:
+                low, low_count, low_mass = c, c_count, c_mass
+            middle = (low + high) * 0.5
+            going = (low_count > high_count + 1) & (middle > low) & (middle < high)
+        cut = low
+        if low_count > high_count + 1:
+            cut, cut_id = high, tl.full([], NUM_IDS, dtype=tl.int32)
+            first_id = tl.zeros([], dtype=tl.int32)
+            while low_count > high_count + 1:
+                middle_id = (first_id + cut_id) // 2
+                count, mass = _before(row, scale, top, cut, middle_id, NUM_IDS, BLOCK)
+                if _keeps_more(count, mass, rank_end, mass_end * total):
+                    first_id, high_count = middle_id, count
+                else:
+                    cut_id, low_count, low_mass = middle_id, count, mass
+    return cut, cut_id, low_mass
+
+
+@triton.jit
+def _keeps_more(counts, masses, rank_end, mass_end):
+    """Whether filters keep a token that has so many before it, of so much mass."""
+    by_rank = (rank_end < 1) | (counts < rank_end)
+    return (counts == 0) | (by_rank & (masses < mass_end))
+
+
+@triton.jit
+def _next_below(x):
+    """The largest float32 below x."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where(x > 0, bits - 1, tl.where(x < 0, bits + 1, -(2**31) + 1))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _above(row, scale, top, a, b, c, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
+    """Number of the scores above a, b and c, and their sums of exp(score - top)."""
+    a_counts = tl.zeros([BLOCK], dtype=tl.int32)
+    b_counts, c_counts = a_counts, a_counts
+    a_masses = tl.zeros([BLOCK], dtype=tl.float32)
+    b_masses, c_masses = a_masses, a_masses
+    for start in range(0, NUM_IDS, BLOCK):
+        ids = start + tl.arange(0, BLOCK)
+        scores = tl.load(row + ids, mask=ids < NUM_IDS, other=float("-inf")) * scale
+        masses = tl.exp(scores - top)
+        a_counts += (scores > a).to(tl.int32)
+        b_counts += (scores > b).to(tl.int32)
+        c_counts += (scores > c).to(tl.int32)
+        a_masses += tl.where(scores > a, masses, 0.0)
+        b_masses += tl.where(scores > b, masses, 0.0)
+        c_masses += tl.where(scores > c, masses, 0.0)
+    return (
+        tl.sum(a_counts, axis=0), tl.sum(b_counts, axis=0), tl.sum(c_counts, axis=0),
+        tl.sum(a_masses, axis=0), tl.sum(b_masses, axis=0), tl.sum(c_masses, axis=0),
+    )  # fmt: skip
 
 
 @triton.jit
 def _before(row, scale, top, cut, cut_id, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Number of the tokens before (cut, cut_id), and their sum of exp(score - top)."""
+    """The same of the tokens before (cut, cut_id): those of larger scores, then of smaller ids."""
     counts = tl.zeros([BLOCK], dtype=tl.int32)
     masses = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, NUM_IDS, BLOCK):

@@ -7,10 +7,12 @@ from collections import Counter
 from functools import partial
 
 import pytest
+import torch
 from scipy import stats
 
 from serve_spec import LLM
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
+from serve_spec.ops.rejection import DraftLogits
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
 
 METHODS = ["standard", "block"]
@@ -194,3 +196,16 @@ def test_lanes_keep_sampled_drafts_without_the_host(
     monkeypatch.setattr(worker.eager, "submit", lambda plan: pytest.fail("eager round"))
     outputs = llm.generate(*varied_requests())
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
+
+
+def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lower(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def create(*args: object) -> None:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(DraftLogits, "create", create)
+    with pytest.raises(MemoryError, match=r"num_steps=4, max_num_seqs=8: .* MiB.*coupled"):
+        llm_maker(pair, "cpu")(
+            "EAGLE3", STEPS, rejection_sample_method="block", execution="lanes", max_num_seqs=8
+        )

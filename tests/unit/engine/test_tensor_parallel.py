@@ -217,6 +217,37 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     llm.shutdown()
 
 
+@pytest.mark.parametrize("method", ["standard", "block"])
+def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
+    threads: None, make: MakeLLM, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On lanes; followers would lose all of them, and replace them by nonsense."""
+    reject = fast.reject_drafts
+
+    def reject_otherwise(*args: Any) -> Tensor:
+        kept = reject(*args)
+        if is_follower():
+            kept.zero_()
+            args[2].add_(1).remainder_(256)
+        return kept
+
+    monkeypatch.setattr(fast, "reject_drafts", reject_otherwise)
+    found = []
+    for size in (1, 2):
+        llm = make(
+            "EAGLE3",
+            3,
+            tensor_parallel_size=size,
+            execution="lanes",
+            rejection_sample_method=method,
+        )
+        monkeypatch.setattr(llm.engine, "_plan_ahead", lambda before: None)
+        found.append(texts(llm))
+        assert llm.engine.counters.num_correct_drafts > 0
+        llm.shutdown()
+    assert found[0] == found[1]
+
+
 def test_caches_are_as_large_as_the_rank_with_the_least_room_has_them(
     threads: None, make: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
