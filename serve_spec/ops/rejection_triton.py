@@ -130,8 +130,12 @@ def _law_kernel(
             if (rank_end > 0) | (mass_end < 1.0) | (share > 0):
                 if share > 0:
                     cut = tl.maximum(cut, top + tl.log(tl.maximum(share, 1e-30)))
-                # At 1 all are kept, whatever their sum is rounded to.
-                mass_end = tl.where(mass_end < 1.0, mass_end, 2.0)
+                if mass_end < 1.0:
+                    # All scores below this hold less than the filter takes away.
+                    mass_cut = top + tl.log((1.0 - mass_end) * total / NUM_IDS)
+                    cut = tl.maximum(cut, mass_cut)
+                else:  # all are kept, whatever their sum is rounded to
+                    mass_end = 2.0
                 cut, cut_id, total = _cut_of(
                     row, scale, top, total, cut, rank_end, mass_end, NUM_IDS, CUT_BLOCK
                 )
@@ -350,10 +354,9 @@ def _cut_of(
     if (_keeps_more(low_count, low_mass, rank_end, mass_end * total) == 0) & (
         tl.abs(top) < float("inf")
     ):
-        going = low_count > high_count + 1
-        while going:
-            quarter = (high - low) * 0.25
-            a, b, c = low + quarter, low + 2 * quarter, high - quarter
+        b = (low + high) * 0.5
+        while (low_count > high_count + 1) & (b > low) & (b < high):
+            a, c = (low + b) * 0.5, (b + high) * 0.5
             a_count, b_count, c_count, a_mass, b_mass, c_mass = _above(
                 row, scale, top, a, b, c, NUM_IDS, BLOCK
             )
@@ -367,13 +370,12 @@ def _cut_of(
                 low, low_count, low_mass = b, b_count, b_mass
             else:
                 low, low_count, low_mass = c, c_count, c_mass
-            middle = (low + high) * 0.5
-            going = (low_count > high_count + 1) & (middle > low) & (middle < high)
+            b = (low + high) * 0.5
         cut = low
         if low_count > high_count + 1:
             cut, cut_id = high, tl.full([], NUM_IDS, dtype=tl.int32)
             first_id = tl.zeros([], dtype=tl.int32)
-            while low_count > high_count + 1:
+            while (low_count > high_count + 1) & (cut_id > first_id + 1):
                 middle_id = (first_id + cut_id) // 2
                 count, mass = _before(row, scale, top, cut, middle_id, NUM_IDS, BLOCK)
                 if _keeps_more(count, mass, rank_end, mass_end * total):

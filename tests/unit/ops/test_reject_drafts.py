@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
@@ -190,8 +191,8 @@ def test_lanes_judge_as_the_host_does(
 @TWINS
 @METHODS
 def test_chains_end_before_a_draft_that_is_no_token(twin: Any, method: str) -> None:
-    made = Round.of([4] * 18, 4, noise=0.0)
-    for b in range(0, 18, 2):
+    made = Round.of([4] * 9, 4, noise=0.0)
+    for b in range(0, 9, 2):
         made.drafts[b, b % 4] = -1
         made.draft_logits[b, b % 4] = float("nan")
     expected = made.judged_by_the_host(method)
@@ -213,10 +214,10 @@ def test_where_filters_end_among_equal_scores_the_smallest_ids_are_left(
 @TWINS
 @METHODS
 def test_a_draft_that_is_the_target_is_kept_on_lanes_too(twin: Any, method: str) -> None:
-    made = Round.of([4] * 18, 4, noise=0.0)
+    made = Round.of([3] * 9, 3, noise=0.0)
     kept = [len(tokens) - 1 for tokens in made.judged_on_lanes(method, twin)]
     sampled = [n for n, p in zip(kept, made.params, strict=True) if not p.filters]
-    assert sampled == [4] * len(sampled)
+    assert sampled == [3] * len(sampled)
 
 
 @TWINS
@@ -243,3 +244,46 @@ def test_how_a_chain_is_judged_does_not_depend_on_the_others(twin: Any, method: 
         )  # fmt: skip
         assert alone.judged_on_lanes(method, twin, num_padding=0) == together[number : number + 1]
         first += rows
+
+
+@pytest.mark.parametrize("has_ties", [False, True])
+def test_laws_end_where_their_filters_do(has_ties: bool) -> None:
+    """Also at scores of 0, which no number halved gets to."""
+    rng, size, vocab = random.Random(1), 40, 700
+    params = [
+        SamplingParams(
+            temperature=rng.choice([0.3, 1.0, 2.0]),
+            top_k=rng.choice([0, 0, 1, 2, 50, 699]),
+            top_p=rng.choice([1.0, 1.0, 0.999, 0.9, 0.5, 0.01]),
+            min_p=rng.choice([0.0, 0.0, 0.05, 1.0]),
+        )
+        for _ in range(size)
+    ]
+    logits = torch.randn(2 * size, vocab, generator=torch.Generator().manual_seed(1)) * 3
+    logits = (logits.round() if has_ties else logits).to(DEVICE)
+    logits[5, 100:] = float("-inf")
+    on_device = draw_params(params, [0] * size, DEVICE)
+    starts = torch.arange(0, 2 * size + 1, 2, dtype=torch.int32, device=DEVICE)
+    lanes = torch.arange(size, dtype=torch.int32, device=DEVICE)
+    tops, totals, cuts = (torch.full((size, 3), float("nan"), device=DEVICE) for _ in range(3))
+    cut_ids = torch.zeros(size, 3, dtype=torch.int32, device=DEVICE)
+    rejection_triton._law_kernel[(3, size)](
+        *(tops, totals, cuts, cut_ids, logits, vocab, starts, lanes),
+        *(on_device.inverse_temperature, logits, lanes),
+        *(on_device.top_k, on_device.top_p, on_device.min_p),
+        DEPTH=1,
+        NUM_IDS=vocab,
+        NUM_DRAFT_IDS=vocab,
+        BLOCK=256,
+        CUT_BLOCK=256,
+        DEPENDENT=False,
+    )
+    rows = on_device.of(lanes.repeat_interleave(2))
+    scores = draw.tempered(logits, rows.inverse_temperature)
+    ids = torch.arange(vocab, device=DEVICE)
+    cut, cut_id = cuts[:, :2].reshape(-1, 1), cut_ids[:, :2].reshape(-1, 1)
+    kept = (scores > cut) | ((scores == cut) & (ids < cut_id))
+    likely = scores.softmax(dim=1) > 0
+    assert torch.equal(kept & likely, draw.survivors(scores, rows) & likely)
+    masses = (scores - scores.amax(dim=1, keepdim=True)).exp() * kept
+    torch.testing.assert_close(totals[:, :2].flatten(), masses.sum(dim=1))
