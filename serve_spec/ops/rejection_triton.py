@@ -1,10 +1,10 @@
 """Rejection of sampled drafts where logits lie: four launches, five for blocks, whatever the batch.
 
-Each law is swept once for its largest score and its sum, a filtered one a few times more, to find
-where its tokens end: every filter keeps a prefix of the tokens in order of likelihood, so a law is
-four numbers beside its logits, and no probabilities are ever written. Blocks sweep both laws of
-every row but the first once more, and the row that a draft is lost at is swept for what takes its
-place. Rows that do not draft, or are greedy, cost a look.
+Each law is swept once for its largest score and its sum, and a filtered one some ten times more,
+to find where its tokens end: every filter keeps a prefix of the tokens in order of likelihood, so a
+law is four numbers beside its logits, and no probabilities are ever written. Blocks sweep both laws
+of every row but the first once more, and the row that a draft is lost at is swept for what takes
+its place. Rows that do not draft, or are greedy, cost a look.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
