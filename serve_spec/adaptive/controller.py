@@ -204,7 +204,7 @@ class AdaptiveController:
         costs: CostTable | None = None,
         say: Callable[[str], None] = lambda warning: None,
     ) -> None:
-        self._settings = settings
+        self._configured = self._settings = settings
         self._costs = costs
         self._say = say
         self._accept_rates: Sequence[float] | None = None
@@ -326,10 +326,14 @@ class AdaptiveController:
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
         """Replaces the policy between rounds; counts survive, averages start anew.
 
-        Keys: speculative_adaptive, speculative_adaptive_strategy, speculative_num_steps and
-        speculative_num_draft_tokens (of the static strategy: without the latter a chain, unless the
-        number of steps stays), speculative_adaptive_config (a mapping or its file),
-        min_dwell_rounds. The new policy starts at the tier of now.
+        What is left out is as configured, whatever earlier changes said: an engine that starts
+        later and is told the same does the same.
+
+        Keys: speculative_adaptive, speculative_adaptive_strategy, speculative_per_sequence,
+        speculative_num_steps and speculative_num_draft_tokens (of the static strategy: without the
+        latter a chain, unless the number of steps is the configured one),
+        speculative_adaptive_config (a mapping or its file), min_dwell_rounds. The new policy starts
+        at the tier of now.
 
         Raises:
             ConfigError: unknown or invalid, or a tier the worker did not build; nothing changed.
@@ -350,12 +354,13 @@ class AdaptiveController:
         }
         if "speculative_adaptive_config" in given:
             changes["slots"] = None if source is None else load_slots(source)
-        num_steps = given.get("speculative_num_steps", self._settings.num_steps)
+        configured = self._configured
+        num_steps = given.get("speculative_num_steps", configured.num_steps)
         if (rows := given.get("speculative_num_draft_tokens")) is not None:
             changes["static_tree"] = TreeShape(num_steps, rows - 1)
-        elif "speculative_num_draft_tokens" in given or num_steps != self._settings.num_steps:
+        elif "speculative_num_draft_tokens" in given or num_steps != configured.num_steps:
             changes["static_tree"] = None
-        wanted = replace(self._settings, **changes)
+        wanted = replace(configured, **changes)
         start = wanted.num_steps if self._active_steps is None else self._active_steps
         policy = wanted.build(start, self._costs, self._accept_rates)
         if wanted.adaptive and self._candidate_steps == (0,):

@@ -357,7 +357,7 @@ def _in_range(value: object, low: float, high: float) -> bool:
 
 
 class PolicyUpdate(StrictModel):
-    """What may change while the engine runs. Keys left out keep their present value."""
+    """What may change while the engine runs. Keys left out are as configured."""
 
     speculative_adaptive: bool = Field(True, description="Whether the number of steps adapts.")
     speculative_adaptive_strategy: Strategy = Field(

@@ -62,6 +62,8 @@ class EngineReplica:
         self._loop = _import(engine_loop)(config, **_followers(config))
         self._outboxes: dict[Outbox, str] = {}
         self._told: dict[str, float] = {}
+        self._has_started = False
+        self._refused_user_config: str | None = None
         self._telemetry = ReplicaTelemetry(context, self._loop)
         start_warm(config, self._loop, self._stats)
         tasks = asyncio.get_running_loop()
@@ -98,10 +100,18 @@ class EngineReplica:
     async def check_health(self) -> None:
         """Raises when the engine thread is dead or stuck; Serve then replaces this replica."""
         self._loop.check_health()
+        self._has_started = True  # Serve asks for the first time at the end of the start
 
     async def snapshot(self) -> dict[str, object]:
-        """The engine's state and whose it is."""
-        return {**self._loop.snapshot(), **self._identity, "replica": self._name}
+        """The engine's state and whose it is; `refused_user_config`: why the newest one is not in
+        force, or None.
+        """
+        return {
+            **self._loop.snapshot(),
+            **self._identity,
+            "refused_user_config": self._refused_user_config,
+            "replica": self._name,
+        }
 
     def record_routing_stats(self) -> dict[str, object]:
         """What `routing_policy` weighs; Serve collects it every `routing_stats_period_s`."""
@@ -128,10 +138,21 @@ class EngineReplica:
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Changes policy knobs of the running engine (`user_config` of the deployment).
 
+        Wrong ones change nothing, and that is said. It is no error, for then Serve would take this
+        replica down, its streams with it, and start one that refuses them, too.
+
         Raises:
-            ValueError: the settings are invalid; nothing changed.
+            ValueError: the settings are wrong, and this replica is yet to start.
         """
-        await asyncio.to_thread(self._loop.reconfigure, user_config)
+        try:
+            await asyncio.to_thread(self._loop.reconfigure, user_config)
+        except ValueError as error:
+            if not self._has_started:
+                raise
+            self._refused_user_config = str(error)
+            logger.error("user_config refused, the one before stays in force: %s", error)
+        else:
+            self._refused_user_config = None
 
     def __del__(self) -> None:
         """Serve's farewell, after the last request has ended."""

@@ -18,7 +18,7 @@ import os
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.metrics import MetricsSink
@@ -150,6 +150,8 @@ class FakeLoop:
             raise RuntimeError("told to be sick")
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
+        if "typo" in settings:
+            raise ConfigError("typo: unknown key")
         self.knobs = dict(settings)
 
     def report_to(self, metrics: MetricsSink) -> None:

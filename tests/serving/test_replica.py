@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import pytest
 
 from serve_spec.adaptive import PolicySettings
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
@@ -210,6 +210,23 @@ def test_health_is_the_engine_s_health_and_knobs_reach_the_engine(run: Any) -> N
         await replica.reconfigure({"sick": True})
         with pytest.raises(RuntimeError, match="sick"):
             await replica.check_health()
+
+    run(scenario)
+
+
+def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(run: Any) -> None:
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        with pytest.raises(ConfigError, match="typo: unknown key"):
+            await replica.reconfigure({"typo": True})
+        await replica.reconfigure({"min_dwell_rounds": 3})
+        await replica.check_health()
+        await replica.reconfigure({"typo": True})
+        assert loop.knobs == {"min_dwell_rounds": 3}
+        assert (await replica.snapshot())["refused_user_config"] == "typo: unknown key"
+        await replica.check_health()
+        await replica.reconfigure({"min_dwell_rounds": 4})
+        assert loop.knobs == {"min_dwell_rounds": 4}
+        assert (await replica.snapshot())["refused_user_config"] is None
 
     run(scenario)
 

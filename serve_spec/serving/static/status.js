@@ -174,6 +174,11 @@ function showTable(id, columns, rows) {
   }));
 }
 
+function lastDecision(r) {
+  const refused = r.refused_user_config ? ` (refused: ${r.refused_user_config})` : "";
+  return (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : "") + refused;
+}
+
 function showReplicas(replicas) {
   const columns = ["replica", "strategy", "tier", "batch", "running", "waiting", "free pages",
     "tokens per row", "speedup", "last decision", "heard of"];
@@ -182,7 +187,7 @@ function showReplicas(replicas) {
     cells: [nameOf(r), r.strategy ?? "–", shown(r.speculative_num_steps), shown(r.batch_size),
       shown(r.num_running), shown(r.num_waiting), shown(r.kv?.free_pages),
       shown(r.avg_spec_accept_length, 2), shown(r.speculation?.effective_speedup, 2),
-      (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : ""), `${shown(r.age_s, 1)} s ago`],
+      lastDecision(r), `${shown(r.age_s, 1)} s ago`],
   })));
 }
 

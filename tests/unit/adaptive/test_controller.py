@@ -315,10 +315,25 @@ def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
     made.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 3})
     assert {play(made, 2, everything) for _ in range(30)} == {3}
     assert made.snapshot()["switches"] == {"gain": 1, "reconfigured": 1}
-    made.reconfigure({"speculative_adaptive_strategy": "ema", "min_dwell_rounds": 0})
-    assert slot(made, "1")["candidate_steps"] == [3, 7], "keys left out keep their value"
     made.reconfigure({"speculative_adaptive_config": None})
     assert slot(made, "32")["candidate_steps"] == [1]
+
+
+def test_a_live_change_is_to_the_configuration_whatever_was_said_before() -> None:
+    """A replica that starts later must do what those do that went through every change."""
+    changes: list[dict[str, Any]] = [
+        {"speculative_adaptive": False, "speculative_num_steps": 7},
+        {"speculative_adaptive_config": {"candidate_steps": [3, 7]}},
+        {"min_dwell_rounds": 40},
+        {},
+    ]
+    made = controller(TWO_SLOTS)
+    for change in changes:
+        newcomer = controller(TWO_SLOTS)
+        made.reconfigure(change)
+        newcomer.reconfigure(change)
+        assert made._settings == newcomer._settings
+    assert made._settings == controller(TWO_SLOTS)._settings
 
 
 def test_a_live_change_to_zero_steps_is_always_possible() -> None:
