@@ -120,7 +120,8 @@ def _part(index: int, part: object) -> str:
     kind = part.get("type") if isinstance(part, dict) else None
     if isinstance(kind, str) and kind != "text":
         raise ValueError(f"part {index} is of type {kind[:40]!r}, but this model reads text alone")
-    if not isinstance(part, dict) or set(part) != {"type", "text"} or kind != "text":
+    marked = {"type", "text", "prompt_cache_breakpoint"}
+    if not isinstance(part, dict) or not {"type", "text"} <= set(part) <= marked:
         raise ValueError(f'part {index} is not {{"type": "text", "text": ...}}')
     if not isinstance(part["text"], str):
         raise ValueError(f"text of part {index} is not a text")

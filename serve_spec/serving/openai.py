@@ -26,6 +26,7 @@ from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.grammar_fields import grammar_of
+from serve_spec.serving.unavailable import Unavailable
 
 MAX_CHOICES_PER_PROMPT = 128
 
@@ -78,6 +79,9 @@ class TextPart(_Closed):
 
     type: Literal["text"]
     text: Text
+    prompt_cache_breakpoint: dict[str, Any] | None = Field(
+        None, description="Accepted and ignored: any beginning is found again."
+    )
 
 
 _TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
@@ -118,6 +122,9 @@ class StreamOptions(_Closed):
     """`stream_options` of the OpenAI API."""
 
     include_usage: bool = Field(False, description="Send a last chunk that holds `usage`.")
+    include_obfuscation: Literal[False] | None = Field(
+        None, description="Only false works: chunks are as long as what they say."
+    )
 
 
 class SpeculativeRequest(_Closed):
@@ -136,37 +143,10 @@ class ResponseFormat(_Closed):
     )
 
 
-class _Unavailable:
-    """A field that this version can not honour: the values that ask for nothing, and a way out."""
-
-    def __init__(self, *neutral: object, instead: str = "") -> None:
-        self._neutral = neutral
-        shown = " or ".join(_shown(value) for value in (neutral or (None,)))
-        self._fix = f"not available in this version; leave it out or use {shown}"
-        if instead:
-            self._fix = f"{self._fix}; {instead}"
-
-    def check(self, name: str, value: object) -> None:
-        """Raises InvalidRequest unless `value` asks for nothing."""
-        if value is not None and value not in self._neutral:
-            raise InvalidRequest(name, _summary(value), self._fix)
-
-
-def _shown(value: object) -> str:
-    return {"None": "null", "True": "true", "False": "false"}.get(repr(value), repr(value))
-
-
-def _summary(value: object) -> object:
-    """Of a value that may be long or deep, its kind."""
-    if isinstance(value, list | dict):
-        return f"<{type(value).__name__} of {len(value)}>"
-    return value[:80] if isinstance(value, str) else value
-
-
 class _Request(_Closed):
     """What both endpoints take. Null means the default, as everywhere in the OpenAI API."""
 
-    unavailable: ClassVar[Mapping[str, _Unavailable]] = {}
+    unavailable: ClassVar[Mapping[str, Unavailable]] = {}
 
     model: Name | None = Field(None, description="Served model name; may be left out.")
     temperature: float | None = Field(None, description="Default 1; 0 is greedy.")
@@ -303,8 +283,8 @@ class _Request(_Closed):
 class CompletionRequest(_Request):
     """Body of POST /v1/completions."""
 
-    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
-        "suffix": _Unavailable("", instead="no format for filling a gap is known of this model"),
+    unavailable: ClassVar[Mapping[str, Unavailable]] = {
+        "suffix": Unavailable("", instead="no format for filling a gap is known of this model"),
     }
 
     prompt: Prompts = Field(
@@ -354,11 +334,11 @@ class CompletionRequest(_Request):
 class ChatMessage(_Closed):
     """One message. What a client sends back of an earlier answer is accepted where it is empty."""
 
-    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
-        "audio": _Unavailable(),
-        "function_call": _Unavailable(),
-        "refusal": _Unavailable(),
-        "tool_calls": _Unavailable([]),
+    unavailable: ClassVar[Mapping[str, Unavailable]] = {
+        "audio": Unavailable(),
+        "function_call": Unavailable(),
+        "refusal": Unavailable(),
+        "tool_calls": Unavailable([]),
     }
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -378,19 +358,20 @@ _NO_TOOLS = "describe the tools in a message and read the calls out of the text"
 class ChatRequest(_Request):
     """Body of POST /v1/chat/completions."""
 
-    unavailable: ClassVar[Mapping[str, _Unavailable]] = {
-        "audio": _Unavailable(),
-        "function_call": _Unavailable("none", "auto", instead=_NO_TOOLS),
-        "functions": _Unavailable([], instead=_NO_TOOLS),
-        "modalities": _Unavailable(["text"]),
-        "prediction": _Unavailable(),
-        "reasoning_effort": _Unavailable(
+    unavailable: ClassVar[Mapping[str, Unavailable]] = {
+        "audio": Unavailable(),
+        "function_call": Unavailable("none", "auto", instead=_NO_TOOLS),
+        "functions": Unavailable([], instead=_NO_TOOLS),
+        "modalities": Unavailable(["text"]),
+        "moderation": Unavailable(),
+        "prediction": Unavailable(),
+        "reasoning_effort": Unavailable(
             "none", instead="a template that knows effort takes it in chat_template_kwargs"
         ),
-        "tool_choice": _Unavailable("none", "auto", instead=_NO_TOOLS),
-        "tools": _Unavailable([], instead=_NO_TOOLS),
-        "verbosity": _Unavailable("medium"),
-        "web_search_options": _Unavailable(),
+        "tool_choice": Unavailable("none", "auto", instead=_NO_TOOLS),
+        "tools": Unavailable([], instead=_NO_TOOLS),
+        "verbosity": Unavailable("medium"),
+        "web_search_options": Unavailable(),
     }
 
     messages: list[ChatMessage] = Field(
@@ -420,6 +401,8 @@ class ChatRequest(_Request):
 
     parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
     prompt_cache_key: Text | None = Field(None, description="Accepted and ignored.")
+    prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
+    prompt_cache_retention: Text | None = Field(None, description="Accepted and ignored.")
     safety_identifier: Text | None = Field(None, description="Accepted and ignored.")
     service_tier: Text | None = Field(None, description="Accepted and ignored.")
     store: bool | None = Field(None, description="Accepted and ignored: nothing is stored.")
@@ -430,6 +413,7 @@ class ChatRequest(_Request):
     )
     functions: list[Any] | None = Field(None, description="Only [] works.")
     modalities: list[Any] | None = Field(None, description='Only ["text"] works.')
+    moderation: dict[str, Any] | None = Field(None, description="Only null works.")
     prediction: dict[str, Any] | None = Field(None, description="Only null works.")
     reasoning_effort: Text | None = Field(None, description='Only "none" works.')
     tool_choice: Text | dict[str, Any] | None = Field(

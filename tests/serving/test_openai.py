@@ -4,22 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
 import pytest
-from pydantic import ValidationError
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionDeveloperMessageParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionSystemMessageParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import completion_create_params as chat_params
+from pydantic import BaseModel, ValidationError
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS, Grammar
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving.openai import (
     MAX_CHOICES_PER_PROMPT,
+    ChatMessage,
     ChatRequest,
     CompletionRequest,
+    StreamOptions,
+    TextPart,
     invalid_body,
 )
 
 USER = {"role": "user", "content": "a"}
+TEXT_PART = {"type": "text", "text": "a"}
 
 
 def parse(**body: Any) -> CompletionRequest:
@@ -135,7 +149,10 @@ NEUTRAL_CHAT = {
     "functions": [],
     "logprobs": False,
     "modalities": ["text"],
+    "moderation": None,
     "parallel_tool_calls": True,
+    "prompt_cache_options": {"mode": "explicit"},
+    "prompt_cache_retention": "24h",
     "reasoning_effort": "none",
     "response_format": {"type": "text"},
     "service_tier": "auto",
@@ -144,6 +161,32 @@ NEUTRAL_CHAT = {
     "tools": [],
     "top_logprobs": 0,
 }
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        (completion_create_params.CompletionCreateParamsStreaming, CompletionRequest),
+        (chat_params.CompletionCreateParamsStreaming, ChatRequest),
+        (ChatCompletionStreamOptionsParam, StreamOptions),
+        (ChatCompletionContentPartTextParam, TextPart),
+        (ChatCompletionSystemMessageParam, ChatMessage),
+        (ChatCompletionDeveloperMessageParam, ChatMessage),
+        (ChatCompletionUserMessageParam, ChatMessage),
+        (ChatCompletionAssistantMessageParam, ChatMessage),
+    ],
+)
+def test_every_field_that_the_official_client_can_send_is_known(
+    theirs: type, ours: type[BaseModel]
+) -> None:
+    """Known is not honoured: but what is not is refused with a reason, not as a misspelling."""
+    assert set(get_type_hints(theirs)) <= set(ours.model_fields)
+
+
+def test_a_stream_is_not_said_to_be_obfuscated() -> None:
+    assert chat(stream=True, stream_options={"include_obfuscation": False}).sampling_params()
+    asked = refusal(chat, stream=True, stream_options={"include_obfuscation": True})
+    assert asked["param"] == "stream_options.include_obfuscation"
 
 
 def test_fields_that_are_not_available_are_taken_at_their_neutral_value() -> None:
@@ -173,6 +216,7 @@ def test_fields_that_are_not_available_are_refused_at_any_other_value(
         ("function_call", {"name": "f"}),
         ("functions", [{"name": "f"}]),
         ("modalities", ["text", "audio"]),
+        ("moderation", {"model": "omni-moderation-latest"}),
         ("prediction", {"type": "content", "content": "a"}),
         ("reasoning_effort", "high"),
         ("tool_choice", "required"),
@@ -384,6 +428,7 @@ def test_stop_is_one_text_or_a_few() -> None:
         ("a", "a"),
         ("", ""),
         ([{"type": "text", "text": "a"}], "a"),
+        ([{"type": "text", "text": "a", "prompt_cache_breakpoint": {"mode": "explicit"}}], "a"),
         ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "a\nb"),
     ],
     ids=repr,
@@ -400,6 +445,11 @@ def test_content_is_a_text_or_parts_of_text(content: object, meant: str) -> None
         ({"role": "user", "content": []}, "messages.1.content"),
         ({"role": "user", "content": ["a"]}, "messages.1.content"),
         ({"role": "user", "content": [{"type": "text"}]}, "messages.1.content"),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "a", "b": 1}]},
+            "messages.1.content",
+        ),
+        ({"role": "user", "content": [{"text": "a"}]}, "messages.1.content"),
         ({"role": "user", "content": [{"type": "text", "text": 1}]}, "messages.1.content"),
         ({"role": "user", "content": [{"type": "image_url"}]}, "messages.1.content"),
         ({"role": "user", "content": "a\ud800"}, "messages.1.content"),
