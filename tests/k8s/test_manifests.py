@@ -139,6 +139,29 @@ def test_every_pod_has_the_same_settings_of_ray_serve(
         assert {n: v for n, v in env.items() if n.startswith("RAY_SERVE_")} == wanted
 
 
+def test_where_serve_logs_in_json_so_does_everything_else(overlay: Overlay) -> None:
+    encoding = overlay.deploy_file["logging_config"].get("encoding", "TEXT")
+    for group in overlay.cluster.groups:
+        assert group.template.env.get("SERVE_SPEC_LOG_FORMAT", "text") == encoding.lower()
+
+
+def test_api_keys_come_from_a_secret_where_there_is_one(overlay: Overlay) -> None:
+    """In every pod: any of them may build the application."""
+    variables = [
+        entry
+        for group in overlay.cluster.groups
+        for entry in group.template.container.get("env", [])
+        if entry["name"] == "SERVE_SPEC_ROUTER__API_KEYS"
+    ]
+    if not overlay.of_kind("PodMonitor"):
+        assert not variables, "the demo asks nobody"
+        return
+    assert len(variables) == len(list(overlay.cluster.groups))
+    for variable in variables:
+        secret = variable["valueFrom"]["secretKeyRef"]
+        assert secret == {"name": "serve-spec-api-keys", "key": "keys", "optional": True}
+
+
 def test_the_probes_are_the_operators(overlay: Overlay) -> None:
     for group in overlay.cluster.groups:
         own = {key for key in group.template.container if key.endswith("Probe")}
