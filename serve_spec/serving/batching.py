@@ -4,6 +4,9 @@
     generate(request) ─┼─> Submission ─> replica ─> Items ──┼─> items of that request
     generate(request) ─┘                                    └─> items of that request
 
+Where there are several replicas, a batch is shared out first: all of it on one while another has
+nothing to do would take longer.
+
 Plain asyncio: how a submission reaches a replica is the `Transport`'s business. What is on its way
 is bounded: a request has at most `max_tokens` items, and the door bounds the requests.
 """
@@ -61,6 +64,8 @@ class _Mailbox:
 class Batcher:
     """Collects requests for `batch_wait_s` and hands them over, `max_batch_size` at most.
 
+    num_shares: how many submissions a batch may become, of sizes that differ by one at most; which
+    replica each goes to is decided elsewhere.
     group_of: requests of different groups do not travel together.
     """
 
@@ -71,12 +76,14 @@ class Batcher:
         *,
         batch_wait_s: float,
         max_batch_size: int,
+        num_shares: int = 1,
         group_of: Callable[[GenerateRequest], Hashable] = lambda request: None,
     ) -> None:
         self._transport = transport
         self._sender = sender
         self._batch_wait_s = batch_wait_s
         self._max_batch_size = max_batch_size
+        self._num_shares = num_shares
         self._group_of = group_of
         self._waiting: dict[Hashable, list[_Mailbox]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
@@ -147,6 +154,11 @@ class Batcher:
 
     def _submit(self, group: Hashable) -> None:
         mailboxes = self._stop_waiting(group)
+        num_shares = min(self._num_shares, len(mailboxes))
+        for share in range(num_shares):
+            self._hand_over(mailboxes[share::num_shares])
+
+    def _hand_over(self, mailboxes: list[_Mailbox]) -> None:
         self._submission_sizes.add(len(mailboxes))
         submission = Submission(self._sender, [mailbox.request for mailbox in mailboxes])
         courier = _Courier(self, self._transport, submission, mailboxes)

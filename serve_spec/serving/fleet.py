@@ -66,6 +66,7 @@ class RayFleet:
             sender,
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
+            num_shares=config.replica.num_replicas,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
 

@@ -139,6 +139,26 @@ def test_requests_wait_for_company_until_the_batch_is_full() -> None:
     run(scenario())
 
 
+@pytest.mark.parametrize(
+    ("names", "shares"),
+    [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])],
+)
+def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
+    names: str, shares: list[str]
+) -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=len(names), num_shares=3)
+        listeners = [Listener(door, named(name)) for name in names]
+        await settle()
+        assert wire.names() == [list(share) for share in shares]
+        assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)  # type: ignore[attr-defined]
+        for listener in listeners:
+            await listener.leave()
+
+    run(scenario())
+
+
 def test_nobody_waits_for_company_for_ever() -> None:
     async def scenario() -> None:
         wire = Wire()
