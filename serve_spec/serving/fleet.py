@@ -58,7 +58,7 @@ class RayFleet:
         self._cancel = handle.options(method_name="cancel")
         self._app_name = app_name
         self._stats_config = config.stats
-        self._stats = StatsClient(config.stats)
+        self._stats = StatsClient(config.stats, app_name)
         self._heard: dict[str, ReplicaRows] = {}
         router = config.router
         self._batcher = Batcher(

@@ -57,7 +57,7 @@ class EngineReplica:
             "pair": pair_name(config),
         }
         self._interval_s = config.stats.push_interval_s
-        self._stats = StatsClient(config.stats)
+        self._stats = StatsClient(config.stats, context.app_name)
         # Imported here: the engine pulls in torch, which router and builder do without.
         self._loop = _import(engine_loop)(config, **_followers(config))
         self._outboxes: dict[Outbox, str] = {}

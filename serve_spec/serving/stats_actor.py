@@ -1,4 +1,7 @@
-"""`SpecStats`: the one place that knows the whole fleet. Soft state, off the request path."""
+"""`SpecStats`: the one place that knows the whole fleet. Soft state, off the request path.
+
+A fleet is a Serve application: the actor lives in a Ray namespace of the application's name.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,6 @@ from serve_spec.serving.reports import Report
 
 logger = get_logger(__name__)
 
-NAMESPACE = "serve_spec"
 _ANSWER_WITHIN_S = 2.0
 _TAKEN_AT_ONCE = 64
 _STATUS_VALID_S = 1.0
@@ -93,10 +95,13 @@ class SpecStats:
 
 
 class StatsClient:
-    """Calls the actor, makes it where there is none, and finds it again after it was lost."""
+    """Calls the actor of an application, makes it where there is none, and finds it again after it
+    was lost.
+    """
 
-    def __init__(self, config: StatsConfig) -> None:
+    def __init__(self, config: StatsConfig, app_name: str) -> None:
         self._config = config
+        self._app_name = app_name
         self._actor: Any = None
 
     async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
@@ -132,7 +137,7 @@ class StatsClient:
         Blocks, for two seconds at most: for a replica that has yet to load its models.
         """
         try:
-            actor: Any = ray.get_actor(self._config.actor_name, namespace=NAMESPACE)
+            actor: Any = ray.get_actor(self._config.actor_name, self._app_name)
             answer = actor.prior.remote(pair, max_steps)
             # Not `ray.get`, which warns where an event loop runs.
             prior: list[float] | None = answer.future().result(_ANSWER_WITHIN_S)
@@ -151,18 +156,18 @@ class StatsClient:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 if self._actor is None:
                     # Asks Ray's control service, which blocks: not on the event loop.
-                    self._actor = await asyncio.to_thread(_connect, self._config)
+                    self._actor = await asyncio.to_thread(_connect, self._config, self._app_name)
                 return await getattr(self._actor, method).remote(*args)
         except (RayError, TimeoutError, ValueError) as error:
             self._actor = None
             raise StatsUnavailable(f"{self._config.actor_name}: {error!r}") from error
 
 
-def actor_options(config: StatsConfig) -> dict[str, Any]:
+def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
     """How Ray is to run the actor."""
     return {
         "name": config.actor_name,
-        "namespace": NAMESPACE,
+        "namespace": app_name,
         "get_if_exists": True,
         "lifetime": "detached",
         "max_restarts": -1,
@@ -174,6 +179,6 @@ def actor_options(config: StatsConfig) -> dict[str, Any]:
     }
 
 
-def _connect(config: StatsConfig) -> Any:
-    actor = ray.remote(SpecStats).options(**actor_options(config))
+def _connect(config: StatsConfig, app_name: str) -> Any:
+    actor = ray.remote(SpecStats).options(**actor_options(config, app_name))
     return actor.remote(config.stale_after_s, config.history_s)

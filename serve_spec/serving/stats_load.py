@@ -129,7 +129,7 @@ def _fleet(num_replicas: int) -> Iterator[tuple[Any, Any, Any]]:
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     try:
         config = StatsConfig()
-        options = actor_options(config)
+        options = actor_options(config, "load")
         measured: Any = ray.remote(_Measured).options(**options)
         idle: Any = ray.remote(_Idle).options(**{**options, "name": "Idle"})
         pushers: Any = ray.remote(_Pushers)

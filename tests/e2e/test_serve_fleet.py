@@ -46,9 +46,7 @@ def url(settings: dict[str, Any], offline: object) -> Iterator[str]:
 def stats_actor() -> Any:
     import ray
 
-    from serve_spec.serving.stats_actor import NAMESPACE
-
-    return ray.get_actor("SpecStats", namespace=NAMESPACE)
+    return ray.get_actor("SpecStats", namespace="fleet")
 
 
 def stats_pid() -> int | None:

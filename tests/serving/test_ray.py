@@ -41,6 +41,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "health_check_period_s": 1.0,
             "graceful_shutdown_timeout_s": 0.0,
         }
+        serve.run(build_app(args), name="other", route_prefix="/other")
         serve.run(build_app(args), name="fake", route_prefix="/")
         yield url
 
@@ -232,14 +233,22 @@ def test_server_info_sums_the_fleet(client: httpx.Client) -> None:
     assert found["internal_states"][0]["stale"] is False
 
 
+def test_another_application_on_the_cluster_is_another_fleet(client: httpx.Client) -> None:
+    def replicas(path: str) -> set[str]:
+        states = client.get(path).raise_for_status().json()["internal_states"]
+        return {state["replica"] for state in states}
+
+    (other,) = eventually(lambda: replicas("/other/server_info"), bool)
+    (ours,) = eventually(lambda: replicas("/server_info"), bool)
+    assert ours != other
+
+
 def test_losing_the_stats_actor_costs_nothing_but_its_memory(client: httpx.Client) -> None:
     import ray
 
-    from serve_spec.serving.stats_actor import NAMESPACE
-
     def actor() -> Any:
         try:
-            return ray.get_actor("SpecStats", namespace=NAMESPACE)
+            return ray.get_actor("SpecStats", namespace="fake")
         except ValueError:
             return None
 

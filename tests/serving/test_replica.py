@@ -38,7 +38,7 @@ class DeafStats:
     reports = 0
     known: ClassVar[list[float] | None] = None
 
-    def __init__(self, config: object) -> None:
+    def __init__(self, config: object, app_name: str) -> None:
         self.forgotten: list[str] = []
 
     async def report(self, name: str, snapshot: dict[str, Any]) -> None:
