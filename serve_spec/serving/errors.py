@@ -42,6 +42,8 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Headers that belong to this error."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 

@@ -295,8 +295,9 @@ class TestApiKeys:
         self, server: Server, path: str, value: str
     ) -> None:
         headers = {"authorization": value} if value else {}
-        error = error_of(server.ask("GET", path, headers=headers), 401)
-        assert error["code"] == "invalid_api_key"
+        answer = server.ask("GET", path, headers=headers)
+        assert error_of(answer, 401)["code"] == "invalid_api_key"
+        assert answer.headers["www-authenticate"] == "Bearer"
         assert server.ask("GET", "/health", headers=headers).status_code == 200
 
     def test_health_stays_open_below_a_route_prefix(self, server: Server) -> None:
