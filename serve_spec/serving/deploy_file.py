@@ -10,9 +10,12 @@ from ray.serve.schema import ServeDeploySchema
 
 from serve_spec.config import ConfigError
 from serve_spec.config.base import parse_yaml, read_text, unknown_key
+from serve_spec.config.speculative import parse_update
 
 APP_IMPORT_PATH = "serve_spec.serving:build_app"
 APP_NAME = "serve_spec"
+ENGINES = "EngineReplica"
+"""The deployment that takes policy settings as `user_config`."""
 
 
 def read_deployment(file: Path) -> dict[str, Any]:
@@ -39,10 +42,10 @@ def read_deployment(file: Path) -> dict[str, Any]:
 
 
 def check_deployment(given: Mapping[str, Any]) -> None:
-    """Judges a Serve configuration by Ray's schema, and by its keys.
+    """Judges a Serve configuration by Ray's schema, by its keys, and by our `user_config`.
 
     Raises:
-        ConfigError: unknown keys, all of them; or what Ray's schema says.
+        ConfigError: unknown keys, all of them; or what Ray's schema says; or wrong policy settings.
     """
     unknown = list(_unknown_keys(ServeDeploySchema, given, ""))
     if unknown:
@@ -51,6 +54,21 @@ def check_deployment(given: Mapping[str, Any]) -> None:
         ServeDeploySchema.model_validate(given)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    for place, settings in _policy_settings(given):
+        try:
+            parse_update(settings)
+        except ConfigError as error:
+            raise ConfigError(*(f"{place}: {problem}" for problem in error.problems)) from None
+
+
+def _policy_settings(given: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, object]]]:
+    """Every `user_config` of our engines, and where it stands."""
+    for i, app in enumerate(given["applications"]):
+        deployments = app.get("deployments", []) if app["import_path"] == APP_IMPORT_PATH else []
+        for j, deployment in enumerate(deployments):
+            settings = deployment.get("user_config")
+            if deployment["name"] == ENGINES and settings is not None:
+                yield f"applications.{i}.deployments.{j}.user_config", settings
 
 
 def _unknown_keys(model: Any, given: object, place: str) -> Iterator[str]:

@@ -67,6 +67,17 @@ def test_every_misspelt_key_is_reported_at_once(tiny: dict[str, Any]) -> None:
     assert len(caught.value.problems) == 2
 
 
+def test_policy_settings_are_judged_before_anything_starts(tiny: dict[str, Any]) -> None:
+    engines: dict[str, Any] = {"name": "EngineReplica", "user_config": {"min_dwell_rounds": 4}}
+    tiny["applications"][0]["deployments"] = [{"name": "Router", "num_replicas": 2}, engines]
+    check_deployment(tiny)
+    engines["user_config"] = {"min_dwell_round": 4}
+    with pytest.raises(ConfigError, match=r"deployments\.1\.user_config: .*mean min_dwell_rounds"):
+        check_deployment(tiny)
+    tiny["applications"][0]["import_path"] = "of.somebody:else"
+    check_deployment(tiny)
+
+
 def test_a_wrong_value_is_refused_in_ray_s_words(tiny: dict[str, Any]) -> None:
     tiny["http_options"]["port"] = "many"
     with pytest.raises(ConfigError, match="port"):
