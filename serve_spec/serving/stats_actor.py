@@ -1,14 +1,16 @@
 """`SpecStats`: the one place that knows the whole fleet. Soft state, off the request path.
 
-A fleet is a Serve application: the actor lives in a Ray namespace of the application's name.
+A fleet is a Serve application: the actor lives in a Ray namespace of the application's name. No
+deployment owns it, so it outlives replicas and routers, and ends by itself when they stay away.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -37,19 +39,28 @@ class SpecStats:
 
     Reports are taken many at a time, as soon as enough have come or somebody asks: between two of
     Ray's calls the host's caches are cold, and the same lines take several times as long.
+
+    end: called, from another thread, once nothing has been reported for `history_s`.
     """
 
-    def __init__(self, stale_after_s: float, history_s: float) -> None:
+    def __init__(
+        self, stale_after_s: float, history_s: float, end: Callable[[], None] | None = None
+    ) -> None:
         self._known = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
+        self._history_s = history_s
+        self._reported_s = time.time()
         self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
         self._waiting: list[tuple[bytes, float]] = []
         self._interval_s = 0.0
         self._status: dict[str, object] = {}
         self._status_until = float("-inf")
+        if end is not None:
+            threading.Thread(target=self._end_alone, args=(end,), daemon=True).start()
 
     def report(self, packed: bytes) -> float:
         """Takes a `Report`; says how many seconds its replica should wait at least."""
-        self._waiting.append((packed, time.time()))
+        self._reported_s = time.time()
+        self._waiting.append((packed, self._reported_s))
         if len(self._waiting) >= _TAKEN_AT_ONCE:
             self._take_waiting()
         return self._interval_s
@@ -82,6 +93,11 @@ class SpecStats:
         """With everything that has arrived."""
         self._take_waiting()
         return self._known
+
+    def _end_alone(self, end: Callable[[], None]) -> None:
+        while (left_s := self._reported_s + self._history_s - time.time()) > 0:
+            time.sleep(left_s)
+        end()
 
     def _take_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -181,4 +197,8 @@ def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
 
 def _connect(config: StatsConfig, app_name: str) -> Any:
     actor = ray.remote(SpecStats).options(**actor_options(config, app_name))
-    return actor.remote(config.stale_after_s, config.history_s)
+    return actor.remote(config.stale_after_s, config.history_s, _end_this_actor)
+
+
+def _end_this_actor() -> None:
+    ray.kill(ray.get_runtime_context().current_actor, no_restart=True)

@@ -41,7 +41,8 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "health_check_period_s": 1.0,
             "graceful_shutdown_timeout_s": 0.0,
         }
-        serve.run(build_app(args), name="other", route_prefix="/other")
+        other = build_app({**args, "history_s": 2.0})
+        serve.run(other, name="other", route_prefix="/other")
         serve.run(build_app(args), name="fake", route_prefix="/")
         yield url
 
@@ -294,6 +295,19 @@ def test_a_client_that_leaves_ends_all_its_choices(client: httpx.Client) -> None
 
 def text_of(line: str) -> str:
     return str(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
+
+
+def test_of_an_application_that_is_taken_down_nothing_is_left(url: str) -> None:
+    from ray import serve
+    from ray.util import list_named_actors
+
+    def left() -> list[Any]:
+        actors = list_named_actors(all_namespaces=True)
+        return [a for a in actors if a["namespace"] == "other" or "other#" in a["name"]]
+
+    assert left()
+    serve.delete("other")
+    eventually(left, lambda actors: not actors)
 
 
 def test_the_builder_is_found_under_the_documented_import_path() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ class Clocks:
 
     def __init__(self) -> None:
         self.now_s, self.used_s, self.work_s = 1000.0, 0.0, 0.0
+        self.sleep: Callable[[float], None]
 
     def time(self) -> float:
         return self.now_s
@@ -96,6 +99,26 @@ def test_a_goodbye_comes_after_the_reports_before_it(clocks: Clocks) -> None:
     report(actor, "a", batch_size=3)
     actor.forget("a")
     assert batch_size(actor.view()) == 0
+
+
+def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks: Clocks) -> None:
+    actors: list[SpecStats] = []
+    has_begun, has_ended = threading.Event(), threading.Event()
+    slept: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        assert has_begun.wait(60)
+        clocks.now_s += seconds / 2
+        if len(slept) < 2:
+            report(actors[0], "a")
+        clocks.now_s += seconds / 2
+        slept.append(seconds)
+
+    clocks.sleep = sleep
+    actors.append(SpecStats(stale_after_s=15, history_s=60, end=has_ended.set))
+    has_begun.set()
+    assert has_ended.wait(60)
+    assert slept == [60, 30, 45], "two reports came in between"
 
 
 def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks: Clocks) -> None:
