@@ -20,6 +20,7 @@ from serve_spec.serving.answers import Answer, AnswerFormat, Usage, usage
 from serve_spec.serving.choices import interleaved
 from serve_spec.serving.errors import (
     ApiError,
+    defect,
     engine_failed,
     queue_full,
     refused,
@@ -294,6 +295,9 @@ async def stream_frames(
     except ApiError as error:
         logger.warning("request %s (%s) broke off: %s", form.head.id, trace_id, error.message)
         yield sse.frame(error.body())
+    except Exception as error:
+        logger.exception("request %s (%s) broke off", form.head.id, trace_id)
+        yield sse.frame(defect(error).body())
 
 
 def _without_tokens(delta: TokenDelta) -> TokenDelta:

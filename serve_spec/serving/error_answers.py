@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.log import get_logger
-from serve_spec.serving.errors import ApiError, refused
+from serve_spec.serving.errors import ApiError, defect, refused
 from serve_spec.serving.openai import ChatRequest, CompletionRequest, invalid_body
 
 logger = get_logger(__name__)
@@ -65,8 +65,9 @@ def add_error_answers(api: FastAPI) -> None:
 
     @api.exception_handler(Exception)
     async def bug(request: Request, error: Exception) -> Response:
-        message = f"Internal error ({type(error).__name__}); see the server's log"
-        return error_answer(ApiError(500, message, kind="server_error"))
+        # Serve, to which it is raised, logs where it came from.
+        logger.error("request %s: 500 %r", trace_id(request), error)
+        return error_answer(defect(error))
 
 
 def _of_framework(request: Request, error: HTTPException) -> ApiError:

@@ -112,6 +112,12 @@ def timed_out(timeout_s: float) -> ApiError:
     )
 
 
+def defect(error: Exception) -> ApiError:
+    """500: something of ours broke; what it was is for the log, not for the client."""
+    message = f"Internal error ({type(error).__name__}); see the server's log"
+    return ApiError(500, message, kind="server_error")
+
+
 def engine_failed(message: str) -> ApiError:
     """500: the engine gave up on this request."""
     return ApiError(500, message, kind="server_error", code="engine_error")

@@ -149,8 +149,9 @@ class EngineReplica:
         except ValueError as error:
             if not self._has_started:
                 raise
-            self._refused_user_config = str(error)
-            logger.error("user_config refused, the one before stays in force: %s", error)
+            why = "; ".join(str(error).splitlines())
+            self._refused_user_config = why
+            logger.error("user_config refused, the one before stays in force: %s", why)
         else:
             self._refused_user_config = None
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from collections.abc import Iterator
 from functools import cached_property
 from typing import Any
 
@@ -14,9 +16,11 @@ from fastapi import FastAPI
 from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
+from serve_spec.serving.errors import ApiError
+from serve_spec.serving.messages import Accepted
 from tests.serving.conftest import MODEL
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import LoopFleet, ScriptedFleet
+from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
 from tests.serving.texts import WORDS, word_tokenizer, write_text_files
 
 COMPLETIONS = "/v1/completions"
@@ -244,6 +248,28 @@ def test_the_engine_giving_up_is_a_500(server: Server) -> None:
 def test_a_bug_is_a_500_in_openai_form_too(server: Server) -> None:
     server.fleet = ScriptedFleet([ZeroDivisionError("boom")])
     assert "ZeroDivisionError" in error_of(server.complete(), 500)["message"]
+
+
+@pytest.fixture
+def our_log(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """What we log: it does not reach the root logger, where pytest listens."""
+    ours = logging.getLogger("serve_spec")
+    ours.addHandler(caplog.handler)
+    yield caplog
+    ours.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("end", [ZeroDivisionError("boom"), ApiError(500, "gone")], ids=repr)
+def test_a_failure_is_one_line_in_the_log_and_names_the_request(
+    server: Server, our_log: pytest.LogCaptureFixture, end: Exception, stream: bool
+) -> None:
+    server.fleet = ScriptedFleet([Accepted(1, "r"), delta("a", 1), end])
+    body = {"prompt": "a", "stream": stream, "max_tokens": 9}
+    server.ask("POST", COMPLETIONS, json=body, headers={"x-request-id": "id-7"})
+    # Before it fails, a request is given to other replicas, and that is said, too.
+    (failure,) = (line for line in our_log.messages if "goes on elsewhere" not in line)
+    assert "id-7" in failure
 
 
 def test_models_lists_the_served_model_and_finds_it_by_name(server: Server) -> None:

@@ -154,6 +154,14 @@ def test_what_fails_before_the_first_token_sets_the_status(
     asyncio.run(scenario())
 
 
+def test_a_defect_in_the_middle_is_an_error_frame_too() -> None:
+    items = [ACCEPTED, delta("a", 1), ZeroDivisionError("boom")]
+    said, last = asyncio.run(frames(ScriptedFleet(items)))
+    assert said["choices"][0]["text"] == "a"
+    assert last["error"]["type"] == "server_error"
+    assert "ZeroDivisionError" in last["error"]["message"]
+
+
 @pytest.mark.parametrize("end", [Failed("boom"), no_replica("gone"), None], ids=str)
 def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end: Any) -> None:
     items = [ACCEPTED, delta("a", 1), *([end] if end else [])]
