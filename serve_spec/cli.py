@@ -67,7 +67,12 @@ def _check_config(argv: list[str]) -> int:
 
         return describe(draft, config)
 
-    return main(argv, describe_draft)
+    def read_deployment(file: Path) -> tuple[ServeSpecConfig, ...]:
+        from serve_spec.serving.command import read_plan  # loads Ray
+
+        return read_plan(file, None, None).configs
+
+    return main(argv, describe_draft, read_deployment)
 
 
 def _usage() -> str:

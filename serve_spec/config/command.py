@@ -1,6 +1,7 @@
 """`serve-spec check-config`: a configuration as resolved, or a draft as recognised; else why not.
 
 serve-spec check-config FILE [KEY=VALUE ...]
+serve-spec check-config SERVE_FILE
 serve-spec check-config --draft FOLDER [FILE [KEY=VALUE ...]]
 """
 
@@ -8,26 +9,29 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import yaml
 
-from serve_spec.config.base import ConfigError, Refusal, locate
+from serve_spec.config.base import ConfigError, Refusal, locate, parse_yaml, read_text
 from serve_spec.config.root import ServeSpecConfig, parse_override
 
 DescribeDraft = Callable[[Path, ServeSpecConfig | None], str]
 """Explains the draft in a folder, beside the target of a configuration if one is given."""
 
+ReadDeployment = Callable[[Path], Sequence[ServeSpecConfig]]
+"""Judges one of Ray Serve's files, as `deploy/` has them; the configurations that it names."""
 
-def main(argv: list[str], describe_draft: DescribeDraft) -> int:
+
+def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDeployment) -> int:
     """Prints the resolved configuration as YAML, or what the draft is; 0, or 1 when refused."""
     parser = argparse.ArgumentParser(
         prog="serve-spec check-config",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("file", nargs="?", help="configuration file (YAML)")
+    parser.add_argument("file", nargs="?", help="configuration file or Serve file (YAML)")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="leaf keys that win")
     parser.add_argument(
         "--draft",
@@ -38,20 +42,29 @@ def main(argv: list[str], describe_draft: DescribeDraft) -> int:
     if args.file is None and args.draft is None:
         parser.error("name a configuration file, or a draft with --draft")
     try:
-        config = None if args.file is None else _load(args.file, args.overrides)
+        configs = _load(args.file, args.overrides, read_deployment)
         draft = None if args.draft is None else locate("--draft", args.draft, Path.cwd())
     except (ConfigError, Refusal) as error:
         print(error, file=sys.stderr)
         return 1
     if draft is not None:
-        print(describe_draft(draft, config))
-    elif config is not None:
-        print(_as_yaml(config), end="")
+        print(describe_draft(draft, configs[0] if configs else None))
+    else:
+        print("---\n".join(map(_as_yaml, configs)), end="")
     return 0
 
 
-def _load(file: str, overrides: list[str]) -> ServeSpecConfig:
-    return ServeSpecConfig.load(file, **dict(parse_override(text) for text in overrides))
+def _load(
+    file: str | None, overrides: list[str], read_deployment: ReadDeployment
+) -> Sequence[ServeSpecConfig]:
+    if file is None:
+        return []
+    given = parse_yaml(read_text(Path(file)), file)
+    if isinstance(given, dict) and "applications" in given:
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: a Serve file has its keys in `args`; say it there")
+        return read_deployment(Path(file))
+    return [ServeSpecConfig.load(file, **dict(parse_override(text) for text in overrides))]
 
 
 def _as_yaml(config: ServeSpecConfig) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from serve_spec import cli
 from serve_spec.serving.command import announcement, main, read_plan
 
 
@@ -48,6 +49,22 @@ def test_the_announced_address_holds_the_route_prefix(deploy_file: Path) -> None
     text = deploy_file.read_text().replace("name: a", "name: a\n  route_prefix: /llm")
     deploy_file.write_text(text)
     assert read_plan(deploy_file, None, None).url == "http://127.0.0.1:8124/llm"
+
+
+def test_a_serve_file_is_judged_and_resolved_without_starting_anything(
+    deploy_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["check-config", str(deploy_file)]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["replica"]["num_replicas"] == 3
+    assert shown["model"]["served_model_name"] == "Ada's"
+    assert cli.main(["check-config", str(deploy_file), "num_replicas=2"]) != 0
+    assert "args" in capsys.readouterr().err
+    deploy_file.write_text(deploy_file.read_text().replace("http_options", "http_option"))
+    assert cli.main(["check-config", str(deploy_file)]) != 0
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "http_option: unknown key; did you mean http_options?" in printed.err
 
 
 def test_there_are_logical_cpus_for_every_replica(deploy_file: Path) -> None:

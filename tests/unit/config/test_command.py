@@ -13,7 +13,9 @@ from serve_spec.config import ServeSpecConfig, command
 
 def main(argv: list[str]) -> int:
     """The command, with somebody who only repeats what he is asked to explain."""
-    return command.main(argv, lambda draft, config: f"{draft} {config and config.model.path}")
+    return command.main(
+        argv, lambda draft, config: f"{draft} {config and config.model.path}", lambda file: ()
+    )
 
 
 @pytest.fixture
