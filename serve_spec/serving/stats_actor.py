@@ -40,14 +40,14 @@ class SpecStats:
     Reports are taken many at a time, as soon as enough have come or somebody asks: between two of
     Ray's calls the host's caches are cold, and the same lines take several times as long.
 
-    end: called, from another thread, once nothing has been reported for `history_s`.
+    end: called, from another thread, once nothing has been reported for as long as it remembers.
     """
 
     def __init__(
         self, stale_after_s: float, history_s: float, end: Callable[[], None] | None = None
     ) -> None:
         self._known = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
-        self._history_s = history_s
+        self._memory_s = max(stale_after_s, history_s)
         self._reported_s = time.time()
         self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
         self._waiting: list[tuple[bytes, float]] = []
@@ -95,7 +95,7 @@ class SpecStats:
         return self._known
 
     def _end_alone(self, end: Callable[[], None]) -> None:
-        while (left_s := self._reported_s + self._history_s - time.time()) > 0:
+        while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
             time.sleep(left_s)
         end()
 
