@@ -251,7 +251,12 @@ LAST_REASON = Metric(
 SLOT = Metric(
     "serve_spec_slot", "gauge", "Smallest batch size of the batch-size slot that decided last."
 )
-STATE_METRICS = (PREDICTED_GOODPUT, LAST_REASON, SLOT)
+FORCED_ACCEPTANCE = Metric(
+    "serve_spec_forced_acceptance",
+    "gauge",
+    "1 while acceptance is forced for a load test: what is kept, and how fast, is of no real text.",
+)
+STATE_METRICS = (PREDICTED_GOODPUT, LAST_REASON, SLOT, FORCED_ACCEPTANCE)
 """What is read off an engine's snapshot now and then."""
 
 # Every latency has a histogram for its quantiles, and counters for its mean: exporters that

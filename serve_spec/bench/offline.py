@@ -21,7 +21,14 @@ from serve_spec.bench.adaptive.arms import make_arms
 from serve_spec.bench.configuration import add_allow_differences, add_configuration, overrides
 from serve_spec.bench.full_batches import FullBatches
 from serve_spec.bench.plots import plot_offline
-from serve_spec.bench.report import emit, environment, save, table
+from serve_spec.bench.report import (
+    emit,
+    environment,
+    forced_acceptance,
+    save,
+    show,
+    table,
+)
 from serve_spec.bench.waves import heard_rounds
 from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
 from serve_spec.config import ServeSpecConfig
@@ -114,12 +121,12 @@ def main(argv: list[str]) -> int:
             measure(llm, arms, run, args.repetitions)
             cells += cells_of(arms, temperature, batch_size)
             save(_result(args, llm.config, cells), args.json)
-    print(_table(cells))
     result = _result(args, llm.config, cells)
+    show(_table(cells), result)
     if args.plot is not None:
         plot_offline(result, args.plot)
     emit(result, args.json)
-    if llm.config.speculative.synthetic_acceptance is not None:
+    if forced_acceptance(result) is not None:
         return 0  # texts differ by construction
     same = all(cell.same_texts == cell.num_texts for cell in cells)
     return 0 if same or args.allow_differences else 1

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from serve_spec.bench.report import forced_note
+
 
 def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     """Speed of every arm relative to off, one panel per batch size, grouped by temperature.
@@ -42,9 +44,7 @@ def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     axes[0][0].set_ylabel(f"{of}, relative to off")
     axes[0][-1].legend(fontsize=7)
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
-    forced = result["environment"].get("synthetic_acceptance")
-    label = "" if forced is None else f", forced to {forced}"
-    figure.suptitle(f"{hardware}; accept length above each bar{label}", fontsize=9)
+    figure.suptitle(f"{hardware}; accept length above each bar{forced_note(result)}", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -19,7 +19,8 @@ from serve_spec.core.machine import cpu_model
 def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
     """Hardware, versions and commit: what a figure is worthless without.
 
-    config: what was measured. If it forces acceptance, that is said here, and `emit` repeats it.
+    config: what was measured. If it forces acceptance, that is said here; `show` and `forced_note`
+        repeat it.
     """
     import torch  # here: what needs no model, such as `breakeven`, starts without it
 
@@ -49,15 +50,28 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def emit(result: Mapping[str, Any], path: Path | None) -> None:
-    """Prints the JSON line, the last of the output, and writes it to `path` if given.
-
-    Before it a banner, where acceptance was forced.
-    """
-    save(result, path)
-    forced = result.get("environment", {}).get("synthetic_acceptance")
+def show(tables: str, result: Mapping[str, Any]) -> None:
+    """Prints the tables of a result, fresh or old; above them a banner where it was forced."""
+    forced = forced_acceptance(result)
     if forced is not None:
         print(f"*** synthetic_acceptance={forced}: acceptance was forced, no text is real ***")
+    print(tables)
+
+
+def forced_acceptance(result: Mapping[str, Any]) -> object:
+    """What acceptance was forced to; None where the target decided."""
+    return result["environment"].get("synthetic_acceptance")
+
+
+def forced_note(result: Mapping[str, Any]) -> str:
+    """The end of a picture's title; empty where acceptance was real."""
+    forced = forced_acceptance(result)
+    return "" if forced is None else f"; acceptance forced to {forced} where drafts are made"
+
+
+def emit(result: Mapping[str, Any], path: Path | None) -> None:
+    """Prints the JSON line, the last of the output, and writes it to `path` if given."""
+    save(result, path)
     print(json.dumps(result))
 
 

@@ -24,6 +24,7 @@ from serve_spec.bench.configuration import tree_shape
 from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import held_out_prompts
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
@@ -221,6 +222,7 @@ def main(argv: list[str]) -> int:
     overrides = dict(parse_override(pair) for pair in args.set)
     if args.device is not None:
         overrides["device"] = args.device
+    _refuse_forced(ServeSpecConfig.load(args.config, **overrides))
     fixed = {
         "speculative_adaptive": False,
         "max_num_batched_tokens": 4096,
@@ -252,6 +254,13 @@ def main(argv: list[str]) -> int:
     save_traces(traces, args.json)
     print(_table(traces))
     return 0
+
+
+def _refuse_forced(config: ServeSpecConfig) -> None:
+    forced = config.speculative.synthetic_acceptance
+    if forced is not None:
+        fix = "a trace is what drafts are worth on real texts; leave the key out"
+        raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")
 
 
 def _parser() -> argparse.ArgumentParser:

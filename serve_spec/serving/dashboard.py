@@ -93,6 +93,9 @@ def _fleet() -> list[Panel]:
         Panel("Sequences that stopped drafting", "short", (
             ("replica {{replica}}", _increase(metrics.BROKEN_DRAFTS, "replica")),
         )),
+        Panel("Acceptance is forced (1): a load test, no real texts", "short", (
+            ("replica {{replica}}", _gauge(metrics.FORCED_ACCEPTANCE, "replica")),
+        )),
     ]  # fmt: skip
 
 

@@ -36,7 +36,7 @@ _SHOWN_FIELDS = (
     "candidate_steps", "last_reason", "fallback", "refused_user_config", "slot", "slots",
     "batch_size", "num_running", "num_waiting", "kv", "avg_spec_accept_length", "positions",
     "switches", "predicted_goodput", "predicted_ms", "break_even", "rounds_by_num_steps",
-    "speculation",
+    "speculation", "synthetic_acceptance",
 )  # fmt: skip
 
 

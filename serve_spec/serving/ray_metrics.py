@@ -13,7 +13,15 @@ from typing import TypeAlias
 
 from ray.util import metrics as ray_metrics
 
-from serve_spec.metrics import LAST_REASON, PREDICTED_GOODPUT, SLOT, Metric, Reading, StepStats
+from serve_spec.metrics import (
+    FORCED_ACCEPTANCE,
+    LAST_REASON,
+    PREDICTED_GOODPUT,
+    SLOT,
+    Metric,
+    Reading,
+    StepStats,
+)
 from serve_spec.metrics import readings as round_readings
 from serve_spec.serving.snapshots import Snapshot, number, section
 
@@ -122,6 +130,9 @@ class StateReadings:
         slot, last_reason = snapshot.get("slot"), snapshot.get("last_reason")
         if isinstance(slot, str) and slot.isdecimal():
             found.append(Reading(SLOT, int(slot)))
+        if "synthetic_acceptance" in snapshot:
+            is_forced = snapshot["synthetic_acceptance"] is not None
+            found.append(Reading(FORCED_ACCEPTANCE, float(is_forced)))
         if isinstance(last_reason, str):
             self._reasons.add(last_reason)
             found += [

@@ -43,9 +43,15 @@ def serve_labels(context: Any) -> dict[str, str]:
 
 
 def pair_name(config: ServeSpecConfig) -> str:
-    """What two replicas must have in common to learn from each other: target and draft."""
-    draft = config.speculative.speculative_draft_model_path
-    return f"{config.model.path}+{draft or config.speculative.speculative_algorithm}"
+    """What two replicas must have in common to learn from each other: target and draft.
+
+    Where acceptance is forced, also to what: a load test must teach nobody who serves real texts.
+    """
+    speculative = config.speculative
+    draft = speculative.speculative_draft_model_path or speculative.speculative_algorithm
+    forced = speculative.synthetic_acceptance
+    label = "" if forced is None else f", acceptance forced to {forced}"
+    return f"{config.model.path}+{draft}{label}"
 
 
 class ReplicaTelemetry:

@@ -79,6 +79,7 @@ class ReportingLoop(FakeLoop):
             "acceptance": {"positions": positions},
             "slot": "1",
             "last_reason": "gain",
+            "synthetic_acceptance": None,
             "break_even": {"tokens_per_ms": {"0": 1.0, "3": 1.5}},
             "started_from": self.accept_rates,
         }

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from serve_spec.metrics import (
     BATCH_SIZE,
+    FORCED_ACCEPTANCE,
     LAST_REASON,
     METRICS,
     OUTPUT_TOKENS,
@@ -131,6 +132,14 @@ def test_an_old_reason_is_set_back_when_a_new_one_comes() -> None:
         if r.metric == LAST_REASON
     }
     assert found == {"gain": 0.0, "kv": 1.0}
+
+
+@pytest.mark.parametrize(("told", "shown"), [(None, 0.0), (2.5, 1.0), ([0.9, 0.5], 1.0)])
+def test_forced_acceptance_is_a_gauge_beside_the_figures_it_spoils(
+    told: object, shown: float
+) -> None:
+    found = StateReadings().of({"synthetic_acceptance": told})
+    assert found == [Reading(FORCED_ACCEPTANCE, shown)]
 
 
 @pytest.mark.parametrize("odd", [{}, {"slot": None, "last_reason": None}, {"slot": "all"}], ids=str)

@@ -68,6 +68,7 @@ class BusyFleet(ScriptedFleet):
             "num_waiting": 1,
             "avg_spec_accept_length": 2.5,
             "last_reason": "gain" if rank else "<b>steady</b>",
+            "synthetic_acceptance": 2.5 if rank else None,
             "switches": {"gain": looks, "kv": 3},
             "break_even": {
                 "batch_size": 4,
@@ -152,6 +153,11 @@ def test_the_figures_need_the_key(config: ServeSpecConfig) -> None:
     assert ask(config, "/status.json").json()["model"] == config.model.served_model_name
 
 
+def test_the_page_is_told_of_forced_acceptance(config: ServeSpecConfig) -> None:
+    replicas = ask(config, "/status.json").json()["replicas"]
+    assert [replica["synthetic_acceptance"] for replica in replicas] == [None, 2.5]
+
+
 def test_no_file_loads_anything_from_another_host() -> None:
     for file in STATIC.iterdir():
         text = file.read_text()
@@ -221,6 +227,7 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(
     # Three drafts take 2.5 times as long as none, and bring 3 tokens: 1 + a + a² + a³.
     assert last_values(page, "needed") == pytest.approx([0.691, 0.811], abs=1e-3)
     assert "<b>400</b><span>tokens per second" in page
+    assert '<b id="forced">' in page, "one replica forces acceptance, so the page warns"
     assert "&lt;b&gt;steady" in page, "what a replica says is text, not markup"
 
     def switches(text: str) -> int:

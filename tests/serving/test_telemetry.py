@@ -11,6 +11,7 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.metrics import Reading
 from serve_spec.serving import telemetry
+from serve_spec.serving.fleet_acceptance import FleetAcceptance
 from serve_spec.serving.telemetry import DoorTelemetry, pair_name, start_warm
 from tests.serving.fake_engine import FakeLoop
 
@@ -87,6 +88,21 @@ def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
 def test_replicas_of_one_pair_have_one_name(config: ServeSpecConfig) -> None:
     other = ServeSpecConfig.load(config, num_replicas=4, max_num_seqs=3)
     assert pair_name(config) == pair_name(other)
+
+
+def test_what_a_load_test_forces_teaches_no_replica_that_serves_real_texts() -> None:
+    real, forced, otherwise = (
+        ServeSpecConfig.load("configs/tiny.yaml", synthetic_acceptance=acceptance)
+        for acceptance in (None, 2.5, [0.9, 0.5])
+    )
+    names = [pair_name(config) for config in (real, forced, otherwise)]
+    assert len(set(names)) == 3
+    fleet = FleetAcceptance(stale_after_s=60, memory_s=600)
+    positions = [{"position": 1, "accept_rate": 0.99, "trials": 100.0}]
+    told = {"candidate_steps": [0, 1], "acceptance": {"positions": positions}}
+    fleet.report("r", {"pair": names[1], **told}, 0.0)
+    assert fleet.prior(names[1], 1, 1.0) is not None
+    assert fleet.prior(names[0], 1, 1.0) is None
 
 
 class Stats:

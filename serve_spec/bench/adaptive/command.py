@@ -39,7 +39,7 @@ from serve_spec.bench.phases import (
     phase_trace,
     shuffled,
 )
-from serve_spec.bench.report import emit, environment, save
+from serve_spec.bench.report import emit, environment, forced_acceptance, save, show
 from serve_spec.bench.turns import engine_beside, run_in_turns, turns_of
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
@@ -67,12 +67,14 @@ def main(argv: list[str]) -> int:
             save(result, args.json)
     else:
         result = json.loads(args.from_json.read_text())
-    print(tables(result))
+    show(tables(result), result)
     if args.plot is not None:
         plot_adaptive(result, args.plot)
     if args.from_json is not None:
         return 0
     emit(result, args.json)
+    if forced_acceptance(result) is not None:
+        return 0  # texts differ by construction
     same = all(cell["same_texts"] == cell["num_texts"] for cell in result["cells"])
     return 0 if same or args.allow_differences else 1
 
@@ -132,7 +134,7 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for _ in range(args.repetitions):
             began = time.monotonic()
             trace.repeat()
-            yield _result(args, trace)
+            yield _result(args, config, trace)
             now = time.monotonic()
             if args.max_seconds is not None and now - started + now - began > args.max_seconds:
                 return
@@ -140,13 +142,13 @@ def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
         gc.unfreeze()
 
 
-def _result(args: argparse.Namespace, trace: _Trace) -> dict[str, Any]:
+def _result(args: argparse.Namespace, config: ServeSpecConfig, trace: _Trace) -> dict[str, Any]:
     num_requests = [phase.num_requests for phase in trace.phases]
     outputs = ("json", "plot", "from_json")
     said = {k: v for k, v in vars(args).items() if k not in outputs}
     return {
         "bench": "adaptive",
-        "environment": environment(),
+        "environment": environment(config),
         "arguments": {**said, "repetitions": trace.num_repetitions},
         "turns": trace.turns,
         **result_of(trace.phases, [arm.runs(num_requests) for arm in trace.arms]),

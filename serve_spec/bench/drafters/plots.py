@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.bench.drafters.run import OFF
+from serve_spec.bench.report import forced_note
 
 
 def plot_drafters(result: Mapping[str, Any], path: Path) -> None:
@@ -47,7 +48,7 @@ def plot_drafters(result: Mapping[str, Any], path: Path) -> None:
         axis.set_ylabel("speed over off")
     axes[0][0].legend(fontsize=7)
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
-    figure.suptitle(f"{hardware}; accept length above each bar", fontsize=9)
+    figure.suptitle(f"{hardware}; accept length above each bar{forced_note(result)}", fontsize=9)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 from serve_spec.bench.drafters.run import CHAIN, OFF, POLICY, TREE, Row
-from serve_spec.bench.report import table
+from serve_spec.bench.report import forced_acceptance, table
 
 COLUMNS = [
     *("drafter", "drafts", "arm", "T", "batch", "accept", "tok/s", "from - to", "x off"),
@@ -51,6 +51,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "commit": environment["commit"],
         "command": f"`{environment['command']}`",
     }
+    if (forced := forced_acceptance(result)) is not None:
+        facts["acceptance"] = f"**forced to {forced}: no text is real**"
     parts = [
         "# Drafters, in chains and in trees",
         "\n".join(f"- {name}: {value}" for name, value in facts.items()),

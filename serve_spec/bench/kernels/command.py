@@ -39,7 +39,7 @@ from serve_spec.bench.kernels.setting import Sizes, forced_acceptance, with_room
 from serve_spec.bench.kernels.start import capture, costs
 from serve_spec.bench.kernels.switch import switch
 from serve_spec.bench.kernels.transformers import transformers
-from serve_spec.bench.report import emit
+from serve_spec.bench.report import emit, show
 from serve_spec.config import ServeSpecConfig
 
 _REAL: Mapping[str, Measure] = {
@@ -70,7 +70,7 @@ def main(argv: list[str]) -> int:
     """
     args = _parser().parse_args(argv)
     result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
-    print(tables(result))
+    show(tables(result), result)
     if args.plot is not None:
         plot_kernels(result, args.plot)
     if args.from_json is None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serve_spec.bench.kernels.report import with_others
+from serve_spec.bench.report import forced_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,9 +154,7 @@ def _title(result: Result) -> str:
     arguments = result["arguments"]
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
     lengths = f"{arguments['prompt_tokens']} + {arguments['output_tokens']} tokens"
-    forced = result["environment"].get("synthetic_acceptance")
-    label = "" if forced is None else f"; acceptance forced to {forced} where drafts are made"
-    return f"{hardware}; {lengths}{label}"
+    return f"{hardware}; {lengths}{forced_note(result)}"
 
 
 _PICTURES: Mapping[str, tuple[Callable[[Sequence[Any], Result], None], int]] = {

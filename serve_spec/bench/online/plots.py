@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from serve_spec.bench.online.figures import OFFLINE, fleet_course
+from serve_spec.bench.report import forced_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -44,7 +45,7 @@ def plot_online(result: Result, path: Path) -> None:
     asked = result["arguments"]
     figure.suptitle(
         f"{hardware}; {asked['num_requests']} requests of {asked['output_tokens']} tokens a load, "
-        f"{asked['repetitions']} repetitions, T = {asked['temperature']:g}",
+        f"{asked['repetitions']} repetitions, T = {asked['temperature']:g}{forced_note(result)}",
         fontsize=9,
     )
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -26,7 +26,7 @@ from serve_spec.bench.kernels.setting import Sizes, forced_acceptance, with_room
 from serve_spec.bench.parallel.figures import texts_differ
 from serve_spec.bench.parallel.plots import plot_parallel
 from serve_spec.bench.parallel.run import ParallelRun, Ranks
-from serve_spec.bench.report import emit
+from serve_spec.bench.report import emit, show
 from serve_spec.config import ConfigError, ServeSpecConfig
 
 
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     """
     args = _parser().parse_args(argv)
     result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
-    print(tables(result))
+    show(tables(result), result)
     if args.plot is not None:
         plot_parallel(result, args.plot)
     if args.from_json is None:

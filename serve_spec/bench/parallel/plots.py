@@ -7,6 +7,8 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from serve_spec.bench.report import forced_note
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -123,6 +125,4 @@ def _title(result: Mapping[str, Any]) -> str:
     arguments, here = result["arguments"], result["environment"]
     hardware = f"{here['num_gpus']} x {here['gpu']}" if here["num_gpus"] else here["cpu"]
     lengths = f"{arguments['prompt_tokens']} + {arguments['output_tokens']} tokens"
-    forced = here.get("synthetic_acceptance")
-    label = "" if forced is None else f"; acceptance forced to {forced} where drafts are made"
-    return f"{hardware}; {lengths}{label}"
+    return f"{hardware}; {lengths}{forced_note(result)}"

@@ -205,6 +205,7 @@ function chosen(replicas) {
 function show(status) {
   const { fleet, history, replicas } = status;
   byId("model").textContent = status.model;
+  byId("forced").hidden = !replicas.some((replica) => (replica.synthetic_acceptance ?? null) !== null);
   showTiles(status);
   draw("throughput", ["tokens/s"],
     [history.time_s, rates(history.time_s, history.decode_tokens)], { range: fromZero });

@@ -16,7 +16,15 @@ from serve_spec.bench.closed_loop import run_phase
 from serve_spec.bench.phases import Phase, TextKind, TextRequest
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES
 from serve_spec.bench.simulator import Simulator
-from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces, record, save_traces
+from serve_spec.bench.trace import (
+    AcceptanceTrace,
+    TraceSet,
+    load_traces,
+    main,
+    record,
+    save_traces,
+)
+from serve_spec.config import ConfigError
 from serve_spec.core.round import TreeShape
 from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
@@ -195,6 +203,12 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_what_is_written_is_read(file: Path, written: TraceSet) -> None:
     save_traces(written, file)
     assert load_traces(file) == written
+
+
+def test_a_trace_of_forced_acceptance_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace is what drafts"):
+        main(["--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
+    assert not (tmp_path / "t.json").exists()
 
 
 def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
