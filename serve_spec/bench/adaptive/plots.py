@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from serve_spec.bench.adaptive.report import CONTROL, OFF
+from serve_spec.bench.report import forced_note
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,16 +27,19 @@ _ARM_COLORS = {
     "per-request": "#ef6c00",
 }
 
+_PACE_PIECES = 8
+"""Of a phase: more would show single rounds, whose tokens scatter by half their mean."""
 _SPEED_TICKS = (0.25, 0.35, 0.5, 0.7, 0.85, 1.0, 1.2, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0)
 
 Result = Mapping[str, Any]
 
 
 def plot_adaptive(result: Result, path: Path) -> None:
-    """Three panels over the phases, each phase as wide as any other.
+    """Four panels over the phases, each phase as wide as any other.
 
     Batch size with the classes of text as bands; mean drafts per row of every adaptive arm as it
-    went; speed of every arm relative to off. The legend holds the figures of the whole trace.
+    went; its tokens per second, and those of off; speed of every arm relative to off. The legend
+    holds the figures of the whole trace.
 
     result: what `serve-spec bench adaptive` prints.
     """
@@ -45,18 +49,19 @@ def plot_adaptive(result: Result, path: Path) -> None:
     import matplotlib.pyplot as plt
 
     num_phases = len(result["phases"])
-    figure, (load, depth, speed) = plt.subplots(
-        3,
+    figure, (load, depth, pace, speed) = plt.subplots(
+        4,
         1,
-        figsize=(max(9.0, 3 + 0.42 * num_phases), 9),
+        figsize=(max(9.0, 3 + 0.42 * num_phases), 11),
         sharex=True,
-        height_ratios=(1, 2, 2.4),
+        height_ratios=(1, 2, 1.6, 2.4),
         layout="constrained",
     )
-    for axis in (load, depth, speed):
+    for axis in (load, depth, pace, speed):
         _bands(axis, result["phases"])
     _draw_load(load, result["phases"])
     _draw_depth(depth, result)
+    _draw_pace(pace, result)
     _draw_speed(speed, result)
     figure.suptitle(_title(result), fontsize=9)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,28 +92,48 @@ def _draw_load(axis: Axes, phases: Sequence[Result]) -> None:
 
 def _draw_depth(axis: Axes, result: Result) -> None:
     for arm in result["arms"]:
-        if arm["is_static"]:
-            continue
-        places, steps = _course(result["cells"], arm["arm"])
-        axis.plot(places, steps, color=_color(arm["arm"]), linewidth=1.1)
+        if not arm["is_static"]:
+            places, steps = _course(result["cells"], arm["arm"], "steps_per_row")
+            axis.plot(places, steps, color=_color(arm["arm"]), linewidth=1.1)
     axis.set_ylabel("drafts per row and round")
     axis.set_ylim(bottom=0)
     axis.grid(axis="y", alpha=0.4)
 
 
-def _course(cells: Sequence[Result], arm: str) -> tuple[list[float], list[float]]:
-    """Drafts per row over the trace: every phase's own time, stretched to one unit."""
+def _draw_pace(axis: Axes, result: Result) -> None:
+    for arm in result["arms"]:
+        if not arm["is_static"] or arm["arm"] == OFF:
+            cells = result["cells"]
+            places, speeds = _course(cells, arm["arm"], "tokens_per_second", _PACE_PIECES)
+            axis.plot(places, speeds, color=_color(arm["arm"]), linewidth=1.1)
+    axis.set_yscale("log")
+    axis.set_ylabel("tokens/s (off: black)")
+    axis.grid(axis="y", which="both", alpha=0.3)
+
+
+def _course(
+    cells: Sequence[Result], arm: str, key: str, most_pieces: int | None = None
+) -> tuple[list[float], list[float]]:
+    """A column of the series over the trace: every phase's own time, stretched to one unit.
+
+    most_pieces: of a phase, those that follow each other made one, weighted by their time.
+    """
     places: list[float] = []
-    steps: list[float] = []
+    values: list[float] = []
     for cell in cells:
-        if cell["arm"] == arm:
-            ends = [cell["phase"] + ms / cell["series"]["ms"][-1] for ms in cell["series"]["ms"]]
-            for start, end, value in zip(
-                [cell["phase"], *ends[:-1]], ends, cell["series"]["steps_per_row"], strict=True
-            ):
-                places += [start, end]
-                steps += [value, value]
-    return places, steps
+        series = cell.get("series")  # results of earlier versions have none of off
+        if cell["arm"] != arm or series is None:
+            continue
+        ends, column = series["ms"], series[key]
+        stride = 1 if most_pieces is None else -(-len(ends) // most_pieces)
+        for first in range(0, len(ends), stride):
+            piece = range(first, min(first + stride, len(ends)))
+            starts = [ends[i - 1] if i else 0.0 for i in piece]
+            weights = [ends[i] - start for i, start in zip(piece, starts, strict=True)]
+            value = sum(column[i] * w for i, w in zip(piece, weights, strict=True)) / sum(weights)
+            places += [cell["phase"] + ms / ends[-1] for ms in (starts[0], ends[piece[-1]])]
+            values += [value, value]
+    return places, values
 
 
 def _draw_speed(axis: Axes, result: Result) -> None:
@@ -164,5 +189,5 @@ def _title(result: Result) -> str:
     repetitions = result["arguments"]["repetitions"]
     return (
         f"{hardware}; speed: median of {repetitions} repetitions, time of prompts taken out; "
-        "drafts per row: the last repetition"
+        f"what went on within phases: the last repetition{forced_note(result)}"
     )

@@ -186,8 +186,8 @@ class _Figures:
         """One arm in one phase: medians, and the last repetition's course."""
         there = [m for m in run.measurements[index] if m is not None]
         last = asdict(there[-1])
-        if run.is_static:
-            del last["series"]  # always the same tier
+        if run.is_static and run.name != OFF:
+            del last["series"]  # always the same tier; off is what others are seen beside
         return {
             "phase": index,
             "arm": run.name,
@@ -329,8 +329,8 @@ def _spread(values: Iterable[float | None]) -> list[float] | None:
 
 
 def tables(result: Mapping[str, Any]) -> str:
-    """What a person reads first: speed over off by phase, what every arm came to, and the noise."""
-    parts = [_phase_table(result), _arm_table(result)]
+    """What a person reads first: speed over off by phase, what it came from, arms, the noise."""
+    parts = [_phase_table(result), _length_table(result), _arm_table(result)]
     if result.get("noise"):
         parts += [_spread_table(result), _noise_line(result["noise"])]
     return "\n\n".join(parts)
@@ -360,6 +360,23 @@ def _phase_table(result: Mapping[str, Any]) -> str:
         )
     others = [f"{arm} x off" for arm in arms if arm != OFF]
     return table(["phase", "off tok/s", *others, "best fixed", "same texts"], rows)
+
+
+def _length_table(result: Mapping[str, Any]) -> str:
+    """What speed came from: tokens of a row and round, and the mean tier they were drafted at."""
+    arms = [arm["arm"] for arm in result["arms"] if arm["arm"] not in (OFF, CONTROL)]
+    cells = {(cell["phase"], cell["arm"]): cell for cell in result["cells"]}
+    rows = [
+        [phase_label(phase), *(_length(cells[index, arm]) for arm in arms)]
+        for index, phase in enumerate(result["phases"])
+    ]
+    return table(["tokens a row and round (mean K)", *arms], rows)
+
+
+def _length(cell: Mapping[str, Any]) -> str:
+    rounds = {int(steps): count for steps, count in cell["rounds_by_num_steps"].items()}
+    mean = sum(steps * count for steps, count in rounds.items()) / sum(rounds.values())
+    return f"{cell['accept_length']:.2f} ({mean:.1f})"
 
 
 def _arm_table(result: Mapping[str, Any]) -> str:

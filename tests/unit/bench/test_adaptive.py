@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.bench import phases as phases_module
+from serve_spec.bench.adaptive import plots
 from serve_spec.bench.adaptive.arms import Arm
 from serve_spec.bench.adaptive.command import HOPELESS, _is_hopeless
 from serve_spec.bench.adaptive.report import (
@@ -351,6 +353,63 @@ def test_every_arm_says_the_same_and_an_old_result_is_drawn_anew(
     assert main(["adaptive", "--from-json", str(result_file), "--plot", str(again)]) == 0
     assert again.read_bytes().startswith(b"\x89PNG")
     assert capsys.readouterr().out == tables(result) + "\n"
+
+
+def test_forced_acceptance_is_said_above_the_tables_of_fresh_and_of_old_results(
+    config: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    for name in ("MIN_TOKENS", "USUAL_TOKENS", "MAX_TOKENS"):
+        monkeypatch.setattr(phases_module, name, 12)
+    words = f"""adaptive --config {config} --prompt-tokens 12 --batch-sizes 1 --classes predictable
+        --seconds-per-phase 0.01 --repetitions 1 --num-steps 2 --arms ema
+        --set synthetic_acceptance=[1.0] --json {tmp_path}/r.json"""
+    assert main(words.split()) == 0, "texts differ by construction: that is no failure"
+    fresh = capsys.readouterr().out
+    result = json.loads(fresh.splitlines()[-1])
+    assert result["environment"]["synthetic_acceptance"] == [1.0]
+    assert main(["adaptive", "--from-json", f"{tmp_path}/r.json"]) == 0
+    old = capsys.readouterr().out
+    for shown in (fresh, old):
+        assert shown.startswith("*** synthetic_acceptance="), "nobody may read on unwarned"
+    assert "forced to [1.0]" in plots._title(result)
+    del result["environment"]["synthetic_acceptance"]
+    assert "forced" not in plots._title(result)
+
+
+def test_tables_say_how_many_tokens_a_round_brought_and_at_which_mean_tier() -> None:
+    rates: list[list[list[float | None]]] = [[[10.0] for _ in PHASES] for _ in ARMS]
+    tried = runs(rates)
+    other = replace(measurement(10.0), accept_length=2.75, rounds_by_num_steps={1: 1, 3: 3})
+    tried[list(ARMS).index("goodput")].measurements[1][0] = other  # type: ignore[index]
+    for result in (found := result_of(PHASES, tried), json.loads(json.dumps(found))):
+        lines = tables({**result, "noise": None}).splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("tokens a row"))
+        cells = [line.split("  ")[-1] for line in lines[start + 2 : start + 2 + len(PHASES)]]
+        assert cells == ["1.00 (0.0)", "2.75 (2.5)", "1.00 (0.0)"]
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 900)), min_size=1, max_size=SERIES_POINTS),
+    st.none() | st.integers(1, 2 * SERIES_POINTS),
+)
+def test_a_drawn_course_fills_its_phase_and_keeps_its_mean(
+    pieces: list[tuple[float, float]], most_pieces: int | None
+) -> None:
+    ends = list(accumulate(ms for ms, _ in pieces))
+    series = {"ms": ends, "tokens_per_second": [speed for _, speed in pieces]}
+    cells = [{"phase": 3, "arm": "ema", "series": series}, {"phase": 3, "arm": "off"}]
+    places, speeds = plots._course(cells, "ema", "tokens_per_second", most_pieces)
+    assert places == sorted(places)
+    assert (places[0], places[-1]) == (3, pytest.approx(4))
+    assert len(places) <= 2 * (most_pieces or len(pieces))
+    widths = [end - start for start, end in zip(places[::2], places[1::2], strict=True)]
+    drawn = sum(width * speed for width, speed in zip(widths, speeds[::2], strict=True))
+    assert drawn == pytest.approx(sum(ms * s for ms, s in pieces) / ends[-1], abs=1e-6)
+    assert plots._course(cells, "off", "tokens_per_second") == ([], []), "of an old result"
 
 
 def test_what_a_policy_expected_is_compared_with_rounds_that_no_prompt_shared() -> None:
