@@ -35,6 +35,7 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
             first_draft_entry=of.first_draft_entry,
             topk=of.topk,
             has_draft_model=of.has_draft_model,
+            vocab_size=of.vocab_size,
         ),
         engine.worker,
         controller,

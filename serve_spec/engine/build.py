@@ -109,6 +109,7 @@ def _build_engine(
         first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
         topk=config.speculative.speculative_eagle_topk,
         has_draft_model=loaded.head is not None,
+        vocab_size=target.shape.vocab_size,
     )
     if loaded.device.type == "cuda":
         # What was built lives as long as the engine. Looking through all of it takes Python's

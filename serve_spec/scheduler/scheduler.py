@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -81,15 +82,17 @@ class Scheduler:
         topk: int = 1,
         *,
         has_draft_model: bool = True,
+        vocab_size: int = sys.maxsize,
     ) -> None:
         """text_drafter: who drafts from texts, if anybody: such drafts are in a row's plan.
         first_draft_entry: of every sequence, see `Sequence`. topk: children of a draft in a tree.
         has_draft_model: whether a model drafts, where there is a text drafter for the rows in whose
-        text it finds nothing.
+        text it finds nothing. vocab_size: of the target, which a text drafter may get wrong.
         """
         self.limits = limits
         self.cache = cache
-        self.texts = None if text_drafter is None else Texts(text_drafter)
+        self.texts = None if text_drafter is None else Texts(text_drafter, vocab_size)
+        self.vocab_size = vocab_size
         self.first_draft_entry = first_draft_entry
         self.topk = topk
         self.has_draft_model = has_draft_model or text_drafter is None

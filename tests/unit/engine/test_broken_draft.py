@@ -1,11 +1,21 @@
-"""A draft that gives NaN ends speculation for its own sequence, and the text does not notice."""
+"""A draft that gives NaN, or ids that are none, ends speculation for its own sequence.
+
+The text does not notice.
+"""
+
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from serve_spec import LLM
+from serve_spec.config import SpeculativeConfig
+from serve_spec.config.algorithms import ALGORITHMS, Algorithm
+from serve_spec.core.draft import TextDrafts
+from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import TreeShape
 from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
 
@@ -53,3 +63,52 @@ def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(
     assert sum(stats.num_broken_drafts for stats in heard.rounds) >= 1
     assert outputs[1].speculation.num_draft_tokens < outputs[0].speculation.num_draft_tokens
     assert outputs[0].speculation.num_correct_drafts > 0
+
+
+class Misspeller:
+    """Drafts the newest token, then ids that no vocabulary has, of texts that
+    begin with an odd one."""
+
+    def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
+        if token_ids[0] % 2 == 0:
+            return (token_ids[-1],) * min(most, 2)
+        return (token_ids[-1], 10**6, -7)[:most]
+
+    def propose_tree(
+        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+    ) -> TextDrafts:
+        chain = self.propose(request_id, token_ids, shape.num_steps)
+        return TextDrafts(chain, tuple(range(len(chain))))
+
+    def forget(self, request_id: str) -> None:
+        pass
+
+
+def build_misspeller(
+    config: SpeculativeConfig, encode: Callable[[str], list[int]], max_steps: int
+) -> Misspeller:
+    return Misspeller()
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("grammar", [None, Grammar.regex("[a-z ]*")])
+def test_a_draft_that_is_no_id_of_the_target_ends_speculation_for_its_sequence(
+    make_llm: MakeLLM,
+    monkeypatch: pytest.MonkeyPatch,
+    execution: str,
+    topk: int,
+    grammar: Grammar | None,
+) -> None:
+    misspeller = Algorithm(f"{__name__}:build_misspeller", from_text=True)
+    monkeypatch.setitem(ALGORITHMS, "MISSPELL", misspeller)
+    prompts = [[100, 101, 102], [101, 103, 104]]
+    params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, grammar=grammar)
+    plain = [output.token_ids for output in make_llm().generate(prompts, params)]
+    llm = make_llm("MISSPELL", 3, execution=execution, speculative_eagle_topk=topk)
+    heard = llm.engine.metrics = Heard()
+    outputs = llm.generate(prompts, params)
+    assert [output.token_ids for output in outputs] == plain
+    assert sum(stats.num_broken_drafts for stats in heard.rounds) == 1
+    drafted = [output.speculation.num_draft_tokens for output in outputs]
+    assert drafted[0] > 10 > drafted[1] > 0
