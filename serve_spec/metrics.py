@@ -27,7 +27,8 @@ class StepStats:
     """One executed round.
 
     Rows and tokens count decoding only, except `num_prefill_tokens`. `num_steps` is the tier's
-    depth; a row may draft less. Times in milliseconds, measured around the whole phase.
+    depth; a row may draft less. Times in milliseconds, measured around the whole phase; 0 where the
+    clock was broken.
     """
 
     num_steps: int
@@ -80,8 +81,8 @@ class StepStats:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether no prompt shared the round, so that its times are those of decoding."""
-        return self.batch_size > 0 and self.num_prefill_tokens == 0
+        """Whether its times are those of decoding: measured, and no prompt shared the round."""
+        return self.batch_size > 0 and self.num_prefill_tokens == 0 and self.step_ms > 0
 
     @property
     def overhead_ratio(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import secrets
 import time
 from collections.abc import Collection, Mapping
@@ -337,9 +338,9 @@ class SpecEngine:
             num_correct_drafts=sum(len(row.token_ids) - 1 for row in decoded),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
             num_prefill_tokens=num_prefilled,
-            draft_ms=result.draft_ms,
-            verify_ms=result.verify_ms,
-            step_ms=step_ms,
+            draft_ms=_measured(result.draft_ms),
+            verify_ms=_measured(result.verify_ms),
+            step_ms=_measured(step_ms),
             num_running_seqs=len(self.scheduler.running),
             num_waiting_seqs=len(self.scheduler.waiting),
             num_used_pages=cache.num_pages - cache.num_free_pages,
@@ -355,7 +356,7 @@ class SpecEngine:
             speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
             tree=None if plan.tree is None else str(plan.tree),
-            idle_ms=result.idle_ms,
+            idle_ms=_measured(result.idle_ms),
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,
         )
@@ -384,3 +385,9 @@ class SpecEngine:
             prompt_logprobs=(None, *seq.prompt_logprobs) if wants_prompt else None,
             num_cached_tokens=(seq.num_cached_tokens or 0) if is_first else 0,
         )
+
+
+def _measured(ms: float) -> float:
+    """0 for what no clock measures: one such time would spoil every sum there is. (The policy is
+    told as it is: it has to know that its clock is broken.)"""
+    return ms if 0.0 <= ms < math.inf else 0.0

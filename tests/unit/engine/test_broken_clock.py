@@ -1,0 +1,120 @@
+"""A clock that breaks costs speculation, at most: texts and figures stay what they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_spec import LLM
+from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.request import SamplingParams
+from serve_spec.engine import build, engine
+from serve_spec.metrics import StepStats, readings
+from tests.helpers.engines import MakeLLM, texts
+
+Law = Callable[[float, int], float]
+
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7]]
+PARAMS = SamplingParams(max_tokens=100, temperature=0.8, seed=3, ignore_eos=True)
+CLOCKS: dict[str, Law] = {
+    "gives NaN": lambda time, reading: math.nan,
+    "is endless": lambda time, reading: math.inf,
+    "runs backwards": lambda time, reading: -time,
+    "jumps an hour and back": lambda time, reading: time + 3600.0 * (reading // 5 % 2),
+    "stands": lambda time, reading: 5.0,
+}
+"""What is read instead of a time, at the so manyth reading."""
+
+
+class Exporter:
+    """Takes what an exporter would."""
+
+    def observe(self, stats: StepStats) -> None:
+        for reading in readings(stats):
+            assert 0.0 <= reading.value < math.inf, reading.metric.name
+
+
+class Misread:
+    """A round whose stages were timed by a broken clock."""
+
+    def __init__(self, pending: PendingRound, read: Callable[[float], float]) -> None:
+        self.pending = pending
+        self.read = read
+
+    def result(self) -> StepResult:
+        result = self.pending.result()
+        draft_ms, verify_ms = self.read(result.draft_ms), self.read(result.verify_ms)
+        return replace(result, draft_ms=draft_ms, verify_ms=verify_ms)
+
+
+def break_clock(llm: LLM, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All times of the engine's rounds are read off it from now on."""
+    readings_so_far, perf_counter = count(), engine.time.perf_counter
+    submit = llm.engine.worker.submit
+
+    def read(time: float) -> float:
+        return law(time, next(readings_so_far))
+
+    def misread(plan: StepPlan) -> PendingRound:
+        return Misread(submit(plan), read)
+
+    llm.engine.worker.submit = misread  # type: ignore[method-assign]
+    broken = SimpleNamespace(perf_counter=lambda: read(perf_counter()))
+    monkeypatch.setattr(engine, "time", broken)
+
+
+@pytest.mark.parametrize("strategy", ["goodput", "ema", "per_request", "static"])
+@pytest.mark.parametrize("clock", CLOCKS)
+def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(
+    make_llm: MakeLLM,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    strategy: str,
+    clock: str,
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setitem(build._PROFILE_BUDGET_S, "cpu", 0.5)
+    plain = texts(make_llm().generate(PROMPTS, PARAMS))
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, speculative_adaptive_strategy=strategy)
+    llm.engine.metrics = Exporter()
+    break_clock(llm, CLOCKS[clock], monkeypatch)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert texts(llm.generate(PROMPTS, PARAMS)) == plain
+    shown: dict[str, Any] = llm.engine.snapshot()
+    json.dumps(shown, allow_nan=False)
+    warnings = [r for r in caplog.records if "speculation is off for now" in r.getMessage()]
+    assert len(warnings) == (shown["num_fallbacks"] > 0), "said once, if at all"
+    if strategy == "goodput" and clock in ("gives NaN", "is endless", "runs backwards"):
+        assert shown["num_fallbacks"] == 1
+        assert shown["speculative_num_steps"] == 0
+    if strategy != "goodput":
+        assert shown["num_fallbacks"] == 0, "it looks at no clock"
+
+
+def test_a_time_that_is_none_leaves_the_figures_of_other_rounds_alone(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rates of acceptance count every round, times only those that were measured."""
+    llm = make_llm("EAGLE3", 3)
+    llm.generate(PROMPTS, PARAMS)
+    before: dict[str, Any] = llm.engine.collector.snapshot()
+    with monkeypatch.context() as broken:
+        break_clock(llm, CLOCKS["gives NaN"], broken)
+        llm.generate(PROMPTS, PARAMS)
+    after: dict[str, Any] = llm.engine.collector.snapshot()
+    assert after["since_start"]["rounds"] == 2 * before["since_start"]["rounds"]
+    for known in ("busy_s", "overhead_ratio", "host_share", "accept_rate"):
+        assert after["since_start"][known] == before["since_start"][known]
+    assert after["by_batch_size"] == before["by_batch_size"]
+    assert after["window"]["by_num_steps"] == before["window"]["by_num_steps"]
