@@ -57,6 +57,8 @@ class PolicySettings:
     """Children of a drafted token in any tree."""
     static_tree: TreeShape | None = None
     """What a fixed tier drafts, if not chains."""
+    cuda_graph_bs: Sequence[int] | None = None
+    """The batch sizes there are recordings of: what strategy ema pads to before it picks a slot."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
@@ -134,6 +136,7 @@ class PolicySettings:
             return StaticPolicy(self.num_steps, tree=self.static_tree)
         if self.strategy == "ema":
             params = AdaptiveSpeculativeParams(initial_steps, self.slots)
+            params.set_cuda_graph_bs(self.cuda_graph_bs)
             return EmaPolicy(params, self.min_dwell_rounds, self._tier_trees)
         if self._deepest(1) == 0:
             return StaticPolicy(0)  # the user's slots allow nothing else

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,6 +34,7 @@ from serve_spec.models.theta_probe import probe_text, settle_theta
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import Launcher, launch
+from serve_spec.runtime.graphs import batch_sizes
 from serve_spec.runtime.target import TargetRunner
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
@@ -99,6 +100,8 @@ def _build_engine(
         worker = TensorParallelWorker(worker, followers)
     worker.init_states(policy.candidate_steps, policy.tree_shapes)
     costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
+    if worker.execution == "lanes":
+        policy = replace(policy, cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs))
     controller = AdaptiveController(policy, costs, logger.warning)
     scheduler = Scheduler(
         config.scheduler,

@@ -1,6 +1,7 @@
 """Every strategy on a real engine: the same text, no state left behind, nothing hidden."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -86,3 +87,28 @@ def test_a_strategy_can_be_changed_while_requests_run(
     assert num_rounds > 3 * len(changes)
     assert [tuple(texts[str(i)]) for i in range(len(PROMPTS))] == plain
     assert engine.controller.snapshot()["fallback"] is None
+
+
+@pytest.mark.parametrize(("execution", "is_padded"), [("lanes", True), ("eager", False)])
+def test_ema_pads_a_batch_to_the_next_recorded_size_where_there_are_recordings(
+    make_llm: MakeLLM, tmp_path: Path, execution: str, is_padded: bool
+) -> None:
+    """Five rows are of the slot from 8 on there, also after a live change; four are not."""
+    slots = tmp_path / "slots.json"
+    slots.write_text('{"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1]}}')
+    llm = make_llm(
+        "EAGLE3",
+        3,
+        execution=execution,
+        max_num_seqs=16,
+        speculative_adaptive=True,
+        speculative_adaptive_strategy="ema",
+        speculative_adaptive_config=slots,
+    )
+    for num_rows in (4, 5):
+        llm.engine.reconfigure({"speculative_adaptive_config": slots})
+        llm.generate(PROMPTS[:num_rows], [params(0)] * num_rows)
+        shown: dict[str, Any] = llm.engine.snapshot()
+        assert (shown["slots"]["8"]["num_rounds"] > 0) == (is_padded and num_rows == 5)
+        full = "8" if is_padded and num_rows == 5 else "1"
+        assert shown["slots"][full]["num_rounds"] > 0
