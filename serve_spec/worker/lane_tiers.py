@@ -134,19 +134,21 @@ class LaneTiers:
         """Notes what recording this takes."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
         before = self._recorder.num_recorded
-        try:
-            yield
-        except torch.OutOfMemoryError as error:
-            raise MemoryError(self._no_room_for(num_steps, tree)) from error
-        self.report.append(
-            StageCapture(
+
+        def taken() -> StageCapture:
+            return StageCapture(
                 num_steps,
                 self._recorder.num_recorded - before,
                 time.perf_counter() - started,
                 self._reserved_bytes() - reserved,
                 tree,
             )
-        )
+
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(self._no_room_for(taken())) from error
+        self.report.append(taken())
 
     @property
     def max_backlog(self) -> int:
@@ -322,9 +324,10 @@ class LaneTiers:
             else 0
         )
 
-    def _no_room_for(self, num_steps: int | None, tree: TreeShape | None) -> str:
-        """What a device too small for the tiers is told."""
-        held = "; ".join(map(str, self.report)) or "none was recorded"
+    def _no_room_for(self, failed: StageCapture) -> str:
+        """What a device too small for the tiers is told: what each took, `failed` until then."""
+        num_steps, tree = failed.num_steps, failed.tree
+        held = "; ".join(map(str, self.report)) or "nothing"
         what = f"num_steps={num_steps}, max_num_seqs={self._round.max_batch_size}"
         way_out = f"leave {num_steps} out of the candidate steps (speculative_adaptive_config)"
         if tree is not None:
@@ -334,7 +337,8 @@ class LaneTiers:
             what = f"max_num_batched_tokens={self._max_rows}"
             way_out = "max_num_batched_tokens"
         return (
-            f"{what}: the device has no memory left for these stages (recorded so far: {held}). "
+            f"{what}: the device has no memory left for these stages, of which it holds {failed} "
+            f"(recorded before: {held}). "
             f"Lower memory_fraction or max_num_seqs, or {way_out}"
         )
 

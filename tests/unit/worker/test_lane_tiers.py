@@ -45,7 +45,8 @@ def test_a_device_too_small_is_told_what_each_tier_takes_and_what_to_leave_out(l
     whole = worker.recorder
     room = worker.recorded.report[0].num_stages + 2
     worker.recorder = SmallDevice(room)
-    with pytest.raises(MemoryError, match=r"num_steps=1, max_num_seqs=8: .*tier 3: \d+ stages"):
+    told = r"num_steps=1, max_num_seqs=8: .*tier 1: 2 stages, .* MiB.*before: tier 3: \d+ stages"
+    with pytest.raises(MemoryError, match=told + ".*leave 1 out of the candidate steps"):
         worker.init_states([1, 3])
     worker.recorder = whole
     worker.init_states([3])
