@@ -150,6 +150,19 @@ def test_known_mistake_2_a_round_without_live_rows_teaches_nothing() -> None:
     assert made.snapshot()["accept_rate"] is None
 
 
+def test_known_mistake_2_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it() -> None:
+    """Near its end, or capped by its request: all it drafted was kept, and reads as almost none."""
+    made = controller(TWO_SLOTS, num_steps=7)
+    whole, cut = [7] * 2, [1] * 6
+    for _ in range(3):
+        made.on_verify_complete(verified_round(whole + cut, 7, 7, row_steps=whole + cut))
+    assert slot(made, "1")["ema_accept_len"] == 7.0
+    assert choose(made, 7) == 7
+    before = slot(made, "1")
+    made.on_verify_complete(verified_round(cut, 7, 7, row_steps=cut))
+    assert slot(made, "1") == before, "a round of such rows alone says nothing"
+
+
 def test_known_mistake_3_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 1]}))
