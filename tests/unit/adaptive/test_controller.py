@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -161,6 +162,25 @@ def test_known_mistake_2_a_row_that_could_not_draft_the_whole_tier_is_no_failure
     before = slot(made, "1")
     made.on_verify_complete(verified_round(cut, 7, 7, row_steps=cut))
     assert slot(made, "1") == before, "a round of such rows alone says nothing"
+
+
+@pytest.mark.parametrize("strategy", ["ema", "per_request"])
+def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
+    strategy: Any,
+) -> None:
+    """All kept: alone they would raise what the model's, all lost, lower."""
+    settings = PolicySettings(3, strategy=strategy, slots=load_slots(TWO_SLOTS), min_dwell_rounds=0)
+    made, without = AdaptiveController(settings), AdaptiveController(settings)
+    for _ in range(3):
+        steps = made.choose_steps(decode_batch(4))
+        without.choose_steps(decode_batch(4))
+        row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+        kept = [0, 0, *row_steps[2:]]
+        told_both = verified_round(kept, 4, steps.num_steps, row_steps=row_steps)
+        made.on_verify_complete(replace(told_both, is_from_text=[False, False, True, True]))
+        plain = [*row_steps[:2], 0, 0]
+        without.on_verify_complete(verified_round([0] * 4, 4, steps.num_steps, row_steps=plain))
+    assert made.snapshot() == without.snapshot()
 
 
 def test_known_mistake_3_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
