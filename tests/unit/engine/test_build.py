@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
+from serve_spec.engine import build
 from tests.helpers.checkpoints import make_eagle3, make_target
 from tests.helpers.engines import MakeLLM, Pair
 
@@ -29,6 +31,20 @@ def test_sizes_that_do_not_fit_are_refused_by_name(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         make_llm(**overrides)
+
+
+def test_gpus_that_are_not_there_are_refused_before_anything_starts(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "launch", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match=r"device='cuda': torch sees no GPU here; use .*'cpu'"):
+        make_llm(device="cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    told = r"tensor_parallel_size=2: torch sees 1 GPUs here; lower it, .*CUDA_VISIBLE_DEVICES"
+    with pytest.raises(ValueError, match=told):
+        make_llm(device="cuda", tensor_parallel_size=2)
 
 
 def test_a_draft_of_another_hidden_size_or_vocabulary_is_refused(
