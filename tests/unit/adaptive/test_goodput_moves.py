@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from dataclasses import replace
+from itertools import groupby, pairwise
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from serve_spec.adaptive.baseline import FIRST_CLOSED_ROUNDS
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.goodput import LEAVE_OFF_GAIN, MOVE_GAIN, PLAN_ROUNDS, GoodputPolicy
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable
+from serve_spec.core.round import RoundTimes
 from tests.helpers.costs import KEY
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -94,3 +97,33 @@ def test_a_tier_is_kept_for_the_dwell_however_much_another_promises(dwell: int) 
     assert [tiers[0], tiers[moves[0]]] == [1, 2]
     assert 0 in tiers, "the input must make it want to move more than once"
     assert all(later - place >= dwell for place, later in pairwise([0, *moves]))
+
+
+def test_where_estimates_promise_and_measured_speed_denies_speculation_is_off_for_a_while() -> None:
+    """Every draft is kept and costs are as predicted, but no more tokens come out of it."""
+    target = policy([1.0, 1.3, 1.5], 2, dwell=8)
+    reasons: list[Reason] = []
+    for _ in range(3000):
+        steps = target.choose(decode_batch(1))
+        reasons.append(target.last_reason)
+        row_steps = list(steps.row_steps or [steps.num_steps])
+        (num_steps,) = row_steps
+        round_ms = OFF_MS * TOKENS[num_steps] / [1.0, 1.3, 1.5][num_steps]
+        times = RoundTimes(round_ms - OFF_MS, OFF_MS, round_ms)
+        told = verified_round(row_steps, 1, num_steps, row_steps=row_steps, times=times)
+        target.observe(replace(told, num_output_tokens=1))
+        assert num_steps == 0 or target.last_reason is not Reason.GUARD
+    closed = [len(list(run)) for reason, run in groupby(reasons) if reason is Reason.GUARD]
+    assert closed[0] >= FIRST_CLOSED_ROUNDS
+    assert len(closed) >= 3, "never for good"
+    assert closed[:-1] == sorted(closed[:-1]), "longer every time"
+    assert sum(closed) > 0.6 * len(reasons)
+
+
+def test_a_guard_that_is_closed_for_a_size_leaves_others_alone() -> None:
+    target = policy([1.0, 1.3, 1.5], 2)
+    assert first_tier(target) == 2
+    target._range(1)[1].guard.closed_rounds_left = 1
+    assert first_tier(target) == 0
+    assert target.last_reason is Reason.GUARD
+    assert target.choose(decode_batch(16)).num_steps > 0
