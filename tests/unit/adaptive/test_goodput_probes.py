@@ -1,0 +1,120 @@
+"""What strategy goodput's probes really lose, counted from outside, by the true costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.exploration import (
+    BASELINE_EVERY_ROUNDS,
+    EXPLORATION_SHARE,
+    PROBED_ROWS_SHARE,
+)
+from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.policy import Reason
+from serve_spec.bench.phases import Phase
+from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
+from serve_spec.bench.simulator import Simulator
+from serve_spec.bench.trace import TraceSet, load_traces
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+
+
+class Watched(GoodputPolicy):
+    """Remembers what it would have asked for without a probe."""
+
+    wanted: RoundSteps
+
+    def _wanted(self, plan, batch):  # type: ignore[no-untyped-def]
+        self.wanted = super()._wanted(plan, batch)
+        return self.wanted
+
+
+class Account:
+    """Adds up what rounds take, and what they would have taken."""
+
+    def __init__(self, policy: Watched) -> None:
+        self.policy = policy
+        self.total_ms = self.probes_ms = self.baselines_ms = 0.0
+        self.drafting_ms, self.drafted_tokens = 0.0, 0
+        self.baselines: list[tuple[float, int]] = []
+        self.since_baseline: list[int] = [0]
+        self.probed_shares: list[float] = []
+        self.worst_share = 0.0
+
+    def on_round(self, batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
+        assert steps.row_steps is None or len(steps.row_steps) == batch.size
+        ms = round_ms(batch, steps.row_steps or [steps.num_steps] * batch.size)
+        self.total_ms += ms
+        self.since_baseline[-1] += 1
+        if self.policy.last_reason is Reason.PROBE:
+            self.probes_ms += ms - round_ms(batch, self.policy.wanted.row_steps or [])
+            self.probed_shares.append(self._num_deeper(steps) / batch.size)
+        elif self.policy.last_reason is Reason.BASELINE:
+            self.baselines.append((ms, batch.size))
+            self.since_baseline.append(0)
+        elif verified.num_draft_tokens:
+            self.drafting_ms += ms
+            self.drafted_tokens += verified.num_output_tokens
+        self.worst_share = max(self.worst_share, self.lost_share)
+
+    def _num_deeper(self, steps: RoundSteps) -> int:
+        pairs = zip(steps.row_steps or [], self.policy.wanted.row_steps or [], strict=True)
+        return sum(asked > wanted for asked, wanted in pairs)
+
+    @property
+    def lost_share(self) -> float:
+        """Of all time: further drafts, kept or not, and plain rounds in place of drafting ones."""
+        ms_per_token = self.drafting_ms / max(1, self.drafted_tokens)
+        plain = sum(max(0.0, ms - tokens * ms_per_token) for ms, tokens in self.baselines)
+        return (self.probes_ms + plain) / self.total_ms
+
+
+def round_ms(batch: DecodeBatch, row_steps: Sequence[int]) -> float:
+    """By the true costs."""
+    steps = [min(k, most) for k, most in zip(row_steps, batch.max_steps, strict=True)]
+    drafting = tuple(sum(k >= step for k in steps) for step in range(1, max(steps) + 1))
+    shape = RoundShape(batch.size, drafting, batch.num_tokens, batch.num_sampled, 0, 0)
+    return TWO_CPU_CORES(shape).round_ms
+
+
+@pytest.fixture(scope="module")
+def traces() -> TraceSet:
+    return load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
+
+
+def account(traces: TraceSet, kind: str, size: int, num_requests: int) -> Account:
+    costs = CostModel(recorded_table(TWO_CPU_CORES))
+    policy = Watched(costs, min_dwell_rounds=8, initial_steps=3)
+    kept = Account(policy)
+    simulator = Simulator(policy, traces, TWO_CPU_CORES, on_round=kept.on_round)
+    simulator.run(Phase(kind, size, num_requests, 96))
+    return kept
+
+
+@pytest.mark.parametrize("kind", ["predictable", "unpredictable"])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_probes_and_plain_rounds_together_lose_at_most_their_share_of_the_time(
+    traces: TraceSet, kind: str, size: int
+) -> None:
+    kept = account(traces, kind, size, 24 * size)
+    assert kept.probed_shares or kept.baselines, "it must have tried something"
+    # What plain rounds lose is estimated before they run: a third is room for that.
+    assert kept.worst_share <= EXPLORATION_SHARE * 4 / 3, "at any moment, not only in the end"
+
+
+def test_a_probe_asks_one_row_in_sixteen_at_most_and_one_at_least(traces: TraceSet) -> None:
+    for size in (1, 4, 16, 64):
+        shares = account(traces, "unpredictable", size, 4 * size).probed_shares
+        assert shares
+        assert max(shares) <= max(1 / PROBED_ROWS_SHARE, 1 / size)
+
+
+def test_while_it_drafts_a_plain_round_comes_as_often_as_the_budget_lets_it(
+    traces: TraceSet,
+) -> None:
+    kept = account(traces, "predictable", 1, 64)
+    assert len(kept.baselines) >= 3
+    assert min(kept.since_baseline[:-1]) >= BASELINE_EVERY_ROUNDS
