@@ -20,6 +20,7 @@ from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from tests.helpers.rounds import decode_batch, verified_round
 
 
 class Watched(GoodputPolicy):
@@ -118,3 +119,15 @@ def test_while_it_drafts_a_plain_round_comes_as_often_as_the_budget_lets_it(
     kept = account(traces, "predictable", 1, 64)
     assert len(kept.baselines) >= 3
     assert min(kept.since_baseline[:-1]) >= BASELINE_EVERY_ROUNDS
+
+
+@pytest.mark.parametrize("affordable", [1, 3, 16])
+def test_no_probe_asks_for_more_drafts_than_the_round_affords(affordable: int) -> None:
+    """All are kept, so that the plan takes what there is, and whatever goes deeper is too much."""
+    policy = Watched(CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=8, initial_steps=3)
+    policy.budget.pass_time(1e9)  # no probe is refused for its price
+    for _ in range(300):
+        steps = policy.choose(decode_batch(8, max_draft_tokens=affordable))
+        row_steps = list(steps.row_steps or [steps.num_steps] * 8)
+        assert sum(row_steps) <= affordable
+        policy.observe(verified_round(row_steps, 8, steps.num_steps, row_steps=row_steps))
