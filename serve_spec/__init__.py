@@ -10,16 +10,25 @@ if TYPE_CHECKING:
     from serve_spec.config import ServeSpecConfig as ServeSpecConfig
     from serve_spec.core.grammar import Grammar as Grammar
     from serve_spec.core.request import SamplingParams as SamplingParams
+    from serve_spec.core.request import SpeculativeOptions as SpeculativeOptions
     from serve_spec.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "Grammar", "SamplingParams", "ServeSpecConfig", "__version__"]
+__all__ = [
+    "LLM",
+    "Grammar",
+    "SamplingParams",
+    "ServeSpecConfig",
+    "SpeculativeOptions",
+    "__version__",
+]
 
 _HOMES = {
     "Grammar": "serve_spec.core.grammar",
     "LLM": "serve_spec.engine.llm",
     "SamplingParams": "serve_spec.core.request",
     "ServeSpecConfig": "serve_spec.config",
+    "SpeculativeOptions": "serve_spec.core.request",
 }
 
 

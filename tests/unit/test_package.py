@@ -1,0 +1,23 @@
+"""What a program imports."""
+
+import pytest
+
+import serve_spec
+
+
+@pytest.mark.parametrize("name", serve_spec.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    assert getattr(serve_spec, name) is not None
+
+
+def test_what_a_request_may_ask_for_is_said_with_public_names_alone() -> None:
+    capped = serve_spec.SpeculativeOptions(enabled=True, max_steps=2)
+    params = serve_spec.SamplingParams(
+        speculative=capped, grammar=serve_spec.Grammar.regex("[a-z]+")
+    )
+    assert params.speculative == capped
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="LMM"):
+        serve_spec.LMM  # noqa: B018
