@@ -131,3 +131,41 @@ def test_no_probe_asks_for_more_drafts_than_the_round_affords(affordable: int) -
         row_steps = list(steps.row_steps or [steps.num_steps] * 8)
         assert sum(row_steps) <= affordable
         policy.observe(verified_round(row_steps, 8, steps.num_steps, row_steps=row_steps))
+
+
+class Rounds:
+    """Four rows that keep all of their drafts, or none, and a budget that refuses no probe."""
+
+    def __init__(self) -> None:
+        costs = CostModel(recorded_table(TWO_CPU_CORES))
+        self.policy = Watched(costs, min_dwell_rounds=8, initial_steps=0)
+        self.policy.budget.pass_time(1e9)
+
+    def waits(self, num_rounds: int, *, is_kept: bool) -> list[int]:
+        """Rounds at 0 before each probe; where drafts are kept, until the policy drafts."""
+        found = [0]
+        for _ in range(num_rounds):
+            steps = self.policy.choose(decode_batch(4))
+            row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+            wants_none = not any(self.policy.wanted.row_steps or [])
+            if self.policy.last_reason is Reason.PROBE and wants_none:
+                found.append(0)
+            elif any(row_steps) and is_kept:
+                return found
+            found[-1] += not any(row_steps)
+            kept = row_steps if is_kept else [0] * 4
+            self.policy.observe(verified_round(kept, 4, steps.num_steps, row_steps=row_steps))
+        return found[:-1]
+
+
+def test_while_off_waits_for_the_next_probe_double_from_8_to_1024_rounds() -> None:
+    found = Rounds().waits(6000, is_kept=False)
+    assert found == [8 * 2**n - 1 for n in range(8)] + [1023] * (len(found) - 8)
+    assert len(found) > 9
+
+
+def test_once_drafting_paid_waits_start_over() -> None:
+    rounds = Rounds()
+    assert rounds.waits(150, is_kept=False)[-1] >= 31
+    assert len(rounds.waits(30_000, is_kept=True)) > 2, "probes show it that drafts pay by now"
+    assert rounds.waits(200, is_kept=False)[0] <= 8
