@@ -132,3 +132,16 @@ def test_the_speedup_is_measured_against_measured_plain_rounds_of_any_size() -> 
         guard.observe_off(12.0, 12.0 / 3)
         guard.observe(2 * 4, 4, 15.0, 10.0 / 3)
     assert guard.speedup == pytest.approx(2 * 10.0 / 15.0)
+
+
+def test_fewer_than_32_rounds_prove_nothing_however_slow() -> None:
+    guard = SpeedGuard()
+    for is_closed_after in (False, True):  # first it doubts, then it compares with new plain rounds
+        guard.observe_off(OFF_MS, OFF_MS)
+        before = guard.is_in_doubt
+        for _ in range(31):
+            guard.observe(1, 1, 9 * OFF_MS, OFF_MS)
+            assert (guard.is_in_doubt, guard.is_closed) == (before, False)
+        guard.observe(1, 1, 9 * OFF_MS, OFF_MS)
+        assert guard.is_in_doubt is not is_closed_after
+        assert guard.is_closed is is_closed_after

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
+    DEEPER_EVERY_ROUNDS,
     EXPLORATION_SHARE,
     PROBED_ROWS_SHARE,
 )
@@ -169,3 +171,23 @@ def test_once_drafting_paid_waits_start_over() -> None:
     assert rounds.waits(150, is_kept=False)[-1] >= 31
     assert len(rounds.waits(30_000, is_kept=True)) > 2, "probes show it that drafts pay by now"
     assert rounds.waits(200, is_kept=False)[0] <= 8
+
+
+def test_while_it_drafts_one_row_tries_one_draft_more_every_64_rounds() -> None:
+    """Rows keep their first draft and never a second: it has to ask again to know."""
+    policy = Watched(CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=8, initial_steps=1)
+    policy.budget.pass_time(1e9)
+    probes = []
+    for number in range(1500):
+        steps = policy.choose(decode_batch(4))
+        row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+        wanted = list(policy.wanted.row_steps or [])
+        if policy.last_reason is Reason.PROBE and any(wanted):
+            probes.append(number)
+            further = [k - w for k, w in zip(row_steps, wanted, strict=True)]
+            assert sorted(further) == [0, 0, 0, 1]
+        kept = [min(1, k) for k in row_steps]
+        policy.observe(verified_round(kept, 4, steps.num_steps, row_steps=row_steps))
+    gaps = [later - before for before, later in pairwise(probes)]
+    assert set(gaps) <= {DEEPER_EVERY_ROUNDS, DEEPER_EVERY_ROUNDS + 1}, "a plain round between"
+    assert len(gaps) > 15
