@@ -9,9 +9,10 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
+from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from tests.helpers.checkpoints import make_eagle3, make_target
-from tests.helpers.engines import MakeLLM, Pair
+from tests.helpers.engines import MakeLLM, Pair, texts
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,26 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(
     told = r"tensor_parallel_size=2: torch sees 1 GPUs here; lower it, .*CUDA_VISIBLE_DEVICES"
     with pytest.raises(ValueError, match=told):
         make_llm(device="cuda", tensor_parallel_size=2)
+
+
+def test_costs_are_measured_for_ten_seconds_at_most_and_without_any_the_engine_decodes_plainly(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    budgets = []
+
+    def fails(*args: Any, budget_s: float, **sizes: Any) -> None:
+        budgets.append(budget_s)
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "measure_costs", fails)
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True)
+    assert budgets == [10.0]
+    prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
+    assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
+    shown = llm.engine.snapshot()
+    assert shown["fallback"] == "there is no cost table"
+    assert shown["speculative_num_steps"] == 0
 
 
 def test_a_draft_of_another_hidden_size_or_vocabulary_is_refused(
