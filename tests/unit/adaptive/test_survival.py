@@ -274,6 +274,16 @@ def test_a_new_request_inherits_nothing_from_the_one_whose_place_it_takes() -> N
     assert used.survival(["new"]).tolist() == fresh.survival(["new"]).tolist()
 
 
+def test_requests_that_come_and_go_take_no_more_memory_than_those_at_once() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    for number in range(2000):
+        observe(estimator, [(str(number), 5, 3)])
+        if number >= 8:
+            estimator.forget(str(number - 8))
+    assert estimator.num_requests == 8
+    assert len(estimator._requests) == len(SurvivalEstimator(MAX_STEPS)._requests)
+
+
 def test_hundreds_of_requests_at_once_are_kept_apart() -> None:
     estimator = SurvivalEstimator(MAX_STEPS)
     rows = [(str(row), 5, row % 6) for row in range(500)]

@@ -13,6 +13,7 @@ import torch
 
 import serve_spec
 from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
+from serve_spec.core.round import TreeShape
 from serve_spec.engine.costs import (
     _ROUND_ROOMS,
     code_version,
@@ -188,6 +189,25 @@ def test_a_table_that_ends_before_the_deepest_tier_is_measured_anew(
     assert measure.count == 1
     (warning,) = warnings_in(said)
     assert "3 are wanted here" in warning
+
+
+def test_a_named_table_without_a_tree_that_may_be_drafted_is_measured_anew(
+    tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    named = tmp_path / "named.json"
+    write_cost_table(table(), named)
+    measurement = Measurement()
+    obtain_costs(
+        KEY,
+        path=named,
+        max_batch_size=2,
+        max_steps=1,
+        trees=[TreeShape(1, 4)],
+        measure=measurement,
+    )
+    assert measurement.count == 1
+    (warning,) = warnings_in(said)
+    assert "(1, 4)" in warning
 
 
 def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(

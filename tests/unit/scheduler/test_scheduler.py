@@ -396,6 +396,23 @@ def test_drafts_give_way_to_other_texts_before_anyone_is_preempted() -> None:
     assert scheduler.num_preemptions == 0
 
 
+def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned_after_it() -> None:
+    """Not for the deepest tier there is, and not for drafts that were rejected."""
+    scheduler = make()
+    worker = PretendedWorker(4, random.Random(7))
+    seq = sequence("1", 5, max_tokens=200)
+    scheduler.add(seq)
+    for turn in range(60):
+        steps = (7, 0, 1, 3)[turn % 4]
+        plan = scheduler.plan(lambda _, steps=steps: RoundSteps(steps))
+        assert plan is not None
+        (row,) = plan.rows
+        assert len(row.page_ids) == -(-(row.length + row.num_steps) // 4)
+        scheduler.commit(plan, worker.execute(plan), cut)
+        held = 64 - scheduler.cache.num_free_pages
+        assert held <= -(-len(seq) // 4), "what was rejected is free again"
+
+
 def test_a_request_can_cap_or_refuse_speculation_for_itself_alone() -> None:
     scheduler = make()
     worker = PretendedWorker(4, random.Random(5))
