@@ -234,6 +234,15 @@ def test_known_mistake_9_the_accept_rate_divides_by_what_was_drafted() -> None:
     assert snapshot["learned_draft_tokens"] == 2 * (1 + 49 * 7)
 
 
+def test_known_mistake_9_every_row_is_divided_by_its_own_drafts() -> None:
+    made = controller({**EAGER, "candidate_steps": [1, 7]}, num_steps=7)
+    choose(made, 3)
+    made.on_verify_complete(verified_round([7, 1, 0], 3, 7, row_steps=[7, 1, 0]))
+    snapshot: Any = made.snapshot()
+    assert (snapshot["learned_draft_tokens"], snapshot["accept_rate"]) == (8, 1.0)
+    assert [entry["accept_rate"] for entry in snapshot["positions"]] == [1.0] * 7
+
+
 def test_known_mistake_10_positions_are_divided_by_the_rounds_that_reached_them() -> None:
     counters = PositionCounters(7)
     counters.observe([3, 1, 0, 0, 0], [3, 3, 3, 3, 0])

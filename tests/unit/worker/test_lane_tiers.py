@@ -1,5 +1,7 @@
 """Tiers are recorded once, share what they can, and say what they need where it does not fit."""
 
+import logging
+import re
 from pathlib import Path
 from typing import cast
 
@@ -126,3 +128,24 @@ def test_a_tier_no_policy_chooses_for_large_batches_is_recorded_for_small_ones(
     }
     # The deepest stands in for all, so it is recorded for every size.
     assert largest == {1: 8, 2: 3, 3: 8}
+    recorded = worker_of(llm).recorded
+    assert [recorded.tier_for(2, size).num_steps for size in (3, 4, 8)] == [2, 3, 3]
+
+
+def test_what_recording_took_is_told_tier_by_tier(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("serve_spec")
+    before = logger.level
+    logger.addHandler(caplog.handler)
+    logger.setLevel(logging.INFO)
+    try:
+        llm = llm_maker(pair, "cpu")("EAGLE3", 3, execution="lanes", max_num_seqs=4)
+    finally:
+        logger.removeHandler(caplog.handler)
+        logger.setLevel(before)
+    (told,) = {r.getMessage() for r in caplog.records if "recorded: " in r.getMessage()}
+    what = r"\d+ stages, \d+ MiB, \d+\.\d s"
+    assert re.search(rf"tier 3: {what}; .*tier 0: {what}; .*prompts: {what}", told)
+    report = worker_of(llm).recorded.report
+    assert sum(tier.num_stages for tier in report) == worker_of(llm).recorder.num_recorded
