@@ -372,6 +372,10 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
         (["--num-prompts", "0"], "num_prompts=0: give at least 1"),
         (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
+        (
+            ["--set", "synthetic_acceptance=2.5"],
+            r"speculative.synthetic_acceptance=2.5: .* fits no real text; leave the key out",
+        ),
         (["--trees", "3x7"], r"trees=\['3x7'\]: speculative_eagle_topk=1 .* or leave --trees out"),
         (
             ["--trees", "2x4", "3x99", "--set", "speculative_eagle_topk=2"],
