@@ -67,8 +67,10 @@ class MortalFleet:
 class CountingFleet(MortalFleet):
     """Its replicas say with every delta what speculation has done on them so far."""
 
+    forced = False
+
     async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        counts = SpeculationStats()
+        counts = SpeculationStats(synthetic_acceptance=self.forced)
         async with aclosing(super().generate(asked)) as items:
             async for item in items:
                 if isinstance(item, TokenDelta):
@@ -140,6 +142,18 @@ def test_speculation_is_added_up_over_all_replicas(lives: list[int], max_tokens:
     drafts = sum(steps * rounds for steps, rounds in counts.rounds_by_num_steps.items())
     assert counts.num_draft_tokens == drafts
     assert counts.as_dict()["num_resumes"] == len(fleet.requests) - 1
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("lives", [(), (3,), (3, 2)])
+def test_forced_acceptance_stays_labelled_on_the_way_from_replica_to_replica(
+    lives: tuple[int, ...], forced: bool
+) -> None:
+    fleet = CountingFleet(*lives)
+    fleet.forced = forced
+    counts = listen(fleet, request("x", seed=1, max_tokens=30, ignore_eos=True)).deltas[-1]
+    assert counts.speculation is not None
+    assert counts.speculation.as_dict().get("synthetic_acceptance", False) is forced
 
 
 @pytest.mark.parametrize(("lives", "num_resumes"), [((0,), 0), ((3, 0), 1), ((3, 3), 2)])
