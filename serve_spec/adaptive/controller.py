@@ -17,7 +17,7 @@ from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy, StepPolicy
-from serve_spec.adaptive.presets import CONSERVATIVE
+from serve_spec.adaptive.presets import conservative_slots
 from serve_spec.adaptive.sharpness import SHARPNESSES, SharpnessPolicy
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config import ConfigError, SpeculativeConfig
@@ -111,9 +111,7 @@ class PolicySettings:
 
         Whatever is built by batch size need not be built beyond it.
         """
-        slots = self.slots
-        if slots is None and self.strategy == "ema" and self.adaptive:
-            slots = load_slots(CONSERVATIVE)
+        slots = self._tier_slots if self.strategy == "ema" else self.slots
         if slots is None or not self.adaptive or num_steps == 0:
             return None
         keys = sorted(slots)
@@ -135,7 +133,7 @@ class PolicySettings:
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.num_steps, tree=self.static_tree)
         if self.strategy == "ema":
-            params = AdaptiveSpeculativeParams(initial_steps, self.slots)
+            params = AdaptiveSpeculativeParams(initial_steps, self._tier_slots)
             params.set_cuda_graph_bs(self.cuda_graph_bs)
             return EmaPolicy(params, self.min_dwell_rounds, self._tier_trees)
         if self._deepest(1) == 0:
@@ -167,12 +165,16 @@ class PolicySettings:
         return {} if tree is None else {1: trees.ladder(tree, self.topk)}
 
     @property
+    def _tier_slots(self) -> Mapping[int, SlotConfig]:
+        """Of strategy ema."""
+        return conservative_slots(self.max_steps) if self.slots is None else self.slots
+
+    @property
     def _tier_trees(self) -> Mapping[int, Mapping[int, TreeShape]]:
         """Of strategy ema, by slot and number of steps."""
         if self.tree is None:
             return {}
-        slots = load_slots(CONSERVATIVE) if self.slots is None else self.slots
-        return trees.by_depth(self.tree, self.topk, slots)
+        return trees.by_depth(self.tree, self.topk, self._tier_slots)
 
     @property
     def _request_steps(self) -> int:

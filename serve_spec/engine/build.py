@@ -175,7 +175,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     eager.grammars.compiler.prepare()
     if not runs_on_lanes(config, loaded.device):
         return eager
-    policy = PolicySettings.of(config.speculative)
+    policy = PolicySettings.of(config.speculative, _most_steps(loaded.head))
     return put_on_lanes(eager, config, policy, loaded.target.max_model_len)
 
 

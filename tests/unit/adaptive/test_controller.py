@@ -19,6 +19,7 @@ from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
+from serve_spec.core.round import TreeShape
 from tests.helpers.rounds import decode_batch, verified_round
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
@@ -124,6 +125,19 @@ def test_without_a_draft_model_the_tier_is_zero() -> None:
     made = AdaptiveController.create(SpeculativeConfig())
     assert made.candidate_steps == (0,)
     assert {play(made, bs, nothing) for bs in (1, 40)} == {0}
+
+
+@pytest.mark.parametrize("strategy", ["ema", "per_request", "goodput"])
+@pytest.mark.parametrize("most", [1, 2, 4, 5, 8, 20])
+def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy: Any, most: int) -> None:
+    free, bound = (
+        PolicySettings(1, strategy=strategy, tree=TreeShape(3, 6), topk=2, max_steps=max_steps)
+        for max_steps in (None, most)
+    )
+    assert max(bound.candidate_steps) == min(most, max(free.candidate_steps))
+    assert all(tree.num_steps <= most for tree in bound.tree_shapes)
+    if strategy == "ema":
+        assert set(bound.candidate_steps) == {min(k, most) for k in free.candidate_steps}
 
 
 def test_known_mistake_1_a_stale_result_changes_neither_average_nor_count() -> None:

@@ -1,13 +1,17 @@
 """Every strategy on a real engine: the same text, no state left behind, nothing hidden."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serve_spec import LLM
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import MakeLLM
+from tests.helpers.engines import MakeLLM, heard_plans, texts
 
 STRATEGIES: list[dict[str, Any]] = [
     {"speculative_adaptive_strategy": "ema"},
@@ -112,3 +116,80 @@ def test_ema_pads_a_batch_to_the_next_recorded_size_where_there_are_recordings(
         assert (shown["slots"]["8"]["num_rounds"] > 0) == (is_padded and num_rows == 5)
         full = "8" if is_padded and num_rows == 5 else "1"
         assert shown["slots"][full]["num_rounds"] > 0
+
+
+DRAFTERS: list[tuple[str, dict[str, Any]]] = [
+    *((name, keys) for name in ("EAGLE3", "EAGLE", "MEDUSA", "STANDALONE") for keys in TREES),
+    *(("NGRAM", {**keys, "speculative_ngram_min_match_window_size": 1}) for keys in TREES),
+    ("EAGLE3", {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}),
+]
+
+
+def repeating() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts from which a text drafter, too, knows how to go on."""
+    prompts = [[5 + i, 7, 9 + i, 11] * 3 + [5 + i, 7] for i in range(3)]
+    return prompts, [replace(params(i), max_tokens=64) for i in range(len(prompts))]
+
+
+@pytest.fixture(scope="module")
+def plainly_repeated(make_llm: MakeLLM) -> list[tuple[int, ...]]:
+    return texts(make_llm().generate(*repeating()))
+
+
+def without_a_clock(llm: LLM) -> LLM:
+    """The same engine, its policy told costs at which drafts pay, and no times of this machine."""
+    settings: Any = llm.engine.controller._settings  # type: ignore[attr-defined]
+    costs = recorded_table(GPU_8B, trees=settings.tree_shapes, topk=settings.topk)
+    controller = AdaptiveController(settings, costs if settings.needs_costs else None)
+    learn = controller.on_verify_complete
+    controller.on_verify_complete = lambda verified: learn(  # type: ignore[method-assign]
+        replace(verified, times=None)
+    )
+    llm.engine.controller = controller
+    return llm
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+@pytest.mark.parametrize(
+    ("algorithm", "keys"),
+    DRAFTERS,
+    ids=lambda value: value if isinstance(value, str) else f"{len(value)} keys",
+)
+@pytest.mark.parametrize("strategy", ["ema", "per_request", "goodput"])
+def test_every_drafter_adapts_stops_and_resumes_under_every_strategy(
+    make_llm: MakeLLM,
+    plainly_repeated: list[tuple[int, ...]],
+    strategy: str,
+    algorithm: str,
+    keys: dict[str, Any],
+    execution: str,
+) -> None:
+    """With the strategy's own candidates, whatever the draft can make; off for some rounds."""
+    prompts, asked = repeating()
+    adapts = {"speculative_adaptive": True, "speculative_adaptive_strategy": strategy}
+    keys = {"execution": execution, "max_num_seqs": 3, **adapts, **keys}
+    llm = without_a_clock(make_llm(algorithm, 3, **keys))
+    plans = heard_plans(llm)
+    engine, said = llm.engine, [[] for _ in prompts]
+    for i, prompt in enumerate(prompts):
+        engine.add(engine.new_sequence(str(i), prompt, asked[i]))
+    planned = {}
+    changes = {3: {"speculative_adaptive": False, "speculative_num_steps": 0}, 7: adapts}
+    num_rounds = 0
+    while engine.has_work:
+        if num_rounds in changes:
+            engine.reconfigure(changes[num_rounds])
+            planned[num_rounds] = len(plans)
+        for delta in engine.step():
+            said[int(delta.request_id)] += delta.token_ids
+        num_rounds += 1
+    assert [tuple(tokens) for tokens in said] == plainly_repeated
+    assert engine.controller.snapshot()["fallback"] is None
+    drafted = [sum(row.num_steps for row in plan.rows) for plan in plans]
+    # A round may have been planned ahead of the change.
+    before, off, after = (
+        sum(drafted[: planned[3]]),
+        sum(drafted[planned[3] + 1 : planned[7]]),
+        sum(drafted[planned[7] :]),
+    )
+    assert min(before, after) > 0 == off
