@@ -1,0 +1,199 @@
+"""What an engine drafts is what a head written plainly drafts after the same text.
+
+Texts can not tell: whatever is drafted they stay the same. So this holds the logits of every draft
+against a recomputation of all that came before it: the target's features of the text, one to a
+token, and the head over them. A feature of the wrong token, a missing entry, one left over from a
+rejected draft or a wrong position would show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from serve_spec import LLM
+from serve_spec.core.plan import StepPlan
+from serve_spec.core.request import SamplingParams
+from serve_spec.models import FeatureCapture, load_target
+from tests.helpers.checkpoints import (
+    VOCAB,
+    make_eagle,
+    make_eagle3,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tests.helpers.engines import Pair, heard_plans, llm_maker, switch_every_round
+from tests.helpers.paged import PagedSequences
+from tests.helpers.plain_heads import PlainHead
+from tests.unit.models.draft_formats import PlainWindowed, medusa_tensors
+from tests.unit.models.test_medusa import plain_logits
+
+EXECUTIONS = ["eager", "lanes"]
+STEPS = 4
+TOLERANCE = 2e-4
+Heads = Callable[[Path, Path], Path]
+Plain = Callable[[Sequence[int], int], Tensor]
+"""Of a text, its last tokens drafts, and their number: the logits of each and one more [n, Vd]."""
+
+WINDOW = {"sliding_window": 9, "layer_types": ["sliding_attention"]}
+# Random heads are sensitive to all they read, mimics keep drafts.
+EAGLE_HEADS: dict[str, tuple[str, dict[str, Any]]] = {
+    "eagle3": ("EAGLE3", {}),
+    "eagle3 that keeps drafts": ("EAGLE3", {"mimic": True}),
+    "eagle3 of few tokens that keeps drafts": ("EAGLE3", {"mimic": True, "draft_vocab": 200}),
+    "eagle3 of few tokens": ("EAGLE3", {"draft_vocab": 100, "norm_output": True}),
+    "eagle3 of its own width": (
+        "EAGLE3",
+        {"hidden_size": 16, "head_dim": 8, "own_embedding": True},
+    ),
+    "eagle3 of two layers": ("EAGLE3", {"num_layers": 2, "norm_before_residual": True}),
+    "eagle3 with a window": ("EAGLE3", {**WINDOW, "num_key_value_heads": 2}),
+    "eagle": ("EAGLE", {}),
+    "eagle that keeps drafts": ("EAGLE", {"mimic": True}),
+    "eagle of two layers": ("EAGLE", {"num_layers": 2, "fc_bias": False}),
+}
+
+
+class Heard:
+    """The rounds of an engine with one request: what was planned, and the logits drafted by."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.plans: list[StepPlan] = heard_plans(llm)
+        self.drafted: list[list[Tensor]] = []
+        worker: Any = llm.engine.worker
+        head = getattr(worker, "eager", worker).drafter.head
+        logits = head.logits
+
+        def hear(hidden: Tensor, step: int = 0) -> Tensor:
+            found: Tensor = logits(hidden, step)
+            if step == 0:
+                self.drafted.append([])
+            self.drafted[-1].append(found[0].clone())
+            return found
+
+        head.logits = hear
+
+    def check(self, text: list[int], num_prompt: int, ids: Tensor | None, plain: Plain) -> int:
+        """Holds every draft against the plain head's; how many of them the text kept."""
+        end, total = num_prompt, 0
+        drafted = iter(self.drafted)
+        for row in (plan.rows[0] for plan in self.plans if plan.rows[0].samples):
+            if end >= len(text):
+                break  # planned ahead of the end
+            kept = 0
+            if row.num_steps:
+                found = torch.stack(next(drafted)[: row.num_steps])
+                best = found.argmax(dim=1)
+                drafts = (best if ids is None else ids[best]).tolist()
+                expected = plain([*text[:end], *drafts[:-1]], len(drafts))
+                assert (found - expected).abs().max() < TOLERANCE * expected.abs().max()
+                while kept < len(drafts) and text[end : end + kept + 1] == [*drafts[: kept + 1]]:
+                    kept += 1
+            total += kept
+            end += kept + 1
+        assert end >= len(text)
+        return total
+
+
+def run(llm: LLM, prompt: list[int], num_tokens: int) -> list[int]:
+    params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
+    (output,) = llm.generate([prompt], params)
+    return [*prompt, *output.token_ids]
+
+
+def features_of(target_dir: Path, capture: FeatureCapture) -> Callable[[Sequence[int]], Tensor]:
+    target = load_target(target_dir, torch.float32)
+
+    def features(text: Sequence[int]) -> Tensor:
+        ctx = PagedSequences(target.shape, 1, len(text)).extend([(0, len(text))])
+        found = target.forward(torch.tensor(text), ctx, capture).features
+        assert found is not None
+        return found
+
+    return features
+
+
+def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plain, Tensor | None]:
+    """The drafts of a head, and the target's ids of its own."""
+    config, tensors = read_checkpoint(directory)
+    windowed = "sliding_window" in config
+    head = PlainWindowed(directory, target_dir, 9) if windowed else PlainHead(directory, target_dir)
+    # Of six layers: what enters the third, the fourth, and, three from the end, the fourth again.
+    capture = FeatureCapture((2, 3, 3) if algorithm == "EAGLE3" else None)
+    features = features_of(target_dir, capture)
+
+    def plain(text: Sequence[int], count: int) -> Tensor:
+        # Entry j is token j + 1 with feature j; the newest token and the drafts have none yet.
+        known = len(text) - count
+        ids = torch.tensor(text[1:])
+        return head.unroll(ids, features(text[:known]))[1][-count:]
+
+    ids = tensors["t2d"].nonzero().view(-1) if "t2d" in tensors else None
+    return plain, ids
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("name", EAGLE_HEADS)
+@pytest.mark.parametrize("tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"])
+def test_eagle_heads_draft_from_the_features_of_the_text(
+    pair: Pair, tmp_path: Path, execution: str, name: str, tiers: list[int]
+) -> None:
+    """A prompt in pieces, then the same one found in the cache."""
+    algorithm, keys = EAGLE_HEADS[name]
+    make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
+    make(tmp_path, pair.target, **keys)
+    plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
+    llm = llm_maker(Pair(pair.target, {algorithm: tmp_path}), "cpu")(
+        algorithm, STEPS, execution=execution, max_num_batched_tokens=16, max_num_seqs=1
+    )
+    switch_every_round(llm, tiers, ragged=False)
+    prompt = [(7 * i) % 250 for i in range(21)]
+    heard = Heard(llm)
+    kept = 0
+    for _ in range(2):
+        text = run(llm, prompt, 26)
+        kept += heard.check(text, len(prompt), ids, plain)
+        assert heard.drafted
+        heard.plans.clear()
+        heard.drafted.clear()
+    assert llm.engine.counters.num_prefix_hit_tokens > 0
+    if "keeps" in name:
+        assert kept > 5, "the test needs drafts that are kept"
+    else:
+        assert kept < 20, "the test needs drafts that are rejected"
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"])
+@pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
+def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
+    pair: Pair, tmp_path: Path, execution: str, tiers: list[int], token_map: list[int] | None
+) -> None:
+    rows = VOCAB if token_map is None else len(token_map)
+    tensors = medusa_tensors(64, STEPS, 1, rows)
+    maps = {} if token_map is None else {"token_map": torch.tensor(token_map)}
+    write_checkpoint(tmp_path, {"model_type": "medusa"}, {**tensors, **maps})
+    features = features_of(pair.target, FeatureCapture(None))
+
+    def plain(text: Sequence[int], count: int) -> Tensor:
+        last = features(text[: len(text) - count])[-1:]
+        return plain_logits(tensors, torch.empty(0), last)[:count, 0]
+
+    llm = llm_maker(Pair(pair.target, {"MEDUSA": tmp_path}), "cpu")(
+        "MEDUSA", STEPS, execution=execution, max_num_batched_tokens=16, max_num_seqs=1
+    )
+    switch_every_round(llm, tiers, ragged=False)
+    prompt = [(7 * i) % 250 for i in range(21)]
+    heard = Heard(llm)
+    for _ in range(2):
+        text = run(llm, prompt, 26)
+        heard.check(text, len(prompt), maps.get("token_map"), plain)
+        assert heard.drafted
+        heard.plans.clear()
+        heard.drafted.clear()
+    assert llm.engine.counters.num_prefix_hit_tokens > 0
