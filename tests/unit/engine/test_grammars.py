@@ -157,7 +157,7 @@ def test_nothing_that_happens_to_a_request_changes_its_text_by_a_grammar(
     assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
 
 
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "MEDUSA"])
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"])
 def test_drafts_that_branch_change_no_text_by_a_grammar(
     make_llm: MakeLLM, off: list[RequestOutput], algorithm: str
 ) -> None:

@@ -8,7 +8,7 @@ from itertools import cycle
 import pytest
 
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
 from tests.helpers.engines import MakeLLM, SwitchingController, texts
 
 STEPS = 4
@@ -18,8 +18,8 @@ BLUNT, ALIKE = 0.2, 1.0
 class SharpnessEveryRound(SwitchingController):
     """Another sharpness every round; remembers which drafts each of them gave and lost."""
 
-    def __init__(self) -> None:
-        super().__init__([STEPS], ragged=False)
+    def __init__(self, tier: int | TreeShape) -> None:
+        super().__init__([tier], ragged=False)
         self.lost = {BLUNT: 0, ALIKE: 0}
         self.drafted = {BLUNT: 0, ALIKE: 0}
         self._sharpnesses = cycle([BLUNT, ALIKE])
@@ -35,14 +35,21 @@ class SharpnessEveryRound(SwitchingController):
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])
-def test_each_round_drafts_at_the_sharpness_of_its_plan(make_llm: MakeLLM, execution: str) -> None:
-    """The target is its own draft: at sharpness 1 it knows every token, at 0.2 it does not."""
+@pytest.mark.parametrize(("tier", "topk"), [(STEPS, 1), (TreeShape(2, 6), 2)])
+def test_each_round_drafts_at_the_sharpness_of_its_plan(
+    make_llm: MakeLLM, execution: str, tier: int | TreeShape, topk: int
+) -> None:
+    """The target is its own draft: at sharpness 1 it knows every token, at 0.2 it does not.
+
+    Of a tree with all that its beams meet, the first branch is the chain.
+    """
     prompts = [[3 + i, *range(20, 26)] for i in range(4)]
     params = [
         SamplingParams(max_tokens=40, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)
     ]
-    llm = make_llm("STANDALONE", STEPS, execution=execution)
-    controller = SharpnessEveryRound()
+    llm = make_llm("STANDALONE", STEPS, execution=execution, speculative_eagle_topk=topk)
+    controller = SharpnessEveryRound(tier)
+    llm.engine.worker.init_states(controller.candidate_steps, controller.trees)
     llm.engine.controller = controller  # type: ignore[assignment]
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
     assert controller.lost[ALIKE] == 0 < controller.drafted[ALIKE]
