@@ -13,6 +13,7 @@ from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.cost_table import CostTable
+from serve_spec.config.speculative import MAX_TREE_ROWS
 from serve_spec.core.context import AttentionBackend, torch_dtype
 from serve_spec.core.draft import TextDrafter
 from serve_spec.core.errors import CheckpointError
@@ -375,10 +376,22 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
             f"max_model_len={max_model_len} is more than the model was made for: "
             f"max_position_embeddings={shape.max_position_embeddings}; lower max_model_len"
         )
+    speculative, window = config.speculative, shape.sliding_window
+    if speculative.enabled and speculative.speculative_eagle_topk > 1 and window is not None:
+        _check_window(speculative.speculative_eagle_topk, window)
     if tokenizer.vocab_size > shape.vocab_size:
         raise CheckpointError(
             f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json says "
             f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
+        )
+
+
+def _check_window(topk: int, window: int) -> None:
+    """Rows of trees, and pieces of prompts beside them, see all of their own path."""
+    if window < MAX_TREE_ROWS:
+        raise ValueError(
+            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} rows have to lie "
+            f"within the target's sliding_window={window}; use speculative_eagle_topk=1"
         )
 
 

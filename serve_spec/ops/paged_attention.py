@@ -24,7 +24,7 @@ class PagedLayout:
     `tree_mask` int64 [T]: bit j says that a row sees entry j of its sequence's tree, itself
     included. The tree is the last `tree_len` entries of every sequence (None: its rows). All
     entries before it are seen; a row's depth is the number of its other bits, and a window is
-    counted from there. Trees are shallower than a window. None: a chain.
+    counted from there. Trees lie within a window (engines see to it). None: a chain.
     `usual_query_len`: rows most sequences have, where that is not `max_query_len`. It changes how
     work is cut, not what comes out.
     """
