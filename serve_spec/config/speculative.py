@@ -108,10 +108,10 @@ class SpeculativeConfig(StrictModel):
         description="EAGLE3: target layers whose inputs the draft reads, if its config.json is "
         "wrong.",
     )
-    speculative_draft_aux_layers_mean: Literal["input", "output"] | None = Field(
+    speculative_draft_aux_layers_mean: Literal["input", "output", "probe"] | None = Field(
         None,
         description="EAGLE3: whether the layer ids of the draft's config.json name inputs or "
-        "outputs of layers; null: by what they are.",
+        "outputs of layers; null: by what they are; probe: whichever drafts a text best at start.",
     )
     speculative_draft_norm_before_residual: bool | None = Field(
         None, description="EAGLE3: the draft's switch of that name; null: as its config.json says."
@@ -219,6 +219,10 @@ class SpeculativeConfig(StrictModel):
             if value is not None and algorithm not in ("NONE", *algorithms):
                 fix = f"it is for {' and '.join(algorithms)}; leave it out with {algorithm}"
                 raise Refusal(key, value, fix)
+        mean = self.speculative_draft_aux_layers_mean
+        if mean is not None and self.speculative_draft_aux_layer_ids is not None:
+            fix = "speculative_draft_aux_layer_ids says which inputs are read; give one of both"
+            raise Refusal("speculative_draft_aux_layers_mean", mean, fix)
         self._check_listed_trees()
         # Without drafts there is nothing to adapt.
         return self if self.enabled else self._settle(speculative_adaptive=False)

@@ -31,7 +31,9 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
 from serve_spec.models.compiling import compile_layers
-from serve_spec.models.theta_probe import probe_text, settle_theta
+from serve_spec.models.draft_file import read_draft
+from serve_spec.models.eagle3_shape import both_readings
+from serve_spec.models.theta_probe import probe_text, settle_layers, settle_theta
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import Launcher, launch
@@ -257,9 +259,25 @@ def _load_head(
         dtype=draft_in,
         weights=weights,
     )
-    if speculative.speculative_draft_rope_theta == "probe":
-        settle_theta(head, target, Tokenizer(Path(config.model.path)).encode(probe_text()))
+    _probe(config, head, target)
     return head
+
+
+def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
+    """Measures what of the draft is to be measured, the layers it reads before its rotary base."""
+    speculative = config.speculative
+    probes_layers = speculative.speculative_draft_aux_layers_mean == "probe"
+    probes_theta = speculative.speculative_draft_rope_theta == "probe"
+    if not (probes_layers or probes_theta):
+        return
+    text = Tokenizer(Path(config.model.path)).encode(probe_text())
+    path = speculative.speculative_draft_model_path
+    assert path is not None, "what is probed was loaded"
+    if probes_layers:
+        readings = both_readings(read_draft(path), target.shape.num_layers)
+        settle_layers(head, target, text, readings)
+    if probes_theta:
+        settle_theta(head, target, text)
 
 
 def _text_drafter(

@@ -40,12 +40,13 @@ class DraftOptions:
 
     @staticmethod
     def of(config: SpeculativeConfig) -> DraftOptions:
-        """What the configuration says. A theta that is to be measured is not known yet: None."""
+        """What the configuration says. What is to be measured is not known yet: None."""
         theta = config.speculative_draft_rope_theta
+        mean = config.speculative_draft_aux_layers_mean
         return DraftOptions(
             rope_theta=None if theta == "probe" else theta,
             aux_layer_ids=config.speculative_draft_aux_layer_ids,
-            aux_layers_mean=config.speculative_draft_aux_layers_mean,
+            aux_layers_mean=None if mean == "probe" else mean,
             norm_before_residual=config.speculative_draft_norm_before_residual,
             norm_output=config.speculative_draft_norm_output,
         )

@@ -21,6 +21,7 @@ from serve_spec.models.eagle3 import READ_ELSEWHERE as EAGLE3_ELSEWHERE
 from serve_spec.models.eagle3 import make_eagle3
 from serve_spec.models.eagle3_shape import (
     aux_layers_mean,
+    both_readings,
     capture_layers,
     configured_ids,
     convention,
@@ -61,6 +62,8 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
         facts |= _head(file, target, options)
         if config is not None and config.speculative.speculative_draft_rope_theta == "probe":
             facts["rope theta"] = "measured at start (speculative_draft_rope_theta: probe)"
+        if config is not None and config.speculative.speculative_draft_aux_layers_mean == "probe":
+            facts["target layers"] = _probed(file, target) or facts["target layers"]
     facts["target"] = _verdict(config, family)
     width = max(map(len, facts)) + 2
     return "\n".join(f"{name + ':':<{width}}{text}" for name, text in facts.items())
@@ -197,6 +200,14 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
     else:
         mean, why = convention(ids, num_layers)
     return f"{resolved}; {said}, read as {mean}s: {why}"
+
+
+def _probed(file: DraftFile, target: Llama | None) -> str:
+    """Which layers are tried; empty where there is only one reading."""
+    readings = () if target is None else both_readings(file, target.shape.num_layers)
+    inputs = " or ".join(str(list(layers)) for layers in readings)
+    measured = "measured at start (speculative_draft_aux_layers_mean: probe)"
+    return f"inputs of {inputs}, {measured}" if inputs else ""
 
 
 def _norms(file: DraftFile, options: DraftOptions) -> str:

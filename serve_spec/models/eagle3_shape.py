@@ -163,6 +163,15 @@ def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> Fea
     return FeatureCapture(tuple(layers))
 
 
+def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """What the config's ids may mean of a target with `num_layers`: the layers whose inputs, those
+    whose outputs they name. Nothing if there are none, or only one of both can be."""
+    ids = configured_ids(file)
+    if ids is None or max(ids) >= num_layers:
+        return ()
+    return tuple(capture_layers(ids, num_layers, mean) for mean in ("input", "output"))
+
+
 def configured_ids(file: DraftFile) -> list[int] | None:
     """`eagle_aux_hidden_state_layer_ids` as the config gives it, whatever it means.
 

@@ -1,10 +1,13 @@
-"""Which rotary base a draft head was trained with, found by drafting a text with each.
+"""What a draft's config may say wrongly or not at all, found by drafting a text with each answer.
 
-The official EAGLE-3 trainer used 10000 whatever the config says, and some published configs say
-otherwise; a wrong base costs a few percent of the drafts and no error. The probe runs only when
-asked for (`speculative_draft_rope_theta: probe`): a config that gives a base is right more often
-than not, one that gives none is of the trainer that used 10000, and a start should not depend on a
-measurement that nobody wanted.
+The official EAGLE-3 trainer used the rotary base 10000 whatever the config says, and some published
+configs say otherwise; a wrong base costs a few percent of the drafts and no error. Nor does one if
+the target's layers are counted by their outputs where the trainer meant inputs: that costs between
+a tenth of a token a round and nearly all drafts. The probes run only when asked for
+(`speculative_draft_rope_theta: probe`, `speculative_draft_aux_layers_mean: probe`): a config that
+gives a base is right more often than not, one that gives none is of the trainer that used 10000,
+most ids tell by themselves how they are counted, and a start should not depend on a measurement
+that nobody wanted.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.models.eagle import Eagle
 from serve_spec.models.eagle3 import Eagle3
-from serve_spec.models.llama import Llama
+from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
@@ -65,6 +68,35 @@ def settle_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> fl
     _log.info(
         "draft rope theta %g: acceptance of a text by theta: %s",
         best, ", ".join(f"{theta:g}: {value:.4f}" for theta, value in scores.items()),
+    )  # fmt: skip
+    return best
+
+
+def settle_layers(
+    head: DraftHead,
+    target: Llama,
+    token_ids: Sequence[int],
+    readings: Sequence[tuple[int, ...]],
+) -> tuple[int, ...]:
+    """Gives `head` the layers of the target with which it drafts `token_ids` best; returns them.
+
+    readings: the candidates, of as many layers as the head reads; it keeps its own where they draft
+    as well. `token_ids` as for `settle_theta`.
+    """
+    assert isinstance(head, Eagle3), "only these read layers"
+    own = head.capture.layer_ids
+    assert own is not None, "such a head names layers"
+    ids = torch.tensor(token_ids[: min(NUM_TOKENS, target.max_model_len)])
+    ids = ids.to(target.embed_tokens.weight.device)
+    scores = {}
+    for layers in dict.fromkeys((own, *readings)):
+        head.capture = FeatureCapture(layers)
+        scores[layers] = overlap_measure(head, target, ids)()
+    best = max(scores, key=lambda layers: scores[layers])
+    head.capture = FeatureCapture(best)
+    _log.info(
+        "draft reads the inputs of layers %s: acceptance of a text by layers: %s",
+        list(best), ", ".join(f"{list(each)}: {value:.4f}" for each, value in scores.items()),
     )  # fmt: skip
     return best
 

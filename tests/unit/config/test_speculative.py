@@ -193,6 +193,15 @@ def test_a_drafts_theta_is_a_number_or_measured(drafting: dict[str, Any], value:
     assert config.speculative.speculative_draft_rope_theta == value
 
 
+@pytest.mark.parametrize("mean", ["input", "probe"])
+def test_layers_are_named_by_the_user_or_read_from_the_config(
+    drafting: dict[str, Any], mean: str
+) -> None:
+    named = {"speculative_draft_aux_layer_ids": [2, 16, 29]}
+    with pytest.raises(ConfigError, match=r"aux_layers_mean='\w+'.*give one of both"):
+        ServeSpecConfig.load(drafting, speculative_draft_aux_layers_mean=mean, **named)
+
+
 @pytest.mark.parametrize(
     ("key", "value", "fix"),
     [
@@ -202,7 +211,7 @@ def test_a_drafts_theta_is_a_number_or_measured(drafting: dict[str, Any], value:
         ("speculative_draft_rope_theta", float("inf"), "give a base ≥ 1, or 'probe'"),
         ("speculative_draft_aux_layer_ids", [], "layers of the target from 0 on"),
         ("speculative_draft_aux_layer_ids", [2, -1], "layers of the target from 0 on"),
-        ("speculative_draft_aux_layers_mean", "both", "'input' or 'output'"),
+        ("speculative_draft_aux_layers_mean", "both", "'input', 'output' or 'probe'"),
         ("speculative_draft_norm_output", 1, "valid boolean"),
     ],
 )

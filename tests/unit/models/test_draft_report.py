@@ -85,6 +85,18 @@ def test_the_convention_of_layer_ids_is_named_with_its_reason(
     assert all(word in line for word in words), line
 
 
+def test_layers_that_are_measured_are_named_as_what_they_may_be(
+    tmp_path: Path, target_dir: Path
+) -> None:
+    probe = {"speculative_draft_aux_layers_mean": "probe"}
+    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=[3, 4, 6])
+    line = facts(tmp_path, target_dir, **probe)["target layers"]
+    assert line.startswith("inputs of [3, 4, 6] or [4, 5, 7], measured at start")
+    make_eagle3(tmp_path, target_dir)
+    line = facts(tmp_path, target_dir, **probe)["target layers"]
+    assert line.startswith("inputs of [2, 4, 5] of 8, everyone's default")
+
+
 def test_what_the_user_says_is_named_as_the_source(tmp_path: Path, target_dir: Path) -> None:
     make_eagle3(tmp_path, target_dir, norm_output=False)
     found = facts(

@@ -1,4 +1,5 @@
-"""A draft's rotary base can be found by drafting a text: the measure, the choice, the change."""
+"""A draft's rotary base, and the layers it reads, can be found by drafting a text: the measure, the
+choice, the change."""
 
 from __future__ import annotations
 
@@ -13,7 +14,9 @@ from hypothesis import strategies as st
 
 from serve_spec.config.base import ASSETS
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.models import DraftOptions, Llama, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
+from serve_spec.models.draft_file import read_draft
+from serve_spec.models.eagle3_shape import both_readings
 from serve_spec.models.theta_probe import (
     NUM_TOKENS,
     TRAINER_THETA,
@@ -21,6 +24,7 @@ from serve_spec.models.theta_probe import (
     overlap_measure,
     probe_text,
     set_theta,
+    settle_layers,
     settle_theta,
 )
 from tests.helpers.checkpoints import make_eagle, make_eagle3
@@ -105,6 +109,36 @@ def test_a_settled_head_computes_with_the_theta_that_drafts_best(
     assert_computes(head, PlainHead(tmp_path, target_dir, rope_theta=found))
 
 
+@pytest.mark.parametrize("ids", [[1, 3, 4], [2, 4, 5], [3, 4, 6]])
+def test_a_settled_head_reads_the_layers_that_draft_best(
+    tmp_path: Path, target_dir: Path, target: Llama, ids: list[int]
+) -> None:
+    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
+    readings = both_readings(read_draft(tmp_path), 8)
+    assert readings == (tuple(ids), tuple(k + 1 for k in ids))
+    scores = {}
+    for layers in readings:
+        head = load_draft(tmp_path, target, "EAGLE3", DraftOptions(aux_layer_ids=layers))
+        scores[layers] = plain_overlap(head, PlainHead(tmp_path, target_dir), target)
+    for mean in ("input", "output"):
+        head = load_draft(tmp_path, target, "EAGLE3", DraftOptions(aux_layers_mean=mean))
+        found = settle_layers(head, target, IDS.tolist(), readings)
+        assert found == max(readings, key=lambda layers: scores[layers])
+        assert head.capture == FeatureCapture(found)
+
+
+@pytest.mark.parametrize("ids", [None, [2, 4, 8]])
+def test_ids_of_one_reading_alone_are_not_read_otherwise(
+    tmp_path: Path, target_dir: Path, target: Llama, ids: list[int] | None
+) -> None:
+    """The target has 8 layers, and so no output of another one."""
+    entry = {} if ids is None else {"eagle_aux_hidden_state_layer_ids": ids}
+    make_eagle3(tmp_path, target_dir, **entry)
+    assert both_readings(read_draft(tmp_path), 8) == ()
+    head = load_draft(tmp_path, target, "EAGLE3")
+    assert settle_layers(head, target, IDS.tolist(), ()) == tuple(ids or (2, 4, 5))
+
+
 def test_no_more_of_a_text_is_read_than_positions_there_are(
     tmp_path: Path, target_dir: Path
 ) -> None:
@@ -126,3 +160,16 @@ def test_the_shipped_head_is_found_out_though_its_config_lied() -> None:
     head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", lie)
     ids = Tokenizer(SHIPPED / "target").encode(probe_text())
     assert settle_theta(head, target, ids[:200]) == TRAINER_THETA
+
+
+@pytest.mark.parametrize("wrong", [(1, 3, 4), (3, 5, 6)])
+def test_the_shipped_head_reads_its_own_layers_whatever_they_were_counted_as(
+    wrong: tuple[int, ...],
+) -> None:
+    """Of ids that are inputs or outputs one reading is right, and either may be taken first."""
+    target = load_target(SHIPPED / "target", torch.float32)
+    ids = Tokenizer(SHIPPED / "target").encode(probe_text())
+    for first in (wrong, (2, 4, 5)):
+        options = DraftOptions(aux_layer_ids=first)
+        head = load_draft(SHIPPED / "eagle3", target, "EAGLE3", options)
+        assert settle_layers(head, target, ids[:200], [wrong, (2, 4, 5)]) == (2, 4, 5)
