@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, Llama, load_draft
+from serve_spec.models import DraftOptions, Llama, load_draft, load_target
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -246,6 +246,15 @@ def test_id_maps_that_contradict_each_other_are_refused(
     make_eagle3(tmp_path, target_dir, draft_vocab=100)
     rewrite(tmp_path, change)
     assert_names(refusal(tmp_path, target, "EAGLE3"), *words)
+
+
+def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path: Path) -> None:
+    padded = make_target(tmp_path / "t", "llama2", hidden=32, layers=8, serve_spec_num_ids=280)
+    make_eagle3(tmp_path / "head", padded, draft_vocab=200)
+    ids = torch.arange(88, 288).flip(0)
+    rewrite(tmp_path / "head", lambda t: [t.update(d2t=ids - torch.arange(200)), t.pop("t2d")])
+    message = refusal(tmp_path / "head", load_target(padded, torch.float32), "EAGLE3")
+    assert_names(message, "num_ids=280", "padding has to come last")
 
 
 def test_a_draft_vocabulary_at_odds_with_the_lm_head_is_refused(

@@ -47,9 +47,10 @@ def with_prefix(file: Tensors) -> None:
 
 
 # name -> (arguments of make_eagle3, change to the tensors)
-EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], None] | None]] = {
+EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "plain": ({}, None),
     "reduced_vocabulary": ({"draft_vocab": 100}, None),
+    "reduced_vocabulary_without_t2d": ({"draft_vocab": 100}, lambda file: file.pop("t2d")),
     "fc_bias": ({"fc_bias": True}, None),
     "norm_before_residual": ({"norm_before_residual": True}, None),
     "norm_output": ({"norm_output": True, "draft_vocab": 50}, None),
@@ -96,7 +97,7 @@ EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], None] | None]] = {
         add(d2t=torch.zeros(288, dtype=torch.int64), t2d=torch.zeros(288, dtype=torch.bool)),
     ),
 }
-EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], None] | None]] = {
+EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "plain": ({}, None),
     "no_fc_bias": ({"fc_bias": False, "bias": False}, None),
     "no_embedding": ({"own_embedding": False}, None),
@@ -210,6 +211,21 @@ def test_draft_ids_are_mapped_to_target_ids(
     assert head.target_ids is not None
     assert torch.equal(head.target_ids, reached)
     assert head.logits(torch.zeros(2, 32)).shape == (2, 100)
+
+
+def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path: Path) -> None:
+    """Of 288 ids the last eight pad the vocabulary; a reduced one may reach some of them."""
+    padded = make_target(tmp_path / "t", "llama2", hidden=32, serve_spec_num_ids=280)
+    target = load_target(padded, torch.float32)
+    for seed in range(4):
+        make_eagle3(tmp_path / "head", padded, draft_vocab=200, seed=seed)
+        head = load_draft(tmp_path / "head", target, "EAGLE3")
+        assert head.target_ids is not None
+        is_padding = head.target_ids >= 280
+        assert is_padding.any(), "the test needs ids of the padding"
+        logits = head.logits(torch.ones(2, 32))
+        assert torch.equal(torch.isinf(logits).all(dim=0), is_padding)
+        assert torch.isfinite(logits[:, ~is_padding]).all()
 
 
 def test_a_full_vocabulary_needs_no_map(tmp_path: Path, target_dir: Path, target: Llama) -> None:
