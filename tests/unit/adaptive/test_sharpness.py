@@ -124,18 +124,31 @@ def test_only_rounds_that_draft_for_sampled_rows_try_anything() -> None:
     assert len(set(chosen)) == 2
 
 
-@pytest.mark.parametrize("is_sampled", [True, False])
-def test_only_sampled_rows_are_learned_from(is_sampled: bool) -> None:
+@pytest.mark.parametrize(
+    ("is_sampled", "is_from_text"), [(True, False), (False, False), (True, True)]
+)
+def test_only_what_a_model_drafts_for_sampled_rows_is_learned_from(
+    is_sampled: bool, is_from_text: bool
+) -> None:
     """Every probe keeps all its drafts, every other round none: telling, if the rows sample."""
     learning = controller()
     for _ in range(100 * PROBE_EVERY_ROUNDS):
         sharpness = learning.choose_steps(decode_batch(2, sampled=True)).draft_sharpness
         verified = verified_round([3 if sharpness == 1.0 else 0, 3], 2, 3)
-        told = replace(verified, draft_sharpness=sharpness, is_sampled=[is_sampled, False])
+        told = replace(
+            verified,
+            draft_sharpness=sharpness,
+            is_sampled=[is_sampled, False],
+            is_from_text=[is_from_text, False],
+        )
         learning.on_verify_complete(told)
     snapshot = learning.snapshot()["draft_sharpness"]
     assert isinstance(snapshot, dict)
-    assert snapshot["best"] == (1.0 if is_sampled else DRAFT_SHARPNESS)
+    assert snapshot["best"] == (1.0 if is_sampled and not is_from_text else DRAFT_SHARPNESS)
+    # The other row keeps everything, and of its drafts alone the counters hear then.
+    accept_rate = learning.snapshot()["accept_rate"]
+    assert isinstance(accept_rate, float)
+    assert (accept_rate == 1.0) == is_from_text
 
 
 def test_a_sharpness_that_is_given_is_what_every_round_drafts_at() -> None:
