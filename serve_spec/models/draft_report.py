@@ -182,9 +182,9 @@ def _embedding(file: DraftFile) -> str:
 
 
 def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> str:
-    ids = configured_ids(file)
     if options.aux_layer_ids is not None:
         return f"inputs of {list(options.aux_layer_ids)}, from speculative_draft_aux_layer_ids"
+    ids = configured_ids(file)
     said = "config.json names none" if ids is None else f"config.json: {ids}"
     if target is None:
         return f"{said}; what that means depends on the target: name a configuration file"

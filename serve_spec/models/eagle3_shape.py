@@ -150,15 +150,16 @@ def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> Fea
     Raises:
         CheckpointError: ids that are none, or outside the target.
     """
-    ids = configured_ids(file)
-    layers = options.aux_layer_ids or capture_layers(
-        ids, num_layers, aux_layers_mean(file, options)
-    )
+    layers = options.aux_layer_ids
+    said = f"speculative_draft_aux_layer_ids={list(layers or ())}"
+    if layers is None:
+        ids = configured_ids(file)
+        layers = capture_layers(ids, num_layers, aux_layers_mean(file, options))
+        said = f"eagle_aux_hidden_state_layer_ids={ids}"
     if min(layers) < 0 or max(layers) > num_layers:
         raise CheckpointError(
-            f"{file.path}: eagle_aux_hidden_state_layer_ids={ids} means the inputs of layers "
-            f"{list(layers)}, but the target has {num_layers}; give "
-            f"speculative_draft_aux_layer_ids within 0 .. {num_layers}"
+            f"{file.path}: {said} means the inputs of layers {list(layers)}, but the target has "
+            f"{num_layers}; give speculative_draft_aux_layer_ids within 0 .. {num_layers}"
         )
     return FeatureCapture(tuple(layers))
 
@@ -175,18 +176,20 @@ def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ..
 def configured_ids(file: DraftFile) -> list[int] | None:
     """`eagle_aux_hidden_state_layer_ids` as the config gives it, whatever it means.
 
-    SGLang reads the nested key, vLLM the one at the top.
+    SGLang reads the nested key, vLLM the one at the top. An empty list is ModelOpt's default, and
+    says nothing.
 
     Raises:
         CheckpointError: not a list of numbers, or two that differ.
     """
     key = "eagle_aux_hidden_state_layer_ids"
-    ids, nested = file.setting(key), file.nested.get(key)
-    if ids is None:
+    given = [ids for ids in (file.config.get(key), file.nested.get(key)) if ids not in (None, [])]
+    if not given:
         return None
-    if not (ids and isinstance(ids, list) and all(type(k) is int for k in ids)):
+    ids, nested = given[0], given[-1]
+    if not (isinstance(ids, list) and all(type(k) is int for k in ids)):
         raise CheckpointError(f"{file.path}: {key}={ids!r}; a list of integers from 0 on is needed")
-    if nested is not None and nested != ids:
+    if nested != ids:
         raise CheckpointError(
             f"{file.path}: {key}={ids} at the top, but {nested} in eagle_config; "
             "remove one of them from config.json"

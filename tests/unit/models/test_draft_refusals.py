@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models import DraftOptions, Llama, load_draft, load_target
+from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -197,13 +197,24 @@ def test_an_fc_for_features_of_another_width_is_refused(
     assert_names(message, "fc.weight", "width 96", "2 x 32 = 64")
 
 
-@pytest.mark.parametrize("ids", [[], "1,4,5", [1.0, 4.0, 5.0], [True, 4, 5]])
+@pytest.mark.parametrize("ids", ["1,4,5", [1.0, 4.0, 5.0], [True, 4, 5], {"low": 1}, 0])
 def test_layer_ids_that_are_none_are_refused(
     tmp_path: Path, target_dir: Path, target: Llama, ids: object
 ) -> None:
     make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
     message = refusal(tmp_path, target, "EAGLE3")
     assert_names(message, f"eagle_aux_hidden_state_layer_ids={ids!r}", "list of integers")
+    # Who knows better says so, and then no one asks the config.
+    options = DraftOptions(aux_layer_ids=(2, 4, 5))
+    assert load_draft(tmp_path, target, "EAGLE3", options).capture == FeatureCapture((2, 4, 5))
+
+
+def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(
+    tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    make_eagle3(tmp_path, target_dir)
+    message = refusal(tmp_path, target, "EAGLE3", DraftOptions(aux_layer_ids=(2, 4, 9)))
+    assert_names(message, "speculative_draft_aux_layer_ids=[2, 4, 9]", "0 .. 8")
 
 
 def test_layer_ids_given_twice_have_to_agree(

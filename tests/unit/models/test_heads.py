@@ -238,6 +238,7 @@ def test_a_full_vocabulary_needs_no_map(tmp_path: Path, target_dir: Path, target
     ("ids", "options", "captured"),
     [
         (None, DraftOptions(), (2, 4, 5)),
+        ([], DraftOptions(), (2, 4, 5)),
         ([1, 3, 4], DraftOptions(), (2, 4, 5)),
         ([2, 4, 5], DraftOptions(), (2, 4, 5)),
         ([2, 4, 8], DraftOptions(), (2, 4, 8)),
