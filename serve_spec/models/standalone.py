@@ -22,16 +22,25 @@ _log = get_logger(__name__)
 
 
 class Standalone(Layer):
-    """A whole model as a draft head, see `DraftHead`: it reads tokens, and no features."""
+    """A whole model as a draft head, see `DraftHead`: it reads tokens, and no features.
+
+    Models of one family pad their vocabularies differently. It draws from the ids that both have;
+    one that only the target has it reads as its own last.
+    """
 
     capture = None
     feature_dim = 0
     shift = 1
     max_steps = None
-    target_ids = None
 
-    def __init__(self, model: Llama) -> None:
+    def __init__(self, model: Llama, vocab_size: int | None = None) -> None:
+        """vocab_size: the target's; None: the model's own."""
         super().__init__()
+        own = model.shape.vocab_size
+        self.num_shared = own if vocab_size is None else min(own, vocab_size)
+        self.is_shorter = vocab_size is not None and own < vocab_size
+        device = model.embed_tokens.weight.device
+        self.target_ids = torch.arange(own, device=device) if self.is_shorter else None
         self.model = model
         self.shape = model.shape
         self.hidden_size = model.shape.hidden_size
@@ -44,13 +53,15 @@ class Standalone(Layer):
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """Ids [T], at the positions of `ctx` -> what `logits` reads, [T, H]."""
+        if self.is_shorter:
+            token_ids = token_ids.clamp_max(self.num_shared - 1)
         return self.model.forward(token_ids, ctx).hidden
 
     __call__ = forward
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """[R, H] as `forward` returned it -> float32 [R, V]."""
-        return self.model.logits(hidden)
+        """[R, H] as `forward` returned it -> float32 [R, Vd], of the ids that both have."""
+        return self.model.logits(hidden)[:, : self.num_shared]
 
 
 def load_whole(
@@ -62,7 +73,8 @@ def load_whole(
         CheckpointError: as `load_standalone`.
     """
     assert target.path is not None, "a target that was loaded knows from where"
-    return Standalone(load_standalone(path, target, target.path, dtype))
+    model = load_standalone(path, target, target.path, dtype)
+    return Standalone(model, target.shape.vocab_size)
 
 
 def load_standalone(

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +17,8 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import TreeShape
 from serve_spec.layers.int4_weight import int4_works
 from serve_spec.layers.int8_weight import int8_works
-from tests.helpers.engines import MakeLLM, switch_every_round, texts
+from tests.helpers.checkpoints import VOCAB, read_checkpoint, write_checkpoint
+from tests.helpers.engines import MakeLLM, Pair, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 STEPS = 3
@@ -109,6 +113,52 @@ def test_drafts_at_another_temperature_never_change_the_text(
     correct = sum(output.speculation.num_correct_drafts for output in outputs)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)
     assert 0 < correct < drafted, "the test needs kept and rejected drafts"
+
+
+def with_vocabulary(pair: Pair, directory: Path, size: int) -> Path:
+    """The target, with more rows for ids that nobody uses, or without its last ones."""
+    config, tensors = read_checkpoint(pair.target)
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        if name in tensors:
+            rows = tensors[name][:size]
+            more = torch.ones(size - len(rows), rows.shape[1])
+            tensors[name] = torch.cat([rows, more])
+    write_checkpoint(directory, {**config, "vocab_size": size}, tensors)
+    shutil.copy(pair.target / "tokenizer.json", directory)
+    return directory
+
+
+@pytest.mark.parametrize("execution", EXECUTIONS)
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("size", [260, 270, VOCAB + 3, VOCAB + 64])
+def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
+    make_llm: MakeLLM, pair: Pair, tmp_path: Path, execution: str, topk: int, size: int
+) -> None:
+    """Texts in which tokens come that a shorter one lacks; of any other every draft is kept."""
+    prompts, params = prompts_and_params((0.0, 0.9))
+    likely = dict.fromkeys(range(255, VOCAB), 3.0)
+    hard = [replace(p, temperature=1.5, logit_bias=likely) for p in params]
+    folder = str(with_vocabulary(pair, tmp_path, size))
+    llm = make_llm(
+        "STANDALONE",
+        STEPS,
+        execution=execution,
+        speculative_draft_model_path=folder,
+        speculative_eagle_topk=topk,
+        speculative_draft_sharpness=1.0,
+    )
+    for asked in (params, hard):
+        outputs = llm.generate(prompts, asked)
+        assert texts(outputs) == texts(make_llm().generate(prompts, asked))
+        assert asked is params or max(max(text) for text in texts(outputs)) >= 270
+        stats = [output.speculation for output in outputs]
+        kept, drafted = (
+            sum(one.num_correct_drafts for one in stats),
+            sum(one.num_draft_tokens for one in stats),
+        )
+        assert kept > 0
+        if asked is params and topk == 1 and size > VOCAB:
+            assert kept == drafted
 
 
 @pytest.mark.parametrize("integers", INTEGERS)
