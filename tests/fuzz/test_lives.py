@@ -20,9 +20,10 @@ from serve_spec.core.grammar import Grammar
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import TreeShape
-from tests.helpers.checkpoints import EOS_ID
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+from tests.helpers.checkpoints import EOS_ID, make_eagle3
+from tests.helpers.engines import MakeLLM, llm_maker, make_pair, switch_every_round
 from tests.helpers.plain_logprobs import CLOSE
+from tests.unit.engine.test_standalone import with_vocabulary
 
 SLICE = int(os.environ.get("SERVE_SPEC_FUZZ_SLICE", "0"))
 EXAMPLES = int(os.environ.get("SERVE_SPEC_FUZZ_EXAMPLES", "40"))
@@ -43,6 +44,7 @@ token_ids = st.integers(0, 255)
 class Engine:
     """How an engine is built, and which tiers its rounds take in turn."""
 
+    pair: str
     algorithm: str
     keys: dict[str, Any]
     tiers: list[int | TreeShape]
@@ -61,6 +63,7 @@ class Guest:
 
 @st.composite
 def engines(draw: st.DrawFn) -> Engine:
+    pair = draw(st.sampled_from(["usual", "usual", "other"]))
     algorithm = draw(st.sampled_from(["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA", "NGRAM"]))
     keys: dict[str, Any] = {
         "execution": draw(st.sampled_from(["eager", "lanes"])),
@@ -79,7 +82,7 @@ def engines(draw: st.DrawFn) -> Engine:
         keys["speculative_eagle_topk"] = 3
         tiers = st.one_of(tiers, st.sampled_from(TREES))
     turns = draw(st.lists(tiers, min_size=1, max_size=8))
-    return Engine(algorithm, keys, turns, draw(st.booleans()))
+    return Engine(pair, algorithm, keys, turns, draw(st.booleans()))
 
 
 @st.composite
@@ -121,19 +124,24 @@ def guests(draw: st.DrawFn) -> Guest:
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
-    return make_pair(tmp_path_factory.mktemp("pair"))
+def makers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, MakeLLM]:
+    """Of a usual pair, and of one with windows, and drafts that do not know every token."""
+    folder = tmp_path_factory.mktemp("pairs")
+    window = {"sliding_window": 9, "layer_types": ["sliding_attention"]}
+    other = make_pair(folder / "other", family="mistral", sliding_window=64)
+    other.heads["EAGLE3"] = make_eagle3(
+        folder / "few", other.target, mimic=True, draft_vocab=200, **window
+    )
+    other.heads["STANDALONE"] = with_vocabulary(other, folder / "short", 250)
+    pairs = {"usual": make_pair(folder / "usual"), "other": other}
+    return {name: llm_maker(pair, "cpu") for name, pair in pairs.items()}
 
 
 @pytest.fixture(scope="module")
-def make_llm(pair: Pair) -> MakeLLM:
-    return llm_maker(pair, "cpu")
-
-
-@pytest.fixture(scope="module")
-def alone(make_llm: MakeLLM) -> LLM:
+def alone(makers: dict[str, MakeLLM]) -> dict[str, LLM]:
     """Plain decoding, one request at a time, nothing known from before."""
-    return make_llm(max_model_len=MAX_MODEL_LEN, prefix_caching=False)
+    sizes = {"max_model_len": MAX_MODEL_LEN, "prefix_caching": False}
+    return {name: make(**sizes) for name, make in makers.items()}
 
 
 @seed(SLICE)
@@ -145,16 +153,16 @@ def alone(make_llm: MakeLLM) -> LLM:
 )
 @given(engine=engines(), guests=st.lists(guests(), min_size=4, max_size=9))
 def test_a_request_says_in_any_company_what_it_says_alone(
-    make_llm: MakeLLM, alone: LLM, engine: Engine, guests: list[Guest]
+    makers: dict[str, MakeLLM], alone: dict[str, LLM], engine: Engine, guests: list[Guest]
 ) -> None:
     steps = HEADS if engine.algorithm == "MEDUSA" else 7
-    llm = make_llm(engine.algorithm, steps, max_model_len=MAX_MODEL_LEN, **engine.keys)
+    llm = makers[engine.pair](engine.algorithm, steps, max_model_len=MAX_MODEL_LEN, **engine.keys)
     switch_every_round(llm, engine.tiers, ragged=engine.ragged)
     found = life(llm, guests)
     assert llm.engine.scheduler.cache.num_free_pages == engine.keys["num_pages"]
     for number, guest in enumerate(guests):
         if number in found:
-            (expected,) = alone.generate([guest.prompt], guest.params)
+            (expected,) = alone[engine.pair].generate([guest.prompt], guest.params)
             assert found[number][0] == expected.token_ids
             assert found[number][1] is expected.finish_reason
             assert_alike(found[number][2], expected)
