@@ -52,7 +52,7 @@ TREE = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
 DRAFTERS = [
     *((name, keys) for name in ("EAGLE3", "EAGLE", "MEDUSA", "STANDALONE") for keys in ({}, TREE)),
     *(("NGRAM", {**NGRAM, **keys}) for keys in ({}, TREE)),
-    ("EAGLE3", {**NGRAM, "speculative_ngram_first": True}),
+    *(("EAGLE3", {**NGRAM, **keys, "speculative_ngram_first": True}) for keys in ({}, TREE)),
 ]
 
 

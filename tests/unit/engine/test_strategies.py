@@ -118,10 +118,11 @@ def test_ema_pads_a_batch_to_the_next_recorded_size_where_there_are_recordings(
         assert shown["slots"][full]["num_rounds"] > 0
 
 
+SHORT_MATCHES = {"speculative_ngram_min_match_window_size": 1}
 DRAFTERS: list[tuple[str, dict[str, Any]]] = [
     *((name, keys) for name in ("EAGLE3", "EAGLE", "MEDUSA", "STANDALONE") for keys in TREES),
-    *(("NGRAM", {**keys, "speculative_ngram_min_match_window_size": 1}) for keys in TREES),
-    ("EAGLE3", {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}),
+    *(("NGRAM", {**keys, **SHORT_MATCHES}) for keys in TREES),
+    *(("EAGLE3", {**keys, **SHORT_MATCHES, "speculative_ngram_first": True}) for keys in TREES),
 ]
 
 
