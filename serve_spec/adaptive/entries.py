@@ -2,7 +2,10 @@
 
 A draft needs an entry for every token before it. Of a row that drafts they are made along the way;
 a row that has not drafted yet lacks its whole prompt, one that paused lacks the pause. To make them
-up is paid once and serves until the row ends, so it is spread over the rounds that are left.
+up is paid once and serves until the row ends, so it is spread over the rounds that are left; and it
+has to be paid from what drafts bring beyond what they take themselves. Rows that draft have paid:
+weighed without that, a batch whose rows come and go would draft on at a loss, for every row that
+comes would begin because the others do.
 """
 
 from __future__ import annotations
@@ -28,25 +31,25 @@ class Entries:
     longest: float
 
     @classmethod
-    def of(
-        cls, batch: DecodeBatch, worth: Floats, num_steps: int, off_ms: float, entry_ms: float
-    ) -> Entries:
-        """Weighs the rows of a batch.
+    def of(cls, batch: DecodeBatch, worth: Floats, costs: RoundCosts, entry_ms: float) -> Entries:
+        """Weighs the rows of a batch, each at the depth that suits it.
 
-        worth: survival [B, K]. num_steps: the tier whose speed the rows would have, at least 1.
-        off_ms: a round without drafts. entry_ms: of one entry.
+        worth: survival [B, K]. costs: of the batch. entry_ms: of one entry.
         """
         if not batch.backlogs or not entry_ms:
             return cls(None, 0.0, float("inf"))
-        tokens = 1.0 + worth[:, : max(1, num_steps)].sum(axis=1)
+        # A token more of one row is worth a round's time over the rows that share it; its drafts
+        # take its share of what those of all rows take.
+        by_depth = np.cumsum(worth, axis=1)
+        gains = (by_depth * costs.off - costs.added[: worth.shape[1]]) / batch.size
+        row, best = np.arange(batch.size), gains.argmax(axis=1)
+        gained, tokens = gains[row, best], 1.0 + by_depth[row, best]
         rounds = np.maximum(1.0, np.asarray(batch.num_remaining) / tokens)
         # What a round makes by the way is no backlog.
         backlogs = np.maximum(0, np.asarray(batch.backlogs) - worth.shape[1] - 1)
         ms = entry_ms * backlogs / rounds
-        # A token more of one row is worth a round's time over the rows that share it.
-        gained = (tokens - 1.0) * off_ms / batch.size
-        pays: Flags = ms <= gained
-        longest = float((gained / tokens).mean()) / entry_ms
+        pays: Flags = (backlogs == 0) | (ms <= gained)
+        longest = max(0.0, float((gained / tokens).mean()) / entry_ms)
         return cls(pays, float(ms[pays].sum()), longest)
 
     def applied(self, worth: Floats, costs: RoundCosts) -> tuple[Floats, RoundCosts]:

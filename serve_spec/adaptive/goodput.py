@@ -353,7 +353,7 @@ class GoodputPolicy:
         costs = self._round_costs(batch, bound)
         if self._tree not in trees:
             self._tree = None
-        entries = Entries.of(batch, worth, self._tier, costs.off, self.costs.entry_ms)
+        entries = Entries.of(batch, worth, costs, self.costs.entry_ms)
         worth, costs = entries.applied(worth, costs)
         trees = {tree: entries.of_rows_that_pay(levels) for tree, levels in trees.items()}
         weights = speeds(worth if self._tree is None else trees[self._tree], self._tier)

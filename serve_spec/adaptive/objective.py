@@ -62,6 +62,14 @@ class RoundCosts:
         """A round without drafts."""
         return float(self.verify[0] * self.factors[0]) + self.host
 
+    @property
+    def added(self) -> Floats:
+        """What a round takes beyond a plain one if all rows draft 1, 2, ... steps, [max_steps]."""
+        drafts = self.batch_size * np.arange(self.step.shape[1] + 1)
+        verify_ms = self.verify_ms(drafts)
+        added: Floats = np.cumsum(self.step[self.batch_size]) + verify_ms[1:] - verify_ms[0]
+        return added
+
     def verify_ms(self, num_drafts: Counts) -> Floats:
         """The target's share of rounds with so many drafts in all."""
         known = self.batch_size * np.arange(len(self.verify))

@@ -20,6 +20,7 @@ from tests.helpers.rounds import decode_batch, verified_round
 
 OFF_MS = 10.0
 COSTS = RoundCosts(2, np.ones((3, 3)), np.full(4, OFF_MS), np.ones(4), 0.0)
+"""Every step of a draft takes a millisecond."""
 
 
 def worth(*accept_rates: float) -> Floats:
@@ -31,8 +32,10 @@ def rows(backlogs: list[int], num_remaining: list[int]) -> DecodeBatch:
     return replace(decode_batch(len(backlogs)), backlogs=backlogs, num_remaining=num_remaining)
 
 
-def weigh(batch: DecodeBatch, survival: Floats, entry_ms: float = 0.1) -> Entries:
-    return Entries.of(batch, survival, 3, OFF_MS, entry_ms)
+def weigh(
+    batch: DecodeBatch, survival: Floats, entry_ms: float = 0.1, costs: RoundCosts = COSTS
+) -> Entries:
+    return Entries.of(batch, survival, costs, entry_ms)
 
 
 def test_rows_that_draft_already_have_nothing_to_make_up_for() -> None:
@@ -83,12 +86,26 @@ def test_nobody_begins_who_would_lose_by_it(
     batch = rows(backlogs, [num_remaining] * len(backlogs))
     survival = worth(*[rate] * len(backlogs))
     entries = weigh(batch, survival, entry_ms)
-    tokens = 1 + survival[0].sum()
     begin = entries.applied(survival, COSTS)[0].any(axis=1)
     for backlog, begins in zip(backlogs, begin, strict=True):
-        if begins:
-            spent = entry_ms * max(0, backlog - 4) / max(1.0, num_remaining / tokens)
-            assert spent <= (tokens - 1) * OFF_MS / batch.size + 1e-9
+        if begins and backlog > 4:
+            lost = [
+                entry_ms * (backlog - 4) / max(1.0, num_remaining / (1 + kept))
+                - (kept * OFF_MS - taken) / batch.size
+                for kept, taken in zip(np.cumsum(survival[0]), COSTS.added, strict=True)
+            ]
+            assert min(lost) <= 1e-9
+
+
+def test_a_row_makes_up_for_nothing_that_takes_what_it_brings() -> None:
+    """But a row that has paid goes on, for whoever plans the round to decide."""
+    survival = worth(0.7, 0.7)
+    dear = replace(COSTS, step=np.full((3, 3), 0.8 * OFF_MS * 2))
+    entries = weigh(rows([10, 4], [4000, 4000]), survival, 1e-3, dear)
+    shown, _ = entries.applied(survival, dear)
+    assert not shown[0].any()
+    assert np.array_equal(shown[1], survival[1])
+    assert not entries.pays_for_another(rows([10, 4, 10], [4000] * 3), 2)
 
 
 def test_a_row_that_joins_begins_where_one_of_the_batch_would() -> None:
