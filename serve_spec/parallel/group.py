@@ -51,6 +51,8 @@ class TensorParallel:
 
         residual: [T, width]; x: the same, or its addends (see `ops.linear.whole`); contiguous.
         """
+        if self.size > 1:
+            x = self.all_reduce(whole(x, residual))
         return fast.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
@@ -120,8 +122,7 @@ class DeviceGroup(TensorParallel):
         """See `TensorParallel`: one launch where the sum is made in shared memory."""
         shared = self._shared_sum
         if self._group is None or shared is None or not shared.rows_fit(x, residual):
-            total = self.all_reduce(whole(x, residual))
-            return fast.add_rms_norm(total, residual, weight, eps)
+            return super().add_norm(x, residual, weight, eps)
         return shared.add_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
