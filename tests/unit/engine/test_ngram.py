@@ -87,7 +87,7 @@ def test_requests_that_ended_leave_no_text_behind(make_llm: MakeLLM) -> None:
     found = llm.engine.scheduler.texts
     assert found is not None
     assert len(found) == 0
-    assert not found._drafter._texts  # type: ignore[attr-defined]
+    assert not found.drafter._texts  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS)
