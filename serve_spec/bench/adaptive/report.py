@@ -36,6 +36,7 @@ OFF = "off"
 CONTROL = "off-again"
 """The same as off, measured as any other arm is."""
 SERIES_POINTS = 60
+FULL_SHARE = 7 / 8
 SPREAD_PERCENTILES = (10, 90)
 
 
@@ -61,6 +62,9 @@ class Measurement:
     """By reason."""
     probe_share: float
     """Share of their time that rounds run to learn took, whole."""
+    full_rounds: Sequence[Mapping[str, float]]
+    """Of rounds with nearly as many rows as any: how many and what they take, by the tokens of
+    prompts that shared them, up to powers of two."""
     over_predicted: Mapping[int, float]
     """Time of rounds that no prompt shared over what the policy expected of them, by tier."""
     series: Mapping[str, Sequence[float]]
@@ -103,6 +107,7 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
         time_by_num_steps={steps: part / ms for steps, part in sorted(ms_by_steps.items())},
         switches=dict(Counter(r.stats.switch_reason for r in rounds if r.stats.switch_reason)),
         probe_share=sum(r.ms for r in rounds if r.stats.is_probe) / ms,
+        full_rounds=_full_rounds(rounds),
         over_predicted=_over_predicted(alone),
         series=_series(rounds),
     )
@@ -111,6 +116,19 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
 def _mean(values: Iterable[float]) -> float | None:
     there = list(values)
     return fmean(there) if there else None
+
+
+def _full_rounds(rounds: Sequence[MeasuredRound]) -> list[dict[str, float]]:
+    enough = FULL_SHARE * max(r.stats.batch_size for r in rounds)
+    by_tokens: defaultdict[int, list[float]] = defaultdict(list)
+    for r in rounds:
+        if r.stats.batch_size >= enough:
+            count = r.stats.num_prefill_tokens
+            by_tokens[1 << (count - 1).bit_length() if count else 0].append(r.ms)
+    return [
+        {"prompt_tokens": count, "rounds": len(ms), "ms": fmean(ms)}
+        for count, ms in sorted(by_tokens.items())
+    ]
 
 
 def _over_predicted(rounds: Iterable[MeasuredRound]) -> dict[int, float]:

@@ -19,6 +19,7 @@ from serve_spec.bench.adaptive import plots
 from serve_spec.bench.adaptive.arms import Arm
 from serve_spec.bench.adaptive.command import HOPELESS, _is_hopeless
 from serve_spec.bench.adaptive.report import (
+    FULL_SHARE,
     SERIES_POINTS,
     ArmRuns,
     Measurement,
@@ -277,6 +278,25 @@ def test_every_round_with_decode_rows_is_counted_and_prompts_spoil_no_mean(
         assert figures.ms_per_round == pytest.approx(sum(alone) / len(alone))
     else:
         assert figures.ms_per_round is None
+
+
+@given(st.lists(ROUNDS, min_size=1, max_size=100))
+def test_rounds_of_a_full_batch_are_told_apart_by_the_prompts_that_share_them(
+    rounds: list[MeasuredRound],
+) -> None:
+    most = max(r.stats.batch_size for r in rounds)
+    full = [r for r in rounds if r.stats.batch_size >= FULL_SHARE * most]
+    told = measure(a_run(rounds), 2.0).full_rounds
+    assert sum(each["rounds"] for each in told) == len(full)
+    assert sum(each["rounds"] * each["ms"] for each in told) == pytest.approx(
+        sum(r.ms for r in full)
+    )
+    for each in told:
+        upto = each["prompt_tokens"]
+        assert each["rounds"] == sum(
+            upto / 2 < r.stats.num_prefill_tokens <= upto or r.stats.num_prefill_tokens == upto
+            for r in full
+        )
 
 
 @given(st.lists(ROUNDS, min_size=1, max_size=300))
