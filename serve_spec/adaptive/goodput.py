@@ -61,6 +61,9 @@ PLAN_ROUNDS = 8
 Between two rounds of a model the host's caches are cold: arithmetic that takes 20 µs in a loop
 takes 200 there, and the device waits for it.
 """
+MOST_PLAN_ROUNDS = 32
+"""While nothing is drafted a plan lasts twice as long as the one before, up to so many rounds: what
+making it takes is what the policy is slower than off by."""
 PLAN_ROWS_PER_ROUND = 32
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
 LEARNED_ROWS = 1024
@@ -121,6 +124,7 @@ class GoodputPolicy:
         self._rounds_at_tier = 0
         self._predicted: dict[int | TreeShape, float] = {}
         self._plan: RoundPlan | None = None
+        self._plan_rounds = PLAN_ROUNDS
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
         self._to_learn: list[VerifiedRound] = []
@@ -192,6 +196,8 @@ class GoodputPolicy:
             tier = plan.choice.num_steps
             self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
         notes = RoundNotes(predicted_ms=plan.choice.ms)
+        if not any(row_steps):  # nobody whom it pays to begin: a plain round, whatever the tier
+            return RoundSteps(0, row_steps, notes)
         return RoundSteps(tier, row_steps, notes, plan.choice.tree)
 
     def observe(self, verified: VerifiedRound) -> None:
@@ -203,7 +209,9 @@ class GoodputPolicy:
         if verified.tree is not None and verified.tree not in self.candidate_trees:
             return  # the policy before this one asked for it
         self._to_learn.append(verified)
-        if len(self._to_learn) >= PLAN_ROUNDS + verified.batch_size // PLAN_ROWS_PER_ROUND:
+        if verified.num_draft_tokens:
+            self._plan_rounds = PLAN_ROUNDS  # what a probe tells is not waited for
+        if len(self._to_learn) >= self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND:
             self._learn()
 
     def _learn(self) -> None:
@@ -363,7 +371,10 @@ class GoodputPolicy:
             for tree, levels in trees.items()
         }
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
+            was_off = not self._tier and not moved
             self._decide(menu, branches, here, moved=moved)
+            twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
+            self._plan_rounds = twice if was_off and not self._tier else PLAN_ROUNDS
         if batch.text_steps:
             tree, of_tree = self._tree, None
             if tree is not None:
