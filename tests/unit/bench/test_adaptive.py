@@ -43,7 +43,7 @@ RATE = st.floats(1, 1000)
 def measurement(rate: float) -> Measurement:
     """A phase at `rate` tokens per second; the rest does not matter."""
     course = {"ms": [1.0], "batch_size": [1.0], "steps_per_row": [0.0], "tokens_per_second": [rate]}
-    return Measurement(rate, rate, 1.0, 0.0, 1.0, 1.0, {0: 1}, {0: 1.0}, {}, 0.0, {}, course)
+    return Measurement(rate, rate, 1.0, 0.0, 1.0, 1.0, {0: 1}, {0: 1.0}, {}, 0.0, [], {}, course)
 
 
 def runs(rates: list[list[list[float | None]]]) -> list[ArmRuns]:
