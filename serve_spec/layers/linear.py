@@ -37,6 +37,7 @@ class Linear(Layer):
         # Of the result, if not that of the input: a head's logits leave it in float32.
         self.out_dtype: torch.dtype | None = None
         self._packed: Tensor | None = None
+        self._fewest_rows = 1  # of a packed product
         self.eight_bit: EightBit | None = None
         self.integers: Int4Weight | Int8Weight | None = None
 
@@ -46,7 +47,7 @@ class Linear(Layer):
             return self.integers.linear(x, self.out_dtype or x.dtype)
         if self._packed is None:
             return fast.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
-        out = _onednn_linear(x, self._packed, self.bias)
+        out = _onednn_linear(x, self._packed, self.bias, self._fewest_rows)
         return out if self.out_dtype is None else out.to(self.out_dtype)
 
     __call__ = forward
@@ -104,6 +105,12 @@ class Linear(Layer):
         if not onednn_works(self.weight.dtype):
             return
         self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight, _PACKED_FOR_ROWS)
+        # A row has the same bits among any number of others, but on some processors not alone: a
+        # long sum is then made in another order, and a near-tie said differently without drafts.
+        pair = self.weight[:1].expand(2, -1).contiguous()
+        both = _onednn_linear(pair, self._packed, None)
+        alone = _onednn_linear(pair[:1], self._packed, None)
+        self._fewest_rows = 1 if torch.equal(alone, both[:1]) else 2
         self.weight = nn.Parameter(self.weight.new_empty(0), requires_grad=False)
 
 
@@ -118,9 +125,9 @@ def onednn_rows(num_rows: int) -> int:
     return -(-num_rows // unit) * unit
 
 
-def _onednn_linear(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+def _onednn_linear(x: Tensor, packed: Tensor, bias: Tensor | None, fewest_rows: int = 1) -> Tensor:
     num_rows = x.shape[0]
-    padding = onednn_rows(num_rows) - num_rows
+    padding = onednn_rows(max(num_rows, fewest_rows)) - num_rows
     if padding:
         x = nn.functional.pad(x, (0, 0, 0, padding))
     # The operator torch's own compiler emits for a frozen CPU linear ("none": nothing fused on).

@@ -31,6 +31,19 @@ def test_a_packed_linear_is_the_same_linear(num_rows: int, bias: bool) -> None:
     assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize("in_features", [256, 1408, 2048])
+def test_a_row_of_a_packed_linear_has_the_same_bits_alone_and_among_others(
+    in_features: int,
+) -> None:
+    """Or a text would depend on how many drafts are verified with it."""
+    linear = filled(Linear(in_features, {"a": 640}))
+    linear.finish()
+    x = torch.randn(100, in_features, generator=torch.Generator().manual_seed(1))
+    among = linear(x)
+    for count in (1, 2, 3, 7, 8, 9, 16, 33, 64):
+        assert torch.equal(linear(x[:count]), among[:count])
+
+
 def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes() -> None:
     sizes = [onednn_rows(num_rows) for num_rows in range(4097)]
     assert all(num_rows <= size <= num_rows * 9 / 8 for num_rows, size in enumerate(sizes))
