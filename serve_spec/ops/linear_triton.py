@@ -186,6 +186,15 @@ def _load_weights(weights, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
+def load_whole(places, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl.constexpr):
+    """See `linear.whole`; places: of the first addend's numbers."""
+    numbers = tl.load(places, mask=mask, other=0.0)
+    for index in tl.static_range(1, NUM_ADDENDS):
+        numbers += tl.load(places + index * addend_stride, mask=mask, other=0.0)
+    return numbers.to(dtype)
+
+
+@triton.jit
 def _prefetch(
     weight, first_output, last_output, first, in_features,
     OUTPUTS: tl.constexpr, PREFETCH: tl.constexpr, PIECES: tl.constexpr,

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.linear_triton import load_whole
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -65,10 +66,8 @@ def _rms_norm_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    values = tl.load(x + row * x_stride + at, mask=inside, other=0.0)
-    for index in tl.static_range(1, NUM_ADDENDS):
-        values += tl.load(x + index * addend_stride + row * x_stride + at, mask=inside, other=0.0)
-    values = values.to(out.dtype.element_ty)
+    places = x + row * x_stride + at
+    values = load_whole(places, inside, addend_stride, NUM_ADDENDS, out.dtype.element_ty)
     if residual is not None:
         addend = tl.load(residual + row * residual_stride + at, mask=inside, other=0.0)
         values = (values.to(tl.float32) + addend.to(tl.float32)).to(values.dtype)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from serve_spec.core.context import Rotation
 from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.linear_triton import load_whole
 
 _HEADS_PER_PROGRAM = 8
 _NUM_WARPS = 4
@@ -76,8 +77,8 @@ def _rotate_and_store_kernel(
     is_head = (head < NUM_HEADS + 2 * NUM_KV_HEADS) & is_dim
     source = heads + row * row_stride + head * (2 * HALF) + dim
     dtype = query.dtype.element_ty
-    first = _load_whole(source, is_head, addend_stride, NUM_ADDENDS, dtype)
-    second = _load_whole(source + HALF, is_head, addend_stride, NUM_ADDENDS, dtype)
+    first = load_whole(source, is_head, addend_stride, NUM_ADDENDS, dtype)
+    second = load_whole(source + HALF, is_head, addend_stride, NUM_ADDENDS, dtype)
     is_value = head >= NUM_HEADS + NUM_KV_HEADS
     x, y = first.to(tl.float32), second.to(tl.float32)
     first = tl.where(is_value, first, (x * cos - y * sin).to(first.dtype))
@@ -91,14 +92,6 @@ def _rotate_and_store_kernel(
     value = key - NUM_KV_HEADS
     target = values + (slot * NUM_KV_HEADS + value) * (2 * HALF) + dim
     _store_halves(target, first, second, HALF, is_value & is_head)
-
-
-@triton.jit
-def _load_whole(source, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl.constexpr):
-    numbers = tl.load(source, mask=mask, other=0.0)
-    for index in tl.static_range(1, NUM_ADDENDS):
-        numbers += tl.load(source + index * addend_stride, mask=mask, other=0.0)
-    return numbers.to(dtype)
 
 
 @triton.jit

@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.linear_triton import load_whole
 from serve_spec.ops.shared_sum import (
     NUM_PROGRAMS,
     NUMBER_MASK,
@@ -165,7 +166,7 @@ def _sum_over_ranks(
     count = tl.load(counts + program) + 1
     if SHARE == 0:
         at = tl.arange(0, WORDS * PER_WORD)
-        own = _load_whole(x, at, at < num_words * PER_WORD, dtype, addend_stride, NUM_ADDENDS)
+        own = load_whole(x + at, at < num_words * PER_WORD, addend_stride, NUM_ADDENDS, dtype)
         total = _at_once(
             _words(own, WORDS, PER_WORD), tl.arange(0, WORDS) < num_words, dtype,
             count, counts, released, slots,
@@ -177,15 +178,6 @@ def _sum_over_ranks(
             RANK, SIZE, PROGRAMS, ROOM, MASK, SHARE, WORDS * PER_WORD, NUM_ADDENDS,
         )  # fmt: skip
     return total
-
-
-@triton.jit
-def _load_whole(x, at, mask, dtype: tl.constexpr, addend_stride, NUM_ADDENDS: tl.constexpr):
-    """This rank's numbers, in the dtype that is exchanged."""
-    numbers = tl.load(x + at, mask=mask, other=0.0)
-    for index in tl.static_range(1, NUM_ADDENDS):
-        numbers += tl.load(x + index * addend_stride + at, mask=mask, other=0.0)
-    return numbers.to(dtype)
 
 
 @triton.jit
@@ -234,14 +226,14 @@ def _in_shares(
     for rank in tl.static_range(SIZE):
         if rank != RANK:
             theirs = (at < SHARE) & (rank * SHARE + at < num_numbers)
-            share = _load_whole(x, rank * SHARE + at, theirs, dtype, addend_stride, NUM_ADDENDS)
+            share = load_whole(x + rank * SHARE + at, theirs, addend_stride, NUM_ADDENDS, dtype)
             tl.store(shares[rank] + first + RANK * ROOM + at, share, mask=theirs)
     _exchange_flags(0, number, released, flags, RANK, SIZE, PROGRAMS)
     tl.store(counts + program, count)
     total = tl.zeros([triton.next_power_of_2(SHARE)], dtype=tl.float32)
     for rank in tl.static_range(SIZE):
         if rank == RANK:
-            share = _load_whole(x, RANK * SHARE + at, mine, dtype, addend_stride, NUM_ADDENDS)
+            share = load_whole(x + RANK * SHARE + at, mine, addend_stride, NUM_ADDENDS, dtype)
         else:
             # Not from this multiprocessor's own cache, which may have those of an earlier sum.
             place = shares[RANK] + first + rank * ROOM + at
