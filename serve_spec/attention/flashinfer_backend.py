@@ -17,7 +17,7 @@ from torch import Tensor
 from serve_spec.attention.page_table import page_table
 from serve_spec.attention.torch_backend import HeadShape
 from serve_spec.attention.tree_mask import PackedMask, pack_tree_mask
-from serve_spec.core.context import KVPool, RaggedBatch, Rotation
+from serve_spec.core.context import KVPool, RaggedBatch, Rotation, Rows
 from serve_spec.kvcache.pool import PagedKVPool
 from serve_spec.ops import fast
 
@@ -114,17 +114,20 @@ class FlashInferLaneAttention:
 class PlannedFlashInfer:
     """Attention of one forward."""
 
-    def __init__(self, wrapper: Any, pool: KVPool, slots: Tensor) -> None:
+    def __init__(self, wrapper: Any, pool: KVPool, slots: Tensor, asked: Rows | None) -> None:
         self._wrapper = wrapper
         self._pool = pool
         self._slots = slots
+        self._asked = asked
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
-        """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [T, num_heads, d]."""
+        """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
         query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
-        return self.attend(layer, query)
+        if self._asked is not None:
+            query = query[self._asked]
+        return self.attend(layer, query) if len(query) else query
 
     def attend(self, layer: int, query: Tensor) -> Tensor:
         """Rotated query [T, heads, d] over what the pool holds; [T, heads, d]."""
@@ -154,6 +157,9 @@ class _Planner:
 
     def plan(self, batch: RaggedBatch, pool: KVPool, mask: PackedMask | None) -> PlannedFlashInfer:
         """Plans the batch; the device learns of it in the stream's order."""
+        planned = PlannedFlashInfer(self._wrapper, pool, batch.slots, batch.asked)
+        if not batch.query_lens:
+            return planned  # nobody attends
         shape = self._shape
         assert pool.keys.shape[2] == shape.num_kv_heads, (
             f"a backend for {shape.num_kv_heads} key heads was given a pool of "
@@ -183,7 +189,7 @@ class _Planner:
             # For a mask that comes packed, version 0.6 counts offsets in bits and reads in bytes.
             self._wrapper._mask_indptr_buf = mask.byte_starts.to(self._device, non_blocking=True)
         self._copied.record()
-        return PlannedFlashInfer(self._wrapper, pool, batch.slots)
+        return planned
 
     def try_out(self, dtype: torch.dtype) -> None:
         """Compiles the kernel, if nobody has on this machine, and runs it over a single entry."""

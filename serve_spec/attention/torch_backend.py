@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.core.context import KVPool, RaggedBatch, Rotation
+from serve_spec.core.context import KVPool, RaggedBatch, Rotation, Rows
 from serve_spec.ops import fast
 
 # Queries up to this long share a padded call; longer ones (prefill) are attended alone.
@@ -61,7 +61,7 @@ class TorchAttention:
             _plan_group(batch, members, self._shape, pool.keys.dtype)
             for members in _group_sequences(batch)
         ]
-        return PlannedAttention(pool, batch.slots, groups)
+        return PlannedAttention(pool, batch.slots, groups, batch.asked)
 
 
 class PlannedAttention:
@@ -70,16 +70,21 @@ class PlannedAttention:
     Padding slots of `slot_table` are read and masked, so they must be valid and hold finite values.
     """
 
-    def __init__(self, pool: KVPool, slots: Tensor, groups: Sequence[_Group]) -> None:
+    def __init__(
+        self, pool: KVPool, slots: Tensor, groups: Sequence[_Group], asked: Rows | None
+    ) -> None:
         self._pool = pool
         self._slots = slots
         self._groups = groups
+        self._asked = asked
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
-        """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [T, num_heads, d]."""
+        """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
         query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        if self._asked is not None:
+            query = query[self._asked]
         if len(self._groups) == 1:
             return self._groups[0].attend(query, keys, values)
         out = query.new_empty(query.shape)

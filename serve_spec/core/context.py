@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor
+
+Rows: TypeAlias = slice | Tensor
+"""Which rows of a tensor: a slice, or their numbers, int64 [R]."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,9 @@ class RaggedBatch:
     The last `tree_lens[b]` entries of a sequence may be a tree, its newest rows among them. Then
     bit j of a row's `tree_mask` [T] (int64) says that it sees entry j of those, itself included;
     all entries before them are seen. 0: its rows are a chain, and their masks say nothing.
+
+    `asked` says which of the T rows attend (None: all). The others only leave their keys and
+    values, and `query_lens` and `tree_mask` are without them.
     """
 
     positions: Tensor
@@ -32,6 +38,18 @@ class RaggedBatch:
     slot_table: Tensor
     tree_mask: Tensor | None = None
     tree_lens: tuple[int, ...] = ()
+    asked: Rows | None = None
+
+    def asking(self, rows: Rows, query_lens: tuple[int, ...]) -> RaggedBatch:
+        """The same, but only `rows`, so many of each sequence, attend.
+
+        Sequences without any are left out: their caches are of no matter.
+        """
+        there = [b for b, query_len in enumerate(query_lens) if query_len]
+        kv_lens = tuple(self.kv_lens[b] for b in there)
+        table = self.slot_table if len(there) == len(query_lens) else self.slot_table[there]
+        lens = tuple(query_lens[b] for b in there)
+        return replace(self, query_lens=lens, kv_lens=kv_lens, slot_table=table, asked=rows)
 
 
 @dataclass(frozen=True)
@@ -64,7 +82,8 @@ class LayerAttention(Protocol):
         """Rotates, writes keys and values of `layer` to the pool, attends causally.
 
         heads: [T, num_heads + 2·kv_heads, d]: queries, keys, values, none of them rotated; or
-        their addends (see `ops.linear.whole`). Returns [T, num_heads, d] in the pool's dtype.
+        their addends (see `ops.linear.whole`). Returns [R, num_heads, d] in the pool's dtype, of
+        the rows it was planned to be asked for: all T, if nothing was said.
         """
         ...
 
@@ -94,11 +113,18 @@ class AttentionBackend(Protocol):
 class ForwardContext:
     """Where the rows of one forward are, and how they attend. Passed along, never global.
 
-    `positions` int64 [T]: absolute.
+    `positions` int64 [T]: absolute. `asked`: which rows the outcome is asked of (None: all); for
+    models of one layer only, whose `attention` is planned for these. Of the others the layer's
+    keys and values are all that is made.
     """
 
     positions: Tensor
     attention: LayerAttention
+    asked: Rows | None = None
+
+    def of_asked(self, x: Tensor) -> Tensor:
+        """The rows [R, ...] of x [T, ...] that are asked for."""
+        return x if self.asked is None else x[self.asked]
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -10,6 +10,7 @@ own features) are always overwritten by the next catch-up.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -85,7 +86,7 @@ class EagleDrafter:
                 slots, index = slots[staying], index[staying]
             starts = [rows[b].start + step for b in alive]
             entered = tokens.clamp(min=0)  # -1: no token; what follows it is never kept
-            hidden = self._forward(entered, slots, starts, [1] * len(alive), tier.draft, hidden)
+            hidden = self._follow(entered, slots, starts, tier.draft, hidden)
         return Proposal(chain, draws.laws)
 
     def propose_trees(
@@ -124,9 +125,7 @@ class EagleDrafter:
         begin = self._shorten(rows, slots, share, attention)
         lens = [row.start - first for row, first in zip(rows, begin, strict=True)]
         tokens = [t for row, n in zip(rows, lens, strict=True) for t in row.catch_up_ids[-n:]]
-        hidden = self._forward(self._ids(tokens), slots, begin, lens, attention)
-        last = torch.tensor(lens, device=hidden.device).cumsum(0) - 1
-        return hidden[last]
+        return self._enter(self._ids(tokens), slots, begin, lens, attention, [1] * len(rows))
 
     def _shorten(
         self,
@@ -156,26 +155,45 @@ class EagleDrafter:
                 tokens += rows[b].catch_up_ids[made : made + count]
             members = [b for b, _ in pieces]
             starts, counts = [begin[b] for b in members], [count for _, count in pieces]
-            self._forward(self._ids(tokens), slots[members], starts, counts, attention)
+            nothing = [0] * len(members)
+            self._enter(self._ids(tokens), slots[members], starts, counts, attention, nothing)
             for b, count in pieces:
                 begin[b] += count
 
-    def _forward(
+    def _enter(
         self,
         tokens: Tensor,
         slots: Tensor,
         starts: Sequence[int],
         lens: Sequence[int],
         attention: AttentionBackend,
-        hidden: Tensor | None = None,
+        asked: Sequence[int],
     ) -> Tensor:
-        """Makes entries `starts[b] ..` of every row; the head's hidden states [T, H].
+        """Makes `lens[b]` entries of every row from the target's features.
 
-        hidden: the head's own features [T, H] while it drafts; None reads the target's.
+        Returns the head's hidden states of the last entry of each row where `asked[b]` is 1.
         """
         batch = ragged_batch(slots, [start + self.head.shift for start in starts], lens)
-        if hidden is None:
-            hidden = self.head.encode(self.features.read(batch.slots))
+        ends = [end - 1 for end, is_asked in zip(accumulate(lens), asked, strict=True) if is_asked]
+        last = torch.tensor(ends, dtype=torch.int64, device=slots.device)
+        if self.head.ends_early:
+            batch = batch.asking(last, tuple(asked))
+        hidden = self.head.encode(self.features.read(batch.slots))
+        context = ForwardContext(batch.positions, attention.plan(batch, self.pool), batch.asked)
+        hidden = self.head.forward(tokens, hidden, context)
+        return hidden if self.head.ends_early else hidden[last]
+
+    def _follow(
+        self,
+        tokens: Tensor,
+        slots: Tensor,
+        starts: Sequence[int],
+        attention: AttentionBackend,
+        hidden: Tensor,
+    ) -> Tensor:
+        """Makes entry `starts[b]` of every row from the head's own features [B, H]; the next."""
+        ones = [1] * len(starts)
+        batch = ragged_batch(slots, [start + self.head.shift for start in starts], ones)
         context = ForwardContext(batch.positions, attention.plan(batch, self.pool))
         return self.head.forward(tokens, hidden, context)
 

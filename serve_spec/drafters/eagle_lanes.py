@@ -46,9 +46,16 @@ class EagleLaneDrafter:
         says of them is not asked.
         """
         pieces = round.pieces
-        lanes, lens, starts = (x[:num_rows] for x in (pieces.lanes, pieces.lens, pieces.starts))
+        room = pieces.room(num_rows)
+        lanes, lens, starts = (x[:room] for x in (pieces.lanes, pieces.lens, pieces.starts))
         layout, context = self._context(
-            round, lanes, lens, starts, num_rows=num_rows, max_query_len=PIECE_ROWS
+            round,
+            lanes,
+            lens,
+            starts,
+            num_rows=num_rows,
+            max_query_len=PIECE_ROWS,
+            asked=slice(0, 0) if self.head.ends_early else None,
         )
         hidden = self.head.encode(self.features.read(layout.slots))
         self.head.forward(pieces.tokens(layout.owners, layout.offsets), hidden, context)
@@ -66,6 +73,7 @@ class EagleLaneDrafter:
         made = lanes.draft_lengths.index_select(0, members)
         lacks_more = ends - made > extend_len
         starts = ends - extend_len
+        last = slice(extend_len - 1, None, extend_len)
         layout, context = self._context(
             round,
             members,
@@ -74,13 +82,13 @@ class EagleLaneDrafter:
             num_rows=batch_size * extend_len,
             max_query_len=extend_len,
             first_valid=made.masked_fill(lacks_more, _NEVER),
+            asked=last if self.head.ends_early else None,
         )
         rows = members.repeat_interleave(extend_len)
         tokens = fast.ring_tokens(lanes.recent, rows, layout.positions + 1 - self.head.shift)
         hidden = self.head.encode(self.features.read(layout.slots))
         hidden = self.head.forward(tokens, hidden, context)
-        last = hidden.view(batch_size, extend_len, -1)[:, -1]
-        round.hidden[:batch_size].copy_(last)
+        round.hidden[:batch_size].copy_(hidden if self.head.ends_early else hidden[last])
         lanes.draft_lengths.index_copy_(0, members.long(), torch.where(lacks_more, made, ends))
 
     def draft(self, round: LaneRound, batch_size: int, num_steps: int) -> None:
@@ -206,10 +214,14 @@ class EagleLaneDrafter:
         num_rows: int,
         max_query_len: int,
         first_valid: Tensor | None = None,
+        asked: slice | None = None,
         tree_mask: Tensor | None = None,
         tree_len: int | None = None,
     ) -> tuple[RowLayout, ForwardContext]:
-        """`query_lens` [B] rows of the lanes `members` [B], of entries from `starts` [B] on."""
+        """`query_lens` [B] rows of the lanes `members` [B], of entries from `starts` [B] on.
+
+        asked: the rows that attend, the last of each sequence, or none of all; None: all of them.
+        """
         shift = self.head.shift
         starts = starts + shift
         tables = round.lanes.pages.index_select(0, members)
@@ -222,15 +234,20 @@ class EagleLaneDrafter:
             num_rows=num_rows,
             scratch_slot=self.pool.scratch_slot,
         )
+        query_starts = layout.query_starts
+        if asked is not None:
+            query_starts = torch.arange(len(query_starts), out=torch.empty_like(query_starts))
+            max_query_len = 1
         attention = LaneAttention(
             self.pool,
             tables,
-            layout.query_starts,
+            query_starts,
             starts + query_lens,
             layout.slots,
             max_query_len=max_query_len,
+            asked=asked,
             window=self.head.shape.sliding_window,
             tree_mask=tree_mask,
             tree_len=tree_len,
         )
-        return layout, ForwardContext(layout.positions, attention)
+        return layout, ForwardContext(layout.positions, attention, asked)

@@ -63,7 +63,8 @@ class Attention(Layer):
         return projected.view(*projected.shape[:-1], num_all, shape.head_dim)
 
     def attend(self, heads: Tensor, rotation: Rotation, ctx: ForwardContext) -> Tensor:
-        """Head norms, rotation, attention; `heads` is used up. Returns [T, heads·d]."""
+        """Head norms, rotation, attention; `heads` is used up. Returns [R, heads·d], of the rows
+        that are asked for."""
         shape = self.shape
         if self.qk_gain is not None:
             rotated = heads[:, : shape.num_heads + shape.num_kv_heads]

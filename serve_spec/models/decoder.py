@@ -37,13 +37,16 @@ class DecoderLayer(Layer):
     def forward(
         self, hidden: Tensor, residual: Tensor | None, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """(this layer's last addend, residual stream before it), both [T, H].
+        """(this layer's last addend, residual stream before it), both [R, H] of the rows asked for.
 
         The stream entering the layer is `hidden + residual`; `residual=None` stands for zero. Of
         several ranks, what is returned first is the addend of this one: the next norm sums them up.
         """
         heads, residual = self.before_attention(hidden, residual)
         attended = self.attention.attend(heads, rotation, ctx)
+        residual = ctx.of_asked(residual)
+        if not len(residual):
+            return residual, residual
         return self.after_attention(attended, residual)
 
     __call__ = forward

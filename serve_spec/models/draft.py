@@ -89,8 +89,16 @@ class DraftHead(Protocol):
         """Target features [T, F] -> hidden [T, H]."""
         ...
 
+    @property
+    def ends_early(self) -> bool:
+        """Whether `forward` may be asked for some rows only: of one layer, or none, it is made."""
+        ...
+
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Target ids [T] and hidden [T, H], at the positions of `ctx` -> next hidden [T, H]."""
+        """Target ids [T] and hidden [T, H], at the positions of `ctx` -> next hidden [R, H].
+
+        R: the rows asked for, which only of a head that `ends_early` may be fewer than all.
+        """
         ...
 
     @property

@@ -48,6 +48,7 @@ class Eagle(Layer):
         self.num_ids = shape.num_ids
         self.capture = FeatureCapture(layer_ids=None)
         self.shift = 0
+        self.ends_early = shape.num_layers == 1
         self.max_steps = None
         self.feature_dim = self.hidden_size = shape.hidden_size
         self.embed_tokens = target.embed_tokens
@@ -72,7 +73,7 @@ class Eagle(Layer):
         return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] target ids, [T, H] -> [T, H]."""
+        """[T] target ids, [T, H] -> [R, H]."""
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
         stream = self.fc(torch.cat((embedded, hidden), dim=-1))
         residual: Tensor | None = None

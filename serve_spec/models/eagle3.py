@@ -50,9 +50,12 @@ class Eagle3FirstLayer(Layer):
     def forward(
         self, embedded: Tensor, hidden: Tensor, rotation: Rotation, ctx: ForwardContext
     ) -> tuple[Tensor, Tensor]:
-        """Both inputs [T, H] -> (last addend, residual stream before it), as `DecoderLayer`."""
+        """Both inputs [T, H] -> (last addend, residual stream before it) [R, H]: `DecoderLayer`."""
         heads, residual = self.before_attention(embedded, hidden)
         attended = self.attention.attend(heads, rotation, ctx)
+        residual = ctx.of_asked(residual)
+        if not len(residual):
+            return residual, residual
         return self.after_attention(attended, residual)
 
     __call__ = forward
@@ -90,6 +93,7 @@ class Eagle3(Layer):
         self.shape = layers = shape.layers
         self.capture = shape.capture
         self.shift = 0
+        self.ends_early = layers.num_layers == 1
         self.max_steps = None
         self.hidden_size = layers.hidden_size
         self.feature_dim = shape.num_features * shape.target_hidden_size
@@ -127,7 +131,7 @@ class Eagle3(Layer):
         return self.fc(features)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] target ids, [T, H] -> [T, H]."""
+        """[T] target ids, [T, H] -> [R, H]."""
         rotation = self.rope.at(ctx.positions)
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
         addend, residual = self.first_layer(embedded, hidden, rotation, ctx)

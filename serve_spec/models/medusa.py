@@ -87,6 +87,7 @@ class Medusa(Layer):
         self.shape = replace(target.shape, num_layers=0, tie_word_embeddings=False)
         self.capture = FeatureCapture(layer_ids=None)
         self.shift = 0
+        self.ends_early = True
         self.max_steps = shape.num_heads
         self.num_ids = None
         self.feature_dim = self.hidden_size = shape.hidden_size
@@ -106,8 +107,8 @@ class Medusa(Layer):
         return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """The feature again, [T, H]: no head reads tokens."""
-        return hidden
+        """The feature again, [R, H]: no head reads tokens."""
+        return ctx.of_asked(hidden)
 
     __call__ = forward
 

@@ -31,6 +31,7 @@ class Standalone(Layer):
     capture = None
     feature_dim = 0
     shift = 1
+    ends_early = False
     max_steps = None
 
     def __init__(self, model: Llama, vocab_size: int | None = None) -> None:

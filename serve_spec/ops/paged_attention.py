@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,8 +26,8 @@ class PagedLayout:
     included. The tree is the last `tree_len` entries of every sequence (None: its rows). All
     entries before it are seen; a row's depth is the number of its other bits, and a window is
     counted from there. Trees lie within a window (engines see to it). None: a chain.
-    `usual_query_len`: rows most sequences have, where that is not `max_query_len`. It changes how
-    work is cut, not what comes out.
+    `groups`: sequences of about the same width, in order: how many, and the most rows of each; all
+    are one where none is named. They change how work is cut, not what comes out.
     """
 
     tables: Tensor
@@ -36,8 +37,25 @@ class PagedLayout:
     max_query_len: int
     window: int | None = None
     tree_mask: Tensor | None = None
-    usual_query_len: int | None = None
     tree_len: int | None = None
+    groups: tuple[tuple[int, int], ...] = ()
+
+    def parts(self) -> Iterator[PagedLayout]:
+        """The layout of each group; rows are those of all."""
+        if not self.groups:
+            yield self
+        begin = 0
+        for num_sequences, max_query_len in self.groups:
+            end = begin + num_sequences
+            yield replace(
+                self,
+                tables=self.tables[begin:end],
+                query_starts=self.query_starts[begin : end + 1],
+                kv_lens=self.kv_lens[begin:end],
+                max_query_len=max_query_len,
+                groups=(),
+            )
+            begin = end
 
 
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:

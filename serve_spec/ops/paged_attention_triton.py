@@ -70,26 +70,40 @@ def _choose_tiling(num_pairs: int, num_lines: int, dtype: torch.dtype) -> Tiling
 
 
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
-    """See `paged_attention.paged_attention`. head_dim: a power of two from 16 on."""
-    group = query.shape[1] // keys.shape[1]
-    # Sequences that fill the rows: others of the launch are most likely padding.
-    usual = layout.usual_query_len or layout.max_query_len
-    num_pairs = triton.cdiv(query.shape[0], usual) * keys.shape[1]
-    tiling = _choose_tiling(num_pairs, group * layout.max_query_len, query.dtype)
-    return _launch(query, keys, values, layout, tiling)
+    """See `paged_attention.paged_attention`. head_dim: a power of two from 16 on.
+
+    A launch for every group: tiles that hold many rows of one sequence hold few sequences at once.
+    """
+    out = query.new_empty(query.shape)
+    num_rows, num_kv_heads = query.shape[0], keys.shape[1]
+    if not num_rows:
+        return out
+    parts = tuple(layout.parts())
+    for part in parts:
+        # Sequences that fill the rows: others of the launch are most likely padding.
+        num_pairs = triton.cdiv(num_rows, part.max_query_len) * num_kv_heads
+        num_lines = query.shape[1] // num_kv_heads * part.max_query_len
+        tiling = _choose_tiling(num_pairs, num_lines, query.dtype)
+        _launch(query, keys, values, part, tiling, out, fills_up=part is parts[-1])
+    return out
 
 
 def _launch(
-    query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout, tiling: Tiling
-) -> Tensor:
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    layout: PagedLayout,
+    tiling: Tiling,
+    out: Tensor,
+    *,
+    fills_up: bool,
+) -> None:
+    """Writes the rows of these sequences; fills_up: and those that nobody owns."""
     num_rows, num_heads, head_dim = query.shape
     num_sequences, num_kv_heads = layout.tables.shape[0], keys.shape[1]
     assert query.stride()[1:] == (head_dim, 1), "the heads of a row lie side by side"
     for dense in (keys, values, layout.tables):
         assert dense.is_contiguous(), "a pool's layers and page tables are dense"
-    out = query.new_empty((num_rows, num_heads, head_dim))
-    if num_rows == 0:
-        return out
     lines = triton.next_power_of_2(num_heads // num_kv_heads * layout.max_query_len)
     pairs, splits = num_sequences * num_kv_heads, tiling.splits
     partials = stats = None
@@ -110,7 +124,7 @@ def _launch(
     _attend_kernel[(num_kv_heads, splits, num_sequences)](
         query, keys, values, layout.tables, layout.query_starts, layout.kv_lens, layout.tree_mask,
         out, partials, stats,
-        num_rows, query.stride(0), layout.tables.stride(0), tree_len,
+        num_rows if fills_up else 0, query.stride(0), layout.tables.stride(0), tree_len,
         math.log2(math.e) / head_dim**0.5,
         PAGE_SIZE=layout.page_size, BLOCK_LINES=max(lines, 16), BLOCK=tiling.block,
         num_stages=tiling.num_stages, **shape, **launch,
@@ -121,7 +135,6 @@ def _launch(
             layout.query_starts, layout.kv_lens, out, partials, stats, tree_len,
             MERGE_LINES=merged, **shape, **launch,
         )  # fmt: skip
-    return out
 
 
 @triton.jit(do_not_specialize=["num_rows", "table_stride", "tree_len"])

@@ -214,6 +214,6 @@ def row_counts(largest: int) -> tuple[int, ...]:
 
 
 def prompt_row_counts(largest: int) -> tuple[int, ...]:
-    """Padded numbers of rows beside prompts: coarser, for few rounds compute any."""
-    counts = [16, 32, 64, 96, 128, *range(192, 512, 64), *range(512, largest + 128, 128)]
+    """Padded numbers of rows beside prompts, finer where a row is paid for in full."""
+    counts = [16, 32, 64, 96, *range(128, 512, 32), *range(512, largest + 128, 128)]
     return (*(count for count in counts if count < largest), largest)

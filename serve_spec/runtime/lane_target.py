@@ -14,10 +14,8 @@ from serve_spec.ops import fast
 from serve_spec.ops.acceptance import num_bits
 from serve_spec.ops.layout import RowLayout
 from serve_spec.runtime.lane_round import LaneRound
+from serve_spec.runtime.pieces import PIECE_ROWS
 from serve_spec.runtime.target import TargetRunner
-
-_USUAL_ROWS = 4
-"""Of the sequences of a round with prompts: few rows of many that decode, many of a few."""
 
 
 @dataclass(frozen=True)
@@ -49,19 +47,22 @@ def verify_rows(
 ) -> VerifiedRows:
     """Runs the target over the roots and drafts of a round, `num_rows` rows with padding.
 
-    max_query_len: bounds each sequence's rows. beside_prompts: over the round's pieces, too, which
-    come last, and of which it wants keys, values and features alone. (The last token of a prompt,
-    which draws, is a root.) trees: drafts may branch.
+    max_query_len: bounds the rows of each sequence that draws. beside_prompts: over the round's
+    pieces, too, which come last, and of which it wants keys, values and features alone. (The last
+    token of a prompt, which draws, is a root.) trees: drafts may branch.
     """
     lanes, pieces = round.lanes, round.pieces
     batch_size = min(num_rows, round.max_batch_size)  # every sequence has a row at least
     members = round.members[:batch_size]
     query_lens = round.query_lens[:batch_size]
     starts = lanes.lengths.index_select(0, members) - 1
+    groups: tuple[tuple[int, int], ...] = ((batch_size, max_query_len),)
     if beside_prompts:
-        members = torch.cat([members, pieces.lanes[:num_rows]])
-        query_lens = torch.cat([query_lens, pieces.lens[:num_rows]])
-        starts = torch.cat([starts, pieces.starts[:num_rows]])
+        room = pieces.room(num_rows)
+        members = torch.cat([members, pieces.lanes[:room]])
+        query_lens = torch.cat([query_lens, pieces.lens[:room]])
+        starts = torch.cat([starts, pieces.starts[:room]])
+        groups += ((room, PIECE_ROWS),)
     tables = lanes.pages.index_select(0, members)
     layout = fast.lay_out_rows(
         query_lens,
@@ -82,8 +83,8 @@ def verify_rows(
         layout.query_starts,
         starts + query_lens,
         layout.slots,
-        max_query_len=max_query_len,
-        usual_query_len=_USUAL_ROWS if beside_prompts else None,
+        max_query_len=max(most for _, most in groups),
+        groups=groups,
         window=target.model.shape.sliding_window,
         tree_mask=None if tree is None else tree.masks,
     )

@@ -12,6 +12,9 @@ from torch import Tensor
 PIECE_ROWS = 16
 """Rows of a text that attention reads the cache for together."""
 
+_SHORT_PIECES = 16
+"""Pieces that a stage has room for beyond its rows: every text may end with a short one."""
+
 _LANE, _START, _LEN, _TOKENS = range(4)
 
 
@@ -62,8 +65,17 @@ class Pieces:
         width, most = table.shape
         return table[offsets.clamp(0, width - 1).long(), owners.clamp(0, most - 1).long()].long()
 
-    def write(self, stretches: Iterable[Stretch]) -> None:
-        """Cuts these, at most `max_rows` rows, without waiting for the device."""
+    def room(self, num_rows: int) -> int:
+        """Pieces that a stage of so many rows takes; only the largest takes any."""
+        if num_rows >= self.max_rows:
+            return self.table.shape[1]
+        return min(num_rows, num_rows // PIECE_ROWS + _SHORT_PIECES)
+
+    def write(self, stretches: Iterable[Stretch]) -> int:
+        """Cuts these, at most `max_rows` rows, without waiting for the device.
+
+        Returns the fewest rows of a stage that takes them.
+        """
         cut = [piece for stretch in stretches for piece in _cut(stretch)]
         written = torch.zeros(self.table.shape, dtype=torch.int32)
         if cut:
@@ -71,6 +83,11 @@ class Pieces:
         if self.table.is_cuda:
             written = written.pin_memory()
         self.table.copy_(written, non_blocking=True)
+        return max(sum(piece[_LEN] for piece in cut), self._rows_for(len(cut)))
+
+    def _rows_for(self, num_pieces: int) -> int:
+        """The fewest rows of a stage that has room for so many."""
+        return min(max(num_pieces, (num_pieces - _SHORT_PIECES) * PIECE_ROWS), self.max_rows)
 
 
 def parted(stretches: Iterable[Stretch], max_rows: int) -> Iterator[list[Stretch]]:

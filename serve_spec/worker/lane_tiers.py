@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +27,6 @@ from serve_spec.runtime.graphs import (
 )
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.lane_target import verify_rows
-from serve_spec.runtime.pieces import PIECE_ROWS
 from serve_spec.runtime.spec_state import LaneStages, SpecRuntimeState
 from serve_spec.verify.lanes import LaneJudge
 from serve_spec.worker.worker import SpecWorker
@@ -253,34 +252,29 @@ class LaneTiers:
     def _record_verify_stages(
         self, counts: Collection[int], query_len: int, *, trees: bool = False
     ) -> VerifyGraphs:
-        """By rows. Tiers of about the same width share theirs: only attention's tiles differ.
-
-        Products of some sizes take longer than those of larger ones; such sizes are left out, so
-        that their rows are padded to the larger.
-        """
+        """By rows. Tiers of about the same width share theirs: only attention's tiles differ."""
         width = 1 << (query_len - 1).bit_length()
-        stages: dict[int, _VerifyStage] = {}
-        fastest = math.inf
-        for num_rows in sorted(counts, reverse=True):
+
+        def stage(num_rows: int) -> _VerifyStage:
             key = num_rows, width, trees
             if key not in self._verify_stages:
                 self._verify_stages[key] = self._record_verify(num_rows, width, trees=trees)
-            stage = self._verify_stages[key]
-            if stage.milliseconds <= fastest:
-                stages[num_rows], fastest = stage, stage.milliseconds
-        return _verify_graphs(stages)
+            return self._verify_stages[key]
+
+        by_size = ((num_rows, stage(num_rows)) for num_rows in sorted(counts, reverse=True))
+        return _verify_graphs(_none_slower(by_size))
 
     @torch.inference_mode()
     def _record_beside_prompts(self, *, trees: bool) -> VerifyGraphs:
         """By rows, those of prompts and those that draw, of whatever tier of trees or chains."""
         most = self._round.max_drafts if trees else max(self._eager.tiers)
-        width = max(PIECE_ROWS, 1 << most.bit_length())
+        width = 1 << most.bit_length()
         counts = prompt_row_counts(self._round.pieces.max_rows)
         return _verify_graphs(
-            {
-                num_rows: self._record_verify(num_rows, width, beside_prompts=True, trees=trees)
-                for num_rows in reversed(counts)
-            }
+            _none_slower(
+                (rows, self._record_verify(rows, width, beside_prompts=True, trees=trees))
+                for rows in reversed(counts)
+            )
         )
 
     @torch.inference_mode()
@@ -341,6 +335,19 @@ class LaneTiers:
             f"(recorded before: {held}). "
             f"Lower memory_fraction or max_num_seqs, or {way_out}"
         )
+
+
+def _none_slower(stages: Iterable[tuple[int, _VerifyStage]]) -> dict[int, _VerifyStage]:
+    """Of stages by size, the largest first, those that take no longer than a larger one.
+
+    Products of some sizes do; their rows are padded to the larger.
+    """
+    kept: dict[int, _VerifyStage] = {}
+    fastest = math.inf
+    for num_rows, stage in stages:
+        if stage.milliseconds <= fastest:
+            kept[num_rows], fastest = stage, stage.milliseconds
+    return kept
 
 
 def _size(tree: TreeShape) -> tuple[int, int]:

@@ -191,10 +191,11 @@ class LaneWorker:
         self._seat(members)
         prompts = [row for row in plan.rows if not row.is_decode]
         verify = self._stages(tier).verify
-        if prompts:
-            self.round.pieces.write(_computed_only(row) for row in prompts)
-            verify = self.recorded.beside_prompts(tier)
         num_rows = sum(row.query_len for row in plan.rows)
+        if prompts:
+            fewest = self.round.pieces.write(_computed_only(row) for row in prompts)
+            num_rows = max(num_rows, fewest)
+            verify = self.recorded.beside_prompts(tier)
         verify.run(num_rows)
         read_back = next(self._read_backs)
         read_back.copy_(self.round.verdicts, non_blocking=True)
@@ -236,8 +237,7 @@ class LaneWorker:
         backlogs = (Stretch(row.lane, row.draft_start, row.catch_up_ids[:-1]) for row in rows)
         pieces = self.round.pieces
         for group in parted(backlogs, pieces.max_rows):
-            pieces.write(group)
-            self.recorded.make_up.run(sum(len(stretch.token_ids) for stretch in group))
+            self.recorded.make_up.run(pieces.write(group))
         self._keeper.caught_up(made_up)
 
     def _backlog_left(self, row: RowPlan) -> int:
