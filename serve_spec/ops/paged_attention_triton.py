@@ -61,6 +61,8 @@ def _choose_tiling(num_pairs: int, num_lines: int, dtype: torch.dtype) -> Tiling
         return Tiling(splits, block=16, num_warps=4 if num_lines <= 16 else 8, num_stages=2)
     if num_lines > 64:  # rows of trees: what is summed up alone fills half of the registers
         return Tiling(splits, block=64 if num_lines <= 128 else 32, num_warps=8, num_stages=2)
+    if num_lines > 32:
+        return Tiling(splits, block=64, num_warps=4, num_stages=3)
     if splits == 1 and num_pairs <= _PROGRAMS:  # few programs: each has to have much under way
         return Tiling(splits, block=128, num_warps=8 if num_lines <= 16 else 4, num_stages=3)
     is_wide = num_lines > 16
@@ -72,7 +74,7 @@ def _choose_tiling(num_pairs: int, num_lines: int, dtype: torch.dtype) -> Tiling
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
     """See `paged_attention.paged_attention`. head_dim: a power of two from 16 on.
 
-    A launch for every group: tiles that hold many rows of one sequence hold few sequences at once.
+    A launch for every group: what holds many rows of one sequence leaves room for few sequences.
     """
     out = query.new_empty(query.shape)
     num_rows, num_kv_heads = query.shape[0], keys.shape[1]
@@ -80,10 +82,12 @@ def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLa
         return out
     parts = tuple(layout.parts())
     for part in parts:
-        # Sequences that fill the rows: others of the launch are most likely padding.
-        num_pairs = triton.cdiv(num_rows, part.max_query_len) * num_kv_heads
+        num_sequences = part.tables.shape[0]
+        if len(parts) == 1:
+            # Those that fill the rows: others of the launch are most likely padding.
+            num_sequences = triton.cdiv(num_rows, part.max_query_len)
         num_lines = query.shape[1] // num_kv_heads * part.max_query_len
-        tiling = _choose_tiling(num_pairs, num_lines, query.dtype)
+        tiling = _choose_tiling(num_sequences * num_kv_heads, num_lines, query.dtype)
         _launch(query, keys, values, part, tiling, out, fills_up=part is parts[-1])
     return out
 
