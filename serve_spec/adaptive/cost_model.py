@@ -350,7 +350,7 @@ class CostModel:
         residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
         return table_ms * self._factor(residuals.of(self._stair(num_drafts, batch_size), usual))
 
-    def prompt_ms(self, num_prompt_rows: int, context: float, num_rows: Counts) -> Floats:
+    def prompt_ms(self, num_prompt_rows: int | Floats, context: float, num_rows: Counts) -> Floats:
         """What so many rows of prompts add to verifications of `num_rows` decode rows and drafts.
 
         By the table, which has no prompts: a row of theirs is taken for one of a deep draft.

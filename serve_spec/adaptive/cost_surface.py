@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,7 @@ class CostSurface:
         values, self._sizes = _continued(values, [float(size) for size in batch_sizes], axis=1)
         # Contexts are positions here: 0 the shorter, 1 the longer, 2 as far again.
         self._ms, self._positions = _continued(values, [0.0, 1.0], axis=0)
+        self._deepest = [_deepest(cells, self._sizes) for cells in self._ms]
         self._cache: dict[tuple[int, float], Floats] = {}
 
     def curve(self, batch_size: int, context: float) -> Floats:
@@ -59,15 +60,15 @@ class CostSurface:
             found = self._cache[point] = self._interpolated(*point)
         return found
 
-    def deepest(self, num_rows: Counts, context: float) -> Floats:
+    def deepest(self, num_rows: Any, context: float) -> Floats:
         """ms of batches of so many rows in all, each sequence going as deep as it can.
 
         Of all batches of so many rows these read the fewest texts. Fewer rows than the smallest one
-        has cost what it costs.
+        has cost what it costs. Between two sizes costs rise as the larger one's do with its depth.
         """
         i, w = _segment(self._positions, self._position(context))
-        ms = _between(self._ms[i, :, -1], self._ms[i + 1, :, -1], w)
-        rows = np.array(self._sizes) * (self.max_steps + 1)
+        (rows, low), (_, high) = self._deepest[i : i + 2]
+        ms = _between(low, high, w)
         beyond = np.maximum(0, num_rows - rows[-1]) * (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
         on_lines: Floats = np.interp(num_rows, rows, ms) + beyond
         return on_lines
@@ -114,6 +115,24 @@ def _continued(ms: Floats, points: list[float], axis: int) -> tuple[Floats, list
         slope = last / points[-1]
     far = last + slope * points[-1]
     return np.concatenate([ms, np.expand_dims(far, axis)], axis), [*points, 2 * points[-1]]
+
+
+def _deepest(ms: Floats, sizes: Sequence[float]) -> tuple[Floats, Floats]:
+    """Rows and ms [n] of the deepest of every size, ms [sizes, steps], and of what lies between.
+
+    The last size was not measured: a line leads to it.
+    """
+    depths = np.arange(1.0, ms.shape[1] + 1)
+    rows, costs = [np.array([sizes[0] * depths[-1]])], [ms[0, -1:]]
+    for size, curve in zip(sizes[1:-1], ms[1:-1], strict=True):
+        before, last = rows[-1][-1], costs[-1][-1]
+        start, rise = np.interp(before / size, depths, curve), curve[-1] - last
+        inside = size * depths > before
+        shape = (curve - start) / (curve[-1] - start) if curve[-1] > start else depths / depths[-1]
+        rows.append(size * depths[inside])
+        costs.append(last + rise * shape[inside])
+    rows.append(np.array([sizes[-1] * depths[-1]]))
+    return np.concatenate(rows), np.concatenate([*costs, ms[-1, -1:]])
 
 
 def _segment(points: Sequence[float], x: float) -> tuple[int, float]:

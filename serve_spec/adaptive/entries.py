@@ -6,16 +6,23 @@ up is paid once and serves until the row ends, so it is spread over the rounds t
 has to be paid from what drafts bring beyond what they take themselves. Rows that draft have paid:
 weighed without that, a batch whose rows come and go would draft on at a loss, for every row that
 comes would begin because the others do.
+
+Where rows come and go, a batch without drafts is full of rows that no longer begin, and will soon
+be full of others. A tier is chosen for what a batch is and becomes, within some rounds: a row that
+does not begin counts as the one that takes its place, from when it does.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from serve_spec.adaptive.objective import Flags, Floats, RoundCosts
 from serve_spec.core.round import DecodeBatch
+
+FORESEEN_ROUNDS = 128
+"""Rounds that a tier is chosen for, where rows come and go."""
 
 
 @dataclass(frozen=True)
@@ -23,12 +30,14 @@ class Entries:
     """Rows that begin, or go on, because drafts will pay what it takes; the others stay off.
 
     pays: [B]. ms: of the rows that pay, spread over their rounds, in ms per round. longest: of a
-        row like those of the batch, most entries to make up per token it has left.
+        row like those of the batch, most entries to make up per token it has left. rounds: [B] that
+        each row has left.
     """
 
     pays: Flags | None
     ms: float
     longest: float
+    rounds: Floats | None = None
 
     @classmethod
     def of(cls, batch: DecodeBatch, worth: Floats, costs: RoundCosts, entry_ms: float) -> Entries:
@@ -50,17 +59,23 @@ class Entries:
         ms = entry_ms * backlogs / rounds
         pays: Flags = (backlogs == 0) | (ms <= gained)
         longest = max(0.0, float((gained / tokens).mean()) / entry_ms)
-        return cls(pays, float(ms[pays].sum()), longest)
-
-    def applied(self, worth: Floats, costs: RoundCosts) -> tuple[Floats, RoundCosts]:
-        """Without drafts for rows that do not pay; what the others take is part of the costs."""
-        if self.pays is None:
-            return worth, costs
-        return self.of_rows_that_pay(worth), replace(costs, entry=self.ms)
+        return cls(pays, float(ms[pays].sum()), longest, rounds)
 
     def of_rows_that_pay(self, worth: Floats) -> Floats:
         """`worth` [B, K] without drafts for rows that do not."""
         return worth if self.pays is None else np.where(self.pays[:, None], worth, 0.0)
+
+    @property
+    def all_pay(self) -> bool:
+        """Whether no row stays off."""
+        return self.pays is None or bool(self.pays.all())
+
+    def of_rows_to_come(self, worth: Floats) -> Floats:
+        """`worth` [B, K] as far as there will be drafts, by these rows or those in their place."""
+        if self.pays is None or self.rounds is None:
+            return worth
+        share = np.where(self.pays, 1.0, np.maximum(0.0, 1.0 - self.rounds / FORESEEN_ROUNDS))
+        return worth * share[:, None]
 
     def pays_for_another(self, batch: DecodeBatch, row: int) -> bool:
         """Whether a row that joins after the plan was made begins to draft at once."""

@@ -7,9 +7,8 @@ exploration, and a guard that compares measured speed with measured plain decodi
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -21,19 +20,15 @@ from serve_spec.adaptive.entries import Entries
 from serve_spec.adaptive.exploration import ExplorationBudget
 from serve_spec.adaptive.marginal import marginal_ms_by_rows, tier_speeds
 from serve_spec.adaptive.objective import (
-    Choice,
     Floats,
-    Menu,
     RoundCosts,
-    branched,
     depth_beside_prompts,
-    per_sequence,
-    speeds,
-    uniform,
     usable,
 )
+from serve_spec.adaptive.options import Options, Tier, Worths
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.probes import ProbeClock, Probes
+from serve_spec.adaptive.prompt_load import PromptLoad
 from serve_spec.adaptive.round_plan import RoundPlan, range_key
 from serve_spec.adaptive.step_costs import step_costs
 from serve_spec.adaptive.survival import SurvivalEstimator
@@ -50,9 +45,6 @@ from serve_spec.core.round import (
 DEFAULT_MAX_STEPS = 7
 LEAVE_OFF_GAIN = 1.02
 """Predicted gain that makes the policy leave 0: below, the noise of the costs decides."""
-APART_GAIN = 1.02
-"""Predicted gain over the same steps for all that makes it plan for every sequence. Picking the
-best rows by estimates promises more than it keeps, for it also picks the luckiest estimates."""
 MOVE_GAIN = 1.01
 """Predicted gain that makes it move between tiers."""
 PLAN_ROUNDS = 8
@@ -122,7 +114,8 @@ class GoodputPolicy:
         self._tier = min(initial_steps, max_steps)
         self._tree: TreeShape | None = None
         self._rounds_at_tier = 0
-        self._predicted: dict[int | TreeShape, float] = {}
+        self.prompts = PromptLoad()
+        self._predicted: dict[Tier, float] = {}
         self._plan: RoundPlan | None = None
         self._plan_rounds = PLAN_ROUNDS
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
@@ -229,6 +222,7 @@ class GoodputPolicy:
             self.survival.forget(request_id)
             self.text.forget(request_id)
         for verified in rounds:
+            self.prompts.observe(verified)
             if verified.times is not None:
                 self._learn_times(verified, verified.times)
 
@@ -334,7 +328,7 @@ class GoodputPolicy:
         """The same shapes, with what is kept of each level over all traffic."""
         return {tree: self.survival.tree_rates(tree) for tree in self._trees_at(batch_size)}
 
-    def _worths(self, batch: DecodeBatch, bound: int) -> tuple[Floats, dict[TreeShape, Floats]]:
+    def _worths(self, batch: DecodeBatch, bound: int) -> Worths:
         """Of chains by position, of trees by level; 0 where a row can not use it."""
         shapes = self._trees_at(batch.size)
         chains, *trees = self.survival.survivals(batch.request_ids, [None, *shapes])
@@ -342,7 +336,7 @@ class GoodputPolicy:
         if min(batch.max_steps) < bound:  # as a rule it is not
             most = np.asarray(batch.max_steps)
             worths = [usable(worth, most) for worth in worths]
-        return worths[0], dict(zip(shapes, worths[1:], strict=True))
+        return Worths(worths[0], dict(zip(shapes, worths[1:], strict=True)))
 
     def _round_costs(self, batch: DecodeBatch, bound: int) -> RoundCosts:
         size, context = batch.size, batch.context
@@ -357,89 +351,65 @@ class GoodputPolicy:
     def _make_plan(
         self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool
     ) -> RoundPlan:
-        worth, trees = self._worths(batch, bound)
+        worths = self._worths(batch, bound)
         costs = self._round_costs(batch, bound)
-        if self._tree not in trees:
+        if self._tree not in worths.trees:
             self._tree = None
-        entries = Entries.of(batch, worth, costs, self.costs.entry_ms)
-        worth, costs = entries.applied(worth, costs)
-        trees = {tree: entries.of_rows_that_pay(levels) for tree, levels in trees.items()}
-        weights = speeds(worth if self._tree is None else trees[self._tree], self._tier)
-        menu = self._menu(worth, weights, costs, batch)
-        branches = {
-            tree: branched(tree, levels, weights, costs, self._tree_ms(tree, levels, batch))
-            for tree, levels in trees.items()
-        }
+        entries = Entries.of(batch, worths.chains, costs, self.costs.entry_ms)
+        costs = replace(costs, entry=entries.ms)
+        now = self._options(batch, _each(worths, entries.of_rows_that_pay), costs)
+        soon = now
+        if self.prompts.is_known:
+            if not entries.all_pay:
+                soon = self._options(batch, _each(worths, entries.of_rows_to_come), costs)
+            soon = soon.with_prompts(self.prompts, self.costs, batch.context)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             was_off = not self._tier and not moved
-            self._decide(menu, branches, here, moved=moved)
+            self._decide(soon.goodput, here, moved=moved)
             twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
             self._plan_rounds = twice if was_off and not self._tier else PLAN_ROUNDS
         if batch.text_steps:
-            tree, of_tree = self._tree, None
-            if tree is not None:
-                of_tree = speeds(trees[tree], tree.num_steps) / branches[tree][0].ms
-            self.text.plan(batch.request_ids, worth, costs, of_tree)
-        chain = self._chain(menu)
+            of_tree = None
+            if self._tree is not None:
+                of_tree = now.worths.speeds(self._tree) / now.trees[self._tree][0].ms
+            self.text.plan(batch.request_ids, now.worths.chains, costs, of_tree)
+        chain = soon.chain(self._arm)
         context = batch.context
 
         def depth_beside(num_prompt_rows: int) -> int:
             prompt_ms = partial(self.costs.prompt_ms, num_prompt_rows, context)
             least_ms = (MOVE_GAIN - 1.0) * chain.ms
-            return depth_beside_prompts(chain, worth, costs, prompt_ms, least_ms)
+            return depth_beside_prompts(chain, soon.worths.chains, costs, prompt_ms, least_ms)
 
         def depth_at(size: int) -> int:
             rates = self.survival.pooled_rates[: self._bound(size)]
             tiers = tier_speeds(self.costs, rates, batch_size=size, context=context)
             return int(tiers.tokens_per_ms.argmax())
 
-        others = [choice for tree, (choice, _) in branches.items() if tree != self._tree]
-        plan = RoundPlan(chain, batch, entries, depth_beside, depth_at, others)
+        others = [choice for tree, (choice, _) in now.trees.items() if tree != self._tree]
+        present = now.chains.choice(chain.num_steps)
+        plan = RoundPlan(present, batch, entries, depth_beside, depth_at, chain, others)
         if self._tree is None:
             return plan
-        choice, _ = branches[self._tree]
-        others.append(chain)
-        return RoundPlan(choice, batch, entries, depth_beside, depth_at, others, plan)
+        others.append(present)
+        (tree, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
+        return RoundPlan(tree, batch, entries, depth_beside, depth_at, to_come, others, plan)
 
-    def _chain(self, menu: Menu) -> Choice:
-        """The tier of now; where trees are drafted, the best there is beside them."""
-        return menu.choice(self._tier if self._tree is None else int(menu.goodput.argmax()))
+    @property
+    def _arm(self) -> Tier:
+        """What is drafted: a tier of chains, or a shape of trees."""
+        return self._tier if self._tree is None else self._tree
 
-    def _tree_ms(self, tree: TreeShape, levels: Floats, batch: DecodeBatch) -> float:
-        """A round in which all rows with `levels` draft it; infinite if there is no room."""
-        num_drafting = int(np.count_nonzero(levels[:, 0]))
-        if num_drafting * tree.num_draft_tokens > batch.max_draft_tokens:
-            return math.inf
-        size = batch.size
-        num_drafts = self.costs.drafts_of_trees(tree, num_drafting)
-        stages_ms = self.costs.tree_ms(
-            tree, size, num_drafting, num_drafts, batch.context, batch.num_sampled
-        )
-        return sum(stages_ms) + self.costs.host_ms(size)
+    def _options(self, batch: DecodeBatch, worths: Worths, costs: RoundCosts) -> Options:
+        weights = worths.speeds(self._arm)
+        return Options.of(batch, worths, weights, costs, self.costs, may_differ=self.per_sequence)
 
-    def _menu(self, worth: Floats, weights: Floats, costs: RoundCosts, batch: DecodeBatch) -> Menu:
-        """Steps for every sequence where that promises enough, else the same for all."""
-        alike = uniform(worth, weights, costs, batch.max_draft_tokens)
-        if not self.per_sequence or batch.size == 1:
-            return alike
-        apart = per_sequence(worth, weights, costs, batch.max_draft_tokens)
-        promises = apart.goodput.max() >= APART_GAIN * alike.goodput.max()
-        return apart if promises else alike
-
-    def _decide(
-        self,
-        menu: Menu,
-        branches: Mapping[TreeShape, tuple[Choice, float]],
-        here: _SizeRange,
-        *,
-        moved: bool,
-    ) -> None:
+    def _decide(self, goodput: dict[Tier, float], here: _SizeRange, *, moved: bool) -> None:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
-        goodput: list[float] = menu.goodput.tolist()
-        self._predicted = dict(enumerate(goodput))
-        self._predicted |= {tree: predicted for tree, (_, predicted) in branches.items()}
+        self._predicted = goodput
+        deepest = max(tier for tier in goodput if isinstance(tier, int))
         best = max(self._predicted, key=self._predicted.__getitem__)
-        present = self._tree or min(self._tier, len(goodput) - 1)
+        present = self._tree or min(self._tier, deepest)
         needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
         is_better = self._predicted[best] >= needed * self._predicted[present]
         wanted = best if is_better else present
@@ -474,7 +444,12 @@ class GoodputPolicy:
         )
 
 
-def _num_drafts(arm: int | TreeShape) -> int:
+def _each(worths: Worths, applied: Callable[[Floats], Floats]) -> Worths:
+    trees = {tree: applied(levels) for tree, levels in worths.trees.items()}
+    return Worths(applied(worths.chains), trees)
+
+
+def _num_drafts(arm: Tier) -> int:
     """Of one row."""
     return arm.num_draft_tokens if isinstance(arm, TreeShape) else arm
 

@@ -20,7 +20,7 @@ of this round, so the text keeps its distribution (and here its very tokens).
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeAlias
 
@@ -122,12 +122,18 @@ class Menu:
 
     tokens: Floats
     """Expected of the round at hand, all rows."""
+    num_rows: Counts
+    """Verified: one of each request, and the drafts."""
     ms: Floats
     """Infinite where a tier needs more drafts than the round affords."""
     goodput: Floats
     """Θ, tokens per ms in the long run."""
     row_steps: Callable[[int], Counts]
     """Drafts per row of a tier, [B]."""
+
+    def slowed(self, added_ms: Floats) -> Menu:
+        """The same where rounds of each tier take so much more in the mean."""
+        return replace(self, goodput=self.goodput / (1.0 + added_ms / self.ms))
 
     def choice(self, num_steps: int) -> Choice:
         """One tier's entry; of a tier that can not be afforded, the deepest below that can."""
@@ -157,6 +163,7 @@ def uniform(survival: Floats, weights: Floats, costs: RoundCosts, max_drafts: in
     harmonic_mean = weights.sum() / (weights @ (1.0 / tokens))
     return Menu(
         tokens.sum(axis=0),
+        batch_size + drafts,
         ms,
         batch_size * harmonic_mean / (ms + costs.entry * (drafts > 0)),
         lambda num_steps: np.count_nonzero(survival[:, :num_steps], axis=1),
@@ -202,6 +209,7 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
 
     return Menu(
         batch_size + by_tier(totals(survival.ravel()[order]))[tiers, best],
+        batch_size + drafts[tiers, best],
         ms[tiers, best],
         batch_size * weights.sum() / time[tiers, best],
         row_steps,

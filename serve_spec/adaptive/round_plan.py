@@ -18,6 +18,7 @@ class RoundPlan:
     draft as deep as the tier when they can.
     entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
     in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
+    to_come: the choice for what the batch becomes; rows that join draft as its rows do.
     others: the best round of every shape that was not chosen. instead: of trees, drafts in chains.
     """
 
@@ -28,6 +29,7 @@ class RoundPlan:
         entries: Entries,
         depth_beside: Callable[[int], int],
         depth_at: Callable[[int], int],
+        to_come: Choice,
         others: Sequence[Choice] = (),
         instead: RoundPlan | None = None,
     ) -> None:
@@ -37,11 +39,10 @@ class RoundPlan:
         # For numbers of about the same size once.
         self._depth_beside = _by_size(depth_beside)
         self._depth_at = _by_size(depth_at)
-        planned = zip(choice.row_steps.tolist(), batch.max_steps, strict=True)
-        self._row_steps = [steps if most else choice.num_steps for steps, most in planned]
+        self._row_steps = _as_deep_as_the_tier(choice, batch)
         self._request_ids = batch.request_ids
         self._steps_of = dict(zip(batch.request_ids, self._row_steps, strict=True))
-        self._steps_of_others = sorted(self._row_steps)[batch.size // 2]
+        self._steps_of_others = sorted(_as_deep_as_the_tier(to_come, batch))[batch.size // 2]
         self._entries = entries
         self._num_tree_drafts = 0
         if choice.tree is not None:
@@ -95,6 +96,12 @@ def range_key(batch_size: int) -> int:
 def fills_up(batch: DecodeBatch) -> bool:
     """Whether it will soon be thrice its size, or more."""
     return range_key(batch.size + batch.num_prompts) > range_key(batch.size) + 1
+
+
+def _as_deep_as_the_tier(choice: Choice, batch: DecodeBatch) -> list[int]:
+    """Its drafts per row; the tier's, where a row has no use for any at present."""
+    planned = zip(choice.row_steps.tolist(), batch.max_steps, strict=True)
+    return [steps if most else choice.num_steps for steps, most in planned]
 
 
 def _by_size(depth: Callable[[int], int]) -> Callable[[int], int]:

@@ -168,6 +168,12 @@ class VerifiedRound:
     """Of live rows, whether their drafts were found in the text; none at all: as one drafts."""
     num_text_drafts: int = 0
     """Drafts from texts, of all decode rows, beside a model."""
+    num_ended: int = 0
+    """Requests that ended in this round,"""
+    num_ended_prompt_rows: int = 0
+    """the rows that were computed of their prompts,"""
+    num_ended_tokens: int = 0
+    """and the tokens they emitted."""
 
     @property
     def model_rows(self) -> VerifiedRound:

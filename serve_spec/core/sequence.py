@@ -57,6 +57,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def num_prompt_rows(self) -> int:
+        """Tokens of the prompt that were computed for this request alone."""
+        return self.num_prompt_tokens - (self.num_cached_tokens or 0)
+
+    @property
     def num_pending(self) -> int:
         """Committed tokens the target has not seen: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.num_computed

@@ -296,6 +296,7 @@ class SpecEngine:
         planned = [row for row in plan.rows if row.is_decode]
         alone = len(planned) == len(plan.rows)
         live = [row for row in decoded if not row.seq.finished]
+        ended = [row.seq for row in committed if row.seq.finished]
         has_model = self.scheduler.has_draft_model
         drafted = [row.model_steps if has_model else row.num_steps for row in planned]
         verified = VerifiedRound(
@@ -317,6 +318,9 @@ class SpecEngine:
             tree=plan.tree,
             is_from_text=[row.is_from_text for row in live],
             num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
+            num_ended=len(ended),
+            num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
+            num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
         )
         self.controller.on_verify_complete(verified)
 

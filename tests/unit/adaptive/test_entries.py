@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import CostModel
-from serve_spec.adaptive.entries import Entries
+from serve_spec.adaptive.entries import FORESEEN_ROUNDS, Entries
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.objective import Floats, RoundCosts
 from serve_spec.adaptive.policy import Reason
@@ -42,9 +42,8 @@ def test_rows_that_draft_already_have_nothing_to_make_up_for() -> None:
     survival = worth(0.8, 0.1)
     entries = weigh(rows([4, 1], [1, 1]), survival)
     assert entries.ms == 0
-    shown, costs = entries.applied(survival, COSTS)
-    assert np.array_equal(shown, survival)
-    assert costs == COSTS
+    assert entries.all_pay
+    assert np.array_equal(entries.of_rows_that_pay(survival), survival)
 
 
 @pytest.mark.parametrize("entry_ms", [0.0, 5.0])
@@ -52,16 +51,17 @@ def test_where_backlogs_are_unknown_or_cost_nothing_every_row_may_begin(entry_ms
     batch = rows([1000, 1000], [1, 1]) if not entry_ms else decode_batch(2)
     survival = worth(0.5, 0.5)
     entries = weigh(batch, survival, entry_ms)
-    shown, costs = entries.applied(survival, COSTS)
-    assert shown is survival
-    assert costs is COSTS
+    assert entries.all_pay
+    assert entries.ms == 0
+    assert entries.of_rows_that_pay(survival) is survival
+    assert entries.of_rows_to_come(survival) is survival
     assert entries.pays_for_another(batch, 0)
 
 
 def test_a_row_that_soon_ends_does_not_begin_and_one_that_has_long_to_go_does() -> None:
     survival = worth(0.7, 0.7)
     entries = weigh(rows([200, 200], [3, 400]), survival)
-    shown, _ = entries.applied(survival, COSTS)
+    shown = entries.of_rows_that_pay(survival)
     assert not shown[0].any()
     assert np.array_equal(shown[1], survival[1])
 
@@ -86,7 +86,7 @@ def test_nobody_begins_who_would_lose_by_it(
     batch = rows(backlogs, [num_remaining] * len(backlogs))
     survival = worth(*[rate] * len(backlogs))
     entries = weigh(batch, survival, entry_ms)
-    begin = entries.applied(survival, COSTS)[0].any(axis=1)
+    begin = entries.of_rows_that_pay(survival).any(axis=1)
     for backlog, begins in zip(backlogs, begin, strict=True):
         if begins and backlog > 4:
             lost = [
@@ -102,7 +102,7 @@ def test_a_row_makes_up_for_nothing_that_takes_what_it_brings() -> None:
     survival = worth(0.7, 0.7)
     dear = replace(COSTS, step=np.full((3, 3), 0.8 * OFF_MS * 2))
     entries = weigh(rows([10, 4], [4000, 4000]), survival, 1e-3, dear)
-    shown, _ = entries.applied(survival, dear)
+    shown = entries.of_rows_that_pay(survival)
     assert not shown[0].any()
     assert np.array_equal(shown[1], survival[1])
     assert not entries.pays_for_another(rows([10, 4, 10], [4000] * 3), 2)
@@ -115,6 +115,17 @@ def test_a_row_that_joins_begins_where_one_of_the_batch_would() -> None:
     joined = rows([0, 0, 40, 4000], [100, 100, 100, 100])
     assert entries.pays_for_another(joined, 2)
     assert not entries.pays_for_another(joined, 3)
+
+
+def test_who_does_not_begin_counts_as_who_takes_its_place_from_when_it_does() -> None:
+    survival = worth(0.7, 0.7, 0.7)
+    soon, late, never = 3, 40 * (FORESEEN_ROUNDS // 128), 4 * FORESEEN_ROUNDS
+    batch = rows([9000, 9000, 9000], [soon, late, never])
+    entries = weigh(batch, survival, costs=replace(COSTS, batch_size=3, step=np.ones((4, 3))))
+    assert not entries.of_rows_that_pay(survival).any()
+    shares = entries.of_rows_to_come(survival) / survival
+    assert 1.0 > shares[0, 0] > shares[1, 0] > shares[2, 0] == 0.0
+    assert shares == pytest.approx(shares[:, :1] * np.ones(3))
 
 
 def policy_that_knows_entries(entry_ms: float) -> GoodputPolicy:

@@ -1,0 +1,120 @@
+"""All that a batch may do next: chains of every depth, trees of every shape, and their goodput."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.objective import (
+    Choice,
+    Counts,
+    Floats,
+    Menu,
+    RoundCosts,
+    branched,
+    per_sequence,
+    speeds,
+    uniform,
+)
+from serve_spec.adaptive.prompt_load import PromptLoad
+from serve_spec.core.round import DecodeBatch, TreeShape
+
+APART_GAIN = 1.02
+"""Predicted gain over the same steps for all that makes it plan for every sequence. Picking the
+best rows by estimates promises more than it keeps, for it also picks the luckiest estimates."""
+
+Tier = int | TreeShape
+"""Drafts of a chain, or the shape of a tree."""
+
+
+@dataclass(frozen=True)
+class Worths:
+    """Survival of chains [B, K], and of every shape of trees by level; 0 where a row has none."""
+
+    chains: Floats
+    trees: Mapping[TreeShape, Floats]
+
+    def speeds(self, tier: Tier) -> Floats:
+        """Expected tokens per round of each row at a tier, [B]."""
+        if isinstance(tier, TreeShape):
+            return speeds(self.trees[tier], tier.num_steps)
+        return speeds(self.chains, tier)
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of one batch. `trees`: the round and the goodput of each shape."""
+
+    worths: Worths
+    chains: Menu
+    trees: Mapping[TreeShape, tuple[Choice, float]]
+
+    @classmethod
+    def of(
+        cls,
+        batch: DecodeBatch,
+        worths: Worths,
+        weights: Floats,
+        costs: RoundCosts,
+        model: CostModel,
+        *,
+        may_differ: bool,
+    ) -> Options:
+        """weights, costs: see `objective`. may_differ: whether rows may draft differently deep."""
+        chains = uniform(worths.chains, weights, costs, batch.max_draft_tokens)
+        if may_differ and batch.size > 1:
+            apart = per_sequence(worths.chains, weights, costs, batch.max_draft_tokens)
+            if apart.goodput.max() >= APART_GAIN * chains.goodput.max():
+                chains = apart
+        trees = {
+            tree: branched(tree, levels, weights, costs, _tree_ms(tree, levels, batch, model))
+            for tree, levels in worths.trees.items()
+        }
+        return cls(worths, chains, trees)
+
+    def with_prompts(self, load: PromptLoad, model: CostModel, context: float) -> Options:
+        """The same where the prompts that their tokens bring are paid for."""
+        rounds = [choice for choice, _ in self.trees.values()]
+        tokens = np.array([*self.chains.tokens, *(choice.tokens for choice in rounds)])
+        ms = np.array([*self.chains.ms, *(choice.ms for choice in rounds)])
+
+        def prompt_ms(num_prompt_rows: Floats, num_rows: Counts) -> Floats:
+            return model.prompt_ms(num_prompt_rows, context, num_rows)
+
+        added_ms = load.added_ms(tokens, ms, self.chains, prompt_ms)
+        num_tiers = len(self.chains.ms)
+        with_trees = zip(self.trees.items(), added_ms[num_tiers:].tolist(), strict=True)
+        trees = {
+            tree: (choice, goodput / (1.0 + added / choice.ms))
+            for (tree, (choice, goodput)), added in with_trees
+        }
+        return replace(self, chains=self.chains.slowed(added_ms[:num_tiers]), trees=trees)
+
+    @property
+    def goodput(self) -> dict[Tier, float]:
+        """Tokens per ms in the long run, by tier."""
+        by_tier: dict[Tier, float] = dict(enumerate(self.chains.goodput.tolist()))
+        return by_tier | {tree: goodput for tree, (_, goodput) in self.trees.items()}
+
+    def chain(self, tier: Tier) -> Choice:
+        """The round of a tier of chains; of trees, the best there is beside them."""
+        if isinstance(tier, TreeShape):
+            tier = int(self.chains.goodput.argmax())
+        return self.chains.choice(tier)
+
+
+def _tree_ms(tree: TreeShape, levels: Floats, batch: DecodeBatch, model: CostModel) -> float:
+    """A round in which all rows with `levels` draft it; infinite if there is no room."""
+    num_drafting = int(np.count_nonzero(levels[:, 0]))
+    if num_drafting * tree.num_draft_tokens > batch.max_draft_tokens:
+        return math.inf
+    size = batch.size
+    num_drafts = model.drafts_of_trees(tree, num_drafting)
+    stages_ms = model.tree_ms(
+        tree, size, num_drafting, num_drafts, batch.context, batch.num_sampled
+    )
+    return sum(stages_ms) + model.host_ms(size)
