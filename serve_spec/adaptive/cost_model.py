@@ -4,9 +4,10 @@ A correction has two parts, kept as logarithms. The drift is shared by all bucke
 tenant slows the whole machine, tiers in use must not look dear beside tiers that are not in use.
 The residual belongs to one bucket: there the table itself is off. A bucket that never ran takes the
 mean of those that did, for the same reason. A round that took r times what was predicted moves its
-factor by clip(r, 0.5, 2)^0.05, half through either part: one round can not say which of the two it
-saw. The first rounds, and the first of every bucket, move them by more: the table, too, was
-measured in a few rounds, on a machine that perhaps did other things at the time.
+factor by clip(r, 0.5, 2)^0.05, four parts of it through the drift: what is wrong with a table stays
+wrong, so once a bucket is known, what is new is the machine. Its first rounds say which of the two
+it is, and move both by more: the table, too, was measured in a few rounds, on a machine that
+perhaps did other things at the time.
 
 Time outside drafting and verification (host) is in no table; it is learned alone, and so is what
 the draft takes to make up for prompts and pauses, by the token.
@@ -26,6 +27,8 @@ from serve_spec.core.round import TreeShape
 
 GAIN = 0.05
 """Exponent of one round's ratio in its factor, once its bucket is known."""
+LEAST_GAIN = 0.01
+"""The share of that which goes to what a known bucket differs by; the rest is drift."""
 TABLE_ROUNDS = 4
 """The table says as much of a bucket as so many rounds of it."""
 CATCH_UP_GAIN = 0.1
@@ -242,7 +245,7 @@ class CostModel:
         if tree is not None:
             change = num_made / num_drafting - self._tree_drafts[tree]
             self._tree_drafts[tree] += TREE_SIZE_GAIN * change
-        drift_gain = _DRIFT_SHARE * _gain(self._num_rounds)
+        drift_gain = max(GAIN - LEAST_GAIN, _DRIFT_SHARE * _mean_gain(self._num_rounds))
         rows = batch_size if self.padded else num_drafting
         if num_made and predicted_draft > _NEGLIGIBLE_MS:
             self._learn_draft(tree, rows, draft_ms / predicted_draft, drift_gain)
@@ -479,14 +482,14 @@ class _Residuals:
         self.num_known += not self._num_rounds[bucket]
         self._sum -= self._logs[bucket]
         self._num_rounds[bucket] += 1
-        gain = max(0.0, _gain(self._num_rounds[bucket]) - drift_gain)
+        gain = max(LEAST_GAIN, _mean_gain(self._num_rounds[bucket]) - drift_gain)
         self._logs[bucket] = _clipped(old + gain * _log_ratio(ratio))
         self._sum += self._logs[bucket]
 
 
-def _gain(num_rounds: int) -> float:
-    """Weight of the newest of so many rounds: of a plain mean at first, then of a moving one."""
-    return max(GAIN, 1 / (TABLE_ROUNDS + num_rounds))
+def _mean_gain(num_rounds: int) -> float:
+    """Weight of the newest of so many rounds in a plain mean that begins with the table."""
+    return 1 / (TABLE_ROUNDS + num_rounds)
 
 
 def _bucket(batch_size: int) -> int:

@@ -51,12 +51,20 @@ class PagedSequences:
         self.lengths = [0] * num_sequences
         self.backend = create_attention_backend("torch", shape)
 
-    def extend(self, pieces: Sequence[tuple[int, int]]) -> ForwardContext:
-        """The context of a forward that adds `count` rows to each (sequence, count)."""
+    def extend(
+        self, pieces: Sequence[tuple[int, int]], asked: Sequence[int] | None = None
+    ) -> ForwardContext:
+        """The context of a forward that adds `count` rows to each (sequence, count).
+
+        asked: for each, whether its last row is asked for; None: all rows are.
+        """
         batch = self.batch(pieces)
+        if asked is not None:
+            ends = torch.tensor(batch.query_lens).cumsum(0) - 1
+            batch = batch.asking(ends[torch.tensor(asked).bool()].to(self.device), tuple(asked))
         for index, count in pieces:
             self.lengths[index] += count
-        return ForwardContext(batch.positions, self.backend.plan(batch, self.pool))
+        return ForwardContext(batch.positions, self.backend.plan(batch, self.pool), batch.asked)
 
     def batch(self, pieces: Sequence[tuple[int, int]]) -> RaggedBatch:
         """The layout of these rows, written as plainly as possible."""

@@ -144,6 +144,37 @@ def test_rows_of_prompts_add_what_rows_of_deep_drafts_would() -> None:
     assert (costs.prompt_ms(0, 128, rows) == 0.0).all()
 
 
+def test_between_sizes_rows_of_prompts_cost_what_the_larger_ones_depths_do() -> None:
+    """A wall at 28 rows, which lies between the deepest rounds of 2 and of 4 requests."""
+
+    def wall(size: int, steps: int) -> float:
+        return 20.0 if size * (steps + 1) >= 28 else 10.0 + 0.01 * steps
+
+    sizes, steps = (1, 2, 4), tuple(range(8))
+    table = tuple(tuple(wall(size, k) for k in steps) for size in sizes)
+    drafts = tuple(tuple(draft_ms(size, k, 128) for k in steps) for size in sizes)
+    costs = model(
+        batch_sizes=sizes, num_steps=steps, verify_ms=(table, table), draft_ms=(drafts, drafts)
+    )
+    below, across = costs.prompt_ms(8, 128, np.array([16, 21]))
+    assert below < 0.2
+    assert across > 9.0
+
+
+def test_a_machine_that_slows_down_says_little_of_the_tier_it_ran() -> None:
+    """Or plain rounds, which alone run while nothing is drafted, would look dear beside drafts."""
+    costs = model()
+    calm = {k: costs.verify_ms(4, 4 * k, 128, 0) for k in (0, 3)}
+    for _ in range(100):
+        costs.observe(**round_of(4, 0, draft_ms=0.0, verify_ms=calm[0], round_ms=calm[0]))
+    for _ in range(30):
+        slow = 1.4 * calm[0]
+        costs.observe(**round_of(4, 0, draft_ms=0.0, verify_ms=slow, round_ms=slow))
+    ratios = {k: costs.verify_ms(4, 4 * k, 128, 0) / calm[k] for k in (0, 3)}
+    assert ratios[0] > 1.2
+    assert ratios[3] > 1 + 0.6 * (ratios[0] - 1)
+
+
 def test_nobody_drafting_costs_nothing() -> None:
     costs = model()
     assert costs.round_ms(4, 3, 4, 128, 0) == pytest.approx(verify_ms(4, 0, 128))

@@ -79,6 +79,31 @@ class Pair:
         ):
             assert (ours[:, used] - theirs[:, used]).abs().max() < tolerance
 
+    def check_last(self, rows: Sequence[int]) -> None:
+        """Adds as many rows to each sequence and asks for the last of each."""
+        count, pieces = rows[0], list(enumerate(rows))
+        heads = self._heads(pieces)
+        attention = self._over_lanes(rows, 0)
+        last = slice(count - 1, None, count)
+        layout = attention._layout
+        ends = torch.arange(len(layout.query_starts), dtype=torch.int32, device=DEVICE)
+        some = LaneAttention(
+            self.lanes.pool,
+            layout.tables,
+            ends,
+            layout.kv_lens,
+            attention._slots,
+            max_query_len=1,
+            window=self.shape.sliding_window,
+            asked=last,
+        )
+        expected = self._run(self.plain.extend(pieces).attention, heads, pieces)[last]
+        out = self._run(some, heads, pieces)
+        assert (out - expected).abs().max() < TOLERANCE[DEVICE.type]
+        used = slice(0, self.lanes.pool.scratch_slot)
+        keys, others = self.lanes.pool.keys[:, used], self.plain.pool.keys[:, used]
+        assert (keys - others).abs().max() < TOLERANCE[DEVICE.type]
+
     def _over_lanes(self, rows: Sequence[int], padding: int) -> LaneAttention:
         lanes = self.lanes
         slots = lanes.batch([(index, count) for index, count in enumerate(rows) if count]).slots
@@ -126,6 +151,14 @@ def test_a_round_over_lanes_is_the_torch_backends(
     # Empty, at a page's end, one entry into the next page, long.
     pair.fill([0, 8, 9, 60])
     pair.check(rows)
+
+
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("count", [1, 3, 8])
+def test_the_last_rows_alone_see_what_they_do_among_all(count: int, window: int | None) -> None:
+    pair = Pair(Heads(sliding_window=window), 4)
+    pair.fill([0, 8, 9, 60])
+    pair.check_last([count] * 4)
 
 
 @settings(max_examples=15)

@@ -69,6 +69,21 @@ def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm:
     assert sorted(controller.left) == ["0", "1", "2"]
 
 
+def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3)
+    controller = RecordingController()
+    llm.engine.controller = controller  # type: ignore[assignment]
+    for i in range(5):
+        params = SamplingParams(max_tokens=4 + 3 * i, temperature=0, ignore_eos=True)
+        llm.engine.add(llm.engine.new_sequence(str(i), list(range(i, 2 * i + 20)), params))
+    while llm.engine.has_work:
+        llm.engine.step()
+    told = controller.told
+    assert sum(v.num_ended for v in told) == 5
+    assert sum(v.num_ended_prompt_rows for v in told) == sum(20 + i for i in range(5))
+    assert sum(v.num_ended_tokens for v in told) == sum(4 + 3 * i for i in range(5))
+
+
 def test_only_rounds_without_prompts_are_timed(make_llm: MakeLLM) -> None:
     llm = make_llm("EAGLE3", 3)
     controller = RecordingController()

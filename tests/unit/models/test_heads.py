@@ -184,6 +184,37 @@ def test_catching_up_overwrites_what_drafting_left_behind(duo: Duo) -> None:
     assert_close(head.logits(hidden[0]), logits)
 
 
+@pytest.mark.parametrize("asked", [(1, 1), (1, 0), (0, 1), (0, 0)])
+def test_rows_that_are_not_asked_for_leave_the_same_entries(
+    duo: Duo, asked: tuple[int, int]
+) -> None:
+    head = duo.ours
+    if not head.ends_early:
+        return
+    tokens, features = scene(head)
+    whole, some = (PagedSequences(head.shape, 2, max(LENGTHS)) for _ in range(2))
+    ids = torch.cat([tokens[b][:n] for b, n in enumerate(LENGTHS)])
+    encoded = head.encode(torch.cat([features[b][:n] for b, n in enumerate(LENGTHS)]))
+    pieces = list(enumerate(LENGTHS))
+    expected = head.forward(ids, encoded, whole.extend(pieces))
+    found = head.forward(ids, encoded, some.extend(pieces, asked))
+    ends = torch.tensor(LENGTHS).cumsum(0) - 1
+    expected = expected[ends[torch.tensor(asked).bool()]]
+    assert found.shape == expected.shape
+    if sum(asked):
+        assert_close(found, expected)
+    assert torch.equal(some.pool.keys, whole.pool.keys)
+    assert torch.equal(some.pool.values, whole.pool.values)
+
+
+@pytest.mark.parametrize("case", ["EAGLE3:plain", "EAGLE:plain", "EAGLE:two_layers"])
+def test_a_head_of_one_layer_ends_early(
+    case: str, tmp_path: Path, target_dir: Path, target: Llama
+) -> None:
+    head = Duo(tmp_path, target_dir, target, case).ours
+    assert head.ends_early == (head.shape.num_layers == 1)
+
+
 def _catch_up(
     head: DraftHead,
     sequences: PagedSequences,

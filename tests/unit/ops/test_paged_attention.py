@@ -297,6 +297,24 @@ def test_the_bits_of_a_row_do_not_depend_on_its_company() -> None:
     assert torch.equal(first.tiled(tiling)[:4], second.tiled(tiling)[:4])
 
 
+@settings(max_examples=10)
+@given(
+    narrow=st.lists(st.integers(0, 3), min_size=1, max_size=4),
+    wide=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    tree=st.booleans(),
+    spare_rows=st.integers(0, 3),
+)
+def test_groups_of_sequences_are_one_round(
+    narrow: list[int], wide: list[int], tree: bool, spare_rows: int
+) -> None:
+    lengths = [(rows + 7 * number, rows) for number, rows in enumerate([*narrow, *wide])]
+    scene = Scene(lengths, tree=tree, spare_rows=spare_rows)
+    scene.layout = replace(scene.layout, groups=((len(narrow), 3), (len(wide), 9)))
+    if len(scene.query):
+        scene.check(scene.run(paged_attention))
+        scene.check(scene.run(kernel))
+
+
 def test_small_batches_are_split_and_large_ones_are_not() -> None:
     splits = [kernel._choose_tiling(8 * b, 4, torch.bfloat16).splits for b in (1, 4, 8, 512)]
     assert splits[0] > splits[1] > splits[2] == splits[3] == 1
