@@ -8,7 +8,7 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -357,11 +357,11 @@ class GoodputPolicy:
             self._tree = None
         entries = Entries.of(batch, worths.chains, costs, self.costs.entry_ms)
         costs = replace(costs, entry=entries.ms)
-        now = self._options(batch, _each(worths, entries.of_rows_that_pay), costs)
+        now = self._options(batch, worths.each(entries.of_rows_that_pay), costs)
         soon = now
         if self.prompts.is_known:
             if not entries.all_pay:
-                soon = self._options(batch, _each(worths, entries.of_rows_to_come), costs)
+                soon = self._options(batch, worths.each(entries.of_rows_to_come), costs)
             soon = soon.with_prompts(self.prompts, self.costs, batch.context)
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             was_off = not self._tier and not moved
@@ -392,8 +392,8 @@ class GoodputPolicy:
         if self._tree is None:
             return plan
         others.append(present)
-        (tree, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
-        return RoundPlan(tree, batch, entries, depth_beside, depth_at, to_come, others, plan)
+        (choice, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
+        return RoundPlan(choice, batch, entries, depth_beside, depth_at, to_come, others, plan)
 
     @property
     def _arm(self) -> Tier:
@@ -442,11 +442,6 @@ class GoodputPolicy:
             num_text_drafts=verified.num_text_drafts,
             tree=verified.tree,
         )
-
-
-def _each(worths: Worths, applied: Callable[[Floats], Floats]) -> Worths:
-    trees = {tree: applied(levels) for tree, levels in worths.trees.items()}
-    return Worths(applied(worths.chains), trees)
 
 
 def _num_drafts(arm: Tier) -> int:

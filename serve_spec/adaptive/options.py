@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -37,6 +37,11 @@ class Worths:
 
     chains: Floats
     trees: Mapping[TreeShape, Floats]
+
+    def each(self, applied: Callable[[Floats], Floats]) -> Worths:
+        """The same of what `applied` makes of each."""
+        trees = {tree: applied(levels) for tree, levels in self.trees.items()}
+        return Worths(applied(self.chains), trees)
 
     def speeds(self, tier: Tier) -> Floats:
         """Expected tokens per round of each row at a tier, [B]."""
@@ -77,7 +82,11 @@ class Options:
         return cls(worths, chains, trees)
 
     def with_prompts(self, load: PromptLoad, model: CostModel, context: float) -> Options:
-        """The same where the prompts that their tokens bring are paid for."""
+        """The same where prompts are paid for that take longer beside drafts than without any.
+
+        What they take beside plain rounds everybody's tokens bear alike; counted in, it would make
+        all tiers look the same.
+        """
         rounds = [choice for choice, _ in self.trees.values()]
         tokens = np.array([*self.chains.tokens, *(choice.tokens for choice in rounds)])
         ms = np.array([*self.chains.ms, *(choice.ms for choice in rounds)])
@@ -86,6 +95,7 @@ class Options:
             return model.prompt_ms(num_prompt_rows, context, num_rows)
 
         added_ms = load.added_ms(tokens, ms, self.chains, prompt_ms)
+        added_ms -= added_ms[0] / tokens[0] * tokens
         num_tiers = len(self.chains.ms)
         with_trees = zip(self.trees.items(), added_ms[num_tiers:].tolist(), strict=True)
         trees = {

@@ -3,7 +3,7 @@
 Whoever emits tokens faster is through with its request earlier, and the next one brings a prompt:
 with every token a round emits, rows of prompts come to be computed. They take the longer the more
 rows the round has without them, for the first rows of a round are nearly free and later ones are
-not. So a plan pays for the prompts its tokens bring, beside the drafts it would have there.
+not. So a plan pays for that, beside the drafts it would have there.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RaggedBatch:
     asked: Rows | None = None
 
     def asking(self, rows: Rows, query_lens: tuple[int, ...]) -> RaggedBatch:
-        """The same, but only `rows`, so many of each sequence, attend.
+        """The same, but only `rows` attend: so many of each sequence, its last ones.
 
         Sequences without any are left out: their caches are of no matter.
         """

@@ -1,6 +1,7 @@
 """Laws of the goodput policy, on recorded acceptance, recorded costs and a clock that is a sum."""
 
 import math
+import statistics
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -248,6 +249,27 @@ def test_where_prompts_take_the_room_of_drafts_it_drafts_less_beside_them_and_sa
     assert why is Reason.PROMPTS
     assert chosen(0) == usual
     assert chosen(1) == usual, "room for one is left"
+
+
+def test_prompts_that_come_the_sooner_the_faster_requests_end_are_weighed() -> None:
+    """Where the rows of a prompt are dear beside many others, and cheap beside few."""
+    size = 48
+
+    def usual(prompt_rows: int) -> int:
+        policy = goodput(GPU_TABLE, per_sequence=False)
+        chosen = []
+        for turn in range(200):
+            steps = policy.choose(decode_batch(size))
+            row_steps = list(steps.row_steps or [0] * size)
+            kept = [min((row + turn) % 3, k) for row, k in enumerate(row_steps)]
+            times = times_of(row_steps, size, GPU_8B)
+            heard = verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times)
+            ended = {"num_ended": 1, "num_ended_prompt_rows": prompt_rows, "num_ended_tokens": 20}
+            policy.observe(replace(heard, **ended))
+            chosen.append(steps.num_steps)
+        return statistics.mode(chosen[-60:])
+
+    assert 0 < usual(128) < usual(0)
 
 
 def test_a_batch_that_fills_up_drafts_no_deeper_than_it_will_when_it_is_full() -> None:
