@@ -15,7 +15,7 @@ from functools import partial
 import numpy as np
 
 from serve_spec.adaptive.baseline import SpeedGuard
-from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.cost_model import ABSURD_RATIO, CostModel
 from serve_spec.adaptive.entries import Entries
 from serve_spec.adaptive.exploration import ExplorationBudget
 from serve_spec.adaptive.marginal import marginal_ms_by_rows, tier_speeds
@@ -60,6 +60,8 @@ PLAN_ROWS_PER_ROUND = 32
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
+PRICED_PLAIN_ROUNDS = 8
+"""The same of plain rounds, for what they cost: all are alike, and there are many."""
 MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
@@ -221,13 +223,21 @@ class GoodputPolicy:
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
             self.text.forget(request_id)
+        plain_to_pass = sum(map(_is_timed_plain_round, rounds)) - PRICED_PLAIN_ROUNDS
         for verified in rounds:
             self.prompts.observe(verified)
             if verified.times is not None:
-                self._learn_times(verified, verified.times)
+                is_passed = _is_timed_plain_round(verified) and plain_to_pass > 0
+                plain_to_pass -= is_passed
+                self._learn_times(verified, verified.times, is_priced=not is_passed)
 
-    def _learn_times(self, verified: VerifiedRound, times: RoundTimes) -> None:
-        if not self._learn_costs(verified, times):
+    def _learn_times(self, verified: VerifiedRound, times: RoundTimes, *, is_priced: bool) -> None:
+        context = verified.num_tokens / verified.batch_size
+        unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
+        is_usable = 0.0 < times.round_ms <= ABSURD_RATIO * unit_ms
+        if is_priced:
+            is_usable = self._learn_costs(verified, times)
+        if not is_usable:
             self._num_bad_times += 1
             if self._num_bad_times >= MAX_BAD_TIMES:
                 raise BadMeasurement(
@@ -237,8 +247,6 @@ class GoodputPolicy:
         self._num_bad_times = 0
         self.budget.pass_time(times.round_ms)
         guard = self._range(verified.batch_size)[1].guard
-        context = verified.num_tokens / verified.batch_size
-        unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
         if verified.num_draft_tokens:
             tokens = verified.num_output_tokens
             guard.observe(tokens, verified.batch_size, times.round_ms, unit_ms)
@@ -442,6 +450,10 @@ class GoodputPolicy:
             num_text_drafts=verified.num_text_drafts,
             tree=verified.tree,
         )
+
+
+def _is_timed_plain_round(verified: VerifiedRound) -> bool:
+    return verified.times is not None and not verified.num_draft_tokens
 
 
 def _num_drafts(arm: Tier) -> int:

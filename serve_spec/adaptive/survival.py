@@ -183,6 +183,11 @@ class SurvivalEstimator:
             raise ValueError(f"lengths={lengths}: give every column one entry per row")
         codes = self._observations.codes(row_steps, num_correct_drafts)
         slots = self._slots_of_drafted(request_ids, row_steps)
+        if not any(row_steps):  # a plain round, of which there are many where nothing is drafted
+            drafted = slots != _UNKNOWN
+            if drafted.any():
+                self._requests[slots[drafted]] *= self._request_keep[codes[0]]
+            return
         evidence = self._requests.take(slots, axis=0)
         arm = self._arm(tree)
         expected = None if tree is None else self._expected_hits(evidence, codes, arm)
