@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import numpy as np
 
@@ -27,7 +28,7 @@ APART_GAIN = 1.02
 """Predicted gain over the same steps for all that makes it plan for every sequence. Picking the
 best rows by estimates promises more than it keeps, for it also picks the luckiest estimates."""
 
-Tier = int | TreeShape
+Tier: TypeAlias = int | TreeShape
 """Drafts of a chain, or the shape of a tree."""
 
 
