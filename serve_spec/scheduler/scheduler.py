@@ -166,14 +166,11 @@ class Scheduler:
     ) -> StepPlan | None:
         """The round after `before`, which still runs; None where its outcome must be known first.
 
-        As it must for drafts from the text, and for masks that go by it. Beside a model, the text
-        that is known tells: where it has no drafts for any row, it will hardly have them one round
-        later.
+        As it must for drafts from the text, and for masks that go by it. The text that is known
+        tells: where it has no drafts for any row, it will hardly have them one round later.
 
         Only where there is room for whatever `before` commits: nothing is preempted.
         """
-        if not self.has_draft_model:
-            return None
         under_way = {row.request_id: row for row in before.rows}
         self._admit()
         decoding, prompts = self._after(under_way)
@@ -191,7 +188,7 @@ class Scheduler:
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
-        if not has_room or any(of_row.from_text for of_row in drafts):
+        if not has_room or any(map(self._is_from_text, drafts)):
             self._postponed = PostponedChoice.of(steps, batch)
             return None
         for seq, end in zip(decoding, ends, strict=True):
@@ -375,9 +372,13 @@ class Scheduler:
             text_steps=text_steps if self.has_draft_model else [],
         )
 
+    def _is_from_text(self, drafts: RowDrafts) -> bool:
+        """Whether they have to be found in the row's text; without a model, all there are."""
+        return drafts.from_text or (drafts.num_steps > 0 and not self.has_draft_model)
+
     def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
         found = None
-        if self.texts is not None and (drafts.from_text or not self.has_draft_model):
+        if self.texts is not None and self._is_from_text(drafts):
             found = self.texts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(tree_drafts=len(found.token_ids))

@@ -9,7 +9,7 @@ import pytest
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
-from tests.helpers.engines import MakeLLM, switch_every_round, texts
+from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
 
@@ -62,6 +62,41 @@ def test_where_nothing_matches_nothing_is_drafted(make_llm: MakeLLM) -> None:
     llm = make_llm("NGRAM", 5)
     [output] = llm.generate([list(range(10, 30))], SamplingParams(max_tokens=2, temperature=0.0))
     assert output.speculation.num_draft_tokens == 0
+
+
+def test_where_nothing_matches_the_next_round_is_planned_while_one_runs(
+    make_llm: MakeLLM,
+) -> None:
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=1, ignore_eos=True)
+    llm = make_llm("NGRAM", 3, execution="lanes", speculative_ngram_min_match_window_size=5)
+    plans = heard_plans(llm)
+    llm.generate([list(range(20, 40))], params)
+    decoding = [plan for plan in plans if plan.batch_size]
+    assert not any(row.draft_ids for plan in decoding for row in plan.rows)
+    assert all(plan.follows for plan in decoding[1:])
+
+
+def test_only_rounds_that_draft_from_the_text_wait_for_it(make_llm: MakeLLM) -> None:
+    llm = make_llm("NGRAM", 3, execution="lanes", speculative_ngram_min_match_window_size=1)
+    plans = heard_plans(llm)
+    llm.generate(*prompts_and_params())
+    decoding = [plan for plan in plans if plan.batch_size]
+    drafted = [any(row.draft_ids for row in plan.rows) for plan in decoding]
+    assert not any(plan.follows for plan, drafts in zip(decoding, drafted, strict=True) if drafts)
+    assert any(drafted)
+    assert any(plan.follows for plan in decoding)
+
+
+def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(
+    make_llm: MakeLLM,
+) -> None:
+    llm = make_llm("NGRAM", 3, execution="lanes", speculative_ngram_min_match_window_size=1)
+    switch_every_round(llm, [0])
+    plans = heard_plans(llm)
+    llm.generate(*prompts_and_params())
+    alone = [plan for plan in plans if plan.batch_size == len(plan.rows)]
+    assert len(alone) > 8
+    assert all(plan.follows for plan in alone[1:])
 
 
 def test_it_adapts_like_any_drafter(make_llm: MakeLLM, plain: list[tuple[int, ...]]) -> None:
