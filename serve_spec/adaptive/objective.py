@@ -131,9 +131,9 @@ class Menu:
     row_steps: Callable[[int], Counts]
     """Drafts per row of a tier, [B]."""
 
-    def slowed(self, added_ms: Floats) -> Menu:
-        """The same where rounds of each tier take so much more in the mean."""
-        return replace(self, goodput=self.goodput / (1.0 + added_ms / self.ms))
+    def slowed(self, shares: Floats) -> Menu:
+        """The same where rounds of each tier take so much more, as a share of their time."""
+        return replace(self, goodput=self.goodput / (1.0 + shares))
 
     def choice(self, num_steps: int) -> Choice:
         """One tier's entry; of a tier that can not be afforded, the deepest below that can."""

@@ -21,7 +21,7 @@ from serve_spec.adaptive.objective import (
     speeds,
     uniform,
 )
-from serve_spec.adaptive.prompt_load import PromptLoad
+from serve_spec.adaptive.prompt_load import PromptLoad, lost_at_an_end
 from serve_spec.core.round import DecodeBatch, TreeShape
 
 APART_GAIN = 1.02
@@ -83,27 +83,33 @@ class Options:
         return cls(worths, chains, trees)
 
     def with_prompts(self, load: PromptLoad, model: CostModel, context: float) -> Options:
-        """The same where prompts are paid for that take longer beside drafts than without any.
+        """The same where ends of requests are paid for, and the prompts that come after them.
 
-        What they take beside plain rounds everybody's tokens bear alike; counted in, it would make
-        all tiers look the same.
+        Of prompts, what they take longer beside drafts than without any. What they take beside
+        plain rounds everybody's tokens bear alike; counted in, it would make all tiers look the
+        same.
         """
         rounds = [choice for choice, _ in self.trees.values()]
         tokens = np.array([*self.chains.tokens, *(choice.tokens for choice in rounds)])
         ms = np.array([*self.chains.ms, *(choice.ms for choice in rounds)])
+        num_rows = np.array([*self.chains.num_rows, *map(_rows_of_trees, rounds)])
+        of_chains = lost_at_an_end(self.chains.tokens / len(self.worths.chains))
+        of_trees = [lost_at_an_end(_speeds_by_level(self.worths.trees[t]))[-1] for t in self.trees]
+        lost = np.array([*of_chains, *of_trees])
 
         def prompt_ms(num_prompt_rows: Floats, num_rows: Counts) -> Floats:
             return model.prompt_ms(num_prompt_rows, context, num_rows)
 
         added_ms = load.added_ms(tokens, ms, self.chains, prompt_ms)
         added_ms -= added_ms[0] / tokens[0] * tokens
+        shares = added_ms / ms + load.idle_share(lost, ms, num_rows, prompt_ms)
         num_tiers = len(self.chains.ms)
-        with_trees = zip(self.trees.items(), added_ms[num_tiers:].tolist(), strict=True)
+        with_shares = zip(self.trees.items(), shares[num_tiers:].tolist(), strict=True)
         trees = {
-            tree: (choice, goodput / (1.0 + added / choice.ms))
-            for (tree, (choice, goodput)), added in with_trees
+            tree: (choice, goodput / (1.0 + share))
+            for (tree, (choice, goodput)), share in with_shares
         }
-        return replace(self, chains=self.chains.slowed(added_ms[:num_tiers]), trees=trees)
+        return replace(self, chains=self.chains.slowed(shares[:num_tiers]), trees=trees)
 
     @property
     def goodput(self) -> dict[Tier, float]:
@@ -116,6 +122,18 @@ class Options:
         if isinstance(tier, TreeShape):
             tier = int(self.chains.goodput.argmax())
         return self.chains.choice(tier)
+
+
+def _rows_of_trees(choice: Choice) -> int:
+    """Rows that a round of full trees verifies: of each request one, and its drafts."""
+    assert choice.tree is not None
+    drafting = int(np.count_nonzero(choice.row_steps))
+    return len(choice.row_steps) + drafting * choice.tree.num_draft_tokens
+
+
+def _speeds_by_level(levels: Floats) -> Floats:
+    """Tokens a round of a row if only the first 0, 1, .. levels counted, [levels + 1]."""
+    return np.concatenate([[1.0], 1.0 + np.cumsum(levels.mean(axis=0))])
 
 
 def _tree_ms(tree: TreeShape, levels: Floats, batch: DecodeBatch, model: CostModel) -> float:

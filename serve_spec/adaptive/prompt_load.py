@@ -4,6 +4,10 @@ Whoever emits tokens faster is through with its request earlier, and the next on
 with every token a round emits, rows of prompts come to be computed. They take the longer the more
 rows the round has without them, for the first rows of a round are nearly free and later ones are
 not. So a plan pays for that, beside the drafts it would have there.
+
+An end costs more than the prompt after it. What its last round drew beyond it is lost, and while
+the prompt is computed its place drafts nothing: the deeper rounds go, the more of both, and where
+texts are short it decides between two depths.
 """
 
 from __future__ import annotations
@@ -58,6 +62,25 @@ class PromptLoad:
         """Rows that come together at least."""
         return self._num_rows / self._num_ended if self._num_ended else 0.0
 
+    @property
+    def tokens_per_request(self) -> float:
+        """Tokens that a request emits."""
+        return self._num_tokens / self._num_ended if self._num_ended else 0.0
+
+    def idle_share(self, lost: Floats, ms: Floats, num_rows: Counts, prompt_ms: PromptMs) -> Floats:
+        """What ends take of the speed of rounds of `ms` [N] that verify `num_rows` [N], [N].
+
+        What is not verified meanwhile takes no time either: where a round is as long as it has
+        rows, an idle place costs nothing.
+
+        lost: tokens of an end, [N]; see `lost_at_an_end`.
+        """
+        each = self.rows_per_prompt
+        row_ms = prompt_ms(np.array([each]), num_rows) / each
+        fixed = np.maximum(0.0, 1.0 - row_ms * num_rows / ms)
+        share: Floats = fixed * lost / self.tokens_per_request
+        return share
+
     def added_ms(self, tokens: Floats, ms: Floats, menu: Menu, prompt_ms: PromptMs) -> Floats:
         """What rounds that emit `tokens` [N] in `ms` [N] take for prompts on top, in the mean [N].
 
@@ -77,6 +100,19 @@ class PromptLoad:
         longer = np.maximum(0.0, menu.ms[known] - kept * ms[:, None])
         added: Floats = (chances * (beside + longer[:, None]).min(axis=2)).sum(axis=1)
         return added
+
+
+def lost_at_an_end(speeds: Floats) -> Floats:
+    """Tokens that a place loses when its request ends, by how far its rounds go, [K + 1].
+
+    speeds: tokens that a row emits in a round in which it drafts 0 .. K, [K + 1], by the chance
+        that each draft is kept; so their differences are those chances.
+    """
+    numbers = np.arange(1, len(speeds))
+    # a of the tokens are drawn at once: of an end that may be any of them, a - 1 .. 0 are beyond.
+    beyond = np.concatenate([[0.0], np.cumsum(numbers * np.diff(speeds))]) / speeds
+    lost: Floats = beyond + speeds - 1.0  # of its prompt's round comes one token
+    return lost
 
 
 def _poisson(means: Floats) -> Floats:

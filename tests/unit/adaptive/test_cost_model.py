@@ -477,7 +477,7 @@ def test_drafts_from_texts_are_verified_and_cost_no_drafting(
         abs(math.log(this.verify_ms(size, size * num_steps, 128, 0) / verify))
         for this in (costs, model())
     )
-    assert found <= before
+    assert found <= before + 1e-12
 
 
 def test_drafts_that_neither_text_nor_model_made_are_no_round() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.objective import Counts, Floats, Menu
-from serve_spec.adaptive.prompt_load import PromptLoad
+from serve_spec.adaptive.prompt_load import PromptLoad, lost_at_an_end
 from tests.helpers.rounds import verified_round
 
 ROUND = verified_round([1], batch_size=2, num_steps=3)
@@ -121,4 +121,55 @@ def test_tiers_that_can_not_be_had_are_nobodys_way_out() -> None:
     tiers = menu([10.0, 16.0], [4.0, math.inf], [10, 20])
     found = added(load(), tiers)
     assert np.isfinite(found[0])
-    assert tiers.slowed(found).goodput[1] == 0.0
+    assert tiers.slowed(found / tiers.ms).goodput[1] == 0.0
+
+
+def rounds_of_a_text(num_tokens: int, chances: list[float]) -> float:
+    """Rounds until so many tokens are out, in the mean. chances: of 1, 2, .. tokens a round."""
+    mean = [0.0]
+    for left in range(1, num_tokens + 1):
+        after = [mean[max(0, left - tokens)] for tokens in range(1, len(chances) + 1)]
+        mean.append(1.0 + float(np.dot(chances, after)))
+    return mean[-1]
+
+
+@given(st.lists(st.floats(0.05, 0.95), max_size=7))
+def test_a_text_takes_as_many_rounds_as_if_it_were_longer_by_what_its_end_loses(
+    accept_rates: list[float],
+) -> None:
+    """A whole life: one round of the prompt, from which the first token comes, and all others."""
+    survival = np.cumprod([1.0, *accept_rates])
+    speeds = np.cumsum(survival)
+    rounds = 1.0 + rounds_of_a_text(299, list(survival - np.append(survival[1:], 0.0)))
+    assert rounds == pytest.approx((300 + lost_at_an_end(speeds)[-1]) / speeds[-1], rel=1e-3)
+
+
+def test_the_end_of_a_text_without_drafts_loses_nothing() -> None:
+    assert lost_at_an_end(np.array([1.0])) == pytest.approx([0.0])
+
+
+def test_the_deeper_rounds_go_the_more_an_end_loses() -> None:
+    lost = lost_at_an_end(np.array([1.0, 1.7, 2.2, 2.5]))
+    assert (np.diff(lost) > 0).all()
+
+
+def share(found: PromptLoad, row_ms: float, fixed_ms: float) -> Floats:
+    """What ends take of rounds of as many ms as they have rows, and something."""
+
+    def prompt_ms(num_prompt_rows: Floats, num_rows: Counts) -> Floats:
+        return row_ms * num_prompt_rows + 0.0 * num_rows
+
+    ms = fixed_ms + row_ms * TIERS.num_rows
+    return found.idle_share(np.array([0.0, 1.0, 2.0]), ms, TIERS.num_rows, prompt_ms)
+
+
+def test_where_rounds_take_what_they_take_whoever_is_idle_ends_cost_their_tokens() -> None:
+    assert share(load(tokens=80), 0.0, 5.0) == pytest.approx([0.0, 1 / 80, 2 / 80])
+
+
+def test_where_rounds_are_as_long_as_they_have_rows_an_idle_place_costs_nothing() -> None:
+    assert share(load(tokens=80), 0.1, 0.0) == pytest.approx([0.0, 0.0, 0.0])
+
+
+def test_ends_cost_short_texts_more() -> None:
+    assert (share(load(tokens=40), 0.1, 5.0)[1:] > share(load(tokens=400), 0.1, 5.0)[1:]).all()
