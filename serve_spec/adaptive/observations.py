@@ -6,7 +6,7 @@ often each code occurs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -32,6 +32,7 @@ class Observations:
         self.drafted: Indices = (position < steps).astype(np.intp)
         self.reached: Indices = (position < np.minimum(correct + 1, steps)).astype(np.intp)
         self.accepted: Indices = (position < correct).astype(np.intp)
+        self._code_of = {pair: code for code, pair in enumerate(shown)}
         # A row of k drafts with m correct has code first[k] + m.
         self._first = np.array([steps * (steps + 1) // 2 for steps in every_steps], dtype=np.intp)
 
@@ -52,6 +53,18 @@ class Observations:
         if len(steps) != len(correct) or (correct > steps).any():
             raise self._refused(row_steps, num_correct_drafts)
         return first + correct
+
+    def codes_of(self, shown: Collection[tuple[int, int]]) -> list[int]:
+        """The code of each pair of drafts and correct ones.
+
+        Raises:
+            ValueError: steps outside 0..max_steps, or a count outside 0..its steps.
+        """
+        try:
+            return [self._code_of[pair] for pair in shown]
+        except KeyError:
+            steps, correct = zip(*shown, strict=True)
+            raise self._refused(steps, correct) from None
 
     def count(self, codes: Indices) -> Indices:
         """How many rows have each code, [num_codes]."""

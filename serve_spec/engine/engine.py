@@ -297,7 +297,7 @@ class SpecEngine:
         alone = len(planned) == len(plan.rows)
         live = [row for row in decoded if not row.seq.finished]
         ended = [row.seq for row in committed if row.seq.finished]
-        has_model = self.scheduler.has_draft_model
+        has_model, has_texts = self.scheduler.has_draft_model, self.scheduler.texts is not None
         drafted = [row.model_steps if has_model else row.num_steps for row in planned]
         verified = VerifiedRound(
             num_steps=plan.num_steps,
@@ -316,7 +316,7 @@ class SpecEngine:
             draft_sharpness=plan.draft_sharpness,
             is_sampled=[not row.seq.params.is_greedy for row in live],
             tree=plan.tree,
-            is_from_text=[row.is_from_text for row in live],
+            is_from_text=[row.is_from_text for row in live] if has_texts else (),
             num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),

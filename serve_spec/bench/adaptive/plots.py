@@ -22,6 +22,7 @@ _CLASS_COLORS = {
 _ARM_COLORS = {
     "goodput": "#c2185b",
     "goodput-uniform": "#7b1fa2",
+    "goodput-chains": "#6d4c41",
     "ema": "#1565c0",
     "ema-aggressive": "#0097a7",
     "per-request": "#ef6c00",

@@ -175,7 +175,7 @@ def test_every_drafter_adapts_stops_and_resumes_under_every_strategy(
     for i, prompt in enumerate(prompts):
         engine.add(engine.new_sequence(str(i), prompt, asked[i]))
     planned = {}
-    changes = {3: {"speculative_adaptive": False, "speculative_num_steps": 0}, 7: adapts}
+    changes = {5: {"speculative_adaptive": False, "speculative_num_steps": 0}, 9: adapts}
     num_rounds = 0
     while engine.has_work:
         if num_rounds in changes:
@@ -189,8 +189,8 @@ def test_every_drafter_adapts_stops_and_resumes_under_every_strategy(
     drafted = [sum(row.num_steps for row in plan.rows) for plan in plans]
     # A round may have been planned ahead of the change.
     before, off, after = (
-        sum(drafted[: planned[3]]),
-        sum(drafted[planned[3] + 1 : planned[7]]),
-        sum(drafted[planned[7] :]),
+        sum(drafted[: planned[5]]),
+        sum(drafted[planned[5] + 1 : planned[9]]),
+        sum(drafted[planned[9] :]),
     )
     assert min(before, after) > 0 == off
