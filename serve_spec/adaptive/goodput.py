@@ -53,6 +53,9 @@ PLAN_ROUNDS = 8
 Between two rounds of a model the host's caches are cold: arithmetic that takes 20 µs in a loop
 takes 200 there, and the device waits for it.
 """
+PLAN_MS = 32.0
+"""A plan of short rounds has more of them, for about so long: to make it and to learn from it takes
+the host a millisecond, several rounds of a small model."""
 MOST_PLAN_ROUNDS = 32
 """While nothing is drafted a plan lasts twice as long as the one before, up to so many rounds: what
 making it takes is what the policy is slower than off by."""
@@ -60,6 +63,8 @@ PLAN_ROWS_PER_ROUND = 32
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
+LEARNED_DRAFTING_ROUNDS = 16
+"""Rounds that drafted are learned from if they are among a plan's newest so many."""
 PRICED_PLAIN_ROUNDS = 8
 """The same of plain rounds, for what they cost: all are alike, and there are many."""
 MAX_BAD_TIMES = 8
@@ -119,7 +124,7 @@ class GoodputPolicy:
         self.prompts = PromptLoad()
         self._predicted: dict[Tier, float] = {}
         self._plan: RoundPlan | None = None
-        self._plan_rounds = PLAN_ROUNDS
+        self._plan_rounds = self._fewest_rounds = PLAN_ROUNDS
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
         self._to_learn: list[VerifiedRound] = []
@@ -205,7 +210,7 @@ class GoodputPolicy:
             return  # the policy before this one asked for it
         self._to_learn.append(verified)
         if verified.num_draft_tokens:
-            self._plan_rounds = PLAN_ROUNDS  # what a probe tells is not waited for
+            self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
         if len(self._to_learn) >= self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND:
             self._learn()
 
@@ -213,6 +218,8 @@ class GoodputPolicy:
         """Acceptance from every live row; costs and speed from rounds without prompts."""
         rounds, left = self._to_learn, self._left
         self._to_learn, self._left, self._plan = [], set(), None
+        older, newest = rounds[:-LEARNED_DRAFTING_ROUNDS], rounds[-LEARNED_DRAFTING_ROUNDS:]
+        rounds = [each for each in older if not each.num_draft_tokens] + newest
         for verified in rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]:
             rows = verified.model_rows
             self.survival.observe(
@@ -375,7 +382,8 @@ class GoodputPolicy:
             was_off = not self._tier and not moved
             self._decide(soon.goodput, here, moved=moved)
             twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
-            self._plan_rounds = twice if was_off and not self._tier else PLAN_ROUNDS
+            self._fewest_rounds = _fewest_rounds(costs.off)
+            self._plan_rounds = twice if was_off and not self._tier else self._fewest_rounds
         if batch.text_steps:
             of_tree = None
             if self._tree is not None:
@@ -454,6 +462,12 @@ class GoodputPolicy:
 
 def _is_timed_plain_round(verified: VerifiedRound) -> bool:
     return verified.times is not None and not verified.num_draft_tokens
+
+
+def _fewest_rounds(off_ms: float) -> int:
+    """Of a plan, where a plain round takes so long."""
+    fitting = PLAN_MS / off_ms if off_ms > 0.0 else MOST_PLAN_ROUNDS
+    return min(max(PLAN_ROUNDS, round(fitting)), MOST_PLAN_ROUNDS)
 
 
 def _num_drafts(arm: Tier) -> int:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serve_spec.adaptive.controller import FALLBACK_ROUNDS, AdaptiveController, PolicySettings
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
-from serve_spec.adaptive.goodput import MAX_BAD_TIMES, GoodputPolicy
+from serve_spec.adaptive.goodput import MAX_BAD_TIMES, MOST_PLAN_ROUNDS, GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
@@ -444,7 +444,7 @@ def test_costs_of_another_machine_end_in_a_fixed_tier_said_once(factor: float) -
         }
     )
     made = AdaptiveController(PolicySettings(2), foreign, said.append)
-    for _ in range(3 * MAX_BAD_TIMES):
+    for _ in range(MOST_PLAN_ROUNDS + 1):  # as many as rounds that are taken to be short
         play(made, 2, RoundTimes(1.6, 8.0, 9.8))
     assert len(said) == 1
     assert play(made, 2, RoundTimes(1.6, 8.0, 9.8)) == 0

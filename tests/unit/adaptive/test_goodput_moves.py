@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
 
+import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.baseline import FIRST_CLOSED_ROUNDS
 from serve_spec.adaptive.cost_model import CostModel
-from serve_spec.adaptive.goodput import LEAVE_OFF_GAIN, MOVE_GAIN, PLAN_ROUNDS, GoodputPolicy
+from serve_spec.adaptive.goodput import (
+    LEAVE_OFF_GAIN,
+    MOST_PLAN_ROUNDS,
+    MOVE_GAIN,
+    PLAN_ROUNDS,
+    GoodputPolicy,
+)
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable
@@ -26,10 +33,12 @@ TOKENS = (1.0, 1.5, 1.75)
 OFF_MS = 10.0
 
 
-def policy(speeds: Sequence[float], initial_steps: int, dwell: int = 0) -> GoodputPolicy:
+def policy(
+    speeds: Sequence[float], initial_steps: int, dwell: int = 0, off_ms: float = OFF_MS
+) -> GoodputPolicy:
     """One row. speeds: tokens per ms of every depth in those of off, 0 included (1)."""
-    round_ms = [OFF_MS * tokens / speed for tokens, speed in zip(TOKENS, speeds, strict=True)]
-    verify, draft = [OFF_MS] * len(TOKENS), [ms - OFF_MS for ms in round_ms]
+    round_ms = [off_ms * tokens / speed for tokens, speed in zip(TOKENS, speeds, strict=True)]
+    verify, draft = [off_ms] * len(TOKENS), [ms - off_ms for ms in round_ms]
     table = CostTable(
         version=FORMAT_VERSION,
         key=KEY,
@@ -97,6 +106,23 @@ def test_a_tier_is_kept_for_the_dwell_however_much_another_promises(dwell: int) 
     assert [tiers[0], tiers[moves[0]]] == [1, 2]
     assert 0 in tiers, "the input must make it want to move more than once"
     assert all(later - place >= dwell for place, later in pairwise([0, *moves]))
+
+
+@pytest.mark.parametrize(
+    ("off_ms", "num_rounds"), [(20.0, PLAN_ROUNDS), (2.0, 16), (0.2, MOST_PLAN_ROUNDS)]
+)
+def test_the_shorter_rounds_are_the_more_of_them_follow_one_plan(
+    off_ms: float, num_rounds: int
+) -> None:
+    """What making a plan takes the host is to be little beside what the plan lasts."""
+    target = policy([1.0, 1.2, 1.1], 1, off_ms=off_ms)
+    known = []
+    for _ in range(3 * num_rounds):
+        target.choose(decode_batch(1))
+        target.observe(verified_round([1], 1, 1))
+        known.append(target.survival.pooled_trials[0])
+    learned = [n for n in range(1, len(known)) if known[n] != known[n - 1]]
+    assert np.diff([-1, *learned]).tolist() == [num_rounds] * 3
 
 
 def test_where_estimates_promise_and_measured_speed_denies_speculation_is_off_for_a_while() -> None:
