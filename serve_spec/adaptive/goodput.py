@@ -66,7 +66,7 @@ LEARNED_ROWS = 1024
 LEARNED_DRAFTING_ROUNDS = 16
 """Rounds that drafted are learned from if they are among a plan's newest so many."""
 PRICED_PLAIN_ROUNDS = 8
-"""The same of plain rounds, for what they cost: all are alike, and there are many."""
+"""Of a plan's plain rounds, the newest so many say what they cost: there are many, all alike."""
 MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
