@@ -152,10 +152,10 @@ def uniform(survival: Floats, weights: Floats, costs: RoundCosts, max_drafts: in
     batch_size, max_steps = survival.shape
     steps = np.arange(max_steps)
     rows = np.count_nonzero(survival, axis=0)
-    drafts = _from_zero(rows)
+    drafts = from_zero(rows)
     ms = np.full(max_steps + 1, np.inf)
     affordable = drafts <= max_drafts
-    total_ms = _from_zero(costs.step[rows, steps]) + costs.verify_ms(drafts) + costs.host
+    total_ms = from_zero(costs.step[rows, steps]) + costs.verify_ms(drafts) + costs.host
     ms[affordable] = total_ms[affordable]
     tokens = np.ones((batch_size, max_steps + 1))
     np.cumsum(survival, axis=1, out=tokens[:, 1:])
@@ -249,9 +249,9 @@ def depth_beside_prompts(
     depths, steps = choice.num_steps + 1, np.arange(survival.shape[1])
     is_drafted = choice.row_steps[:, None] > steps
     rows = is_drafted.sum(axis=0)
-    drafts = _from_zero(rows)[:depths]
-    tokens = _from_zero(np.where(is_drafted, survival, 0.0).sum(axis=0))[:depths]
-    added_ms = _from_zero(costs.step[rows, steps])[:depths] + costs.verify_ms(drafts)
+    drafts = from_zero(rows)[:depths]
+    tokens = from_zero(np.where(is_drafted, survival, 0.0).sum(axis=0))[:depths]
+    added_ms = from_zero(costs.step[rows, steps])[:depths] + costs.verify_ms(drafts)
     added_ms += prompt_ms(costs.batch_size + drafts)
     token_ms = (choice.ms + costs.entry) / choice.tokens
     saved_ms = tokens * token_ms - added_ms
@@ -269,5 +269,6 @@ def _grid(most: int) -> tuple[Counts, Counts]:
     return ends, np.searchsorted(ends, np.arange(most), side="right")
 
 
-def _from_zero(values: Floats | Counts) -> Any:
+def from_zero(values: Floats | Counts) -> Any:
+    """Sums of the first 0, 1, .. of n values, [n + 1]."""
     return np.concatenate([[0], np.cumsum(values)])

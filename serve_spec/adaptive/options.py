@@ -17,6 +17,7 @@ from serve_spec.adaptive.objective import (
     Menu,
     RoundCosts,
     branched,
+    from_zero,
     per_sequence,
     speeds,
     uniform,
@@ -94,7 +95,8 @@ class Options:
         ms = np.array([*self.chains.ms, *(choice.ms for choice in rounds)])
         num_rows = np.array([*self.chains.num_rows, *map(_rows_of_trees, rounds)])
         of_chains = lost_at_an_end(self.chains.tokens / len(self.worths.chains))
-        of_trees = [lost_at_an_end(_speeds_by_level(self.worths.trees[t]))[-1] for t in self.trees]
+        by_level = [1.0 + from_zero(self.worths.trees[t].mean(axis=0)) for t in self.trees]
+        of_trees = [lost_at_an_end(speeds)[-1] for speeds in by_level]
         lost = np.array([*of_chains, *of_trees])
 
         def prompt_ms(num_prompt_rows: Floats, num_rows: Counts) -> Floats:
@@ -129,11 +131,6 @@ def _rows_of_trees(choice: Choice) -> int:
     assert choice.tree is not None
     drafting = int(np.count_nonzero(choice.row_steps))
     return len(choice.row_steps) + drafting * choice.tree.num_draft_tokens
-
-
-def _speeds_by_level(levels: Floats) -> Floats:
-    """Tokens a round of a row if only the first 0, 1, .. levels counted, [levels + 1]."""
-    return np.concatenate([[1.0], 1.0 + np.cumsum(levels.mean(axis=0))])
 
 
 def _tree_ms(tree: TreeShape, levels: Floats, batch: DecodeBatch, model: CostModel) -> float:

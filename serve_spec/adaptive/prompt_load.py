@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from serve_spec.adaptive.objective import Counts, Floats, Menu
+from serve_spec.adaptive.objective import Counts, Floats, Menu, from_zero
 from serve_spec.core.round import VerifiedRound
 
 _REMEMBERED = 64
@@ -110,7 +110,7 @@ def lost_at_an_end(speeds: Floats) -> Floats:
     """
     numbers = np.arange(1, len(speeds))
     # a of the tokens are drawn at once: of an end that may be any of them, a - 1 .. 0 are beyond.
-    beyond = np.concatenate([[0.0], np.cumsum(numbers * np.diff(speeds))]) / speeds
+    beyond = from_zero(numbers * np.diff(speeds)) / speeds
     lost: Floats = beyond + speeds - 1.0  # of its prompt's round comes one token
     return lost
 
