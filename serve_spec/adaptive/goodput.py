@@ -8,7 +8,7 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -64,7 +64,7 @@ PLAN_ROWS_PER_ROUND = 32
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
 LEARNED_DRAFTING_ROUNDS = 16
-"""Rounds that drafted are learned from if they are among a plan's newest so many."""
+"""Of a plan's rounds that drafted, the newest so many are learned from."""
 PRICED_PLAIN_ROUNDS = 8
 """Of a plan's plain rounds, the newest so many say what they cost: there are many, all alike."""
 MAX_BAD_TIMES = 8
@@ -218,8 +218,8 @@ class GoodputPolicy:
         """Acceptance from every live row; costs and speed from rounds without prompts."""
         rounds, left = self._to_learn, self._left
         self._to_learn, self._left, self._plan = [], set(), None
-        older, newest = rounds[:-LEARNED_DRAFTING_ROUNDS], rounds[-LEARNED_DRAFTING_ROUNDS:]
-        rounds = [each for each in older if not each.num_draft_tokens] + newest
+        passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
+        rounds = [each for place, each in enumerate(rounds) if place not in passed]
         for verified in rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]:
             rows = verified.model_rows
             self.survival.observe(
@@ -230,20 +230,19 @@ class GoodputPolicy:
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
             self.text.forget(request_id)
-        plain_to_pass = sum(map(_is_timed_plain_round, rounds)) - PRICED_PLAIN_ROUNDS
-        for verified in rounds:
+        unpriced = _all_but_newest(rounds, PRICED_PLAIN_ROUNDS, _is_timed_plain_round)
+        for place, verified in enumerate(rounds):
             self.prompts.observe(verified)
             if verified.times is not None:
-                is_passed = _is_timed_plain_round(verified) and plain_to_pass > 0
-                plain_to_pass -= is_passed
-                self._learn_times(verified, verified.times, is_priced=not is_passed)
+                self._learn_times(verified, verified.times, is_priced=place not in unpriced)
 
     def _learn_times(self, verified: VerifiedRound, times: RoundTimes, *, is_priced: bool) -> None:
         context = verified.num_tokens / verified.batch_size
         unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
-        is_usable = 0.0 < times.round_ms <= ABSURD_RATIO * unit_ms
         if is_priced:
             is_usable = self._learn_costs(verified, times)
+        else:
+            is_usable = 0.0 < times.round_ms <= ABSURD_RATIO * unit_ms
         if not is_usable:
             self._num_bad_times += 1
             if self._num_bad_times >= MAX_BAD_TIMES:
@@ -461,7 +460,18 @@ class GoodputPolicy:
 
 
 def _is_timed_plain_round(verified: VerifiedRound) -> bool:
-    return verified.times is not None and not verified.num_draft_tokens
+    return verified.times is not None and not _has_drafts(verified)
+
+
+def _has_drafts(verified: VerifiedRound) -> bool:
+    return verified.num_draft_tokens > 0
+
+
+def _all_but_newest(
+    rounds: Sequence[VerifiedRound], most: int, is_of_kind: Callable[[VerifiedRound], bool]
+) -> set[int]:
+    """Places of the rounds of a kind, but for the newest `most` of them."""
+    return {*[place for place, each in enumerate(rounds) if is_of_kind(each)][:-most]}
 
 
 def _fewest_rounds(off_ms: float) -> int:

@@ -477,7 +477,7 @@ def test_drafts_from_texts_are_verified_and_cost_no_drafting(
         abs(math.log(this.verify_ms(size, size * num_steps, 128, 0) / verify))
         for this in (costs, model())
     )
-    assert found <= before + 1e-12
+    assert found <= before + 1e-12  # rounding: with slower=1 both are a last place or none
 
 
 def test_drafts_that_neither_text_nor_model_made_are_no_round() -> None:

@@ -125,6 +125,17 @@ def test_the_shorter_rounds_are_the_more_of_them_follow_one_plan(
     assert np.diff([-1, *learned]).tolist() == [num_rounds] * 3
 
 
+def test_a_probe_of_short_rounds_is_learned_from_however_many_follow_it() -> None:
+    """One that drafts, among plain ones for as long as the plan lasts."""
+    target = policy([1.0, 0.6, 0.5], 0, off_ms=0.2)
+    before = target.survival.pooled_trials[0]
+    for n in range(MOST_PLAN_ROUNDS):
+        target.choose(decode_batch(1))
+        row = 1 if n == 0 else 0
+        target.observe(verified_round([row], 1, row))
+    assert target.survival.pooled_trials[0] > before
+
+
 def test_where_estimates_promise_and_measured_speed_denies_speculation_is_off_for_a_while() -> None:
     """Every draft is kept and costs are as predicted, but no more tokens come out of it."""
     target = policy([1.0, 1.3, 1.5], 2, dwell=8)
