@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -362,7 +363,10 @@ def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> No
 @given(st.floats(0.1, 1.0))
 @settings(max_examples=10)
 def test_with_trees_too_the_budget_is_kept(budget_s: float) -> None:
+    """Also where it is too short for a round with drafts, which is said."""
     worker = BranchingWorker()
     started = worker.now
-    measured(worker, trees=TREES, topk=TOPK, budget_s=budget_s)
+    is_enough = budget_s >= 0.15
+    with nullcontext() if is_enough else suppress(ValueError):
+        measured(worker, trees=TREES, topk=TOPK, budget_s=budget_s)
     assert worker.now - started <= budget_s
