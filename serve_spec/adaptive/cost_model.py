@@ -10,7 +10,7 @@ it is, and move both by more: the table, too, was measured in a few rounds, on a
 perhaps did other things at the time.
 
 Time outside drafting and verification (host) is in no table; it is learned alone, and so is what
-the draft takes to make up for prompts and pauses, by the token.
+the draft takes to make up for prompts and pauses, by the token, and what prompts add to a round.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from serve_spec.adaptive.cost_surface import CostSurface, Counts, Floats
+from serve_spec.adaptive.prompt_costs import PromptExcess
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.round import TreeShape
 
@@ -91,6 +92,7 @@ class CostModel:
         self._host_ms = [0.0] * _NUM_BUCKETS
         self._host_rounds = [0] * _NUM_BUCKETS
         self._num_refused = 0
+        self._prompt_excess = PromptExcess(_NUM_BUCKETS)
         self.entry_ms = 0.0
         """What the draft takes to make up for one token of a prompt or of a pause."""
         self._num_catch_ups = 0
@@ -197,8 +199,9 @@ class CostModel:
         num_entries: int = 0,
         num_text_drafts: int = 0,
         tree: TreeShape | None = None,
+        num_prompt_rows: int = 0,
     ) -> bool:
-        """Learns from a round of decode rows alone; False: unusable times, nothing was learned.
+        """Learns from a round; False: unusable times, nothing was learned.
 
         num_steps: drafts of the row that drafted most.
         num_text_drafts: drafts that were found in texts, beside the model's `num_drafting` rows of
@@ -206,6 +209,8 @@ class CostModel:
         num_entries: draft entries it made up for prompts or pauses; with any, what they take is all
             that it says.
         tree: what rows drafted, if not chains.
+        num_prompt_rows: of prompts that shared the round; with any, what they add is all that it
+            says.
 
         Raises:
             ValueError: no such round.
@@ -226,6 +231,16 @@ class CostModel:
             )
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
         are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
+        if num_prompt_rows:
+            table_ms = float(self._table_prompt_ms(num_prompt_rows, context, num_rows))
+            usable = are_times and round_ms <= ABSURD_RATIO * (predicted_round + table_ms)
+            if usable:
+                excess_ms = round_ms - predicted_round - num_entries * self.entry_ms - table_ms
+                # One round that a prompt of another kind shared says at most so much.
+                excess_ms = min(max(excess_ms, -predicted_round), predicted_round)
+                self._prompt_excess.learn(_bucket(batch_size), excess_ms, drafts=num_drafts > 0)
+            self._num_refused += not usable
+            return usable
         entry_ms = (draft_ms - predicted_draft) / num_entries if num_entries else 0.0
         if are_times and num_entries and entry_ms <= predicted_verify:
             self._learn_entry(max(0.0, entry_ms))
@@ -304,6 +319,7 @@ class CostModel:
             "verify_factors": verify,
             "host_ms": host,
             "entry_ms": round(self.entry_ms, 5),
+            "prompt_excess_ms": self._prompt_excess.snapshot(),
             "num_refused": self._num_refused,
         }
         if self._trees:
@@ -353,11 +369,23 @@ class CostModel:
         residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
         return table_ms * self._factor(residuals.of(self._stair(num_drafts, batch_size), usual))
 
-    def prompt_ms(self, num_prompt_rows: int | Floats, context: float, num_rows: Counts) -> Floats:
-        """What so many rows of prompts add to verifications of `num_rows` decode rows and drafts.
+    def prompt_ms(
+        self, num_prompt_rows: int | Floats, context: float, num_rows: Counts, batch_size: int
+    ) -> Floats:
+        """What so many rows of prompts add to rounds of `num_rows` decode rows and drafts.
 
-        By the table, which has no prompts: a row of theirs is taken for one of a deep draft.
+        By the table, which has no prompts: a row of theirs is taken for one of a deep draft. What
+        corrects that was learned apart for plain rounds, of `batch_size` rows, and all others.
         """
+        plain, drafting = self._prompt_excess.of(_bucket(batch_size))
+        excess_ms = np.where(num_rows > batch_size, drafting, plain)
+        table_ms = self._table_prompt_ms(num_prompt_rows, context, num_rows)
+        ms: Floats = np.where(num_prompt_rows, np.maximum(0.0, table_ms + excess_ms), 0.0)
+        return ms
+
+    def _table_prompt_ms(
+        self, num_prompt_rows: int | Floats, context: float, num_rows: int | Counts
+    ) -> Floats:
         deepest = self._verify.deepest
         return deepest(num_rows + num_prompt_rows, context) - deepest(num_rows, context)
 

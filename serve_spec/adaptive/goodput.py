@@ -215,7 +215,7 @@ class GoodputPolicy:
             self._learn()
 
     def _learn(self) -> None:
-        """Acceptance from every live row; costs and speed from rounds without prompts."""
+        """Acceptance from live rows, costs from all rounds, speed from those without prompts."""
         rounds, left = self._to_learn, self._left
         self._to_learn, self._left, self._plan = [], set(), None
         passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
@@ -252,6 +252,8 @@ class GoodputPolicy:
             return
         self._num_bad_times = 0
         self.budget.pass_time(times.round_ms)
+        if verified.num_prompt_rows:
+            return
         guard = self._range(verified.batch_size)[1].guard
         if verified.num_draft_tokens:
             tokens = verified.num_output_tokens
@@ -392,7 +394,9 @@ class GoodputPolicy:
         context = batch.context
 
         def depth_beside(num_prompt_rows: int) -> int:
-            prompt_ms = partial(self.costs.prompt_ms, num_prompt_rows, context)
+            prompt_ms = partial(
+                self.costs.prompt_ms, num_prompt_rows, context, batch_size=batch.size
+            )
             least_ms = (MOVE_GAIN - 1.0) * chain.ms
             return depth_beside_prompts(chain, soon.worths.chains, costs, prompt_ms, least_ms)
 
@@ -456,11 +460,14 @@ class GoodputPolicy:
             num_entries=verified.num_catch_up if made_up_for_more else 0,
             num_text_drafts=verified.num_text_drafts,
             tree=verified.tree,
+            num_prompt_rows=verified.num_prompt_rows,
         )
 
 
 def _is_timed_plain_round(verified: VerifiedRound) -> bool:
-    return verified.times is not None and not _has_drafts(verified)
+    """Those with prompts are few enough, and say something else."""
+    is_timed = verified.times is not None and not verified.num_prompt_rows
+    return is_timed and not _has_drafts(verified)
 
 
 def _has_drafts(verified: VerifiedRound) -> bool:

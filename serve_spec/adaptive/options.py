@@ -90,17 +90,18 @@ class Options:
         plain rounds everybody's tokens bear alike; counted in, it would make all tiers look the
         same.
         """
+        batch_size = len(self.worths.chains)
         rounds = [choice for choice, _ in self.trees.values()]
         tokens = np.array([*self.chains.tokens, *(choice.tokens for choice in rounds)])
         ms = np.array([*self.chains.ms, *(choice.ms for choice in rounds)])
         num_rows = np.array([*self.chains.num_rows, *map(_rows_of_trees, rounds)])
-        of_chains = lost_at_an_end(self.chains.tokens / len(self.worths.chains))
+        of_chains = lost_at_an_end(self.chains.tokens / batch_size)
         by_level = [1.0 + from_zero(self.worths.trees[t].mean(axis=0)) for t in self.trees]
         of_trees = [lost_at_an_end(speeds)[-1] for speeds in by_level]
         lost = np.array([*of_chains, *of_trees])
 
         def prompt_ms(num_prompt_rows: Floats, num_rows: Counts) -> Floats:
-            return model.prompt_ms(num_prompt_rows, context, num_rows)
+            return model.prompt_ms(num_prompt_rows, context, num_rows, batch_size)
 
         added_ms = load.added_ms(tokens, ms, self.chains, prompt_ms)
         added_ms -= added_ms[0] / tokens[0] * tokens

@@ -84,8 +84,9 @@ class Probes:
         clock.since_deeper += 1
         clock.since_other += 1
         every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
-        # Beside prompts nobody would learn what a plain round takes.
-        if clock.since_baseline >= every and not batch.num_prompt_rows:
+        # Beside prompts it is told less: only where no round is without any.
+        is_alone = not batch.num_prompt_rows
+        if clock.since_baseline >= (every if is_alone else 2 * every):
             clock.since_baseline -= RETRY_ROUNDS
             answer = self._plain(batch, plan, is_free=in_doubt)
             if answer is not None:

@@ -157,7 +157,7 @@ class VerifiedRound:
     num_catch_up: int
     """Draft entries made up before drafting: a few per row, or all of a prompt."""
     times: RoundTimes | None
-    """None when prefill rows shared the round: its time says nothing about decoding."""
+    """None where nobody measured."""
     tree: TreeShape | None = None
     """What rows drafted, if not chains; `row_steps` are then the levels of each row's tree."""
     draft_sharpness: float = DRAFT_SHARPNESS
@@ -168,6 +168,8 @@ class VerifiedRound:
     """Of live rows, whether their drafts were found in the text; none at all: as one drafts."""
     num_text_drafts: int = 0
     """Drafts from texts, of all decode rows, beside a model."""
+    num_prompt_rows: int = 0
+    """Of prompts that shared the round: its time says nothing about decoding alone."""
     num_ended: int = 0
     """Requests that ended in this round,"""
     num_ended_prompt_rows: int = 0

@@ -294,7 +294,6 @@ class SpecEngine:
         if not decoded:
             return
         planned = [row for row in plan.rows if row.is_decode]
-        alone = len(planned) == len(plan.rows)
         live = [row for row in decoded if not row.seq.finished]
         ended = [row.seq for row in committed if row.seq.finished]
         has_model, has_texts = self.scheduler.has_draft_model, self.scheduler.texts is not None
@@ -312,12 +311,13 @@ class SpecEngine:
             num_draft_tokens=sum(row.num_draft_tokens for row in planned),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
             num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.model_steps),
-            times=RoundTimes(result.draft_ms, result.verify_ms, round_ms) if alone else None,
+            times=RoundTimes(result.draft_ms, result.verify_ms, round_ms),
             draft_sharpness=plan.draft_sharpness,
             is_sampled=[not row.seq.params.is_greedy for row in live],
             tree=plan.tree,
             is_from_text=[row.is_from_text for row in live] if has_texts else (),
             num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
+            num_prompt_rows=sum(len(row.token_ids) for row in plan.rows if not row.is_decode),
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),

@@ -7,9 +7,9 @@ garbage, and every page is written anew before a sequence reads it.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import median, median_low
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -171,6 +171,8 @@ class _Run(NamedTuple):
     draft_ms: float
     verify_ms: float
     wall_s: float
+    sweep: int
+    """Number of the sweep it was part of."""
 
 
 class _Profiler:
@@ -183,12 +185,14 @@ class _Profiler:
         self._plans = plans
         self._clock = clock
         self._runs: dict[Cell, list[_Run]] = {}
+        self._num_sweeps = 0
 
     def sweeps(self, cells: list[Cell], until: float) -> Iterator[None]:
         """Measures the cells in sweeps; yields after each.
 
         A sweep runs all rounds of one batch size once, so that a noisy moment hits every number of
-        steps alike. First come the plain rounds of all sizes. Then every batch size gets about
+        steps alike; before it the first of them, for another size has left the caches cold. First
+        come the plain rounds of all sizes. Then every batch size gets about
         the same time: small ones many sweeps, large ones few. Where time is short even for that,
         the largest are cut short.
         """
@@ -202,13 +206,20 @@ class _Profiler:
         yield
         while by_size:
             size = min(by_size, key=lambda size: self._turn_s(by_size[size]))
+            self._warm(by_size[size][0], until)
             if self._sweep(by_size[size], until):
                 yield
             else:
                 del by_size[size]
 
+    def _warm(self, cell: Cell, until: float) -> None:
+        """Runs a cell that counts for nothing."""
+        if self._clock() + 2 * self._expected_s(cell) <= until:
+            self._run(cell, temperature=0.0)
+
     def _sweep(self, cells: list[Cell], until: float) -> bool:
         """Runs every cell once that is not done and fits the time; whether any did."""
+        self._num_sweeps += 1
         before = sum(map(len, self._runs.values()))
         for cell in cells:
             is_done = len(self._runs.get(cell, ())) >= WARM_UP_RUNS + MEASURED_RUNS
@@ -238,19 +249,17 @@ class _Profiler:
         plan = self._plans.plan(cell, temperature)
         started = self._clock()
         result = self._worker.execute(plan)
-        return _Run(result.draft_ms, result.verify_ms, self._clock() - started)
+        wall_s = self._clock() - started
+        return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
     def tables(
         self, contexts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
     ) -> tuple[Milliseconds, Milliseconds]:
-        """Medians of drafting and of verification; NaN where nothing ran.
-
-        The lower one of two: noise only ever adds.
-        """
+        """Drafting and verification, see `_medians`; NaN where nothing ran."""
         draft = np.full((len(contexts), len(sizes), len(steps)), np.nan)
         verify = draft.copy()
         draft[:, :, 0] = 0.0  # a glance that finds nothing to draft
-        for cell, runs in self._runs.items():
+        for cell, (draft_ms, verify_ms) in self._medians(sizes):
             if cell.tree_drafts:
                 continue
             at = (
@@ -258,7 +267,7 @@ class _Profiler:
                 sizes.index(cell.batch_size),
                 steps.index(cell.num_steps),
             )
-            draft_ms, verify[at] = _medians(runs)
+            verify[at] = verify_ms
             if cell.num_steps:
                 draft[at] = draft_ms
         return draft, verify
@@ -266,13 +275,26 @@ class _Profiler:
     def tree_table(
         self, tree: TreeShape, contexts: Sequence[int], sizes: Sequence[int]
     ) -> Milliseconds:
-        """Medians of drafting and of verification, [2, contexts, sizes]; NaN where nothing ran."""
+        """Of drafting and of verification, [2, contexts, sizes]; NaN where nothing ran."""
         ms = np.full((2, len(contexts), len(sizes)), np.nan)
-        for cell, runs in self._runs.items():
+        for cell, stages_ms in self._medians(sizes):
             if cell.tree == tree:
-                at = contexts.index(cell.context), sizes.index(cell.batch_size)
-                ms[:, *at] = _medians(runs)
+                ms[:, contexts.index(cell.context), sizes.index(cell.batch_size)] = stages_ms
         return ms
+
+    def _medians(self, sizes: Sequence[int]) -> Iterator[tuple[Cell, tuple[float, float]]]:
+        """What ran, and what drafting and verification took once it was warm.
+
+        Over the sweeps of a batch size, each by how fast the machine was meanwhile.
+        """
+        for size in sizes:
+            cells = [cell for cell in self._runs if cell.batch_size == size]
+            if not cells:
+                continue
+            runs = [_warm_runs(self._runs[cell]) for cell in cells]
+            draft_ms = _settled([{run.sweep: run.draft_ms for run in same} for same in runs])
+            verify_ms = _settled([{run.sweep: run.verify_ms for run in same} for same in runs])
+            yield from zip(cells, zip(draft_ms, verify_ms, strict=True), strict=True)
 
     def sampled_row_ms(self, until: float) -> float:
         """What sampling adds to one verified row: a median over some cells.
@@ -294,10 +316,32 @@ class _Profiler:
         return max(0.0, median(extra)) if extra else 0.0
 
 
-def _medians(runs: Sequence[_Run]) -> tuple[float, float]:
-    """Of drafting and of verification, once runs are warm."""
-    kept = runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
-    return median_low(run.draft_ms for run in kept), median_low(run.verify_ms for run in kept)
+def _warm_runs(runs: Sequence[_Run]) -> Sequence[_Run]:
+    """All but the first ones, or the later half of few."""
+    return runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
+
+
+def _settled(ms_by_sweep: Sequence[Mapping[int, float]]) -> list[float]:
+    """One time for every column of a table with gaps, whose rows (sweeps) differ by their pace.
+
+    Tukey's median polish, of two rounds. The lower one of two medians: noise only ever adds.
+    """
+    sweeps = sorted(set().union(*ms_by_sweep))
+    ms = np.array([[column.get(sweep, np.nan) for column in ms_by_sweep] for sweep in sweeps])
+    usual = _median_low(ms)
+    pace = np.ones(len(sweeps))
+    for _ in range(2):
+        ratios = ms / np.maximum(usual, _LEAST_MS)
+        pace = np.maximum(_median_low(ratios.T), _LEAST_MS)
+        usual = _median_low(ms / pace[:, None])
+    found: list[float] = (usual * _median_low(pace)).tolist()
+    return found
+
+
+def _median_low(values: Milliseconds) -> Milliseconds:
+    """Of every column, gaps (NaN) aside."""
+    found: Milliseconds = np.nanquantile(values, 0.5, axis=0, method="lower")
+    return found
 
 
 def _tree_costs(

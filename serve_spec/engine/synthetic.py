@@ -9,6 +9,8 @@ from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import TreeShape, tree_slots
 
+_GOLDEN = (5**0.5 - 1) / 2
+
 
 class Cell(NamedTuple):
     """One size of round: `batch_size` decode rows of `context` tokens draft `num_steps` each.
@@ -17,7 +19,8 @@ class Cell(NamedTuple):
     `topk`.
 
     Rows of a real round differ, and what computes them together pays for that; so rows differ
-    here: their contexts by up to a quarter around the mean, their backlogs from 1 to all drafts.
+    here: their contexts by up to a quarter around the mean, their backlogs from 1 to all that a
+    round can leave, in the mean half of it for any number of rows.
     """
 
     context: int
@@ -45,7 +48,8 @@ class Cell(NamedTuple):
         """Draft entries one row has to make up, as after rounds that kept all or few drafts."""
         if not self.num_steps:
             return 0
-        return min(self.length(row) - 1, 1 + 3 * row % (self.num_steps + 1)) or 1
+        share = (0.5 + row * _GOLDEN) % 1.0  # as even as can be over the first rows, however many
+        return min(self.length(row) - 1, 1 + int(share * (self.num_steps + 1))) or 1
 
     def num_pages(self, page_size: int) -> int:
         """Pages its plan takes, from page 0 on."""

@@ -139,9 +139,9 @@ def test_rows_of_prompts_add_what_rows_of_deep_drafts_would() -> None:
     rows = sizes * (1 + costs.max_steps)
     for more in (1, 2, 7):
         expected = verify_ms(1, 7, 128) - verify_ms(0, 7, 128)
-        added = costs.prompt_ms(more * (1 + costs.max_steps), 128, rows)
+        added = costs.prompt_ms(more * (1 + costs.max_steps), 128, rows, batch_size=2)
         assert added == pytest.approx([more * expected] * 3)
-    assert (costs.prompt_ms(0, 128, rows) == 0.0).all()
+    assert (costs.prompt_ms(0, 128, rows, batch_size=2) == 0.0).all()
 
 
 def test_between_sizes_rows_of_prompts_cost_what_the_larger_ones_depths_do() -> None:
@@ -156,9 +156,66 @@ def test_between_sizes_rows_of_prompts_cost_what_the_larger_ones_depths_do() -> 
     costs = model(
         batch_sizes=sizes, num_steps=steps, verify_ms=(table, table), draft_ms=(drafts, drafts)
     )
-    below, across = costs.prompt_ms(8, 128, np.array([16, 21]))
+    below, across = costs.prompt_ms(8, 128, np.array([16, 21]), batch_size=4)
     assert below < 0.2
     assert across > 9.0
+
+
+def beside_prompts(
+    costs: CostModel, steps: int, excess_ms: float, rows: int = 24, round_ms: float | None = None
+) -> bool:
+    """One round of 4 rows, to which `rows` rows of prompts add so much more than the table says."""
+    num_rows = 4 * (steps + 1)
+    table_ms = model().prompt_ms(rows, 128, np.array([num_rows]), 4)[0]
+    whole = costs.round_ms(4, steps, num_rows, 128, 0) + table_ms + excess_ms
+    whole = whole if round_ms is None else round_ms
+    draft = draft_ms(4, steps, 128)
+    return costs.observe(
+        batch_size=4, num_steps=steps, num_rows=num_rows, num_drafting=4 * (steps > 0),
+        context=128, num_sampled=0, draft_ms=draft, verify_ms=whole - draft, round_ms=whole,
+        num_prompt_rows=rows,
+    )  # fmt: skip
+
+
+def prompts_add(costs: CostModel, batch_size: int = 4) -> np.ndarray[Any, Any]:
+    """To plain rounds, and to rounds of 2 drafts."""
+    return costs.prompt_ms(24, 128, batch_size * np.array([1, 3]), batch_size)
+
+
+def test_what_prompts_add_is_learned_for_plain_rounds_and_for_those_that_draft() -> None:
+    costs = model()
+    for _ in range(400):
+        assert beside_prompts(costs, 0, -1.5)
+        assert beside_prompts(costs, 2, 2.5)
+    assert prompts_add(costs) - prompts_add(model()) == pytest.approx(
+        np.array([-1.5, 2.5]), rel=0.01
+    )
+    assert prompts_add(costs, 1) == pytest.approx(prompts_add(model(), 1)), "other sizes"
+    assert (costs.prompt_ms(0, 128, np.array([4, 12]), 4) == 0.0).all()
+    assert costs.round_ms(4, 2, 12, 128, 0) == model().round_ms(4, 2, 12, 128, 0), "nothing else"
+
+
+def test_until_both_are_measured_prompts_add_as_much_to_drafts_as_to_plain_rounds() -> None:
+    costs = model()
+    for _ in range(400):
+        beside_prompts(costs, 0, 2.0)
+    assert prompts_add(costs) == pytest.approx(prompts_add(model()) + 2.0, rel=0.01)
+    beside_prompts(costs, 2, -8.0)
+    plain, drafting = prompts_add(costs) - prompts_add(model())
+    assert plain == pytest.approx(2.0, rel=0.01)
+    assert drafting == pytest.approx(0.0, abs=0.1), "one round counts for a fifth, the table for 4"
+
+
+@given(st.floats(allow_nan=True, allow_infinity=True), st.integers(1, 400))
+def test_no_time_of_a_round_with_prompts_makes_them_less_than_free_or_dearer_than_a_round(
+    round_ms: float, rows: int
+) -> None:
+    costs = model()
+    for _ in range(30):
+        beside_prompts(costs, 2, 0.0, rows, round_ms)
+    most = prompts_add(model()) + costs.round_ms(4, 2, 12, 128, 0)
+    assert (prompts_add(costs) >= 0.0).all()
+    assert (prompts_add(costs) <= most).all()
 
 
 def test_a_machine_that_slows_down_says_little_of_the_tier_it_ran() -> None:
@@ -447,6 +504,7 @@ def test_the_snapshot_says_what_was_learned_and_is_json() -> None:
         "verify_factors": {},
         "host_ms": {},
         "entry_ms": 0.0,
+        "prompt_excess_ms": {"plain": {}, "drafting": {}},
         "num_refused": 0,
     }
     assert costs.snapshot() == fresh

@@ -272,6 +272,55 @@ def test_prompts_that_come_the_sooner_the_faster_requests_end_are_weighed() -> N
     assert 0 < usual(128) < usual(0)
 
 
+def test_rounds_with_prompts_teach_what_prompts_add_and_nothing_of_rounds_without() -> None:
+    size, policy = 16, goodput(GPU_TABLE)
+    alone = times_of([1] * size, size, GPU_8B)
+    slow = RoundTimes(alone.draft_ms, alone.verify_ms + 20.0, alone.round_ms + 20.0)
+    for steps, times in ((1, slow), (0, RoundTimes(0.0, slow.verify_ms, slow.round_ms))):
+        heard = verified_round([steps] * size, size, steps, times=times)
+        for _ in range(40):
+            policy.observe(replace(heard, num_prompt_rows=64))
+    told = policy.snapshot()
+    fresh = goodput(GPU_TABLE).snapshot()
+    assert {kind: list(by) for kind, by in told["costs"].pop("prompt_excess_ms").items()} == {
+        "plain": ["16"],
+        "drafting": ["16"],
+    }
+    del fresh["costs"]["prompt_excess_ms"]
+    assert told["costs"] == fresh["costs"]
+    assert told["explored_share"] == fresh["explored_share"]
+    assert all(slot["speedup"] is None for slot in told["slots"].values())
+
+
+def test_where_every_round_computes_prompts_drafts_that_slow_them_down_are_given_up() -> None:
+    """The table alone says that they pay, and no round without prompts tells otherwise."""
+    size, prompt_rows = 48, 64
+    load = {
+        "num_prompt_rows": prompt_rows,
+        "num_ended": 1,
+        "num_ended_prompt_rows": prompt_rows,
+        "num_ended_tokens": size,
+    }
+
+    def usual(slowed_ms: float) -> int:
+        policy = goodput(GPU_TABLE, per_sequence=False)
+        chosen = []
+        for turn in range(1000):
+            batch = replace(decode_batch(size), num_prompt_rows=prompt_rows)
+            row_steps = list(policy.choose(batch).row_steps or [0] * size)
+            kept = [min((row + turn) % 3, k) for row, k in enumerate(row_steps)]
+            times = times_of(row_steps, size, GPU_8B)
+            more = slowed_ms * any(row_steps)
+            times = RoundTimes(times.draft_ms, times.verify_ms + more, times.round_ms + more)
+            heard = verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times)
+            policy.observe(replace(heard, **load))
+            chosen.append(max(row_steps))
+        return statistics.mode(chosen[-200:])
+
+    assert usual(0.0) > 0
+    assert usual(6.0) == 0
+
+
 def test_a_batch_that_fills_up_drafts_no_deeper_than_it_will_when_it_is_full() -> None:
     """So that no row begins, which takes its whole prompt, to stop again."""
     policy = goodput(GPU_TABLE)

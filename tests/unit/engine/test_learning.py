@@ -84,7 +84,9 @@ def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm:
     assert sum(v.num_ended_tokens for v in told) == sum(4 + 3 * i for i in range(5))
 
 
-def test_only_rounds_without_prompts_are_timed(make_llm: MakeLLM) -> None:
+def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(
+    make_llm: MakeLLM,
+) -> None:
     llm = make_llm("EAGLE3", 3)
     controller = RecordingController()
     llm.engine.controller = controller  # type: ignore[assignment]
@@ -94,11 +96,11 @@ def test_only_rounds_without_prompts_are_timed(make_llm: MakeLLM) -> None:
         llm.engine.step()
     llm.engine.add(llm.engine.new_sequence("1", [4, 5, 6], params))
     llm.engine.step()
-    assert controller.told[-1].times is None
     llm.engine.step()
-    times = controller.told[-1].times
-    assert times is not None
-    assert 0 < times.draft_ms + times.verify_ms <= times.round_ms
+    assert [told.num_prompt_rows for told in controller.told[-2:]] == [3, 0]
+    for told in controller.told:
+        assert told.times is not None
+        assert 0 < told.times.draft_ms + told.times.verify_ms <= told.times.round_ms
 
 
 def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: MakeLLM) -> None:
