@@ -20,9 +20,18 @@ PROBED_ROWS_SHARE = 16
 RETRY_ROUNDS = 32
 """Rounds after which a probe that the budget refused asks again; asking takes 0.15 ms on a CPU."""
 
-OFF_PROBE_STEPS = 2
+TRIAL_ROUNDS = 4
+"""While off, so many rounds in a row in which some rows draft: to begin takes a row its whole text,
+and a round its draft steps, however few rows take part. A single row in a single round would pay
+for both and tell one hit or miss."""
+TRIAL_ROWS_SHARE = 4
+"""One row in so many takes part, and so many at least."""
+TRIAL_STEPS = 1
 FIRST_OFF_PROBE_ROUNDS = 8
-LAST_OFF_PROBE_ROUNDS = 1024
+LAST_OFF_PROBE_ROUNDS = 256
+"""Between trials, which wait twice as long each time."""
+PROMISING_GAIN = 1.02
+"""A trial that raises what drafting would gain by so much is followed up soon."""
 
 
 class ExplorationBudget:

@@ -15,10 +15,13 @@ from serve_spec.adaptive.exploration import (
     DEEPER_EVERY_ROUNDS,
     FIRST_OFF_PROBE_ROUNDS,
     LAST_OFF_PROBE_ROUNDS,
-    OFF_PROBE_STEPS,
     OTHER_EVERY_ROUNDS,
     PROBED_ROWS_SHARE,
+    PROMISING_GAIN,
     RETRY_ROUNDS,
+    TRIAL_ROUNDS,
+    TRIAL_ROWS_SHARE,
+    TRIAL_STEPS,
     BackOff,
     ExplorationBudget,
 )
@@ -41,6 +44,23 @@ class ProbeClock:
     off_probe: BackOff = field(
         default_factory=lambda: BackOff(FIRST_OFF_PROBE_ROUNDS, LAST_OFF_PROBE_ROUNDS)
     )
+    has_tried: bool = False
+    _hope: float = 0.0
+
+    def hear(self, hope: float) -> None:
+        """What drafting would gain over off, by all that is known now: after a trial that raised
+        it, the next one does not wait."""
+        if self.has_tried and hope > PROMISING_GAIN * self._hope:
+            self.off_probe.succeed()
+        self.has_tried, self._hope = False, hope
+
+
+@dataclass
+class _Trial:
+    """Rows that draft for some rounds while the others do not."""
+
+    request_ids: frozenset[str]
+    rounds_left: int = TRIAL_ROUNDS
 
 
 class Probes:
@@ -52,6 +72,7 @@ class Probes:
         self._budget = budget
         self._rotation = 0
         self._other_rotation = 0
+        self._trial: _Trial | None = None
 
     def due(
         self,
@@ -72,14 +93,14 @@ class Probes:
         if not any(wanted.row_steps):
             # Nothing pays now. Without a few drafts the policy would never hear that it does.
             clock.off += 1
-            if clock.off < clock.off_probe.rounds:
-                return None
-            clock.off -= RETRY_ROUNDS
-            answer = self._deeper(batch, wanted, bound, round_costs, OFF_PROBE_STEPS)
-            if answer is not None:
-                clock.off = 0
-                clock.off_probe.fail()  # until the policy leaves 0
-            return answer
+            if self._trial is None and clock.off >= clock.off_probe.rounds:
+                clock.off -= RETRY_ROUNDS
+                self._trial = self._begun(batch, bound, round_costs)
+                if self._trial is not None:
+                    clock.off = 0
+                    clock.off_probe.fail()  # until the policy leaves 0
+            return self._tried(clock, batch, bound)
+        self._trial = None
         clock.since_baseline += 1
         clock.since_deeper += 1
         clock.since_other += 1
@@ -94,7 +115,7 @@ class Probes:
                 return answer
         if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
             clock.since_deeper -= RETRY_ROUNDS
-            answer = self._deeper(batch, wanted, bound, round_costs, 1)
+            answer = self._deeper(batch, wanted, bound, round_costs)
             if answer is not None:
                 clock.since_deeper = 0
                 return answer
@@ -121,15 +142,61 @@ class Probes:
         notes = RoundNotes(is_probe=True, predicted_ms=off_ms)
         return Reason.BASELINE, RoundSteps(0, notes=notes)
 
+    def _begun(
+        self, batch: DecodeBatch, bound: int, round_costs: Callable[[], RoundCosts]
+    ) -> _Trial | None:
+        """A trial of the rows that have least to make up, paid for in advance.
+
+        So many rows that they add twice of what a trial takes however few there are: with more of
+        them hits and misses are hardly cheaper, and the budget has to be saved up for longer.
+        """
+        costs, steps = round_costs(), np.minimum(np.asarray(batch.max_steps), bound)
+        backlogs = np.asarray(batch.backlogs or [0] * batch.size)
+        able = np.flatnonzero(steps)
+        able = able[np.argsort(backlogs[able], kind="stable")]
+        able = able[: max(TRIAL_ROWS_SHARE, batch.size // TRIAL_ROWS_SHARE)]
+        if not len(able):
+            return None
+
+        def ms(num_rows: int) -> float:
+            rows, row_steps = able[:num_rows], np.zeros_like(steps)
+            row_steps[rows] = np.minimum(steps[rows], TRIAL_STEPS)
+            begin_ms = self._costs.entry_ms * float(backlogs[rows].sum())
+            return begin_ms + TRIAL_ROUNDS * (costs.round_ms(row_steps) - costs.off)
+
+        num_rows = 1
+        if len(able) > 1:
+            fixed_ms = 2 * ms(1) - ms(2)
+            while num_rows < len(able) and ms(num_rows + 1) <= 3 * fixed_ms:
+                num_rows += 1
+        if not self._budget.spend(ms(num_rows)):
+            return None
+        return _Trial(frozenset(batch.request_ids[row] for row in able[:num_rows].tolist()))
+
+    def _tried(self, clock: ProbeClock, batch: DecodeBatch, bound: int) -> Probe | None:
+        """The trial's next round, if one is under way."""
+        trial = self._trial
+        if trial is None:
+            return None
+        clock.has_tried = True
+        trial.rounds_left -= 1
+        if not trial.rounds_left:
+            self._trial = None
+        each = min(bound, TRIAL_STEPS)
+        rows = zip(batch.request_ids, batch.max_steps, strict=True)
+        row_steps = [min(each, most) if name in trial.request_ids else 0 for name, most in rows]
+        if not 0 < sum(row_steps) <= batch.max_draft_tokens:
+            return None
+        return Reason.PROBE, RoundSteps(max(row_steps), row_steps, RoundNotes(is_probe=True))
+
     def _deeper(
         self,
         batch: DecodeBatch,
         wanted: RoundSteps,
         bound: int,
         round_costs: Callable[[], RoundCosts],
-        more: int,
     ) -> Probe | None:
-        """Up to `more` further drafts on one row in sixteen, in rotation."""
+        """One further draft on one row in sixteen, in rotation."""
         usable_steps = np.minimum(np.asarray(batch.max_steps), bound)
         present = np.minimum(np.asarray(wanted.row_steps), usable_steps)
         open_rows = np.flatnonzero(usable_steps > present)
@@ -138,7 +205,7 @@ class Probes:
         num_rows = min(len(open_rows), max(1, batch.size // PROBED_ROWS_SHARE))
         rows = open_rows[(self._rotation + np.arange(num_rows)) % len(open_rows)]
         deeper = present.copy()
-        deeper[rows] = np.minimum(present[rows] + more, usable_steps[rows])
+        deeper[rows] += 1
         costs = round_costs()
         ms = costs.round_ms(deeper)
         affordable = deeper.sum() <= batch.max_draft_tokens

@@ -21,6 +21,7 @@ The constants were chosen by log-loss on texts of the shipped pair, at temperatu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import repeat
 from typing import TypeAlias
@@ -45,6 +46,12 @@ POOLED_MEMORY_TRIALS = 400
 """A rate is then known to 0.02."""
 POOLED_MEMORY_ROUNDS = 30
 """Without it a large batch would know its last two rounds only, and the few requests in them."""
+
+PLAIN_MEMORY_ROUNDS = 32
+"""While nothing is drafted the traffic may change unseen: what was known of it weighs less with
+every plain round,"""
+PLAIN_TRIALS = 48.0
+"""down to so many trials, so that a few new ones count."""
 
 UNTRIED_SPEED = 0.05
 """How fast a position fades that is not tried, relative to the first: its step is of the draft,
@@ -77,6 +84,7 @@ drifts back to the pooled rates and is tried again.
 # Nothing is decided differently beyond these, and odds stay finite.
 _LOWEST_RATE, _HIGHEST_RATE = 0.001, 0.999
 _LOWEST_ODDS, _HIGHEST_ODDS = _LOWEST_RATE / _HIGHEST_RATE, _HIGHEST_RATE / _LOWEST_RATE
+_TWO_ERRORS = 2 * 0.5 / 1.5  # of one trial, at even odds, over the tokens of a round of one draft
 _EVEN_RATE = np.array([0.5])
 _UNKNOWN = 0
 """The slot of every request that never drafted: no trials, ever."""
@@ -157,6 +165,13 @@ class SurvivalEstimator:
         return rates
 
     @property
+    def doubt(self) -> float:
+        """Share of a round's tokens by which few trials err: about two standard errors, beyond
+        those that stay when the memory is full."""
+        few = 1 / math.sqrt(self._pooled[1, 0] + POOLED_PSEUDO_TRIALS)
+        return max(0.0, _TWO_ERRORS * (few - 1 / math.sqrt(POOLED_MEMORY_TRIALS)))
+
+    @property
     def pooled_trials(self) -> Floats:
         """Trials of each position that are still remembered, [max_steps]."""
         trials: Floats = self._pooled[1].copy()
@@ -187,6 +202,7 @@ class SurvivalEstimator:
             drafted = slots != _UNKNOWN
             if drafted.any():
                 self._requests[slots[drafted]] *= self._request_keep[codes[0]]
+            self._weigh_less()
             return
         evidence = self._requests.take(slots, axis=0)
         arm = self._arm(tree)
@@ -294,6 +310,16 @@ class SurvivalEstimator:
         learned[2] *= _rates_before(self._rates)
         self._pooled = self._pooled * np.exp(-age) + learned
         self._update_rates()
+
+    def _weigh_less(self) -> None:
+        """Of what the traffic showed; the rates stay as they are."""
+        num_trials = self._pooled[1, 0]
+        if num_trials > PLAIN_TRIALS:
+            kept = max(math.exp(-1 / PLAIN_MEMORY_ROUNDS), PLAIN_TRIALS / num_trials)
+            self._pooled *= kept
+            self._pooled_prior = POOLED_PSEUDO_TRIALS * np.array(
+                [self._rates, np.ones(self.max_steps), _rates_before(self._rates)]
+            )
 
     def _expected_hits(self, evidence: Floats, codes: Indices, arm: int) -> Floats:
         """Hits of a tree's trials that chains would have had, and that are expected, [2, levels].

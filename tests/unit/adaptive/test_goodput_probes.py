@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
     DEEPER_EVERY_ROUNDS,
     EXPLORATION_SHARE,
+    LAST_OFF_PROBE_ROUNDS,
     PROBED_ROWS_SHARE,
+    TRIAL_ROUNDS,
 )
-from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.goodput import PLAN_ROUNDS, GoodputPolicy
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
@@ -44,7 +47,9 @@ class Account:
         self.drafting_ms, self.drafted_tokens = 0.0, 0
         self.baselines: list[tuple[float, int]] = []
         self.since_baseline: list[int] = [0]
-        self.probed_shares: list[float] = []
+        self.probed_rows: list[int] = []
+        """Of rounds that would have drafted anyway."""
+        self.num_probes = 0
         self.worst_share = 0.0
 
     def on_round(self, batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
@@ -54,7 +59,9 @@ class Account:
         self.since_baseline[-1] += 1
         if self.policy.last_reason is Reason.PROBE:
             self.probes_ms += ms - round_ms(batch, self.policy.wanted.row_steps or [])
-            self.probed_shares.append(self._num_deeper(steps) / batch.size)
+            if any(self.policy.wanted.row_steps or []):
+                self.probed_rows.append(self._num_deeper(steps))
+            self.num_probes += 1
         elif self.policy.last_reason is Reason.BASELINE:
             self.baselines.append((ms, batch.size))
             self.since_baseline.append(0)
@@ -103,16 +110,57 @@ def test_probes_and_plain_rounds_together_lose_at_most_their_share_of_the_time(
     traces: TraceSet, kind: str, size: int
 ) -> None:
     kept = account(traces, kind, size, 24 * size)
-    assert kept.probed_shares or kept.baselines, "it must have tried something"
+    assert kept.num_probes or kept.baselines, "it must have tried something"
     # What plain rounds lose is estimated before they run: a third is room for that.
     assert kept.worst_share <= EXPLORATION_SHARE * 4 / 3, "at any moment, not only in the end"
 
 
-def test_a_probe_asks_one_row_in_sixteen_at_most_and_one_at_least(traces: TraceSet) -> None:
-    for size in (1, 4, 16, 64):
-        shares = account(traces, "unpredictable", size, 4 * size).probed_shares
-        assert shares
-        assert max(shares) <= max(1 / PROBED_ROWS_SHARE, 1 / size)
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_while_it_drafts_a_probe_asks_one_row_in_sixteen_at_most_and_one_at_least(
+    traces: TraceSet, size: int
+) -> None:
+    rows = account(traces, "predictable", size, 16 * size).probed_rows
+    assert rows
+    assert set(rows) == {max(1, size // PROBED_ROWS_SHARE)}
+
+
+def hopeless(size: int) -> Watched:
+    """Has seen no draft kept, and has a budget that refuses no probe."""
+    policy = Watched(CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=8, initial_steps=0)
+    policy.budget.pass_time(1e9)
+    for _ in range(4 * PLAN_ROUNDS):
+        policy.observe(verified_round([0] * size, size, 3))
+    return policy
+
+
+@pytest.mark.parametrize("size", [1, 4, 16, 64])
+def test_while_off_a_trial_asks_a_quarter_of_the_rows_at_most_or_four(size: int) -> None:
+    policy = hopeless(size)
+    rows_per_trial = []
+    for _ in range(400):
+        steps = policy.choose(decode_batch(size))
+        row_steps = list(steps.row_steps or [steps.num_steps] * size)
+        if policy.last_reason is Reason.PROBE:
+            rows_per_trial.append(sum(k > 0 for k in row_steps))
+        else:
+            assert not any(row_steps)
+        policy.observe(verified_round([0] * size, size, max(row_steps), row_steps=row_steps))
+    assert rows_per_trial
+    assert 1 <= min(rows_per_trial) <= max(rows_per_trial) <= max(size // 4, min(size, 4))
+
+
+def test_a_trial_takes_the_rows_with_least_to_make_up_and_fewer_the_more_that_is() -> None:
+    def tried(backlogs: list[int]) -> list[int]:
+        policy = hopeless(4)
+        policy.costs.entry_ms = 0.02
+        batch = replace(decode_batch(4), backlogs=backlogs, num_remaining=[8] * 4)
+        while (steps := policy.choose(batch)).num_steps == 0:
+            policy.observe(verified_round([0] * 4, 4, 0))
+        assert policy.last_reason is Reason.PROBE
+        return [row for row, k in enumerate(steps.row_steps or []) if k]
+
+    assert tried([900, 20, 40, 30]) == [1, 2, 3]
+    assert tried([9000, 8000, 7000, 9000]) == [2]
 
 
 def test_while_it_drafts_a_plain_round_comes_as_often_as_the_budget_lets_it(
@@ -160,17 +208,31 @@ class Rounds:
         return found[:-1]
 
 
-def test_while_off_waits_for_the_next_probe_double_from_8_to_1024_rounds() -> None:
+def test_while_off_waits_for_the_next_trial_double_from_8_to_256_rounds() -> None:
     found = Rounds().waits(6000, is_kept=False)
-    assert found == [8 * 2**n - 1 for n in range(8)] + [1023] * (len(found) - 8)
-    assert len(found) > 9
+    begins = [before + TRIAL_ROUNDS - 1 for before in found[::TRIAL_ROUNDS]]
+    assert begins[0] == 7 + TRIAL_ROUNDS - 1, "the first waits for no other"
+    assert begins[1:] == [16 * 2**n - 1 for n in range(5)] + [255] * (len(begins) - 6)
+    assert len(begins) > 9
+    rest = {wait for at, wait in enumerate(found) if at % TRIAL_ROUNDS}
+    assert rest == {0}, "a trial is so many rounds in a row"
 
 
 def test_once_drafting_paid_waits_start_over() -> None:
     rounds = Rounds()
-    assert rounds.waits(150, is_kept=False)[-1] >= 31
+    assert rounds.waits(150, is_kept=False)[-TRIAL_ROUNDS] >= 28
     assert len(rounds.waits(30_000, is_kept=True)) > 2, "probes show it that drafts pay by now"
     assert rounds.waits(200, is_kept=False)[0] <= 8
+
+
+@pytest.mark.parametrize("num_hard", [200, 3000, 20_000])
+def test_however_long_drafts_failed_it_drafts_again_soon_after_they_stop_failing(
+    num_hard: int,
+) -> None:
+    rounds = Rounds()
+    rounds.waits(num_hard, is_kept=False)
+    waits = rounds.waits(30_000, is_kept=True)
+    assert sum(waits) <= LAST_OFF_PROBE_ROUNDS + 64, "a trial, and others that follow it up"
 
 
 def test_while_it_drafts_one_row_tries_one_draft_more_every_64_rounds() -> None:

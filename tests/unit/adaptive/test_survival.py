@@ -10,7 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.survival import DEFAULT_RATE, DEFAULT_TREE_GAIN, SurvivalEstimator
+from serve_spec.adaptive.survival import (
+    DEFAULT_RATE,
+    DEFAULT_TREE_GAIN,
+    PLAIN_TRIALS,
+    SurvivalEstimator,
+)
 from serve_spec.core.round import TreeShape
 
 MAX_STEPS = 5
@@ -147,6 +152,32 @@ def test_old_traffic_has_faded_to_a_third_after_400_trials_or_30_rounds(
         estimator.observe(request_ids, [1] * batch_size, [0] * batch_size)
     assert estimator.pooled_rates[0] == pytest.approx(np.exp(-1), abs=0.02)
     assert estimator.pooled_trials[0] == pytest.approx(old, rel=0.01)
+
+
+def test_plain_rounds_leave_the_rates_as_they_are_and_make_them_easier_to_change() -> None:
+    """While nothing is drafted the traffic may change, and nobody sees it."""
+    fresh, stale = SurvivalEstimator(MAX_STEPS), SurvivalEstimator(MAX_STEPS)
+    for estimator in (fresh, stale):
+        observe(estimator, [(str(row), 5, row == 3) for row in range(4)], times=200)
+    before = stale.pooled_rates
+    observe(stale, [("plain", 0, 0)], times=500)
+    assert stale.pooled_rates == pytest.approx(before, abs=0.02)
+    assert stale.pooled_trials[0] == pytest.approx(PLAIN_TRIALS)
+    for estimator in (fresh, stale):
+        observe(estimator, [(str(row), 1, 1) for row in range(4)], times=4)
+    moved = [float(estimator.pooled_rates[0] - before[0]) for estimator in (fresh, stale)]
+    assert 0 < 3 * moved[0] < moved[1]
+
+
+def test_the_fewer_trials_there_are_the_larger_the_doubt_and_in_the_end_there_is_none() -> None:
+    estimator = SurvivalEstimator(MAX_STEPS)
+    doubts = []
+    for _ in range(3000):
+        doubts.append(estimator.doubt)
+        observe(estimator, [("a", 1, 1)])
+    assert doubts[0] > 0.1
+    assert doubts == sorted(doubts, reverse=True)
+    assert doubts[-1] == 0.0
 
 
 def test_a_position_not_tried_is_forgotten_slowly_but_in_the_end() -> None:
