@@ -427,18 +427,17 @@ class GoodputPolicy:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
         self._predicted = goodput
         deepest = max(tier for tier in goodput if isinstance(tier, int))
-        best = max(goodput, key=goodput.__getitem__)
         present = self._tree or min(self._tier, deepest)
-        if present and not best:  # not for the bad luck of a few requests
-            drafting = max((tier for tier in goodput if tier), key=goodput.__getitem__)
-            if goodput[0] < (MOVE_GAIN + self.survival.doubt) * goodput[drafting]:
-                best = drafting
+        best = max((tier for tier in goodput if tier), key=goodput.__getitem__)
+        hope = goodput[best] / goodput[0]
+        if not present:
+            here.clock.hear(hope)
+        # Few trials give nothing up: it could be the bad luck of a few requests.
+        if hope < (1.0 if not present else 1.0 / (MOVE_GAIN + self.survival.doubt)):
+            best = 0
         needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
         is_better = goodput[best] >= needed * goodput[present]
         wanted = best if is_better else present
-        if not self._tier:
-            drafting = [value for tier, value in goodput.items() if tier]
-            here.clock.hear(max(drafting, default=0.0) / goodput[0])
         if wanted == (self._tree or self._tier):
             self._tier_reason = Reason.STEADY
             return
