@@ -230,10 +230,9 @@ class CostModel:
                 tree, batch_size, num_drafting, num_drafts, context, num_sampled
             )
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
-        are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
         if num_prompt_rows:
             table_ms = float(self._table_prompt_ms(num_prompt_rows, context, num_rows))
-            usable = are_times and round_ms <= ABSURD_RATIO * (predicted_round + table_ms)
+            usable = 0.0 < round_ms <= ABSURD_RATIO * (predicted_round + table_ms)
             if usable:
                 excess_ms = round_ms - predicted_round - num_entries * self.entry_ms - table_ms
                 # One round that a prompt of another kind shared says at most so much.
@@ -241,6 +240,7 @@ class CostModel:
                 self._prompt_excess.learn(_bucket(batch_size), excess_ms, drafts=num_drafts > 0)
             self._num_refused += not usable
             return usable
+        are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
         entry_ms = (draft_ms - predicted_draft) / num_entries if num_entries else 0.0
         if are_times and num_entries and entry_ms <= predicted_verify:
             self._learn_entry(max(0.0, entry_ms))

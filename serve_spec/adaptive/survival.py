@@ -50,7 +50,7 @@ POOLED_MEMORY_ROUNDS = 30
 PLAIN_MEMORY_ROUNDS = 32
 """While nothing is drafted the traffic may change unseen: what was known of it weighs less with
 every plain round,"""
-PLAIN_TRIALS = 48.0
+PLAIN_TRIALS = 96.0
 """down to so many trials, so that a few new ones count."""
 
 UNTRIED_SPEED = 0.05
