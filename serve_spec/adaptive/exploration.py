@@ -27,8 +27,8 @@ for both and tell one hit or miss."""
 TRIAL_ROWS_SHARE = 4
 """One row in so many takes part, and so many at least."""
 TRIAL_STEPS = 1
-FIRST_OFF_PROBE_ROUNDS = 32
-LAST_OFF_PROBE_ROUNDS = 256
+FIRST_WAIT_ROUNDS = 32
+LAST_WAIT_ROUNDS = 256
 """Between trials, which wait twice as long each time."""
 PROMISING_GAIN = 1.02
 """A trial that raises what drafting would gain by so much is followed up soon."""

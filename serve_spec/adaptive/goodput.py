@@ -255,11 +255,11 @@ class GoodputPolicy:
         if verified.num_prompt_rows:
             return
         guard = self._range(verified.batch_size)[1].guard
-        if verified.num_draft_tokens:
+        if not verified.num_draft_tokens:
+            guard.observe_off(times.round_ms, unit_ms)
+        elif self._tier or verified.num_text_drafts:  # of a trial it is known that it is slower
             tokens = verified.num_output_tokens
             guard.observe(tokens, verified.batch_size, times.round_ms, unit_ms)
-        else:
-            guard.observe_off(times.round_ms, unit_ms)
 
     def forget(self, request_id: str) -> None:
         """Drops a request's acceptance, also from rounds that are still to be learned from."""
@@ -442,7 +442,7 @@ class GoodputPolicy:
             self._tier_reason = Reason.STEADY
             return
         if self._tier == 0:
-            here.clock.off_probe.succeed()
+            here.clock.wait.succeed()
         gained = Reason.GAIN if _num_drafts(wanted) > _num_drafts(present) else Reason.LOSS
         self._tier_reason = Reason.RANGE if moved else gained
         self._tree = wanted if isinstance(wanted, TreeShape) else None

@@ -13,8 +13,8 @@ from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
     DEEPER_EVERY_ROUNDS,
-    FIRST_OFF_PROBE_ROUNDS,
-    LAST_OFF_PROBE_ROUNDS,
+    FIRST_WAIT_ROUNDS,
+    LAST_WAIT_ROUNDS,
     OTHER_EVERY_ROUNDS,
     PROBED_ROWS_SHARE,
     PROMISING_GAIN,
@@ -41,9 +41,7 @@ class ProbeClock:
     since_deeper: int = 0
     since_other: int = 0
     off: int = 0
-    off_probe: BackOff = field(
-        default_factory=lambda: BackOff(FIRST_OFF_PROBE_ROUNDS, LAST_OFF_PROBE_ROUNDS)
-    )
+    wait: BackOff = field(default_factory=lambda: BackOff(FIRST_WAIT_ROUNDS, LAST_WAIT_ROUNDS))
     has_tried: bool = False
     _hope: float = 0.0
 
@@ -51,7 +49,7 @@ class ProbeClock:
         """What drafting would gain over off, by all that is known now: after a trial that raised
         it, the next one does not wait."""
         if self.has_tried and hope > PROMISING_GAIN * self._hope:
-            self.off_probe.succeed()
+            self.wait.succeed()
         self.has_tried, self._hope = False, hope
 
 
@@ -93,12 +91,12 @@ class Probes:
         if not any(wanted.row_steps):
             # Nothing pays now. Without a few drafts the policy would never hear that it does.
             clock.off += 1
-            if self._trial is None and clock.off >= clock.off_probe.rounds:
+            if self._trial is None and clock.off >= clock.wait.rounds:
                 clock.off -= RETRY_ROUNDS
                 self._trial = self._begun(batch, bound, round_costs)
                 if self._trial is not None:
                     clock.off = 0
-                    clock.off_probe.fail()  # until the policy leaves 0
+                    clock.wait.fail()  # until the policy leaves 0
             return self._tried(clock, batch, bound)
         self._trial = None
         clock.since_baseline += 1

@@ -192,9 +192,9 @@ class _Profiler:
 
         A sweep runs all rounds of one batch size once, so that a noisy moment hits every number of
         steps alike; before it the first of them, for another size has left the caches cold. First
-        come the plain rounds of all sizes. Then every batch size gets about
-        the same time: small ones many sweeps, large ones few. Where time is short even for that,
-        the largest are cut short.
+        come the plain rounds of all sizes. Then every batch size gets about the same time: small
+        ones many sweeps, large ones few. Where time is short even for that, the largest are cut
+        short.
         """
         by_size: dict[int, list[Cell]] = {}
         for cell in cells:

@@ -14,7 +14,7 @@ from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
     DEEPER_EVERY_ROUNDS,
     EXPLORATION_SHARE,
-    LAST_OFF_PROBE_ROUNDS,
+    LAST_WAIT_ROUNDS,
     PROBED_ROWS_SHARE,
     TRIAL_ROUNDS,
 )
@@ -232,7 +232,28 @@ def test_however_long_drafts_failed_it_drafts_again_soon_after_they_stop_failing
     rounds = Rounds()
     rounds.waits(num_hard, is_kept=False)
     waits = rounds.waits(30_000, is_kept=True)
-    assert sum(waits) <= LAST_OFF_PROBE_ROUNDS + 100, "a trial, and others that follow it up"
+    assert sum(waits) <= LAST_WAIT_ROUNDS + 100, "a trial, and others that follow it up"
+
+
+def test_trials_say_nothing_of_how_fast_speculation_is_where_it_runs() -> None:
+    """They are slower than plain rounds, and known to be."""
+    policy = hopeless(4)
+    num_trials = 0
+    for _ in range(12_000):
+        steps = policy.choose(decode_batch(4))
+        row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+        num_trials += any(row_steps)
+        shape = RoundShape(4, (sum(row_steps),) if any(row_steps) else (), 512, 0, 0, 0)
+        times = TWO_CPU_CORES(shape)
+        policy.observe(
+            verified_round([0] * 4, 4, steps.num_steps, row_steps=row_steps, times=times)
+        )
+    assert num_trials > 100
+    assert policy.last_reason is not Reason.GUARD
+    assert all(
+        slot["num_closings"] == 0 and not slot["is_in_doubt"]
+        for slot in policy.snapshot()["slots"].values()
+    )
 
 
 def test_while_it_drafts_one_row_tries_one_draft_more_every_64_rounds() -> None:
