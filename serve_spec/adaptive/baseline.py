@@ -30,10 +30,11 @@ and a guard without this closes by chance wherever the true gain is below ten pe
 class MovingAverage:
     """A plain mean at first, then an exponential one."""
 
-    def __init__(self, decay: float) -> None:
+    def __init__(self, decay: float, mean: float = 0.0, count: int = 0) -> None:
+        """mean, count: what to start from, and the values it stands for."""
         self.decay = decay
-        self.count = 0
-        self.mean = 0.0
+        self.count = count
+        self.mean = mean
         self._variance = 0.0
 
     def observe(self, value: float) -> None:

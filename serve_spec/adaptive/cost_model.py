@@ -92,7 +92,7 @@ class CostModel:
         self._host_ms = [0.0] * _NUM_BUCKETS
         self._host_rounds = [0] * _NUM_BUCKETS
         self._num_refused = 0
-        self._prompt_excess = PromptExcess(_NUM_BUCKETS)
+        self._prompt_excess = PromptExcess(_NUM_BUCKETS, TABLE_ROUNDS)
         self.entry_ms = 0.0
         """What the draft takes to make up for one token of a prompt or of a pause."""
         self._num_catch_ups = 0
@@ -232,14 +232,14 @@ class CostModel:
         predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
         if num_prompt_rows:
             table_ms = float(self._table_prompt_ms(num_prompt_rows, context, num_rows))
-            usable = 0.0 < round_ms <= ABSURD_RATIO * (predicted_round + table_ms)
-            if usable:
-                excess_ms = round_ms - predicted_round - num_entries * self.entry_ms - table_ms
-                # One round that a prompt of another kind shared says at most so much.
-                excess_ms = min(max(excess_ms, -predicted_round), predicted_round)
-                self._prompt_excess.learn(_bucket(batch_size), excess_ms, drafts=num_drafts > 0)
-            self._num_refused += not usable
-            return usable
+            if not 0.0 < round_ms <= ABSURD_RATIO * (predicted_round + table_ms):
+                self._num_refused += 1
+                return False
+            excess_ms = round_ms - predicted_round - num_entries * self.entry_ms - table_ms
+            # One round that a prompt of another kind shared says at most so much.
+            excess_ms = min(max(excess_ms, -predicted_round), predicted_round)
+            self._prompt_excess.learn(_bucket(batch_size), excess_ms, drafts=num_drafts > 0)
+            return True
         are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
         entry_ms = (draft_ms - predicted_draft) / num_entries if num_entries else 0.0
         if are_times and num_entries and entry_ms <= predicted_verify:

@@ -433,7 +433,7 @@ class GoodputPolicy:
         if not present:
             here.clock.hear(hope)
         # Few trials give nothing up: it could be the bad luck of a few requests.
-        if hope < (1.0 if not present else 1.0 / (MOVE_GAIN + self.survival.doubt)):
+        if present and hope < 1.0 / (MOVE_GAIN + self.survival.doubt):
             best = 0
         needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
         is_better = goodput[best] >= needed * goodput[present]

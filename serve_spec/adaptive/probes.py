@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -162,11 +163,8 @@ class Probes:
             begin_ms = self._costs.entry_ms * float(backlogs[rows].sum())
             return begin_ms + TRIAL_ROUNDS * (costs.round_ms(row_steps) - costs.off)
 
-        num_rows = 1
-        if len(able) > 1:
-            fixed_ms = 2 * ms(1) - ms(2)
-            while num_rows < len(able) and ms(num_rows + 1) <= 3 * fixed_ms:
-                num_rows += 1
+        fixed_ms = 2 * ms(1) - ms(2)
+        num_rows = max(1, bisect_right(range(1, len(able) + 1), 3 * fixed_ms, key=ms))
         if not self._budget.spend(ms(num_rows)):
             return None
         return _Trial(frozenset(batch.request_ids[row] for row in able[:num_rows].tolist()))

@@ -7,25 +7,9 @@ beside them; so it is measured, in plain rounds and in those that draft.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from serve_spec.adaptive.baseline import MovingAverage
 
-TABLE_ROUNDS = 4
-"""The table says as much as so many rounds."""
-GAIN = 1 / 64
-"""Weight of the newest round at least."""
-
-
-@dataclass
-class _Mean:
-    """Of all rounds at first, then of the newest."""
-
-    excess_ms: float
-    num_rounds: int = 0
-
-    def learn(self, excess_ms: float) -> None:
-        self.num_rounds += 1
-        weight = max(GAIN, 1 / (TABLE_ROUNDS + self.num_rounds))
-        self.excess_ms += weight * (excess_ms - self.excess_ms)
+_DECAY = 1 - 1 / 64
 
 
 class PromptExcess:
@@ -34,10 +18,12 @@ class PromptExcess:
     What was never measured is taken for what the other of the two has, and else for nothing.
     """
 
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, num_buckets: int, table_rounds: int) -> None:
+        """table_rounds: the table says as much as so many rounds."""
+        self._table_rounds = table_rounds
         # Of fixed size: another thread may read them for a snapshot.
-        self._plain: list[_Mean | None] = [None] * num_buckets
-        self._drafting: list[_Mean | None] = [None] * num_buckets
+        self._plain: list[MovingAverage | None] = [None] * num_buckets
+        self._drafting: list[MovingAverage | None] = [None] * num_buckets
 
     def of(self, bucket: int) -> tuple[float, float]:
         """Of plain rounds, and of rounds that draft."""
@@ -45,23 +31,24 @@ class PromptExcess:
         known = plain or drafting
         if known is None:
             return 0.0, 0.0
-        return (plain or known).excess_ms, (drafting or known).excess_ms
+        return (plain or known).mean, (drafting or known).mean
 
     def learn(self, bucket: int, excess_ms: float, *, drafts: bool) -> None:
         """Prompts added so much more than the table says."""
-        means = self._drafting if drafts else self._plain
-        mean = means[bucket]
-        if mean is None:
-            mean = means[bucket] = _Mean(self.of(bucket)[drafts])
-        mean.learn(excess_ms)
+        averages = self._drafting if drafts else self._plain
+        average = averages[bucket]
+        if average is None:
+            known_ms = self.of(bucket)[drafts]
+            average = averages[bucket] = MovingAverage(_DECAY, known_ms, self._table_rounds)
+        average.observe(excess_ms)
 
     def snapshot(self) -> dict[str, dict[str, float]]:
         """By the largest batch size of a bucket."""
         return {
             kind: {
-                str(1 << bucket): round(mean.excess_ms, 4)
-                for bucket, mean in enumerate(means)
-                if mean is not None
+                str(1 << bucket): round(average.mean, 4)
+                for bucket, average in enumerate(averages)
+                if average is not None
             }
-            for kind, means in (("plain", self._plain), ("drafting", self._drafting))
+            for kind, averages in (("plain", self._plain), ("drafting", self._drafting))
         }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import median
 from typing import NamedTuple, Protocol
 
@@ -259,7 +260,7 @@ class _Profiler:
         draft = np.full((len(contexts), len(sizes), len(steps)), np.nan)
         verify = draft.copy()
         draft[:, :, 0] = 0.0  # a glance that finds nothing to draft
-        for cell, (draft_ms, verify_ms) in self._medians(sizes):
+        for cell, (draft_ms, verify_ms) in self._medians.items():
             if cell.tree_drafts:
                 continue
             at = (
@@ -277,24 +278,26 @@ class _Profiler:
     ) -> Milliseconds:
         """Of drafting and of verification, [2, contexts, sizes]; NaN where nothing ran."""
         ms = np.full((2, len(contexts), len(sizes)), np.nan)
-        for cell, stages_ms in self._medians(sizes):
+        for cell, stages_ms in self._medians.items():
             if cell.tree == tree:
                 ms[:, contexts.index(cell.context), sizes.index(cell.batch_size)] = stages_ms
         return ms
 
-    def _medians(self, sizes: Sequence[int]) -> Iterator[tuple[Cell, tuple[float, float]]]:
+    @cached_property
+    def _medians(self) -> dict[Cell, tuple[float, float]]:
         """What ran, and what drafting and verification took once it was warm.
 
-        Over the sweeps of a batch size, each by how fast the machine was meanwhile.
+        Over the sweeps of a batch size, each by how fast the machine was meanwhile. For when all
+        sweeps are over.
         """
-        for size in sizes:
+        medians: dict[Cell, tuple[float, float]] = {}
+        for size in {cell.batch_size for cell in self._runs}:
             cells = [cell for cell in self._runs if cell.batch_size == size]
-            if not cells:
-                continue
             runs = [_warm_runs(self._runs[cell]) for cell in cells]
             draft_ms = _settled([{run.sweep: run.draft_ms for run in same} for same in runs])
             verify_ms = _settled([{run.sweep: run.verify_ms for run in same} for same in runs])
-            yield from zip(cells, zip(draft_ms, verify_ms, strict=True), strict=True)
+            medians |= zip(cells, zip(draft_ms, verify_ms, strict=True), strict=True)
+        return medians
 
     def sampled_row_ms(self, until: float) -> float:
         """What sampling adds to one verified row: a median over some cells.
@@ -329,7 +332,6 @@ def _settled(ms_by_sweep: Sequence[Mapping[int, float]]) -> list[float]:
     sweeps = sorted(set().union(*ms_by_sweep))
     ms = np.array([[column.get(sweep, np.nan) for column in ms_by_sweep] for sweep in sweeps])
     usual = _median_low(ms)
-    pace = np.ones(len(sweeps))
     for _ in range(2):
         ratios = ms / np.maximum(usual, _LEAST_MS)
         pace = np.maximum(_median_low(ratios.T), _LEAST_MS)
