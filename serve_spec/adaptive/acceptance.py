@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -29,10 +28,10 @@ class PositionCounters:
             ValueError: a row kept more than it had, or had more than `max_steps`.
         """
         # Not by arrays, as this comes with every round: the first use of numpy after a model's
-        # forward takes 80 µs on a CPU.
-        shown = Counter(zip(row_steps, num_correct_drafts, strict=True))
-        for code, count in zip(self._observations.codes_of(shown), shown.values(), strict=True):
-            self._rows[code] += count
+        # forward takes 80 µs on a CPU, and that of a Counter 20.
+        shown = list(zip(row_steps, num_correct_drafts, strict=True))
+        for code in self._observations.codes_of(shown):
+            self._rows[code] += 1
 
     @property
     def drafted(self) -> list[int]:

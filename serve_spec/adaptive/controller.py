@@ -391,6 +391,8 @@ class AdaptiveController:
 
     def _learn_sharpness(self, verified: VerifiedRound) -> None:
         at = [row for row, is_sampled in enumerate(verified.is_sampled) if is_sampled]
+        if not at:
+            return
         self._sharpness.observe(
             verified.draft_sharpness,
             [verified.row_steps[row] for row in at],

@@ -59,11 +59,21 @@ the host a millisecond, several rounds of a small model."""
 MOST_PLAN_ROUNDS = 32
 """While nothing is drafted a plan lasts twice as long as the one before, up to so many rounds: what
 making it takes is what the policy is slower than off by."""
+SETTLED_ROUNDS = 64
+"""Rounds at a tier after which a plan that turns out as expected serves on: what it would be
+replaced by is the same,"""
+MOST_PROLONGED = 3
+"""at most so many times its rounds."""
+SURPRISE = 1.0
+"""Standard errors by which drafts are kept more often, or less, than a plan expected of them, for
+it to be replaced at once."""
 PLAN_ROWS_PER_ROUND = 32
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
+PROMPTS_EVERY_PLANS = 4
+"""Plans for the same batch size that share what prompts take."""
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
-LEARNED_DRAFTING_ROUNDS = 16
+LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
 """Of a plan's rounds that drafted, the newest so many are learned from."""
 PRICED_PLAIN_ROUNDS = 8
 """Of a plan's plain rounds, the newest so many say what they cost: there are many, all alike."""
@@ -122,6 +132,12 @@ class GoodputPolicy:
         self._tree: TreeShape | None = None
         self._rounds_at_tier = 0
         self.prompts = PromptLoad()
+        self._shares: Floats = np.zeros(0)
+        """Of a round's time that prompts take, by option,"""
+        self._shares_of = 0, 0
+        """in batches of this size that have so many options,"""
+        self._num_shared = 0
+        """as so many plans took it to be."""
         self._predicted: dict[Tier, float] = {}
         self._plan: RoundPlan | None = None
         self._plan_rounds = self._fewest_rounds = PLAN_ROUNDS
@@ -211,8 +227,30 @@ class GoodputPolicy:
         self._to_learn.append(verified)
         if verified.num_draft_tokens:
             self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
-        if len(self._to_learn) >= self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND:
+        num_rounds = self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND
+        times, is_between = divmod(len(self._to_learn), num_rounds)
+        if not is_between and (times >= MOST_PROLONGED or self._is_surprised(verified)):
             self._learn()
+
+    def _is_surprised(self, newest: VerifiedRound) -> bool:
+        """Whether the rounds of a plan are no longer, or never were, what it expected."""
+        in_doubt = self._range(newest.batch_size)[1].guard.is_in_doubt
+        is_settled = self._tier > 0 and self._rounds_at_tier >= SETTLED_ROUNDS
+        if self._plan is None or in_doubt or not is_settled:
+            return True
+        choice = self._plan.choice
+        kept = [
+            correct
+            for verified in self._to_learn
+            if (verified.num_steps, verified.tree) == (choice.num_steps, choice.tree)
+            for correct in verified.num_correct_drafts
+        ]
+        if not kept:
+            return True
+        mean = sum(kept) / len(kept)
+        variance = sum(correct * correct for correct in kept) / len(kept) - mean * mean
+        expected = choice.tokens / len(choice.row_steps) - 1.0
+        return (mean - expected) ** 2 * len(kept) > SURPRISE**2 * variance
 
     def _learn(self) -> None:
         """Acceptance from live rows, costs from all rounds, speed from those without prompts."""
@@ -220,13 +258,11 @@ class GoodputPolicy:
         self._to_learn, self._left, self._plan = [], set(), None
         passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
         rounds = [each for place, each in enumerate(rounds) if place not in passed]
-        for verified in rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]:
-            rows = verified.model_rows
-            self.survival.observe(
-                rows.request_ids, rows.row_steps, rows.num_correct_drafts, verified.tree
-            )
-            if verified.is_from_text:
-                self.text.observe(verified)
+        newest = rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]
+        self.survival.observe_rounds([verified.model_rows for verified in newest])
+        of_texts = [verified for verified in newest if verified.is_from_text]
+        if of_texts:
+            self.text.observe_rounds(of_texts)
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
             self.text.forget(request_id)
@@ -378,7 +414,7 @@ class GoodputPolicy:
         if self.prompts.is_known:
             if not entries.all_pay:
                 soon = self._options(batch, worths.each(entries.of_rows_to_come), costs)
-            soon = soon.with_prompts(self.prompts, self.costs, batch.context)
+            soon = soon.slowed(self._shares_of_prompts(soon, batch))
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             was_off = not self._tier and not moved
             self._decide(soon.goodput, here, moved=moved)
@@ -413,6 +449,16 @@ class GoodputPolicy:
         others.append(present)
         (choice, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
         return RoundPlan(choice, batch, entries, depth_beside, depth_at, to_come, others, plan)
+
+    def _shares_of_prompts(self, options: Options, batch: DecodeBatch) -> Floats:
+        """What `Options.shares_of_prompts` says, worked out anew for every few plans: it changes
+        with the load, not with the text."""
+        size, num_options = batch.size, len(options.goodput)
+        if self._num_shared >= PROMPTS_EVERY_PLANS or self._shares_of != (size, num_options):
+            self._shares_of, self._num_shared = (size, num_options), 0
+            self._shares = options.shares_of_prompts(self.prompts, self.costs, batch.context)
+        self._num_shared += 1
+        return self._shares
 
     @property
     def _arm(self) -> Tier:

@@ -83,12 +83,12 @@ class Options:
         }
         return cls(worths, chains, trees)
 
-    def with_prompts(self, load: PromptLoad, model: CostModel, context: float) -> Options:
-        """The same where ends of requests are paid for, and the prompts that come after them.
+    def shares_of_prompts(self, load: PromptLoad, model: CostModel, context: float) -> Floats:
+        """What ends of requests take, and the prompts after them, as shares of each round's time.
 
-        Of prompts, what they take longer beside drafts than without any. What they take beside
-        plain rounds everybody's tokens bear alike; counted in, it would make all tiers look the
-        same.
+        Of chains by depth, then of trees. Of prompts, what they take longer beside drafts than
+        without any. What they take beside plain rounds everybody's tokens bear alike; counted in,
+        it would make all tiers look the same.
         """
         batch_size = len(self.worths.chains)
         rounds = [choice for choice, _ in self.trees.values()]
@@ -105,7 +105,11 @@ class Options:
 
         added_ms = load.added_ms(tokens, ms, self.chains, prompt_ms)
         added_ms -= added_ms[0] / tokens[0] * tokens
-        shares = added_ms / ms + load.idle_share(lost, ms, num_rows, prompt_ms)
+        shares: Floats = added_ms / ms + load.idle_share(lost, ms, num_rows, prompt_ms)
+        return shares
+
+    def slowed(self, shares: Floats) -> Options:
+        """The same where rounds of each option take so much more, as a share of their time."""
         num_tiers = len(self.chains.ms)
         with_shares = zip(self.trees.items(), shares[num_tiers:].tolist(), strict=True)
         trees = {

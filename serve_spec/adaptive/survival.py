@@ -23,8 +23,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import repeat
-from typing import TypeAlias
+from itertools import chain, groupby, repeat
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +32,9 @@ from numpy.typing import NDArray
 from serve_spec.adaptive.observations import Indices, Observations
 from serve_spec.core.round import TreeShape
 
+Flags: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
+Numbers = TypeVar("Numbers", float, Floats)
 
 DEFAULT_RATE = 0.7
 """Expected of a draft nobody has seen: worth a try, and soon corrected."""
@@ -90,6 +92,29 @@ _UNKNOWN = 0
 """The slot of every request that never drafted: no trials, ever."""
 
 
+class DraftedRound(Protocol):
+    """What became of a round's drafts, an entry per row in every column.
+
+    With a `tree`, `row_steps` are levels.
+    """
+
+    @property
+    def request_ids(self) -> Sequence[str]: ...
+    @property
+    def row_steps(self) -> Sequence[int]: ...
+    @property
+    def num_correct_drafts(self) -> Sequence[int]: ...
+    @property
+    def tree(self) -> TreeShape | None: ...
+
+
+class _Columns(NamedTuple):
+    request_ids: Sequence[str]
+    row_steps: Sequence[int]
+    num_correct_drafts: Sequence[int]
+    tree: TreeShape | None
+
+
 class SurvivalEstimator:
     """Learns acceptance from verified rounds; tells survival by request and position.
 
@@ -133,13 +158,14 @@ class SurvivalEstimator:
         gained = DEFAULT_TREE_GAIN / (1.0 + DEFAULT_TREE_GAIN)
         self._branched_prior = TREE_PSEUDO_TRIALS * np.array([[gained], [1.0], [0.5]])
         # Of a request: trials by position (of chains, then of each tree), trials and hits in all.
+        # One code more than there are: of a request that is not in the round.
+        self._absent = len(trials)
         num_positions = max_steps * (1 + len(self.trees))
-        self._request_lessons = np.zeros((1 + len(self.trees), len(trials), num_positions + 2))
+        self._request_lessons = np.zeros((1 + len(self.trees), len(trials) + 1, num_positions + 2))
         for arm, lessons in enumerate(self._request_lessons):
-            lessons[:, arm * max_steps : (arm + 1) * max_steps] = trials
-            lessons[:, -2:] = np.column_stack([trials.sum(axis=1), hits.sum(axis=1)])
-        num_tokens = 1.0 + hits.sum(axis=1, keepdims=True)
-        self._request_keep = np.exp(-num_tokens / REQUEST_MEMORY_TOKENS)
+            lessons[:-1, arm * max_steps : (arm + 1) * max_steps] = trials
+            lessons[:-1, -2:] = np.column_stack([trials.sum(axis=1), hits.sum(axis=1)])
+        self._request_age = np.append(1.0 + hits.sum(axis=1), 0.0) / REQUEST_MEMORY_TOKENS
         self._requests = np.zeros((64, num_positions + 2))
         self._request_prior = np.zeros(num_positions + 2)
         self._request_prior[[0, -2]] = REQUEST_PSEUDO_TRIALS
@@ -147,7 +173,7 @@ class SurvivalEstimator:
         self._free = list(range(len(self._requests) - 1, _UNKNOWN, -1))
         self._last_ids: Sequence[str] = []
         self._last_slots: Indices = np.zeros(0, dtype=np.intp)
-        self._update_rates()
+        self._update_rates(np.zeros(max_steps))
 
     @property
     def num_requests(self) -> int:
@@ -184,33 +210,85 @@ class SurvivalEstimator:
         num_correct_drafts: Sequence[int],
         tree: TreeShape | None = None,
     ) -> None:
-        """Learns one verified round, an entry per row in every column.
+        """`observe_rounds` of one round, column by column."""
+        self.observe_rounds([_Columns(request_ids, row_steps, num_correct_drafts, tree)])
 
-        A row of 0 steps teaches nothing; what is known of its request ages by one token. With a
-        `tree`, one of `trees`, `row_steps` are levels.
+    def observe_rounds(self, rounds: Sequence[DraftedRound]) -> None:
+        """Learns verified rounds, the oldest first.
+
+        A row of 0 steps teaches nothing; what is known of its request ages by one token. Rounds in
+        a row that drafted the same shape are weighed by what was known before the first of them:
+        arithmetic on many small arrays takes as long as on one of them all.
 
         Raises:
-            ValueError: columns of different lengths, a request named twice, steps outside
-                0..max_steps, or a count outside 0..its steps; nothing was learned.
+            ValueError: columns of different lengths, a request named twice in a round, a tree that
+                is none of `trees`, steps outside 0..max_steps, or a count outside 0..its steps;
+                nothing was learned.
         """
-        if not len(request_ids) == len(row_steps) == len(num_correct_drafts):
-            lengths = [len(request_ids), len(row_steps), len(num_correct_drafts)]
-            raise ValueError(f"lengths={lengths}: give every column one entry per row")
-        codes = self._observations.codes(row_steps, num_correct_drafts)
-        slots = self._slots_of_drafted(request_ids, row_steps)
-        if not any(row_steps):  # a plain round, of which there are many where nothing is drafted
-            drafted = slots != _UNKNOWN
-            if drafted.any():
-                self._requests[slots[drafted]] *= self._request_keep[codes[0]]
-            self._weigh_less()
-            return
+        for each in rounds:
+            _refuse_uneven(each)
+            if each.tree is not None and each.tree not in self.trees:
+                raise ValueError(f"tree={each.tree}: use one of {list(map(str, self.trees))}")
+        steps = list(chain.from_iterable(each.row_steps for each in rounds))
+        correct = list(chain.from_iterable(each.num_correct_drafts for each in rounds))
+        codes = self._observations.codes(steps, correct)
+        for (tree, has_drafts), run in groupby(rounds, _shape):
+            alike = list(run)
+            num_rows = sum(len(each.request_ids) for each in alike)
+            if has_drafts:
+                self._learn_drafts(alike, codes[:num_rows], tree)
+            else:  # of which there are many where nothing is drafted
+                self._learn_plain(alike, codes[:num_rows])
+            codes = codes[num_rows:]
+
+    def _learn_drafts(
+        self, rounds: Sequence[DraftedRound], codes: Indices, tree: TreeShape | None
+    ) -> None:
+        request_ids, shown = self._by_request(rounds, codes)
+        slots = self._slots(request_ids)
+        for row in np.flatnonzero((slots == _UNKNOWN) & _has_drafted(shown, self._absent)).tolist():
+            slots[row] = self._slot_of[request_ids[row]] = self._new_slot()
         evidence = self._requests.take(slots, axis=0)
         arm = self._arm(tree)
-        expected = None if tree is None else self._expected_hits(evidence, codes, arm)
-        evidence *= self._request_keep.take(codes, axis=0)
-        evidence += self._request_lessons[arm].take(codes, axis=0)
+        expected = None if tree is None else self._expected_hits(evidence, shown, arm)
+        kept, weights = _fading(self._request_age.take(shown))
+        evidence *= kept[:, None]
+        lessons = self._request_lessons[arm].take(shown, axis=0)
+        lessons *= weights[:, :, None]
+        evidence += lessons.sum(axis=0)
         self._requests[slots] = evidence
-        self._learn_pooled(self._observations.count(codes), arm, expected)
+        self._learn_pooled(self._count(shown), arm, expected)
+
+    def _learn_plain(self, rounds: Sequence[DraftedRound], codes: Indices) -> None:
+        if self._slot_of:
+            request_ids, shown = self._by_request(rounds, codes)
+            slots = self._slots(request_ids)
+            self._requests[slots] *= _fading(self._request_age.take(shown))[0][:, None]
+        self._weigh_less(len(rounds))
+
+    def _by_request(
+        self, rounds: Sequence[DraftedRound], codes: Indices
+    ) -> tuple[Sequence[str], Indices]:
+        """Every request of some rounds, and its code in each, [rounds, requests]."""
+        request_ids = rounds[0].request_ids
+        if all(each.request_ids == request_ids for each in rounds):
+            return request_ids, codes.reshape(len(rounds), len(request_ids))
+        place_of: dict[str, int] = {}
+        for each in rounds:
+            for request_id in each.request_ids:
+                place_of.setdefault(request_id, len(place_of))
+        shown = np.full((len(rounds), len(place_of)), self._absent)
+        places = [place_of[request_id] for each in rounds for request_id in each.request_ids]
+        sizes = [len(each.request_ids) for each in rounds]
+        shown[np.repeat(np.arange(len(rounds)), sizes), places] = codes
+        return list(place_of), shown
+
+    def _count(self, shown: Indices) -> Indices:
+        """How many rows of each round have each code, [rounds, codes]."""
+        num_rounds, width = len(shown), self._absent + 1
+        cells = shown + width * np.arange(num_rounds)[:, None]
+        counts = np.bincount(cells.ravel(), minlength=num_rounds * width)
+        return counts.reshape(num_rounds, width)[:, :-1]
 
     def survival(self, request_ids: Sequence[str], tree: TreeShape | None = None) -> Floats:
         """The chance that each draft of each request is kept, [len(request_ids), max_steps].
@@ -276,7 +354,7 @@ class SurvivalEstimator:
 
     def _slots(self, request_ids: Sequence[str]) -> Indices:
         """Which row of `_requests` holds each request."""
-        if request_ids == self._last_ids:  # as a rule: a batch hardly changes between rounds
+        if request_ids == self._last_ids:  # as a rule: a batch hardly changes between plans
             return self._last_slots
         if len(set(request_ids)) < len(request_ids):
             raise ValueError(f"request_ids={list(request_ids)}: name each request once")
@@ -284,14 +362,6 @@ class SurvivalEstimator:
         self._last_slots = np.fromiter(slots, np.intp, len(request_ids))
         self._last_ids = request_ids[:]
         return self._last_slots
-
-    def _slots_of_drafted(self, request_ids: Sequence[str], row_steps: Sequence[int]) -> Indices:
-        """As `_slots`, after giving one to each new request that drafted."""
-        slots = self._slots(request_ids)
-        for row in np.flatnonzero(slots == _UNKNOWN).tolist():
-            if row_steps[row]:
-                slots[row] = self._slot_of[request_ids[row]] = self._new_slot()
-        return slots
 
     def _new_slot(self) -> int:
         if not self._free:
@@ -301,58 +371,72 @@ class SurvivalEstimator:
         return self._free.pop()
 
     def _learn_pooled(self, num_rows: Indices, arm: int, expected: Floats | None) -> None:
-        """num_rows: of each code. arm: 0, chains, or a tree's number from 1 on, with `expected`."""
-        learned = (num_rows @ self._pooled_lessons).reshape(3, self.max_steps)
-        age = np.minimum(learned[1] / POOLED_MEMORY_TRIALS, 1 / POOLED_MEMORY_ROUNDS)
-        age = np.maximum(age, UNTRIED_SPEED * age[0])
+        """num_rows: of each code, by round. arm: 0, chains, or a tree's number from 1 on, with
+        `expected`."""
+        learned = (num_rows @ self._pooled_lessons).reshape(-1, 3, self.max_steps)
+        age = np.minimum(learned[:, 1] / POOLED_MEMORY_TRIALS, 1 / POOLED_MEMORY_ROUNDS)
+        age = np.maximum(age, UNTRIED_SPEED * age[:, :1])
         if self.trees:
             learned, age = self._learn_branched(learned, age, arm, expected)
-        learned[2] *= _rates_before(self._rates)
-        self._pooled = self._pooled * np.exp(-age) + learned
-        self._update_rates()
+        known, shown = _faded(self._pooled, age, learned)
+        self._pooled = np.concatenate([(known + shown)[:2], known[2:]])
+        self._update_rates(shown[2])
 
-    def _weigh_less(self) -> None:
-        """Of what the traffic showed; the rates stay as they are."""
+    def _weigh_less(self, num_rounds: int) -> None:
+        """Of what the traffic showed, after so many plain rounds; the rates stay as they are."""
         num_trials = self._pooled[1, 0]
         if num_trials > PLAIN_TRIALS:
-            kept = max(math.exp(-1 / PLAIN_MEMORY_ROUNDS), PLAIN_TRIALS / num_trials)
+            kept = max(math.exp(-num_rounds / PLAIN_MEMORY_ROUNDS), PLAIN_TRIALS / num_trials)
             self._pooled *= kept
             self._pooled_prior = POOLED_PSEUDO_TRIALS * np.array(
                 [self._rates, np.ones(self.max_steps), _rates_before(self._rates)]
             )
 
-    def _expected_hits(self, evidence: Floats, codes: Indices, arm: int) -> Floats:
-        """Hits of a tree's trials that chains would have had, and that are expected, [2, levels].
+    def _expected_hits(self, evidence: Floats, shown: Indices, arm: int) -> Floats:
+        """Hits of a tree's trials that chains would have had, and that are expected,
+        [2, rounds, levels].
 
         By the ease of the very requests: a tree that was tried on hard ones is none the worse.
         """
         odds = np.stack([self._odds, self._branched_odds[arm - 1]])
         odds = odds[:, None] * self._ease(evidence)[:, None]
-        reached = self._observations.reached.take(codes, axis=0)
-        hits: Floats = (reached * (odds / (1.0 + odds))).sum(axis=1)
+        reached = self._request_lessons[0, :, : self.max_steps].take(shown, axis=0)
+        hits: Floats = np.einsum("nrl,arl->anl", reached, odds / (1.0 + odds))
         return hits
 
     def _learn_branched(
         self, learned: Floats, age: Floats, arm: int, expected: Floats | None
     ) -> tuple[Floats, Floats]:
-        """Fades what is known of trees and adds what one shows; what chains learn of the round."""
-        kept = np.exp(-UNTRIED_SPEED * age[0])
+        """Fades what is known of trees and adds what one shows; what chains learn of the rounds."""
+        kept = np.exp(-UNTRIED_SPEED * age[:, 0].sum())
         if expected is None:
             self._branched *= kept
             return learned, age
-        hits, trials, _ = learned
+        hits, trials, _ = learned.swapaxes(0, 1)
         of_chains, of_tree = expected
-        shown = self._branched[arm - 1] * np.exp(-HALF * age)
-        shown += [hits, trials, of_chains]
+        shown = np.stack([hits, trials, of_chains], axis=1)
+        faded, added = _faded(self._branched[arm - 1], HALF * age, shown)
         self._branched *= kept
-        self._branched[arm - 1] = shown
+        self._branched[arm - 1] = faded + added
         as_chains = np.minimum(trials, hits * of_chains / np.maximum(of_tree, _LOWEST_RATE))
-        return HALF * np.array([as_chains, trials, trials]), HALF * age
+        return HALF * np.stack([as_chains, trials, trials], axis=1), HALF * age
 
-    def _update_rates(self) -> None:
-        hits, trials, expected_hits = self._pooled + self._pooled_prior
-        odds = np.multiply.accumulate(_odds_ratio(hits, trials, expected_hits))
-        self._odds = np.minimum(np.maximum(odds, _LOWEST_ODDS), _HIGHEST_ODDS)
+    def _update_rates(self, reached: Floats) -> None:
+        """reached: trials by position that are not in the hits expected yet, [max_steps].
+
+        Those are counted here, position by position, as the one before has to be known first. On
+        lists: that is the quickest for so few numbers, one after the other.
+        """
+        known = (self._pooled + self._pooled_prior).tolist()
+        rate, odds = 0.5, 1.0
+        every_odds, added = [], []
+        for hits, trials, expected_hits, new in zip(*known, reached.tolist(), strict=True):
+            added.append(new * rate)
+            odds *= _odds_ratio(hits, trials, expected_hits + added[-1])
+            every_odds.append(min(max(odds, _LOWEST_ODDS), _HIGHEST_ODDS))
+            rate = every_odds[-1] / (1.0 + every_odds[-1])
+        self._pooled[2] += added
+        self._odds = np.array(every_odds)
         self._rates = self._odds / (1.0 + self._odds)
         self._every_rate = self._with_trees() if self.trees else self._rates[None]
         self._request_prior[-1] = REQUEST_PSEUDO_TRIALS * self._rates[0]
@@ -369,6 +453,42 @@ class SurvivalEstimator:
         return np.concatenate([self._rates[None], branched_rates])
 
 
+def _refuse_uneven(shown: DraftedRound) -> None:
+    lengths = [len(shown.request_ids), len(shown.row_steps), len(shown.num_correct_drafts)]
+    if min(lengths) < max(lengths):
+        raise ValueError(f"lengths={lengths}: give every column one entry per row")
+    if len(set(shown.request_ids)) < lengths[0]:
+        raise ValueError(f"request_ids={list(shown.request_ids)}: name each request once")
+
+
+def _shape(shown: DraftedRound) -> tuple[TreeShape | None, bool]:
+    """What a round drafted, if anything."""
+    has_drafts = any(shown.row_steps)
+    return shown.tree if has_drafts else None, has_drafts
+
+
+def _has_drafted(shown: Indices, absent: int) -> Flags:
+    """Requests that did in any of the rounds; `shown` [rounds, requests]."""
+    drafted: Flags = np.any(shown % absent > 0, axis=0)
+    return drafted
+
+
+def _fading(age: Floats) -> tuple[Floats, Floats]:
+    """What is left after rounds that age by `age` [rounds, ...] of all before, and of each."""
+    until = np.cumsum(age, axis=0)
+    return np.exp(-until[-1]), np.exp(until - until[-1])
+
+
+def _faded(known: Floats, age: Floats, learned: Floats) -> tuple[Floats, Floats]:
+    """What is left of `known` and of `learned` after rounds that age all before them, [columns,
+    positions] each.
+
+    age: by round, [rounds, positions]. learned: of each round, [rounds, columns, positions].
+    """
+    kept, weights = _fading(age)
+    return known * kept, (learned * weights[:, None]).sum(axis=0)
+
+
 def _positions(rates: Floats, trials: Floats) -> list[dict[str, object]]:
     columns = zip(rates.tolist(), trials.tolist(), strict=True)
     return [
@@ -377,9 +497,8 @@ def _positions(rates: Floats, trials: Floats) -> list[dict[str, object]]:
     ]
 
 
-def _odds_ratio(hits: Floats, trials: Floats, expected_hits: Floats) -> Floats:
-    ratio: Floats = hits * (trials - expected_hits) / ((trials - hits) * expected_hits)
-    return ratio
+def _odds_ratio(hits: Numbers, trials: Numbers, expected_hits: Numbers) -> Numbers:
+    return hits * (trials - expected_hits) / ((trials - hits) * expected_hits)
 
 
 def _rates_before(rates: Floats) -> Floats:

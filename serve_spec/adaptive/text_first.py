@@ -10,6 +10,7 @@ trees of 15 drafts a fifth branched, and all together kept 2% more at temperatur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -70,10 +71,10 @@ class TextFirst:
             wanted[passed_over[0]] = min(most, RETRY_STEPS)
         return wanted
 
-    def observe(self, verified: VerifiedRound) -> None:
-        """Learns from the rows that drafted from their texts."""
-        rows = verified.text_rows
-        self.survival.observe(rows.request_ids, rows.row_steps, rows.num_correct_drafts)
+    def observe_rounds(self, rounds: Sequence[VerifiedRound]) -> None:
+        """Learns from the rows that drafted from their texts, the oldest round first."""
+        of_texts = [replace(verified.text_rows, tree=None) for verified in rounds]
+        self.survival.observe_rounds(of_texts)
 
     def forget(self, request_id: str) -> None:
         """Drops a request."""

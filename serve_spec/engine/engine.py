@@ -66,6 +66,7 @@ class _Flight:
     plan: StepPlan
     pending: PendingRound
     started: float
+    """When nothing but this round was left to be done, in s."""
     switch_reason: Reason | None
     notes: RoundNotes
 
@@ -105,20 +106,25 @@ class SpecEngine:
         self._outputs: dict[str, OutputText] = {}
         self._flight: _Flight | None = None
         self._settled_at = 0.0
+        self._tail_s = 0.0
+        """What the step before did after its round was settled: the next round waited for it."""
         scheduler.on_leave = self._forget
 
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
-        flight = self._flight or self._launch(self._plan())
+        entered = time.perf_counter()
+        flight = self._flight or self._launch(self._plan(), entered - self._tail_s)
         if flight is None:
             return []
-        self._flight = self._launch(self._plan_ahead(flight.plan))
+        self._flight = self._launch(self._plan_ahead(flight.plan), time.perf_counter())
         result = flight.pending.result()
         committed = self.scheduler.commit(flight.plan, result, self._cut)
         round_ms = self._round_ms(flight)
         self._learn(flight.plan, result, committed, round_ms)
         self._report(flight, result, committed, round_ms)
-        return [self._delta(row, result) for row in committed]
+        deltas = [self._delta(row, result) for row in committed]
+        self._tail_s = time.perf_counter() - self._settled_at
+        return deltas
 
     @property
     def has_work(self) -> bool:
@@ -273,15 +279,19 @@ class SpecEngine:
             return None  # it has ended already, or nothing may follow
         return self.scheduler.plan_ahead(before, self.controller.choose_steps, ahead)
 
-    def _launch(self, plan: StepPlan | None) -> _Flight | None:
+    def _launch(self, plan: StepPlan | None, started: float) -> _Flight | None:
         if plan is None:
             return None
-        started = time.perf_counter()
         reason, notes = self.controller.switch_reason, self.controller.notes
         return _Flight(plan, self.worker.submit(plan), started, reason, notes)
 
     def _round_ms(self, flight: _Flight) -> float:
-        """Wall time of a round that is settled now: since its start, or its predecessor's end."""
+        """Wall time of a round that is settled now: since its start, or its predecessor's end.
+
+        With what a round is planned, learned from and reported in, for no other runs meanwhile
+        unless it was launched ahead: where that is left out plain rounds look the better, which
+        have the most of it per token.
+        """
         now = time.perf_counter()
         since = max(flight.started, self._settled_at)
         self._settled_at = now

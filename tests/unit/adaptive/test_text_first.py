@@ -90,7 +90,7 @@ def test_a_request_whose_text_misleads_goes_over_to_the_model_and_others_do_not(
     for _ in range(20):
         kept = [0, *[DEPTH] * (size - 1)]
         verified = verified_round(kept, size, DEPTH)
-        first.observe(replace(verified, is_from_text=[True] * size))
+        first.observe_rounds([replace(verified, is_from_text=[True] * size)])
     batch = with_text(decode_batch(size))
     first.plan(batch.request_ids, model, costs(size))
     steps = first.steps(batch, DEPTH, never)
@@ -102,7 +102,7 @@ def test_what_a_model_drafts_says_nothing_of_drafts_from_texts() -> None:
     first, batch = TextFirst(DEPTH), decode_batch(2)
     before = first.survival.pooled_rates
     for _ in range(50):
-        first.observe(lesson(0, batch, from_text=False))
+        first.observe_rounds([lesson(0, batch, from_text=False)])
     assert first.survival.pooled_rates == pytest.approx(before)
 
 
@@ -120,7 +120,7 @@ def test_nor_do_drafts_from_texts_of_a_model(policy: EmaPolicy | PerRequestPolic
 def test_what_is_passed_over_is_tried_again_now_and_then_if_that_can_be_afforded() -> None:
     first, batch = TextFirst(DEPTH), with_text(decode_batch(1))
     for _ in range(40):
-        first.observe(lesson(0, batch, from_text=True))
+        first.observe_rounds([lesson(0, batch, from_text=True)])
     first.plan(batch.request_ids, survival([0.9] * DEPTH), costs(1))
     rounds = [first.steps(batch, DEPTH, lambda: True) for _ in range(2 * RETRY_FOUND)]
     assert [row for row in rounds if row != [0]] == [[RETRY_STEPS]] * 2
@@ -139,7 +139,7 @@ def test_whoever_joins_is_served_like_the_usual_row() -> None:
 
 def test_a_request_that_left_is_new_when_it_comes_back() -> None:
     first = TextFirst(DEPTH)
-    first.observe(lesson(0, decode_batch(1), from_text=True))
+    first.observe_rounds([lesson(0, decode_batch(1), from_text=True)])
     assert first.survival.num_requests == 1
     first.forget("0")
     assert first.survival.num_requests == 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,6 +18,7 @@ from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundNotes, RoundSteps
+from serve_spec.engine import engine
 from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
 from tests.helpers.rounds import decode_batch, verified_round
@@ -31,6 +34,26 @@ class Rounds:
 
     def observe(self, stats: StepStats) -> None:
         self.seen.append(stats)
+
+
+class Ticking:
+    """A clock that moves when it is read."""
+
+    TICK_S = 1e-3
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        self.now += self.TICK_S
+        return self.now
+
+    def takes_a_second(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*given: object) -> Any:
+            self.now += 1.0
+            return work(*given)
+
+        return timed
 
 
 def generate(llm: LLM, *max_tokens: int) -> list[StepStats]:
@@ -50,6 +73,30 @@ def test_rows_that_end_are_not_among_the_live_ones(make_llm: MakeLLM) -> None:
         assert len(stats.live_steps) == len(stats.live_correct_drafts)
         columns = zip(stats.live_correct_drafts, stats.live_steps, strict=True)
         assert all(0 <= correct <= steps <= 3 for correct, steps in columns)
+
+
+def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_them(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that ticks when it is read, and whenever a plan is made or a text handed out."""
+    llm, clock = make_llm("EAGLE3", 3), Ticking()
+    monkeypatch.setattr(engine, "time", clock)
+    for worked in ("_plan", "_learn", "_delta"):
+        monkeypatch.setattr(llm.engine, worked, clock.takes_a_second(getattr(llm.engine, worked)))
+    llm.engine.metrics = sink = Rounds()
+    params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
+    llm.engine.add(llm.engine.new_sequence("a", PROMPTS[0], params))
+    steps_s = 0.0
+    while llm.engine.has_work:
+        before, settled = clock.now, llm.engine.counters.num_steps_executed
+        llm.engine.step()
+        assert llm.engine.counters.num_steps_executed == settled + 1
+        steps_s += clock.now - before
+        clock.now += 1000.0
+    after_the_last = clock.now - 1000.0 - llm.engine._settled_at
+    assert sum(stats.step_ms for stats in sink.seen) / 1e3 == pytest.approx(
+        steps_s - after_the_last, abs=2 * Ticking.TICK_S * len(sink.seen)
+    )
 
 
 def test_the_live_rows_are_those_the_position_counts_are_made_of(make_llm: MakeLLM) -> None:
