@@ -29,6 +29,8 @@ class PositionCounters:
         """
         # Not by arrays, as this comes with every round: the first use of numpy after a model's
         # forward takes 80 µs on a CPU, and that of a Counter 20.
+        if not any(row_steps) and not any(num_correct_drafts):
+            return
         shown = list(zip(row_steps, num_correct_drafts, strict=True))
         for code in self._observations.codes_of(shown):
             self._rows[code] += 1

@@ -14,7 +14,10 @@ does not begin counts as the one that takes its place, from when it does.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -36,7 +39,7 @@ class Entries:
 
     pays: Flags | None
     ms: float
-    longest: float
+    longest: Callable[[], float]
     rounds: Floats | None = None
 
     @classmethod
@@ -46,19 +49,30 @@ class Entries:
         worth: survival [B, K]. costs: of the batch. entry_ms: of one entry.
         """
         if not batch.backlogs or not entry_ms:
-            return cls(None, 0.0, float("inf"))
-        # A token more of one row is worth a round's time over the rows that share it; its drafts
-        # take its share of what those of all rows take.
-        by_depth = np.cumsum(worth, axis=1)
-        gains = (by_depth * costs.off - costs.added[: worth.shape[1]]) / batch.size
-        row, best = np.arange(batch.size), gains.argmax(axis=1)
-        gained, tokens = gains[row, best], 1.0 + by_depth[row, best]
-        rounds = np.maximum(1.0, np.asarray(batch.num_remaining) / tokens)
+            return cls(None, 0.0, lambda: math.inf)
+
+        def gained_and_tokens() -> tuple[Floats, Floats]:
+            # A token more of one row is worth a round's time over the rows that share it; its
+            # drafts take its share of what those of all rows take.
+            by_depth = np.cumsum(worth, axis=1)
+            gains = (by_depth * costs.off - costs.added[: worth.shape[1]]) / batch.size
+            row, best = np.arange(batch.size), gains.argmax(axis=1)
+            return gains[row, best], 1.0 + by_depth[row, best]
+
+        @cache
+        def longest() -> float:
+            gained, tokens = gained_and_tokens()
+            return max(0.0, float((gained / tokens).mean()) / entry_ms)
+
         # What a round makes by the way is no backlog.
-        backlogs = np.maximum(0, np.asarray(batch.backlogs) - worth.shape[1] - 1)
+        by_the_way = worth.shape[1] + 1
+        if max(batch.backlogs) <= by_the_way:  # as a rule
+            return cls(None, 0.0, longest)
+        gained, tokens = gained_and_tokens()
+        rounds = np.maximum(1.0, np.asarray(batch.num_remaining) / tokens)
+        backlogs = np.maximum(0, np.asarray(batch.backlogs) - by_the_way)
         ms = entry_ms * backlogs / rounds
         pays: Flags = (backlogs == 0) | (ms <= gained)
-        longest = max(0.0, float((gained / tokens).mean()) / entry_ms)
         return cls(pays, float(ms[pays].sum()), longest, rounds)
 
     def of_rows_that_pay(self, worth: Floats) -> Floats:
@@ -79,6 +93,6 @@ class Entries:
 
     def pays_for_another(self, batch: DecodeBatch, row: int) -> bool:
         """Whether a row that joins after the plan was made begins to draft at once."""
-        if self.pays is None or not batch.backlogs:
+        if not batch.backlogs:
             return True
-        return batch.backlogs[row] <= self.longest * batch.num_remaining[row]
+        return batch.backlogs[row] <= self.longest() * batch.num_remaining[row]

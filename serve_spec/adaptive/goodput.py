@@ -56,7 +56,7 @@ takes 200 there, and the device waits for it.
 PLAN_MS = 32.0
 """A plan of short rounds has more of them, for about so long: to make it and to learn from it takes
 the host a millisecond, several rounds of a small model."""
-MOST_PLAN_ROUNDS = 32
+MOST_PLAN_ROUNDS = 64
 """While nothing is drafted a plan lasts twice as long as the one before, up to so many rounds: what
 making it takes is what the policy is slower than off by."""
 SETTLED_ROUNDS = 64
@@ -70,7 +70,7 @@ it to be replaced at once."""
 PLAN_ROWS_PER_ROUND = 32
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
 PROMPTS_EVERY_PLANS = 4
-"""Plans for the same batch size that share what prompts take."""
+"""Plans for batches of about the same size that share what prompts take."""
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
 LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
@@ -135,7 +135,7 @@ class GoodputPolicy:
         self._shares: Floats = np.zeros(0)
         """Of a round's time that prompts take, by option,"""
         self._shares_of = 0, 0
-        """in batches of this size that have so many options,"""
+        """in batches of a range, see `range_key`, that have so many options,"""
         self._num_shared = 0
         """as so many plans took it to be."""
         self._predicted: dict[Tier, float] = {}
@@ -453,9 +453,9 @@ class GoodputPolicy:
     def _shares_of_prompts(self, options: Options, batch: DecodeBatch) -> Floats:
         """What `Options.shares_of_prompts` says, worked out anew for every few plans: it changes
         with the load, not with the text."""
-        size, num_options = batch.size, len(options.goodput)
-        if self._num_shared >= PROMPTS_EVERY_PLANS or self._shares_of != (size, num_options):
-            self._shares_of, self._num_shared = (size, num_options), 0
+        key = range_key(batch.size), len(options.goodput)
+        if self._num_shared >= PROMPTS_EVERY_PLANS or self._shares_of != key:
+            self._shares_of, self._num_shared = key, 0
             self._shares = options.shares_of_prompts(self.prompts, self.costs, batch.context)
         self._num_shared += 1
         return self._shares
@@ -478,7 +478,8 @@ class GoodputPolicy:
         hope = goodput[best] / goodput[0]
         if not present:
             here.clock.hear(hope)
-        # Few trials give nothing up: it could be the bad luck of a few requests.
+        # What trials could have by bad luck gives nothing up. If drafts really lose a little, the
+        # guard will measure it; whoever is off hears next to nothing.
         if present and hope < 1.0 / (MOVE_GAIN + self.survival.doubt):
             best = 0
         needed = MOVE_GAIN if present else LEAVE_OFF_GAIN

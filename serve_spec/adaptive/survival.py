@@ -192,10 +192,8 @@ class SurvivalEstimator:
 
     @property
     def doubt(self) -> float:
-        """Share of a round's tokens by which few trials err: about two standard errors, beyond
-        those that stay when the memory is full."""
-        few = 1 / math.sqrt(self._pooled[1, 0] + POOLED_PSEUDO_TRIALS)
-        return max(0.0, _TWO_ERRORS * (few - 1 / math.sqrt(POOLED_MEMORY_TRIALS)))
+        """Share of a round's tokens by which trials err: two standard errors of the first rate."""
+        return _TWO_ERRORS / math.sqrt(self._pooled[1, 0] + POOLED_PSEUDO_TRIALS)
 
     @property
     def pooled_trials(self) -> Floats:

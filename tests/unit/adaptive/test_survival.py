@@ -169,7 +169,7 @@ def test_plain_rounds_leave_the_rates_as_they_are_and_make_them_easier_to_change
     assert 0 < 2 * moved[0] < moved[1]
 
 
-def test_the_fewer_trials_there_are_the_larger_the_doubt_and_in_the_end_there_is_none() -> None:
+def test_the_fewer_trials_there_are_the_larger_the_doubt_which_never_is_none() -> None:
     estimator = SurvivalEstimator(MAX_STEPS)
     doubts = []
     for _ in range(3000):
@@ -177,7 +177,7 @@ def test_the_fewer_trials_there_are_the_larger_the_doubt_and_in_the_end_there_is
         observe(estimator, [("a", 1, 1)])
     assert doubts[0] > 0.1
     assert doubts == sorted(doubts, reverse=True)
-    assert doubts[-1] == 0.0
+    assert 0.0 < doubts[-1] < 0.2 * doubts[0]
 
 
 def test_a_position_not_tried_is_forgotten_slowly_but_in_the_end() -> None:
