@@ -13,6 +13,11 @@ OTHER_EVERY_ROUNDS = 64
 
 BASELINE_EVERY_ROUNDS = 128
 """While drafting, one plain round, to know what speculation is measured against."""
+FIRST_BASELINE_ROUNDS = 8
+NUM_FIRST_BASELINES = 4
+"""At batches of a size that is new: the first plain round after 8, the next ones after 16, 32, 64,
+if drafting is not clearly ahead."""
+CLEAR_LEAD = 1.25
 
 PROBED_ROWS_SHARE = 16
 """One row in so many takes part in a probe, at least one."""

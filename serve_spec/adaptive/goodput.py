@@ -75,8 +75,9 @@ LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
 LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
 """Of a plan's rounds that drafted, the newest so many are learned from."""
-PRICED_PLAIN_ROUNDS = 8
-"""Of a plan's plain rounds, the newest so many say what they cost: there are many, all alike."""
+PRICED_ROUNDS = 8
+"""Of a plan's plain rounds, and of those that drafted, the newest so many say what they cost: there
+are many, all alike."""
 MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
@@ -266,7 +267,8 @@ class GoodputPolicy:
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
             self.text.forget(request_id)
-        unpriced = _all_but_newest(rounds, PRICED_PLAIN_ROUNDS, _is_timed_plain_round)
+        unpriced = _all_but_newest(rounds, PRICED_ROUNDS, _is_timed_plain_round)
+        unpriced |= _all_but_newest(rounds, PRICED_ROUNDS, _is_timed_drafting_round)
         for place, verified in enumerate(rounds):
             self.prompts.observe(verified)
             if verified.times is not None:
@@ -517,10 +519,17 @@ class GoodputPolicy:
         )
 
 
+def _is_timed(verified: VerifiedRound) -> bool:
+    """And says what a round takes without prompts; those with some are few enough."""
+    return verified.times is not None and not verified.num_prompt_rows
+
+
 def _is_timed_plain_round(verified: VerifiedRound) -> bool:
-    """Those with prompts are few enough, and say something else."""
-    is_timed = verified.times is not None and not verified.num_prompt_rows
-    return is_timed and not _has_drafts(verified)
+    return _is_timed(verified) and not _has_drafts(verified)
+
+
+def _is_timed_drafting_round(verified: VerifiedRound) -> bool:
+    return _is_timed(verified) and _has_drafts(verified)
 
 
 def _has_drafts(verified: VerifiedRound) -> bool:

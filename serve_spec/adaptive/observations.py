@@ -66,10 +66,6 @@ class Observations:
             steps, correct = zip(*shown, strict=True)
             raise self._refused(steps, correct) from None
 
-    def count(self, codes: Indices) -> Indices:
-        """How many rows have each code, [num_codes]."""
-        return np.bincount(codes, minlength=self.num_codes)
-
     def _refused(self, row_steps: Sequence[int], num_correct_drafts: Sequence[int]) -> ValueError:
         allowed = range(self.max_steps + 1)
         for steps, correct in zip(row_steps, num_correct_drafts, strict=True):

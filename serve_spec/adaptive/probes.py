@@ -13,9 +13,12 @@ from serve_spec.adaptive.baseline import DOUBTED_EVERY_ROUNDS
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import (
     BASELINE_EVERY_ROUNDS,
+    CLEAR_LEAD,
     DEEPER_EVERY_ROUNDS,
+    FIRST_BASELINE_ROUNDS,
     FIRST_WAIT_ROUNDS,
     LAST_WAIT_ROUNDS,
+    NUM_FIRST_BASELINES,
     OTHER_EVERY_ROUNDS,
     PROBED_ROWS_SHARE,
     PROMISING_GAIN,
@@ -39,12 +42,23 @@ class ProbeClock:
     """Rounds since each kind of probe, at batches of about the same size."""
 
     since_baseline: int = 0
+    num_baselines: int = 0
     since_deeper: int = 0
     since_other: int = 0
     off: int = 0
     wait: BackOff = field(default_factory=lambda: BackOff(FIRST_WAIT_ROUNDS, LAST_WAIT_ROUNDS))
     has_tried: bool = False
     _hope: float = 0.0
+
+    def baseline_every(self, lead: float) -> int:
+        """Rounds between plain ones. The first come soon, unless drafting is clearly ahead: without
+        any, a table is all that is known of what it is weighed against.
+
+        lead: speed over that of plain rounds, as predicted.
+        """
+        if self.num_baselines >= NUM_FIRST_BASELINES or lead > CLEAR_LEAD:
+            return BASELINE_EVERY_ROUNDS
+        return FIRST_BASELINE_ROUNDS << self.num_baselines
 
     def hear(self, hope: float) -> None:
         """What drafting would gain over off, by all that is known now: after a trial that raised
@@ -103,14 +117,15 @@ class Probes:
         clock.since_baseline += 1
         clock.since_deeper += 1
         clock.since_other += 1
-        every = DOUBTED_EVERY_ROUNDS if in_doubt else BASELINE_EVERY_ROUNDS
+        every = DOUBTED_EVERY_ROUNDS if in_doubt else clock.baseline_every(self._lead(batch, plan))
         # Beside prompts it is told less: only where no round is without any.
         is_alone = not batch.num_prompt_rows
         if clock.since_baseline >= (every if is_alone else 2 * every):
-            clock.since_baseline -= RETRY_ROUNDS
-            answer = self._plain(batch, plan, is_free=in_doubt)
+            clock.since_baseline -= min(every, RETRY_ROUNDS)
+            answer = self._plain(batch, plan, clock, is_free=in_doubt)
             if answer is not None:
                 clock.since_baseline = 0
+                clock.num_baselines += 1
                 return answer
         if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
             clock.since_deeper -= RETRY_ROUNDS
@@ -126,20 +141,33 @@ class Probes:
                 return answer
         return None
 
-    def _plain(self, batch: DecodeBatch, plan: RoundPlan, *, is_free: bool) -> Probe | None:
+    def _plain(
+        self, batch: DecodeBatch, plan: RoundPlan, clock: ProbeClock, *, is_free: bool
+    ) -> Probe | None:
         """A plain round, to know what speculation is measured against.
 
         is_free: plain rounds seem to be the faster ones, so that nothing is lost by them.
         """
         # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
-        choice, size = plan.choice, batch.size
-        off_ms = self._costs.verify_ms(size, 0, batch.context, batch.num_sampled)
-        off_ms += self._costs.host_ms(size)
-        lost_ms = off_ms - size * choice.ms / choice.tokens
+        off_ms = self._off_ms(batch)
+        lost_ms = off_ms - off_ms / self._lead(batch, plan)
+        if clock.num_baselines < NUM_FIRST_BASELINES:
+            lost_ms *= 2  # as little is known of the plan's rounds, too
         if not is_free and not self._budget.spend(max(0.0, lost_ms)):
             return None
         notes = RoundNotes(is_probe=True, predicted_ms=off_ms)
         return Reason.BASELINE, RoundSteps(0, notes=notes)
+
+    def _off_ms(self, batch: DecodeBatch) -> float:
+        """A plain round."""
+        size = batch.size
+        verify_ms = self._costs.verify_ms(size, 0, batch.context, batch.num_sampled)
+        return verify_ms + self._costs.host_ms(size)
+
+    def _lead(self, batch: DecodeBatch, plan: RoundPlan) -> float:
+        """Speed of the plan's rounds over that of plain ones, as predicted."""
+        choice = plan.choice
+        return self._off_ms(batch) * choice.tokens / (batch.size * choice.ms)
 
     def _begun(
         self, batch: DecodeBatch, bound: int, round_costs: Callable[[], RoundCosts]

@@ -21,6 +21,8 @@ from serve_spec.core.round import VerifiedRound
 
 _REMEMBERED = 64
 """Requests that the means are over, about."""
+_FEWEST = 8
+"""Requests before anything is said of them."""
 _MOST_GROUPS = 4.0
 """Prompts of a round in the mean; more are taken to come in groups. Of many the number hardly
 varies."""
@@ -49,8 +51,8 @@ class PromptLoad:
 
     @property
     def is_known(self) -> bool:
-        """Whether requests ended that had prompts of their own."""
-        return self._num_rows > 0
+        """Whether enough requests ended, with prompts of their own: the first are short ones."""
+        return self._num_ended >= _FEWEST and self._num_rows > 0
 
     @property
     def rows_per_token(self) -> float:

@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from serve_spec.adaptive.observations import Indices, Observations
 from serve_spec.core.round import TreeShape
 
-Flags: TypeAlias = NDArray[np.bool_]
 Floats: TypeAlias = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Floats)
 
@@ -86,7 +85,9 @@ drifts back to the pooled rates and is tried again.
 # Nothing is decided differently beyond these, and odds stay finite.
 _LOWEST_RATE, _HIGHEST_RATE = 0.001, 0.999
 _LOWEST_ODDS, _HIGHEST_ODDS = _LOWEST_RATE / _HIGHEST_RATE, _HIGHEST_RATE / _LOWEST_RATE
-_TWO_ERRORS = 2 * 0.5 / 1.5  # of one trial, at even odds, over the tokens of a round of one draft
+# Of one trial, at even odds, over the tokens of a round of one draft. Trials of a request are
+# alike, so of all together the variance is about twice that of as many independent ones.
+_TWO_ERRORS = 2 * math.sqrt(2 * 0.25) / 1.5
 _EVEN_RATE = np.array([0.5])
 _UNKNOWN = 0
 """The slot of every request that never drafted: no trials, ever."""
@@ -147,7 +148,6 @@ class SurvivalEstimator:
         hits = self._observations.accepted.astype(np.float64)
         trials = self._observations.reached.astype(np.float64)
         # Of the traffic, by position: hits, trials, and the hits expected from the one before.
-        self._pooled_lessons = np.concatenate([hits, trials, trials], axis=1)
         self._pooled = np.zeros((3, max_steps))
         prior = _checked(prior_rates, max_steps)
         self._pooled_prior = POOLED_PSEUDO_TRIALS * np.array(
@@ -158,16 +158,19 @@ class SurvivalEstimator:
         gained = DEFAULT_TREE_GAIN / (1.0 + DEFAULT_TREE_GAIN)
         self._branched_prior = TREE_PSEUDO_TRIALS * np.array([[gained], [1.0], [0.5]])
         # Of a request: trials by position (of chains, then of each tree), trials and hits in all.
-        # One code more than there are: of a request that is not in the round.
+        # What a row teaches: that, and hits and trials by position. One code more than there are is
+        # that of a request that is not in the round.
         self._absent = len(trials)
-        num_positions = max_steps * (1 + len(self.trees))
-        self._request_lessons = np.zeros((1 + len(self.trees), len(trials) + 1, num_positions + 2))
-        for arm, lessons in enumerate(self._request_lessons):
+        self._num_columns = max_steps * (1 + len(self.trees)) + 2
+        shape = (1 + len(self.trees), len(trials) + 1, self._num_columns + 2 * max_steps)
+        self._lessons = np.zeros(shape)
+        in_all = np.column_stack([trials.sum(axis=1), hits.sum(axis=1)])
+        for arm, lessons in enumerate(self._lessons):
             lessons[:-1, arm * max_steps : (arm + 1) * max_steps] = trials
-            lessons[:-1, -2:] = np.column_stack([trials.sum(axis=1), hits.sum(axis=1)])
+            lessons[:-1, self._num_columns - 2 :] = np.hstack([in_all, hits, trials])
         self._request_age = np.append(1.0 + hits.sum(axis=1), 0.0) / REQUEST_MEMORY_TOKENS
-        self._requests = np.zeros((64, num_positions + 2))
-        self._request_prior = np.zeros(num_positions + 2)
+        self._requests = np.zeros((64, self._num_columns))
+        self._request_prior = np.zeros(self._num_columns)
         self._request_prior[[0, -2]] = REQUEST_PSEUDO_TRIALS
         self._slot_of: dict[str, int] = {}
         self._free = list(range(len(self._requests) - 1, _UNKNOWN, -1))
@@ -244,18 +247,20 @@ class SurvivalEstimator:
     ) -> None:
         request_ids, shown = self._by_request(rounds, codes)
         slots = self._slots(request_ids)
-        for row in np.flatnonzero((slots == _UNKNOWN) & _has_drafted(shown, self._absent)).tolist():
-            slots[row] = self._slot_of[request_ids[row]] = self._new_slot()
+        self._admit(request_ids, slots, shown)
+        arm, num_columns = self._arm(tree), self._num_columns
+        lessons = self._lessons[arm].take(shown, axis=0)
+        by_position = lessons[:, :, num_columns:].sum(axis=1)
         evidence = self._requests.take(slots, axis=0)
-        arm = self._arm(tree)
-        expected = None if tree is None else self._expected_hits(evidence, shown, arm)
+        expected = None
+        if tree is not None:
+            reached = lessons[:, :, num_columns + self.max_steps :]
+            expected = self._expected_hits(evidence, reached, arm)
         kept, weights = _fading(self._request_age.take(shown))
         evidence *= kept[:, None]
-        lessons = self._request_lessons[arm].take(shown, axis=0)
-        lessons *= weights[:, :, None]
-        evidence += lessons.sum(axis=0)
+        evidence += (lessons[:, :, :num_columns] * weights[:, :, None]).sum(axis=0)
         self._requests[slots] = evidence
-        self._learn_pooled(self._count(shown), arm, expected)
+        self._learn_pooled(by_position.reshape(-1, 2, self.max_steps), arm, expected)
 
     def _learn_plain(self, rounds: Sequence[DraftedRound], codes: Indices) -> None:
         if self._slot_of:
@@ -281,12 +286,11 @@ class SurvivalEstimator:
         shown[np.repeat(np.arange(len(rounds)), sizes), places] = codes
         return list(place_of), shown
 
-    def _count(self, shown: Indices) -> Indices:
-        """How many rows of each round have each code, [rounds, codes]."""
-        num_rounds, width = len(shown), self._absent + 1
-        cells = shown + width * np.arange(num_rounds)[:, None]
-        counts = np.bincount(cells.ravel(), minlength=num_rounds * width)
-        return counts.reshape(num_rounds, width)[:, :-1]
+    def _admit(self, request_ids: Sequence[str], slots: Indices, shown: Indices) -> None:
+        """Gives a slot to every request without one that drafted in any of the rounds."""
+        for row, slot in enumerate(slots.tolist()):
+            if slot == _UNKNOWN and any(code % self._absent for code in shown[:, row].tolist()):
+                slots[row] = self._slot_of[request_ids[row]] = self._new_slot()
 
     def survival(self, request_ids: Sequence[str], tree: TreeShape | None = None) -> Floats:
         """The chance that each draft of each request is kept, [len(request_ids), max_steps].
@@ -368,17 +372,17 @@ class SurvivalEstimator:
             self._free = list(range(2 * size - 1, size - 1, -1))
         return self._free.pop()
 
-    def _learn_pooled(self, num_rows: Indices, arm: int, expected: Floats | None) -> None:
-        """num_rows: of each code, by round. arm: 0, chains, or a tree's number from 1 on, with
-        `expected`."""
-        learned = (num_rows @ self._pooled_lessons).reshape(-1, 3, self.max_steps)
-        age = np.minimum(learned[:, 1] / POOLED_MEMORY_TRIALS, 1 / POOLED_MEMORY_ROUNDS)
+    def _learn_pooled(self, shown: Floats, arm: int, expected: Floats | None) -> None:
+        """shown: hits and trials, [rounds, 2, max_steps]. arm: 0, chains, or a tree's number from 1
+        on, with `expected`."""
+        learned = np.concatenate([shown, shown[:, 1:]], axis=1)
+        age = np.minimum(shown[:, 1] / POOLED_MEMORY_TRIALS, 1 / POOLED_MEMORY_ROUNDS)
         age = np.maximum(age, UNTRIED_SPEED * age[:, :1])
         if self.trees:
             learned, age = self._learn_branched(learned, age, arm, expected)
-        known, shown = _faded(self._pooled, age, learned)
-        self._pooled = np.concatenate([(known + shown)[:2], known[2:]])
-        self._update_rates(shown[2])
+        known, added = _faded(self._pooled, age, learned)
+        self._pooled = np.concatenate([(known + added)[:2], known[2:]])
+        self._update_rates(added[2])
 
     def _weigh_less(self, num_rounds: int) -> None:
         """Of what the traffic showed, after so many plain rounds; the rates stay as they are."""
@@ -390,15 +394,14 @@ class SurvivalEstimator:
                 [self._rates, np.ones(self.max_steps), _rates_before(self._rates)]
             )
 
-    def _expected_hits(self, evidence: Floats, shown: Indices, arm: int) -> Floats:
+    def _expected_hits(self, evidence: Floats, reached: Floats, arm: int) -> Floats:
         """Hits of a tree's trials that chains would have had, and that are expected,
-        [2, rounds, levels].
+        [2, rounds, levels]; `reached` [rounds, rows, levels].
 
         By the ease of the very requests: a tree that was tried on hard ones is none the worse.
         """
         odds = np.stack([self._odds, self._branched_odds[arm - 1]])
         odds = odds[:, None] * self._ease(evidence)[:, None]
-        reached = self._request_lessons[0, :, : self.max_steps].take(shown, axis=0)
         hits: Floats = np.einsum("nrl,arl->anl", reached, odds / (1.0 + odds))
         return hits
 
@@ -463,12 +466,6 @@ def _shape(shown: DraftedRound) -> tuple[TreeShape | None, bool]:
     """What a round drafted, if anything."""
     has_drafts = any(shown.row_steps)
     return shown.tree if has_drafts else None, has_drafts
-
-
-def _has_drafted(shown: Indices, absent: int) -> Flags:
-    """Requests that did in any of the rounds; `shown` [rounds, requests]."""
-    drafted: Flags = np.any(shown % absent > 0, axis=0)
-    return drafted
 
 
 def _fading(age: Floats) -> tuple[Floats, Floats]:

@@ -15,6 +15,7 @@ from serve_spec.adaptive.exploration import (
     DEEPER_EVERY_ROUNDS,
     EXPLORATION_SHARE,
     LAST_WAIT_ROUNDS,
+    NUM_FIRST_BASELINES,
     PROBED_ROWS_SHARE,
     TRIAL_ROUNDS,
 )
@@ -167,8 +168,19 @@ def test_while_it_drafts_a_plain_round_comes_as_often_as_the_budget_lets_it(
     traces: TraceSet,
 ) -> None:
     kept = account(traces, "predictable", 1, 64)
-    assert len(kept.baselines) >= 3
-    assert min(kept.since_baseline[:-1]) >= BASELINE_EVERY_ROUNDS
+    later = kept.since_baseline[NUM_FIRST_BASELINES:-1]
+    assert len(later) >= 3
+    assert min(later) >= BASELINE_EVERY_ROUNDS
+
+
+def test_where_drafting_is_not_clearly_ahead_the_first_plain_rounds_come_sooner(
+    traces: TraceSet,
+) -> None:
+    waits = account(traces, "mixture", 4, 64).since_baseline[:-1]
+    first, later = waits[:NUM_FIRST_BASELINES], waits[NUM_FIRST_BASELINES:]
+    assert first[0] < BASELINE_EVERY_ROUNDS / 2
+    assert all(wait >= 8 << number for number, wait in enumerate(first))
+    assert all(wait >= BASELINE_EVERY_ROUNDS for wait in later)
 
 
 @pytest.mark.parametrize("affordable", [1, 3, 16])
@@ -202,7 +214,7 @@ class Rounds:
                 found.append(0)
             elif any(row_steps) and is_kept:
                 return found
-            found[-1] += not any(row_steps)
+            found[-1] += not any(row_steps) and self.policy.last_reason is not Reason.BASELINE
             kept = row_steps if is_kept else [0] * 4
             self.policy.observe(verified_round(kept, 4, steps.num_steps, row_steps=row_steps))
         return found[:-1]

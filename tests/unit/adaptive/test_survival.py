@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -47,21 +48,40 @@ def learned(rounds: Sequence[Sequence[Row]]) -> SurvivalEstimator:
     return estimator
 
 
+@dataclass(frozen=True)
+class Drafted:
+    """A round, column by column."""
+
+    request_ids: Sequence[str]
+    row_steps: Sequence[int]
+    num_correct_drafts: Sequence[int]
+    tree: TreeShape | None = None
+
+    @classmethod
+    def of(cls, rows: Sequence[Row]) -> Drafted:
+        return cls([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
+
+
 def mean_rates(
-    rates: np.ndarray, steps: Callable[[np.random.Generator], int], batch_size: int = 32
+    rates: np.ndarray,
+    steps: Callable[[np.random.Generator], int],
+    batch_size: int = 32,
+    rounds_at_once: int = 1,
 ) -> np.ndarray:
     """Pooled rates, averaged over the last of many rounds of drafts that are kept by `rates`."""
     rng = np.random.default_rng(0)
     estimator = SurvivalEstimator(len(rates))
     request_ids = [str(row) for row in range(batch_size)]
-    seen = []
+    seen, rounds = [], []
     for _ in range(600):
         kept = np.cumprod(rng.random((batch_size, len(rates))) < rates, axis=1).sum(axis=1)
         row_steps = [steps(rng) for _ in request_ids]
-        counts = np.minimum(kept, row_steps).tolist()
-        estimator.observe(request_ids, row_steps, counts)
-        seen.append(estimator.pooled_rates)
-    return np.mean(seen[200:], axis=0)
+        rounds.append(Drafted(request_ids, row_steps, np.minimum(kept, row_steps).tolist()))
+        if len(rounds) == rounds_at_once:
+            estimator.observe_rounds(rounds)
+            seen.append(estimator.pooled_rates)
+            rounds = []
+    return np.mean(seen[len(seen) // 3 :], axis=0)
 
 
 @given(rounds_of_rows(max_size=30), st.integers(1, 60))
@@ -96,10 +116,34 @@ def test_no_amount_of_evidence_makes_it_certain(kept: int) -> None:
     [lambda rng: 5, lambda rng: int(rng.integers(0, 6)), lambda rng: int(rng.choice([1, 1, 1, 5]))],
     ids=["always deep", "any depth", "mostly shallow"],
 )
+@pytest.mark.parametrize("rounds_at_once", [1, 8, 24])
 def test_pooled_rates_find_the_truth_whatever_depth_they_are_learned_at(
-    steps: Callable[[np.random.Generator], int],
+    steps: Callable[[np.random.Generator], int], rounds_at_once: int
 ) -> None:
-    assert mean_rates(RATES, steps) == pytest.approx(RATES, abs=0.03)
+    rates = mean_rates(RATES, steps, rounds_at_once=rounds_at_once)
+    assert rates == pytest.approx(RATES, abs=0.03)
+
+
+@given(rounds_of_rows())
+def test_rounds_learned_together_count_as_they_would_one_by_one(rounds: list[list[Row]]) -> None:
+    """Requests come and go between them, and some rounds are plain."""
+    together, alone = SurvivalEstimator(MAX_STEPS), learned(rounds)
+    together.observe_rounds([Drafted.of(rows) for rows in rounds])
+    assert together.pooled_trials == pytest.approx(alone.pooled_trials)
+    assert together.num_requests == alone.num_requests
+
+
+@given(rounds_of_rows())
+def test_what_requests_are_beside_each_other_does_not_depend_on_how_rounds_are_learned(
+    rounds: list[list[Row]],
+) -> None:
+    together, alone = SurvivalEstimator(MAX_STEPS), learned(rounds)
+    together.observe_rounds([Drafted.of(rows) for rows in rounds])
+    usual = [[(f"usual {n}", MAX_STEPS, n % (MAX_STEPS + 1)) for n in range(60)]] * 300
+    for estimator in (together, alone):  # the rates of all are forgotten, and then the same
+        estimator.observe_rounds([Drafted.of(rows) for rows in usual])
+    survival = [estimator.survival("abcdef") for estimator in (together, alone)]
+    assert survival[0] == pytest.approx(survival[1], abs=1e-6)
 
 
 def test_at_batch_1_too_the_truth_is_found() -> None:
