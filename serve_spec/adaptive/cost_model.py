@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from serve_spec.adaptive.cost_surface import CostSurface, Counts, Floats
+from serve_spec.adaptive.objective import STAIRS_PER_DRAFT
 from serve_spec.adaptive.prompt_costs import PromptExcess
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.round import TreeShape
@@ -88,7 +89,8 @@ class CostModel:
         self._drift = 0.0
         self._num_rounds = 0
         self._draft_residuals = _Residuals(_NUM_BUCKETS)
-        self._verify_residuals = [_Residuals(self.max_steps + 1) for _ in range(_NUM_BUCKETS)]
+        num_stairs = STAIRS_PER_DRAFT * self.max_steps + 1
+        self._verify_residuals = [_Residuals(num_stairs) for _ in range(_NUM_BUCKETS)]
         self._host_ms = [0.0] * _NUM_BUCKETS
         self._host_rounds = [0] * _NUM_BUCKETS
         self._num_refused = 0
@@ -308,7 +310,11 @@ class CostModel:
                 self._verify_residuals[bucket].has_run,
                 self.verify_factors(1 << bucket),
             )
-            learned = {str(k): round(f, 4) for k, f in enumerate(factors.tolist()) if has_run(k)}
+            learned = {
+                f"{stair / STAIRS_PER_DRAFT:g}": round(factor, 4)
+                for stair, factor in enumerate(factors.tolist())
+                if has_run(stair)
+            }
             if learned:
                 verify[size] = learned
             if self._host_rounds[bucket]:
@@ -343,13 +349,13 @@ class CostModel:
         return knots
 
     def verify_factors(self, batch_size: int) -> Floats:
-        """What corrects them, [max_steps + 1]: entry k for more than k - 1 and up to k drafts per
-        row. So rounds in which a few rows draft say nothing of plain ones, which they are judged
-        against, even where the first few rows cost as much as all."""
+        """What corrects them, by half drafts per row, rounded up: see `RoundCosts.factors`. So
+        rounds in which a few rows draft say nothing of plain ones, which they are judged against,
+        nor of those in which all do."""
         bucket = _bucket(batch_size)
         residuals, usual = self._verify_residuals[bucket], self._usual_residual(bucket)
-        logs = [residuals.of(k, usual) for k in range(self.max_steps + 1)]
-        return np.array([self._factor(log) for log in logs])
+        num_stairs = STAIRS_PER_DRAFT * self.max_steps + 1
+        return np.array([self._factor(residuals.of(i, usual)) for i in range(num_stairs)])
 
     def verify_ms(
         self, batch_size: int, num_drafts: int, context: float, num_sampled: int
@@ -433,8 +439,9 @@ class CostModel:
             )
 
     def _stair(self, num_drafts: int, batch_size: int) -> int:
-        """Drafts per row, rounded up; trees of texts may hold more than any chain."""
-        return min(-(-num_drafts // batch_size), self.max_steps)
+        """Half drafts per row, rounded up; trees of texts may hold more than any chain."""
+        stair = -(-STAIRS_PER_DRAFT * num_drafts // batch_size)
+        return min(stair, STAIRS_PER_DRAFT * self.max_steps)
 
     def _draft_factor(self, batch_size: int) -> float:
         residuals = self._draft_residuals

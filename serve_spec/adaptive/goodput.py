@@ -8,6 +8,7 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -47,6 +48,8 @@ LEAVE_OFF_GAIN = 1.02
 """Predicted gain that makes the policy leave 0: below, the noise of the costs decides."""
 MOVE_GAIN = 1.01
 """Predicted gain that makes it move between tiers."""
+WORTH_TRYING = 0.9
+"""Predicted share of the present speed that is worth a try of a tier that never ran."""
 PLAN_ROUNDS = 8
 """Rounds that follow one plan, and after which they are learned from, all at once.
 
@@ -88,6 +91,8 @@ class _SizeRange:
 
     guard: SpeedGuard = field(default_factory=SpeedGuard)
     clock: ProbeClock = field(default_factory=ProbeClock)
+    rounds_of: Counter[Tier] = field(default_factory=Counter)
+    """Rounds of every tier, those beside prompts aside."""
 
 
 class GoodputPolicy:
@@ -292,7 +297,9 @@ class GoodputPolicy:
         self.budget.pass_time(times.round_ms)
         if verified.num_prompt_rows:
             return
-        guard = self._range(verified.batch_size)[1].guard
+        here = self._range(verified.batch_size)[1]
+        here.rounds_of[verified.tree or verified.num_steps] += 1
+        guard = here.guard
         if not verified.num_draft_tokens:
             guard.observe_off(times.round_ms, unit_ms)
         elif self._tier or verified.num_text_drafts:  # of a trial it is known that it is slower
@@ -420,6 +427,7 @@ class GoodputPolicy:
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             was_off = not self._tier and not moved
             self._decide(soon.goodput, here, moved=moved)
+            self._try_shallower(soon, here)
             twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
             self._fewest_rounds = _fewest_rounds(costs.off)
             self._plan_rounds = twice if was_off and not self._tier else self._fewest_rounds
@@ -497,6 +505,21 @@ class GoodputPolicy:
         self._tree = wanted if isinstance(wanted, TreeShape) else None
         self._tier = wanted.num_steps if isinstance(wanted, TreeShape) else wanted
         self._rounds_at_tier = 0
+
+    def _try_shallower(self, options: Options, here: _SizeRange) -> None:
+        """Spends a plan on one draft less than the tier has, if that may be better and never ran.
+
+        Probes go deeper on a few rows. What fewer drafts of all rows cost is the table's word until
+        they run, and where it is wrong nothing else would ever tell.
+        """
+        tier = self._tier - 1
+        is_open = self._tree is None and tier > 0 and here.rounds_of[tier] < PLAN_ROUNDS
+        if not is_open or here.guard.is_in_doubt or self._rounds_at_tier < SETTLED_ROUNDS:
+            return
+        share = options.chains.goodput[tier] / options.chains.goodput[self._tier]
+        ms = PLAN_ROUNDS * float(options.chains.ms[tier])
+        if share >= WORTH_TRYING and self.budget.spend(ms * max(0.0, 1.0 - share)):
+            self._tier, self._tier_reason, self._rounds_at_tier = tier, Reason.PROBE, 0
 
     def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
         """False: the times can not be those of a round."""

@@ -20,7 +20,7 @@ from itertools import accumulate, pairwise
 import numpy as np
 
 from serve_spec.adaptive.cost_model import CostModel
-from serve_spec.adaptive.objective import Floats
+from serve_spec.adaptive.objective import STAIRS_PER_DRAFT, Floats
 from serve_spec.core.round import TreeShape
 
 # A batch that gains nothing from more rows is as dear as a number that JSON can spell.
@@ -92,7 +92,8 @@ def tier_speeds(
     """
     tiers = min(len(accept_rates), costs.max_steps) + 1
     tokens = np.cumsum(np.cumprod(np.append(1.0, accept_rates)))[:tiers]
-    verify_ms = costs.verify_knots(batch_size, context, 0) * costs.verify_factors(batch_size)
+    verify_ms = costs.verify_knots(batch_size, context, 0)
+    verify_ms = verify_ms * costs.verify_factors(batch_size)[::STAIRS_PER_DRAFT]
     draft_ms = costs.draft_curve(batch_size, context)
     ms = draft_ms[:tiers] + verify_ms[:tiers] + costs.host_ms(batch_size)
     return TierSpeeds(ms, batch_size * tokens / ms)

@@ -33,6 +33,10 @@ Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = NDArray[np.int64]
 Flags: TypeAlias = NDArray[np.bool_]
 
+STAIRS_PER_DRAFT = 2
+"""Verification is corrected by the half draft per row: a round in which few rows draft costs far
+more than a straight line from a plain one says, and says nothing of one in which all do."""
+
 _MAX_POINTS = 65
 """Numbers of drafts tried: costs are smooth or have few stairs, so a grid of them is enough."""
 
@@ -44,7 +48,7 @@ class RoundCosts:
     step[n, k]: a draft step taken by n rows that draft k+1 deep, [batch_size + 1, max_steps].
     verify[k]: the target verifies k drafts for each row; a straight line between two k, for rows
         that draft differently.
-    factors[k]: what corrects `verify` for more than k - 1 and up to k drafts per row.
+    factors[i]: what corrects `verify` for more than (i - 1) / 2 and up to i / 2 drafts per row.
     host: everything outside those two.
     entry: what rows take to catch up before they draft, spread over the rounds they have left; paid
         by every plan that drafts at all.
@@ -73,7 +77,7 @@ class RoundCosts:
     def verify_ms(self, num_drafts: Counts) -> Floats:
         """The target's share of rounds with so many drafts in all."""
         known = self.batch_size * np.arange(len(self.verify))
-        stairs = -(-num_drafts // self.batch_size)
+        stairs = -(-STAIRS_PER_DRAFT * num_drafts // self.batch_size)
         ms: Floats = np.interp(num_drafts, known, self.verify) * self.factors[stairs]
         return ms
 

@@ -96,7 +96,7 @@ def text_steps(
         none. costs: of a round of B rows. of_tree: see `TextFirst.plan`.
     """
     depths = text.shape[1] + 1
-    plain_ms = costs.verify[:depths] * costs.factors[:depths] + costs.host
+    plain_ms = costs.verify_ms(costs.batch_size * np.arange(depths)) + costs.host
     draft_ms = np.concatenate([[0.0], np.cumsum(costs.step[costs.batch_size])])
     text_speed = _tokens(text) / plain_ms
     model_speed = (_tokens(model) / (plain_ms + draft_ms)).max(axis=1)

@@ -19,7 +19,7 @@ from serve_spec.core.round import DecodeBatch, RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
 OFF_MS = 10.0
-COSTS = RoundCosts(2, np.ones((3, 3)), np.full(4, OFF_MS), np.ones(4), 0.0)
+COSTS = RoundCosts(2, np.ones((3, 3)), np.full(4, OFF_MS), np.ones(7), 0.0)
 """Every step of a draft takes a millisecond."""
 
 

@@ -33,7 +33,7 @@ def costs_of(
     step = np.tile(step_ms, (rows + 1, 1))
     step[0] = 0.0
     verify = 5.0 + np.concatenate([[0.0], np.cumsum(verify_ms)])
-    return RoundCosts(rows, step, verify, np.ones(len(verify)), host)
+    return RoundCosts(rows, step, verify, np.ones(2 * len(verify) - 1), host)
 
 
 MS = st.floats(0.0, 3.0)
@@ -153,11 +153,11 @@ def test_where_no_draft_pays_none_is_made() -> None:
 def test_rows_that_stop_drafting_early_are_not_paid_for_later_steps() -> None:
     """Draft steps here cost 1 ms per row: four rows in the first step, one in the second."""
     step = np.arange(5)[:, None] * np.array([[1.0, 1.0]])
-    costs = RoundCosts(4, step, np.ones(3), np.ones(3), 0.0)
+    costs = RoundCosts(4, step, np.ones(3), np.ones(5), 0.0)
     assert costs.round_ms(np.array([1, 1, 1, 2])) == 4 + 1 + 1
 
 
-@given(st.integers(1, 8), st.lists(st.floats(0.5, 2), min_size=4, max_size=4))
+@given(st.integers(1, 8), st.lists(st.floats(0.5, 2), min_size=7, max_size=7))
 def test_a_correction_holds_for_its_stretch_of_drafts_per_row(
     rows: int, factors: list[float]
 ) -> None:
@@ -166,7 +166,7 @@ def test_a_correction_holds_for_its_stretch_of_drafts_per_row(
     drafts = np.arange(3 * rows + 1)
     table = np.interp(drafts, rows * np.arange(4), verify)
     found = costs.verify_ms(drafts) / table
-    assert found == pytest.approx([factors[math.ceil(n / rows)] for n in drafts])
+    assert found == pytest.approx([factors[math.ceil(2 * n / rows)] for n in drafts])
     assert costs.off == pytest.approx(5.0 * factors[0])
 
 

@@ -25,7 +25,7 @@ def costs(size: int, draft_ms: float = 1.0, row_ms: float = 0.5) -> RoundCosts:
     """A plain round takes 10 ms, a verified draft `row_ms`, a draft step `draft_ms` per row."""
     step = np.outer(np.arange(size + 1), np.ones(DEPTH)) * draft_ms
     verify = 10.0 + size * row_ms * np.arange(DEPTH + 1)
-    return RoundCosts(size, step, verify, np.ones(DEPTH + 1), host=0.0)
+    return RoundCosts(size, step, verify, np.ones(2 * DEPTH + 1), host=0.0)
 
 
 def survival(*rates: list[float]) -> Floats:
