@@ -66,7 +66,9 @@ SETTLED_ROUNDS = 64
 """Rounds at a tier after which a plan that turns out as expected serves on: what it would be
 replaced by is the same,"""
 MOST_PROLONGED = 3
-"""at most so many times its rounds."""
+"""at most so many times its rounds,"""
+PROLONGED_MS = 100.0
+"""if they are short: beside longer ones its arithmetic is nothing."""
 SURPRISE = 1.0
 """Standard errors by which drafts are kept more often, or less, than a plan expected of them, for
 it to be replaced at once."""
@@ -240,9 +242,13 @@ class GoodputPolicy:
 
     def _is_surprised(self, newest: VerifiedRound) -> bool:
         """Whether the rounds of a plan are no longer, or never were, what it expected."""
-        in_doubt = self._range(newest.batch_size)[1].guard.is_in_doubt
-        is_settled = self._tier > 0 and self._rounds_at_tier >= SETTLED_ROUNDS
-        if self._plan is None or in_doubt or not is_settled:
+        if self._plan is None or not self._tier or self._rounds_at_tier < SETTLED_ROUNDS:
+            return True
+        if self._plan.choice.ms * self._plan_rounds > PROLONGED_MS:
+            return True
+        # Measured, too: what the guard is not told cannot close it.
+        speedup = self._range(newest.batch_size)[1].guard.speedup
+        if speedup is None or speedup < LEAVE_OFF_GAIN:
             return True
         choice = self._plan.choice
         kept = [
