@@ -447,6 +447,22 @@ def test_an_unusable_measurement_is_refused_counted_and_changes_nothing(
     assert costs.observe(**round_of(4, 3, **good)), "the same round is learned from without it"
 
 
+def test_rounds_in_which_few_rows_draft_correct_none_in_which_all_do() -> None:
+    """Their first few rows cost more than a straight line from a plain round says."""
+    costs = model()
+    for _ in range(60):
+        run(costs, 8, 1)
+        run(costs, 8, 0)
+        draft, verify = draft_ms(1, 1, 128), 1.3 * verify_ms(8, 1 / 8, 128)
+        times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
+        rows = {"num_rows": 8 + 1, "num_drafting": 1}
+        costs.observe(**{**round_of(8, 1), **rows, **times})
+    assert costs.verify_ms(8, 1, 128, 0) == pytest.approx(1.3 * verify_ms(8, 1 / 8, 128), rel=0.05)
+    for num_steps in (0, 1):
+        all_alike = costs.verify_ms(8, 8 * num_steps, 128, 0)
+        assert all_alike == pytest.approx(verify_ms(8, num_steps, 128), rel=0.05)
+
+
 def test_a_plain_round_teaches_nothing_about_drafting() -> None:
     costs = model()
     times = {"draft_ms": 0.02, "verify_ms": verify_ms(4, 0, 128), "round_ms": 8.5}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby, pairwise
@@ -11,11 +12,14 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from serve_spec.adaptive import goodput
 from serve_spec.adaptive.baseline import FIRST_CLOSED_ROUNDS
 from serve_spec.adaptive.cost_model import CostModel
+from serve_spec.adaptive.exploration import EXPLORATION_SHARE
 from serve_spec.adaptive.goodput import (
     LEAVE_OFF_GAIN,
     MOST_PLAN_ROUNDS,
+    MOST_PROLONGED,
     MOVE_GAIN,
     PLAN_ROUNDS,
     GoodputPolicy,
@@ -39,13 +43,16 @@ def policy(
     dwell: int = 0,
     off_ms: float = OFF_MS,
     doubt: float = 0.0,
+    verify_ms: Sequence[float] | None = None,
 ) -> GoodputPolicy:
     """One row. speeds: tokens per ms of every depth in those of off, 0 included (1).
 
+    verify_ms: by depth; what is beyond `off_ms` comes on top.
     doubt: of the estimates, whatever they rest on.
     """
     round_ms = [off_ms * tokens / speed for tokens, speed in zip(TOKENS, speeds, strict=True)]
-    verify, draft = [off_ms] * len(TOKENS), [ms - off_ms for ms in round_ms]
+    draft = [ms - off_ms for ms in round_ms]
+    verify = verify_ms or [off_ms] * len(TOKENS)
     table = CostTable(
         version=FORMAT_VERSION,
         key=KEY,
@@ -152,6 +159,58 @@ def test_the_shorter_rounds_are_the_more_of_them_follow_one_plan(
         known.append(target.survival.pooled_trials[0])
     learned = [n for n in range(1, len(known)) if known[n] != known[n - 1]]
     assert np.diff([-1, *learned]).tolist() == [num_rounds] * 3
+
+
+def waits_for_a_lesson(num_rounds: int, *, turns_at: int | None = None) -> list[int]:
+    """Rounds between lessons of a policy whose drafts are kept every other time, until they turn:
+    from then on none is."""
+    target = policy([1.0, 1.2, 1.1], 1, dwell=8)
+    known = []
+    for n in range(num_rounds):
+        (num_steps,) = target.choose(decode_batch(1)).row_steps or [0]
+        round_ms = OFF_MS * TOKENS[num_steps] / (1.0, 1.2, 1.1)[num_steps]
+        times = RoundTimes(round_ms - OFF_MS, OFF_MS, round_ms)
+        kept = min(num_steps, n % 2 if turns_at is None or n < turns_at else 0)
+        told = verified_round([kept], 1, num_steps, row_steps=[num_steps], times=times)
+        target.observe(told)
+        known.append(target.survival.pooled_trials[0])
+    return np.diff([n for n in range(1, num_rounds) if known[n] != known[n - 1]]).tolist()
+
+
+def test_a_plan_that_turns_out_as_expected_serves_up_to_three_times_as_long() -> None:
+    waits = waits_for_a_lesson(1200)
+    assert set(waits[:4]) == {PLAN_ROUNDS}, "not before the tier has settled"
+    assert max(waits) == MOST_PROLONGED * PLAN_ROUNDS
+
+
+def test_one_that_does_not_is_replaced_at_once() -> None:
+    waits, turns_at = waits_for_a_lesson(1200, turns_at=600), 600
+    ends = np.cumsum([PLAN_ROUNDS, *waits])
+    first = int(np.searchsorted(ends, turns_at + PLAN_ROUNDS, side="right"))
+    assert ends[first] <= turns_at + 2 * PLAN_ROUNDS
+
+
+@pytest.mark.parametrize(("worth_trying", "ends_at"), [(0.9, 1), (1.0, 2)])
+def test_one_draft_less_is_tried_once_as_the_table_may_have_it_too_dear(
+    worth_trying: float, ends_at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has 12 ms for a verification that takes 10; nothing else would ever tell."""
+    monkeypatch.setattr(goodput, "WORTH_TRYING", worth_trying)
+    with_plain_verification = (1.0, 1.2, 1.26)
+    target = policy(with_plain_verification, 2, dwell=8, verify_ms=(10.0, 12.0, 12.0))
+    chosen = []
+    for n in range(1000):
+        (num_steps,) = target.choose(decode_batch(1)).row_steps or [0]
+        draft_ms = OFF_MS * TOKENS[num_steps] / with_plain_verification[num_steps] - OFF_MS
+        verify_ms = OFF_MS + 2.0 * (num_steps == 2)
+        times = RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+        kept = min(num_steps, (0, 1, 0, 2)[n % 4])
+        told = verified_round([kept], 1, num_steps, row_steps=[num_steps], times=times)
+        target.observe(told)
+        chosen.append(num_steps)
+    assert statistics.mode(chosen[:100]) == 2
+    assert statistics.mode(chosen[-200:]) == ends_at
+    assert target.budget.spent_share <= EXPLORATION_SHARE
 
 
 def test_a_probe_of_short_rounds_is_learned_from_however_many_follow_it() -> None:
