@@ -152,6 +152,8 @@ class GoodputPolicy:
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
         self._to_learn: list[VerifiedRound] = []
+        self._num_expected = 0
+        """Of these, the first so many turned out as their plan expected."""
         self._left: set[str] = set()
         self._num_bad_times = 0
         self._batch_size = 1
@@ -235,10 +237,14 @@ class GoodputPolicy:
         self._to_learn.append(verified)
         if verified.num_draft_tokens:
             self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
-        num_rounds = self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND
-        times, is_between = divmod(len(self._to_learn), num_rounds)
-        if not is_between and (times >= MOST_PROLONGED or self._is_surprised(verified)):
+        due = self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND
+        num_rounds = len(self._to_learn)
+        if num_rounds - self._num_expected < due:
+            return
+        if num_rounds >= MOST_PROLONGED * due or self._is_surprised(verified):
             self._learn()
+        else:
+            self._num_expected = num_rounds
 
     def _is_surprised(self, newest: VerifiedRound) -> bool:
         """Whether the rounds of a plan are no longer, or never were, what it expected."""
@@ -268,6 +274,7 @@ class GoodputPolicy:
         """Acceptance from live rows, costs from all rounds, speed from those without prompts."""
         rounds, left = self._to_learn, self._left
         self._to_learn, self._left, self._plan = [], set(), None
+        self._num_expected = 0
         passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
         rounds = [each for place, each in enumerate(rounds) if place not in passed]
         newest = rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]

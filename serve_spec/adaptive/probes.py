@@ -50,15 +50,17 @@ class ProbeClock:
     has_tried: bool = False
     _hope: float = 0.0
 
-    def baseline_every(self, lead: float) -> int:
+    def baseline_every(self, lead: Callable[[], float], *, in_doubt: bool) -> int:
         """Rounds between plain ones. The first come soon, unless drafting is clearly ahead: without
         any, a table is all that is known of what it is weighed against.
 
-        lead: speed over that of plain rounds, as predicted.
+        lead: speed over that of plain rounds, as predicted; asked only where it decides.
         """
-        if self.num_baselines >= NUM_FIRST_BASELINES or lead > CLEAR_LEAD:
-            return BASELINE_EVERY_ROUNDS
-        return FIRST_BASELINE_ROUNDS << self.num_baselines
+        if in_doubt:
+            return DOUBTED_EVERY_ROUNDS
+        soon = FIRST_BASELINE_ROUNDS << self.num_baselines
+        is_first = self.num_baselines < NUM_FIRST_BASELINES and self.since_baseline >= soon
+        return soon if is_first and lead() <= CLEAR_LEAD else BASELINE_EVERY_ROUNDS
 
     def hear(self, hope: float) -> None:
         """What drafting would gain over off, by all that is known now: after a trial that raised
@@ -117,7 +119,7 @@ class Probes:
         clock.since_baseline += 1
         clock.since_deeper += 1
         clock.since_other += 1
-        every = DOUBTED_EVERY_ROUNDS if in_doubt else clock.baseline_every(self._lead(batch, plan))
+        every = clock.baseline_every(lambda: self._lead(batch, plan), in_doubt=in_doubt)
         # Beside prompts it is told less: only where no round is without any.
         is_alone = not batch.num_prompt_rows
         if clock.since_baseline >= (every if is_alone else 2 * every):

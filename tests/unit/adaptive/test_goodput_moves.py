@@ -183,6 +183,21 @@ def test_a_plan_that_turns_out_as_expected_serves_up_to_three_times_as_long() ->
     assert max(waits) == MOST_PROLONGED * PLAN_ROUNDS
 
 
+def test_a_batch_that_varies_puts_no_lesson_off() -> None:
+    """Of 64 rows a plan lasts a round longer than of 63, and they take turns."""
+    target = policy([1.0, 1.2, 1.1], 1)
+    known = []
+    for n in range(40):
+        batch = decode_batch(63 + n % 2)
+        steps = target.choose(batch)
+        row_steps = list(steps.row_steps or [0] * batch.size)
+        told = verified_round(row_steps, batch.size, max(row_steps), row_steps=row_steps)
+        target.observe(told)
+        known.append(target.survival.pooled_trials[0])
+    lessons = [n for n in range(1, 40) if known[n] != known[n - 1]]
+    assert max(np.diff([-1, *lessons])) <= PLAN_ROUNDS + 2
+
+
 def test_one_that_does_not_is_replaced_at_once() -> None:
     waits, turns_at = waits_for_a_lesson(1200, turns_at=600), 600
     ends = np.cumsum([PLAN_ROUNDS, *waits])
