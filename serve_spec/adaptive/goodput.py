@@ -97,6 +97,35 @@ class _SizeRange:
     """Rounds of every tier, those beside prompts aside."""
 
 
+@dataclass(slots=True)
+class _Standing:
+    """An answer that is given again while its batch is as it was and no probe is due.
+
+    Every round asks, and the device waits meanwhile.
+    """
+
+    steps: RoundSteps
+    request_ids: Sequence[str]
+    num_draft_tokens: int
+    clock: ProbeClock
+    rounds_left: int
+
+    def answers(self, batch: DecodeBatch) -> bool:
+        """Whether it holds for this round, too."""
+        return (
+            self.rounds_left > 0
+            and batch.request_ids == self.request_ids
+            and batch.max_draft_tokens > self.num_draft_tokens
+            and _is_of_plan(batch)
+        )
+
+    def again(self) -> RoundSteps:
+        """Gives it once more."""
+        self.rounds_left -= 1
+        self.clock.num_unasked += 1
+        return self.steps
+
+
 class GoodputPolicy:
     """Picks the tier, and within it each row's drafts, that maximise expected goodput.
 
@@ -148,6 +177,7 @@ class GoodputPolicy:
         """as so many plans took it to be."""
         self._predicted: dict[Tier, float] = {}
         self._plan: RoundPlan | None = None
+        self._standing: _Standing | None = None
         self._plan_rounds = self._fewest_rounds = PLAN_ROUNDS
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
@@ -161,6 +191,10 @@ class GoodputPolicy:
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """The best tier for this batch, held for the dwell, and each row's share of it."""
+        if self._standing is not None and self._standing.answers(batch):
+            self._rounds_at_tier += 1
+            return self._standing.again()
+        self._standing = None
         self._batch_size, self._context = batch.size, batch.context
         key, here = self._range(batch.size)
         moved, self._range_key = key != self._range_key, key
@@ -177,6 +211,8 @@ class GoodputPolicy:
         self._rounds_at_tier += 1
         wanted = self._wanted(plan, batch)
         probe = self._probe(batch, bound, here, wanted, plan)
+        if probe is None and wanted.tree == self._tree and _is_of_plan(batch):
+            self._standing = self._standing_answer(wanted, batch, here)
         is_baseline = probe is not None and not probe.num_steps
         if is_baseline or not batch.text_steps:
             return probe or wanted
@@ -208,6 +244,18 @@ class GoodputPolicy:
             return None
         self.last_reason, steps = answer
         return steps
+
+    def _standing_answer(
+        self, wanted: RoundSteps, batch: DecodeBatch, here: _SizeRange
+    ) -> _Standing:
+        num_rounds = self._probes.quiet_rounds(
+            here.clock, wanted, in_doubt=here.guard.is_in_doubt
+        )
+        assert wanted.row_steps is not None, "a plan names every row's drafts"
+        num_drafts = sum(wanted.row_steps)
+        if wanted.tree is not None:
+            num_drafts = wanted.tree.num_draft_tokens * batch.size
+        return _Standing(wanted, batch.request_ids, num_drafts, here.clock, num_rounds)
 
     def _wanted(self, plan: RoundPlan, batch: DecodeBatch) -> RoundSteps:
         """What the plan asks of this round."""
@@ -273,7 +321,8 @@ class GoodputPolicy:
     def _learn(self) -> None:
         """Acceptance from live rows, costs from all rounds, speed from those without prompts."""
         rounds, left = self._to_learn, self._left
-        self._to_learn, self._left, self._plan = [], set(), None
+        self._to_learn, self._left = [], set()
+        self._plan = self._standing = None
         self._num_expected = 0
         passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
         rounds = [each for place, each in enumerate(rounds) if place not in passed]
@@ -553,6 +602,11 @@ class GoodputPolicy:
             tree=verified.tree,
             num_prompt_rows=verified.num_prompt_rows,
         )
+
+
+def _is_of_plan(batch: DecodeBatch) -> bool:
+    """Whether it is asked for no more than its plan says: no prompts, no drafts from texts."""
+    return not (batch.num_prompts or batch.num_prompt_rows or batch.text_steps)
 
 
 def _is_timed(verified: VerifiedRound) -> bool:

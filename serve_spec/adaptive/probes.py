@@ -41,6 +41,8 @@ Probe: TypeAlias = tuple[Reason, RoundSteps]
 class ProbeClock:
     """Rounds since each kind of probe, at batches of about the same size."""
 
+    num_unasked: int = 0
+    """Rounds since `Probes.due` was asked, that the counts below are still to hear of."""
     since_baseline: int = 0
     num_baselines: int = 0
     since_deeper: int = 0
@@ -58,9 +60,25 @@ class ProbeClock:
         """
         if in_doubt:
             return DOUBTED_EVERY_ROUNDS
-        soon = FIRST_BASELINE_ROUNDS << self.num_baselines
-        is_first = self.num_baselines < NUM_FIRST_BASELINES and self.since_baseline >= soon
-        return soon if is_first and lead() <= CLEAR_LEAD else BASELINE_EVERY_ROUNDS
+        is_first = self._first_baseline - self.since_baseline <= 0
+        return self._first_baseline if is_first and lead() <= CLEAR_LEAD else BASELINE_EVERY_ROUNDS
+
+    def quiet_rounds(self, *, drafts_chains: bool, in_doubt: bool) -> int:
+        """Rounds of drafts for which nothing will be due, as things are."""
+        baseline = DOUBTED_EVERY_ROUNDS if in_doubt else self._first_baseline
+        if self.since_baseline >= baseline:  # it was asked, and drafting is clearly ahead
+            baseline = BASELINE_EVERY_ROUNDS
+        waits = [baseline - self.since_baseline, OTHER_EVERY_ROUNDS - self.since_other]
+        if drafts_chains:
+            waits.append(DEEPER_EVERY_ROUNDS - self.since_deeper)
+        return min(waits) - 1
+
+    @property
+    def _first_baseline(self) -> int:
+        """Rounds before the next plain one where little is known."""
+        if self.num_baselines < NUM_FIRST_BASELINES:
+            return FIRST_BASELINE_ROUNDS << self.num_baselines
+        return BASELINE_EVERY_ROUNDS
 
     def hear(self, hope: float) -> None:
         """What drafting would gain over off, by all that is known now: after a trial that raised
@@ -105,9 +123,10 @@ class Probes:
         bound: most steps of any row. in_doubt: whether plain rounds seem to be the faster ones.
         """
         assert wanted.row_steps is not None, "a plan names every row's drafts"
+        num_rounds, clock.num_unasked = 1 + clock.num_unasked, 0
         if not any(wanted.row_steps):
             # Nothing pays now. Without a few drafts the policy would never hear that it does.
-            clock.off += 1
+            clock.off += num_rounds
             if self._trial is None and clock.off >= clock.wait.rounds:
                 clock.off -= RETRY_ROUNDS
                 self._trial = self._begun(batch, bound, round_costs)
@@ -116,9 +135,9 @@ class Probes:
                     clock.wait.fail()  # until the policy leaves 0
             return self._tried(clock, batch, bound)
         self._trial = None
-        clock.since_baseline += 1
-        clock.since_deeper += 1
-        clock.since_other += 1
+        clock.since_baseline += num_rounds
+        clock.since_deeper += num_rounds
+        clock.since_other += num_rounds
         every = clock.baseline_every(lambda: self._lead(batch, plan), in_doubt=in_doubt)
         # Beside prompts it is told less: only where no round is without any.
         is_alone = not batch.num_prompt_rows
@@ -142,6 +161,14 @@ class Probes:
                 clock.since_other = 0
                 return answer
         return None
+
+    def quiet_rounds(self, clock: ProbeClock, wanted: RoundSteps, *, in_doubt: bool) -> int:
+        """After a round that is not a probe: so many like it may follow before one is due."""
+        if self._trial is not None:
+            return 0
+        if not any(wanted.row_steps or ()):
+            return clock.wait.rounds - clock.off - 1
+        return clock.quiet_rounds(drafts_chains=wanted.tree is None, in_doubt=in_doubt)
 
     def _plain(
         self, batch: DecodeBatch, plan: RoundPlan, clock: ProbeClock, *, is_free: bool
