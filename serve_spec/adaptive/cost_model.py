@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -25,7 +26,7 @@ from serve_spec.adaptive.cost_surface import CostSurface, Counts, Floats
 from serve_spec.adaptive.objective import STAIRS_PER_DRAFT
 from serve_spec.adaptive.prompt_costs import PromptExcess
 from serve_spec.config.cost_table import CostTable, Grid
-from serve_spec.core.round import TreeShape
+from serve_spec.core.round import RoundTimes, TreeShape
 
 GAIN = 0.05
 """Exponent of one round's ratio in its factor, once its bucket is known."""
@@ -186,8 +187,13 @@ class CostModel:
         """
         return round(num_drafting * self._tree_drafts[tree])
 
-    def observe(
+    def observe(self, *, draft_ms: float, verify_ms: float, round_ms: float, **shape: Any) -> bool:
+        """`observe_alike` of one round."""
+        return self.observe_alike([RoundTimes(draft_ms, verify_ms, round_ms)], **shape)[0]
+
+    def observe_alike(
         self,
+        times: Sequence[RoundTimes],
         *,
         batch_size: int,
         num_steps: int,
@@ -195,23 +201,20 @@ class CostModel:
         num_drafting: int,
         context: float,
         num_sampled: int,
-        draft_ms: float,
-        verify_ms: float,
-        round_ms: float,
         num_entries: int = 0,
         num_text_drafts: int = 0,
         tree: TreeShape | None = None,
         num_prompt_rows: int = 0,
-    ) -> bool:
-        """Learns from a round; False: unusable times, nothing was learned.
+    ) -> list[bool]:
+        """Learns from rounds that were all the same; False for unusable times, which teach nothing.
 
         num_steps: drafts of the row that drafted most.
         num_text_drafts: drafts that were found in texts, beside the model's `num_drafting` rows of
             `num_steps` at most: they are verified, too, and take next to nothing to make.
-        num_entries: draft entries it made up for prompts or pauses; with any, what they take is all
-            that it says.
+        num_entries: draft entries each made up for prompts or pauses; with any, what they take is
+            all that it says.
         tree: what rows drafted, if not chains.
-        num_prompt_rows: of prompts that shared the round; with any, what they add is all that it
+        num_prompt_rows: of prompts that shared each round; with any, what they add is all that it
             says.
 
         Raises:
@@ -225,72 +228,92 @@ class CostModel:
         if tree is None:
             made_rows = num_rows - num_text_drafts
             self._refuse_impossible(batch_size, num_steps, made_rows, num_drafting)
-            predicted_draft = self._chain_ms(batch_size, num_drafting, num_steps, num_made, context)
-            predicted_verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
+            draft = self._chain_ms(batch_size, num_drafting, num_steps, num_made, context)
+            verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
         else:
-            predicted_draft, predicted_verify = self.tree_ms(
+            draft, verify = self.tree_ms(
                 tree, batch_size, num_drafting, num_drafts, context, num_sampled
             )
-        predicted_round = predicted_draft + predicted_verify + self.host_ms(batch_size)
+        whole = draft + verify + self.host_ms(batch_size)
+        bucket = _bucket(batch_size)
         if num_prompt_rows:
             table_ms = float(self._table_prompt_ms(num_prompt_rows, context, num_rows))
-            if not 0.0 < round_ms <= ABSURD_RATIO * (predicted_round + table_ms):
-                self._num_refused += 1
-                return False
-            excess_ms = round_ms - predicted_round - num_entries * self.entry_ms - table_ms
-            # One round that a prompt of another kind shared says at most so much.
-            excess_ms = min(max(excess_ms, -predicted_round), predicted_round)
-            self._prompt_excess.learn(_bucket(batch_size), excess_ms, drafts=num_drafts > 0)
-            return True
-        are_times = _are_parts_of_a_round(draft_ms, verify_ms, round_ms)
-        entry_ms = (draft_ms - predicted_draft) / num_entries if num_entries else 0.0
-        if are_times and num_entries and entry_ms <= predicted_verify:
-            self._learn_entry(max(0.0, entry_ms))
-            return True
-        usable = (
-            are_times
-            and not num_entries  # one entry would have taken a round
-            and (not num_made or _is_near(draft_ms, predicted_draft, _NEGLIGIBLE_MS))
-            and _is_near(verify_ms, predicted_verify)
-            and round_ms <= ABSURD_RATIO * predicted_round
-        )
-        if not usable:
-            self._num_refused += 1
-            return False
-        self._learn_host(_bucket(batch_size), max(0.0, round_ms - draft_ms - verify_ms))
-        self._num_rounds += 1
+            usable = [0.0 < took.round_ms <= ABSURD_RATIO * (whole + table_ms) for took in times]
+            for took in self._taken(times, usable):
+                excess_ms = took.round_ms - whole - num_entries * self.entry_ms - table_ms
+                # One round that a prompt of another kind shared says at most so much.
+                excess_ms = min(max(excess_ms, -whole), whole)
+                self._prompt_excess.learn(bucket, excess_ms, drafts=num_drafts > 0)
+            return usable
+        if num_entries:
+            most_ms = draft + num_entries * verify  # or one entry would have taken a round
+            usable = [_are_parts_of_a_round(took) and took.draft_ms <= most_ms for took in times]
+            for took in self._taken(times, usable):
+                self._learn_entry(max(0.0, (took.draft_ms - draft) / num_entries))
+            return usable
+        usable = [
+            _are_parts_of_a_round(took)
+            and (not num_made or _is_near(took.draft_ms, draft, _NEGLIGIBLE_MS))
+            and _is_near(took.verify_ms, verify)
+            and took.round_ms <= ABSURD_RATIO * whole
+            for took in times
+        ]
+        taken = self._taken(times, usable)
+        if not taken:
+            return usable
+        num_rounds = len(taken)
+        self._num_rounds += num_rounds
+        host_ms = sum(max(0.0, t.round_ms - t.draft_ms - t.verify_ms) for t in taken) / num_rounds
+        self._learn_host(bucket, host_ms, num_rounds)
         if tree is not None:
             change = num_made / num_drafting - self._tree_drafts[tree]
-            self._tree_drafts[tree] += TREE_SIZE_GAIN * change
-        drift_gain = max(GAIN - LEAST_GAIN, _DRIFT_SHARE * _mean_gain(self._num_rounds))
-        rows = batch_size if self.padded else num_drafting
-        if num_made and predicted_draft > _NEGLIGIBLE_MS:
-            self._learn_draft(tree, rows, draft_ms / predicted_draft, drift_gain)
-        else:
-            draft_ms = 0.0  # the glance that found nothing to draft, or the text that had it
+            self._tree_drafts[tree] += _repeated(TREE_SIZE_GAIN, num_rounds) * change
+        drift_gain = max(
+            _repeated(GAIN - LEAST_GAIN, num_rounds),
+            _DRIFT_SHARE * _mean_gain(self._num_rounds, num_rounds),
+        )
+        is_made = num_made > 0 and draft > _NEGLIGIBLE_MS
+        if is_made:
+            rows = batch_size if self.padded else num_drafting
+            log = _mean_log([took.draft_ms / draft for took in taken])
+            self._learn_draft(tree, rows, log, num_rounds, drift_gain)
+        log = _mean_log([took.verify_ms / verify for took in taken])
         stair = self._stair(num_drafts, batch_size)
-        self._learn_verify(tree, batch_size, stair, verify_ms / predicted_verify, drift_gain)
-        ratio = (draft_ms + verify_ms) / (predicted_draft + predicted_verify)
-        self._drift = _clipped(self._drift + drift_gain * _log_ratio(ratio))
-        return True
+        self._learn_verify(tree, batch_size, stair, log, num_rounds, drift_gain)
+        # Not the glance that found nothing to draft, or the text that had it.
+        ratios = [(is_made * t.draft_ms + t.verify_ms) / (draft + verify) for t in taken]
+        self._drift = _clipped(self._drift + drift_gain * _mean_log(ratios))
+        return usable
+
+    def _taken(self, times: Sequence[RoundTimes], usable: Sequence[bool]) -> list[RoundTimes]:
+        """Those that are usable; the others are counted."""
+        taken = [took for took, is_usable in zip(times, usable, strict=True) if is_usable]
+        self._num_refused += len(times) - len(taken)
+        return taken
 
     def _learn_draft(
-        self, tree: TreeShape | None, rows: int, ratio: float, drift_gain: float
+        self, tree: TreeShape | None, rows: int, log: float, num_rounds: int, drift_gain: float
     ) -> None:
         residuals, usual = self._draft_residuals, self._draft_residuals.mean
         if tree is not None:
             residuals, usual = self._trees[tree].draft_residuals, self._usual_of_trees(rows, 1)[0]
-        residuals.learn(_bucket(rows), ratio, drift_gain, usual)
+        residuals.learn(_bucket(rows), log, num_rounds, drift_gain, usual)
 
     def _learn_verify(
-        self, tree: TreeShape | None, batch_size: int, stair: int, ratio: float, drift_gain: float
+        self,
+        tree: TreeShape | None,
+        batch_size: int,
+        stair: int,
+        log: float,
+        num_rounds: int,
+        drift_gain: float,
     ) -> None:
         bucket = _bucket(batch_size)
         usual = self._usual_residual(bucket)
         if tree is None:
-            self._verify_residuals[bucket].learn(stair, ratio, drift_gain, usual)
+            self._verify_residuals[bucket].learn(stair, log, num_rounds, drift_gain, usual)
         else:
-            self._trees[tree].verify_residuals.learn(bucket, ratio, drift_gain, usual)
+            self._trees[tree].verify_residuals.learn(bucket, log, num_rounds, drift_gain, usual)
 
     def _usual_of_trees(self, rows: int, batch_size: int) -> tuple[float, float]:
         """Residuals of drafting and verification where a tree never ran: those of chains."""
@@ -463,10 +486,10 @@ class CostModel:
         weight = max(CATCH_UP_GAIN, 1 / self._num_catch_ups)
         self.entry_ms += weight * (entry_ms - self.entry_ms)
 
-    def _learn_host(self, bucket: int, host_ms: float) -> None:
+    def _learn_host(self, bucket: int, host_ms: float, num_rounds: int) -> None:
         # A plain mean at first, then a moving average of the same weight as the corrections.
-        self._host_rounds[bucket] += 1
-        weight = max(GAIN, 1 / self._host_rounds[bucket])
+        self._host_rounds[bucket] += num_rounds
+        weight = max(_repeated(GAIN, num_rounds), num_rounds / self._host_rounds[bucket])
         self._host_ms[bucket] += weight * (host_ms - self._host_ms[bucket])
 
 
@@ -508,23 +531,31 @@ class _Residuals:
         """A bucket's, or `otherwise` where it never ran."""
         return self._logs[bucket] if self._num_rounds[bucket] else otherwise
 
-    def learn(self, bucket: int, ratio: float, drift_gain: float, before: float) -> None:
-        """A round took `ratio` times what was predicted; the drift moved by its share of that.
+    def learn(
+        self, bucket: int, log: float, num_rounds: int, drift_gain: float, before: float
+    ) -> None:
+        """Rounds took exp(`log`) times what was predicted; the drift moved by its share of that.
 
         before: what a bucket that never ran was taken to have.
         """
         old = self.of(bucket, before)
         self.num_known += not self._num_rounds[bucket]
         self._sum -= self._logs[bucket]
-        self._num_rounds[bucket] += 1
-        gain = max(LEAST_GAIN, _mean_gain(self._num_rounds[bucket]) - drift_gain)
-        self._logs[bucket] = _clipped(old + gain * _log_ratio(ratio))
+        self._num_rounds[bucket] += num_rounds
+        of_mean = _mean_gain(self._num_rounds[bucket], num_rounds)
+        gain = max(_repeated(LEAST_GAIN, num_rounds), of_mean - drift_gain)
+        self._logs[bucket] = _clipped(old + gain * log)
         self._sum += self._logs[bucket]
 
 
-def _mean_gain(num_rounds: int) -> float:
+def _mean_gain(num_rounds: int, newest: int) -> float:
     """Weight of the newest of so many rounds in a plain mean that begins with the table."""
-    return 1 / (TABLE_ROUNDS + num_rounds)
+    return newest / (TABLE_ROUNDS + num_rounds)
+
+
+def _repeated(gain: float, num_rounds: int) -> float:
+    """Weight of so many rounds alike, each of which has `gain`."""
+    return gain if num_rounds == 1 else 1.0 - (1.0 - gain) ** num_rounds
 
 
 def _bucket(batch_size: int) -> int:
@@ -532,19 +563,22 @@ def _bucket(batch_size: int) -> int:
     return min((batch_size - 1).bit_length(), _NUM_BUCKETS - 1)
 
 
-def _log_ratio(ratio: float) -> float:
-    return math.log(min(max(ratio, 1 / LARGEST_RATIO), LARGEST_RATIO))
+def _mean_log(ratios: Sequence[float]) -> float:
+    """Of measured times over predicted ones."""
+    lowest, highest = 1 / LARGEST_RATIO, LARGEST_RATIO
+    return sum(math.log(min(max(ratio, lowest), highest)) for ratio in ratios) / len(ratios)
 
 
 def _clipped(log_factor: float) -> float:
     return min(max(log_factor, -_LARGEST_LOG), _LARGEST_LOG)
 
 
-def _are_parts_of_a_round(draft_ms: float, verify_ms: float, round_ms: float) -> bool:
+def _are_parts_of_a_round(times: RoundTimes) -> bool:
     """Whether these are times at all, and the stages not longer than the whole."""
-    if not all(math.isfinite(ms) and ms >= 0 for ms in (draft_ms, verify_ms, round_ms)):
+    stages = times.draft_ms, times.verify_ms
+    if not all(math.isfinite(ms) and ms >= 0 for ms in (*stages, times.round_ms)):
         return False
-    return draft_ms + verify_ms <= round_ms * _CLOCKS_DIFFER + _CLOCKS_DIFFER_MS
+    return sum(stages) <= times.round_ms * _CLOCKS_DIFFER + _CLOCKS_DIFFER_MS
 
 
 def _is_near(measured: float, predicted: float, slack: float = 0.0) -> bool:

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import groupby
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -85,6 +87,10 @@ PRICED_ROUNDS = 8
 are many, all alike."""
 MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
+
+
+_Timed: TypeAlias = tuple[VerifiedRound, RoundTimes]
+_Round = TypeVar("_Round", VerifiedRound, _Timed)
 
 
 @dataclass
@@ -248,9 +254,7 @@ class GoodputPolicy:
     def _standing_answer(
         self, wanted: RoundSteps, batch: DecodeBatch, here: _SizeRange
     ) -> _Standing:
-        num_rounds = self._probes.quiet_rounds(
-            here.clock, wanted, in_doubt=here.guard.is_in_doubt
-        )
+        num_rounds = self._probes.quiet_rounds(here.clock, wanted, in_doubt=here.guard.is_in_doubt)
         assert wanted.row_steps is not None, "a plan names every row's drafts"
         num_drafts = sum(wanted.row_steps)
         if wanted.tree is not None:
@@ -334,39 +338,65 @@ class GoodputPolicy:
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
             self.text.forget(request_id)
-        unpriced = _all_but_newest(rounds, PRICED_ROUNDS, _is_timed_plain_round)
-        unpriced |= _all_but_newest(rounds, PRICED_ROUNDS, _is_timed_drafting_round)
-        for place, verified in enumerate(rounds):
+        for verified in rounds:
             self.prompts.observe(verified)
-            if verified.times is not None:
-                self._learn_times(verified, verified.times, is_priced=place not in unpriced)
+        self._learn_times([(each, each.times) for each in rounds if each.times is not None])
 
-    def _learn_times(self, verified: VerifiedRound, times: RoundTimes, *, is_priced: bool) -> None:
-        context = verified.num_tokens / verified.batch_size
-        unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
-        if is_priced:
-            is_usable = self._learn_costs(verified, times)
-        else:
-            is_usable = 0.0 < times.round_ms <= ABSURD_RATIO * unit_ms
-        if not is_usable:
+    def _learn_times(self, timed: Sequence[_Timed]) -> None:
+        unpriced = _all_but_newest(timed, PRICED_ROUNDS, lambda each: _is_alone(each, drafts=False))
+        unpriced |= _all_but_newest(timed, PRICED_ROUNDS, lambda each: _is_alone(each, drafts=True))
+        priced = [each for place, each in enumerate(timed) if place not in unpriced]
+        usable = iter(self._learn_costs(priced))
+        for place, (verified, times) in enumerate(timed):
+            context = verified.num_tokens / verified.batch_size
+            unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
+            is_near = 0.0 < times.round_ms <= ABSURD_RATIO * unit_ms
+            if is_near if place in unpriced else next(usable):
+                self._num_bad_times = 0
+                self._learn_speed(verified, times.round_ms, unit_ms)
+                continue
             self._num_bad_times += 1
             if self._num_bad_times >= MAX_BAD_TIMES:
                 raise BadMeasurement(
                     f"{MAX_BAD_TIMES} times in a row are not those of a round, the last: {times}"
                 )
-            return
-        self._num_bad_times = 0
-        self.budget.pass_time(times.round_ms)
+
+    def _learn_costs(self, timed: Sequence[_Timed]) -> list[bool]:
+        """Those that are alike at once; False where the times can not be those of a round."""
+        usable: list[bool] = []
+        for shape, alike in groupby(timed, lambda each: self._cost_shape(each[0])):
+            rounds, times = zip(*alike, strict=True)
+            context = rounds[0].num_tokens / rounds[0].batch_size
+            usable += self.costs.observe_alike(times, context=context, **shape)
+        return usable
+
+    def _cost_shape(self, verified: VerifiedRound) -> dict[str, Any]:
+        """What decides a round's costs, beside its context: see `CostModel.observe_alike`."""
+        usual = verified.num_drafting * (self.max_steps + 1)
+        made_up_for_more = verified.num_catch_up > usual  # a prompt, or a pause
+        return {
+            "batch_size": verified.batch_size,
+            "num_steps": verified.deepest,
+            "num_rows": verified.batch_size + verified.num_draft_tokens,
+            "num_drafting": verified.num_drafting,
+            "num_sampled": verified.num_sampled,
+            "num_entries": verified.num_catch_up if made_up_for_more else 0,
+            "num_text_drafts": verified.num_text_drafts,
+            "tree": verified.tree,
+            "num_prompt_rows": verified.num_prompt_rows,
+        }
+
+    def _learn_speed(self, verified: VerifiedRound, round_ms: float, unit_ms: float) -> None:
+        self.budget.pass_time(round_ms)
         if verified.num_prompt_rows:
             return
         here = self._range(verified.batch_size)[1]
         here.rounds_of[verified.tree or verified.num_steps] += 1
         guard = here.guard
         if not verified.num_draft_tokens:
-            guard.observe_off(times.round_ms, unit_ms)
+            guard.observe_off(round_ms, unit_ms)
         elif self._tier or verified.num_text_drafts:  # of a trial it is known that it is slower
-            tokens = verified.num_output_tokens
-            guard.observe(tokens, verified.batch_size, times.round_ms, unit_ms)
+            guard.observe(verified.num_output_tokens, verified.batch_size, round_ms, unit_ms)
 
     def forget(self, request_id: str) -> None:
         """Drops a request's acceptance, also from rounds that are still to be learned from."""
@@ -583,51 +613,23 @@ class GoodputPolicy:
         if share >= WORTH_TRYING and self.budget.spend(ms * max(0.0, 1.0 - share)):
             self._tier, self._tier_reason, self._rounds_at_tier = tier, Reason.PROBE, 0
 
-    def _learn_costs(self, verified: VerifiedRound, times: RoundTimes) -> bool:
-        """False: the times can not be those of a round."""
-        usual = verified.num_drafting * (self.max_steps + 1)
-        made_up_for_more = verified.num_catch_up > usual  # a prompt, or a pause
-        return self.costs.observe(
-            batch_size=verified.batch_size,
-            num_steps=verified.deepest,
-            num_rows=verified.batch_size + verified.num_draft_tokens,
-            num_drafting=verified.num_drafting,
-            context=verified.num_tokens / verified.batch_size,
-            num_sampled=verified.num_sampled,
-            draft_ms=times.draft_ms,
-            verify_ms=times.verify_ms,
-            round_ms=times.round_ms,
-            num_entries=verified.num_catch_up if made_up_for_more else 0,
-            num_text_drafts=verified.num_text_drafts,
-            tree=verified.tree,
-            num_prompt_rows=verified.num_prompt_rows,
-        )
-
 
 def _is_of_plan(batch: DecodeBatch) -> bool:
     """Whether it is asked for no more than its plan says: no prompts, no drafts from texts."""
     return not (batch.num_prompts or batch.num_prompt_rows or batch.text_steps)
 
 
-def _is_timed(verified: VerifiedRound) -> bool:
-    """And says what a round takes without prompts; those with some are few enough."""
-    return verified.times is not None and not verified.num_prompt_rows
-
-
-def _is_timed_plain_round(verified: VerifiedRound) -> bool:
-    return _is_timed(verified) and not _has_drafts(verified)
-
-
-def _is_timed_drafting_round(verified: VerifiedRound) -> bool:
-    return _is_timed(verified) and _has_drafts(verified)
-
-
 def _has_drafts(verified: VerifiedRound) -> bool:
     return verified.num_draft_tokens > 0
 
 
+def _is_alone(timed: _Timed, *, drafts: bool) -> bool:
+    """Whether a round says what one takes without prompts; those with some are few enough."""
+    return not timed[0].num_prompt_rows and _has_drafts(timed[0]) == drafts
+
+
 def _all_but_newest(
-    rounds: Sequence[VerifiedRound], most: int, is_of_kind: Callable[[VerifiedRound], bool]
+    rounds: Sequence[_Round], most: int, is_of_kind: Callable[[_Round], bool]
 ) -> set[int]:
     """Places of the rounds of a kind, but for the newest `most` of them."""
     return {*[place for place, each in enumerate(rounds) if is_of_kind(each)][:-most]}
