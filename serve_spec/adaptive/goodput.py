@@ -64,10 +64,10 @@ the host a millisecond, several rounds of a small model."""
 MOST_PLAN_ROUNDS = 64
 """While nothing is drafted a plan lasts twice as long as the one before, up to so many rounds: what
 making it takes is what the policy is slower than off by."""
-SETTLED_ROUNDS = 64
+SETTLED_ROUNDS = 16
 """Rounds at a tier after which a plan that turns out as expected serves on: what it would be
 replaced by is the same,"""
-MOST_PROLONGED = 3
+MOST_PROLONGED = 6
 """at most so many times its rounds,"""
 PROLONGED_MS = 100.0
 """if they are short: beside longer ones its arithmetic is nothing."""
