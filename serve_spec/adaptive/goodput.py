@@ -51,7 +51,9 @@ LEAVE_OFF_GAIN = 1.02
 MOVE_GAIN = 1.01
 """Predicted gain that makes it move between tiers."""
 WORTH_TRYING = 0.9
-"""Predicted share of the present speed that is worth a try of a tier that never ran."""
+"""Predicted share of the present speed that is worth a try of a tier that never ran,"""
+TRY_AFTER_ROUNDS = 64
+"""after so many rounds at the present one."""
 PLAN_ROUNDS = 8
 """Rounds that follow one plan, and after which they are learned from, all at once.
 
@@ -78,6 +80,8 @@ PLAN_ROWS_PER_ROUND = 32
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
 PROMPTS_EVERY_PLANS = 4
 """Plans for batches of about the same size that share what prompts take."""
+APART_EVERY_PLANS = 4
+"""While all rows draft alike, one plan in so many asks whether they had better not."""
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
 LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
@@ -101,6 +105,30 @@ class _SizeRange:
     clock: ProbeClock = field(default_factory=ProbeClock)
     rounds_of: Counter[Tier] = field(default_factory=Counter)
     """Rounds of every tier, those beside prompts aside."""
+
+
+@dataclass
+class _BesidePrompts:
+    """What prompts do to a few plans in a row, found once for all of them when it is asked for."""
+
+    key: tuple[int, int, int] = 0, 0, 0
+    """The range of batch sizes, see `range_key`, and the numbers of depths and of trees."""
+    num_plans: int = 0
+    shares: Floats | None = None
+    """Of a round's time that prompts take, by option."""
+    depths: dict[tuple[int, int], int] = field(default_factory=dict)
+    """Drafts per row beside prompts, by those without, and by the bits of their rows' number."""
+
+    def depth(self, num_steps: int, depth_beside: Callable[[int], int]) -> Callable[[int], int]:
+        """`depth_beside` of a tier, by the number of rows, as far as it is not known yet."""
+
+        def of(num_prompt_rows: int) -> int:
+            key = num_steps, num_prompt_rows.bit_length()
+            if key not in self.depths:
+                self.depths[key] = depth_beside(num_prompt_rows)
+            return self.depths[key]
+
+        return of
 
 
 @dataclass(slots=True)
@@ -175,12 +203,9 @@ class GoodputPolicy:
         self._tree: TreeShape | None = None
         self._rounds_at_tier = 0
         self.prompts = PromptLoad()
-        self._shares: Floats = np.zeros(0)
-        """Of a round's time that prompts take, by option,"""
-        self._shares_of = 0, 0
-        """in batches of a range, see `range_key`, that have so many options,"""
-        self._num_shared = 0
-        """as so many plans took it to be."""
+        self._beside = _BesidePrompts()
+        self._num_alike = 0
+        """Plans since one asked whether rows had better draft differently deep."""
         self._predicted: dict[Tier, float] = {}
         self._plan: RoundPlan | None = None
         self._standing: _Standing | None = None
@@ -304,6 +329,8 @@ class GoodputPolicy:
             return True
         if self._plan.choice.ms * self._plan_rounds > PROLONGED_MS:
             return True
+        if any(map(_is_from_text, self._to_learn)):
+            return True  # how long a text repeats itself is not in the plan
         # Measured, too: what the guard is not told cannot close it.
         speedup = self._range(newest.batch_size)[1].guard.speedup
         if speedup is None or speedup < LEAVE_OFF_GAIN:
@@ -510,19 +537,18 @@ class GoodputPolicy:
             self._tree = None
         entries = Entries.of(batch, worths.chains, costs, self.costs.entry_ms)
         costs = replace(costs, entry=entries.ms)
+        beside = self._beside_prompts(batch, worths)
         now = self._options(batch, worths.each(entries.of_rows_that_pay), costs)
         soon = now
         if self.prompts.is_known:
             if not entries.all_pay:
                 soon = self._options(batch, worths.each(entries.of_rows_to_come), costs)
-            soon = soon.slowed(self._shares_of_prompts(soon, batch))
+            if beside.shares is None:
+                beside.shares = soon.shares_of_prompts(self.prompts, self.costs, batch.context)
+            soon = soon.slowed(beside.shares)
+        self._num_alike = 0 if now.are_apart else (self._num_alike + 1) % APART_EVERY_PLANS
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
-            was_off = not self._tier and not moved
-            self._decide(soon.goodput, here, moved=moved)
-            self._try_shallower(soon, here)
-            twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
-            self._fewest_rounds = _fewest_rounds(costs.off)
-            self._plan_rounds = twice if was_off and not self._tier else self._fewest_rounds
+            self._choose_tier(soon, costs.off, here, moved=moved)
         if batch.text_steps:
             of_tree = None
             if self._tree is not None:
@@ -543,24 +569,24 @@ class GoodputPolicy:
             tiers = tier_speeds(self.costs, rates, batch_size=size, context=context)
             return int(tiers.tokens_per_ms.argmax())
 
+        beside_prompts = beside.depth(chain.num_steps, depth_beside)
         others = [choice for tree, (choice, _) in now.trees.items() if tree != self._tree]
         present = now.chains.choice(chain.num_steps)
-        plan = RoundPlan(present, batch, entries, depth_beside, depth_at, chain, others)
+        plan = RoundPlan(present, batch, entries, beside_prompts, depth_at, chain, others)
         if self._tree is None:
             return plan
         others.append(present)
         (choice, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
-        return RoundPlan(choice, batch, entries, depth_beside, depth_at, to_come, others, plan)
+        return RoundPlan(choice, batch, entries, beside_prompts, depth_at, to_come, others, plan)
 
-    def _shares_of_prompts(self, options: Options, batch: DecodeBatch) -> Floats:
-        """What `Options.shares_of_prompts` says, worked out anew for every few plans: it changes
-        with the load, not with the text."""
-        key = range_key(batch.size), len(options.goodput)
-        if self._num_shared >= PROMPTS_EVERY_PLANS or self._shares_of != key:
-            self._shares_of, self._num_shared = key, 0
-            self._shares = options.shares_of_prompts(self.prompts, self.costs, batch.context)
-        self._num_shared += 1
-        return self._shares
+    def _beside_prompts(self, batch: DecodeBatch, worths: Worths) -> _BesidePrompts:
+        """What plans of now take prompts to do: it changes with the load, and not with the text."""
+        key = range_key(batch.size), worths.chains.shape[1], len(worths.trees)
+        beside = self._beside
+        if beside.key != key or beside.num_plans >= PROMPTS_EVERY_PLANS:
+            beside = self._beside = _BesidePrompts(key)
+        beside.num_plans += 1
+        return beside
 
     @property
     def _arm(self) -> Tier:
@@ -569,7 +595,19 @@ class GoodputPolicy:
 
     def _options(self, batch: DecodeBatch, worths: Worths, costs: RoundCosts) -> Options:
         weights = worths.speeds(self._arm)
-        return Options.of(batch, worths, weights, costs, self.costs, may_differ=self.per_sequence)
+        may_differ = self.per_sequence and not self._num_alike
+        return Options.of(batch, worths, weights, costs, self.costs, may_differ=may_differ)
+
+    def _choose_tier(
+        self, options: Options, off_ms: float, here: _SizeRange, *, moved: bool
+    ) -> None:
+        """And for how many rounds it is planned."""
+        was_off = not self._tier and not moved
+        self._decide(options.goodput, here, moved=moved)
+        self._try_shallower(options, here)
+        twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
+        self._fewest_rounds = _fewest_rounds(off_ms)
+        self._plan_rounds = twice if was_off and not self._tier else self._fewest_rounds
 
     def _decide(self, goodput: dict[Tier, float], here: _SizeRange, *, moved: bool) -> None:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
@@ -606,7 +644,7 @@ class GoodputPolicy:
         """
         tier = self._tier - 1
         is_open = self._tree is None and tier > 0 and here.rounds_of[tier] < PLAN_ROUNDS
-        if not is_open or here.guard.is_in_doubt or self._rounds_at_tier < SETTLED_ROUNDS:
+        if not is_open or here.guard.is_in_doubt or self._rounds_at_tier < TRY_AFTER_ROUNDS:
             return
         share = options.chains.goodput[tier] / options.chains.goodput[self._tier]
         ms = PLAN_ROUNDS * float(options.chains.ms[tier])
@@ -617,6 +655,10 @@ class GoodputPolicy:
 def _is_of_plan(batch: DecodeBatch) -> bool:
     """Whether it is asked for no more than its plan says: no prompts, no drafts from texts."""
     return not (batch.num_prompts or batch.num_prompt_rows or batch.text_steps)
+
+
+def _is_from_text(verified: VerifiedRound) -> bool:
+    return any(verified.is_from_text)
 
 
 def _has_drafts(verified: VerifiedRound) -> bool:

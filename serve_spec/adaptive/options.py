@@ -54,11 +54,13 @@ class Worths:
 
 @dataclass(frozen=True)
 class Options:
-    """Of one batch. `trees`: the round and the goodput of each shape."""
+    """Of one batch. `trees`: the round and the goodput of each shape. `are_apart`: whether rows of
+    chains draft differently deep."""
 
     worths: Worths
     chains: Menu
     trees: Mapping[TreeShape, tuple[Choice, float]]
+    are_apart: bool
 
     @classmethod
     def of(
@@ -73,15 +75,16 @@ class Options:
     ) -> Options:
         """weights, costs: see `objective`. may_differ: whether rows may draft differently deep."""
         chains = uniform(worths.chains, weights, costs, batch.max_draft_tokens)
+        are_apart = False
         if may_differ and batch.size > 1:
             apart = per_sequence(worths.chains, weights, costs, batch.max_draft_tokens)
             if apart.goodput.max() >= APART_GAIN * chains.goodput.max():
-                chains = apart
+                chains, are_apart = apart, True
         trees = {
             tree: branched(tree, levels, weights, costs, _tree_ms(tree, levels, batch, model))
             for tree, levels in worths.trees.items()
         }
-        return cls(worths, chains, trees)
+        return cls(worths, chains, trees, are_apart)
 
     def shares_of_prompts(self, load: PromptLoad, model: CostModel, context: float) -> Floats:
         """What ends of requests take, and the prompts after them, as shares of each round's time.

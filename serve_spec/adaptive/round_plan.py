@@ -36,8 +36,7 @@ class RoundPlan:
         self.choice = choice
         self.others = others
         self._instead = instead
-        # For numbers of about the same size once.
-        self._depth_beside = _by_size(depth_beside)
+        self._depth_beside = depth_beside
         self._depth_at = _by_size(depth_at)
         self._row_steps = _as_deep_as_the_tier(choice, batch)
         self._request_ids = batch.request_ids
