@@ -537,15 +537,9 @@ class GoodputPolicy:
             self._tree = None
         entries = Entries.of(batch, worths.chains, costs, self.costs.entry_ms)
         costs = replace(costs, entry=entries.ms)
-        beside = self._beside_prompts(batch, worths)
         now = self._options(batch, worths.each(entries.of_rows_that_pay), costs)
-        soon = now
-        if self.prompts.is_known:
-            if not entries.all_pay:
-                soon = self._options(batch, worths.each(entries.of_rows_to_come), costs)
-            if beside.shares is None:
-                beside.shares = soon.shares_of_prompts(self.prompts, self.costs, batch.context)
-            soon = soon.slowed(beside.shares)
+        beside = self._beside_prompts(batch, worths)
+        soon = self._soon(batch, worths, entries, costs, now, beside)
         self._num_alike = 0 if now.are_apart else (self._num_alike + 1) % APART_EVERY_PLANS
         if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
             self._choose_tier(soon, costs.off, here, moved=moved)
@@ -578,6 +572,25 @@ class GoodputPolicy:
         others.append(present)
         (choice, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
         return RoundPlan(choice, batch, entries, beside_prompts, depth_at, to_come, others, plan)
+
+    def _soon(
+        self,
+        batch: DecodeBatch,
+        worths: Worths,
+        entries: Entries,
+        costs: RoundCosts,
+        now: Options,
+        beside: _BesidePrompts,
+    ) -> Options:
+        """The options of what the batch becomes, prompts and all; tiers are chosen by these."""
+        if not self.prompts.is_known:
+            return now
+        soon = now
+        if not entries.all_pay:
+            soon = self._options(batch, worths.each(entries.of_rows_to_come), costs)
+        if beside.shares is None:
+            beside.shares = soon.shares_of_prompts(self.prompts, self.costs, batch.context)
+        return soon.slowed(beside.shares)
 
     def _beside_prompts(self, batch: DecodeBatch, worths: Worths) -> _BesidePrompts:
         """What plans of now take prompts to do: it changes with the load, and not with the text."""
