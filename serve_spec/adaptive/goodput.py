@@ -71,9 +71,9 @@ SETTLED_ROUNDS = 16
 replaced by is the same,"""
 MOST_PROLONGED = 6
 """at most so many times its rounds,"""
-PROLONGED_MS = 100.0
+PROLONGED_MS = 200.0
 """if they are short: beside longer ones its arithmetic is nothing."""
-SURPRISE = 1.0
+SURPRISE = 1.5
 """Standard errors by which drafts are kept more often, or less, than a plan expected of them, for
 it to be replaced at once."""
 PLAN_ROWS_PER_ROUND = 32
