@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from serve_spec.adaptive.observations import Indices, Observations
 
-_MANY_ROWS = 16
+_MANY_ROWS = 32
 
 
 class PositionCounters:
@@ -32,13 +31,15 @@ class PositionCounters:
         """
         if not any(row_steps) and not any(num_correct_drafts):
             return
+        if len(row_steps) > _MANY_ROWS:
+            codes = self._observations.codes(row_steps, num_correct_drafts)
+            counted = np.bincount(codes, minlength=len(self._rows))
+            self._rows = (counted + self._rows).tolist()
+            return
         # Not by arrays, as this comes with every round: the first use of numpy after a model's
-        # forward takes 80 µs on a CPU, and that of a Counter 20, which pays for many rows only.
+        # forward takes 80 µs on a CPU, which pays for many rows only.
         shown = list(zip(row_steps, num_correct_drafts, strict=True))
-        if len(shown) > _MANY_ROWS:
-            counts: Mapping[tuple[int, int], int] = Counter(shown)
-        else:
-            counts = {row: shown.count(row) for row in shown}
+        counts = {row: shown.count(row) for row in shown}
         for code, count in zip(self._observations.codes_of(counts), counts.values(), strict=True):
             self._rows[code] += count
 
