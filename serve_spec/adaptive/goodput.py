@@ -139,18 +139,24 @@ class _Standing:
     """
 
     steps: RoundSteps
-    request_ids: Sequence[str]
+    key: int
+    """The range of batch sizes, see `range_key`."""
+    request_ids: Sequence[str] | None
+    """None: whoever is in the batch, or joins it, drafts nothing."""
     num_draft_tokens: int
     clock: ProbeClock
     rounds_left: int
 
     def answers(self, batch: DecodeBatch) -> bool:
         """Whether it holds for this round, too."""
+        if self.rounds_left <= 0 or batch.text_steps:
+            return False
+        if self.request_ids is None:
+            return range_key(batch.size) == self.key and batch.max_draft_tokens > 0
         return (
-            self.rounds_left > 0
-            and batch.request_ids == self.request_ids
-            and batch.max_draft_tokens > self.num_draft_tokens
-            and _is_of_plan(batch)
+            batch.request_ids == self.request_ids
+            and batch.max_draft_tokens >= self.num_draft_tokens
+            and not (batch.num_prompts or batch.num_prompt_rows)
         )
 
     def again(self) -> RoundSteps:
@@ -242,8 +248,8 @@ class GoodputPolicy:
         self._rounds_at_tier += 1
         wanted = self._wanted(plan, batch)
         probe = self._probe(batch, bound, here, wanted, plan)
-        if probe is None and wanted.tree == self._tree and _is_of_plan(batch):
-            self._standing = self._standing_answer(wanted, batch, here)
+        if probe is None:
+            self._standing = self._stand(plan, wanted, batch, here)
         is_baseline = probe is not None and not probe.num_steps
         if is_baseline or not batch.text_steps:
             return probe or wanted
@@ -276,15 +282,24 @@ class GoodputPolicy:
         self.last_reason, steps = answer
         return steps
 
-    def _standing_answer(
-        self, wanted: RoundSteps, batch: DecodeBatch, here: _SizeRange
-    ) -> _Standing:
-        num_rounds = self._probes.quiet_rounds(here.clock, wanted, in_doubt=here.guard.is_in_doubt)
-        assert wanted.row_steps is not None, "a plan names every row's drafts"
-        num_drafts = sum(wanted.row_steps)
-        if wanted.tree is not None:
-            num_drafts = wanted.tree.num_draft_tokens * batch.size
-        return _Standing(wanted, batch.request_ids, num_drafts, here.clock, num_rounds)
+    def _stand(
+        self, plan: RoundPlan, wanted: RoundSteps, batch: DecodeBatch, here: _SizeRange
+    ) -> _Standing | None:
+        """The answer for the rounds to come, if the plan was not cut for this one."""
+        choice, num_drafts, request_ids = plan.choice, 0, None
+        if choice.num_steps:
+            is_cut = (wanted.num_steps, wanted.tree) != (choice.num_steps, choice.tree)
+            if is_cut or batch.num_prompts or batch.num_prompt_rows:
+                return None
+            num_drafts = choice.most_tokens - batch.size
+            if choice.tree is not None:
+                num_drafts = choice.tree.num_draft_tokens * batch.size
+            request_ids = batch.request_ids
+        else:
+            wanted = replace(wanted, row_steps=None)  # however many rows there will be
+        key, clock = range_key(batch.size), here.clock
+        num_rounds = self._probes.quiet_rounds(clock, wanted, in_doubt=here.guard.is_in_doubt)
+        return _Standing(wanted, key, request_ids, num_drafts, clock, num_rounds)
 
     def _wanted(self, plan: RoundPlan, batch: DecodeBatch) -> RoundSteps:
         """What the plan asks of this round."""
@@ -663,11 +678,6 @@ class GoodputPolicy:
         ms = PLAN_ROUNDS * float(options.chains.ms[tier])
         if share >= WORTH_TRYING and self.budget.spend(ms * max(0.0, 1.0 - share)):
             self._tier, self._tier_reason, self._rounds_at_tier = tier, Reason.PROBE, 0
-
-
-def _is_of_plan(batch: DecodeBatch) -> bool:
-    """Whether it is asked for no more than its plan says: no prompts, no drafts from texts."""
-    return not (batch.num_prompts or batch.num_prompt_rows or batch.text_steps)
 
 
 def _is_from_text(verified: VerifiedRound) -> bool:
