@@ -158,16 +158,13 @@ class SurvivalEstimator:
         gained = DEFAULT_TREE_GAIN / (1.0 + DEFAULT_TREE_GAIN)
         self._branched_prior = TREE_PSEUDO_TRIALS * np.array([[gained], [1.0], [0.5]])
         # Of a request: trials by position (of chains, then of each tree), trials and hits in all.
-        # What a row teaches: that, and hits and trials by position. One code more than there are is
-        # that of a request that is not in the round.
-        self._absent = len(trials)
         self._num_columns = max_steps * (1 + len(self.trees)) + 2
-        shape = (1 + len(self.trees), len(trials) + 1, self._num_columns + 2 * max_steps)
-        self._lessons = np.zeros(shape)
+        # What a row teaches: hits and trials by position, trials and hits in all. One code more
+        # than there are is that of a request that is not in the round.
+        self._absent = len(trials)
+        self._lessons = np.zeros((len(trials) + 1, 2 * max_steps + 2))
         in_all = np.column_stack([trials.sum(axis=1), hits.sum(axis=1)])
-        for arm, lessons in enumerate(self._lessons):
-            lessons[:-1, arm * max_steps : (arm + 1) * max_steps] = trials
-            lessons[:-1, self._num_columns - 2 :] = np.hstack([in_all, hits, trials])
+        self._lessons[:-1] = np.hstack([hits, trials, in_all])
         self._request_age = np.append(1.0 + hits.sum(axis=1), 0.0) / REQUEST_MEMORY_TOKENS
         self._requests = np.zeros((64, self._num_columns))
         self._request_prior = np.zeros(self._num_columns)
@@ -248,19 +245,27 @@ class SurvivalEstimator:
         request_ids, shown = self._by_request(rounds, codes)
         slots = self._slots(request_ids)
         self._admit(request_ids, slots, shown)
-        arm, num_columns = self._arm(tree), self._num_columns
-        lessons = self._lessons[arm].take(shown, axis=0)
-        by_position = lessons[:, :, num_columns:].sum(axis=1)
+        arm, steps = self._arm(tree), self.max_steps
+        lessons = self._lessons.take(shown, axis=0)
+        by_position = self._counted(shown) @ self._lessons[:, : 2 * steps]
         evidence = self._requests.take(slots, axis=0)
         expected = None
         if tree is not None:
-            reached = lessons[:, :, num_columns + self.max_steps :]
-            expected = self._expected_hits(evidence, reached, arm)
+            expected = self._expected_hits(evidence, lessons[:, :, steps : 2 * steps], arm)
         kept, weights = _fading(self._request_age.take(shown))
         evidence *= kept[:, None]
-        evidence += (lessons[:, :, :num_columns] * weights[:, :, None]).sum(axis=0)
+        learned = np.einsum("nrc,nr->rc", lessons[:, :, steps:], weights)
+        evidence[:, arm * steps : (arm + 1) * steps] += learned[:, :steps]
+        evidence[:, -2:] += learned[:, steps:]
         self._requests[slots] = evidence
-        self._learn_pooled(by_position.reshape(-1, 2, self.max_steps), arm, expected)
+        self._learn_pooled(by_position.reshape(-1, 2, steps), arm, expected)
+
+    def _counted(self, shown: Indices) -> Floats:
+        """How many rows of every round showed each code, [rounds, codes]."""
+        num_rounds, num_codes = len(shown), len(self._lessons)
+        of_round = num_codes * np.arange(num_rounds)[:, None]
+        counts = np.bincount((shown + of_round).ravel(), minlength=num_rounds * num_codes)
+        return counts.reshape(num_rounds, num_codes).astype(np.float64)
 
     def _learn_plain(self, rounds: Sequence[DraftedRound], codes: Indices) -> None:
         if self._slot_of:
@@ -288,8 +293,8 @@ class SurvivalEstimator:
 
     def _admit(self, request_ids: Sequence[str], slots: Indices, shown: Indices) -> None:
         """Gives a slot to every request without one that drafted in any of the rounds."""
-        for row, slot in enumerate(slots.tolist()):
-            if slot == _UNKNOWN and any(code % self._absent for code in shown[:, row].tolist()):
+        for row in np.flatnonzero(slots == _UNKNOWN).tolist():
+            if any(code % self._absent for code in shown[:, row].tolist()):
                 slots[row] = self._slot_of[request_ids[row]] = self._new_slot()
 
     def survival(self, request_ids: Sequence[str], tree: TreeShape | None = None) -> Floats:
