@@ -76,12 +76,14 @@ PROLONGED_MS = 200.0
 SURPRISE = 1.5
 """Standard errors by which drafts are kept more often, or less, than a plan expected of them, for
 it to be replaced at once."""
-PLAN_ROWS_PER_ROUND = 32
+PLAN_ROWS_PER_ROUND = 16
 """One round more for so many rows: their plan takes longer to make, and each counts for less."""
 PROMPTS_EVERY_PLANS = 4
 """Plans for batches of about the same size that share what prompts take."""
 APART_EVERY_PLANS = 4
-"""While all rows draft alike, one plan in so many asks whether they had better not."""
+"""While a few rows draft alike, one plan in so many asks whether they had better not;"""
+APART_FROM_ROWS = 32
+"""of so many rows, every plan: they have more to gain by it, and rounds that take longer."""
 LEARNED_ROWS = 1024
 """Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
 LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
@@ -623,7 +625,8 @@ class GoodputPolicy:
 
     def _options(self, batch: DecodeBatch, worths: Worths, costs: RoundCosts) -> Options:
         weights = worths.speeds(self._arm)
-        may_differ = self.per_sequence and not self._num_alike
+        is_asked = batch.size >= APART_FROM_ROWS or not self._num_alike
+        may_differ = self.per_sequence and is_asked
         return Options.of(batch, worths, weights, costs, self.costs, may_differ=may_differ)
 
     def _choose_tier(

@@ -22,6 +22,7 @@ from serve_spec.adaptive.goodput import (
     MOST_PROLONGED,
     MOVE_GAIN,
     PLAN_ROUNDS,
+    PLAN_ROWS_PER_ROUND,
     GoodputPolicy,
 )
 from serve_spec.adaptive.policy import Reason
@@ -177,7 +178,7 @@ def waits_for_a_lesson(num_rounds: int, *, turns_at: int | None = None) -> list[
     return np.diff([n for n in range(1, num_rounds) if known[n] != known[n - 1]]).tolist()
 
 
-def test_a_plan_that_turns_out_as_expected_serves_up_to_three_times_as_long() -> None:
+def test_a_plan_that_turns_out_as_expected_serves_up_to_several_times_as_long() -> None:
     waits = waits_for_a_lesson(1200)
     assert set(waits[:4]) == {PLAN_ROUNDS}, "not before the tier has settled"
     assert max(waits) == MOST_PROLONGED * PLAN_ROUNDS
@@ -195,7 +196,7 @@ def test_a_batch_that_varies_puts_no_lesson_off() -> None:
         target.observe(told)
         known.append(target.survival.pooled_trials[0])
     lessons = [n for n in range(1, 40) if known[n] != known[n - 1]]
-    assert max(np.diff([-1, *lessons])) <= PLAN_ROUNDS + 2
+    assert max(np.diff([-1, *lessons])) <= PLAN_ROUNDS + 64 // PLAN_ROWS_PER_ROUND
 
 
 def test_one_that_does_not_is_replaced_at_once() -> None:
