@@ -69,15 +69,16 @@ making it takes is what the policy is slower than off by."""
 SETTLED_ROUNDS = 16
 """Rounds at a tier after which a plan that turns out as expected serves on: what it would be
 replaced by is the same,"""
-MOST_PROLONGED = 6
+MOST_PROLONGED = 4
 """at most so many times its rounds,"""
-PROLONGED_MS = 200.0
+PROLONGED_MS = 100.0
 """if they are short: beside longer ones its arithmetic is nothing."""
 SURPRISE = 1.5
 """Standard errors by which drafts are kept more often, or less, than a plan expected of them, for
 it to be replaced at once."""
-PLAN_ROWS_PER_ROUND = 16
-"""One round more for so many rows: their plan takes longer to make, and each counts for less."""
+PLAN_ROWS = 64
+"""Rounds more for a plan, by the square of how often it has so many rows: it takes longer to make,
+and each of its rounds says more."""
 PROMPTS_EVERY_PLANS = 4
 """Plans for batches of about the same size that share what prompts take."""
 APART_EVERY_PLANS = 4
@@ -331,7 +332,7 @@ class GoodputPolicy:
         self._to_learn.append(verified)
         if verified.num_draft_tokens:
             self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
-        due = self._plan_rounds + verified.batch_size // PLAN_ROWS_PER_ROUND
+        due = self._plan_rounds + (verified.batch_size // PLAN_ROWS) ** 2
         num_rounds = len(self._to_learn)
         if num_rounds - self._num_expected < due:
             return

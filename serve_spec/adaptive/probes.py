@@ -138,24 +138,24 @@ class Probes:
         clock.since_baseline += num_rounds
         clock.since_deeper += num_rounds
         clock.since_other += num_rounds
-        every = clock.baseline_every(lambda: self._lead(batch, plan), in_doubt=in_doubt)
+        every = clock.baseline_every(lambda: self._lead(plan), in_doubt=in_doubt)
         # Beside prompts it is told less: only where no round is without any.
         is_alone = not batch.num_prompt_rows
         if clock.since_baseline >= (every if is_alone else 2 * every):
-            clock.since_baseline -= min(every, RETRY_ROUNDS)
+            clock.since_baseline = every - min(every, RETRY_ROUNDS)
             answer = self._plain(batch, plan, clock, is_free=in_doubt)
             if answer is not None:
                 clock.since_baseline = 0
                 clock.num_baselines += 1
                 return answer
         if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
-            clock.since_deeper -= RETRY_ROUNDS
+            clock.since_deeper = DEEPER_EVERY_ROUNDS - RETRY_ROUNDS
             answer = self._deeper(batch, wanted, bound, round_costs)
             if answer is not None:
                 clock.since_deeper = 0
                 return answer
         if clock.since_other >= OTHER_EVERY_ROUNDS and not batch.num_prompt_rows:
-            clock.since_other -= RETRY_ROUNDS
+            clock.since_other = OTHER_EVERY_ROUNDS - RETRY_ROUNDS
             answer = self._other(wanted, plan)
             if answer is not None:
                 clock.since_other = 0
@@ -179,7 +179,7 @@ class Probes:
         """
         # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
         off_ms = self._off_ms(batch)
-        lost_ms = off_ms - off_ms / self._lead(batch, plan)
+        lost_ms = off_ms - off_ms / self._lead(plan)
         if clock.num_baselines < NUM_FIRST_BASELINES:
             lost_ms *= 2  # as little is known of the plan's rounds, too
         if not is_free and not self._budget.spend(max(0.0, lost_ms)):
@@ -193,10 +193,10 @@ class Probes:
         verify_ms = self._costs.verify_ms(size, 0, batch.context, batch.num_sampled)
         return verify_ms + self._costs.host_ms(size)
 
-    def _lead(self, batch: DecodeBatch, plan: RoundPlan) -> float:
-        """Speed of the plan's rounds over that of plain ones, as predicted."""
+    def _lead(self, plan: RoundPlan) -> float:
+        """Speed of the plan's rounds over that of plain ones, as predicted for its batch."""
         choice = plan.choice
-        return self._off_ms(batch) * choice.tokens / (batch.size * choice.ms)
+        return self._off_ms(plan.batch) * choice.tokens / (plan.batch.size * choice.ms)
 
     def _begun(
         self, batch: DecodeBatch, bound: int, round_costs: Callable[[], RoundCosts]

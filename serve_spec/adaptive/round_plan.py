@@ -42,7 +42,7 @@ class RoundPlan:
         self._row_steps = _as_deep_as_the_tier(choice, batch)
         self._request_ids = batch.request_ids
         self._steps_of = dict(zip(batch.request_ids, self._row_steps, strict=True))
-        self._batch, self._to_come = batch, to_come
+        self.batch, self._to_come = batch, to_come
         self._entries = entries
         self._num_tree_drafts = 0
         if choice.tree is not None:
@@ -52,7 +52,7 @@ class RoundPlan:
     @cached_property
     def _steps_of_others(self) -> int:
         """Of a row that joins: the usual one's."""
-        return sorted(_as_deep_as_the_tier(self._to_come, self._batch))[self._batch.size // 2]
+        return sorted(_as_deep_as_the_tier(self._to_come, self.batch))[self.batch.size // 2]
 
     def at(self, batch: DecodeBatch) -> RoundPlan:
         """Itself; of trees, chains instead beside prompts, and where there is no room for them."""

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import GAIN, LARGEST_FACTOR, CostModel
 from serve_spec.config.cost_table import CostTable, TreeCosts
-from serve_spec.core.round import TreeShape
+from serve_spec.core.round import RoundTimes, TreeShape
 from tests.helpers.costs import KEY
 
 SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
@@ -685,3 +685,34 @@ def test_what_trees_taught_is_shown_by_shape() -> None:
     (factor,) = json.loads(json.dumps(costs.snapshot()))["tree_verify_factors"]["3x10"].values()
     assert factor > 1.0
     assert "tree_verify_factors" not in model().snapshot()
+
+
+@pytest.mark.parametrize("known_rounds", [0, 200])
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
+def test_rounds_alike_teach_at_once_what_they_teach_one_by_one(
+    slower: float, known_rounds: int
+) -> None:
+    together, alone = model(), model()
+    for costs in (together, alone):
+        for _ in range(known_rounds):
+            run(costs, 4, 3)
+    draft, verify = draft_ms(4, 3, 128) * slower, verify_ms(4, 3, 128) * slower
+    times = RoundTimes(draft, verify, draft + verify + 0.5)
+    assert together.observe_alike([times] * 8, **round_of(4, 3)) == [True] * 8
+    for _ in range(8):
+        run(alone, 4, 3, slower=slower, host=0.5)
+    for num_steps in (0, 3):
+        one_by_one = alone.round_ms(4, num_steps, 4 * (1 + num_steps), 128, 0)
+        at_once = together.round_ms(4, num_steps, 4 * (1 + num_steps), 128, 0)
+        assert at_once == pytest.approx(one_by_one, rel=0.02)
+
+
+def test_of_rounds_alike_those_that_can_not_be_are_left_out() -> None:
+    draft, verify = draft_ms(4, 3, 128), verify_ms(4, 3, 128)
+    good = RoundTimes(draft, verify, draft + verify)
+    absurd = RoundTimes(draft, verify, 1e9)
+    some, none = model(), model()
+    assert some.observe_alike([good, absurd, good], **round_of(4, 3)) == [True, False, True]
+    none.observe_alike([good, good], **round_of(4, 3))
+    assert some.round_ms(4, 3, 16, 128, 0) == none.round_ms(4, 3, 16, 128, 0)
+    assert some.snapshot()["num_refused"] == 1
