@@ -365,7 +365,7 @@ def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
 def test_between_two_plans_each_request_keeps_its_drafts_wherever_its_row_is() -> None:
     size = 128
     policy = goodput(GPU_TABLE)
-    for _ in range(200):
+    for _ in range(100):
         row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
         kept = [k if i % 2 else 0 for i, k in enumerate(row_steps)]
         times = times_of(row_steps, size, GPU_8B)

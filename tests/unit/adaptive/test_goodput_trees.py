@@ -80,9 +80,8 @@ def test_it_is_never_slower_than_off(compared: Comparison) -> None:
 def test_where_rows_are_cheap_it_drafts_trees_and_where_they_are_dear_it_does_not(
     compared: Comparison,
 ) -> None:
-    cheap, dear = (share_of_trees(rounds_of(compared, size)) for size in (1, 64))
-    assert dear < 0.15
-    assert cheap > max(0.25, 3 * dear)
+    assert share_of_trees(rounds_of(compared, 1)) > 0.5
+    assert share_of_trees(rounds_of(compared, 64)) < 0.15
 
 
 class Watched:
@@ -163,13 +162,11 @@ def from_text(verified: VerifiedRound) -> VerifiedRound:
 def test_in_rounds_of_trees_a_row_goes_by_its_text_until_that_misleads() -> None:
     policy = goodput()
     Watched(policy).run(Phase("unpredictable", 1, 12, 94))
-    batch = decode_batch(1, first=900)
+    found = replace(decode_batch(1, first=900), text_steps=[7])
     of_trees: list[tuple[int, int]] = []
-    every_taken: list[int] = []
-    for num_found, kept in [(0, 0)] * 60 + [(7, 7)] * 40 + [(7, 0)] * 80:
-        steps = policy.choose(replace(batch, text_steps=[num_found]))
-        taken = min(num_found, steps.text_steps[0]) if steps.text_steps else 0
-        every_taken.append(taken)
+    for kept in [7] * 40 + [0] * 80:
+        steps = policy.choose(found)
+        taken = min(7, steps.text_steps[0]) if steps.text_steps else 0
         if steps.tree is not None:
             of_trees.append((kept, taken))
         of_model = min(steps.num_steps, 3)
@@ -177,7 +174,7 @@ def test_in_rounds_of_trees_a_row_goes_by_its_text_until_that_misleads() -> None
         verified = replace(verified, tree=steps.tree, request_ids=["900"])
         policy.observe(from_text(verified) if taken else verified)
     assert (7, 7) in of_trees, "as deep as it was found, though no tree of a model is"
-    assert sum(taken > 0 for taken in every_taken[-40:]) < 4
+    assert sum(taken > 0 for _, taken in of_trees[-20:]) < 4
 
 
 def known_rates(told: dict[str, Any]) -> list[float]:
