@@ -8,7 +8,7 @@ exploration, and a guard that compares measured speed with measured plain decodi
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from serve_spec.adaptive.options import Options, Tier, Worths
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.probes import ProbeClock, Probes
 from serve_spec.adaptive.prompt_load import PromptLoad
-from serve_spec.adaptive.round_plan import RoundPlan, range_key
+from serve_spec.adaptive.round_plan import RoundPlan, by_size, range_key
 from serve_spec.adaptive.step_costs import step_costs
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.adaptive.text_first import TextFirst
@@ -119,19 +119,8 @@ class _BesidePrompts:
     num_plans: int = 0
     shares: Floats | None = None
     """Of a round's time that prompts take, by option."""
-    depths: dict[tuple[int, int], int] = field(default_factory=dict)
-    """Drafts per row beside prompts, by those without, and by the bits of their rows' number."""
-
-    def depth(self, num_steps: int, depth_beside: Callable[[int], int]) -> Callable[[int], int]:
-        """`depth_beside` of a tier, by the number of rows, as far as it is not known yet."""
-
-        def of(num_prompt_rows: int) -> int:
-            key = num_steps, num_prompt_rows.bit_length()
-            if key not in self.depths:
-                self.depths[key] = depth_beside(num_prompt_rows)
-            return self.depths[key]
-
-        return of
+    depths: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
+    """Drafts per row beside prompts, by those without, then by the number of rows: `by_size`."""
 
 
 @dataclass(slots=True)
@@ -294,10 +283,10 @@ class GoodputPolicy:
             is_cut = (wanted.num_steps, wanted.tree) != (choice.num_steps, choice.tree)
             if is_cut or batch.num_prompts or batch.num_prompt_rows:
                 return None
-            num_drafts = choice.most_tokens - batch.size
+            assert wanted.row_steps is not None, "a plan names every row's drafts"
+            num_drafts, request_ids = sum(wanted.row_steps), batch.request_ids
             if choice.tree is not None:
-                num_drafts = choice.tree.num_draft_tokens * batch.size
-            request_ids = batch.request_ids
+                num_drafts = choice.tree.num_draft_tokens * sum(map(bool, wanted.row_steps))
         else:
             wanted = replace(wanted, row_steps=None)  # however many rows there will be
         key, clock = range_key(batch.size), here.clock
@@ -581,7 +570,7 @@ class GoodputPolicy:
             tiers = tier_speeds(self.costs, rates, batch_size=size, context=context)
             return int(tiers.tokens_per_ms.argmax())
 
-        beside_prompts = beside.depth(chain.num_steps, depth_beside)
+        beside_prompts = by_size(depth_beside, beside.depths[chain.num_steps])
         others = [choice for tree, (choice, _) in now.trees.items() if tree != self._tree]
         present = now.chains.choice(chain.num_steps)
         plan = RoundPlan(present, batch, entries, beside_prompts, depth_at, chain, others)

@@ -60,7 +60,7 @@ class ProbeClock:
         """
         if in_doubt:
             return DOUBTED_EVERY_ROUNDS
-        is_first = self._first_baseline - self.since_baseline <= 0
+        is_first = self.since_baseline >= self._first_baseline
         return self._first_baseline if is_first and lead() <= CLEAR_LEAD else BASELINE_EVERY_ROUNDS
 
     def quiet_rounds(self, *, drafts_chains: bool, in_doubt: bool) -> int:

@@ -38,7 +38,7 @@ class RoundPlan:
         self.others = others
         self._instead = instead
         self._depth_beside = depth_beside
-        self._depth_at = _by_size(depth_at)
+        self._depth_at = by_size(depth_at, {})
         self._row_steps = _as_deep_as_the_tier(choice, batch)
         self._request_ids = batch.request_ids
         self._steps_of = dict(zip(batch.request_ids, self._row_steps, strict=True))
@@ -109,9 +109,11 @@ def _as_deep_as_the_tier(choice: Choice, batch: DecodeBatch) -> list[int]:
     return [steps if most else choice.num_steps for steps, most in planned]
 
 
-def _by_size(depth: Callable[[int], int]) -> Callable[[int], int]:
-    """`depth` of the first number asked for stands for all between two powers of two."""
-    found: dict[int, int] = {}
+def by_size(depth: Callable[[int], int], found: dict[int, int]) -> Callable[[int], int]:
+    """`depth` of the first number asked for stands for all between two powers of two.
+
+    found: what is known already, by the bits of the number; grows.
+    """
 
     def of(number: int) -> int:
         key = number.bit_length()
