@@ -10,8 +10,10 @@ from serve_spec.engine.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
 # Tokenizers decode a token by its neighbours (spaces, multi-byte characters), so each piece of
-# text is the difference of two decodings that share this many tokens of context.
+# text is the difference of two decodings that share this many tokens of context, at least.
 _CONTEXT_TOKENS = 6
+# A shared beginning need not be decoded twice while it is short.
+_LONGEST_CONTEXT_TOKENS = 24
 
 
 class OutputText:
@@ -31,8 +33,8 @@ class OutputText:
         self._num_remaining = seq.num_remaining
         self._may_stop_below = params.max_tokens - params.min_tokens
         self._ids = seq.token_ids[-_CONTEXT_TOKENS:]
-        self._context_start = 0
         self._read = len(self._ids)
+        self._begin_context(0)
         self._taken = 0
         self.text = ""
         self.finish_reason: FinishReason | None = None
@@ -48,36 +50,56 @@ class OutputText:
                 self.finish_reason = FinishReason.STOP
             else:
                 self._ids.append(token)
-                if self._grow() or self._num_remaining == 0:
-                    self.finish_reason = self.finish_reason or FinishReason.LENGTH
+                # Without stop strings no text decides anything: `take` decodes a run at once.
+                is_stopped = bool(self._stop) and self._stops(self._read_to(len(self._ids)))
+                if not is_stopped and self._num_remaining == 0:
+                    self.finish_reason = FinishReason.LENGTH
             if self.finish_reason is not None:
                 return count
         return len(token_ids)
 
     def take(self) -> str:
         """The text since the last call that can no longer change."""
+        self._read_all()
         if self.finish_reason is FinishReason.LENGTH:
-            self.text += self._pending()
+            self.text += self._decoded(len(self._ids))[len(self._context) :]
             self._read = len(self._ids)
         end = len(self.text) - (0 if self.finish_reason else self._held_back())
         piece = self.text[self._taken : end]
         self._taken = max(self._taken, end)
         return piece
 
-    def _pending(self) -> str:
-        """Decoded text of the tokens not yet in `text`."""
-        known = self._tokenizer.decode(self._ids[self._context_start : self._read])
-        return self._tokenizer.decode(self._ids[self._context_start :])[len(known) :]
+    def _decoded(self, end: int) -> str:
+        """The context, and the tokens after it."""
+        return self._tokenizer.decode(self._ids[self._context_start : end])
 
-    def _grow(self) -> bool:
-        """Moves complete characters into `text`; whether a stop string appeared."""
-        piece = self._pending()
+    def _begin_context(self, start: int) -> None:
+        """From now on what is read is decoded from there."""
+        self._context_start = start
+        self._context = self._decoded(self._read)
+
+    def _read_all(self) -> None:
+        """Moves complete characters into `text`, though tokens after them begin another one."""
+        if self._read < len(self._ids) and not self._read_to(len(self._ids)):
+            for end in range(self._read + 1, len(self._ids)):
+                self._read_to(end)
+
+    def _read_to(self, end: int) -> int:
+        """Moves what these tokens say into `text`, if its last character is complete; how many
+        characters that are."""
+        decoded = self._decoded(end)
+        piece = decoded[len(self._context) :]
         if not piece or piece.endswith(_INCOMPLETE):
-            return False
+            return 0
         self.text += piece
-        self._context_start = max(0, self._read - _CONTEXT_TOKENS)
-        self._read = len(self._ids)
-        return self._num_remaining < self._may_stop_below and self._cut_at_stop(len(piece))
+        self._read, self._context = end, decoded
+        if end - self._context_start > _LONGEST_CONTEXT_TOKENS:
+            self._begin_context(end - _CONTEXT_TOKENS)
+        return len(piece)
+
+    def _stops(self, num_new: int) -> bool:
+        """Whether a stop string that counts ends in the last `num_new` characters; cuts it off."""
+        return self._num_remaining < self._may_stop_below and self._cut_at_stop(num_new)
 
     def _cut_at_stop(self, num_new: int) -> bool:
         """Cuts `text` at the earliest stop string that ends in its last `num_new` characters."""

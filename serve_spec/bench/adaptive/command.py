@@ -34,6 +34,7 @@ from serve_spec.bench.phases import (
     CPU_BATCH_SIZES,
     GPU_BATCH_SIZES,
     LONGEST_TOKENS,
+    SPREAD,
     Phase,
     phase_requests,
     phase_trace,
@@ -219,15 +220,18 @@ def _prompts(engine: SpecEngine, num_tokens: int) -> Prompts:
 def _warm_up(
     engine: SpecEngine, arms: Sequence[Arm], batch_sizes: Sequence[int], prompts: Prompts
 ) -> dict[int, float]:
-    """First rounds are slow, whatever runs them. Milliseconds of a plain one, by batch size."""
+    """First rounds are slow, whatever runs them: with and without drafts, and beside the prompts
+    of those that come later. Milliseconds of a plain one, by batch size."""
     off, deepest = arms[0], [arm for arm in arms if arm.is_static][-1]
     plain_ms = {}
     for batch_size in tqdm(batch_sizes, desc="warm-up", leave=False):
-        phase = Phase("heated", batch_size, batch_size, WARM_UP_TOKENS)
-        requests = phase_requests(phase, 0, prompts)
-        for arm in (deepest, off):
-            engine.controller = copy.deepcopy(arm.controller)
-            run = run_phase(engine, requests, batch_size, WARM_UP_TOKENS)
+        in_step = Phase("heated", batch_size, batch_size, WARM_UP_TOKENS)
+        refilled = Phase("heated", batch_size, 2 * batch_size, WARM_UP_TOKENS, SPREAD)
+        for phase in (refilled, in_step):
+            requests = phase_requests(phase, 0, prompts)
+            for arm in (deepest, off):
+                engine.controller = copy.deepcopy(arm.controller)
+                run = run_phase(engine, requests, batch_size, phase.lengths)
         plain_ms[batch_size] = median(r.ms for r in run.rounds if r.stats.decodes_only)
     return plain_ms
 

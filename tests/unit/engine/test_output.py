@@ -45,6 +45,22 @@ def test_pieces_join_to_the_whole_text_however_tokens_arrive(
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
 
+@given(st.text(min_size=1, max_size=30), st.lists(st.integers(1, 8), max_size=30))
+def test_a_run_that_is_read_at_once_says_what_its_tokens_say_one_by_one(
+    tokenizer: Tokenizer, text: str, sizes: list[int]
+) -> None:
+    """Where stop strings are asked for, every token is read by itself."""
+    at_once, watched = output(tokenizer), output(tokenizer, stop=("an end that never comes",))
+    tokens = list(text.encode())
+    while tokens:
+        size = sizes.pop(0) if sizes else 1
+        run, tokens = tokens[:size], tokens[size:]
+        for stream in (at_once, watched):
+            stream.push(run)
+            stream.take()
+        assert at_once.text == watched.text
+
+
 def test_a_stop_string_across_runs_is_cut_off_and_never_shown(tokenizer: Tokenizer) -> None:
     for size in range(1, 9):
         stream = output(tokenizer, stop=("END", "zz"))
