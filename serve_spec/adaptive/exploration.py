@@ -18,6 +18,8 @@ NUM_FIRST_BASELINES = 4
 """At batches of a size that is new: the first plain round after 8, the next ones after 16, 32, 64,
 if drafting is not clearly ahead."""
 CLEAR_LEAD = 1.25
+LONG_BASELINE_ROUNDS = 2
+"""Plain rounds in a row, where the first of them waits for what the host does after drafts."""
 
 PROBED_ROWS_SHARE = 16
 """One row in so many takes part in a probe, at least one."""

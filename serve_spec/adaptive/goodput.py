@@ -20,7 +20,7 @@ import numpy as np
 from serve_spec.adaptive.baseline import SpeedGuard
 from serve_spec.adaptive.cost_model import ABSURD_RATIO, CostModel
 from serve_spec.adaptive.entries import Entries
-from serve_spec.adaptive.exploration import ExplorationBudget
+from serve_spec.adaptive.exploration import LONG_BASELINE_ROUNDS, ExplorationBudget
 from serve_spec.adaptive.marginal import marginal_ms_by_rows, tier_speeds
 from serve_spec.adaptive.objective import (
     Floats,
@@ -92,6 +92,8 @@ LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
 PRICED_ROUNDS = 8
 """Of a plan's plain rounds, and of those that drafted, the newest so many say what they cost: there
 are many, all alike."""
+WAITS_SHARE = 0.1
+"""Of a round's time that neither model took: from there on the device waited for the host."""
 MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
@@ -210,6 +212,7 @@ class GoodputPolicy:
         self._plan_rounds = self._fewest_rounds = PLAN_ROUNDS
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
+        self._was_plain = True
         self._to_learn: list[VerifiedRound] = []
         self._num_expected = 0
         """Of these, the first so many turned out as their plan expected."""
@@ -318,7 +321,7 @@ class GoodputPolicy:
         """
         if verified.tree is not None and verified.tree not in self.candidate_trees:
             return  # the policy before this one asked for it
-        self._to_learn.append(verified)
+        self._to_learn.append(self._with_own_times(verified))
         if verified.num_draft_tokens:
             self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
         due = self._plan_rounds + (verified.batch_size // PLAN_ROWS) ** 2
@@ -329,6 +332,21 @@ class GoodputPolicy:
             self._learn()
         else:
             self._num_expected = num_rounds
+
+    def _with_own_times(self, verified: VerifiedRound) -> VerifiedRound:
+        """The round, without its times where they say nothing of rounds of its kind.
+
+        One that was launched ahead takes as long as the host takes for the one before it, if that
+        is longer than what the device takes; and drafts give the host more to do.
+        """
+        is_plain, times = not verified.num_draft_tokens, verified.times
+        is_first, self._was_plain = is_plain != self._was_plain, is_plain
+        if not (is_first and verified.follows) or times is None:
+            return verified
+        clock = self._range(verified.batch_size)[1].clock
+        if is_plain:
+            clock.baseline_rounds = LONG_BASELINE_ROUNDS if _waits(times) else 1
+        return verified if clock.baseline_rounds == 1 else replace(verified, times=None)
 
     def _is_surprised(self, newest: VerifiedRound) -> bool:
         """Whether the rounds of a plan are no longer, or never were, what it expected."""
@@ -671,6 +689,12 @@ class GoodputPolicy:
         ms = PLAN_ROUNDS * float(options.chains.ms[tier])
         if share >= WORTH_TRYING and self.budget.spend(ms * max(0.0, 1.0 - share)):
             self._tier, self._tier_reason, self._rounds_at_tier = tier, Reason.PROBE, 0
+
+
+def _waits(times: RoundTimes) -> bool:
+    """Whether the device waited for the host."""
+    idle_ms = times.round_ms - times.draft_ms - times.verify_ms
+    return idle_ms > WAITS_SHARE * times.round_ms
 
 
 def _is_from_text(verified: VerifiedRound) -> bool:

@@ -45,6 +45,9 @@ class ProbeClock:
     """Rounds since `Probes.due` was asked, that the counts below are still to hear of."""
     since_baseline: int = 0
     num_baselines: int = 0
+    baseline_rounds: int = 1
+    """Plain rounds in a row of which the last says what one takes."""
+    baseline_rounds_left: int = 0
     since_deeper: int = 0
     since_other: int = 0
     off: int = 0
@@ -138,16 +141,9 @@ class Probes:
         clock.since_baseline += num_rounds
         clock.since_deeper += num_rounds
         clock.since_other += num_rounds
-        every = clock.baseline_every(lambda: self._lead(plan), in_doubt=in_doubt)
-        # Beside prompts it is told less: only where no round is without any.
-        is_alone = not batch.num_prompt_rows
-        if clock.since_baseline >= (every if is_alone else 2 * every):
-            clock.since_baseline = every - min(every, RETRY_ROUNDS)
-            answer = self._plain(batch, plan, clock, is_free=in_doubt)
-            if answer is not None:
-                clock.since_baseline = 0
-                clock.num_baselines += 1
-                return answer
+        answer = self._comparison(clock, batch, plan, in_doubt=in_doubt)
+        if answer is not None:
+            return answer
         if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
             clock.since_deeper = DEEPER_EVERY_ROUNDS - RETRY_ROUNDS
             answer = self._deeper(batch, wanted, bound, round_costs)
@@ -170,21 +166,36 @@ class Probes:
             return clock.wait.rounds - clock.off - 1
         return clock.quiet_rounds(drafts_chains=wanted.tree is None, in_doubt=in_doubt)
 
-    def _plain(
-        self, batch: DecodeBatch, plan: RoundPlan, clock: ProbeClock, *, is_free: bool
+    def _comparison(
+        self, clock: ProbeClock, batch: DecodeBatch, plan: RoundPlan, *, in_doubt: bool
     ) -> Probe | None:
-        """A plain round, to know what speculation is measured against.
+        """A plain round, to know what speculation is measured against, or the next of some."""
+        if clock.baseline_rounds_left:
+            clock.baseline_rounds_left -= 1
+            return self._baseline(batch)
+        every = clock.baseline_every(lambda: self._lead(plan), in_doubt=in_doubt)
+        # Beside prompts it is told less: only where no round is without any.
+        if clock.since_baseline < (2 * every if batch.num_prompt_rows else every):
+            return None
+        clock.since_baseline = every - min(every, RETRY_ROUNDS)
+        # In doubt plain rounds seem to be the faster ones: nothing is lost by them.
+        if not in_doubt and not self._affords_comparison(clock, batch, plan):
+            return None
+        clock.since_baseline = 0
+        clock.num_baselines += 1
+        clock.baseline_rounds_left = clock.baseline_rounds - 1
+        return self._baseline(batch)
 
-        is_free: plain rounds seem to be the faster ones, so that nothing is lost by them.
-        """
-        # The plain round emits tokens, too; lost is what the plan would have emitted beyond them.
+    def _affords_comparison(self, clock: ProbeClock, batch: DecodeBatch, plan: RoundPlan) -> bool:
+        # A plain round emits tokens, too; lost is what the plan would have emitted beyond them.
         off_ms = self._off_ms(batch)
-        lost_ms = off_ms - off_ms / self._lead(plan)
+        lost_ms = clock.baseline_rounds * (off_ms - off_ms / self._lead(plan))
         if clock.num_baselines < NUM_FIRST_BASELINES:
             lost_ms *= 2  # as little is known of the plan's rounds, too
-        if not is_free and not self._budget.spend(max(0.0, lost_ms)):
-            return None
-        notes = RoundNotes(is_probe=True, predicted_ms=off_ms)
+        return self._budget.spend(max(0.0, lost_ms))
+
+    def _baseline(self, batch: DecodeBatch) -> Probe:
+        notes = RoundNotes(is_probe=True, predicted_ms=self._off_ms(batch))
         return Reason.BASELINE, RoundSteps(0, notes=notes)
 
     def _off_ms(self, batch: DecodeBatch) -> float:

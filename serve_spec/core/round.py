@@ -176,6 +176,9 @@ class VerifiedRound:
     """the rows that were computed of their prompts,"""
     num_ended_tokens: int = 0
     """and the tokens they emitted."""
+    follows: bool = False
+    """It was launched while the round before it ran, so that its time may be what the host took
+    for that one."""
 
     @property
     def model_rows(self) -> VerifiedRound:

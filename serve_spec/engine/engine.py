@@ -331,6 +331,7 @@ class SpecEngine:
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
+            follows=plan.follows,
         )
         self.controller.on_verify_complete(verified)
 
