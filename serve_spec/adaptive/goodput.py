@@ -339,7 +339,7 @@ class GoodputPolicy:
         One that was launched ahead takes as long as the host takes for the one before it, if that
         is longer than what the device takes; and drafts give the host more to do.
         """
-        is_plain, times = not verified.num_draft_tokens, verified.times
+        is_plain, times = verified.is_plain, verified.times
         is_first, self._was_plain = is_plain != self._was_plain, is_plain
         if not (is_first and verified.follows) or times is None:
             return verified
@@ -445,7 +445,7 @@ class GoodputPolicy:
         here = self._range(verified.batch_size)[1]
         here.rounds_of[verified.tree or verified.num_steps] += 1
         guard = here.guard
-        if not verified.num_draft_tokens:
+        if verified.is_plain:
             guard.observe_off(round_ms, unit_ms)
         elif self._tier or verified.num_text_drafts:  # of a trial it is known that it is slower
             guard.observe(verified.num_output_tokens, verified.batch_size, round_ms, unit_ms)

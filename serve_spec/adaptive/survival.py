@@ -109,11 +109,13 @@ class DraftedRound(Protocol):
     def tree(self) -> TreeShape | None: ...
 
 
-class _Columns(NamedTuple):
+class DraftColumns(NamedTuple):
+    """See `DraftedRound`."""
+
     request_ids: Sequence[str]
     row_steps: Sequence[int]
     num_correct_drafts: Sequence[int]
-    tree: TreeShape | None
+    tree: TreeShape | None = None
 
 
 class SurvivalEstimator:
@@ -209,7 +211,7 @@ class SurvivalEstimator:
         tree: TreeShape | None = None,
     ) -> None:
         """`observe_rounds` of one round, column by column."""
-        self.observe_rounds([_Columns(request_ids, row_steps, num_correct_drafts, tree)])
+        self.observe_rounds([DraftColumns(request_ids, row_steps, num_correct_drafts, tree)])
 
     def observe_rounds(self, rounds: Sequence[DraftedRound]) -> None:
         """Learns verified rounds, the oldest first.

@@ -10,12 +10,11 @@ trees of 15 drafts a fifth branched, and all together kept 2% more at temperatur
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import numpy as np
 
 from serve_spec.adaptive.objective import Counts, Floats, RoundCosts
-from serve_spec.adaptive.survival import SurvivalEstimator
+from serve_spec.adaptive.survival import DraftColumns, SurvivalEstimator
 from serve_spec.core.round import DecodeBatch, VerifiedRound
 
 FIRST_RATE = 0.85
@@ -73,8 +72,7 @@ class TextFirst:
 
     def observe_rounds(self, rounds: Sequence[VerifiedRound]) -> None:
         """Learns from the rows that drafted from their texts, the oldest round first."""
-        of_texts = [replace(verified.text_rows, tree=None) for verified in rounds]
-        self.survival.observe_rounds(of_texts)
+        self.survival.observe_rounds(list(map(_of_texts, rounds)))
 
     def forget(self, request_id: str) -> None:
         """Drops a request."""
@@ -83,6 +81,17 @@ class TextFirst:
     def snapshot(self) -> dict[str, object] | None:
         """What is known of drafts from texts, JSON-able; None before the first."""
         return self.survival.snapshot() if self.survival.pooled_trials.any() else None
+
+
+def _of_texts(verified: VerifiedRound) -> DraftColumns:
+    """The round as if only rows that drafted from their text had drafted, in chains."""
+    kept, flags = verified.num_correct_drafts, verified.is_from_text
+    if not any(flags):
+        none = [0] * len(verified.row_steps)
+        return DraftColumns(verified.request_ids, none, none)
+    counts = zip(verified.row_steps, kept, flags, strict=True)
+    rows = [(k, m) if is_from_text else (0, 0) for k, m, is_from_text in counts]
+    return DraftColumns(verified.request_ids, [k for k, _ in rows], [m for _, m in rows])
 
 
 def text_steps(

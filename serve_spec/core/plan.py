@@ -131,6 +131,9 @@ class StepPlan:
     num_steps: int
     batch_size: int
     follows: bool = False
+    was_postponed: bool = False
+    """It could have been launched while its predecessor ran, but for its drafts, which that one's
+    outcome decides: the device waited."""
     max_backlog: int = 0
     draft_sharpness: float = DRAFT_SHARPNESS
     """At which temperature sampled rows draft, over their own."""

@@ -179,21 +179,22 @@ class VerifiedRound:
     follows: bool = False
     """It was launched while the round before it ran, so that its time may be what the host took
     for that one."""
+    was_postponed: bool = False
+    """It was not, for the outcome of that one decides what there is to draft: what the device
+    waited is the price of drafts, whether or not there are any."""
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was drafted, nor waited for."""
+        return not (self.num_draft_tokens or self.was_postponed)
 
     @property
     def model_rows(self) -> VerifiedRound:
         """The same round; rows that drafted from their text are taken for rows without drafts."""
-        return self._only(is_from_text=False) if any(self.is_from_text) else self
-
-    @property
-    def text_rows(self) -> VerifiedRound:
-        """The same round; only rows that drafted from their text drafted."""
-        return self._only(is_from_text=True)
-
-    def _only(self, *, is_from_text: bool) -> VerifiedRound:
-        flags = self.is_from_text or [False] * len(self.row_steps)
-        counts = zip(self.row_steps, self.num_correct_drafts, flags, strict=True)
-        rows = [(k, m) if flag == is_from_text else (0, 0) for k, m, flag in counts]
+        if not any(self.is_from_text):
+            return self
+        counts = zip(self.row_steps, self.num_correct_drafts, self.is_from_text, strict=True)
+        rows = [(0, 0) if is_from_text else (k, m) for k, m, is_from_text in counts]
         return replace(
             self, row_steps=[k for k, _ in rows], num_correct_drafts=[m for _, m in rows]
         )

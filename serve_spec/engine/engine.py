@@ -325,13 +325,14 @@ class SpecEngine:
             draft_sharpness=plan.draft_sharpness,
             is_sampled=[not row.seq.params.is_greedy for row in live],
             tree=plan.tree,
-            is_from_text=[row.is_from_text for row in live] if has_texts else (),
+            is_from_text=[row.is_from_text for row in live] if has_texts and has_model else (),
             num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
             num_prompt_rows=sum(len(row.token_ids) for row in plan.rows if not row.is_decode),
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
             follows=plan.follows,
+            was_postponed=plan.was_postponed,
         )
         self.controller.on_verify_complete(verified)
 

@@ -26,6 +26,11 @@ class PostponedChoice:
             None if from_text is None else dict(zip(ids, from_text, strict=True)),
         )
 
+    @property
+    def has_drafts(self) -> bool:
+        """Whether it is drafts that it waits for."""
+        return any(self.row_steps.values()) or any((self.text_steps or {}).values())
+
     def now(self, batch: DecodeBatch) -> RoundSteps:
         """The same answer for the rows that are left."""
         ids, from_text = batch.request_ids, self.text_steps

@@ -144,6 +144,7 @@ class Scheduler:
         may_draft = ahead is None or room is not None
         budget = room or self.limits.max_num_batched_tokens
         batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
+        was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         rows: list[RowPlan] = []
         drafts = fair_drafts(steps, batch, self.topk)
@@ -159,7 +160,7 @@ class Scheduler:
             budget - sum(row.query_len for row in rows),
             chunked=self.limits.chunked_prefill,
         )
-        return self._planned(rows, steps, batch) if rows else None
+        return self._planned(rows, steps, batch, was_postponed=was_postponed) if rows else None
 
     def plan_ahead(
         self, before: StepPlan, choose_steps: ChooseSteps, ahead: AheadLimits
@@ -206,7 +207,13 @@ class Scheduler:
         return self._planned(rows, steps, batch, follows=True)
 
     def _planned(
-        self, rows: list[RowPlan], steps: RoundSteps, batch: DecodeBatch, *, follows: bool = False
+        self,
+        rows: list[RowPlan],
+        steps: RoundSteps,
+        batch: DecodeBatch,
+        *,
+        follows: bool = False,
+        was_postponed: bool = False,
     ) -> StepPlan:
         """The plan of these rows, the newest from now on."""
         if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
@@ -218,6 +225,7 @@ class Scheduler:
             num_steps,
             batch.size,
             follows,
+            was_postponed,
             backlog,
             draft_sharpness=steps.draft_sharpness,
             tree=steps.tree,

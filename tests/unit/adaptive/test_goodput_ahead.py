@@ -119,3 +119,17 @@ def test_drafts_that_gain_less_than_the_host_takes_for_them_are_given_up(
     assert Reason.GUARD in engine.reasons
     speed = sum(engine.tokens[8000:]) / sum(engine.round_ms[8000:])
     assert speed > 0.98 / PLAIN_MS
+
+
+def test_rounds_that_waited_for_drafts_that_were_not_there_count_for_speculation() -> None:
+    """They take longer than rounds that do not look for any, and emit no more."""
+    engine = Engine(0.0)
+    engine.policy.choose(decode_batch(SIZE))
+    plain = verified_round([0] * SIZE, SIZE, 0, times=on_device([0] * SIZE))
+    longer = replace(on_device([0] * SIZE), round_ms=1.4 * PLAIN_MS)
+    waited = replace(plain, num_steps=1, times=longer, was_postponed=True)
+    for _ in range(200):
+        engine.policy.observe(plain)
+        engine.policy.observe(waited)
+    assert engine.off_units == pytest.approx(1.0, abs=0.02)
+    assert engine.policy.snapshot()["slots"]["4"]["num_closings"] > 0  # type: ignore[index]

@@ -268,8 +268,8 @@ def test_prompts_the_worker_has_no_stage_for_wait_for_the_round_under_way(what: 
     assert scheduler.plan_ahead(under_way, lambda _: pytest.fail("asked"), ahead) is None
 
 
-def put_off(scheduler: Scheduler, num_ending: int) -> None:
-    """Makes a policy choose 3 drafts for texts whose next round has to wait for want of pages.
+def put_off(scheduler: Scheduler, num_ending: int, num_steps: int = 3) -> None:
+    """Makes a policy choose drafts for texts whose next round has to wait for want of pages.
 
     All but the first end then, if that many are to.
     """
@@ -283,7 +283,7 @@ def put_off(scheduler: Scheduler, num_ending: int) -> None:
     # Texts of four tokens, in a page of four each: with one more each they need another.
     under_way = scheduler.plan(lambda _: RoundSteps(0), AHEAD)
     assert under_way is not None
-    assert scheduler.plan_ahead(under_way, lambda _: RoundSteps(3), AHEAD) is None
+    assert scheduler.plan_ahead(under_way, lambda _: RoundSteps(num_steps), AHEAD) is None
     scheduler.commit(under_way, worker.execute(under_way), cut)
 
 
@@ -295,6 +295,16 @@ def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
     assert plan is not None
     assert plan.num_steps == 3
     assert any(row.num_steps for row in plan.rows)
+
+
+@pytest.mark.parametrize("num_steps", [0, 3])
+def test_a_round_that_waited_for_its_drafts_says_so_and_the_next_does_not(num_steps: int) -> None:
+    scheduler = make(num_pages=3)
+    put_off(scheduler, num_ending=0, num_steps=num_steps)
+    for was_postponed in (num_steps > 0, False):
+        plan = scheduler.plan(lambda _: RoundSteps(3), AHEAD)
+        assert plan is not None
+        assert plan.was_postponed == was_postponed
 
 
 def test_a_choice_put_off_is_not_used_beside_prompts_of_the_host() -> None:
