@@ -213,6 +213,7 @@ class GoodputPolicy:
         self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
         self._was_plain = True
+        """Whether the newest round was."""
         self._to_learn: list[VerifiedRound] = []
         self._num_expected = 0
         """Of these, the first so many turned out as their plan expected."""

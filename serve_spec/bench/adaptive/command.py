@@ -88,8 +88,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
     parser.add_argument(
-        "--seconds-per-phase", type=float, default=2.0, help="of plain decoding, about"
-    )
+        "--seconds-per-phase", type=float, default=5.0,
+        help="of plain decoding, about; a short phase is mostly its end, when requests run out",
+    )  # fmt: skip
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--num-steps", type=int, nargs="+", default=[1, 2, 3, 5, 7])
     parser.add_argument(
