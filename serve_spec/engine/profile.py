@@ -22,6 +22,7 @@ from serve_spec.engine.cost_grid import (
     Milliseconds,
     batch_grid,
     context_grid,
+    even_steps,
     fill_missing,
     fill_tree,
     step_grid,
@@ -122,7 +123,8 @@ def measure_costs(
     sampled_row_ms = profiler.sampled_row_ms(until=started + budget_s)
     progress(1.0)
     missing = np.argwhere(np.isnan(verify).any(axis=0))
-    draft, verify = fill_missing(draft, sizes, steps), fill_missing(verify, sizes, steps)
+    draft = fill_missing(even_steps(draft, steps), sizes, steps)
+    verify = fill_missing(verify, sizes, steps)
     return MeasuredCosts(
         batch_sizes=tuple(sizes),
         num_steps=tuple(steps),

@@ -8,9 +8,17 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from serve_spec.adaptive.cost_surface import monotone
-from serve_spec.engine.cost_grid import batch_grid, context_grid, fill_missing, fill_tree, step_grid
+from serve_spec.engine.cost_grid import (
+    batch_grid,
+    context_grid,
+    even_steps,
+    fill_missing,
+    fill_tree,
+    step_grid,
+)
 
 SIZES, STEPS = [1, 2, 4, 8], [0, 1, 2, 3, 5, 7]
 
@@ -144,3 +152,43 @@ def test_a_tree_s_gaps_take_the_multiple_its_neighbours_took_and_what_is_known_s
         assert found == pytest.approx(truth)
     if not known.any():
         assert (found == expected).all()
+
+
+def begun_and_stepped(begin_ms: float, step_ms: float) -> NDArray[np.float64]:
+    """[1, 1, steps]; nothing is drafted in no steps."""
+    ms = begin_ms + step_ms * np.array(STEPS, dtype=np.float64)
+    ms[0] = 0.0
+    return ms[None, None]
+
+
+@given(st.floats(0.0, 5.0), st.floats(0.01, 5.0))
+def test_steps_that_are_alike_are_kept_as_they_are(begin_ms: float, step_ms: float) -> None:
+    ms = begun_and_stepped(begin_ms, step_ms)
+    assert even_steps(ms, STEPS) == pytest.approx(ms)
+
+
+@given(st.lists(st.floats(-0.08, 0.08), min_size=5, max_size=5))
+def test_what_single_depths_were_off_by_is_spread_over_all(errors: list[float]) -> None:
+    """In the square sum it never grows, so that no table is the worse for it."""
+    true = begun_and_stepped(0.8, 0.8)
+    measured = true * (1.0 + np.array([0.0, *errors]))
+    found = measured, even_steps(measured, STEPS)
+    off = [ms[..., 1:] / true[..., 1:] - 1.0 for ms in found]
+    before, after = (float((each**2).sum()) for each in off)
+    assert after <= 1.05 * before + 1e-12, "weighed by what was measured, not by the truth"
+
+
+def test_a_depth_that_was_measured_too_cheap_no_longer_looks_better_than_its_neighbours() -> None:
+    """As on a machine that copied files meanwhile; drafting really took 0.8 and 0.8 a step."""
+    measured = np.array([[[0.0, 1.45, 2.74, 3.65, 4.76, 6.53]]])
+    by_step = np.diff(even_steps(measured, STEPS)[0, 0, 1:]) / np.diff(STEPS[1:])
+    assert by_step == pytest.approx(np.full(4, by_step[0]))
+    assert by_step[0] == pytest.approx(0.85, abs=0.05)
+
+
+def test_steps_that_differ_and_depths_that_never_ran_are_left_alone() -> None:
+    """One depth whose stage stands in for others; a line through two depths says nothing."""
+    stairs = np.array([[[0.0, 1.0, 5.0, 5.0, 5.0, 5.0]]])
+    assert (even_steps(stairs, STEPS) == stairs).all()
+    few = np.array([[[0.0, 1.0, np.nan, 3.5, np.nan, np.nan]]])
+    assert np.array_equal(even_steps(few, STEPS), few, equal_nan=True)
