@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from functools import cached_property
+from typing import NamedTuple, Protocol
 
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
@@ -24,9 +25,8 @@ class EditedText:
     held_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class RowPlan:
-    """One sequence's share of a round.
+class RowPlan(NamedTuple):
+    """One sequence's share of a round. A tuple: hundreds are made in every round.
 
     The target computes `token_ids` (committed tokens, positions `start ..`) and, when the row
     `samples`, `num_steps` drafts after them; it then draws one token per verified row. Where
@@ -81,7 +81,7 @@ class RowPlan:
     @property
     def query_len(self) -> int:
         """Rows of the target forward: committed tokens and drafts."""
-        return len(self.token_ids) + self.num_draft_tokens
+        return len(self.token_ids) + (self.tree_drafts or self.num_steps)
 
     @property
     def model_steps(self) -> int:
@@ -103,12 +103,11 @@ class AheadLimits:
     max_prompt_rows: int
     max_prompt_length: int
 
-    def take(self, rows: Iterable[RowPlan]) -> bool:
-        """Whether it can start a round of these rows."""
-        rows = tuple(rows)
-        prompts = [row for row in rows if not row.is_decode]
+    def take(self, plan: StepPlan) -> bool:
+        """Whether it can start this round."""
+        prompts = plan.prompt_rows
         return not prompts or (
-            sum(row.query_len for row in rows) <= self.max_prompt_rows
+            plan.num_rows <= self.max_prompt_rows
             and all(row.length <= self.max_prompt_length for row in prompts)
             and not any(row.scored_ids for row in prompts)
         )
@@ -139,10 +138,30 @@ class StepPlan:
     """At which temperature sampled rows draft, over their own."""
     tree: TreeShape | None = None
 
+    @cached_property
+    def decode_rows(self) -> tuple[RowPlan, ...]:
+        """The rows that decode, which come first."""
+        return tuple([row for row in self.rows if row.is_decode])
+
     @property
+    def prompt_rows(self) -> tuple[RowPlan, ...]:
+        """The rows that compute prompts, after them."""
+        return self.rows[len(self.decode_rows) :]
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens of prompts that it computes."""
+        return sum(len(row.token_ids) for row in self.prompt_rows)
+
+    @cached_property
     def sampling_rows(self) -> tuple[RowPlan, ...]:
         """The rows that draw a token this round, in order."""
-        return tuple(row for row in self.rows if row.samples)
+        return tuple([row for row in self.rows if row.samples])
+
+    @cached_property
+    def num_rows(self) -> int:
+        """Rows of the target's forward."""
+        return sum([row.query_len for row in self.rows])
 
     @property
     def has_grammars(self) -> bool:
@@ -152,7 +171,7 @@ class StepPlan:
     def cut(self, num_steps: Sequence[int]) -> StepPlan:
         """The same round with fewer drafts verified: so many of each sampling row."""
         left = iter(num_steps)
-        rows = (replace(row, num_steps=next(left)) if row.samples else row for row in self.rows)
+        rows = (row._replace(num_steps=next(left)) if row.samples else row for row in self.rows)
         return replace(self, rows=tuple(rows))
 
     @property

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
+from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
@@ -254,9 +255,9 @@ class SpeculationStats:
         }
 
 
-@dataclass(frozen=True)
-class TokenDelta:
-    """What one engine round adds to one request: new tokens and the text they complete.
+class TokenDelta(NamedTuple):
+    """What one engine round adds to one request: new tokens and the text they complete. A tuple:
+    hundreds are made in every round.
 
     Text is held back while a character or a stop string is incomplete, so `text` may be empty.
     `finish_reason` is set on the last delta only, `num_cached_tokens` on the first: prompt tokens

@@ -74,7 +74,7 @@ class Sequence:
     @property
     def num_remaining(self) -> int:
         """Tokens `max_tokens` still allows."""
-        return self.params.max_tokens - self.num_output_tokens
+        return self.params.max_tokens + self.num_prompt_tokens - len(self.token_ids)
 
     @property
     def finished(self) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.costs import cost_key, obtain_costs
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.garbage import calm_collector
 from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
 from serve_spec.engine.profile import MeasuredCosts, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
@@ -117,11 +117,8 @@ def _build_engine(
         has_draft_model=loaded.head is not None,
         vocab_size=target.shape.vocab_size,
     )
-    if loaded.device.type == "cuda":
-        # What was built lives as long as the engine. Looking through all of it takes Python's
-        # collector a tenth of a second now and then, while the device waits.
-        gc.collect()
-        gc.freeze()
+    if loaded.device.type == "cuda":  # the host has to keep up with it
+        calm_collector()
     return SpecEngine(
         scheduler,
         worker,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 import secrets
 import time
@@ -19,6 +18,7 @@ from serve_spec.core.round import NO_NOTES, RoundNotes, RoundTimes, VerifiedRoun
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.drawable import check_token_ids, held_token_ids
+from serve_spec.engine.garbage import restore_collector
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.metrics import MetricsSink, NullSink, StepStats
@@ -251,7 +251,7 @@ class SpecEngine:
         """Ends the ranks beside this one, if there are any; no round runs afterwards."""
         if self._followers is not None:
             self._followers.stop()
-        gc.unfreeze()
+        restore_collector()
 
     def _forget(self, seq: Sequence) -> None:
         """Of a sequence that leaves the batch, for a while or for good."""
@@ -275,7 +275,7 @@ class SpecEngine:
 
     def _plan_ahead(self, before: StepPlan) -> StepPlan | None:
         ahead = self.worker.ahead
-        if ahead is None or not ahead.take(before.rows):
+        if ahead is None or not ahead.take(before):
             return None  # it has ended already, or nothing may follow
         return self.scheduler.plan_ahead(before, self.controller.choose_steps, ahead)
 
@@ -303,7 +303,7 @@ class SpecEngine:
         decoded = [row for row in committed if row.was_decoding]
         if not decoded:
             return
-        planned = [row for row in plan.rows if row.is_decode]
+        planned = plan.decode_rows
         live = [row for row in decoded if not row.seq.finished]
         ended = [row.seq for row in committed if row.seq.finished]
         has_model, has_texts = self.scheduler.has_draft_model, self.scheduler.texts is not None
@@ -312,7 +312,7 @@ class SpecEngine:
             num_steps=plan.num_steps,
             batch_size=len(planned),
             num_tokens=sum(len(row.seq) - len(row.token_ids) for row in decoded),
-            num_sampled=sum(not row.params.is_greedy for row in planned),
+            num_sampled=sum([not row.params.is_greedy for row in planned]),
             request_ids=[row.seq.request_id for row in live],
             row_steps=[row.num_steps for row in live],
             num_correct_drafts=[row.num_judged_correct for row in live],
@@ -327,7 +327,7 @@ class SpecEngine:
             tree=plan.tree,
             is_from_text=[row.is_from_text for row in live] if has_texts and has_model else (),
             num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
-            num_prompt_rows=sum(len(row.token_ids) for row in plan.rows if not row.is_decode),
+            num_prompt_rows=plan.num_prompt_tokens,
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
@@ -342,7 +342,6 @@ class SpecEngine:
         plan = flight.plan
         decoded = [row for row in committed if row.was_decoding]
         live = [row for row in decoded if not row.seq.finished]
-        num_prefilled = sum(len(row.token_ids) for row in plan.rows if not row.is_decode)
         cache = self.scheduler.cache
         prefix = self.scheduler.take_prefix_counts()
         reason = flight.switch_reason if decoded else None
@@ -353,7 +352,7 @@ class SpecEngine:
             num_draft_tokens=sum(row.num_draft_tokens for row in decoded),
             num_correct_drafts=sum(len(row.token_ids) - 1 for row in decoded),
             num_output_tokens=sum(len(row.token_ids) for row in decoded),
-            num_prefill_tokens=num_prefilled,
+            num_prefill_tokens=plan.num_prompt_tokens,
             draft_ms=_measured(result.draft_ms),
             verify_ms=_measured(result.verify_ms),
             step_ms=_measured(step_ms),

@@ -64,7 +64,9 @@ class OutputText:
         if self.finish_reason is FinishReason.LENGTH:
             self.text += self._decoded(len(self._ids))[len(self._context) :]
             self._read = len(self._ids)
-        end = len(self.text) - (0 if self.finish_reason else self._held_back())
+        end = len(self.text)
+        if self._stop and self.finish_reason is None:
+            end -= self._held_back()
         piece = self.text[self._taken : end]
         self._taken = max(self._taken, end)
         return piece
@@ -115,7 +117,7 @@ class OutputText:
 
     def _held_back(self) -> int:
         """Length of the longest end of `text` with which a stop string could begin."""
-        longest = max((len(stop) - 1 for stop in self._stop), default=0)
+        longest = max(len(stop) - 1 for stop in self._stop)
         for count in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-count:]) for stop in self._stop):
                 return count

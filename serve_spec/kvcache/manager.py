@@ -103,9 +103,10 @@ class KVCacheManager:
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Returns the pages past `num_tokens` positions (rejected drafts, shortened texts)."""
         keep = self.pages_for(num_tokens)
-        surplus = seq.page_ids[keep:]
-        del seq.page_ids[keep:]
-        self.allocator.release(surplus)
+        if keep < len(seq.page_ids):
+            surplus = seq.page_ids[keep:]
+            del seq.page_ids[keep:]
+            self.allocator.release(surplus)
 
     def release(self, seq: Sequence) -> None:
         """Returns every page of `seq`, which leaves; others may begin with what it computed."""

@@ -113,6 +113,8 @@ class LaneKeeper:
             if tenant is None or tenant.request_id != row.request_id:
                 tenant = self._tenants[row.lane] = _Tenant(row.request_id, ())
                 moved_in.append(row)
+            if tenant.page_ids == row.page_ids:  # as a rule they are
+                continue
             first = _first_difference(tenant.page_ids, row.page_ids)
             if first < len(row.page_ids):
                 fresh = row.page_ids[first:]

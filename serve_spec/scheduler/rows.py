@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import NamedTuple
 
 from serve_spec.core.draft import TextDrafts
@@ -29,18 +28,17 @@ class RowDrafts(NamedTuple):
         """Drafts that are verified."""
         return self.tree_drafts or self.num_steps
 
-    def num_slots(self, topk: int) -> int:
-        """Cache entries past the row's length that it writes to.
-
-        A tree from a text takes the model's, too: on lanes a model drafts for every row.
-        """
-        if self.tree_drafts:
-            return tree_slots(topk, self.num_steps, self.tree_drafts)
-        return self.num_steps
-
     def less(self) -> RowDrafts:
         """What is drafted where this has no room: a shorter chain, or of a tree nothing."""
         return self._replace(num_steps=0 if self.tree_drafts else self.num_steps - 1, tree_drafts=0)
+
+
+def slots_past(row: RowDrafts | RowPlan, topk: int) -> int:
+    """Cache entries past the row's length that its drafts take.
+
+    A tree from a text takes the model's, too: on lanes a model drafts for every row.
+    """
+    return tree_slots(topk, row.num_steps, row.tree_drafts) if row.tree_drafts else row.num_steps
 
 
 def most_coming(row: RowPlan | None) -> int:
@@ -194,8 +192,7 @@ def text_drafted_row(
     without any drafts."""
     row = decode_row(seq, RowDrafts(0), backlog, kept_up)
     count = drafts.num_draft_tokens
-    return replace(
-        row,
+    return row._replace(
         num_steps=drafts.num_steps,
         tree_drafts=drafts.tree_drafts,
         draft_ids=found.token_ids[:count],

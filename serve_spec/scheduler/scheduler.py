@@ -5,8 +5,9 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import TextDrafter
@@ -25,6 +26,7 @@ from serve_spec.scheduler.rows import (
     fair_drafts,
     kept_up_to,
     most_coming,
+    slots_past,
     text_drafted_row,
     usable_steps,
 )
@@ -46,8 +48,7 @@ class PrefixCounts:
     num_hit_tokens: int = 0
 
 
-@dataclass(frozen=True)
-class CommittedRow:
+class CommittedRow(NamedTuple):
     """What a round did to one sequence: the tokens it really gained and the drafts among them.
 
     `num_judged_correct` is what the target kept of `num_steps` drafts, one after the other, before
@@ -185,7 +186,7 @@ class Scheduler:
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
         drafts = fair_drafts(steps, batch, self.topk)
         ends = [
-            len(seq) + most_coming(row) + of_row.num_slots(self._beam)
+            len(seq) + most_coming(row) + slots_past(of_row, self._beam)
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
@@ -217,7 +218,7 @@ class Scheduler:
     ) -> StepPlan:
         """The plan of these rows, the newest from now on."""
         if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
-            rows = [replace(row, catches_up=False) if row.catches_up else row for row in rows]
+            rows = [row._replace(catches_up=False) if row.catches_up else row for row in rows]
         backlog = max(row.backlog if row.catches_up else 0 for row in rows)
         num_steps = max([steps.num_steps, *(row.num_steps for row in rows if row.draft_ids)])
         self._newest = StepPlan(
@@ -390,14 +391,14 @@ class Scheduler:
             found = self.texts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(tree_drafts=len(found.token_ids))
-        while not self.cache.can_reserve(seq, len(seq) + drafts.num_slots(self._beam)):
+        while not self.cache.can_reserve(seq, len(seq) + slots_past(drafts, self._beam)):
             if drafts.num_steps:
                 drafts = drafts.less()  # drafts are optional; somebody else's text is not
                 continue
             if not self._preempt_younger_than(seq):
                 self._preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + drafts.num_slots(self._beam))
+        self.cache.reserve(seq, len(seq) + slots_past(drafts, self._beam))
         backlog = len(seq) - 1 - seq.num_draft_computed
         if found is None:
             return decode_row(seq, drafts, backlog, kept_up)
@@ -439,10 +440,7 @@ class Scheduler:
         """
         ahead = self._newest
         rows_ahead = () if ahead is None or ahead is plan else ahead.rows
-        slots_ahead = {
-            row.request_id: RowDrafts(row.num_steps, row.tree_drafts).num_slots(self._beam)
-            for row in rows_ahead
-        }
+        slots_ahead = {row.request_id: slots_past(row, self._beam) for row in rows_ahead}
         for seq in sequences:
             if not seq.finished:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))

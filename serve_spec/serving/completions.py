@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
-from dataclasses import replace
 from typing import Protocol
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
@@ -303,8 +302,7 @@ async def stream_frames(
 def _without_tokens(delta: TokenDelta) -> TokenDelta:
     """As if the engine had read the prompt and stopped: the length, 0 tokens, is reached."""
     ended = delta.finish_reason is not None
-    return replace(
-        delta,
+    return delta._replace(
         token_ids=(),
         text="",
         logprobs=None,

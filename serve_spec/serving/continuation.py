@@ -32,7 +32,7 @@ class ContinuedStream:
         async for delta in self._stream:
             if last is not None:
                 if delta.finish_reason is not None:
-                    yield replace(last, speculation=delta.speculation)
+                    yield last._replace(speculation=delta.speculation)
                 continue
             said = self._with_text(delta)
             if said.finish_reason is None or delta.finish_reason is not None:
@@ -50,8 +50,7 @@ class ContinuedStream:
             count = len(token_ids)
             self._text.finish_reason = FinishReason.STOP
         reason = self._text.finish_reason or delta.finish_reason
-        return replace(
-            delta,
+        return delta._replace(
             token_ids=tuple(token_ids[:count]),
             text=self._text.take(),
             finish_reason=reason,

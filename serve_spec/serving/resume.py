@@ -130,7 +130,7 @@ class _Attempts:
         total = FleetSpeculation(num_resumes=self._num_resumes)
         for counts in self._counts.values():
             total.add(counts)
-        return replace(delta, speculation=total)
+        return delta._replace(speculation=total)
 
     async def after(self, error: ApiError) -> None:
         """Returns when it is time for another attempt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import cycle
 
 import torch
@@ -117,22 +117,22 @@ class LaneWorker:
     @torch.inference_mode()
     def submit(self, plan: StepPlan) -> PendingRound:
         """Starts a round; on lanes, nothing is waited for."""
-        if not self.ahead.take(plan.rows):
+        if not self.ahead.take(plan):
             assert not plan.follows, "what the host has to plan may not follow a round under way"
             self._keeper.forget(plan.rows)
             return self.eager.submit(plan)
-        rows = [row for row in plan.rows if row.is_decode]
-        prompts = plan.rows[len(rows) :]
+        rows, prompts = plan.decode_rows, plan.prompt_rows
         self._keeper.forget(prompts)  # they may have been here before, and lost their pages
         self._keeper.sync(plan.rows)
         # Theirs is no place to go on from: of a text whose last token alone is left, that token is
         # the root of the next round.
         self._keeper.forget(row for row in prompts if not row.samples)
-        self._seat(rows)
+        tier = self._tier(plan, max((row.num_steps for row in rows), default=0), len(rows))
+        if tier.num_steps:
+            self._seat(rows)
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        tier = self._tier(plan, max((row.num_steps for row in rows), default=0), len(rows))
         if tier.num_steps:
             self._sharpen(plan.draft_sharpness)
             self._draft(rows, plan)
@@ -189,9 +189,9 @@ class LaneWorker:
         members = plan.sampling_rows
         # The last rows of prompts draw with the others, but took no part in drafting.
         self._seat(members)
-        prompts = [row for row in plan.rows if not row.is_decode]
+        prompts = plan.prompt_rows
         verify = self._stages(tier).verify
-        num_rows = sum(row.query_len for row in plan.rows)
+        num_rows = plan.num_rows
         if prompts:
             fewest = self.round.pieces.write(_computed_only(row) for row in prompts)
             num_rows = max(num_rows, fewest)
@@ -214,9 +214,9 @@ class LaneWorker:
     def _seat(self, rows: Sequence[RowPlan]) -> None:
         """Tells the device who takes part, unless it is as the round before."""
         seats = (
-            tuple(row.lane for row in rows),
-            tuple(row.num_steps for row in rows),
-            tuple(row.num_draft_tokens for row in rows),
+            tuple([row.lane for row in rows]),
+            tuple([row.num_steps for row in rows]),
+            tuple([row.num_draft_tokens for row in rows]),
         )
         if seats != self._seats:
             self.round.seat(*seats)
@@ -233,7 +233,7 @@ class LaneWorker:
 
         But for one: what a stage makes up from there on is among the tokens that lanes hold.
         """
-        made_up = [replace(row, draft_start=row.start - 1) for row in rows]
+        made_up = [row._replace(draft_start=row.start - 1) for row in rows]
         backlogs = (Stretch(row.lane, row.draft_start, row.catch_up_ids[:-1]) for row in rows)
         pieces = self.round.pieces
         for group in parted(backlogs, pieces.max_rows):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -116,7 +115,7 @@ def spell(token_id: int) -> Spelling:
 def scored(token: str, finish: FinishReason | None = None) -> TokenDelta:
     """A round that brings one token."""
     entry = TokenLogprob(ord(token), -1.0, 1, ((ord("z"), -2.0),))
-    return replace(delta(token, ord(token), finish=finish), logprobs=(entry,))
+    return delta(token, ord(token), finish=finish)._replace(logprobs=(entry,))
 
 
 def test_every_choice_shows_the_log_probabilities_of_its_own_tokens() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,9 +28,9 @@ def rounds(prompt: bytes, text: str, cuts: Sequence[int]) -> list[TokenDelta]:
         known = said[:end].decode(errors="ignore")
         piece = delta(known[num_characters:], *said[start:end])
         entries = entries_of(prompt + said[:start], said[start:end], 2)
-        deltas.append(replace(piece, logprobs=entries))
+        deltas.append(piece._replace(logprobs=entries))
         start, num_characters = end, len(known)
-    deltas[0] = replace(deltas[0], prompt_logprobs=prompt_entries(prompt, 2))
+    deltas[0] = deltas[0]._replace(prompt_logprobs=prompt_entries(prompt, 2))
     return deltas
 
 
@@ -71,7 +70,7 @@ def test_without_log_probabilities_it_says_text_alone() -> None:
 
 
 def test_a_prompt_without_an_answer_is_said_alone() -> None:
-    scored = replace(delta(""), prompt_logprobs=prompt_entries(b"ab", 0))
+    scored = delta("")._replace(prompt_logprobs=prompt_entries(b"ab", 0))
     text, shown = ChoiceText(Echo("ab", [97, 98]), spell).next([scored])
     assert text == "ab"
     assert shown is not None

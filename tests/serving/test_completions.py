@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -85,8 +84,8 @@ def test_a_round_that_completes_no_text_sends_nothing_but_counts() -> None:
 
 def test_a_round_that_completes_no_text_still_sends_its_log_probabilities() -> None:
     entries = [TokenLogprob(token, -1.0, 1) for token in (0xC3, 0xA9)]
-    half = replace(delta("", 0xC3), logprobs=(entries[0],))
-    whole = replace(delta("é", 0xA9, finish=FinishReason.LENGTH), logprobs=(entries[1],))
+    half = delta("", 0xC3)._replace(logprobs=(entries[0],))
+    whole = delta("é", 0xA9, finish=FinishReason.LENGTH)._replace(logprobs=(entries[1],))
 
     async def scenario() -> list[Any]:
         form = CompletionFormat(HEAD, spell=lambda token: Spelling(bytes([token])))
@@ -259,7 +258,7 @@ def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_
         async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
             choice = int(request.request_id.split("-")[-2])
             yield ACCEPTED
-            yield replace(delta("a", 1), num_cached_tokens=(0, 16, 16, 24)[choice])
+            yield delta("a", 1)._replace(num_cached_tokens=(0, 16, 16, 24)[choice])
             yield delta("b", 2, finish=FinishReason.LENGTH)
 
     said = asyncio.run(choose(FleetWithCaches(()), several(2, ("a", "b")), num_prompts=2))

@@ -6,7 +6,7 @@ import asyncio
 import copy
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -75,7 +75,7 @@ class CountingFleet(MortalFleet):
             async for item in items:
                 if isinstance(item, TokenDelta):
                     counts.observe(2 + len(self.requests), len(item.token_ids) - 1)
-                    item = replace(item, speculation=copy.deepcopy(counts))
+                    item = item._replace(speculation=copy.deepcopy(counts))
                 yield item
 
 

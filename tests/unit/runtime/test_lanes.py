@@ -1,7 +1,6 @@
 """Lanes hold what a round needs, and are told only what they can not know."""
 
 import random
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ def test_another_request_takes_over_a_lane() -> None:
     lanes = make_lanes()
     keeper = LaneKeeper(lanes)
     keeper.sync([row(1, [1, 2, 3], [5])])
-    keeper.sync([replace(row(1, [9, 8], [7]), request_id="another")])
+    keeper.sync([row(1, [9, 8], [7])._replace(request_id="another")])
     assert lanes.lengths[1] == 2
     assert lanes.recent[1, 1] == 8
 
@@ -121,14 +120,14 @@ def test_a_sequence_brings_its_score_edits_and_the_next_one_without_any_ends_the
     lanes = make_lanes()
     keeper = LaneKeeper(lanes)
     editing = row(1, [7, 8, 7], [5], frequency_penalty=1.5, min_tokens=2, bad_token_ids=(4,))
-    keeper.sync([replace(editing, edited=EditedText(2, (7, 8, 7), held_ids=(9,)))])
+    keeper.sync([editing._replace(edited=EditedText(2, (7, 8, 7), held_ids=(9,)))])
     edits = lanes.edits
     assert edits.is_on.tolist() == [0, 1, 0, 0, 0]
     assert (edits.frequency[1], edits.repetition[1], edits.min_lengths[1]) == (1.5, 1.0, 4)
     assert edits.marks[1, [7, 8, 9]].tolist() == [IN_PROMPT + GENERATED_ONCE, IN_PROMPT, HELD_BACK]
     assert edits.marks[1].count_nonzero() == 3
     assert edits.bias[1].nonzero().tolist() == [[4]]
-    keeper.sync([replace(row(1, [9, 8], [7]), request_id="another")])
+    keeper.sync([row(1, [9, 8], [7])._replace(request_id="another")])
     assert edits.is_on.tolist() == [0] * 5
 
 
@@ -136,7 +135,7 @@ def test_what_lanes_count_of_a_known_sequence_is_not_written_over() -> None:
     lanes = make_lanes()
     keeper = LaneKeeper(lanes)
     known = row(1, [7, 8], [5], presence_penalty=1.0)
-    keeper.sync([replace(known, edited=EditedText(2, (7, 8)))])
+    keeper.sync([known._replace(edited=EditedText(2, (7, 8)))])
     lanes.edits.marks[1, 7] += GENERATED_ONCE
     keeper.sync([known])
     assert lanes.edits.marks[1, 7] == IN_PROMPT + GENERATED_ONCE

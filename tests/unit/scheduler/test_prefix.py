@@ -187,7 +187,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
                 continue
             flight = plan, worker.execute(plan)
         following = None
-        if ahead is not None and ahead.take(flight[0].rows):
+        if ahead is not None and ahead.take(flight[0]):
             plan = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), ahead)
             following = None if plan is None else (plan, worker.execute(plan))
         committed = scheduler.commit(*flight, cut)

@@ -219,7 +219,7 @@ def test_beside_prompts_the_worker_can_run_ahead_rows_draft_and_all_fit(
     plan = scheduler.plan_ahead(under_way, lambda _: RoundSteps(7), ahead)
     assert plan is not None
     assert [row.is_decode for row in plan.rows] == [True] * 4 + [False]
-    assert ahead.take(plan.rows)
+    assert ahead.take(plan)
     assert all(row.num_steps > 0 for row in plan.rows[:4])
     assert plan.rows[4].token_ids == tuple(arriving.token_ids)
     scheduler.commit(under_way, worker.execute(under_way), cut)
@@ -242,7 +242,7 @@ def test_a_prompt_longer_than_a_round_ahead_is_cut_and_leaves_rows_to_drafts() -
     while plan is not None and len(cut_at) < 2:
         following = scheduler.plan_ahead(plan, lambda _: RoundSteps(7), ahead)
         assert following is not None
-        assert ahead.take(following.rows)
+        assert ahead.take(following)
         cut_at += [row.length for row in following.rows if not row.is_decode]
         assert following.rows[0].num_steps == 7
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -520,7 +520,7 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
                 continue
             flight = plan, worker.execute(plan)
         ahead = None
-        if AHEAD.take(flight[0].rows):
+        if AHEAD.take(flight[0]):
             ahead = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), AHEAD)
         following = None
         if ahead is not None:

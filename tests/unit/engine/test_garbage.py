@@ -1,0 +1,54 @@
+"""Python's cycle collector stays out of rounds, and is given back as it was."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from serve_spec.engine.garbage import YOUNG_OBJECTS, calm_collector, restore_collector
+
+
+@pytest.fixture(autouse=True)
+def _as_python_has_it() -> Iterator[None]:
+    yield
+    restore_collector()
+
+
+def num_looks(num_objects: int) -> int:
+    """How often the collector looks around while so many objects come and stay."""
+    before = [stats["collections"] for stats in gc.get_stats()]
+    kept: list[list[int]] = [[] for _ in range(num_objects)]
+    after = [stats["collections"] for stats in gc.get_stats()]
+    assert len(kept) == num_objects
+    return sum(after) - sum(before)
+
+
+def test_what_a_round_of_many_rows_is_made_of_is_not_looked_at() -> None:
+    usually = num_looks(10 * gc.get_threshold()[0])
+    calm_collector()
+    assert usually > 0
+    assert num_looks(10_000) == 0
+
+
+def test_a_calm_collector_still_looks_now_and_then() -> None:
+    calm_collector()
+    assert num_looks(3 * YOUNG_OBJECTS) > 0
+
+
+def test_what_was_there_is_looked_at_again_once_it_is_restored() -> None:
+    usual = gc.get_threshold()
+    calm_collector()
+    assert gc.get_freeze_count() > 0
+    restore_collector()
+    assert gc.get_threshold() == usual
+    assert gc.get_freeze_count() == 0
+
+
+def test_two_engines_leave_it_as_one_does() -> None:
+    usual = gc.get_threshold()
+    calm_collector()
+    calm_collector()
+    restore_collector()
+    assert gc.get_threshold() == usual
