@@ -121,8 +121,8 @@ class _BesidePrompts:
     num_plans: int = 0
     shares: Floats | None = None
     """Of a round's time that prompts take, by option."""
-    depths: dict[int, dict[int, int]] = field(default_factory=lambda: defaultdict(dict))
-    """Drafts per row beside prompts, by those without, then by the number of rows: `by_size`."""
+    depths: dict[int, dict[tuple[int, ...], int]] = field(default_factory=lambda: defaultdict(dict))
+    """Drafts per row beside prompts, by those without, then by the numbers asked for: `by_size`."""
 
 
 @dataclass(slots=True)
@@ -577,17 +577,24 @@ class GoodputPolicy:
         chain = soon.chain(self._arm)
         context = batch.context
 
-        def depth_beside(num_prompt_rows: int) -> int:
+        def speeds_at(size: int) -> Floats:
+            rates = self.survival.pooled_rates[: self._bound(size)]
+            return tier_speeds(self.costs, rates, batch_size=size, context=context).tokens_per_ms
+
+        def depth_at(size: int) -> int:
+            return int(speeds_at(size).argmax())
+
+        def depth_beside(num_prompt_rows: int, size_to_come: int) -> int:
             prompt_ms = partial(
                 self.costs.prompt_ms, num_prompt_rows, context, batch_size=batch.size
             )
             least_ms = (MOVE_GAIN - 1.0) * chain.ms
-            return depth_beside_prompts(chain, soon.worths.chains, costs, prompt_ms, least_ms)
-
-        def depth_at(size: int) -> int:
-            rates = self.survival.pooled_rates[: self._bound(size)]
-            tiers = tier_speeds(self.costs, rates, batch_size=size, context=context)
-            return int(tiers.tokens_per_ms.argmax())
+            worth = 1.0
+            if range_key(size_to_come) > range_key(batch.size):
+                worth = min(1.0, float(speeds_at(batch.size).max() / speeds_at(size_to_come).max()))
+            return depth_beside_prompts(
+                chain, soon.worths.chains, costs, prompt_ms, least_ms, worth
+            )
 
         beside_prompts = by_size(depth_beside, beside.depths[chain.num_steps])
         others = [choice for tree, (choice, _) in now.trees.items() if tree != self._tree]

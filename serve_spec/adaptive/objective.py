@@ -240,6 +240,7 @@ def depth_beside_prompts(
     costs: RoundCosts,
     prompt_ms: Callable[[Counts], Floats],
     least_ms: float = 0.0,
+    worth: float = 1.0,
 ) -> int:
     """Most drafts per row of `choice` that pay in a round that computes prompts, too.
 
@@ -249,6 +250,8 @@ def depth_beside_prompts(
 
     survival, costs: those `choice` was made with. prompt_ms: what the prompts add to verifications
     of so many rows. least_ms: what a cut has to save beyond its tokens' worth, or there is none.
+    worth: of a token, over what it is worth to the batch as it is. In a batch that fills up a token
+        that is not emitted now will take less time later.
     """
     depths, steps = choice.num_steps + 1, np.arange(survival.shape[1])
     is_drafted = choice.row_steps[:, None] > steps
@@ -257,7 +260,7 @@ def depth_beside_prompts(
     tokens = from_zero(np.where(is_drafted, survival, 0.0).sum(axis=0))[:depths]
     added_ms = from_zero(costs.step[rows, steps])[:depths] + costs.verify_ms(drafts)
     added_ms += prompt_ms(costs.batch_size + drafts)
-    token_ms = (choice.ms + costs.entry) / choice.tokens
+    token_ms = worth * (choice.ms + costs.entry) / choice.tokens
     saved_ms = tokens * token_ms - added_ms
     best = int(np.argmax(saved_ms))
     return best if saved_ms[best] - saved_ms[-1] >= least_ms else choice.num_steps

@@ -18,7 +18,8 @@ class RoundPlan:
     batch: the choice was made for it. Rows that could use no draft then, as their text had none,
     draft as deep as the tier when they can.
     entries: what it takes rows to begin. depth_beside: of the choice, as many drafts per row as pay
-    in a round with so many rows of prompts. depth_at: as many as pay in a batch of so many rows.
+    in a round with so many rows of prompts, in a batch about to have so many rows. depth_at: as
+    many as pay in a batch of so many rows.
     to_come: the choice for what the batch becomes; rows that join draft as its rows do.
     others: the best round of every shape that was not chosen. instead: of trees, drafts in chains.
     """
@@ -28,7 +29,7 @@ class RoundPlan:
         choice: Choice,
         batch: DecodeBatch,
         entries: Entries,
-        depth_beside: Callable[[int], int],
+        depth_beside: Callable[[int, int], int],
         depth_at: Callable[[int], int],
         to_come: Choice,
         others: Sequence[Choice] = (),
@@ -79,13 +80,13 @@ class RoundPlan:
         taken for what it will be: a row that begins to draft makes up its whole prompt, for nothing
         if it soon stops.
         """
-        depth = self.choice.num_steps
+        depth, size_to_come = self.choice.num_steps, batch.size + batch.num_prompts
         if self.choice.tree is not None:
             return depth
         if depth and batch.num_prompt_rows:
-            depth = min(depth, self._depth_beside(batch.num_prompt_rows))
+            depth = min(depth, self._depth_beside(batch.num_prompt_rows, size_to_come))
         if depth and fills_up(batch):
-            depth = min(depth, self._depth_at(batch.size + batch.num_prompts))
+            depth = min(depth, self._depth_at(size_to_come))
         return depth
 
 
@@ -109,16 +110,16 @@ def _as_deep_as_the_tier(choice: Choice, batch: DecodeBatch) -> list[int]:
     return [steps if most else choice.num_steps for steps, most in planned]
 
 
-def by_size(depth: Callable[[int], int], found: dict[int, int]) -> Callable[[int], int]:
-    """`depth` of the first number asked for stands for all between two powers of two.
+def by_size(depth: Callable[..., int], found: dict[tuple[int, ...], int]) -> Callable[..., int]:
+    """`depth` of the first numbers asked for stands for all between two powers of two.
 
-    found: what is known already, by the bits of the number; grows.
+    found: what is known already, by the bits of the numbers; grows.
     """
 
-    def of(number: int) -> int:
-        key = number.bit_length()
+    def of(*numbers: int) -> int:
+        key = tuple([number.bit_length() for number in numbers])
         if key not in found:
-            found[key] = depth(number)
+            found[key] = depth(*numbers)
         return found[key]
 
     return of

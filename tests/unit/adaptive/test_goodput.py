@@ -251,6 +251,26 @@ def test_where_prompts_take_the_room_of_drafts_it_drafts_less_beside_them_and_sa
     assert chosen(1) == usual, "room for one is left"
 
 
+def test_a_batch_about_to_grow_leaves_the_room_to_the_prompts_that_make_it_grow() -> None:
+    """A token that is not emitted now will take less time in the larger batch."""
+    size = 16
+    policy = goodput(GPU_TABLE, per_sequence=False)
+    for turn in range(60):
+        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
+        kept = [min((row + turn) % 5, k) for row, k in enumerate(row_steps)]
+        times = times_of(row_steps, size, GPU_8B)
+        policy.observe(verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times))
+
+    def chosen(num_prompts: int) -> int:
+        batch = replace(decode_batch(size), num_prompt_rows=256, num_prompts=num_prompts)
+        while (steps := policy.choose(batch)).notes.is_probe:
+            pass
+        return steps.num_steps
+
+    assert 0 < chosen(size) < chosen(2)
+    assert chosen(3) == chosen(2), "about as large as it is"
+
+
 def test_prompts_that_come_the_sooner_the_faster_requests_end_are_weighed() -> None:
     """Where the rows of a prompt are dear beside many others, and cheap beside few."""
     size = 48

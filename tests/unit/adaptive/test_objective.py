@@ -218,6 +218,27 @@ def test_prompts_that_take_the_same_beside_any_rows_cut_nothing(
     assert menu.goodput[depth] == pytest.approx(menu.goodput.max(), rel=1e-9)
 
 
+@given(
+    survival=survivals(3, 3),
+    step_ms=st.lists(MS, min_size=3, max_size=3),
+    added_ms=st.lists(MS, min_size=13, max_size=13),
+    worths=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
+)
+def test_beside_prompts_the_less_a_token_is_worth_the_less_is_drafted(
+    survival: np.ndarray, step_ms: list[float], added_ms: list[float], worths: tuple[float, float]
+) -> None:
+    costs = costs_of(3, step_ms, [1.0] * 3)
+    choice = per_sequence(survival, np.ones(3), costs, PLENTY).choice(3)
+    prompt_ms = np.cumsum(added_ms)
+    less, more = (
+        depth_beside_prompts(
+            choice, survival, costs, lambda rows: prompt_ms[rows], worth=round(worth, 2)
+        )
+        for worth in sorted(worths)
+    )
+    assert less <= more
+
+
 def test_where_every_further_row_is_dear_beside_prompts_none_drafts() -> None:
     survival = np.full((4, 3), 0.9).cumprod(axis=1)
     costs = costs_of(4, [0.1] * 3, [0.0] * 3)
