@@ -81,7 +81,7 @@ class RowPlan(NamedTuple):
     @property
     def query_len(self) -> int:
         """Rows of the target forward: committed tokens and drafts."""
-        return len(self.token_ids) + (self.tree_drafts or self.num_steps)
+        return len(self.token_ids) + self.num_draft_tokens
 
     @property
     def model_steps(self) -> int:

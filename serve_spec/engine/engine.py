@@ -312,7 +312,7 @@ class SpecEngine:
             num_steps=plan.num_steps,
             batch_size=len(planned),
             num_tokens=sum(len(row.seq) - len(row.token_ids) for row in decoded),
-            num_sampled=sum([not row.params.is_greedy for row in planned]),
+            num_sampled=sum(not row.params.is_greedy for row in planned),
             request_ids=[row.seq.request_id for row in live],
             row_steps=[row.num_steps for row in live],
             num_correct_drafts=[row.num_judged_correct for row in live],
