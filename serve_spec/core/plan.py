@@ -149,7 +149,7 @@ class StepPlan:
         return self.rows[len(self.decode_rows) :]
 
     @property
-    def num_prompt_tokens(self) -> int:
+    def num_prefill_tokens(self) -> int:
         """Tokens of prompts that it computes."""
         return sum(len(row.token_ids) for row in self.prompt_rows)
 

@@ -2,6 +2,7 @@
 
 import math
 import statistics
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -225,20 +226,33 @@ def test_without_room_for_drafts_it_goes_to_zero_at_once_and_says_why() -> None:
     assert policy.last_reason is Reason.KV
 
 
+def draft_for_a_while(
+    policy: GoodputPolicy, size: int, most_kept: Callable[[int, int], int]
+) -> None:
+    """60 rounds of a batch on a GPU; a row keeps so many of its drafts, by its number and turn."""
+    for turn in range(60):
+        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
+        kept = [min(most_kept(row, turn), k) for row, k in enumerate(row_steps)]
+        times = times_of(row_steps, size, GPU_8B)
+        policy.observe(verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times))
+
+
+def no_probe(policy: GoodputPolicy, batch: DecodeBatch) -> RoundSteps:
+    """The first answer that is not there to learn something."""
+    while (steps := policy.choose(batch)).notes.is_probe:
+        pass
+    return steps
+
+
 def test_where_prompts_take_the_room_of_drafts_it_drafts_less_beside_them_and_says_why() -> None:
     """As on a GPU whose rows are free up to a number of them."""
     size = 16
     policy = goodput(GPU_TABLE, per_sequence=False)
-    for turn in range(60):
-        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
-        kept = [min((row + turn) % 5, k) for row, k in enumerate(row_steps)]
-        times = times_of(row_steps, size, GPU_8B)
-        policy.observe(verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times))
+    draft_for_a_while(policy, size, lambda row, turn: (row + turn) % 5)
 
     def chosen(num_prompt_rows: int) -> tuple[int, Reason]:
         batch = replace(decode_batch(size), num_prompt_rows=num_prompt_rows)
-        while (steps := policy.choose(batch)).notes.is_probe:
-            pass
+        steps = no_probe(policy, batch)
         assert max(steps.row_steps or [0]) == steps.num_steps
         return steps.num_steps, policy.last_reason
 
@@ -255,17 +269,11 @@ def test_a_batch_about_to_grow_leaves_the_room_to_the_prompts_that_make_it_grow(
     """A token that is not emitted now will take less time in the larger batch."""
     size = 16
     policy = goodput(GPU_TABLE, per_sequence=False)
-    for turn in range(60):
-        row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
-        kept = [min((row + turn) % 5, k) for row, k in enumerate(row_steps)]
-        times = times_of(row_steps, size, GPU_8B)
-        policy.observe(verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times))
+    draft_for_a_while(policy, size, lambda row, turn: (row + turn) % 5)
 
     def chosen(num_prompts: int) -> int:
         batch = replace(decode_batch(size), num_prompt_rows=256, num_prompts=num_prompts)
-        while (steps := policy.choose(batch)).notes.is_probe:
-            pass
-        return steps.num_steps
+        return no_probe(policy, batch).num_steps
 
     assert 0 < chosen(size) < chosen(2)
     assert chosen(3) == chosen(2), "about as large as it is"
@@ -344,17 +352,11 @@ def test_where_every_round_computes_prompts_drafts_that_slow_them_down_are_given
 def test_a_batch_that_fills_up_drafts_no_deeper_than_it_will_when_it_is_full() -> None:
     """So that no row begins, which takes its whole prompt, to stop again."""
     policy = goodput(GPU_TABLE)
-    for turn in range(60):
-        row_steps = list(policy.choose(decode_batch(4)).row_steps or [0] * 4)
-        kept = [0 if (row + turn) % 3 else min(1, k) for row, k in enumerate(row_steps)]
-        times = times_of(row_steps, 4, GPU_8B)
-        policy.observe(verified_round(kept, 4, max(row_steps), row_steps=row_steps, times=times))
+    draft_for_a_while(policy, 4, lambda row, turn: int((row + turn) % 3 == 0))
 
     def chosen(num_prompts: int) -> int:
         batch = replace(decode_batch(4, first=100), num_prompts=num_prompts)
-        while (steps := policy.choose(batch)).notes.is_probe:
-            pass
-        return steps.num_steps
+        return no_probe(policy, batch).num_steps
 
     assert chosen(0) > 0
     assert chosen(1) == chosen(0), "about as many"
