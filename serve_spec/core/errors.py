@@ -21,6 +21,14 @@ def _rebuild(field: str, value: object, fix: str, too_long: bool) -> InvalidRequ
     return InvalidRequest(field, value, fix, too_long=too_long)
 
 
+class TextTooLong(ValueError):
+    """A text has more tokens than there is room for; `at_least` of them."""
+
+    def __init__(self, at_least: int) -> None:
+        super().__init__(f"the text has at least {at_least} tokens")
+        self.at_least = at_least
+
+
 class EngineOverloaded(RuntimeError):
     """More requests are unfinished than the engine may hold; try again later (HTTP 429)."""
 

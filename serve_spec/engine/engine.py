@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.policy import Reason
-from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.errors import InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import PendingRound, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
@@ -146,16 +146,15 @@ class SpecEngine:
             InvalidRequest: the prompt is empty, too long, or not of this vocabulary, the score
                 edits name other tokens or leave none, or the grammar can not be compiled.
         """
-        token_ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
-        if not token_ids or prompt == "":
+        if not token_ids:
             raise InvalidRequest("prompt", prompt, "give at least one token of text")
         if not all(0 <= t < self.worker.vocab_size for t in token_ids):
             fix = f"token ids must be in [0, {self.worker.vocab_size})"
             raise InvalidRequest("prompt", shown, fix)
         if len(token_ids) >= self.max_model_len:
-            fix = f"shorten it to at most {self.max_model_len - 1} tokens (max_model_len - 1)"
-            raise InvalidRequest("prompt", shown, fix, too_long=True)
+            raise self._too_long(shown)
         if len(token_ids) + params.max_tokens > self.max_model_len:
             room = self.max_model_len - len(token_ids)
             fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
@@ -176,6 +175,24 @@ class SpecEngine:
             held_token_ids=held,
             stats=stats,
         )
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a text; none for an empty one. Pure.
+
+        Raises:
+            InvalidRequest: the text is not Unicode, or too long for the model.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            fix = f"character {error.start} is half of a surrogate pair; send valid text"
+            raise InvalidRequest("prompt", prompt, fix) from error
+        if not prompt:  # whatever special tokens the checkpoint would put around it
+            return []
+        try:
+            return self.tokenizer.encode(prompt, max_tokens=self.max_model_len - 1)
+        except TextTooLong as error:
+            raise self._too_long(f"<at least {error.at_least} tokens>") from None
 
     def check_grammar(self, grammar: Grammar) -> None:
         """Compiles a grammar, which may take a second; what is compiled is kept a while. Pure.
@@ -258,13 +275,9 @@ class SpecEngine:
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
 
-    def _encode(self, prompt: str) -> list[int]:
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            fix = f"character {error.start} is half of a surrogate pair; send valid text"
-            raise InvalidRequest("prompt", prompt, fix) from error
-        return self.tokenizer.encode(prompt)
+    def _too_long(self, shown: str) -> InvalidRequest:
+        fix = f"shorten it to at most {self.max_model_len - 1} tokens (max_model_len - 1)"
+        return InvalidRequest("prompt", shown, fix, too_long=True)
 
     def _cut(self, seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
         output = self._outputs[seq.request_id]

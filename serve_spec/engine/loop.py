@@ -7,12 +7,14 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from functools import partial
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.build import build_engine
+from serve_spec.engine.encoding import encode_beside
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink
@@ -60,7 +62,7 @@ class EngineLoop:
         self.tokenizer = self._engine.tokenizer
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
-        self._compiling: set[str] = set()
+        self._preparing: set[str] = set()
         limits = config.scheduler
         self._max_unfinished = limits.max_num_seqs + limits.max_waiting_seqs
         self._failure: BaseException | None = None
@@ -86,9 +88,7 @@ class EngineLoop:
             RuntimeError: the engine thread has died.
         """
         self.check_health()
-        is_cancelled = False
-        if params.grammar is not None:
-            is_cancelled = await self._check_grammar(params.grammar, request_id)
+        token_ids, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
         if request_id in self._streams:
             raise InvalidRequest("request_id", request_id, "is running already; use another")
         if len(self._streams) >= self._max_unfinished:
@@ -96,7 +96,7 @@ class EngineLoop:
                 f"{len(self._streams)} requests are unfinished, as many as max_num_seqs and "
                 "max_waiting_seqs allow; try again later"
             )
-        seq = self._engine.new_sequence(request_id, prompt, params, emitted)
+        seq = self._engine.new_sequence(request_id, token_ids, params, emitted)
         stream = TokenStream(request_id, seq.num_prompt_tokens)
         if is_cancelled:
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats))
@@ -107,9 +107,17 @@ class EngineLoop:
         self.check_health()
         return stream
 
+    async def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt; other streams go on meanwhile.
+
+        Raises:
+            InvalidRequest: as `SpecEngine.encode`.
+        """
+        return await encode_beside(len(prompt), partial(self._engine.encode, prompt))
+
     def cancel(self, request_id: str) -> None:
         """Ends a request and frees its pages before the next round; harmless if it has ended."""
-        self._compiling.discard(request_id)
+        self._preparing.discard(request_id)
 
         def abort() -> None:
             delta = self._engine.abort(request_id)
@@ -118,14 +126,21 @@ class EngineLoop:
 
         self._inbox.put(abort)
 
-    async def _check_grammar(self, grammar: Grammar, request_id: str) -> bool:
-        """Compiles a request's grammar while other streams go on; whether it is cancelled then."""
-        self._compiling.add(request_id)
+    async def _prepare(
+        self, prompt: str | list[int], grammar: Grammar | None, request_id: str
+    ) -> tuple[list[int], bool]:
+        """Encode a prompt and compile its grammar while other streams go on.
+
+        Returns the token ids, and whether the request was cancelled meanwhile.
+        """
+        self._preparing.add(request_id)
         try:
-            await asyncio.to_thread(self._engine.check_grammar, grammar)
-            return request_id not in self._compiling
+            token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+            if grammar is not None:
+                await asyncio.to_thread(self._engine.check_grammar, grammar)
+            return token_ids, request_id not in self._preparing
         finally:
-            self._compiling.discard(request_id)
+            self._preparing.discard(request_id)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Changes policy knobs between rounds.

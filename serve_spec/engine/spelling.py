@@ -36,7 +36,7 @@ class Speller:
         if token is None:
             return Spelling(b"")
         if self._is_byte_level:
-            return Spelling(bytes(_BYTES[character] for character in token))
+            return Spelling(bytes(BYTE_CHARACTERS[character] for character in token))
         byte = _BYTE.fullmatch(token)
         if byte:
             return Spelling(bytes.fromhex(byte[1]))
@@ -61,4 +61,5 @@ def _byte_characters() -> dict[str, int]:
     return characters | {chr(byte): byte for byte in printable}
 
 
-_BYTES = _byte_characters()
+BYTE_CHARACTERS = _byte_characters()
+"""Bytes by the character that stands for them in byte-level vocabularies."""

@@ -6,10 +6,18 @@ import json
 from functools import cached_property
 from pathlib import Path
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as HFTokenizer
 
-from serve_spec.core.errors import CheckpointError
+from serve_spec.core.errors import CheckpointError, TextTooLong
 from serve_spec.engine.spelling import Speller
+from serve_spec.engine.token_bytes import max_token_bytes
+
+# A text with more characters per token than prose or code has is counted in pieces first.
+_USUAL_CHARS_PER_TOKEN = 8
+_PIECE_CHARS = 65_536
+# Cutting a text adds tokens at the cuts, far fewer than this factor allows for.
+_CUT_FACTOR = 1.25
 
 
 class Tokenizer:
@@ -37,16 +45,30 @@ class Tokenizer:
         added = self._tokenizer.get_added_tokens_decoder().values()
         return {token.content: bool(token.special) for token in added}
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the token ids of a text.
 
-        add_special_tokens: with the special tokens the checkpoint puts around a text.
+        Other threads run meanwhile, and a text that is far too long costs little.
+
+        Args:
+            add_special_tokens: add the special tokens the checkpoint puts around a text.
+            max_tokens: most tokens the caller has room for; None: no limit.
+
+        Raises:
+            TextTooLong: the text has more than `max_tokens` tokens.
         """
-        return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        if max_tokens is not None:
+            self._refuse_long(text, max_tokens)
+        encoding = _encoding(self._tokenizer, text, add_special_tokens=add_special_tokens)
+        if max_tokens is not None and len(encoding) > max_tokens:
+            raise TextTooLong(len(encoding))
+        return list(encoding.ids)
 
     def encode_literally(self, text: str) -> list[int]:
-        """Token ids of a text in which added tokens are characters like any others."""
-        return list(self._literal.encode(text, add_special_tokens=False).ids)
+        """Return the token ids of a text in which added tokens are ordinary characters."""
+        return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of token_ids without special tokens; incomplete characters become U+FFFD."""
@@ -56,6 +78,25 @@ class Tokenizer:
         """Its tokenizer.json, without what would cut or pad a text."""
         description = json.loads(self._tokenizer.to_str())
         return json.dumps({**description, "truncation": None, "padding": None})
+
+    def _refuse_long(self, text: str, max_tokens: int) -> None:
+        """Raise TextTooLong for a text whose length alone says so, or whose pieces do."""
+        if len(text) <= _USUAL_CHARS_PER_TOKEN * max_tokens:
+            return
+        num_bytes = len(text.encode())
+        if self.max_token_bytes and num_bytes > max_tokens * self.max_token_bytes:
+            raise TextTooLong(-(-num_bytes // self.max_token_bytes))
+        count = 0
+        for start in range(0, len(text), _PIECE_CHARS):
+            piece = text[start : start + _PIECE_CHARS]
+            count += len(_encoding(self._tokenizer, piece, add_special_tokens=False))
+            if count > _CUT_FACTOR * max_tokens + 1:
+                raise TextTooLong(max_tokens + 1)
+
+    @cached_property
+    def max_token_bytes(self) -> int | None:
+        """Most bytes of a text that one token covers; None where there is no such bound."""
+        return max_token_bytes(json.loads(self._tokenizer.to_str()))
 
     @cached_property
     def spell(self) -> Speller:
@@ -71,3 +112,8 @@ class Tokenizer:
         literal = HFTokenizer.from_str(json.dumps(description))
         literal.encode_special_tokens = True
         return literal
+
+
+def _encoding(tokenizer: HFTokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
+    # Of the library's ways to encode, those for batches alone let other threads run.
+    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]

@@ -65,7 +65,7 @@ async def continue_request(loop: Any, request: GenerateRequest) -> ContinuedStre
         As `EngineLoop.submit`.
     """
     prompt, params = request.prompt, request.params
-    prompt_ids = loop.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    prompt_ids = await loop.encode(prompt) if isinstance(prompt, str) else list(prompt)
     sequence = Sequence(request.request_id, params, prompt_ids, len(prompt_ids), seed=0)
     # The engine knows which tokens end a text, and that those that were emitted did not.
     text = OutputText(loop.tokenizer, sequence, eos_token_ids=())

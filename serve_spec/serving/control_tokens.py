@@ -10,6 +10,8 @@ from __future__ import annotations
 import re
 from typing import Protocol
 
+from serve_spec.core.errors import TextTooLong
+
 # A noncharacter of Unicode: no text has a use for it.
 _MARK = "\ufdd0"
 _NEVER = "(?!)"
@@ -23,8 +25,12 @@ class TextEncoder(Protocol):
         """Tokens found before anything else, and whether they are special."""
         ...
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, those of added tokens included."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return token ids, those of added tokens included; raise TextTooLong for more than
+        `max_tokens`.
+        """
         ...
 
     def encode_literally(self, text: str) -> list[int]:
@@ -53,28 +59,40 @@ class ControlTokens:
         """A client's text for the template, control tokens marked."""
         return self._spelled.sub(lambda found: _marked(found[0]), text.replace(_MARK, ""))
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Token ids of what the template made of marked texts."""
+    def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int | None = None
+    ) -> list[int]:
+        """Return the token ids of what the template made of marked texts.
+
+        Raises:
+            TextTooLong: they are more than `max_tokens`.
+        """
         # Text and marked tokens in turns; None is a mark that stood alone.
         first, *rest = self._marks.split(text)
-        token_ids = self._tokenizer.encode(first, add_special_tokens=add_special_tokens)
+        token_ids = self._tokenizer.encode(
+            first, add_special_tokens=add_special_tokens, max_tokens=max_tokens
+        )
         for index, piece in enumerate(rest):
             if piece:
-                token_ids += self._inner(piece.replace(_MARK, ""), is_marked=index % 2 == 0)
+                plain, is_marked = piece.replace(_MARK, ""), index % 2 == 0
+                token_ids += self._inner(plain, max_tokens, is_marked=is_marked)
+            if max_tokens is not None and len(token_ids) > max_tokens:
+                raise TextTooLong(len(token_ids))
         return token_ids
 
-    def _inner(self, piece: str, *, is_marked: bool) -> list[int]:
+    def _inner(self, piece: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
         """Token ids inside a text; some tokenizers put a space before whatever they are given."""
-        before = self._encode("\n", is_marked=is_marked)
-        token_ids = self._encode(f"\n{piece}", is_marked=is_marked)
+        before = self._encode("\n", None, is_marked=is_marked)
+        most = None if max_tokens is None else max_tokens + len(before)
+        token_ids = self._encode(f"\n{piece}", most, is_marked=is_marked)
         if token_ids[: len(before)] == before:
             return token_ids[len(before) :]
-        return self._encode(piece, is_marked=is_marked)
+        return self._encode(piece, max_tokens, is_marked=is_marked)
 
-    def _encode(self, text: str, *, is_marked: bool) -> list[int]:
+    def _encode(self, text: str, max_tokens: int | None, *, is_marked: bool) -> list[int]:
         if is_marked:
             return self._tokenizer.encode_literally(text)
-        return self._tokenizer.encode(text, add_special_tokens=False)
+        return self._tokenizer.encode(text, add_special_tokens=False, max_tokens=max_tokens)
 
 
 def _marked(name: str) -> str:

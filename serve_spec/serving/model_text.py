@@ -11,12 +11,13 @@ import json
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 from serve_spec.config.engine import ModelConfig
-from serve_spec.core.errors import CheckpointError, InvalidRequest
+from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.request import SamplingParams
+from serve_spec.engine.encoding import encode_beside
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.chat_template import RESERVED, ChatTemplate, ChatTemplateError
 from serve_spec.serving.control_tokens import ControlTokens
@@ -49,7 +50,8 @@ class ModelText:
             ApiError: 500, the checkpoint's files can not be used here.
         """
         loaded = await asyncio.to_thread(self._files)
-        token_ids = await asyncio.to_thread(loaded.conversation, request)
+        num_chars = sum(len(message.content) for message in request.messages)
+        token_ids = await encode_beside(num_chars, partial(loaded.conversation, request))
         room = loaded.room_for_answer(token_ids, request)
         limit = request.limit[1]
         return token_ids, replace(params, max_tokens=room if limit is None else limit)
@@ -68,6 +70,7 @@ class ModelText:
         """Prompts as the engine would encode them; an empty text has no tokens.
 
         Raises:
+            InvalidRequest: one is too long for the model.
             ApiError: 500, the checkpoint's files can not be used here.
         """
         return [
@@ -87,7 +90,7 @@ class ModelText:
         if not prompt:  # for the engine to refuse, whatever special tokens would be added
             return []
         loaded = await asyncio.to_thread(self._files)
-        return await asyncio.to_thread(loaded.tokenizer.encode, prompt)
+        return await encode_beside(len(prompt), partial(loaded.prompt, prompt))
 
     async def _text(self, token_ids: list[int]) -> str:
         loaded = await asyncio.to_thread(self._files)
@@ -114,11 +117,22 @@ class _Loaded:
         self._control = ControlTokens(self.tokenizer, self._template.source)
         self._max_model_len = model.max_model_len or _max_model_len(model.path)
 
+    def prompt(self, text: str) -> list[int]:
+        """Return the token ids of a prompt.
+
+        Raises:
+            InvalidRequest: it is too long for the model.
+        """
+        try:
+            return self.tokenizer.encode(text, max_tokens=self._max_model_len - 1)
+        except TextTooLong as error:
+            raise self._too_long("prompt", error.at_least) from None
+
     def conversation(self, request: ChatRequest) -> list[int]:
         """Token ids of the prompt that the template makes of a conversation.
 
         Raises:
-            InvalidRequest: the template refuses it.
+            InvalidRequest: the template refuses it, or it is too long for the model.
         """
         messages = [
             {"role": message.role, "content": self._control.mark(message.content)}
@@ -134,25 +148,33 @@ class _Loaded:
             )
         except ChatTemplateError as error:
             raise InvalidRequest("messages", _summary(request), str(error)) from None
-        return self._control.encode(text, add_special_tokens=self._template.is_plain)
+        try:
+            return self._control.encode(
+                text,
+                add_special_tokens=self._template.is_plain,
+                max_tokens=self._max_model_len - 1,
+            )
+        except TextTooLong as error:
+            raise self._too_long("messages", error.at_least) from None
 
     def room_for_answer(self, token_ids: list[int], request: ChatRequest) -> int:
         """Tokens that the context has room for after the conversation.
 
         Raises:
-            InvalidRequest: there is none, or less than the request wants.
+            InvalidRequest: there is less than the request wants.
         """
         if not token_ids:
             raise InvalidRequest("messages", _summary(request), "give at least one token of text")
         room = self._max_model_len - len(token_ids)
-        if room < 1:
-            fix = f"shorten them to at most {self._max_model_len - 1} tokens (max_model_len - 1)"
-            raise InvalidRequest("messages", f"<{len(token_ids)} tokens>", fix, too_long=True)
         field, limit = request.limit
         if limit is not None and limit > room:
             fix = f"messages of {len(token_ids)} tokens leave room for {room}; ask for less"
             raise InvalidRequest(field, limit, fix)
         return room
+
+    def _too_long(self, field: str, at_least: int) -> InvalidRequest:
+        fix = f"shorten to at most {self._max_model_len - 1} tokens (max_model_len - 1)"
+        return InvalidRequest(field, f"<at least {at_least} tokens>", fix, too_long=True)
 
     def _variables(self, given: Mapping[str, object]) -> dict[str, object]:
         for name in given:

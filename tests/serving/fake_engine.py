@@ -115,6 +115,9 @@ class FakeLoop:
         self.tokens = 0
         self.accept_rates: list[float] | None = None
 
+    async def encode(self, prompt: str) -> list[int]:
+        return self.tokenizer.encode(prompt)
+
     async def submit(
         self,
         prompt: str | list[int],

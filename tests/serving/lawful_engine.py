@@ -81,6 +81,9 @@ class LawfulLoop:
         self.replica = replica
         self.cancelled: set[str] = set()
 
+    async def encode(self, prompt: str) -> list[int]:
+        return self.tokenizer.encode(prompt)
+
     async def submit(
         self,
         prompt: str | list[int],
