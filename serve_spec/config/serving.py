@@ -19,7 +19,20 @@ class RouterConfig(StrictModel):
     )
     max_batch_size: int = Field(64, ge=1, description="Most requests handed over together.")
     max_queued_requests: int = Field(
-        256, ge=1, description="Requests that may wait at the door; more are answered 429."
+        1024,
+        ge=1,
+        description="Choices that may wait in the router for a place at a replica; more are "
+        "answered 429.",
+    )
+    max_client_share: float = Field(
+        0.5,
+        gt=0,
+        le=1,
+        description="Share of the places at replicas that one client (API key, else address) may "
+        "hold while others wait, and of max_queued_requests that it may ever fill.",
+    )
+    max_body_bytes: int = Field(
+        8 * 2**20, ge=1024, description="Longest request body in bytes; a longer one is a 413."
     )
     routing_policy: Literal["goodput", "balanced", "prefix"] = Field(
         "goodput",
@@ -60,7 +73,21 @@ class ReplicaConfig(StrictModel):
         "STRICT_PACK",
         description="Where the ranks of one replica go: on one node, or on several.",
     )
-    max_ongoing_requests: int = Field(256, ge=1, description="Most requests inside one replica.")
+    max_ongoing_requests: int = Field(
+        256,
+        ge=1,
+        description="Most requests inside one replica. The router sends at most an eighth more "
+        "than scheduler.max_num_seqs, so that the rest waits where it can be shared out.",
+    )
+    round_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds after which a round counts as hung, and its replica ends."
+    )
+    stall_timeout_s: float = Field(
+        10.0,
+        gt=0,
+        description="Seconds of silence after which a replica's requests go on elsewhere, and its "
+        "process is ended unless it answers.",
+    )
     torch_num_threads: int | None = Field(
         None, ge=1, description="CPU threads of one replica's torch; null: torch decides."
     )

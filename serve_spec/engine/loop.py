@@ -22,9 +22,6 @@ from serve_spec.parallel.launch import Launcher
 
 logger = get_logger(__name__)
 
-# A round of any supported model ends well inside this; longer means a hung device.
-_STUCK_AFTER_S = 60.0
-
 
 class TokenStream:
     """The deltas of one request, in order; the last one carries the finish reason."""
@@ -67,6 +64,7 @@ class EngineLoop:
         self._max_unfinished = limits.max_num_seqs + limits.max_waiting_seqs
         self._failure: BaseException | None = None
         self._stopping = False
+        self._stuck_after_s = config.replica.round_timeout_s
         self._round_started: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
@@ -176,8 +174,9 @@ class EngineLoop:
             raise RuntimeError(f"the engine thread died: {self._failure!r}") from self._failure
         self._engine.check_health()
         started = self._round_started
-        if started is not None and time.monotonic() - started > _STUCK_AFTER_S:
-            reason = f"a round has been running for over {_STUCK_AFTER_S:.0f} s"
+        if started is not None and time.monotonic() - started > self._stuck_after_s:
+            limit = f"replica.round_timeout_s={self._stuck_after_s:g}"
+            reason = f"a round has been running for longer than {limit} seconds"
             self._engine.give_up(reason)
             raise RuntimeError(reason)
 
@@ -220,9 +219,11 @@ class EngineLoop:
 
         self._inbox.put(apply)
         try:
-            error = done.get(timeout=_STUCK_AFTER_S)
+            error = done.get(timeout=self._stuck_after_s)
         except queue.Empty:
-            raise RuntimeError(f"the engine did not answer within {_STUCK_AFTER_S:.0f} s") from None
+            raise RuntimeError(
+                f"the engine did not answer within {self._stuck_after_s:g} s"
+            ) from None
         if error is not None:
             raise error
 

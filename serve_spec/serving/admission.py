@@ -1,15 +1,19 @@
-"""The door: who may go to the replicas now, who waits, who is sent away.
+"""Admission: which requests go to the replicas now, which wait, and which are refused.
 
 Plain asyncio, one event loop, no Ray: Serve's own queue limit is checked only at entry and rejects
 bursts that would fit.
+
+Places are shared between clients. A free place goes to the waiting client that holds the fewest.
+While others wait, a client that holds more than its share gives places back: its newest requests
+are withdrawn from their replicas, wait again, and go on later where they stopped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
-from collections.abc import AsyncIterator
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from serve_spec.serving.errors import queue_full
@@ -18,47 +22,115 @@ from serve_spec.serving.sizes import SizeHistogram
 _MAX_RETRY_AFTER_S = 60
 # Weight of the newest request in the mean service time behind Retry-After.
 _SERVICE_EMA_ALPHA = 0.1
+# Most places come free sooner than this, which is cheaper than to withdraw a request.
+_PATIENCE_S = 0.5
+
+
+class Turn:
+    """One request's place at the replicas, or its wait for one.
+
+    withdraw: takes the request back from its replica; None while no replica has it.
+    """
+
+    def __init__(self, admission: Admission, client: str, order: int) -> None:
+        self.client = client
+        self.order = order
+        self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.withdraw: Callable[[], None] | None = None
+        self.is_withdrawn = False
+        """Whether its place is promised to another client."""
+        self._admission = admission
+
+    async def regain(self) -> None:
+        """Give a promised place back and wait for another one; otherwise return at once."""
+        self.withdraw = None
+        if self.is_withdrawn:
+            await self._admission.wait_again(self)
 
 
 class Admission:
-    """Lets at most `max_in_flight` requests through, in order of arrival; `max_queued` may wait."""
+    """Grants at most `max_in_flight` places to requests; others wait, or are refused.
 
-    def __init__(self, *, max_in_flight: int, max_queued: int) -> None:
+    Args:
+        max_in_flight: most requests at the replicas.
+        max_queued: most requests that wait.
+        max_client_share: share of both that one client may hold while others wait. Of the queue
+            it never has more, so that others find room in it.
+    """
+
+    def __init__(
+        self, *, max_in_flight: int, max_queued: int, max_client_share: float = 1.0
+    ) -> None:
         self.max_in_flight = max_in_flight
         self.max_queued = max_queued
+        self.max_client_in_flight = max(1, int(max_client_share * max_in_flight))
+        self.max_client_queued = max(1, int(max_client_share * max_queued))
         self.in_flight = 0
         self.num_rejected = 0
-        self._waiting: deque[asyncio.Future[None]] = deque()
+        self.num_withdrawn = 0
+        # By client; turns in order of their grants, newest last.
+        self._waiting: defaultdict[str, list[Turn]] = defaultdict(list)
+        self._holding: defaultdict[str, list[Turn]] = defaultdict(list)
+        self._num_turns = 0
+        self._withdrawal: asyncio.TimerHandle | None = None
         self._mean_service_s = 0.0
         self._in_flight_sizes = SizeHistogram()
 
     @property
     def queue_len(self) -> int:
-        """Requests waiting for their turn."""
-        return len(self._waiting)
+        """Number of requests that wait."""
+        return sum(map(len, self._waiting.values()))
+
+    def refuse_if_full(self, client: str, num_requests: int = 1) -> None:
+        """Raise ApiError (429) unless so many more requests of a client find a place or may wait.
+
+        A request with several choices counts as that many.
+        """
+        to_wait = num_requests - (self.max_in_flight - self.in_flight)
+        if to_wait <= 0:
+            return
+        of_client = len(self._waiting.get(client, ()))
+        if self.queue_len + to_wait > self.max_queued:
+            why = f"{self.queue_len} wait already"
+        elif of_client + to_wait > self.max_client_queued:
+            why = f"{of_client} of this client wait already"
+        else:
+            return
+        self.num_rejected += 1
+        raise queue_full(why, self._retry_after_s())
 
     @asynccontextmanager
-    async def slot(self, deadline: float) -> AsyncIterator[None]:
-        """Waits for a turn and holds it; `deadline` is in seconds of the event loop's clock.
+    async def slot(self, deadline: float, client: str = "") -> AsyncIterator[Turn]:
+        """Wait for a place and hold it; `deadline` is in seconds of the event loop's clock.
 
         Raises:
             ApiError: 429, the queue is full.
             TimeoutError: the deadline passed while waiting.
         """
         loop = asyncio.get_running_loop()
+        self.refuse_if_full(client)
+        self._num_turns += 1
+        turn = Turn(self, client, self._num_turns)
         async with asyncio.timeout_at(deadline):
-            await self._take_turn(loop)
+            await self._wait(turn)
         started = loop.time()
         try:
-            yield
+            yield turn
         finally:
             self._mean_service_s += _SERVICE_EMA_ALPHA * (
                 loop.time() - started - self._mean_service_s
             )
-            self._give_back()
+            self._give_back(turn)
+
+    async def wait_again(self, turn: Turn) -> None:
+        """Give a turn's place back and wait for another one, ahead of the client's later turns."""
+        self._give_back(turn)
+        turn.is_withdrawn = False
+        turn.granted = asyncio.get_running_loop().create_future()
+        await self._wait(turn)
 
     def snapshot(self) -> dict[str, object]:
-        """Queue and requests in flight: the door's part of `router` in `/server_info`.
+        """Return the queue and what is in flight: a part of `router` in `/server_info`.
 
         `batch_size_histogram` says, per request, how many were in flight once it was let through
         (itself included); keys are inclusive upper bounds, powers of two.
@@ -66,42 +138,88 @@ class Admission:
         return {
             "queue_len": self.queue_len,
             "in_flight": self.in_flight,
+            "num_clients": len({*self._waiting, *self._holding}),
             "max_in_flight": self.max_in_flight,
             "max_queued_requests": self.max_queued,
             "num_rejected": self.num_rejected,
+            "num_withdrawn": self.num_withdrawn,
             "batch_size_histogram": self._in_flight_sizes.as_dict(),
         }
 
-    async def _take_turn(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.in_flight >= self.max_in_flight and self.queue_len >= self.max_queued:
-            self.num_rejected += 1
-            raise queue_full(f"{self.queue_len} wait already", self._retry_after_s())
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(turn)
-        self._let_in()
+    async def _wait(self, turn: Turn) -> None:
+        waiting = self._waiting[turn.client]
+        waiting.append(turn)
+        waiting.sort(key=lambda other: other.order)
+        self._grant()
         try:
-            await turn
+            await turn.granted
         except asyncio.CancelledError:
-            if not turn.cancelled():
-                self._give_back()  # the turn came in the very moment the caller left
-            elif turn in self._waiting:
-                self._waiting.remove(turn)
+            if turn.granted.cancelled():
+                _remove(self._waiting, turn)
+            else:
+                self._give_back(turn)  # the place came in the very moment the caller left
             raise
 
-    def _give_back(self) -> None:
-        self.in_flight -= 1
-        self._let_in()
+    def _give_back(self, turn: Turn) -> None:
+        if _remove(self._holding, turn):
+            self.in_flight -= 1
+            self._grant()
 
-    def _let_in(self) -> None:
+    def _grant(self) -> None:
         while self._waiting and self.in_flight < self.max_in_flight:
-            turn = self._waiting.popleft()
+            # Clients with the fewest places come first; each client's turns in order of arrival.
+            turn = min(
+                (turns[0] for turns in self._waiting.values()),
+                key=lambda turn: (len(self._holding.get(turn.client, ())), turn.order),
+            )
+            _remove(self._waiting, turn)
             # A caller that has just left may not have taken itself out of the queue yet.
-            if not turn.cancelled():
-                turn.set_result(None)
+            if not turn.granted.cancelled():
+                turn.granted.set_result(None)
+                self._holding[turn.client].append(turn)
                 self.in_flight += 1
                 self._in_flight_sizes.add(self.in_flight)
+        if self._waiting and self._withdrawal is None and self._may_withdraw():
+            loop = asyncio.get_running_loop()
+            self._withdrawal = loop.call_later(_PATIENCE_S, self._withdraw)
+
+    def _may_withdraw(self) -> bool:
+        largest = max(self._holding, key=self._num_kept)
+        return self._num_kept(largest) > self.max_client_in_flight and any(
+            client != largest for client in self._waiting
+        )
+
+    def _withdraw(self) -> None:
+        """Take places from clients above their share, one for each request of others that waits."""
+        self._withdrawal = None
+        num_promised = sum(t.is_withdrawn for turns in self._holding.values() for t in turns)
+        while self._waiting and self._may_withdraw():
+            largest = max(self._holding, key=self._num_kept)
+            num_wanted = sum(len(turns) for c, turns in self._waiting.items() if c != largest)
+            kept = (turn for turn in reversed(self._holding[largest]) if not turn.is_withdrawn)
+            turn = next((turn for turn in kept if turn.withdraw is not None), None)
+            if turn is None or turn.withdraw is None or num_promised >= num_wanted:
+                return
+            turn.is_withdrawn = True
+            turn.withdraw()
+            num_promised += 1
+            self.num_withdrawn += 1
+
+    def _num_kept(self, client: str) -> int:
+        return sum(not turn.is_withdrawn for turn in self._holding[client])
 
     def _retry_after_s(self) -> int:
         """Whole seconds until the queue has moved by one, as far as past requests tell."""
         wait_s = self._mean_service_s * (self.queue_len + 1) / self.max_in_flight
         return min(_MAX_RETRY_AFTER_S, max(1, math.ceil(wait_s)))
+
+
+def _remove(by_client: dict[str, list[Turn]], turn: Turn) -> bool:
+    """Take a turn out of its client's list, and out with an empty list; whether it was there."""
+    turns = by_client.get(turn.client, [])
+    if turn not in turns:
+        return False
+    turns.remove(turn)
+    if not turns:
+        del by_client[turn.client]
+    return True

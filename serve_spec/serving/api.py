@@ -49,7 +49,7 @@ from serve_spec.serving.errors import no_replica, too_many_choices, unknown_mode
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import Spell
 from serve_spec.serving.messages import GenerateRequest
-from serve_spec.serving.middleware import ApiKeyCheck, Arrival, BodyLimit
+from serve_spec.serving.middleware import CLIENT, ApiKeyCheck, Arrival, BodyLimit
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
@@ -94,7 +94,10 @@ class CompletionAnswer(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers; errors before the first tokens are raised, so that they set the status."""
         async with self._runner.run(
-            self._choices, self._num_prompts, is_prompt_only=self._is_prompt_only
+            self._choices,
+            self._num_prompts,
+            client=CLIENT.get(),
+            is_prompt_only=self._is_prompt_only,
         ) as running:
             answer: Response
             if self._stream:
@@ -125,7 +128,7 @@ def create_api(
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
-    api.add_middleware(BodyLimit)
+    api.add_middleware(BodyLimit, max_bytes=config.router.max_body_bytes)
     if config.router.api_keys:
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
     api.add_middleware(Arrival)

@@ -19,7 +19,8 @@ from contextlib import aclosing
 from contextvars import Context
 from typing import Any, Protocol
 
-from serve_spec.serving.errors import ApiError, engine_failed
+from serve_spec.core.request import TokenDelta
+from serve_spec.serving.errors import ApiError, ReplicaLost, engine_failed
 from serve_spec.serving.messages import (
     Accepted,
     Cancellation,
@@ -28,6 +29,7 @@ from serve_spec.serving.messages import (
     Items,
     ReplicaItem,
     Submission,
+    Withdrawn,
     is_last,
 )
 from serve_spec.serving.sizes import SizeHistogram
@@ -55,10 +57,15 @@ class Transport(Protocol):
 class _Mailbox:
     """One request's items on their way to whoever asked."""
 
-    def __init__(self, request: GenerateRequest) -> None:
+    def __init__(self, request: GenerateRequest, group: Hashable) -> None:
         self.request = request
+        self.group = group
         self.items: asyncio.Queue[ReplicaItem | ApiError] = asyncio.Queue()
         self.courier: _Courier | None = None
+        self.sent_at = 0.0
+        """When it was handed over, in seconds of the event loop's clock."""
+        self.has_begun = False
+        """Whether tokens have come."""
 
 
 class Batcher:
@@ -88,12 +95,15 @@ class Batcher:
         self._waiting: dict[Hashable, list[_Mailbox]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._couriers: set[_Courier] = set()
+        self._mailboxes: dict[str, _Mailbox] = {}
         self._submission_sizes = SizeHistogram()
         self._replica_sizes: dict[str, SizeHistogram] = {}
         self.num_interrupted = 0
         """Requests whose submission broke off before they had ended."""
         self.num_resumed = 0
         """Requests that a replica took over from one that had failed them."""
+        self.num_withdrawn = 0
+        """Requests that were taken back from their replica, to go on elsewhere or later."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """What a replica answers to one request; closing the generator ends the request there.
@@ -101,9 +111,10 @@ class Batcher:
         Raises:
             ApiError: as `Transport.send`.
         """
-        mailbox = _Mailbox(request)
         # Those that a replica failed travel apart from those it did not.
         group = self._group_of(request), request.avoid
+        mailbox = _Mailbox(request, group)
+        self._mailboxes[request.request_id] = mailbox
         self._join(group, mailbox)
         try:
             while True:
@@ -114,7 +125,25 @@ class Batcher:
                 if is_last(item):
                     return
         finally:
-            self._leave(group, mailbox)
+            self._leave(mailbox)
+
+    def withdraw(self, request_id: str) -> None:
+        """End a request where it is; its `generate` yields `Withdrawn`. Harmless if it is over."""
+        mailbox = self._mailboxes.get(request_id)
+        if mailbox is not None:
+            self._leave(mailbox)
+            self.num_withdrawn += 1
+            mailbox.items.put_nowait(Withdrawn())
+
+    def not_begun(self, for_s: float) -> dict[str, list[str]]:
+        """Return the requests that replicas have had for so long without a token, oldest first."""
+        before = asyncio.get_running_loop().time() - for_s
+        waiting: dict[str, list[str]] = {}
+        for request_id, mailbox in self._mailboxes.items():
+            replica = mailbox.courier and mailbox.courier.replica
+            if replica and not mailbox.has_begun and mailbox.sent_at <= before:
+                waiting.setdefault(replica, []).append(request_id)
+        return waiting
 
     def snapshot(self) -> dict[str, object]:
         """Sizes, JSON-able. Histogram keys are inclusive upper bounds, powers of two.
@@ -126,6 +155,7 @@ class Batcher:
         return {
             "num_interrupted": self.num_interrupted,
             "num_resumed": self.num_resumed,
+            "num_withdrawn": self.num_withdrawn,
             "submission_size": self._submission_sizes.last,
             "submission_size_histogram": self._submission_sizes.as_dict(),
             "replica_batch_sizes": {name: self._rows(name) for name in self._replica_sizes},
@@ -143,14 +173,16 @@ class Batcher:
             loop = asyncio.get_running_loop()
             self._timers[group] = loop.call_later(self._batch_wait_s, self._submit, group)
 
-    def _leave(self, group: Hashable, mailbox: _Mailbox) -> None:
+    def _leave(self, mailbox: _Mailbox) -> None:
+        if self._mailboxes.pop(mailbox.request.request_id, None) is None:
+            return  # it was withdrawn
         if mailbox.courier is not None:
             mailbox.courier.leave(mailbox)
             return
-        waiting = self._waiting[group]
+        waiting = self._waiting[mailbox.group]
         waiting.remove(mailbox)
         if not waiting:
-            self._stop_waiting(group)
+            self._stop_waiting(mailbox.group)
 
     def _submit(self, group: Hashable) -> None:
         mailboxes = self._stop_waiting(group)
@@ -200,8 +232,9 @@ class _Courier:
         # Gone before it is known where they run.
         self._gone: list[str] = []
         self._calls: set[asyncio.Task[None]] = set()
+        now = asyncio.get_running_loop().time()
         for mailbox in mailboxes:
-            mailbox.courier = self
+            mailbox.courier, mailbox.sent_at = self, now
         self.task = _of_nobody(self._carry())
 
     def leave(self, mailbox: _Mailbox) -> None:
@@ -215,7 +248,7 @@ class _Courier:
         self._cancel_gone()
 
     async def _carry(self) -> None:
-        lost = engine_failed("the replica ended the completion early")
+        lost: ApiError = ReplicaLost(engine_failed("the replica ended the completion early"))
         try:
             async with aclosing(self._transport.send(self.submission)) as answers:
                 async for items in answers:
@@ -238,7 +271,8 @@ class _Courier:
             elif request_id in self._open:
                 mailbox = self._open[request_id]
                 mailbox.items.put_nowait(item)
-                is_resumed = isinstance(item, Accepted) and bool(mailbox.request.avoid)
+                mailbox.has_begun = isinstance(item, TokenDelta)
+                is_resumed = isinstance(item, Accepted) and mailbox.request.is_resumption
                 self._batcher.num_resumed += is_resumed
 
     def _close(

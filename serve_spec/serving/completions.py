@@ -32,6 +32,7 @@ from serve_spec.serving.messages import (
     GenerateRequest,
     Refused,
     ReplicaItem,
+    Withdrawn,
 )
 from serve_spec.serving.resume import FleetSpeculation, resumed
 
@@ -47,6 +48,10 @@ class Fleet(Protocol):
         Raises:
             ApiError: no replica can take it, or the one that had it is gone.
         """
+        ...
+
+    def withdraw(self, request_id: str) -> None:
+        """Take a request back from its replica; `generate` yields `Withdrawn` last."""
         ...
 
     def batching(self) -> dict[str, object]:
@@ -185,6 +190,7 @@ class RunningAnswer:
             raise refused(item.error)
         if isinstance(item, Failed):
             raise queue_full(item.message, 1) if item.overloaded else engine_failed(item.message)
+        assert not isinstance(item, Withdrawn), "`resumed` keeps it to itself"
         return index, item
 
 
@@ -212,8 +218,8 @@ class CompletionRunner:
 
     @property
     def max_choices(self) -> int:
-        """Most choices that could ever be at the door together."""
-        return self._admission.max_in_flight + self._admission.max_queued
+        """Most choices of one client that could ever run or wait together."""
+        return self._admission.max_in_flight + self._admission.max_client_queued
 
     @asynccontextmanager
     async def run(
@@ -221,18 +227,21 @@ class CompletionRunner:
         choices: Sequence[GenerateRequest],
         num_prompts: int = 1,
         *,
+        client: str = "",
         is_prompt_only: bool = False,
     ) -> AsyncIterator[RunningAnswer]:
         """Holds turns and replicas for the body of the `async with`, however it ends.
 
         num_prompts: how many prompts the choices are for, the same number for each.
+        client: whose request it is, for `Admission`.
         is_prompt_only: see `RunningAnswer`.
 
         Raises:
             ApiError: the request did not get to its first tokens.
         """
+        self._admission.refuse_if_full(client, len(choices))
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        streams = [self._one(choice, deadline) for choice in choices]
+        streams = [self._one(choice, client, deadline) for choice in choices]
         async with aclosing(interleaved(streams)) as items:
             answer = RunningAnswer(
                 items,
@@ -246,15 +255,16 @@ class CompletionRunner:
             yield answer
 
     async def _one(
-        self, request: GenerateRequest, deadline: float
+        self, request: GenerateRequest, client: str, deadline: float
     ) -> AsyncGenerator[ReplicaItem, None]:
-        """What a replica says of one choice, which has its turn at the door meanwhile."""
+        """What a replica says of one choice, which holds a place meanwhile."""
         async with AsyncExitStack() as held:
             try:
-                await held.enter_async_context(self._admission.slot(deadline))
+                turn = await held.enter_async_context(self._admission.slot(deadline, client))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
-            said = timed(resumed(self._fleet, request, self._resume_timeout_s), self._record)
+            items = resumed(self._fleet, request, self._resume_timeout_s, turn)
+            said = timed(items, self._record)
             async for item in await held.enter_async_context(aclosing(said)):
                 yield item
 

@@ -47,6 +47,28 @@ class ApiError(Exception):
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
 
 
+class ReplicaLost(ApiError):
+    """The replica died, or its engine did, while it had the request. Others may be well.
+
+    Args:
+        replica: its name, where the request had not been accepted yet.
+        is_orderly: it was told to shut down, so the request has not killed it.
+    """
+
+    def __init__(
+        self, error: ApiError, *, replica: str | None = None, is_orderly: bool = False
+    ) -> None:
+        self.replica = replica
+        self.is_orderly = is_orderly
+        super().__init__(
+            error.status,
+            error.message,
+            kind=error.kind,
+            code=error.code,
+            retry_after_s=error.retry_after_s,
+        )
+
+
 def refused(error: InvalidRequest) -> ApiError:
     """400 naming the field; 413 for a prompt that is too long."""
     if error.too_long:
@@ -121,3 +143,12 @@ def defect(error: Exception) -> ApiError:
 def engine_failed(message: str) -> ApiError:
     """500: the engine gave up on this request."""
     return ApiError(500, message, kind="server_error", code="engine_error")
+
+
+def replicas_lost(num_replicas: int, error: ApiError) -> ApiError:
+    """500: replica after replica died with this request, which may be why; `error` is the last."""
+    message = (
+        f"{num_replicas} replicas were lost while they had this request; it is not given to "
+        f"another ({error.message})"
+    )
+    return ApiError(500, message, kind="server_error", code="replicas_lost")

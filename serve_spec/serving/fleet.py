@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import suppress
@@ -20,7 +21,13 @@ from ray.serve.exceptions import (
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.batching import Batcher
-from serve_spec.serving.errors import ApiError, engine_failed, no_replica, queue_full
+from serve_spec.serving.errors import (
+    ApiError,
+    ReplicaLost,
+    engine_failed,
+    no_replica,
+    queue_full,
+)
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.messages import (
     Cancellation,
@@ -31,7 +38,7 @@ from serve_spec.serving.messages import (
     ReplicaRows,
     Submission,
 )
-from serve_spec.serving.resume import ReplicaLost
+from serve_spec.serving.rebalance import requests_to_move
 from serve_spec.serving.routing_policy import first_block
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
@@ -42,8 +49,34 @@ _LOOK_AFTER_S = 1.0
 _STATUS_WITHIN_S = 5.0
 _SNAPSHOT_WITHIN_S = 2.0
 _MAX_HEARD = 256
+_WATCH_EVERY_S = 0.5
+# A request without a token for so long may be waiting while another replica is idle.
+_WAITS_LONG_S = 1.0
 # UPDATING: it is taking a new user_config, in place.
 _SERVING = frozenset({"RUNNING", "UPDATING"})
+
+
+class _Call:
+    """One submission on its way, and for how long its replica has been silent."""
+
+    def __init__(self, submission: Submission) -> None:
+        self.submission = submission
+        self.num_silent_looks = 0
+        self.is_lost = False
+        task = asyncio.current_task()
+        assert task is not None, "a courier runs it"
+        self._task = task
+
+    def lose(self) -> None:
+        """Interrupt the wait for the replica."""
+        self.is_lost = True
+        self._task.cancel()
+
+    def error(self) -> ReplicaLost:
+        """Return what the interruption means."""
+        self._task.uncancel()
+        name = self.submission.replica
+        return ReplicaLost(no_replica(f"replica {name} does not answer"), replica=name)
 
 
 class RayFleet:
@@ -58,8 +91,12 @@ class RayFleet:
         self._cancel = handle.options(method_name="cancel")
         self._app_name = app_name
         self._stats_config = config.stats
-        self._stats = StatsClient(config.stats, app_name)
+        self._stats = StatsClient(config, app_name)
         self._heard: dict[str, ReplicaRows] = {}
+        self._silent: set[str] = set()
+        self._calls: set[_Call] = set()
+        self._num_places = config.scheduler.max_num_seqs
+        self._max_silent_looks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
         self._batcher = Batcher(
             self,
@@ -69,10 +106,23 @@ class RayFleet:
             num_shares=config.replica.num_replicas,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self) -> None:
+        """Begin to look after replicas that fall silent and requests that wait for nothing."""
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(self._watch_for_silence()),
+            loop.create_task(self._share_out_forever()),
+        ]
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """See `Fleet.generate`."""
         return self._batcher.generate(request)
+
+    def withdraw(self, request_id: str) -> None:
+        """See `Fleet.withdraw`."""
+        self._batcher.withdraw(request_id)
 
     def batching(self) -> dict[str, object]:
         """See `Fleet.batching`."""
@@ -80,17 +130,24 @@ class RayFleet:
 
     async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
         """See `Transport.send`."""
-        submission.heard = self._heard
+        submission.heard, submission.silent = self._heard, self._silent
+        call = _Call(submission)
+        self._calls.add(call)
         responses = self._stream.remote(submission)
         ended = False
         try:
-            yield self._hear(await self._first(responses))
+            yield self._hear(await self._first(responses), call)
             async for news in responses:
-                yield self._hear(news)
+                yield self._hear(news, call)
             ended = True
         except (RayError, RayServeException) as error:
             raise _as_api_error(error) from error
+        except asyncio.CancelledError:
+            if not call.is_lost:
+                raise
+            raise call.error() from None
         finally:
+            self._calls.discard(call)
             if not ended:
                 # A response that never reached a replica raises its error here once more.
                 with suppress(RayError, RayServeException):
@@ -132,8 +189,46 @@ class RayFleet:
             logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
             return (await self._heard_from_replicas()).status(time.time())
 
-    def _hear(self, news: News) -> Items:
-        """The items; how busy their replica is, is kept for whatever is routed next."""
+    async def _watch_for_silence(self) -> None:
+        """Take requests from replicas that have been silent for too long.
+
+        It counts looks, not seconds: while this process itself is held up there are none.
+        """
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            for call in self._calls:
+                call.num_silent_looks += 1
+                name = call.submission.replica
+                is_silent = call.num_silent_looks >= self._max_silent_looks
+                if name is not None and is_silent and not call.is_lost:
+                    logger.error("replica %s is silent, its requests go on elsewhere", name)
+                    self._silent.add(name)
+                    call.lose()
+
+    async def _share_out_forever(self) -> None:
+        while True:
+            await asyncio.sleep(_WATCH_EVERY_S)
+            try:
+                await self._share_out_waiting()
+            except Exception as error:  # requests stay where they are
+                logger.warning("waiting requests not shared out: %r", error)
+
+    async def _share_out_waiting(self) -> None:
+        """Withdraw requests that wait at a replica while another one has free places."""
+        not_begun = self._batcher.not_begun(_WAITS_LONG_S)
+        if not not_begun:
+            return
+        answers = await self._handle.broadcast("record_routing_stats").results_async(
+            timeout_s=_SNAPSHOT_WITHIN_S, return_exceptions=True
+        )
+        stats = {str(a["replica"]): a for a in answers if isinstance(a, dict)}
+        for request_id in requests_to_move(not_begun, stats, self._num_places):
+            self._batcher.withdraw(request_id)
+
+    def _hear(self, news: News, call: _Call) -> Items:
+        """Return the items; how busy their replica is, is kept for what is routed next."""
+        call.num_silent_looks = 0
+        self._silent.discard(call.submission.replica or "")
         items, rows = news
         if rows is not None:
             self._heard[rows.replica] = rows

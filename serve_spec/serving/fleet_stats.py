@@ -90,6 +90,11 @@ class FleetStats:
         """Replicas that have reported and are not gone, stale ones included."""
         return len(self._replicas)
 
+    def silent(self, now_s: float, for_s: float) -> dict[str, float]:
+        """Return replicas that have not reported for so many seconds, and for how many."""
+        ages = {name: now_s - replica.time_s for name, replica in self._replicas.items()}
+        return {name: age_s for name, age_s in ages.items() if age_s > for_s}
+
     def forget(self, replica: str) -> None:
         """Drops a replica that said goodbye; harmless if it is unknown."""
         self._replicas.pop(replica, None)

@@ -22,9 +22,11 @@ class Router:
         context = serve.get_replica_context()
         self._config = config
         self._fleet = RayFleet(engines, context.app_name, context.replica_id.unique_id, config)
+        self._fleet.start()
         self._admission = Admission(
-            max_in_flight=config.replica.num_replicas * config.replica.max_ongoing_requests,
+            max_in_flight=config.replica.num_replicas * requests_per_replica(config),
             max_queued=config.router.max_queued_requests,
+            max_client_share=config.router.max_client_share,
         )
         self._telemetry = DoorTelemetry(context, self._show)
 
@@ -36,3 +38,12 @@ class Router:
 
     def _show(self) -> dict[str, object]:
         return {**self._admission.snapshot(), **self._fleet.batching()}
+
+
+def requests_per_replica(config: ServeSpecConfig) -> int:
+    """Return the most requests the router gives a replica: what it runs, and a few to follow.
+
+    In a replica requests wait in order of arrival; here they are shared out between clients.
+    """
+    num_places = config.scheduler.max_num_seqs
+    return min(config.replica.max_ongoing_requests, num_places + max(1, num_places // 8))

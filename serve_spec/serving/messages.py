@@ -9,7 +9,7 @@ each exception that crosses a process.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -33,6 +33,8 @@ class GenerateRequest:
     """Tokens that another replica generated and the caller has: the answer goes on after them."""
     avoid: frozenset[str] = frozenset()
     """Replicas that have failed this request; others come first."""
+    is_resumption: bool = False
+    """Whether the replica that had it last has failed it."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +60,16 @@ class Submission:
     """How many have not ended. The sender counts it down; the replica's copy stays as it was."""
     heard: Mapping[str, ReplicaRows] = field(default_factory=dict)
     """What replicas last said to the sender, by name. It does not travel."""
+    silent: Set[str] = frozenset()
+    """Replicas that do not answer the sender; others come first. It does not travel."""
+    replica: str | None = None
+    """Where it was routed to, for its sender to know. It does not travel."""
 
     def __post_init__(self) -> None:
         self.num_open = len(self.requests)
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "heard": {}}
+        return {**self.__dict__, "heard": {}, "silent": frozenset()}
 
 
 @dataclass(frozen=True)
@@ -98,18 +104,24 @@ class Failed:
     replica: str = ""
 
 
-ReplicaItem: TypeAlias = Accepted | Refused | Failed | TokenDelta
+@dataclass(frozen=True)
+class Withdrawn:
+    """The router has taken the request back from its replica, which has not failed it."""
+
+
+ReplicaItem: TypeAlias = Accepted | Refused | Failed | Withdrawn | TokenDelta
 Items: TypeAlias = list[tuple[str, ReplicaItem]]
 """(request id, item): what a submission's requests have to say at one time."""
 
 
 News: TypeAlias = tuple[Items, ReplicaRows | None]
 """One element of a replica's answer: what the requests say, and how busy it is, where that is news
-to the router. A plain tuple: one is pickled for every submission and round."""
+to the router. Without items it says that the replica is alive. A plain tuple: one is pickled for
+every submission and round."""
 
 
 def is_last(item: ReplicaItem) -> bool:
     """Whether the replica has nothing to say of a request after `item`."""
     if isinstance(item, TokenDelta):
         return item.finish_reason is not None
-    return isinstance(item, Refused | Failed)
+    return isinstance(item, Refused | Failed | Withdrawn)

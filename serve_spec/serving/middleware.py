@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import time
 from collections.abc import Collection
+from contextvars import ContextVar
 
 from fastapi import Request
 from fastapi.exceptions import HTTPException
@@ -19,8 +20,8 @@ from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
 # Probes carry no key; the status page asks for one.
 _OPEN_PATHS = frozenset({"/health"}) | _PAGE_PATHS
 
-MAX_BODY_BYTES = 8 * 2**20
-"""A million tokens as text, or half a million ids, and some room."""
+CLIENT: ContextVar[str] = ContextVar("client", default="")
+"""Whose request this task serves: an API key, else an address."""
 
 
 class ApiKeyCheck:
@@ -33,16 +34,21 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes on what may pass."""
         app = self._app
-        if scope["type"] == "http" and not (_is_open(scope) or self._has_key(scope)):
-            message = "Give one of the server's API keys: Authorization: Bearer KEY"
-            app = error_answer(ApiError(401, message, code="invalid_api_key"))
+        if scope["type"] == "http":
+            key = self._key(scope)
+            if key is not None:
+                CLIENT.set(f"key {key}")
+            elif not _is_open(scope):
+                message = "Give one of the server's API keys: Authorization: Bearer KEY"
+                app = error_answer(ApiError(401, message, code="invalid_api_key"))
         await app(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _key(self, scope: Scope) -> int | None:
+        """Return the place of the request's key among the server's, or None."""
         scheme, _, token = dict(scope["headers"]).get(b"authorization", b"").partition(b" ")
         # Every key is compared in constant time, whichever matches.
         matches = [hmac.compare_digest(token.strip(), key) for key in self._keys]
-        return scheme.lower() == b"bearer" and any(matches)
+        return matches.index(True) if scheme.lower() == b"bearer" and any(matches) else None
 
 
 class Arrival:
@@ -56,14 +62,16 @@ class Arrival:
         if scope["type"] == "http":
             ARRIVED.set(time.perf_counter())
             TRACE_ID.set(trace_id(Request(scope)))
+            CLIENT.set((scope.get("client") or ("",))[0])
         await self._app(scope, receive, send)
 
 
 class BodyLimit:
-    """413 for a body of more than `MAX_BODY_BYTES`, whether or not its length was announced."""
+    """413 for a body of more than `max_bytes`, whether or not its length was announced."""
 
-    def __init__(self, app: ASGIApp) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
         self._app = app
+        self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Passes everything on; who reads too much of a body gets an exception."""
@@ -73,9 +81,9 @@ class BodyLimit:
             nonlocal num_bytes
             message = await receive()
             num_bytes += len(message.get("body", b""))
-            if num_bytes > MAX_BODY_BYTES:
+            if num_bytes > self._max_bytes:
                 # FastAPI lets this kind alone through while it reads a body.
-                raise HTTPException(413) from body_too_large(MAX_BODY_BYTES)
+                raise HTTPException(413) from body_too_large(self._max_bytes)
             return message
 
         await self._app(scope, limited if scope["type"] == "http" else receive, send)

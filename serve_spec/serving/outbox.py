@@ -27,6 +27,10 @@ class Outbox:
         self._items.append((request_id, item))
         self._news.set()
 
+    def beat(self) -> None:
+        """Let the reader know that the replica is alive: it gets a list, be it an empty one."""
+        self._news.set()
+
     def close(self) -> None:
         """Nobody listens any more: iterating ends, whatever has not been said."""
         self._is_closed = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
@@ -29,14 +30,19 @@ from serve_spec.serving.messages import (
 )
 from serve_spec.serving.outbox import Outbox
 from serve_spec.serving.ranks import ActorLauncher
+from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
-from serve_spec.serving.unheard import close_unheard, router_is_there
+from serve_spec.serving.unheard import close_unheard
 
 logger = get_logger(__name__)
 
 # A router hears how busy a replica is at most every so many seconds.
 _NEWS_AGE_S = 0.005
+# Routers hear from a replica at least so often while it has requests of theirs.
+_BEAT_S = 1.0
+# What the last words of a replica take to leave its process.
+_FAREWELL_S = 1.0
 
 
 class EngineReplica:
@@ -57,7 +63,7 @@ class EngineReplica:
             "pair": pair_name(config),
         }
         self._interval_s = config.stats.push_interval_s
-        self._stats = StatsClient(config.stats, context.app_name)
+        self._stats = StatsClient(config, context.app_name)
         # Imported here: the engine pulls in torch, which router and builder do without.
         self._loop = _import(engine_loop)(config, **_followers(config))
         self._outboxes: dict[Outbox, str] = {}
@@ -66,16 +72,18 @@ class EngineReplica:
         self._refused_user_config: str | None = None
         self._telemetry = ReplicaTelemetry(context, self._loop)
         start_warm(config, self._loop, self._stats)
+        routers = ReplicaActors(context.app_name, "Router")
         tasks = asyncio.get_running_loop()
         self._reporter = tasks.create_task(self._report_forever())
-        self._hearing = tasks.create_task(
-            close_unheard(self._outboxes, router_is_there(context.replica_id))
-        )
+        self._beat_s = min(_BEAT_S, config.replica.stall_timeout_s / 5)
+        self._watch = tasks.create_task(self._watch_forever())
+        self._hearing = tasks.create_task(close_unheard(self._outboxes, routers.is_there))
 
     async def generate(self, submission: Submission) -> AsyncGenerator[News, None]:
-        """What the submission's requests say, as a rule once per engine round; see `messages`.
+        """Yield what the submission's requests say, usually once per engine round; see `messages`.
 
-        Closed or cancelled early, it ends its requests in the engine, which frees their pages.
+        While they say nothing it yields empty news every second. Closed or cancelled early, it
+        ends its requests in the engine, which frees their pages.
         """
         outbox = Outbox(len(submission.requests))
         self._outboxes[outbox] = submission.sender
@@ -118,6 +126,7 @@ class EngineReplica:
         state: Mapping[str, Any] = self._loop.snapshot()
         wanted = (
             "batch_size",
+            "num_running",
             "num_waiting",
             "kv",
             "speculative_num_steps",
@@ -126,6 +135,7 @@ class EngineReplica:
         )
         return {
             **{name: state.get(name) for name in wanted},
+            "replica": self._name,
             "is_healthy": self._is_healthy(),
             "rows": self._rows_by_sender(),
             "time_s": time.time(),
@@ -159,6 +169,7 @@ class EngineReplica:
         """Serve's farewell, after the last request has ended."""
         if hasattr(self, "_reporter"):
             self._reporter.cancel()
+            self._watch.cancel()
             self._hearing.cancel()
             self._telemetry.close()
             self._stats.forget(self._name)
@@ -193,6 +204,25 @@ class EngineReplica:
         if request.emitted:
             return await continue_request(self._loop, request)
         return await self._loop.submit(request.prompt, request.params, request.request_id)
+
+    async def _watch_forever(self) -> None:
+        """Tell routers that the engine works, until it does not; then end this process.
+
+        Serve would let its streams wait, and its replacement for the GPU, until they time out.
+        """
+        while True:
+            await asyncio.sleep(self._beat_s)
+            try:
+                self._loop.check_health()
+            except RuntimeError as error:
+                logger.error("this replica ends, its requests go on elsewhere: %s", error)
+                break
+            for outbox in self._outboxes:
+                outbox.beat()
+        for outbox in self._outboxes:
+            outbox.close()
+        await asyncio.sleep(_FAREWELL_S)
+        _end_process()
 
     def _news_for(self, sender: str) -> ReplicaRows | None:
         """How busy this is, unless the router has just heard of it: its submissions are many, and
@@ -232,6 +262,11 @@ class EngineReplica:
             except Exception as error:
                 logger.warning("no report this time: %r", error)
             await asyncio.sleep(max(self._interval_s, pace_s))
+
+
+def _end_process() -> None:
+    """End at once: whatever hangs in the engine would hang an orderly exit, too."""
+    os._exit(1)
 
 
 def _followers(config: ServeSpecConfig) -> dict[str, Any]:

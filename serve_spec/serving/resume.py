@@ -13,32 +13,35 @@ import secrets
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Protocol
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.log import get_logger
-from serve_spec.serving.errors import ApiError, engine_failed, no_replica, queue_full
-from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, ReplicaItem, is_last
+from serve_spec.serving.admission import Turn
+from serve_spec.serving.errors import (
+    ApiError,
+    ReplicaLost,
+    engine_failed,
+    no_replica,
+    queue_full,
+    replicas_lost,
+)
+from serve_spec.serving.messages import (
+    Accepted,
+    Failed,
+    GenerateRequest,
+    ReplicaItem,
+    Withdrawn,
+    is_last,
+)
 
 logger = get_logger(__name__)
 
-# A request that has cost this many replicas may be what kills them.
-_MAX_LOSSES = 3
+# A request that has lost so many replicas may be what kills them.
+_MAX_LOSSES = 2
 # Between two attempts of a request that no replica takes.
 _PAUSE_S = 0.25
-
-
-class ReplicaLost(ApiError):
-    """The replica died, or its engine did, while it had the request. Others may be well."""
-
-    def __init__(self, error: ApiError) -> None:
-        super().__init__(
-            error.status,
-            error.message,
-            kind=error.kind,
-            code=error.code,
-            retry_after_s=error.retry_after_s,
-        )
 
 
 @dataclass
@@ -66,6 +69,8 @@ class FleetSpeculation(SpeculationStats):
 class _Fleet(Protocol):
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]: ...
 
+    def withdraw(self, request_id: str) -> None: ...
+
 
 class _Attempts:
     """One request, on one replica after the other."""
@@ -83,6 +88,9 @@ class _Attempts:
         self._avoid: set[str] = set()
         self._num_attempts = 0
         self._num_losses = 0
+        self._is_resumption = False
+        self._may_wait = False
+        """Whether it has begun somewhere, so that it waits where a new request is refused."""
         self._replica: str | None = None
         self._was_accepted = False
         self._give_up_at = float("inf")
@@ -96,6 +104,7 @@ class _Attempts:
             request_id=f"{self._request.request_id}-{self._num_attempts}",
             emitted=tuple(self._emitted),
             avoid=frozenset(self._avoid),
+            is_resumption=self._is_resumption,
         )
 
     def take(self, item: ReplicaItem) -> ReplicaItem | None:
@@ -106,14 +115,14 @@ class _Attempts:
             ApiError: the replica is full; a request that was taken before may wait.
         """
         if isinstance(item, Failed) and not item.overloaded:
-            self._avoid.add(item.replica)
-            raise ReplicaLost(engine_failed(item.message))
-        if isinstance(item, Failed) and self._num_losses:
+            raise ReplicaLost(engine_failed(item.message), replica=item.replica)
+        if isinstance(item, Failed) and self._may_wait:
             raise queue_full(item.message, 1)
         if isinstance(item, Accepted):
             is_first, self._was_accepted = not self._was_accepted, True
             self._replica, self._give_up_at = item.replica, float("inf")
-            self._num_resumes += bool(self._avoid)
+            self._num_resumes += self._is_resumption
+            self._is_resumption = False
             return item if is_first else None
         if isinstance(item, TokenDelta):
             return self._take_delta(item)
@@ -123,7 +132,8 @@ class _Attempts:
         if delta.speculation is not None:
             self._counts[self._num_attempts] = delta.speculation
         if delta.finish_reason is FinishReason.ABORT:  # not ours: the engine is shutting down
-            raise ReplicaLost(no_replica("the replica that had this request is shutting down"))
+            why = "the replica that had this request is shutting down"
+            raise ReplicaLost(no_replica(why), is_orderly=True)
         self._emitted += delta.token_ids
         if delta.finish_reason is None:
             return delta
@@ -132,27 +142,32 @@ class _Attempts:
             total.add(counts)
         return delta._replace(speculation=total)
 
+    def withdrawn(self) -> None:
+        """Note that the router has taken the request back from its replica."""
+        self._wait_from_now()
+
     async def after(self, error: ApiError) -> None:
-        """Returns when it is time for another attempt.
+        """Return when it is time for another attempt.
 
         Raises:
             ApiError: there will be none; the error that says why.
         """
-        now = asyncio.get_running_loop().time()
         if self._replica is not None or (isinstance(error, ReplicaLost) and not self._was_accepted):
-            self._lose(error, now)
-        elif not self._num_losses or now >= self._give_up_at:
+            self._lose(error)
+        elif not self._may_wait or _now() >= self._give_up_at:
             raise error
         else:
             await asyncio.sleep(_PAUSE_S)
 
-    def _lose(self, error: ApiError, now: float) -> None:
-        self._num_losses += 1
-        if self._replica is not None:
-            self._avoid.add(self._replica)
+    def _lose(self, error: ApiError) -> None:
+        lost = error if isinstance(error, ReplicaLost) else ReplicaLost(error)
+        self._num_losses += not lost.is_orderly
+        names = {name for name in (self._replica, lost.replica) if name}
+        self._avoid |= names
         if self._num_losses >= _MAX_LOSSES:
-            raise error
-        self._give_up_at = now + self._resume_timeout_s
+            raise replicas_lost(self._num_losses, error) from error
+        self._is_resumption |= bool(names)
+        self._wait_from_now()
         logger.warning(
             "request %s (%s) goes on elsewhere after %d tokens: %s",
             self._request.request_id,
@@ -161,28 +176,47 @@ class _Attempts:
             error.message,
         )
 
+    def _wait_from_now(self) -> None:
+        self._may_wait = True
+        self._give_up_at = _now() + self._resume_timeout_s
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
 
 async def resumed(
-    fleet: _Fleet, request: GenerateRequest, resume_timeout_s: float
+    fleet: _Fleet, request: GenerateRequest, resume_timeout_s: float, turn: Turn | None = None
 ) -> AsyncGenerator[ReplicaItem, None]:
-    """`fleet.generate(request)` without breaks: `Accepted` once, no token lost or repeated.
+    """Yield `fleet.generate(request)` without breaks: `Accepted` once, no token lost or repeated.
 
     The last delta's counts (`FleetSpeculation`) are the sum of the newest that each of the replicas
-    has said of itself; nobody knows what one that died has counted since.
+    has said of itself; what one that died has counted since is not known.
+
+    turn: the request's place at the replicas, which it may have to give back for a while.
 
     Raises:
-        ApiError: nobody takes the request; after a loss, nobody took it for `resume_timeout_s`,
-            or it lost its replica three times.
+        ApiError: no replica takes the request; after a loss, none took it for `resume_timeout_s`,
+            or it lost its replica twice.
     """
     attempts = _Attempts(request, resume_timeout_s)
     while True:
+        if turn is not None:
+            await turn.regain()
+        attempt = attempts.next_request()
+        if turn is not None:
+            turn.withdraw = partial(fleet.withdraw, attempt.request_id)
         try:
-            async with aclosing(fleet.generate(attempts.next_request())) as items:
+            async with aclosing(fleet.generate(attempt)) as items:
                 async for item in items:
+                    if isinstance(item, Withdrawn):
+                        break
                     if (heard := attempts.take(item)) is not None:
                         yield heard
                     if is_last(item):
                         return
-            raise engine_failed("the replica ended the completion early")
+                else:
+                    raise engine_failed("the replica ended the completion early")
+            attempts.withdrawn()
         except ApiError as error:
             await attempts.after(error)

@@ -60,7 +60,7 @@ class SubmissionRouter(RequestRouter):
         """The replica took it."""
         message = pending_request.args[0] if pending_request.args else None
         if isinstance(message, Submission):
-            name = replica_id.unique_id
+            name = message.replica = replica_id.unique_id
             self._sent[pending_request.metadata.internal_request_id] = name, message
             if self._policy == "prefix":
                 for request in message.requests:
@@ -100,5 +100,5 @@ class SubmissionRouter(RequestRouter):
             loads,
             len(submission.requests),
             load_factor=self._load_factor,
-            avoid=submission.requests[0].avoid,
+            avoid=submission.requests[0].avoid.union(submission.silent),
         )

@@ -61,7 +61,7 @@ class ReplicaLoad:
         return cls(
             name,
             other_rows=sum(n for router, n in rows.items() if router != sender),
-            is_short_of_pages=_is_short_of_pages(stats),
+            is_short_of_pages=is_short_of_pages(stats),
             is_healthy=stats.get("is_healthy", True),
             marginal_ms_by_rows={int(k): ms for k, ms in by_rows.items()} if by_rows else None,
         )
@@ -122,7 +122,7 @@ def _order(
     return lambda load: (load.rows,)
 
 
-def _is_short_of_pages(stats: Mapping[str, Any]) -> bool:
+def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
     """Whether a queue is there to stay: for a moment, every request that arrives waits."""
     pages = stats.get("kv")
     if not pages or not stats.get("num_waiting"):

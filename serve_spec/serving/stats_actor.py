@@ -16,10 +16,11 @@ from typing import Any
 import ray
 from ray.exceptions import RayError
 
-from serve_spec.config import StatsConfig
+from serve_spec.config import ServeSpecConfig, StatsConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.fleet_stats import FleetStats, open_view
 from serve_spec.serving.pace import ReportPace
+from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.reports import Report
 
 logger = get_logger(__name__)
@@ -28,6 +29,9 @@ _ANSWER_WITHIN_S = 2.0
 _TAKEN_AT_ONCE = 64
 _STATUS_VALID_S = 1.0
 _STATUS_CORES = 0.1
+_LOOK_EVERY_S = 1.0
+# A report is late after so many intervals.
+_LATE_FACTOR = 1.5
 
 
 class StatsUnavailable(RuntimeError):
@@ -40,14 +44,31 @@ class SpecStats:
     Reports are taken many at a time, as soon as enough have come or somebody asks: between two of
     Ray's calls the host's caches are cold, and the same lines take several times as long.
 
-    end: called, from another thread, once nothing has been reported for as long as it remembers.
+    Replicas that do not report are looked after: the dead are forgotten, and one that lives but
+    does not answer is ended, so that its resources are free for the next.
+
+    Args:
+        end: called, from another thread, once nothing has been reported for as long as it
+            remembers.
+        replicas: how to look after them; None: they are not.
+        stall_timeout_s: seconds of silence after which a replica has to answer.
     """
 
     def __init__(
-        self, stale_after_s: float, history_s: float, end: Callable[[], None] | None = None
+        self,
+        stale_after_s: float,
+        history_s: float,
+        end: Callable[[], None] | None = None,
+        *,
+        replicas: ReplicaActors | None = None,
+        push_interval_s: float = 2.0,
+        stall_timeout_s: float = 10.0,
     ) -> None:
         self._known = FleetStats(stale_after_s=stale_after_s, history_s=history_s)
         self._memory_s = max(stale_after_s, history_s)
+        self._push_interval_s = push_interval_s
+        self._stall_timeout_s = stall_timeout_s
+        self._lock = threading.RLock()
         self._reported_s = time.time()
         self._pace = ReportPace(time.process_time, longest_s=stale_after_s / 2)
         self._waiting: list[tuple[bytes, float]] = []
@@ -56,22 +77,27 @@ class SpecStats:
         self._status_until = float("-inf")
         if end is not None:
             threading.Thread(target=self._end_alone, args=(end,), daemon=True).start()
+        if replicas is not None:
+            threading.Thread(target=self._look_after, args=(replicas,), daemon=True).start()
 
     def report(self, packed: bytes) -> float:
         """Takes a `Report`; says how many seconds its replica should wait at least."""
         self._reported_s = time.time()
         self._waiting.append((packed, self._reported_s))
         if len(self._waiting) >= _TAKEN_AT_ONCE:
-            self._take_waiting()
+            with self._lock:
+                self._take_waiting()
         return self._interval_s
 
     def forget(self, replica: str) -> None:
         """Drops a replica that is shutting down."""
-        self._fleet.forget(replica)
+        with self._lock:
+            self._fleet.forget(replica)
 
     def view(self) -> dict[str, object]:
         """`FleetStats.closed_view` as of now; who asked has more time to open it."""
-        return self._fleet.closed_view(time.time())
+        with self._lock:
+            return self._fleet.closed_view(time.time())
 
     def status(self) -> dict[str, object]:
         """What the status page shows; bounded in size, and made anew so rarely that it costs a
@@ -79,14 +105,16 @@ class SpecStats:
         """
         if time.time() >= self._status_until:
             used_s = -time.process_time()
-            self._status = self._fleet.status(time.time())
+            with self._lock:
+                self._status = self._fleet.status(time.time())
             used_s += time.process_time()
             self._status_until = time.time() + max(_STATUS_VALID_S, used_s / _STATUS_CORES)
         return self._status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
         """Accept rates by position for a new replica of this pair of models; None: not known."""
-        return self._fleet.prior(pair, max_steps, time.time())
+        with self._lock:
+            return self._fleet.prior(pair, max_steps, time.time())
 
     @property
     def _fleet(self) -> FleetStats:
@@ -98,6 +126,28 @@ class SpecStats:
         while (left_s := self._reported_s + self._memory_s - time.time()) > 0:
             time.sleep(left_s)
         end()
+
+    def _look_after(self, replicas: ReplicaActors) -> None:
+        while True:
+            time.sleep(_LOOK_EVERY_S)
+            try:
+                self.look_after_silent(replicas, time.time())
+            except Exception as error:  # the next look may succeed
+                logger.warning("silent replicas not looked after: %r", error)
+
+    def look_after_silent(self, replicas: ReplicaActors, now_s: float) -> None:
+        """Forget replicas that are gone, and end those that have been silent for too long."""
+        interval_s = max(self._push_interval_s, self._interval_s)
+        with self._lock:
+            silent = self._fleet.silent(now_s, _LATE_FACTOR * interval_s)
+        for name, age_s in silent.items():
+            if not replicas.is_there(name):
+                self.forget(name)
+            elif age_s > interval_s + self._stall_timeout_s and not replicas.answers(
+                name, _ANSWER_WITHIN_S
+            ):
+                logger.error("replica %s does not answer: its process is ended", name)
+                replicas.kill(name)
 
     def _take_waiting(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -115,8 +165,9 @@ class StatsClient:
     was lost.
     """
 
-    def __init__(self, config: StatsConfig, app_name: str) -> None:
-        self._config = config
+    def __init__(self, config: ServeSpecConfig, app_name: str) -> None:
+        self._config = config.stats
+        self._stall_timeout_s = config.replica.stall_timeout_s
         self._app_name = app_name
         self._actor: Any = None
 
@@ -167,12 +218,24 @@ class StatsClient:
             with contextlib.suppress(RayError):
                 self._actor.forget.remote(replica)
 
+    def _connect(self) -> Any:
+        config = self._config
+        actor = ray.remote(SpecStats).options(**actor_options(config, self._app_name))
+        return actor.remote(
+            config.stale_after_s,
+            config.history_s,
+            _end_this_actor,
+            replicas=ReplicaActors(self._app_name, "EngineReplica"),
+            push_interval_s=config.push_interval_s,
+            stall_timeout_s=self._stall_timeout_s,
+        )
+
     async def _call(self, method: str, *args: object) -> Any:
         try:
             async with asyncio.timeout(_ANSWER_WITHIN_S):
                 if self._actor is None:
                     # Asks Ray's control service, which blocks: not on the event loop.
-                    self._actor = await asyncio.to_thread(_connect, self._config, self._app_name)
+                    self._actor = await asyncio.to_thread(self._connect)
                 return await getattr(self._actor, method).remote(*args)
         except (RayError, TimeoutError, ValueError) as error:
             self._actor = None
@@ -193,11 +256,6 @@ def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
         # Nobody asks for the story of a report, and writing it down costs as much as the report.
         "enable_task_events": False,
     }
-
-
-def _connect(config: StatsConfig, app_name: str) -> Any:
-    actor = ray.remote(SpecStats).options(**actor_options(config, app_name))
-    return actor.remote(config.stale_after_s, config.history_s, _end_this_actor)
 
 
 def _end_this_actor() -> None:

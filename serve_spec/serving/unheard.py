@@ -8,11 +8,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-
-import ray
-from ray.exceptions import RayError
-from ray.serve.request_router import ReplicaID
 
 from serve_spec.log import get_logger
 from serve_spec.serving.outbox import Outbox
@@ -21,7 +16,6 @@ logger = get_logger(__name__)
 
 # One question to Ray's control service per router with requests here.
 _LOOK_EVERY_S = 1.0
-_SERVE_NAMESPACE = "serve"
 
 
 async def close_unheard(
@@ -43,23 +37,3 @@ async def close_unheard(
             logger.warning("router %s is gone: %d submissions end", sender, len(unheard))
             for outbox in unheard:
                 outbox.close()
-
-
-def router_is_there(replica: ReplicaID, deployment: str = "Router") -> Callable[[str], bool]:
-    """Whether a replica of `deployment` lives, by its name, in the same application as `replica`.
-
-    Where Ray does not know at the moment, it does.
-    """
-    routers = replace(replica.deployment_id, name=deployment)
-
-    def is_there(sender: str) -> bool:
-        try:
-            name = replace(replica, unique_id=sender, deployment_id=routers).to_full_id_str()
-            ray.get_actor(name, namespace=_SERVE_NAMESPACE)
-        except ValueError:  # Ray knows: there is no such actor
-            return False
-        except RayError as error:
-            logger.info("router %s: unknown whether it lives: %r", sender, error)
-        return True
-
-    return is_there

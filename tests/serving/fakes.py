@@ -35,6 +35,9 @@ class LoopFleet:
         finally:
             self.loop.cancel(request.request_id)
 
+    def withdraw(self, request_id: str) -> None:
+        """Nothing is withdrawn here."""
+
     def batching(self) -> dict[str, object]:
         return {"submission_size_histogram": {}}
 
@@ -55,17 +58,23 @@ class ScriptedFleet:
 
     def __init__(self, items: Iterable[ReplicaItem | Exception]) -> None:
         self.items = list(items)
+        self.next: list[ReplicaItem | Exception] | None = None
+        """What it answers after the first time; None: the same."""
         self.num_open = 0
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         self.num_open += 1
         try:
-            for item in self.items:
+            items, self.items = self.items, self.next or self.items
+            for item in items:
                 if isinstance(item, Exception):
                     raise item
                 yield item
         finally:
             self.num_open -= 1
+
+    def withdraw(self, request_id: str) -> None:
+        """Nothing is withdrawn here."""
 
     def batching(self) -> dict[str, object]:
         return {}
@@ -85,6 +94,9 @@ class FleetOfMortals:
 
     def __init__(self, life: float = float("inf")) -> None:
         self.life = life
+
+    def withdraw(self, request_id: str) -> None:
+        """Nothing is withdrawn here."""
 
     async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         loop = LawfulLoop(int(asked.request_id.split("-")[-2]))

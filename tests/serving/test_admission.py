@@ -8,6 +8,7 @@ from contextlib import AsyncExitStack, suppress
 
 import pytest
 
+from serve_spec.serving import admission
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.errors import ApiError
 
@@ -26,22 +27,35 @@ async def settle() -> None:
 
 
 class Caller:
-    """One request: waits for its turn, then holds it until it is told to leave."""
+    """One request: waits for its turn, then holds it until it is told to leave.
 
-    def __init__(self, door: Admission) -> None:
+    It gives its place back where it is to, and waits for another one.
+    """
+
+    def __init__(self, door: Admission, client: str = "") -> None:
         self.inside = False
-        self.may_leave = asyncio.Event()
-        self.task = asyncio.create_task(self._visit(door))
+        self.num_withdrawn = 0
+        self._must_leave: asyncio.Queue[bool] = asyncio.Queue()
+        self.task = asyncio.create_task(self._visit(door, client))
 
-    async def _visit(self, door: Admission) -> None:
+    async def _visit(self, door: Admission, client: str) -> None:
         with suppress(ApiError):  # sent away
-            async with door.slot(far()):
-                self.inside = True
-                await self.may_leave.wait()
+            async with door.slot(far(), client) as turn:
+                leaves = False
+                while not leaves:
+                    await turn.regain()
+                    self.inside = True
+                    turn.withdraw = lambda: self._must_leave.put_nowait(False)
+                    leaves = await self._must_leave.get()
+                    self.inside = False
+                    self.num_withdrawn += not leaves
         self.inside = False
+
+    def may_leave(self) -> None:
+        self._must_leave.put_nowait(True)
 
     async def leave(self) -> None:
-        self.may_leave.set()
+        self.may_leave()
         await self.task
 
     async def give_up(self) -> None:
@@ -157,6 +171,89 @@ def test_a_deadline_that_passes_in_the_queue_frees_the_place() -> None:
     asyncio.run(scenario())
 
 
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Places are taken back at once."""
+    monkeypatch.setattr(admission, "_PATIENCE_S", 0.0)
+
+
+def inside(callers: list[Caller]) -> int:
+    return sum(caller.inside for caller in callers)
+
+
+def test_a_free_place_goes_to_the_client_that_holds_the_fewest() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=4, max_queued=20)
+        many = [Caller(door, "many") for _ in range(10)]
+        await settle()
+        few = [Caller(door, "few") for _ in range(3)]
+        await settle()
+        assert (inside(many), inside(few)) == (4, 0), "nobody has to leave: a share of 1"
+        for gone in range(4):
+            await many[gone].leave()
+            await settle()
+        assert (inside(many), inside(few)) == (2, 2)
+        for caller in (*many, *few):
+            caller.may_leave()
+        await asyncio.gather(*(caller.task for caller in (*many, *few)))
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_client_above_its_share_gives_places_back_while_others_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch)
+
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
+        many = [Caller(door, "many") for _ in range(20)]
+        await settle()
+        assert inside(many) == 8, "alone it may have them all"
+        few = [Caller(door, "few") for _ in range(2)]
+        await asyncio.sleep(0.01)
+        assert (inside(many), inside(few)) == (6, 2), "as many as others want"
+        assert [c.num_withdrawn for c in many[:8]] == [0] * 6 + [1] * 2, "the newest"
+        more = [Caller(door, "more") for _ in range(9)]
+        await asyncio.sleep(0.01)
+        assert inside(many) == 4, "never below its share"
+        assert (inside(few), inside(more)) == (2, 2)
+        for caller in more:
+            await caller.leave()
+        await asyncio.sleep(0.01)
+        assert (inside(many), inside(few)) == (6, 2)
+        assert [c.inside for c in many[5:9]] == [True, False, False, False]
+        for caller in (*many, *few):
+            caller.may_leave()
+        await asyncio.gather(*(caller.task for caller in (*many, *few)))
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait() -> None:
+    async def scenario() -> None:
+        door = Admission(max_in_flight=4, max_queued=10, max_client_share=0.5)
+        door.refuse_if_full("many", 9)  # 4 run, 5 wait
+        with pytest.raises(ApiError) as caught:
+            door.refuse_if_full("many", 10)
+        assert caught.value.status == 429
+        many = [Caller(door, "many") for _ in range(9)]
+        await settle()
+        with pytest.raises(ApiError, match="of this client"):
+            door.refuse_if_full("many")
+        for client in "abcde":
+            many.append(Caller(door, client))
+            await settle()
+        with pytest.raises(ApiError, match="10 wait already"):
+            door.refuse_if_full("f")
+        for caller in many:
+            caller.may_leave()
+        await asyncio.gather(*(caller.task for caller in many))
+
+    asyncio.run(scenario())
+
+
 def test_batch_sizes_are_counted_as_they_grow() -> None:
     async def scenario() -> None:
         door = Admission(max_in_flight=8, max_queued=8)
@@ -171,24 +268,28 @@ def test_batch_sizes_are_counted_as_they_grow() -> None:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_after_any_coming_and_going_every_place_is_free_again(seed: int) -> None:
+def test_after_any_coming_and_going_every_place_is_free_again(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impatient(monkeypatch)
+
     async def scenario() -> None:
         rng = random.Random(seed)
-        door = Admission(max_in_flight=4, max_queued=6)
+        door = Admission(max_in_flight=4, max_queued=6, max_client_share=0.5)
         callers: list[Caller] = []
         for _ in range(300):
             action = rng.random()
             if action < 0.5:
-                callers.append(Caller(door))
+                callers.append(Caller(door, rng.choice("abc")))
             elif callers:
                 caller = callers.pop(rng.randrange(len(callers)))
-                caller.task.cancel() if action < 0.75 else caller.may_leave.set()
+                caller.task.cancel() if action < 0.75 else caller.may_leave()
             if rng.random() < 0.5:
                 await asyncio.sleep(0)
             assert 0 <= door.in_flight <= 4
-            assert door.queue_len <= 6
+            assert door.queue_len <= 6 + door.num_withdrawn, "who gave a place back may wait"
         for caller in callers:
-            caller.may_leave.set()
+            caller.may_leave()
         others = asyncio.all_tasks() - {asyncio.current_task()}
         await asyncio.gather(*others, return_exceptions=True)
         assert (door.in_flight, door.queue_len) == (0, 0)

@@ -242,7 +242,8 @@ def test_an_unknown_model_is_a_404(server: Server) -> None:
 
 def test_the_engine_giving_up_is_a_500(server: Server) -> None:
     error = error_of(server.complete("fail"), 500)
-    assert (error["type"], error["code"]) == ("server_error", "engine_error")
+    assert (error["type"], error["code"]) == ("server_error", "replicas_lost")
+    assert "boom" in error["message"]
 
 
 def test_a_bug_is_a_500_in_openai_form_too(server: Server) -> None:

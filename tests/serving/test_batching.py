@@ -23,6 +23,7 @@ from serve_spec.serving.messages import (
     Items,
     ReplicaItem,
     Submission,
+    Withdrawn,
     is_last,
 )
 from tests.serving.fakes import request
@@ -312,7 +313,7 @@ def test_a_request_that_another_replica_takes_over_is_counted_once_it_has_been_t
         wire = Wire()
         door = batcher(wire, max_batch_size=1)
         fresh = Listener(door, named("a"))
-        again = Listener(door, replace(named("b"), avoid=frozenset({"r0"})))
+        again = Listener(door, replace(named("b"), is_resumption=True))
         await settle()
         assert door.num_resumed == 0
         wire.accept(0)
@@ -384,6 +385,7 @@ def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
         assert door.snapshot() == {
             "num_interrupted": 0,
             "num_resumed": 0,
+            "num_withdrawn": 0,
             "submission_size": 3,
             "submission_size_histogram": {"4": 2},
             "replica_batch_sizes": {"r1": 6},
@@ -427,5 +429,55 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
             assert whole.startswith(listener.text)
             assert name in left or (listener.text == whole and is_last(listener.heard[-1]))
         assert wire.sent[0].num_open == 0
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("when", ["collected", "handed over", "begun", "ended"])
+def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(when: str) -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=2)
+        taken = Listener(door, named("a"))
+        await settle()
+        if when != "collected":
+            other = Listener(door, named("b"))
+            await settle()
+            wire.accept()
+        if when in ("begun", "ended"):
+            wire.say(text("a", "x"), text("b", "y"))
+        if when == "ended":
+            wire.say(text("a", "z", last=True))
+        await settle()
+        door.withdraw("a")
+        door.withdraw("a")  # harmless
+        await settle()
+        await taken.task
+        assert taken.text == {"begun": "x", "ended": "xz"}.get(when, "")
+        assert (taken.heard[-1] == Withdrawn()) == (when != "ended")
+        assert door.num_withdrawn == (when != "ended")
+        if when != "collected":
+            wire.say(text("b", "y", last=True))
+            await other.task
+            assert other.text.endswith("y"), "the other one goes on"
+            assert [c.request_ids for c in wire.cancelled] == [("a",)] * (when != "ended")
+
+    run(scenario())
+
+
+def test_requests_without_a_token_are_named_by_replica_oldest_first() -> None:
+    async def scenario() -> None:
+        wire = Wire()
+        door = batcher(wire, max_batch_size=1)
+        listeners = [Listener(door, named(name)) for name in "abcd"]
+        await settle()
+        for index, replica in enumerate(["r1", "r2", "r1"]):
+            wire.accept(index, replica)
+        wire.say(text("b", "x"), index=1)
+        await settle()
+        assert door.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
+        assert door.not_begun(FAR_S) == {}
+        for listener in listeners:
+            await listener.leave()
 
     run(scenario())

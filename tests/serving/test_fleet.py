@@ -18,7 +18,7 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.serving import fleet as module
-from serve_spec.serving.errors import ApiError
+from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.messages import (
     Accepted,
@@ -28,7 +28,6 @@ from serve_spec.serving.messages import (
     ReplicaRows,
     Submission,
 )
-from serve_spec.serving.resume import ReplicaLost
 from tests.serving.fakes import delta, request
 
 ACCEPTED = Accepted(1, "there")
@@ -71,6 +70,7 @@ class Handle:
     def __init__(self, responses: Responses) -> None:
         self.responses = responses
         self.calls: list[Any] = []
+        self.avoided: list[set[str]] = []
 
     def options(self, *, method_name: str, stream: bool = False) -> SimpleNamespace:
         async def answer() -> None:
@@ -78,6 +78,9 @@ class Handle:
 
         def remote(message: object) -> Any:
             self.calls.append((method_name, message))
+            if isinstance(message, Submission):  # as `SubmissionRouter` does
+                message.replica = "there"
+                self.avoided.append(set(message.silent))
             return self.responses if stream else answer()
 
         return SimpleNamespace(remote=remote)
@@ -191,3 +194,27 @@ def test_a_submission_and_the_end_of_one_request_are_calls_of_the_replica(fleet:
     (first, submission), (second, cancellation) = asyncio.run(scenario())
     assert (first, submission.requests) == ("generate", [request()])
     assert (second, cancellation) == ("cancel", Cancellation("there", (ID,)))
+
+
+def test_a_silent_replica_loses_its_requests_and_is_avoided_until_it_speaks(
+    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
+    config = ServeSpecConfig.load(config, stall_timeout_s=0.01)
+    handle = Handle(Responses(lists([ACCEPTED]), endless=True))
+
+    async def scenario() -> None:
+        fleet = RayFleet(handle, "app", "router", config)
+        fleet.start()
+        items = fleet.generate(request())
+        assert await anext(items) == ACCEPTED
+        with pytest.raises(ReplicaLost, match="there does not answer") as caught:
+            await anext(items)
+        assert caught.value.replica == "there"
+        assert handle.responses.num_cancels == 1
+        for _ in range(2):
+            handle.responses.items = lists([ACCEPTED, delta("b", 1, finish=FinishReason.STOP)])
+            assert [item async for item in fleet.generate(request())]
+        assert handle.avoided == [set(), {"there"}, set()], "the last one after it has spoken"
+
+    asyncio.run(scenario())

@@ -25,16 +25,17 @@ from schemathesis.specs.openapi.checks import (
 )
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
-from serve_spec.serving.middleware import MAX_BODY_BYTES
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop, FakeStream
 from tests.serving.fakes import LoopFleet
 from tests.serving.texts import WORDS, word_tokenizer, write_text_files
 
+MAX_BODY_BYTES = RouterConfig().max_body_bytes
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VOCABULARY = frozenset(WORDS.values()) | set(range(256))
 

@@ -63,7 +63,8 @@ def run(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[S
     )
     monkeypatch.setattr(module.serve, "get_replica_context", lambda: context)
     monkeypatch.setattr(module, "StatsClient", DeafStats)
-    monkeypatch.setattr(module, "router_is_there", lambda replica_id: lambda sender: True)
+    routers = SimpleNamespace(is_there=lambda sender: True)
+    monkeypatch.setattr(module, "ReplicaActors", lambda app_name, deployment: routers)
     config = ServeSpecConfig.load(config, push_interval_s=0.001)
 
     def go(scenario: Scenario) -> None:
@@ -88,6 +89,32 @@ def submission(*prompts: str, **params: Any) -> Submission:
 async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]:
     answer = replica.generate(submission(prompt, **params))
     return [item async for items, _ in answer for _, item in items]
+
+
+def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
+    run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.001)
+    monkeypatch.setattr(module, "_FAREWELL_S", 0.0)
+    has_ended = asyncio.Event()
+    monkeypatch.setattr(module, "_end_process", has_ended.set)
+
+    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+        news = [n async for n in take(replica.generate(submission("hold a")), 5)]
+        assert any(not items for items, _ in news), "it says that it is alive"
+        loop.knobs["sick"] = True
+        rest = replica.generate(submission("hold b"))
+        assert [is_last(item) async for items, _ in rest for _, item in items] == [False] * 2
+        await has_ended.wait()
+
+    run(scenario)
+
+
+async def take(news: Any, count: int) -> Any:
+    """The first few of them."""
+    async with aclosing(news):
+        for _ in range(count):
+            yield await anext(news)
 
 
 def test_a_request_is_accepted_then_answered_round_by_round(run: Any) -> None:

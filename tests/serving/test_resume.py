@@ -16,9 +16,16 @@ from hypothesis import strategies as st
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
 from serve_spec.serving.continuation import continue_request
-from serve_spec.serving.errors import ApiError, no_replica, queue_full
-from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
-from serve_spec.serving.resume import ReplicaLost, resumed
+from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica, queue_full
+from serve_spec.serving.messages import (
+    Accepted,
+    Failed,
+    GenerateRequest,
+    Refused,
+    ReplicaItem,
+    Withdrawn,
+)
+from serve_spec.serving.resume import resumed
 from tests.serving.fakes import ScriptedFleet, delta, request
 from tests.serving.lawful_engine import LawfulLoop
 
@@ -29,21 +36,30 @@ def lost() -> ReplicaLost:
     return ReplicaLost(no_replica("gone"))
 
 
+@dataclass(frozen=True)
+class Takes:
+    """The router takes the request back after so many items."""
+
+    after: int
+
+
 class MortalFleet:
     """Replica after replica; each dies when it has said as many items as its life is long.
 
-    Lives: a number of items, or an error instead of the first item. After the last one, a replica
-    lives for ever.
+    Lives: a number of items, an error instead of the first item, or the end of a request that the
+    router takes back. After the last one, a replica lives for ever.
     """
 
-    def __init__(self, *lives: int | ApiError | Failed) -> None:
+    def __init__(self, *lives: int | ApiError | Failed | Takes) -> None:
         self.lives = list(lives)
         self.requests: list[GenerateRequest] = []
 
     async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         self.requests.append(asked)
         name = f"r{len(self.requests)}"
-        life = self.lives.pop(0) if self.lives else float("inf")
+        life: Any = self.lives.pop(0) if self.lives else float("inf")
+        is_taken = isinstance(life, Takes)
+        life = life.after if isinstance(life, Takes) else life
         if isinstance(life, ApiError):
             raise life
         if isinstance(life, Failed):
@@ -54,14 +70,21 @@ class MortalFleet:
             stream: Any = await continue_request(loop, asked)
         else:
             stream = await loop.submit(asked.prompt, asked.params, asked.request_id)
+        if life == 0 and is_taken:
+            yield Withdrawn()
         if life == 0:
             raise lost()
         yield Accepted(stream.num_prompt_tokens, name)
         async for item in stream:
             life -= 1
+            if life <= 0 and is_taken:
+                yield Withdrawn()
             if life <= 0:
                 raise lost()
             yield item
+
+    def withdraw(self, request_id: str) -> None:
+        """`Takes` does."""
 
 
 class CountingFleet(MortalFleet):
@@ -102,17 +125,25 @@ def listen(fleet: Any, asked: GenerateRequest, resume_timeout_s: float = FOREVER
     return asyncio.run(scenario())
 
 
+LIVES = st.tuples(
+    st.lists(st.integers(0, 12).map(Takes), max_size=2),
+    st.lists(st.integers(0, 12), max_size=1),
+    st.lists(st.integers(0, 12).map(Takes), max_size=2),
+).map(lambda parts: [life for part in parts for life in part])
+"""At most one replica dies; any number of times the router takes the request back."""
+
+
 @settings(deadline=None, max_examples=150)
 @given(
     seed=st.integers(0, 2**63),
     max_tokens=st.integers(1, 24),
-    lives=st.lists(st.integers(0, 12), min_size=1, max_size=2),
+    lives=LIVES,
     stop=st.lists(st.text("ab é", min_size=1, max_size=4), max_size=2),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.sampled_from(list(b"ab ")), max_size=1),
 )
-def test_wherever_replicas_die_the_answer_is_that_of_one_that_lives(
-    lives: list[int], **params: Any
+def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_that_lives(
+    lives: list[int | Takes], **params: Any
 ) -> None:
     whole = listen(MortalFleet(), request("the prompt", **params))
     fleet = MortalFleet(*lives)
@@ -130,8 +161,8 @@ def test_every_chunk_boundary_of_a_long_answer_is_a_place_to_die() -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(lives=st.lists(st.integers(1, 9), max_size=2), max_tokens=st.integers(1, 40))
-def test_speculation_is_added_up_over_all_replicas(lives: list[int], max_tokens: int) -> None:
+@given(lives=LIVES, max_tokens=st.integers(1, 40))
+def test_speculation_is_added_up_over_all_replicas(lives: list[Any], max_tokens: int) -> None:
     fleet = CountingFleet(*lives)
     answer = listen(fleet, request("x", seed=1, max_tokens=max_tokens, ignore_eos=True))
     counts = answer.deltas[-1].speculation
@@ -141,13 +172,15 @@ def test_speculation_is_added_up_over_all_replicas(lives: list[int], max_tokens:
     assert sum(counts.rounds_by_num_steps.values()) == counts.num_rounds
     drafts = sum(steps * rounds for steps, rounds in counts.rounds_by_num_steps.items())
     assert counts.num_draft_tokens == drafts
-    assert counts.as_dict()["num_resumes"] == len(fleet.requests) - 1
+    used = lives[: len(fleet.requests) - 1]
+    num_resumes = sum(not isinstance(life, Takes) and life > 0 for life in used)
+    assert counts.as_dict()["num_resumes"] == num_resumes
 
 
 @pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("lives", [(), (3,), (3, 2)])
+@pytest.mark.parametrize("lives", [(), (3,), (3, Takes(2))])
 def test_forced_acceptance_stays_labelled_on_the_way_from_replica_to_replica(
-    lives: tuple[int, ...], forced: bool
+    lives: tuple[Any, ...], forced: bool
 ) -> None:
     fleet = CountingFleet(*lives)
     fleet.forced = forced
@@ -156,9 +189,11 @@ def test_forced_acceptance_stays_labelled_on_the_way_from_replica_to_replica(
     assert counts.speculation.as_dict().get("synthetic_acceptance", False) is forced
 
 
-@pytest.mark.parametrize(("lives", "num_resumes"), [((0,), 0), ((3, 0), 1), ((3, 3), 2)])
+@pytest.mark.parametrize(
+    ("lives", "num_resumes"), [((0,), 0), ((3,), 1), ((3, Takes(3)), 1), ((Takes(0), 3), 1)]
+)
 def test_a_replica_that_never_took_it_is_not_counted(
-    lives: tuple[int, ...], num_resumes: int
+    lives: tuple[Any, ...], num_resumes: int
 ) -> None:
     answer = listen(MortalFleet(*lives), request("x", seed=1, max_tokens=30, ignore_eos=True))
     assert answer.deltas[-1].speculation is not None
@@ -166,7 +201,7 @@ def test_a_replica_that_never_took_it_is_not_counted(
 
 
 def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None:
-    fleet = MortalFleet(3, 3)
+    fleet = MortalFleet(3, Takes(3))
     listen(fleet, request("x", max_tokens=30, ignore_eos=True))
     seeds = {asked.params.seed for asked in fleet.requests}
     assert len(fleet.requests) == 3
@@ -178,14 +213,16 @@ def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None
 
 
 def test_replicas_that_lost_it_are_to_be_avoided_and_no_attempt_has_another_s_id() -> None:
-    fleet = MortalFleet(3, Failed("boom", replica="sick"))
+    fleet = MortalFleet(Failed("boom", replica="sick"), Takes(2))
     listen(fleet, request("x", seed=1, max_tokens=30, ignore_eos=True))
-    assert [asked.avoid for asked in fleet.requests] == [set(), {"r1"}, {"r1", "sick"}]
+    assert [asked.avoid for asked in fleet.requests] == [set(), {"sick"}, {"sick"}]
+    assert [asked.is_resumption for asked in fleet.requests] == [False, True, False]
     assert len({asked.request_id for asked in fleet.requests}) == 3
 
 
-def test_after_a_loss_it_waits_for_a_replica_that_has_room() -> None:
-    fleet = MortalFleet(3, no_replica("none"), queue_full("full", 1), Failed("full", True))
+@pytest.mark.parametrize("ending", [3, Takes(3)], ids=str)
+def test_what_has_begun_waits_for_a_replica_that_has_room(ending: Any) -> None:
+    fleet = MortalFleet(ending, no_replica("none"), queue_full("full", 1), Failed("full", True))
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
     assert listen(fleet, asked).said == listen(MortalFleet(), asked).said
 
@@ -198,11 +235,13 @@ def test_when_nobody_takes_it_in_time_the_error_says_why() -> None:
     assert len(fleet.requests) == 2
 
 
-def test_a_request_that_kills_replicas_is_not_given_to_all_of_them() -> None:
-    fleet = MortalFleet(*[3] * 9)
-    with pytest.raises(ReplicaLost, match="gone"):
+@pytest.mark.parametrize("life", [0, 3])
+def test_a_request_that_has_lost_two_replicas_is_not_given_to_a_third(life: int) -> None:
+    fleet = MortalFleet(*[life] * 9)
+    with pytest.raises(ApiError, match="not given to another") as caught:
         listen(fleet, request("x", seed=1, max_tokens=90, ignore_eos=True))
-    assert len(fleet.requests) == 3
+    assert caught.value.status == 500
+    assert len(fleet.requests) == 2
 
 
 @pytest.mark.parametrize("error", [no_replica("none"), queue_full("full", 1)], ids=str)
@@ -226,5 +265,13 @@ def test_a_wrong_request_is_wrong_everywhere() -> None:
 
 def test_an_engine_that_shuts_down_has_not_finished_the_answer() -> None:
     aborted = delta("", finish=FinishReason.ABORT)
-    with pytest.raises(ReplicaLost, match="shutting down"):
-        listen(ScriptedFleet([Accepted(1, "r1"), delta("a", 1), aborted]), request())
+    fleet = ScriptedFleet([Accepted(1, "r1"), delta("a", 1), aborted])
+    fleet.next = [no_replica("none is running")]
+    with pytest.raises(ApiError, match="none is running"):
+        listen(fleet, request(), resume_timeout_s=0)
+
+
+def test_replicas_that_shut_down_do_not_count_as_lost() -> None:
+    endings = [ReplicaLost(no_replica("shutting down"), is_orderly=True)] * 5
+    asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
+    assert listen(MortalFleet(*endings), asked).said == listen(MortalFleet(), asked).said

@@ -127,3 +127,41 @@ def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks: Clocks) 
     actor.report(b"nonsense")
     report(actor, "b", batch_size=4)
     assert batch_size(actor.view()) == 7
+
+
+class Replicas:
+    """Processes of replicas: the dead, those that answer, and those that do not."""
+
+    def __init__(self, dead: str, stuck: str) -> None:
+        self.dead, self.stuck = dead, stuck
+        self.killed: list[str] = []
+
+    def is_there(self, replica: str) -> bool:
+        return replica not in self.dead
+
+    def answers(self, replica: str, within_s: float) -> bool:
+        return replica not in self.stuck
+
+    def kill(self, replica: str) -> None:
+        self.killed.append(replica)
+
+
+def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
+    clocks: Clocks,
+) -> None:
+    actor = SpecStats(stale_after_s=15, history_s=60, push_interval_s=2, stall_timeout_s=10)
+    replicas: Any = Replicas(dead="d", stuck="s")
+    for name in "dsw":
+        report(actor, name, batch_size=1)
+
+    def shown_after(age_s: float) -> set[str]:
+        actor.look_after_silent(replicas, clocks.now_s + age_s)
+        view: Any = open_view(actor.view())
+        return {state["replica"] for state in view["internal_states"]}
+
+    assert shown_after(2.9) == {"d", "s", "w"}, "a report may be late"
+    assert shown_after(3.1) == {"s", "w"}
+    assert shown_after(11.9) == {"s", "w"}
+    assert replicas.killed == []
+    assert shown_after(12.1) == {"s", "w"}
+    assert replicas.killed == ["s"], "one that answers lives on"

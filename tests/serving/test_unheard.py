@@ -7,14 +7,11 @@ from collections.abc import Callable
 
 import pytest
 from ray.exceptions import RaySystemError
-from ray.serve._private.common import DeploymentID
-from ray.serve.request_router import ReplicaID
 
-from serve_spec.serving import unheard
+from serve_spec.serving import replica_actors
 from serve_spec.serving.outbox import Outbox
-from serve_spec.serving.unheard import close_unheard, router_is_there
-
-ENGINE = ReplicaID("e1", DeploymentID("EngineReplica", "app"))
+from serve_spec.serving.replica_actors import ReplicaActors
+from serve_spec.serving.unheard import close_unheard
 
 
 def test_what_nobody_hears_is_closed_and_what_somebody_hears_is_not() -> None:
@@ -71,5 +68,5 @@ def raiser(error: Exception | None) -> Callable[..., object]:
 def test_a_router_is_gone_only_when_ray_says_so(
     error: Exception | None, is_there: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unheard.ray, "get_actor", raiser(error))
-    assert router_is_there(ENGINE)("r1") is is_there
+    monkeypatch.setattr(replica_actors.ray, "get_actor", raiser(error))
+    assert ReplicaActors("app", "Router").is_there("r1") is is_there

@@ -367,7 +367,7 @@ def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(
     config = make().config
     loop = EngineLoop(type(config).load(config, tensor_parallel_size=2))
     pid = follower_pid(loop._engine)
-    monkeypatch.setattr("serve_spec.engine.loop._STUCK_AFTER_S", 1.0)
+    loop._stuck_after_s = 1.0
 
     async def scenario() -> None:
         os.kill(pid, signal.SIGSTOP)

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.errors import CheckpointError
+import serve_spec
+from serve_spec.core.errors import CheckpointError, TextTooLong
+from serve_spec.engine import tokenizer as module
+from serve_spec.engine.token_bytes import max_token_bytes
 from serve_spec.engine.tokenizer import Tokenizer
 from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files
 
@@ -46,6 +52,91 @@ def test_encoded_literally_a_text_without_added_tokens_is_what_it_is(
 ) -> None:
     usual = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.encode_literally(text) == usual
+
+
+LONG = st.builds(str.__mul__, st.text("ab \n<é", min_size=1, max_size=6), st.integers(0, 40))
+
+
+@given(text=TEXTS | LONG, max_tokens=st.integers(0, 40))
+def test_a_text_is_refused_where_it_has_more_tokens_than_there_is_room_for(
+    tokenizer: Tokenizer, text: str, max_tokens: int
+) -> None:
+    token_ids = tokenizer.encode(text)
+    if len(token_ids) <= max_tokens:
+        assert tokenizer.encode(text, max_tokens=max_tokens) == token_ids
+        return
+    with pytest.raises(TextTooLong) as caught:
+        tokenizer.encode(text, max_tokens=max_tokens)
+    assert max_tokens < caught.value.at_least <= len(token_ids)
+
+
+SHIPPED = Path(serve_spec.__file__).parent / "assets" / "tiny" / "target"
+
+
+@pytest.mark.parametrize("text", ["ab " * 300_000, " " * 900_000, "<eos>" * 200_000, "é" * 900_000])
+def test_a_long_text_is_refused_by_its_bytes_or_in_pieces_without_encoding_all_of_it(
+    text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenizer = Tokenizer(SHIPPED)
+    lengths: list[int] = []
+    encode = module._encoding
+    monkeypatch.setattr(
+        module, "_encoding", lambda t, s, **k: lengths.append(len(s)) or encode(t, s, **k)
+    )
+    with pytest.raises(TextTooLong):
+        tokenizer.encode(text, max_tokens=1000)
+    assert lengths == [], "its bytes are too many for 1000 tokens"
+    tokenizer.__dict__["max_token_bytes"] = None
+    with pytest.raises(TextTooLong):
+        tokenizer.encode(text, max_tokens=1000)
+    assert sum(lengths) < len(text) / 2
+
+
+@given(text=st.text(max_size=60) | LONG)
+def test_no_token_covers_more_bytes_than_the_bound(tokenizer: Tokenizer, text: str) -> None:
+    for known in (tokenizer, Tokenizer(SHIPPED)):
+        assert known.max_token_bytes is not None
+        num_tokens = len(known.encode(text, add_special_tokens=False))
+        assert len(text.encode()) <= num_tokens * known.max_token_bytes
+
+
+@pytest.mark.parametrize(
+    ("change", "bound"),
+    [
+        ({}, 4),
+        ({"normalizer": {"type": "NFC"}}, None),
+        ({"normalizer": {"type": "Sequence", "normalizers": [{"type": "Prepend"}]}}, 4),
+        ({"normalizer": {"type": "Replace", "pattern": {"Regex": " +"}, "content": ""}}, None),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}}, 4),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, None),
+        ({"pre_tokenizer": {"type": "Split", "behavior": "Removed"}}, None),
+        ({"added_tokens": [{"content": "<longest>", "lstrip": False, "rstrip": False}]}, 9),
+        ({"added_tokens": [{"content": "<s>", "lstrip": True, "rstrip": False}]}, None),
+        ({"model": {"type": "BPE", "vocab": {"ab": 0}, "unk_token": "ab"}}, None),
+        ({"model": {"type": "WordPiece", "vocab": {"ab": 0}}}, None),
+        ({"model": {"type": "Unigram", "vocab": [["▁a", 0.0]], "byte_fallback": True}}, 4),
+    ],
+    ids=str,
+)
+def test_a_tokenizer_that_may_drop_text_has_no_bound(change: Any, bound: int | None) -> None:
+    plain = {
+        "normalizer": None,
+        "pre_tokenizer": None,
+        "added_tokens": [],
+        "model": {"type": "BPE", "vocab": {"<0x0A>": 0, "▁a": 1}, "byte_fallback": True},
+    }
+    assert max_token_bytes({**plain, **change}) == bound
+
+
+def test_other_threads_run_while_a_text_is_encoded() -> None:
+    tokenizer = Tokenizer(SHIPPED)
+    encoding = threading.Thread(target=tokenizer.encode, args=("def f(x): return x\n" * 20_000,))
+    encoding.start()
+    count = 0
+    while encoding.is_alive():
+        count += 1
+        time.sleep(0.001)
+    assert count > 10, "had it held the interpreter, there would have been one look"
 
 
 def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
