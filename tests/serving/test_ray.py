@@ -36,6 +36,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
             "num_cpus": 0.1,
             "max_ongoing_requests": MAX_ONGOING,
             "max_queued_requests": MAX_QUEUED,
+            "max_client_share": 1.0,
             "push_interval_s": 0.1,
             "stale_after_s": 1.0,
             "health_check_period_s": 1.0,
