@@ -39,6 +39,16 @@ class RouterConfig(StrictModel):
     request_timeout_s: float = Field(
         600.0, gt=0, description="Longest time from arrival to the last token, in seconds."
     )
+    header_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds a connection may take to send the headers of a request. The proxy "
+        "reads it from the environment, which `serve-spec serve` sets: "
+        "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S.",
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds a request may take to send its body; then 408."
+    )
     api_keys: tuple[str, ...] = Field(
         (), repr=False, description="Accepted bearer tokens, a list of strings; empty: no check."
     )

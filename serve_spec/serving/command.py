@@ -71,6 +71,7 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    limit_headers(plan)
     with _stop_signals() as stop:
         return _serve(plan, stop, args.address, dashboard=args.dashboard)
 
@@ -109,6 +110,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dashboard", action="store_true", help="start the Ray dashboard too")
     return parser
+
+
+def limit_headers(plan: Plan) -> None:
+    """Set what the proxy reads when it starts; a running cluster has an environment of its own."""
+    from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE, HEADER_TIMEOUT_VARIABLE
+
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
+    if plan.configs:
+        os.environ[HEADER_TIMEOUT_VARIABLE] = str(plan.configs[0].router.header_timeout_s)
 
 
 def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard: bool) -> int:

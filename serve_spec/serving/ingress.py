@@ -2,23 +2,35 @@
 
 # No `from __future__ import annotations` here: see `api`.
 
+import os
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.log import get_logger
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.prometheus import fleet_metrics
+from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from serve_spec.serving.telemetry import DoorTelemetry
+
+logger = get_logger(__name__)
 
 
 class Router:
     """One HTTP app over all engine replicas; `engines` is a handle on their deployment."""
 
     def __init__(self, engines: Any, config: ServeSpecConfig) -> None:
+        if CALLBACK_VARIABLE not in os.environ:
+            logger.warning(
+                "%s is not set: the proxy waits for headers without a time limit; set it to %s "
+                "before Ray starts",
+                CALLBACK_VARIABLE,
+                CALLBACK,
+            )
         context = serve.get_replica_context()
         self._config = config
         self._fleet = RayFleet(engines, context.app_name, context.replica_id.unique_id, config)
