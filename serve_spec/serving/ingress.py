@@ -7,6 +7,8 @@ from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
@@ -42,9 +44,32 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The hook with which Serve asks for the app, in the replica's own process."""
-        return create_api(
+        api = create_api(
             self._config, self._fleet, self._admission, self._telemetry.record, fleet_metrics
         )
+        api.add_middleware(FailedReads)
+        return api
 
     def _show(self) -> dict[str, object]:
         return {**self._admission.snapshot(), **self._fleet.batching()}
+
+
+class FailedReads:
+    """Report a read from the proxy that Ray fails as what it means: the client has left.
+
+    Serve cancels such a read when a client leaves, and Ray raises an error of its own for it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+
+        async def read() -> Message:
+            try:
+                return await receive()
+            except RayError:
+                return {"type": "http.disconnect"}
+
+        await self._app(scope, read if scope["type"] == "http" else receive, send)
