@@ -73,6 +73,17 @@ def test_there_are_logical_cpus_for_every_replica(deploy_file: Path) -> None:
     assert read_plan(deploy_file, None, None).num_cpus >= 120
 
 
+@pytest.mark.parametrize(
+    ("host", "keys", "is_open"),
+    [("0.0.0.0", "[]", True), ("0.0.0.0", "[k]", False), ("127.0.0.1", "[]", False)],
+)
+def test_a_server_that_anyone_can_use_is_known(
+    config_file: Path, host: str, keys: str, is_open: bool
+) -> None:
+    config_file.write_text(config_file.read_text() + f"  api_keys: {keys}\n")
+    assert read_plan(config_file, host, None).is_open_to_all == is_open
+
+
 def test_the_proxy_is_told_the_limit_of_the_configuration(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
