@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
-from serve_spec.config.base import StrictModel
+from serve_spec.config.base import Refusal, StrictModel
 
 
 class RouterConfig(StrictModel):
@@ -52,11 +52,33 @@ class RouterConfig(StrictModel):
     request_timeout_s: float = Field(
         600.0, gt=0, description="Longest time from arrival to the last token, in seconds."
     )
+    header_timeout_s: float = Field(
+        30.0,
+        gt=0,
+        description="Seconds a connection may take to send the headers of a request. The proxy "
+        "reads it from the environment, which `serve-spec serve` sets: "
+        "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S.",
+    )
+    body_timeout_s: float = Field(
+        60.0, gt=0, description="Seconds a request may take to send its body; then 408."
+    )
     api_keys: tuple[str, ...] = Field(
         (), repr=False, description="Accepted bearer tokens, a list of strings; empty: no check."
     )
+    allow_anonymous: bool = Field(
+        True, description="Whether the server may run without api_keys; false: it does not start."
+    )
     host: str = Field("127.0.0.1", min_length=1, description="Address to listen on.")
     port: int = Field(8000, ge=1, le=65535, description="TCP port to listen on.")
+
+    @field_validator("api_keys")
+    @classmethod
+    def _strip(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
+        keys = tuple(key.strip() for key in keys)  # files that hold keys end with a newline
+        if not all(keys):
+            fix = "a key is empty; remove it, or give api_keys=[] to ask for none"
+            raise Refusal("api_keys", "", fix)
+        return keys
 
 
 class ReplicaConfig(StrictModel):

@@ -49,7 +49,13 @@ from serve_spec.serving.errors import no_replica, too_many_choices, unknown_mode
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import Spell
 from serve_spec.serving.messages import GenerateRequest
-from serve_spec.serving.middleware import CLIENT, ApiKeyCheck, Arrival, BodyLimit
+from serve_spec.serving.middleware import (
+    CLIENT,
+    ApiKeyCheck,
+    Arrival,
+    BodyLimit,
+    BodyTimeout,
+)
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
@@ -58,7 +64,7 @@ _ERRORS = {
     400: "A field is wrong; `param` names it.",
     401: "No valid API key.",
     404: "The model is not served here.",
-    408: "The answer took longer than `request_timeout_s`.",
+    408: "The answer took longer than `request_timeout_s`, or the body than `body_timeout_s`.",
     413: "The prompt is longer than the context, or the body than the server reads.",
     429: "The queue is full; see Retry-After.",
     500: "The engine failed.",
@@ -129,6 +135,7 @@ def create_api(
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
     api.add_middleware(BodyLimit, max_bytes=config.router.max_body_bytes)
+    api.add_middleware(BodyTimeout, timeout_s=config.router.body_timeout_s)
     if config.router.api_keys:
         api.add_middleware(ApiKeyCheck, keys=config.router.api_keys)
     api.add_middleware(Arrival)

@@ -95,9 +95,15 @@ def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:
     for key, value in overrides.items():
         # `serve run ... speculative_num_steps=1` hands over texts.
         overrides[key] = parse_override(f"{key}={value}")[1] if isinstance(value, str) else value
-    return ServeSpecConfig.load(
+    config = ServeSpecConfig.load(
         source if isinstance(source, Mapping) else _find(str(source)), **overrides
     )
+    if not (config.router.api_keys or config.router.allow_anonymous):
+        raise ConfigError(
+            "router.allow_anonymous=false: router.api_keys is empty, so anyone could use the "
+            "server; set api_keys (SERVE_SPEC_ROUTER__API_KEYS='[\"KEY\"]') or allow_anonymous=true"
+        )
+    return config
 
 
 def _find(name: str) -> Path:

@@ -51,6 +51,25 @@ def choices_of(
     ]
 
 
+def by_prompt(choices: Sequence[GenerateRequest]) -> list[list[int]]:
+    """Return the places of the choices, those of equal prompts together."""
+    groups: dict[str | tuple[int, ...], list[int]] = {}
+    for place, choice in enumerate(choices):
+        prompt = choice.prompt if isinstance(choice.prompt, str) else tuple(choice.prompt)
+        groups.setdefault(prompt, []).append(place)
+    return list(groups.values())
+
+
+async def spread(
+    items: AsyncGenerator[tuple[int, Item], None], groups: Sequence[Sequence[int]]
+) -> AsyncGenerator[tuple[int, Item], None]:
+    """Yield every item of stream i once for each place in group i."""
+    async with aclosing(items):
+        async for index, item in items:
+            for place in groups[index]:
+                yield place, item
+
+
 async def interleaved(
     streams: Sequence[AsyncGenerator[Item, None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:

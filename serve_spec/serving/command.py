@@ -51,6 +51,12 @@ class Plan:
         return f"http://{host}:{self.port}{self.route_prefix.rstrip('/')}"
 
     @property
+    def is_open_to_all(self) -> bool:
+        """Whether other machines may send requests, and need no key."""
+        is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
+        return not is_local and any(not c.router.api_keys for c in self.configs)
+
+    @property
     def num_cpus(self) -> int:
         """Logical CPUs that Ray must have to place every replica."""
         needed = sum(c.replica.num_cpus * c.replica.num_replicas for c in self.configs)
@@ -71,6 +77,13 @@ def main(argv: list[str]) -> int:
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
+    if plan.is_open_to_all:
+        print(
+            f"warning: host={plan.host!r}: anyone who reaches it can use the server; set "
+            "router.api_keys, or listen on 127.0.0.1",
+            file=sys.stderr,
+        )
+    limit_headers(plan)
     with _stop_signals() as stop:
         return _serve(plan, stop, args.address, dashboard=args.dashboard)
 
@@ -109,6 +122,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--dashboard", action="store_true", help="start the Ray dashboard too")
     return parser
+
+
+def limit_headers(plan: Plan) -> None:
+    """Set what the proxy reads when it starts; a running cluster has an environment of its own."""
+    from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE, HEADER_TIMEOUT_VARIABLE
+
+    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
+    if plan.configs:
+        os.environ[HEADER_TIMEOUT_VARIABLE] = str(plan.configs[0].router.header_timeout_s)
 
 
 def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard: bool) -> int:

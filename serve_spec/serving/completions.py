@@ -16,7 +16,7 @@ from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import Answer, AnswerFormat, Usage, usage
-from serve_spec.serving.choices import interleaved
+from serve_spec.serving.choices import by_prompt, interleaved, spread
 from serve_spec.serving.errors import (
     ApiError,
     defect,
@@ -239,10 +239,12 @@ class CompletionRunner:
         Raises:
             ApiError: the request did not get to its first tokens.
         """
-        self._admission.refuse_if_full(client, len(choices))
         deadline = asyncio.get_running_loop().time() + self._timeout_s
-        streams = [self._one(choice, client, deadline) for choice in choices]
-        async with aclosing(interleaved(streams)) as items:
+        # Equal prompts are computed once if nothing follows them.
+        groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
+        self._admission.refuse_if_full(client, len(groups))
+        streams = [self._one(choices[group[0]], client, deadline) for group in groups]
+        async with aclosing(spread(interleaved(streams), groups)) as items:
             answer = RunningAnswer(
                 items,
                 num_choices=len(choices),

@@ -8,6 +8,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.log import get_logger
@@ -76,6 +77,8 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
     message = {404: f"Unknown URL ({what})", 405: f"Not allowed: {what}"}
     if isinstance(error.__cause__, ApiError):
         return error.__cause__
+    if isinstance(error.__cause__, ClientDisconnect):  # nobody reads this: it is for access logs
+        return ApiError(499, "The client closed the connection before its body was complete")
     if error.status_code == 400 and error.__cause__ is not None:
         reason = type(error.__cause__).__name__
         return ApiError(400, f"The body can not be read as JSON in UTF-8 ({reason})")

@@ -85,6 +85,17 @@ def body_too_large(max_bytes: int) -> ApiError:
     )
 
 
+def body_timed_out(timeout_s: float) -> ApiError:
+    """408: the body did not arrive in time."""
+    return ApiError(
+        408,
+        f"The body did not arrive within body_timeout_s={timeout_s:g} seconds; send it faster or "
+        "raise router.body_timeout_s",
+        kind="timeout_error",
+        code="body_timeout",
+    )
+
+
 def unknown_model(asked: str, served: str) -> ApiError:
     """404 for a model that is not served here."""
     message = f"The model {asked!r} does not exist; this server serves {served!r}"

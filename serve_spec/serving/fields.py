@@ -14,8 +14,12 @@ Variable: TypeAlias = str | int | float | bool | None
 """What a chat template may be given."""
 
 MAX_STOPS = 16
+MAX_STOP_CHARS = 1024
 MAX_ENTRIES = 1024
+MAX_MESSAGES = 2**14
 MAX_NAME_CHARS = 256
+MAX_LABEL_CHARS = 1024
+MAX_VARIABLE_CHARS = 2**15
 MAX_BIAS = 100
 _MAX_TOKEN_ID = 2**31 - 1
 _PROMPT = "give a text, a list of texts, a list of token ids, or a list of such lists; none empty"
@@ -54,6 +58,8 @@ def stops(value: object) -> list[str] | None:
         raise ValueError("give a text or a list of texts")
     if len(texts) > MAX_STOPS:
         raise ValueError(f"give at most {MAX_STOPS} texts, not {len(texts)}")
+    if any(len(text) > MAX_STOP_CHARS for text in texts):
+        raise ValueError(f"give texts of at most {MAX_STOP_CHARS} characters")
     return [unicode(text) for text in texts]
 
 
@@ -98,11 +104,11 @@ def variables(value: object) -> dict[str, Variable] | None:
     for name, variable in value.items():
         if len(unicode(name)) > MAX_NAME_CHARS:
             raise ValueError(f"a name has more than {MAX_NAME_CHARS} characters")
-        if isinstance(variable, str):
-            unicode(variable)
-        elif isinstance(variable, float) and not math.isfinite(variable):
+        if isinstance(variable, str) and len(unicode(variable)) > MAX_VARIABLE_CHARS:
+            raise ValueError(f"{name!r} has more than {MAX_VARIABLE_CHARS} characters")
+        if isinstance(variable, float) and not math.isfinite(variable):
             raise ValueError(f"{name!r} is not a finite number")
-        elif not isinstance(variable, int | float | None):
+        if not isinstance(variable, str | int | float | None):
             raise ValueError(f"{name!r} is not a text, number, boolean or null")
     return value
 

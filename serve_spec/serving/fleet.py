@@ -248,6 +248,8 @@ class RayFleet:
                     raise no_replica("none is running")
         finally:
             first.cancel()
+            # Serve makes an error of the cancellation, which asyncio would log unless it is read.
+            first.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _heard_from_replicas(self) -> FleetStats:
         config = self._stats_config

@@ -2,23 +2,37 @@
 
 # No `from __future__ import annotations` here: see `api`.
 
+import os
 from typing import Any
 
 from fastapi import FastAPI
 from ray import serve
+from ray.exceptions import RayError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.log import get_logger
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.prometheus import fleet_metrics
+from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
 from serve_spec.serving.telemetry import DoorTelemetry
+
+logger = get_logger(__name__)
 
 
 class Router:
     """One HTTP app over all engine replicas; `engines` is a handle on their deployment."""
 
     def __init__(self, engines: Any, config: ServeSpecConfig) -> None:
+        if CALLBACK_VARIABLE not in os.environ:
+            logger.warning(
+                "%s is not set: the proxy waits for headers without a time limit; set it to %s "
+                "before Ray starts",
+                CALLBACK_VARIABLE,
+                CALLBACK,
+            )
         context = serve.get_replica_context()
         self._config = config
         self._fleet = RayFleet(engines, context.app_name, context.replica_id.unique_id, config)
@@ -32,9 +46,11 @@ class Router:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         """The hook with which Serve asks for the app, in the replica's own process."""
-        return create_api(
+        api = create_api(
             self._config, self._fleet, self._admission, self._telemetry.record, fleet_metrics
         )
+        api.add_middleware(FailedReads)
+        return api
 
     def _show(self) -> dict[str, object]:
         return {**self._admission.snapshot(), **self._fleet.batching()}
@@ -47,3 +63,24 @@ def requests_per_replica(config: ServeSpecConfig) -> int:
     """
     num_places = config.scheduler.max_num_seqs
     return min(config.replica.max_ongoing_requests, num_places + max(1, num_places // 8))
+
+
+class FailedReads:
+    """Report a read from the proxy that Ray fails as what it means: the client has left.
+
+    Serve cancels such a read when a client leaves, and Ray raises an error of its own for it.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on."""
+
+        async def read() -> Message:
+            try:
+                return await receive()
+            except RayError:
+                return {"type": "http.disconnect"}
+
+        await self._app(scope, read if scope["type"] == "http" else receive, send)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
 from collections.abc import Collection
@@ -13,7 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_spec.log import TRACE_ID
 from serve_spec.serving.error_answers import error_answer, trace_id
-from serve_spec.serving.errors import ApiError, body_too_large
+from serve_spec.serving.errors import ApiError, body_timed_out, body_too_large
 from serve_spec.serving.latency import ARRIVED
 from serve_spec.serving.status_page import OPEN_PATHS as _PAGE_PATHS
 
@@ -64,6 +65,35 @@ class Arrival:
             TRACE_ID.set(trace_id(Request(scope)))
             CLIENT.set((scope.get("client") or ("",))[0])
         await self._app(scope, receive, send)
+
+
+class BodyTimeout:
+    """Answer 408 for a body that takes more than `timeout_s`; it holds memory meanwhile."""
+
+    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass everything on; reading a late body raises an exception."""
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        is_whole = False
+
+        async def timely() -> Message:
+            nonlocal is_whole
+            if is_whole:  # the next message is that the client has left, whenever that is
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError:
+                # FastAPI lets this kind alone through while it reads a body.
+                error = HTTPException(408, headers={"Connection": "close"})
+                raise error from body_timed_out(self._timeout_s)
+            is_whole = not message.get("more_body", False)
+            return message
+
+        await self._app(scope, timely if scope["type"] == "http" else receive, send)
 
 
 class BodyLimit:

@@ -21,6 +21,7 @@ from pydantic import (
 
 from serve_spec.config.base import unknown_key
 from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
 from serve_spec.core.logprobs import MAX_LOGPROBS
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
@@ -29,6 +30,7 @@ from serve_spec.serving.grammar_fields import grammar_of
 from serve_spec.serving.unavailable import Unavailable
 
 MAX_CHOICES_PER_PROMPT = 128
+_GRAMMAR_LIMIT = f"At most {MAX_GRAMMAR_CHARS} characters."
 
 # Request fields that are SamplingParams fields of the same name and meaning.
 _SAMPLING_FIELDS = (
@@ -72,6 +74,7 @@ Int32: TypeAlias = Annotated[int, Field(ge=-(2**31), lt=2**31)]
 NumLogprobs: TypeAlias = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Text: TypeAlias = Annotated[str, AfterValidator(fields.unicode)]
 Name: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_NAME_CHARS)]
+Label: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_LABEL_CHARS)]
 
 
 class TextPart(_Closed):
@@ -88,7 +91,9 @@ _TokenId: TypeAlias = Annotated[int, Field(ge=0, lt=2**31)]
 _TokenIds: TypeAlias = Annotated[list[_TokenId], Field(min_length=1)]
 _Texts: TypeAlias = Annotated[list[Text], Field(min_length=1)]
 _Prompts: TypeAlias = Annotated[list[_TokenIds], Field(min_length=1)]
-_Stops: TypeAlias = Annotated[list[Text], Field(max_length=fields.MAX_STOPS)]
+_Stop: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_STOP_CHARS)]
+_Stops: TypeAlias = Annotated[list[_Stop], Field(max_length=fields.MAX_STOPS)]
+_Variable: TypeAlias = Annotated[Text, Field(max_length=fields.MAX_VARIABLE_CHARS)]
 _Parts: TypeAlias = Annotated[list[TextPart], Field(min_length=1)]
 
 Prompts: TypeAlias = Annotated[
@@ -97,12 +102,13 @@ Prompts: TypeAlias = Annotated[
 ]
 Stops: TypeAlias = Annotated[
     list[str] | None,
-    PlainValidator(fields.stops, json_schema_input_type=Text | _Stops | None),
+    PlainValidator(fields.stops, json_schema_input_type=_Stop | _Stops | None),
 ]
 Variables: TypeAlias = Annotated[
     dict[str, fields.Variable] | None,
     PlainValidator(
-        fields.variables, json_schema_input_type=dict[Name, Text | int | float | bool | None] | None
+        fields.variables,
+        json_schema_input_type=dict[Name, _Variable | int | float | bool | None] | None,
     ),
 ]
 _FEW = BeforeValidator(fields.few)
@@ -113,6 +119,7 @@ Biases: TypeAlias = Annotated[
 FewTokenIds: TypeAlias = Annotated[
     list[_TokenId], Field(max_length=fields.MAX_ENTRIES, fail_fast=True)
 ]
+FewInts: TypeAlias = Annotated[list[Int32], Field(max_length=fields.MAX_ENTRIES, fail_fast=True)]
 Content: TypeAlias = Annotated[
     str, PlainValidator(fields.content, json_schema_input_type=Text | _Parts)
 ]
@@ -192,35 +199,35 @@ class _Request(_Closed):
         description=f"A text, or up to {fields.MAX_STOPS}, that ends the completion; not part of "
         "it.",
     )
-    stop_token_ids: Annotated[list[Int32], Field(fail_fast=True)] | None = Field(
-        None, description="Token ids that end it."
-    )
+    stop_token_ids: FewInts | None = Field(None, description="Token ids that end it.")
     ignore_eos: bool | None = Field(None, description="Generate past the end-of-text token.")
     response_format: ResponseFormat | None = Field(
         None, description="What the text has to look like; it ends where that is complete."
     )
     guided_json: dict[str, Any] | Text | None = Field(
-        None, description="The text is JSON that is valid under this schema."
+        None, description=f"The text is JSON that is valid under this schema. {_GRAMMAR_LIMIT}"
     )
     guided_regex: Text | None = Field(
-        None, description="The text matches this regular expression as a whole."
+        None, description=f"The text matches this regular expression as a whole. {_GRAMMAR_LIMIT}"
     )
     guided_grammar: Text | None = Field(
-        None, description="The text is one of this grammar, in Lark's notation or GBNF."
+        None,
+        description="The text is one of this grammar, in Lark's notation or GBNF. "
+        f"{_GRAMMAR_LIMIT}",
     )
     guided_choice: Annotated[list[Text], Field(fail_fast=True)] | None = Field(
-        None, description="The text is one of these."
+        None, description=f"The text is one of these. {_GRAMMAR_LIMIT}"
     )
     structured_outputs: dict[str, Any] | None = Field(
         None,
         description="Another way to say one of these: `json`, `json_object`, `regex`, `grammar`, "
-        "`choice`.",
+        f"`choice`. {_GRAMMAR_LIMIT}",
     )
     stream: bool | None = Field(None, description="Send server-sent events.")
     stream_options: StreamOptions | None = Field(None, description="Only with `stream`.")
     speculative: SpeculativeRequest | None = None
-    user: Text | None = Field(None, description="Accepted and ignored.")
-    metadata: Annotated[dict[str, str] | None, _FEW] = Field(
+    user: Label | None = Field(None, description="Accepted and ignored.")
+    metadata: Annotated[dict[Label, Label] | None, _FEW] = Field(
         None, description="Accepted and ignored."
     )
 
@@ -375,7 +382,10 @@ class ChatRequest(_Request):
     }
 
     messages: list[ChatMessage] = Field(
-        min_length=1, fail_fast=True, description="The conversation so far, oldest first."
+        min_length=1,
+        max_length=fields.MAX_MESSAGES,
+        fail_fast=True,
+        description="The conversation so far, oldest first.",
     )
     max_completion_tokens: Int32 | None = Field(
         None, description="Most tokens to generate; default: what the context has room for."
@@ -400,11 +410,11 @@ class ChatRequest(_Request):
     )
 
     parallel_tool_calls: bool | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_key: Text | None = Field(None, description="Accepted and ignored.")
+    prompt_cache_key: Label | None = Field(None, description="Accepted and ignored.")
     prompt_cache_options: dict[str, Any] | None = Field(None, description="Accepted and ignored.")
-    prompt_cache_retention: Text | None = Field(None, description="Accepted and ignored.")
-    safety_identifier: Text | None = Field(None, description="Accepted and ignored.")
-    service_tier: Text | None = Field(None, description="Accepted and ignored.")
+    prompt_cache_retention: Label | None = Field(None, description="Accepted and ignored.")
+    safety_identifier: Label | None = Field(None, description="Accepted and ignored.")
+    service_tier: Label | None = Field(None, description="Accepted and ignored.")
     store: bool | None = Field(None, description="Accepted and ignored: nothing is stored.")
 
     audio: dict[str, Any] | None = Field(None, description="Only null works.")

@@ -83,7 +83,9 @@ def read(app: Mapping[str, Any], stand_ins: Path) -> Deployment:
 
     stand_ins: an empty folder; checkpoints that are not on this machine get an empty folder there.
     """
-    args = {**app["args"], "config": _configuration(ROOT / app["args"]["config"], stand_ins)}
+    # As the pods get one from a Secret.
+    args = {"api_keys": ["key"], **app["args"]}
+    args["config"] = _configuration(ROOT / app["args"]["config"], stand_ins)
     given = {entry["name"]: entry for entry in app.get("deployments", [])}
     code = dict(_built(build_app(args)))
     assert given.keys() <= code.keys(), "deployments that the application does not have"

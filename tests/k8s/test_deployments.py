@@ -100,3 +100,8 @@ def test_the_high_throughput_settings_are_ones_that_ray_reads() -> None:
 def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:
     hard_stop_s = int(THROUGHPUT["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"])
     assert hard_stop_s >= deployment.config.router.request_timeout_s
+
+
+def test_haproxy_waits_for_a_silent_client_as_long_as_for_headers(deployment: Deployment) -> None:
+    silence_s = int(THROUGHPUT["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"])
+    assert silence_s == deployment.config.router.header_timeout_s

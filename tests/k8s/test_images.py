@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ray._common.utils import import_attr
 
 import serve_spec
+from serve_spec.serving import proxy
 from tests.k8s.overlays import USED_BY, rendered
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +69,21 @@ def test_an_image_says_what_it_is(dockerfile: str) -> None:
     labels = dict(re.findall(r'org\.opencontainers\.image\.(\w+)="([^"]+)"', dockerfile))
     assert labels["version"] == serve_spec.__version__
     assert labels["licenses"] == "Apache-2.0"
+
+
+def test_the_proxy_of_an_image_limits_slow_connections(dockerfile: str) -> None:
+    assert f"{proxy.CALLBACK_VARIABLE}={proxy.CALLBACK} " in last_stage(dockerfile)
+    assert callable(import_attr(proxy.CALLBACK))
+
+
+def test_base_images_can_be_pinned_by_digest(dockerfile: str) -> None:
+    defaults = re.findall(r"^ARG (\w+_IMAGE)=", dockerfile, re.MULTILINE)
+    bases = re.findall(r"^FROM (\S+)", dockerfile, re.MULTILINE)
+    assert set(bases) == {f"${{{name}}}" for name in defaults}
+
+
+def test_the_home_of_an_image_is_the_one_that_pods_mount(dockerfile: str) -> None:
+    assert "HOME=/home/serve " in last_stage(dockerfile)
 
 
 def test_probes_are_left_to_kubernetes_which_find_their_tool(dockerfile: str) -> None:

@@ -17,6 +17,8 @@ from tests.k8s.overlays import KUBERNETES, ROOT, USED_BY, Overlay, pod
 
 # Where the Dockerfiles put the checkout.
 IMAGE_ROOT = "/app/"
+# What Ray, kernel compilers and the package's own cache write; all else is read-only.
+WRITABLE = {"/tmp", "/home/serve", "/dev/shm"}
 
 
 def mebibytes(quantity: str) -> int:
@@ -115,7 +117,7 @@ def test_every_pod_finds_the_checkpoints(overlay: Overlay) -> None:
     needed = {MODELS.rstrip("/")} if checkpoints(overlay.app) else set()
     for group in overlay.cluster.groups:
         mounts = group.template.mounts
-        assert {path for path in mounts if path != "/dev/shm"} == needed
+        assert mounts.keys() - WRITABLE == needed
         assert all(mounts[path]["readOnly"] for path in needed)
 
 
@@ -145,8 +147,10 @@ def test_where_serve_logs_in_json_so_does_everything_else(overlay: Overlay) -> N
         assert group.template.env.get("SERVE_SPEC_LOG_FORMAT", "text") == encoding.lower()
 
 
-def test_api_keys_come_from_a_secret_where_there_is_one(overlay: Overlay) -> None:
-    """In every pod: any of them may build the application."""
+def test_without_a_secret_of_api_keys_nothing_starts_on_gpus(
+    overlay: Overlay, deployment: Deployment
+) -> None:
+    """It is in every pod: any of them may build the application."""
     variables = [
         entry
         for group in overlay.cluster.groups
@@ -155,11 +159,13 @@ def test_api_keys_come_from_a_secret_where_there_is_one(overlay: Overlay) -> Non
     ]
     if not overlay.of_kind("PodMonitor"):
         assert not variables, "the demo asks nobody"
+        assert deployment.config.router.allow_anonymous
         return
     assert len(variables) == len(list(overlay.cluster.groups))
     for variable in variables:
         secret = variable["valueFrom"]["secretKeyRef"]
-        assert secret == {"name": "serve-spec-api-keys", "key": "keys", "optional": True}
+        assert secret == {"name": "serve-spec-api-keys", "key": "keys"}
+    assert not deployment.config.router.allow_anonymous
 
 
 def test_the_probes_are_the_operators(overlay: Overlay) -> None:
@@ -177,8 +183,23 @@ def test_every_container_runs_without_privileges(overlay: Overlay) -> None:
         for container in spec["containers"]:
             assert container["securityContext"] == {
                 "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
                 "capabilities": {"drop": ["ALL"]},
             }
+
+
+def test_ray_can_write_where_it_must(overlay: Overlay) -> None:
+    for group in overlay.cluster.groups:
+        mounts = group.template.mounts
+        assert "emptyDir" in mounts["/tmp"]
+        assert "emptyDir" in mounts["/home/serve"]
+
+
+def test_only_the_autoscaler_gets_a_token_for_the_kubernetes_api(overlay: Overlay) -> None:
+    cluster = overlay.cluster
+    for group in cluster.groups:
+        scales = group is cluster.headGroupSpec and cluster.enableInTreeAutoscaling
+        assert group.template.spec.get("automountServiceAccountToken", True) == scales
 
 
 def test_a_drain_of_nodes_leaves_a_worker_and_is_never_blocked(overlay: Overlay) -> None:

@@ -32,6 +32,7 @@ def isolated_environment(tmp: str) -> dict[str, str]:
         "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
         "RAY_SERVE_PROXY_HEALTH_CHECK_TIMEOUT_S": "60",
         "RAY_USAGE_STATS_ENABLED": "0",
+        "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "serve_spec.serving.proxy:install",
     }
 
 

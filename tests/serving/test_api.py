@@ -314,9 +314,11 @@ def test_the_schema_is_published_and_promises_no_422(server: Server) -> None:
 class TestApiKeys:
     @pytest.fixture
     def server(self, config: ServeSpecConfig) -> Server:
-        return Server(ServeSpecConfig.load(config, api_keys=["k1", "k2"]))
+        return Server(ServeSpecConfig.load(config, api_keys=["k1", "k2\n"]))
 
-    @pytest.mark.parametrize("value", ["", "Bearer", "Bearer k3", "Bearer k1k2", "Basic k1", "k1"])
+    @pytest.mark.parametrize(
+        "value", ["", "Bearer", "Bearer  ", "Bearer k3", "Bearer k1k2", "Basic k1", "k1"]
+    )
     @pytest.mark.parametrize("path", ["/v1/models", "/server_info", "/nothing"])
     def test_without_a_key_everything_but_health_is_a_401(
         self, server: Server, path: str, value: str

@@ -65,6 +65,16 @@ def test_what_is_wrong_is_named(
         build_app(args)
 
 
+def test_where_nobody_may_be_anonymous_the_app_needs_keys(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    args = {"config": str(config_file), "allow_anonymous": False}
+    with pytest.raises(ConfigError, match=r"router\.allow_anonymous=false: router\.api_keys"):
+        build_app(args)
+    monkeypatch.setenv("SERVE_SPEC_ROUTER__API_KEYS", '["k1"]\n')
+    assert load_config(args).router.api_keys == ("k1",)
+
+
 def test_building_the_app_needs_no_torch(config_file: Path) -> None:
     program = (
         "import sys; from serve_spec.serving import build_app; "

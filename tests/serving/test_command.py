@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import socket
 from pathlib import Path
@@ -11,7 +12,8 @@ import pytest
 import yaml
 
 from serve_spec import cli
-from serve_spec.serving.command import announcement, main, read_plan
+from serve_spec.serving import proxy
+from serve_spec.serving.command import announcement, limit_headers, main, read_plan
 
 
 @pytest.fixture
@@ -69,6 +71,29 @@ def test_a_serve_file_is_judged_and_resolved_without_starting_anything(
 
 def test_there_are_logical_cpus_for_every_replica(deploy_file: Path) -> None:
     assert read_plan(deploy_file, None, None).num_cpus >= 120
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "is_open"),
+    [("0.0.0.0", "[]", True), ("0.0.0.0", "[k]", False), ("127.0.0.1", "[]", False)],
+)
+def test_a_server_that_anyone_can_use_is_known(
+    config_file: Path, host: str, keys: str, is_open: bool
+) -> None:
+    config_file.write_text(config_file.read_text() + f"  api_keys: {keys}\n")
+    assert read_plan(config_file, host, None).is_open_to_all == is_open
+
+
+def test_the_proxy_is_told_the_limit_of_the_configuration(
+    config_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config_file.write_text(config_file.read_text() + "  header_timeout_s: 7.5\n")
+    for name in (proxy.CALLBACK_VARIABLE, proxy.HEADER_TIMEOUT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.environ", dict(os.environ))
+    limit_headers(read_plan(config_file, None, None))
+    assert os.environ[proxy.CALLBACK_VARIABLE] == proxy.CALLBACK
+    assert proxy.header_timeout_s() == 7.5
 
 
 def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
@@ -12,7 +13,11 @@ from typing import Any
 import pytest
 from ray.exceptions import ActorDiedError, RayError
 from ray.serve._private.common import DeploymentID
-from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
+from ray.serve.exceptions import (
+    BackPressureError,
+    DeploymentUnavailableError,
+    RequestCancelledError,
+)
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import InvalidRequest
@@ -168,6 +173,29 @@ def test_an_answer_that_nobody_waits_for_is_cancelled(fleet: Any, num_read: int)
 
     asyncio.run(scenario())
     assert responses.num_cancels == 1
+
+
+def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
+    fleet: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    class CancelledByServe(Responses):
+        async def __anext__(self) -> Any:
+            try:
+                return await super().__anext__()
+            except asyncio.CancelledError:
+                raise RequestCancelledError("id") from None
+
+    async def scenario() -> None:
+        built = fleet(CancelledByServe([], endless=True))
+        waiting = asyncio.ensure_future(anext(built.generate(request())))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        await asyncio.wait({waiting})
+        await asyncio.sleep(0.01)
+        gc.collect()  # what nobody has read is logged here
+
+    asyncio.run(scenario())
+    assert caplog.text == ""
 
 
 def test_waiting_ends_when_no_replica_is_left(fleet: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -208,6 +208,27 @@ def test_the_engine_reads_the_very_tokens_that_are_echoed(lawful: ServeSpecConfi
     assert fleet.prompts[4:] == ["é"] * 2 + ["x"] * 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_equal_prompts_alone_are_computed_once(lawful: ServeSpecConfig, stream: bool) -> None:
+    fleet = Listener()
+    body = {"prompt": ["the", "x", "the"], "n": 2, "max_tokens": 0, "echo": True, "logprobs": 1}
+    if stream:
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+    answer = ask(lawful, fleet, COMPLETIONS, body)
+    assert fleet.prompts == [list(b"the"), list(b"x")]
+    *chunks, last = chunks_of(answer) if stream else [answer.json()] * 2
+    choices = {c["index"]: c for chunk in chunks for c in chunk["choices"]}
+    assert [choices[index]["text"] for index in range(6)] == ["the"] * 2 + ["x"] * 2 + ["the"] * 2
+    assert choices[5]["logprobs"]["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"]
+    assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)
+
+
+def test_equal_prompts_that_go_on_are_computed_each(lawful: ServeSpecConfig) -> None:
+    fleet = Listener()
+    ask(lawful, fleet, COMPLETIONS, {"prompt": ["x", "x"], "n": 2, "echo": True, "max_tokens": 1})
+    assert fleet.prompts == ["x"] * 4
+
+
 def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> None:
     write_text_files(config.model.path)  # its tokenizer would add a special token
     for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):

@@ -416,6 +416,33 @@ def test_n_is_a_number_of_choices(n: object) -> None:
     assert refusal(n=n)["param"] == "n"
 
 
+@pytest.mark.parametrize(
+    ("field", "most", "more"),
+    [
+        ("stop", "s" * 1024, "s" * 1025),
+        ("stop", ["s" * 1024] * 16, ["s", "s" * 400_000]),
+        ("stop_token_ids", [1] * 1024, [1] * 1025),
+        ("user", "u" * 1024, "u" * 1025),
+        ("metadata", {"k": "v" * 1024}, {"k": "v" * 1025}),
+    ],
+)
+def test_long_values_are_refused_by_name(field: str, most: object, more: object) -> None:
+    parse(**{field: most})
+    assert str(refusal(**{field: more})["param"]).split(".")[0] == field
+
+
+def test_long_conversations_and_variables_are_refused_by_name() -> None:
+    message = {"role": "user", "content": "a"}
+    ChatRequest(messages=[message] * 2**14)  # type: ignore[list-item]
+    for field, value in (
+        ("messages", [message] * (2**14 + 1)),
+        ("chat_template_kwargs", {"k": "v" * (2**15 + 1)}),
+    ):
+        with pytest.raises(ValidationError) as caught:
+            ChatRequest.model_validate({"messages": [message], field: value})
+        assert caught.value.errors()[0]["loc"] == (field,)
+
+
 def test_stop_is_one_text_or_a_few() -> None:
     assert parse(stop="x").sampling_params().stop == ("x",)
     assert len(parse(stop=["x"] * 16).sampling_params().stop) == 16

@@ -111,6 +111,15 @@ def test_secrets_appear_neither_in_errors_nor_in_the_printed_object(
     assert "hunter2" not in repr(config)
 
 
+def test_api_keys_are_stripped_and_none_is_empty(minimal: dict[str, Any]) -> None:
+    keys = ServeSpecConfig.load(minimal, api_keys=["k1\n", " k2 ", "k2"]).router.api_keys
+    assert keys == ("k1", "k2", "k2")
+    for empty in ("", " \n"):
+        refusal = problems(minimal, api_keys=["hunter2", empty])
+        assert "router.api_keys='': a key is empty" in refusal
+        assert "hunter2" not in refusal
+
+
 def test_a_configuration_never_changes(minimal: dict[str, Any]) -> None:
     config = ServeSpecConfig.load(minimal)
     with pytest.raises(ValidationError, match="frozen"):

@@ -1,0 +1,114 @@
+"""What Ray Serve's HTTP proxy does with a connection before a request reaches the router.
+
+Serve calls `install` in every process that listens for HTTP, if the environment names it there:
+`RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH=serve_spec.serving.proxy:install`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+from starlette.middleware import Middleware
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http import auto
+
+from serve_spec.config import ConfigError, RouterConfig
+from serve_spec.config.base import parse_yaml
+
+CALLBACK_VARIABLE = "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"
+CALLBACK = "serve_spec.serving.proxy:install"
+HEADER_TIMEOUT_VARIABLE = "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S"
+
+
+_PROTOCOL = auto.AutoHTTPProtocol
+
+
+def install() -> list[Middleware]:
+    """Limit how long headers may take from now on, and return the proxy's middleware.
+
+    Raises:
+        ConfigError: the time limit in the environment is not a positive number.
+    """
+    auto.AutoHTTPProtocol = limited(_PROTOCOL, header_timeout_s())
+    return [Middleware(Utf8Headers)]
+
+
+def header_timeout_s() -> float:
+    """Return `router.header_timeout_s`: from the environment, else the default.
+
+    Raises:
+        ConfigError: it is not a positive number.
+    """
+    name = HEADER_TIMEOUT_VARIABLE
+    if name not in os.environ:
+        return RouterConfig().header_timeout_s
+    value = parse_yaml(os.environ[name], name)
+    try:
+        return RouterConfig(header_timeout_s=value).header_timeout_s
+    except ValueError:
+        raise ConfigError(
+            f"{name}={value!r}: not a time; give a number of seconds above 0"
+        ) from None
+
+
+def limited(protocol: Any, timeout_s: float) -> type[asyncio.Protocol]:
+    """Return `protocol`, an HTTP protocol of uvicorn, with a time limit on headers.
+
+    A new connection has `timeout_s` to send the headers of its first request, and as long for those
+    of a later one from their first byte on. Between two requests uvicorn's keep-alive limit holds.
+    """
+
+    class LimitedProtocol(protocol):  # type: ignore[misc]
+        _header_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._await_headers()
+
+        def data_received(self, data: bytes) -> None:
+            before = self.cycle
+            super().data_received(data)
+            # A request whose headers are complete is a new cycle; a WebSocket is a new protocol.
+            if self.cycle is not before or self.transport.get_protocol() is not self:
+                self._stop_timer()
+            elif self.cycle is None or self.cycle.response_complete:
+                self._await_headers()
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_timer()
+            super().connection_lost(exc)
+
+        def _await_headers(self) -> None:
+            if self._header_timer is None:
+                self._header_timer = self.loop.call_later(timeout_s, self.transport.close)
+
+        def _stop_timer(self) -> None:
+            if self._header_timer is not None:
+                self._header_timer.cancel()
+                self._header_timer = None
+
+    return LimitedProtocol
+
+
+class Utf8Headers:
+    """Turn header values that are not UTF-8 into it; Serve decodes some of them and would fail."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on with its headers in UTF-8."""
+        if "headers" in scope:
+            headers = [(name, _utf8(value)) for name, value in scope["headers"]]
+            scope = {**scope, "headers": headers}
+        await self._app(scope, receive, send)
+
+
+def _utf8(value: bytes) -> bytes:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return value.decode("latin-1").encode()
+    return value

@@ -1,0 +1,66 @@
+"""A client that leaves is no error, whatever Ray makes of it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from typing import Any
+
+import pytest
+from ray.exceptions import ActorDiedError, RayError, TaskCancelledError
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.serving.admission import Admission
+from serve_spec.serving.api import create_api
+from serve_spec.serving.ingress import FailedReads
+from tests.serving.fake_engine import FakeLoop
+from tests.serving.fakes import LoopFleet
+
+BODY = json.dumps({"prompt": "hold on", "stream": True, "max_tokens": 9}).encode()
+
+
+@pytest.mark.parametrize("error", [TaskCancelledError(), ActorDiedError()], ids=repr)
+@pytest.mark.parametrize(
+    ("message", "status"),
+    [
+        ({"type": "http.request", "body": BODY[:9], "more_body": True}, 499),
+        ({"type": "http.request", "body": BODY}, 200),
+    ],
+    ids=["in its body", "in its stream"],
+)
+def test_a_read_that_ray_fails_is_a_client_that_left(
+    config: ServeSpecConfig,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    message: dict[str, Any],
+    status: int,
+    error: RayError,
+) -> None:
+    monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
+    loop = FakeLoop(config)
+    app = FailedReads(create_api(config, LoopFleet(loop), Admission(max_in_flight=8, max_queued=1)))
+    inbox, sent = [message], []
+
+    async def receive() -> Any:
+        if inbox:
+            return inbox.pop()
+        await asyncio.sleep(0.01)
+        raise error
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    path = "/v1/completions"
+    headers = [(b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": path,
+        "query_string": b"",
+        "headers": headers,
+    }
+    asyncio.run(app(scope, receive, send))
+    assert sent[0]["status"] == status
+    assert not loop.streams
+    assert caplog.text == ""
