@@ -60,7 +60,7 @@ class Tokenizer:
             TextTooLong: the text has more than `max_tokens` tokens.
         """
         if max_tokens is not None:
-            self._refuse_long(text, max_tokens)
+            self.refuse_long(text, max_tokens)
         encoding = _encoding(self._tokenizer, text, add_special_tokens=add_special_tokens)
         if max_tokens is not None and len(encoding) > max_tokens:
             raise TextTooLong(len(encoding))
@@ -79,8 +79,8 @@ class Tokenizer:
         description = json.loads(self._tokenizer.to_str())
         return json.dumps({**description, "truncation": None, "padding": None})
 
-    def _refuse_long(self, text: str, max_tokens: int) -> None:
-        """Raise TextTooLong for a text whose length alone says so, or whose pieces do."""
+    def refuse_long(self, text: str, max_tokens: int) -> None:
+        """Raise TextTooLong for a text that is too long by far: by its length, or by its pieces."""
         if len(text) <= _USUAL_CHARS_PER_TOKEN * max_tokens:
             return
         num_bytes = len(text.encode())

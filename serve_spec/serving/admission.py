@@ -30,6 +30,7 @@ class Turn:
     """One request's place at the replicas, or its wait for one.
 
     withdraw: takes the request back from its replica; None while no replica has it.
+    has_begun: whether its tokens have come, so that a replica runs it now.
     """
 
     def __init__(self, admission: Admission, client: str, order: int) -> None:
@@ -37,13 +38,14 @@ class Turn:
         self.order = order
         self.granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.withdraw: Callable[[], None] | None = None
+        self.has_begun = False
         self.is_withdrawn = False
         """Whether its place is promised to another client."""
         self._admission = admission
 
     async def regain(self) -> None:
         """Give a promised place back and wait for another one; otherwise return at once."""
-        self.withdraw = None
+        self.withdraw, self.has_begun = None, False
         if self.is_withdrawn:
             await self._admission.wait_again(self)
 
@@ -190,20 +192,34 @@ class Admission:
         )
 
     def _withdraw(self) -> None:
-        """Take places from clients above their share, one for each request of others that waits."""
+        """Take places from clients above their share, one for each request of others that waits.
+
+        Requests that wait inside a replica leave it, too, and come back behind those of others.
+        """
         self._withdrawal = None
-        num_promised = sum(t.is_withdrawn for turns in self._holding.values() for t in turns)
+        promised = [turn for turns in self._holding.values() for turn in turns if turn.is_withdrawn]
+        num_promised = sum(turn.has_begun for turn in promised)
         while self._waiting and self._may_withdraw():
             largest = max(self._holding, key=self._num_kept)
             num_wanted = sum(len(turns) for c, turns in self._waiting.items() if c != largest)
-            kept = (turn for turn in reversed(self._holding[largest]) if not turn.is_withdrawn)
-            turn = next((turn for turn in kept if turn.withdraw is not None), None)
-            if turn is None or turn.withdraw is None or num_promised >= num_wanted:
+            turn = self._newest_kept(largest)
+            if turn is None or turn.withdraw is None:
+                return
+            if turn.has_begun and num_promised >= num_wanted:
                 return
             turn.is_withdrawn = True
             turn.withdraw()
-            num_promised += 1
+            num_promised += turn.has_begun
             self.num_withdrawn += 1
+
+    def _newest_kept(self, client: str) -> Turn | None:
+        """Return the client's turn that loses least: one that has not begun, else the newest."""
+        kept = [
+            turn
+            for turn in reversed(self._holding[client])
+            if turn.withdraw is not None and not turn.is_withdrawn
+        ]
+        return min(kept, key=lambda turn: turn.has_begun, default=None)
 
     def _num_kept(self, client: str) -> int:
         return sum(not turn.is_withdrawn for turn in self._holding[client])

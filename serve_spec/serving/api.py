@@ -2,9 +2,10 @@
 
 # No `from __future__ import annotations` here: FastAPI reads the annotations of the routes.
 
+import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +19,7 @@ from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import (
+    Answer,
     AnswerFormat,
     AnswerHead,
     ChatCompletion,
@@ -42,6 +44,7 @@ from serve_spec.serving.error_answers import (
     CHAT_PATH,
     AsciiJSON,
     add_error_answers,
+    encode_by_items,
     error_answer,
     trace_id,
 )
@@ -59,6 +62,8 @@ from serve_spec.serving.middleware import (
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
+
+_PIECE_BYTES = 2**20
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -110,7 +115,7 @@ class CompletionAnswer(Response):
                 frames = stream_frames(running, self._form, self._choices[0].trace_id)
                 answer = StreamingResponse(frames, media_type=sse.MEDIA_TYPE, headers=sse.HEADERS)
             else:
-                answer = AsciiJSON(await whole_answer(running, self._form))
+                answer = await _json_answer(await whole_answer(running, self._form))
             await answer(scope, receive, send)
 
 
@@ -231,6 +236,7 @@ def _add_completions(api: FastAPI, door: _Door) -> None:
         door.admit(body, len(body.prompt))
         params = body.sampling_params()
         head = door.head("cmpl", body)
+        await door.text.refuse_long(body.prompt)
         echoes = await door.echoes(body, params)
         # What is echoed token by token must be what the engine reads.
         scored: list[Prompt] = [echo.token_ids for echo in echoes]
@@ -249,6 +255,18 @@ def _add_completions(api: FastAPI, door: _Door) -> None:
         prompts: list[Prompt] = [prompt]
         choices = choices_of(head.id, trace_id(request), prompts, params, body.num_choices)
         return door.answer(body, choices, ChatFormat(head, await door.spell(params)))
+
+
+async def _json_answer(content: Answer) -> Response:
+    """Return a whole answer as a response; other requests go on while a long one is made."""
+    body = await asyncio.to_thread(encode_by_items, content)
+    headers = {"content-length": str(len(body))}
+    return StreamingResponse(_pieces(body), media_type="application/json", headers=headers)
+
+
+async def _pieces(body: bytes) -> AsyncIterator[bytes]:
+    for start in range(0, len(body), _PIECE_BYTES):
+        yield body[start : start + _PIECE_BYTES]
 
 
 def _answers(kind: str) -> dict[int | str, dict[str, Any]]:

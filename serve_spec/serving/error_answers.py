@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -26,7 +27,23 @@ class AsciiJSON(JSONResponse):
 
     def render(self, content: object) -> bytes:
         """The body."""
-        return json.dumps(content, separators=(",", ":")).encode("ascii")
+        return _encode(content).encode("ascii")
+
+
+def encode_by_items(content: Mapping[str, object]) -> bytes:
+    """Return JSON in ASCII. Items of lists are encoded one by one: between two others may run."""
+
+    def encode(value: object) -> str:
+        if isinstance(value, list):
+            return f"[{','.join(map(_encode, value))}]"
+        return _encode(value)
+
+    fields = (f"{_encode(name)}:{encode(value)}" for name, value in content.items())
+    return f"{{{','.join(fields)}}}".encode("ascii")
+
+
+def _encode(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
 
 
 def error_answer(error: ApiError) -> Response:

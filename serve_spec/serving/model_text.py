@@ -28,6 +28,8 @@ from serve_spec.serving.openai import ChatRequest
 
 # What a config.json without the key means, here as in `models.shape`.
 _DEFAULT_MODEL_LEN = 2048
+# Shorter texts are for the replica to refuse, which has to encode them in any case.
+_UNUSUAL_CHARS = 65_536
 # Likely tokens come again and again: an answer with 20 alternatives spells 21 of them per token.
 _KEPT_SPELLINGS = 2**16
 
@@ -77,6 +79,18 @@ class ModelText:
             await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
         ]
 
+    async def refuse_long(self, prompts: Sequence[Prompt]) -> None:
+        """Refuse texts that are too long by far before they travel to a replica.
+
+        Raises:
+            InvalidRequest: one is too long for the model.
+            ApiError: 500, the checkpoint's files can not be used here.
+        """
+        for prompt in prompts:
+            if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
+                loaded = await asyncio.to_thread(self._files)
+                await encode_beside(len(prompt), partial(loaded.refuse_long, prompt))
+
     async def spell(self) -> Spell:
         """What spells single tokens.
 
@@ -125,6 +139,13 @@ class _Loaded:
         """
         try:
             return self.tokenizer.encode(text, max_tokens=self._max_model_len - 1)
+        except TextTooLong as error:
+            raise self._too_long("prompt", error.at_least) from None
+
+    def refuse_long(self, text: str) -> None:
+        """Raise InvalidRequest for a text that is too long by far."""
+        try:
+            self.tokenizer.refuse_long(text, self._max_model_len - 1)
         except TextTooLong as error:
             raise self._too_long("prompt", error.at_least) from None
 

@@ -211,6 +211,8 @@ async def resumed(
                 async for item in items:
                     if isinstance(item, Withdrawn):
                         break
+                    if turn is not None and isinstance(item, TokenDelta):
+                        turn.has_begun = True
                     if (heard := attempts.take(item)) is not None:
                         yield heard
                     if is_last(item):

@@ -210,11 +210,15 @@ def kill(pid: int) -> None:
 def held() -> dict[str, dict[str, Any]]:
     """What each engine replica says of itself: requests by router, and pages."""
     import ray
+    from ray.exceptions import RayError
 
-    return {
-        name: ray.get(actor.record_routing_stats.remote())
-        for name, actor in actors("EngineReplica").items()
-    }
+    try:
+        return {
+            name: ray.get(actor.record_routing_stats.remote())
+            for name, actor in actors("EngineReplica").items()
+        }
+    except RayError:  # one is coming or going
+        return {}
 
 
 def holds_nothing(replicas: dict[str, dict[str, Any]]) -> bool:

@@ -1,0 +1,239 @@
+"""Clients that mean no good, and one that watches how everybody else fares meanwhile.
+
+Everything goes to loopback addresses, a client each, and ends by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+WATCHER, HOG, BYSTANDER, ATTACKER = (f"127.0.0.{host}" for host in (2, 3, 4, 5))
+
+
+def client_at(url: str, address: str, timeout_s: float = 120) -> httpx.AsyncClient:
+    """A client with an address of its own, so that the router knows it from others."""
+    limits = httpx.Limits(max_connections=None)
+    transport = httpx.AsyncHTTPTransport(local_address=address, limits=limits)
+    return httpx.AsyncClient(base_url=url, transport=transport, timeout=timeout_s)
+
+
+@dataclass
+class Watch:
+    """What a client saw that streams all the time, and asks for `/health` once in a while."""
+
+    gaps_s: list[float] = field(default_factory=list)
+    """Longest silence within each stream, after its first chunk."""
+    texts: set[str] = field(default_factory=set)
+    errors: list[str] = field(default_factory=list)
+    health_s: list[float] = field(default_factory=list)
+
+    @property
+    def longest_gap_s(self) -> float:
+        return max(self.gaps_s, default=0.0)
+
+    async def stream_for_ever(self, client: httpx.AsyncClient) -> None:
+        body = {"prompt": "def f(x):\n", "max_tokens": 100, "temperature": 0, "stream": True}
+        while True:
+            last, text, stream = 0.0, "", len(self.gaps_s)
+            self.gaps_s.append(0.0)
+            async with client.stream("POST", COMPLETIONS, json=body) as answer:
+                if answer.status_code != 200:
+                    self.errors.append(str(answer.status_code))
+                async for line in answer.aiter_lines():
+                    if not line.startswith("data: {"):
+                        continue
+                    now = time.monotonic()
+                    self.gaps_s[stream] = max(self.gaps_s[stream], now - (last or now))
+                    last = now
+                    chunk = json.loads(line.removeprefix("data: "))
+                    if "error" in chunk:
+                        self.errors.append(str(chunk["error"]))
+                    else:
+                        text += chunk["choices"][0]["text"]
+            self.texts.add(text)
+
+    async def ask_for_health(self, client: httpx.AsyncClient) -> None:
+        while True:
+            started = time.monotonic()
+            answer = await client.get("/health")
+            if answer.status_code != 200:
+                self.errors.append(f"health: {answer.text}")
+            self.health_s.append(time.monotonic() - started)
+            await asyncio.sleep(0.2)
+
+
+@asynccontextmanager
+async def watching(url: str) -> AsyncIterator[Watch]:
+    """Two streams and a probe, for as long as the body takes."""
+    watch = Watch()
+    async with client_at(url, WATCHER) as client:
+        tasks = [
+            asyncio.create_task(work)
+            for work in (
+                watch.stream_for_ever(client),
+                watch.stream_for_ever(client),
+                watch.ask_for_health(client),
+            )
+        ]
+        try:
+            while not watch.texts:
+                await asyncio.sleep(0.01)
+            yield watch
+        finally:
+            for task in tasks:
+                task.cancel()
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if not isinstance(error, asyncio.CancelledError):
+            watch.errors.append(repr(error))
+
+
+async def statuses(client: httpx.AsyncClient, path: str, bodies: list[Any]) -> list[Any]:
+    """Statuses and seconds of requests that are all sent at once."""
+
+    async def send(content: bytes) -> tuple[int, float]:
+        started = time.monotonic()
+        answer = await client.post(
+            path, content=content, headers={"content-type": "application/json"}
+        )
+        return answer.status_code, time.monotonic() - started
+
+    # Encoded before: one body of eight megabytes keeps this process from watching.
+    contents = {id(body): json.dumps(body).encode() for body in bodies}
+    return await asyncio.gather(*(send(contents[id(body)]) for body in bodies))
+
+
+async def until_closed(url: str, start: bytes, drip: bytes, every_s: float, most_s: float) -> bytes:
+    """What a connection hears that sends `start`, and then `drip` again and again; b"open" if it
+    is never closed.
+    """
+    parts = urlsplit(url)
+    reader, writer = await asyncio.open_connection(
+        parts.hostname, parts.port, local_addr=(ATTACKER, 0)
+    )
+    heard = asyncio.create_task(reader.read())
+    try:
+        writer.write(start)
+        for _ in range(int(most_s / every_s)):
+            done, _ = await asyncio.wait({heard}, timeout=every_s)
+            if done:
+                return heard.result()
+            writer.write(drip)
+        return b"open"
+    except OSError:
+        return b"closed"
+    finally:
+        heard.cancel()
+        writer.close()
+        with suppress(OSError, asyncio.CancelledError):
+            await writer.wait_closed()
+
+
+def head(path: str, length: int) -> bytes:
+    """The head of a POST with a body of so many bytes."""
+    return (
+        f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+        f"content-length: {length}\r\n\r\n"
+    ).encode()
+
+
+_WORDS = ["a", "def f(x):", "<eos>", "\u0000", "é", "\ud7ff", " " * 50, "x" * 5000, "🙂"]
+_NUMBERS = [0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, 1e-320]
+_ODD = [None, True, "3", [], {}, [[]], [None], {"a": 1}, *_NUMBERS, *_WORDS]
+_FIELDS = [
+    "prompt", "model", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "echo",
+    "max_tokens", "logprobs", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_token_ids",
+    "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "stream",
+    "stream_options", "speculative", "response_format", "guided_json", "guided_regex",
+    "guided_grammar", "guided_choice", "structured_outputs", "user", "metadata", "suffix",
+    "best_of", "messages", "tools", "unknown",
+]  # fmt: skip
+
+
+def _long(rng: random.Random) -> str:
+    return (rng.choice(_WORDS) * rng.choice([10, 2_000, 30_000]))[:300_000]
+
+
+def _messages(rng: random.Random) -> list[Any]:
+    roles = ["user", "system", "assistant", "tool", 7]
+    return [
+        {"role": rng.choice(roles), "content": rng.choice(_ODD)} for _ in range(rng.randint(0, 4))
+    ]
+
+
+_KINDS: list[Callable[[random.Random], dict[str, Any]]] = [
+    lambda rng: {name: rng.choice(_ODD) for name in rng.sample(_FIELDS, rng.randint(1, 4))},
+    lambda rng: {"prompt": [rng.choice([0, 5, 8191, 8192, 2**31])] * rng.choice([1, 900, 20_000])},
+    lambda rng: {"prompt": _long(rng)},
+    lambda rng: {"prompt": ["a"] * rng.choice([1, 8, 2000]), "n": rng.choice([1, 4, 10**9])},
+    lambda rng: {"prompt": [5] * 200, "echo": True, "logprobs": 20, "n": rng.choice([1, 16])},
+    lambda rng: {"stop": ["x" * rng.choice([10, 2000, 100_000])] * rng.choice([1, 16, 17])},
+    lambda rng: {"stop_token_ids": [1] * rng.choice([1, 2000, 100_000])},
+    lambda rng: {"guided_regex": rng.choice(["(a+)+b" * 20, "a{1,100000}", "(", "[", ".*" * 500])},
+    lambda rng: {"messages": _messages(rng)},
+    lambda rng: {"messages": [{"role": "user", "content": _long(rng)}]},
+]
+
+
+def hostile_request(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
+    """A path, a body and headers; of a kind that `rng` draws."""
+    body = {"prompt": rng.choice(_WORDS[1:]), "max_tokens": rng.choice([0, 1, 4])}
+    body |= rng.choice(_KINDS)(rng)
+    path = COMPLETIONS
+    if "messages" in body and rng.random() < 0.9:
+        path = CHAT
+        del body["prompt"]
+    content = json.dumps(body).encode()
+    headers = {"content-type": "application/json"}
+    if rng.random() < 0.1:
+        content = rng.choice(
+            [b"", b"{", b"[" * 50_000, b"\xff\xfe", content[:-3], b"{}" * 9, b'{"a":1e999}', b"7"]
+        )
+        headers["content-type"] = rng.choice(["text/plain", "application/json", "x"])
+    if rng.random() < 0.05:
+        headers["x-request-id"] = rng.choice(["", "x" * 5000, "a b\tc"])
+    return path, content, headers
+
+
+@dataclass
+class Flood:
+    """How a number of hostile requests were answered."""
+
+    statuses: Counter[int] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    """Answers of 500 and more, and what they answer."""
+
+    async def send(self, url: str, num_requests: int, seed: int, num_at_once: int = 8) -> None:
+        rng = random.Random(seed)
+        requests = [hostile_request(rng) for _ in range(num_requests)]
+        async with client_at(url, ATTACKER) as client:
+
+            async def work() -> None:
+                while requests:
+                    path, content, headers = requests.pop()
+                    leaves = rng.random() < 0.1
+                    timeout_s = rng.choice([0.01, 0.1]) if leaves else 120
+                    try:
+                        answer = await client.post(
+                            path, content=content, headers=headers, timeout=timeout_s
+                        )
+                    except httpx.TimeoutException:
+                        self.statuses[0 if leaves else 599] += 1
+                        continue
+                    self.statuses[answer.status_code] += 1
+                    if answer.status_code >= 500:
+                        self.bad.append(f"{content[:200]!r}: {answer.text[:300]}")
+
+            await asyncio.gather(*(work() for _ in range(num_at_once)))

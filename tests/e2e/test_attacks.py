@@ -1,0 +1,298 @@
+"""Two replicas of the shipped pair, attacked: nobody else may notice."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.attacks import (
+    ATTACKER,
+    BYSTANDER,
+    CHAT,
+    COMPLETIONS,
+    HOG,
+    Flood,
+    client_at,
+    head,
+    statuses,
+    until_closed,
+    watching,
+)
+from tests.e2e.fleet import held, holds_nothing, kill, pids, server_info
+from tests.serving.cluster import ROOT, eventually, local_serve
+
+HEADER_TIMEOUT_S = 2.0
+BODY_TIMEOUT_S = 10.0
+STALL_TIMEOUT_S = 5.0
+MAX_SEQS = 16
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    os.environ["SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S"] = str(HEADER_TIMEOUT_S)
+    try:
+        with local_serve(num_cpus=4) as url:
+            from ray import serve
+
+            from serve_spec.serving import build_app
+
+            args = {
+                "config": str(ROOT / "configs" / "tiny.yaml"),
+                "num_replicas": 2,
+                "num_cpus": 0.5,
+                "speculative_adaptive_strategy": "ema",
+                # Short rounds, so that a gap in a stream is not one.
+                "max_num_batched_tokens": 128,
+                "body_timeout_s": BODY_TIMEOUT_S,
+                "stall_timeout_s": STALL_TIMEOUT_S,
+                "health_check_period_s": 1.0,
+                "graceful_shutdown_timeout_s": 0.0,
+                "push_interval_s": 1.0,
+            }
+            serve.run(build_app(args), name="attacked", route_prefix="/")
+            yield url
+    finally:
+        del os.environ["SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S"]
+
+
+def show(name: str, **figures: object) -> None:
+    print(f"\n{name}:", ", ".join(f"{key} {value}" for key, value in figures.items()))
+
+
+def rss_mb() -> dict[str, float]:
+    """Memory of the router's and the replicas' processes."""
+    processes = {**pids("Router"), **pids()}
+    pages = {
+        n: int(Path(f"/proc/{pid}/statm").read_text().split()[1]) for n, pid in processes.items()
+    }
+    return {name: round(count * 4096 / 2**20, 1) for name, count in pages.items()}
+
+
+def test_texts_that_are_far_too_long_are_refused_and_stop_nobody(url: str) -> None:
+    """Point 1: 24 prompts and 3 chats of 7.9 MB."""
+    text = "def f(x): return x\n" * (7_900_000 // 19)
+    chat = {"messages": [{"role": "user", "content": text}]}
+    before = pids()
+
+    async def scenario() -> None:
+        async with watching(url) as watch, client_at(url, ATTACKER) as client:
+            (alone,) = await statuses(client, COMPLETIONS, [{"prompt": text}])
+            (alone_chat,) = await statuses(client, CHAT, [chat])
+            prompts = await statuses(client, COMPLETIONS, [{"prompt": text}] * 24)
+            chats = await statuses(client, CHAT, [chat] * 3)
+            await asyncio.sleep(1)
+        answers = [alone, alone_chat, *prompts, *chats]
+        show(
+            "long texts",
+            alone_s=round(alone[1], 2),
+            alone_chat_s=round(alone_chat[1], 2),
+            slowest_s=round(max(s for _, s in answers), 2),
+            gap_s=round(watch.longest_gap_s, 2),
+            health_s=round(max(watch.health_s), 2),
+        )
+        assert {status for status, _ in answers} == {413}
+        assert max(alone[1], alone_chat[1]) < 1.0
+        assert watch.longest_gap_s < 1.0
+        assert watch.errors == []
+        assert len(watch.texts) == 1
+
+    asyncio.run(scenario())
+    assert pids() == before, "no replica was replaced"
+
+
+def test_two_large_requests_leave_room_for_others(url: str) -> None:
+    """Point 4: 4 prompts, n = 96, twice; everybody else is served meanwhile."""
+    prompts = [f"def f{i}(x):" for i in range(4)]
+    large = {"prompt": prompts, "n": 96, "max_tokens": 400, "ignore_eos": True}
+
+    async def scenario() -> None:
+        async with client_at(url, HOG) as hog, client_at(url, BYSTANDER) as client:
+            hogs = [asyncio.create_task(hog.post(COMPLETIONS, json=large)) for _ in range(2)]
+            while (await router(client))["in_flight"] < MAX_SEQS:
+                await asyncio.sleep(0.05)
+            took = []
+            for _ in range(5):
+                ((status, seconds),) = await statuses(
+                    client, COMPLETIONS, [{"prompt": "x = ", "max_tokens": 4}]
+                )
+                assert status == 200
+                took.append(seconds)
+            state = await router(client)
+            show("starvation", others_s=[round(s, 2) for s in took], router=state)
+            refused = [task.result().status_code for task in hogs if task.done()]
+            assert refused == [429], "both would not fit into one client's share of the queue"
+            assert state["num_clients"] == 1
+            for task in hogs:
+                task.cancel()
+            await asyncio.gather(*hogs, return_exceptions=True)
+
+    asyncio.run(scenario())
+    eventually(held, holds_nothing)
+
+
+async def router(client: Any) -> dict[str, Any]:
+    return dict((await client.get("/server_info")).raise_for_status().json()["router"])
+
+
+LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
+
+
+def test_requests_that_wait_move_to_the_replica_that_comes_back(url: str) -> None:
+    """Point 5: a replica dies under load; the dead one leaves, the new one gets the waiting."""
+    before = pids()
+    victim = next(iter(before))
+
+    async def scenario() -> None:
+        async with client_at(url, BYSTANDER) as client:
+            bodies = [{"prompt": f"def f{i}(x):", **LONG} for i in range(2 * MAX_SEQS)]
+            running = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
+            while sum((await router(client))["replica_batch_sizes"].values()) < 2 * MAX_SEQS:
+                await asyncio.sleep(0.05)
+            kill(before[victim])
+            died = time.monotonic()
+            while victim in await shown(client):
+                await asyncio.sleep(0.1)
+            left_s = time.monotonic() - died
+            withdrawn = (await router(client))["num_withdrawn"]
+            while True:
+                sizes = (await router(client))["replica_batch_sizes"]
+                names = set(await asyncio.to_thread(pids)) - set(before)
+                if any(sizes.get(name) for name in names):
+                    break
+                assert not all(task.done() for task in running), "nothing has moved"
+                await asyncio.sleep(0.1)
+            moved_s = time.monotonic() - died
+            num_moved = (await router(client))["num_withdrawn"] - withdrawn
+            answers = await asyncio.gather(*running)
+            show(
+                "dead replica", left_s=round(left_s, 2), moved_s=round(moved_s, 2), moved=num_moved
+            )
+            assert {answer.status_code for answer in answers} == {200}
+            assert left_s < 5.0
+            assert num_moved > 0
+
+    asyncio.run(scenario())
+    eventually(lambda: len(pids()), lambda count: count == 2)
+    eventually(held, holds_nothing)
+
+
+async def shown(client: Any) -> set[str]:
+    states = (await client.get("/server_info")).raise_for_status().json()["internal_states"]
+    return {state["replica"] for state in states}
+
+
+def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url: str) -> None:
+    """Point 3: a process that is stopped; nothing that it could do itself helps."""
+    eventually(lambda: len(server_info(url)["internal_states"]), lambda count: count == 2)
+    before = pids()
+    victim = next(iter(before))
+
+    async def scenario() -> None:
+        async with client_at(url, BYSTANDER) as client:
+            bodies = [{"prompt": f"def f{i}(x):", **LONG} for i in range(8)]
+            running = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
+            while not (await router(client))["replica_batch_sizes"].get(victim):
+                await asyncio.sleep(0.05)
+            os.kill(before[victim], signal.SIGSTOP)
+            stopped = time.monotonic()
+            answers = await asyncio.gather(*running)
+            answered_s = time.monotonic() - stopped
+            assert {answer.status_code for answer in answers} == {200}
+            resumes = [a.json()["usage"]["speculation"]["num_resumes"] for a in answers]
+            assert set(resumes) == {0, 1}
+            while Path(f"/proc/{before[victim]}").exists():
+                await asyncio.sleep(0.1)
+                assert time.monotonic() - stopped < 60
+            ended_s = time.monotonic() - stopped
+            show("stuck replica", answered_s=round(answered_s, 1), ended_s=round(ended_s, 1))
+            # It counts as unhealthy once it has been silent for so long.
+            assert ended_s - STALL_TIMEOUT_S < 10.0
+
+    asyncio.run(scenario())
+    eventually(lambda: len(pids()), lambda count: count == 2)
+    eventually(held, holds_nothing)
+
+
+def test_slow_connections_are_closed(url: str) -> None:
+    """Point 7: 200 heads and 100 bodies that never end."""
+    body = head(COMPLETIONS, 10_000) + b'{"prompt": "'
+    kinds = {
+        "stuck head": (b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n", b""),
+        "slow head": (b"POST /v1/completions HTTP/1.1\r\nx-a: ", b"a"),
+        "stuck body": (body, b""),
+        "slow body": (body, b"a"),
+    }
+
+    async def scenario() -> None:
+        async with watching(url) as watch:
+            heard = await asyncio.gather(
+                *(
+                    until_closed(url, start, drip, every_s=0.2, most_s=30)
+                    for kind, (start, drip) in kinds.items()
+                    for _ in range(100 if "head" in kind else 50)
+                )
+            )
+        show("slow connections", num=len(heard), gap_s=round(watch.longest_gap_s, 2))
+        assert b"open" not in heard
+        # A client that goes on sending may lose the answer to the closed connection.
+        assert sum(answer.startswith(b"HTTP/1.1 408") for answer in heard) >= 50
+        assert watch.errors == []
+        assert watch.longest_gap_s < 1.0
+
+    asyncio.run(scenario())
+
+
+def test_expensive_nothings_are_cheap_or_refused(url: str) -> None:
+    """Point 8."""
+    cheap = {"prompt": [5] * 900, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 64}
+    refused = [
+        {"prompt": "a", "stop": ["x" * 400_000] * 16},
+        {"prompt": "a", "stop_token_ids": [1] * 990_000},
+    ]
+
+    async def scenario() -> None:
+        async with watching(url) as watch, client_at(url, ATTACKER) as client:
+            ((status, seconds),) = await statuses(client, COMPLETIONS, [cheap])
+            answers = await statuses(client, COMPLETIONS, refused)
+        show("nothings", seconds=round(seconds, 1), gap_s=round(watch.longest_gap_s, 2))
+        assert status == 200
+        assert [status for status, _ in answers] == [400, 400]
+        assert watch.errors == []
+
+    asyncio.run(scenario())
+
+
+def test_a_thousand_hostile_requests_leave_nothing_behind(url: str) -> None:
+    async def scenario() -> None:
+        warm, flood = Flood(), Flood()
+        await warm.send(url, 200, seed=1)
+        async with watching(url) as watch:
+            await flood.send(url, 500, seed=2)
+            before = rss_mb()
+            await flood.send(url, 500, seed=3)
+        after = rss_mb()
+        grown = {name: round(after[name] - before[name], 1) for name in before}
+        show(
+            "flood",
+            statuses=dict(sorted(flood.statuses.items())),
+            gap_s=round(watch.longest_gap_s, 2),
+            streams=len(watch.gaps_s),
+            rss_mb=after,
+            grown_mb=grown,
+        )
+        assert flood.bad == []
+        assert 599 not in flood.statuses
+        assert watch.errors == []
+        assert watch.longest_gap_s < 1.0
+        assert max(grown.values()) < 50, "memory is flat"
+
+    asyncio.run(scenario())
+    eventually(held, holds_nothing)
+    assert server_info(url)["router"]["in_flight"] == 0
