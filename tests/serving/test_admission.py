@@ -32,8 +32,9 @@ class Caller:
     It gives its place back where it is to, and waits for another one.
     """
 
-    def __init__(self, door: Admission, client: str = "") -> None:
+    def __init__(self, door: Admission, client: str = "", *, begins: bool = True) -> None:
         self.inside = False
+        self.begins = begins
         self.num_withdrawn = 0
         self._must_leave: asyncio.Queue[bool] = asyncio.Queue()
         self.task = asyncio.create_task(self._visit(door, client))
@@ -44,7 +45,7 @@ class Caller:
                 leaves = False
                 while not leaves:
                     await turn.regain()
-                    self.inside = True
+                    self.inside, turn.has_begun = True, self.begins
                     turn.withdraw = lambda: self._must_leave.put_nowait(False)
                     leaves = await self._must_leave.get()
                     self.inside = False
@@ -226,6 +227,30 @@ def test_a_client_above_its_share_gives_places_back_while_others_wait(
         for caller in (*many, *few):
             caller.may_leave()
         await asyncio.gather(*(caller.task for caller in (*many, *few)))
+        assert (door.in_flight, door.queue_len) == (0, 0)
+
+    asyncio.run(scenario())
+
+
+def test_what_waits_inside_a_replica_comes_back_behind_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    impatient(monkeypatch)
+
+    async def scenario() -> None:
+        door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
+        running = [Caller(door, "many") for _ in range(6)]
+        waiting = [Caller(door, "many", begins=False) for _ in range(2)]
+        await settle()
+        other = Caller(door, "other")
+        await asyncio.sleep(0.01)
+        assert other.inside
+        assert [c.num_withdrawn for c in running] == [0] * 5 + [1], "one place to run in"
+        assert [c.num_withdrawn for c in waiting] == [1, 1], "all that would come before it"
+        assert inside(running) + inside(waiting) == 7
+        for caller in (*running, *waiting, other):
+            caller.may_leave()
+        await asyncio.gather(*(caller.task for caller in (*running, *waiting, other)))
         assert (door.in_flight, door.queue_len) == (0, 0)
 
     asyncio.run(scenario())
