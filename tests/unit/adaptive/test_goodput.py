@@ -562,11 +562,42 @@ def test_a_single_hiccup_changes_nothing() -> None:
     assert made.snapshot()["fallback"] is None
 
 
-def test_without_costs_the_tier_is_fixed_and_that_is_said_once() -> None:
+def test_until_there_are_costs_ema_decides_and_then_goodput_does() -> None:
     said: list[str] = []
     made = AdaptiveController(PolicySettings(2), None, said.append)
-    assert {made.choose_steps(decode_batch(bs)).num_steps for bs in (1, 8, 64)} == {0}
-    assert said == ["speculation is off for now: there is no cost table"]
+    for _ in range(60):
+        k = made.choose_steps(decode_batch(2)).num_steps
+        made.on_verify_complete(verified_round([k, k], 2, k, times=times_of([k, k], 2)))
+    shown = made.snapshot()
+    assert (shown["strategy"], shown["speculative_num_steps"]) == ("ema", 7)
+    assert shown["fallback"] is None
+    made.use_costs(TABLE)
+    assert play(made, 2, times_of([1, 1], 2)) > 0
+    shown = made.snapshot()
+    assert (shown["strategy"], shown["last_reason"]) == ("goodput", "reconfigured")
+    assert not said
+
+
+def test_goodput_may_be_asked_for_while_there_are_no_costs() -> None:
+    made = AdaptiveController(PolicySettings(2), None)
+    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
+    assert not made.weighs_costs
+    made.use_costs(TABLE)
+    assert made.snapshot()["strategy"] == "static", "costs change no strategy"
+    made = AdaptiveController(PolicySettings(2), None)
+    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
+    made.reconfigure({"min_dwell_rounds": 3})
+    assert made.weighs_costs
+    assert made.snapshot()["strategy"] == "ema"
+    made.use_costs(TABLE)
+    assert made.snapshot()["strategy"] == "goodput"
+
+
+def test_a_policy_that_breaks_without_costs_is_tried_again() -> None:
+    made = AdaptiveController(PolicySettings(2), None)
+    made._policy.choose = None  # type: ignore[assignment, method-assign]
+    drafted = [made.choose_steps(decode_batch(1)).num_steps > 0 for _ in range(FALLBACK_ROUNDS + 1)]
+    assert drafted == [False] * FALLBACK_ROUNDS + [True]
 
 
 def test_an_empty_batch_is_no_round() -> None:

@@ -10,7 +10,8 @@ import torch
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine import build
+from serve_spec.engine import build, costs
+from serve_spec.engine.profile import Measurement, measure_costs
 from tests.helpers.checkpoints import make_eagle3, make_target
 from tests.helpers.engines import MakeLLM, Pair, texts
 
@@ -48,24 +49,86 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(
         make_llm(device="cuda", tensor_parallel_size=2)
 
 
-def test_costs_are_measured_for_ten_seconds_at_most_and_without_any_the_engine_decodes_plainly(
-    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    budgets = []
+class BusyAtFirst:
+    """Fails as a start on a busy machine does, and then measures for a moment."""
 
-    def fails(*args: Any, budget_s: float, **sizes: Any) -> None:
-        budgets.append(budget_s)
-        raise RuntimeError("the device is lost")
+    def __init__(self, num_failures: int = 1) -> None:
+        self.budgets: list[float] = []
+        self.num_failures = num_failures
 
+    def __call__(self, worker: Any, *, budget_s: float, **sizes: Any) -> Measurement:
+        self.budgets.append(budget_s)
+        if len(self.budgets) <= self.num_failures:
+            raise RuntimeError("the device is lost")
+        return measure_costs(worker, budget_s=0.3, **sizes)
+
+
+@pytest.fixture
+def busy_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BusyAtFirst:
+    measure = BusyAtFirst()
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "measure_costs", fails)
+    monkeypatch.setattr(build, "measure_costs", measure)
+    monkeypatch.setattr(costs, "_FIRST_PAUSE_S", 0.0)
+    return measure
+
+
+def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides(
+    make_llm: MakeLLM, busy_at_first: BusyAtFirst
+) -> None:
     llm = make_llm("EAGLE3", 3, speculative_adaptive=True)
-    assert budgets == [10.0]
+    assert busy_at_first.budgets == [10.0]
     prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
     shown = llm.engine.snapshot()
-    assert shown["fallback"] == "there is no cost table"
-    assert shown["speculative_num_steps"] == 0
+    assert (shown["strategy"], shown["fallback"]) == ("ema", None)
+    assert shown["costs"] == {"state": "missing", "detail": "RuntimeError: the device is lost"}
+    assert shown["speculative_num_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"execution": "lanes"}, {"tensor_parallel_size": 2}],
+    ids=["eager", "lanes", "two ranks"],
+)
+def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
+    make_llm: MakeLLM, busy_at_first: BusyAtFirst, overrides: dict[str, Any]
+) -> None:
+    prompts, params = [[7] * 40, [5, 6] * 20], SamplingParams(max_tokens=20, seed=5)
+    expected = texts(make_llm().generate(prompts, params))
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=2, **overrides)
+    engine = llm.engine
+    assert texts(llm.generate(prompts, params)) == expected
+    num_rounds = 0
+    while engine.idle_wait_s() is not None:
+        engine.use_idle_time()
+        engine.scheduler.check_integrity()
+        num_rounds += 1
+        if num_rounds == 5:
+            assert texts(llm.generate(prompts, params)) == expected
+            assert engine.controller.snapshot()["strategy"] == "ema"
+    assert num_rounds > 10
+    shown: Any = engine.snapshot()
+    assert (shown["strategy"], shown["costs"]["state"]) == ("goodput", "measured")
+    hits = engine.counters.num_prefix_hit_tokens
+    assert texts(llm.generate(prompts, params)) == expected
+    assert engine.counters.num_prefix_hit_tokens - hits == 2 * 36, "no known page was written to"
+    llm.shutdown()
+
+
+def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes_last(
+    make_llm: MakeLLM,
+) -> None:
+    llm = make_llm(num_pages=40)
+    llm.generate([[7] * 41], SamplingParams(max_tokens=1))
+    cache = llm.engine.scheduler.cache
+    known = {page for page, _, _ in cache.tree.page_texts()}
+    assert len(known) == 10
+    free = cache.unheld_pages(30)
+    assert not known & set(free)
+    assert cache.unheld_pages(30) == free
+    assert len(cache.tree) == 10
+    assert len(set(cache.unheld_pages(36))) == 36
+    assert len(cache.tree) == 4
 
 
 def test_a_draft_of_another_hidden_size_or_vocabulary_is_refused(
