@@ -213,9 +213,13 @@ class AdaptiveController:
         settings: PolicySettings,
         costs: CostTable | None = None,
         say: Callable[[str], None] = lambda warning: None,
+        *,
+        costs_are_rough: bool = False,
     ) -> None:
+        """costs_are_rough: they are dropped, and ema decides, once rounds contradict them."""
         self._configured = self._settings = settings
         self._costs = costs
+        self._costs_are_rough = costs_are_rough
         self._say = say
         self._accept_rates: Sequence[float] | None = None
         self._fallback: str | None = None
@@ -310,7 +314,11 @@ class AdaptiveController:
         try:
             self._policy.observe(verified)
         except BadMeasurement as error:
-            self._fall_back(str(error))
+            if self._costs_are_rough:
+                self._costs, self._costs_are_rough = None, False
+                self._replace_policy(self._settings)
+            else:
+                self._fall_back(str(error))
         except Exception as error:
             self._fall_back(f"the policy failed to learn: {error!r}")
 
@@ -332,9 +340,9 @@ class AdaptiveController:
         """Whether the strategy of now weighs what rounds cost."""
         return self._settings.needs_costs
 
-    def use_costs(self, costs: CostTable) -> None:
+    def use_costs(self, costs: CostTable, *, are_rough: bool = False) -> None:
         """Lets strategy goodput, if it is configured, decide by `costs` from the next round on."""
-        self._costs = costs
+        self._costs, self._costs_are_rough = costs, are_rough
         if self.weighs_costs:
             self._replace_policy(self._settings)
 

@@ -108,7 +108,9 @@ def _build_engine(
     table = costs.obtain() if policy.needs_costs else None
     if worker.execution == "lanes":
         policy = replace(policy, cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs))
-    controller = AdaptiveController(policy, table, logger.warning)
+    controller = AdaptiveController(
+        policy, table, logger.warning, costs_are_rough=not costs.is_final
+    )
     scheduler = Scheduler(
         config.scheduler,
         cache,

@@ -150,7 +150,7 @@ class SpecEngine:
             return
         table = self.costs.advance()
         if table is not None:
-            self.controller.use_costs(table)
+            self.controller.use_costs(table, are_rough=not self.costs.is_final)
             logger.info("costs: strategy goodput decides from now on")
 
     def new_sequence(
