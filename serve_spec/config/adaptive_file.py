@@ -26,6 +26,12 @@ _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
     "chains alone"
 )
+# Strategies that do not read every key of a slot.
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "goodput": ("candidate_steps", "candidate_trees"),
+    "per_request": ("candidate_steps",),
+    "static": (),
+}
 _STEPS_FIX = "give a non-empty list of integers ≥ 0, for example [1, 3, 7]"
 
 
@@ -152,6 +158,13 @@ def parse_slot(
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
     return judge(SlotConfig, {**(shared or {}), **own}, where=where)
+
+
+def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
+    """The keys given in `slots` that a strategy does not read, in the order of their fields."""
+    read = _READ_BY.get(strategy, SlotConfig.model_fields)
+    given = set().union(*(slot.model_fields_set for slot in slots.values()))
+    return [key for key in SlotConfig.model_fields if key in given and key not in read]
 
 
 def _is_shape(value: object) -> bool:

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.adaptive_file import ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
 
@@ -290,6 +290,14 @@ class SpeculativeConfig(StrictModel):
                         f"{steps} steps; change one of them"
                     )
                     raise Refusal("candidate_trees", [steps, rows], fix)
+
+    @property
+    def ignored_adaptive_keys(self) -> list[str]:
+        """Keys of the adaptive config that the chosen strategy does not read."""
+        if self.speculative_adaptive_config is None:
+            return []
+        strategy = self.speculative_adaptive_strategy if self.speculative_adaptive else "static"
+        return ignored_keys(load_slots(self.speculative_adaptive_config), strategy)
 
     @property
     def enabled(self) -> bool:
