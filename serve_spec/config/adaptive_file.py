@@ -22,6 +22,9 @@ from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, rea
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
 """An adaptive config: the JSON file, the mapping it would hold, or slots parsed already."""
 
+MAX_STEPS = 64
+"""Most drafts of a chain, or levels of a tree: deeper ones are hardly ever kept."""
+
 _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
     "chains alone"
@@ -32,7 +35,7 @@ _READ_BY: Mapping[str, tuple[str, ...]] = {
     "per_request": ("candidate_steps",),
     "static": (),
 }
-_STEPS_FIX = "give a non-empty list of integers ≥ 0, for example [1, 3, 7]"
+_STEPS_FIX = f"give a non-empty list of integers from 0 to {MAX_STEPS}, for example [1, 3, 7]"
 
 
 class SlotConfig(StrictModel):
@@ -67,7 +70,9 @@ class SlotConfig(StrictModel):
     def _ladder(cls, value: object) -> object:
         if not isinstance(value, list | tuple) or not value:
             raise Refusal("candidate_steps", value, _STEPS_FIX)
-        if any(type(step) is not int or step < 0 for step in value):  # bool is an int, too
+        if any(
+            type(step) is not int or not 0 <= step <= MAX_STEPS for step in value
+        ):  # bool is an int, too
             raise Refusal("candidate_steps", value, _STEPS_FIX)
         return tuple(sorted(set(value)))
 
