@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.first_logits import check_first_logits
 from serve_spec.engine.garbage import calm_collector
 from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
 from serve_spec.engine.profile import Measurement, measure_costs
@@ -46,6 +48,7 @@ from serve_spec.worker.worker import SpecWorker, Worker
 
 logger = get_logger(__name__)
 
+_FIRST_PROMPT = "The quick brown fox"
 _PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
 """Seconds that measuring costs may take, when no table is at hand."""
 
@@ -101,6 +104,25 @@ def _build_engine(
     if followers is not None:
         worker = TensorParallelWorker(worker, followers)
     worker.init_states(policy.candidate_steps, policy.tree_shapes)
+
+    def scheduler_on(cache: KVCacheManager, texts: TextDrafter | None) -> Scheduler:
+        return Scheduler(
+            config.scheduler,
+            cache,
+            text_drafter=texts,
+            first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
+            topk=config.speculative.speculative_eagle_topk,
+            has_draft_model=loaded.head is not None,
+            vocab_size=target.shape.vocab_size,
+        )
+
+    check_first_logits(
+        worker,
+        scheduler_on(KVCacheManager(num_pages, config.cache.page_size), None),
+        tokenizer.encode(_FIRST_PROMPT)[:max_model_len],
+        config.model.path,
+        None if loaded.head is None else config.speculative.speculative_draft_model_path,
+    )
     cache = KVCacheManager(
         num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
     )
@@ -111,14 +133,8 @@ def _build_engine(
     controller = AdaptiveController(
         policy, table, logger.warning, costs_are_rough=not costs.is_final
     )
-    scheduler = Scheduler(
-        config.scheduler,
-        cache,
-        text_drafter=_text_drafter(config.speculative, tokenizer, max(policy.candidate_steps)),
-        first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
-        topk=config.speculative.speculative_eagle_topk,
-        has_draft_model=loaded.head is not None,
-        vocab_size=target.shape.vocab_size,
+    scheduler = scheduler_on(
+        cache, _text_drafter(config.speculative, tokenizer, max(policy.candidate_steps))
     )
     if loaded.device.type == "cuda":  # the host has to keep up with it
         calm_collector()
@@ -364,9 +380,11 @@ def _num_pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Pages the memory budget holds, or what the configuration says."""
-    if config.cache.num_pages is not None:
-        return config.cache.num_pages
+    """Pages the memory budget holds, or what the configuration says.
+
+    Raises:
+        ValueError: more memory is asked for than there is; names the field.
+    """
     page_size = config.cache.page_size
     page_bytes = _kv_page_bytes(target.rank_shape, page_size, dtype)
     if head is not None:
@@ -376,8 +394,18 @@ def _num_pages(
         free_bytes, _ = torch.cuda.mem_get_info(device)
         budget = free_bytes * config.cache.memory_fraction
     else:
+        free_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = config.cache.cpu_cache_gb * 2**30
     num_pages = int(budget // page_bytes)
+    given = f"cpu_cache_gb={config.cache.cpu_cache_gb}"
+    if config.cache.num_pages is not None:
+        num_pages = config.cache.num_pages
+        given = f"num_pages={num_pages}"
+    if num_pages * page_bytes > free_bytes:
+        raise ValueError(
+            f"{given}: the caches would take {num_pages * page_bytes / 2**30:.1f} GiB, but "
+            f"there are {free_bytes / 2**30:.1f} GiB; lower it"
+        )
     logger.info("KV cache: %d pages of %d tokens", num_pages, page_size)
     return num_pages
 

@@ -1,6 +1,8 @@
 """What an engine refuses to be built from: named, with the way out."""
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,13 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build, costs
 from serve_spec.engine.profile import Measurement, measure_costs
-from tests.helpers.checkpoints import make_eagle3, make_target
+from serve_spec.parallel.followers import RankLost
+from tests.helpers.checkpoints import (
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tests.helpers.engines import MakeLLM, Pair, texts
 
 
@@ -129,6 +137,75 @@ def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes
     assert len(cache.tree) == 10
     assert len(set(cache.unheld_pages(36))) == 36
     assert len(cache.tree) == 4
+
+
+def with_nan(source: Path, copy: Path, name: str) -> Path:
+    """A copy of a checkpoint in which one number is not one."""
+    settings, tensors = read_checkpoint(shutil.copytree(source, copy))
+    tensors[name][-1].fill_(torch.nan)
+    return write_checkpoint(copy, settings, tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"]
+)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"execution": "lanes"},
+        {"tensor_parallel_size": 2},
+        {"algorithm": "EAGLE3", "num_steps": 2},
+        {"algorithm": "EAGLE3", "num_steps": 2, "execution": "lanes"},
+        {"algorithm": "EAGLE3", "num_steps": 2, "synthetic_acceptance": 2.0},
+        {"algorithm": "EAGLE3", "num_steps": 2, "rejection_sample_method": "standard"},
+    ],
+    ids=lambda overrides: "-".join(map(str, overrides.values())) or "plain",
+)
+def test_a_target_whose_logits_are_nan_is_refused_at_load(
+    make_llm: MakeLLM, pair: Pair, tmp_path: Path, overrides: dict[str, Any], name: str
+) -> None:
+    broken = with_nan(pair.target, tmp_path / "broken", name)
+    told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
+    with pytest.raises((CheckpointError, RankLost), match=told):
+        make_llm(path=str(broken), **overrides)
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(
+    make_llm: MakeLLM,
+    pair: Pair,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    execution: str,
+) -> None:
+    broken = with_nan(pair.heads["EAGLE3"], tmp_path / "broken", "lm_head.weight")
+    llm = make_llm(
+        "EAGLE3", 3, speculative_draft_model_path=str(broken), execution=execution, max_num_seqs=4
+    )
+    warned = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
+    (told,) = warned
+    assert told.startswith(f"{broken}: draft model produced NaN logits")
+    prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
+    assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
+
+
+def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(
+    make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: Any = make_llm("EAGLE3", 3).engine.snapshot()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert shown["counters"]["steps"] == shown["prefix_cache"]["pages"] == 0
+    assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
+
+
+@pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "cpu_cache_gb": 1e9}])
+def test_caches_that_no_memory_holds_are_refused_by_name(
+    make_llm: MakeLLM, asked: dict[str, Any]
+) -> None:
+    (key, value) = list(asked.items())[-1]
+    with pytest.raises(ValueError, match=rf"^{key}={value}: .* GiB; lower it"):
+        make_llm(**asked)
 
 
 def test_a_draft_of_another_hidden_size_or_vocabulary_is_refused(
