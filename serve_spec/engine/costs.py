@@ -109,7 +109,11 @@ class CostSource:
 
     def load(self) -> CostTable | None:
         """The table of the named file, or of the one that is kept; None if none fits."""
-        return (self._path and self._read(self._path)) or self._read_kept()
+        if self._path is not None:
+            if (table := self._read(self._path)) is not None:
+                return table
+            self._path = None  # warned of once
+        return self._read(self._kept) if os.path.exists(self._kept) else None
 
     def obtain(self) -> CostTable | None:
         """The costs at start; None, with a warning, if they can not be measured."""
@@ -136,7 +140,7 @@ class CostSource:
             return None
         try:
             if self._measurement is None:
-                if (table := self._read_kept()) is not None:  # by another engine
+                if (table := self.load()) is not None:  # kept by another engine meanwhile
                     return table
                 self._left_at, self._away_s = self._clock(), 0.0
                 self._measurement = self._measure(self._working_s, _LONGEST_IDLE_RUN_S)
@@ -153,9 +157,6 @@ class CostSource:
 
     def _working_s(self) -> float:
         return self._clock() - self._away_s
-
-    def _read_kept(self) -> CostTable | None:
-        return self._read(self._kept) if os.path.exists(self._kept) else None
 
     def _read(self, file: Path) -> CostTable | None:
         started = time.perf_counter()
