@@ -128,20 +128,19 @@ class PolicySettings:
     ) -> StepPolicy:
         """A fresh policy. An adaptive one starts at, or near, `initial_steps`.
 
+        costs: what goodput weighs; until they are known, ema decides in its place.
         accept_rates: expected by position, for a policy that estimates them; None: its default.
         """
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.num_steps, tree=self.static_tree)
         if self.strategy == "ema":
-            params = AdaptiveSpeculativeParams(initial_steps, self._tier_slots)
-            params.set_cuda_graph_bs(self.cuda_graph_bs)
-            return EmaPolicy(params, self.min_dwell_rounds, self._tier_trees)
+            return self._ema(initial_steps, self._tier_trees)
         if self._deepest(1) == 0:
             return StaticPolicy(0)  # the user's slots allow nothing else
         if self.strategy == "per_request":
             return PerRequestPolicy(self._request_steps, self._request_tree)
-        if costs is None:
-            return StaticPolicy(0, Reason.FALLBACK)
+        if costs is None:  # other trees than goodput's were not built
+            return self._ema(initial_steps, {})
         max_steps = self._deepest(GOODPUT_STEPS)
         return GoodputPolicy(
             CostModel(costs),
@@ -153,6 +152,11 @@ class PolicySettings:
             initial_steps=initial_steps,
             survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps), self.tree_shapes),
         )
+
+    def _ema(self, initial_steps: int, trees: Mapping[int, Mapping[int, TreeShape]]) -> EmaPolicy:
+        params = AdaptiveSpeculativeParams(initial_steps, self._tier_slots)
+        params.set_cuda_graph_bs(self.cuda_graph_bs)
+        return EmaPolicy(params, self.min_dwell_rounds, trees)
 
     @property
     def _trees(self) -> Mapping[int, tuple[TreeShape, ...]]:
@@ -197,8 +201,9 @@ class PolicySettings:
 class AdaptiveController:
     """Picks the tier before drafting, learns after verification, keeps the counts.
 
-    A policy that can not decide (no costs, a broken clock, a defect) gives way to a fixed tier, 0;
-    that is said once, and the engine goes on. After a while the policy is tried anew.
+    A policy that can not decide (a broken clock, a defect) gives way to a fixed tier, 0; that is
+    said once, and the engine goes on. After a while the policy is tried anew. Strategy goodput
+    gives way to ema until costs are known: see `use_costs`.
 
     One thread drives it (the engine's); `snapshot` may be called from any.
     """
@@ -208,9 +213,13 @@ class AdaptiveController:
         settings: PolicySettings,
         costs: CostTable | None = None,
         say: Callable[[str], None] = lambda warning: None,
+        *,
+        costs_are_rough: bool = False,
     ) -> None:
+        """costs_are_rough: they are dropped, and ema decides, once rounds contradict them."""
         self._configured = self._settings = settings
         self._costs = costs
+        self._costs_are_rough = costs_are_rough
         self._say = say
         self._accept_rates: Sequence[float] | None = None
         self._fallback: str | None = None
@@ -220,8 +229,6 @@ class AdaptiveController:
         self._sharpness = SharpnessPolicy(settings.sharpnesses)
         self._candidate_steps = settings.candidate_steps
         self._candidate_trees = settings.tree_shapes
-        if self._policy.last_reason is Reason.FALLBACK:
-            self._fall_back("there is no cost table")
         self._active_steps: int | None = None
         self._active_tree: TreeShape | None = None
         self._batch_size = 0
@@ -249,7 +256,7 @@ class AdaptiveController:
         """The controller a configuration asks for; fixed at 0 steps when nothing drafts.
 
         Args:
-            costs: what strategy goodput weighs; without, it falls back to 0 steps.
+            costs: what strategy goodput weighs; until they are known, ema decides.
             say: told, once each, why the controller falls back.
 
         Raises:
@@ -307,7 +314,11 @@ class AdaptiveController:
         try:
             self._policy.observe(verified)
         except BadMeasurement as error:
-            self._fall_back(str(error))
+            if self._costs_are_rough:
+                self._costs, self._costs_are_rough = None, False
+                self._replace_policy(self._settings)
+            else:
+                self._fall_back(str(error))
         except Exception as error:
             self._fall_back(f"the policy failed to learn: {error!r}")
 
@@ -323,6 +334,17 @@ class AdaptiveController:
         """
         policy = self._settings.build(self._settings.num_steps, self._costs, accept_rates)
         self._policy, self._accept_rates = policy, accept_rates
+
+    @property
+    def weighs_costs(self) -> bool:
+        """Whether the strategy of now weighs what rounds cost."""
+        return self._settings.needs_costs
+
+    def use_costs(self, costs: CostTable, *, are_rough: bool = False) -> None:
+        """Lets strategy goodput, if it is configured, decide by `costs` from the next round on."""
+        self._costs, self._costs_are_rough = costs, are_rough
+        if self.weighs_costs:
+            self._replace_policy(self._settings)
 
     def forget(self, request_id: str) -> None:
         """Drops what is known of a request that finished, was aborted or preempted."""
@@ -366,21 +388,19 @@ class AdaptiveController:
         elif "speculative_num_draft_tokens" in given or num_steps != configured.num_steps:
             changes["static_tree"] = None
         wanted = replace(configured, **changes)
-        start = wanted.num_steps if self._active_steps is None else self._active_steps
-        policy = wanted.build(start, self._costs, self._accept_rates)
         if wanted.adaptive and self._candidate_steps == (0,):
             raise ConfigError(
                 "speculative_adaptive=True: no tier was built that drafts; "
                 "restart with the new configuration"
             )
-        if policy.last_reason is Reason.FALLBACK:
-            raise ConfigError(
-                "speculative_adaptive_strategy='goodput': no costs were measured at start; "
-                "restart with it, or name a speculative_cost_table"
-            )
-        self._refuse_unbuilt(policy.candidate_steps, wanted.tree_shapes)
-        self._settings, self._policy, self._reconfigured = wanted, policy, True
-        self._fallback = None
+        self._refuse_unbuilt(wanted.candidate_steps, wanted.tree_shapes)
+        self._replace_policy(wanted)
+
+    def _replace_policy(self, settings: PolicySettings) -> None:
+        """Starts anew with these settings, at the tier of now."""
+        start = settings.num_steps if self._active_steps is None else self._active_steps
+        self._policy = settings.build(start, self._costs, self._accept_rates)
+        self._settings, self._reconfigured, self._fallback = settings, True, None
 
     def _sharpened(self, steps: RoundSteps, batch: DecodeBatch) -> RoundSteps:
         """The same answer, with how sharp the round drafts."""
@@ -400,7 +420,7 @@ class AdaptiveController:
         )
 
     def _guarded_choice(self, batch: DecodeBatch) -> RoundSteps:
-        if self._fallback is not None and self._costs is not None:
+        if self._fallback is not None:
             self._fallback_rounds_left -= 1
             if self._fallback_rounds_left <= 0:
                 assert self._active_steps is not None, "a fallback has chosen before"

@@ -25,7 +25,7 @@ class Reason(StrEnum):
     BASELINE = "baseline"  # one round at 0, to measure what speculation is compared with
     GUARD = "guard"  # off: measured slower than measured plain decoding
     FALLBACK = "fallback"  # the policy can not decide; a fixed tier instead
-    RECONFIGURED = "reconfigured"  # an operator changed the policy
+    RECONFIGURED = "reconfigured"  # an operator changed the policy, or costs became known
 
 
 class BadMeasurement(ValueError):

@@ -22,11 +22,20 @@ from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, rea
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
 """An adaptive config: the JSON file, the mapping it would hold, or slots parsed already."""
 
+MAX_STEPS = 64
+"""Most drafts of a chain, or levels of a tree: deeper ones are hardly ever kept."""
+
 _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
     "chains alone"
 )
-_STEPS_FIX = "give a non-empty list of integers ≥ 0, for example [1, 3, 7]"
+# Strategies that do not read every key of a slot.
+_READ_BY: Mapping[str, tuple[str, ...]] = {
+    "goodput": ("candidate_steps", "candidate_trees"),
+    "per_request": ("candidate_steps",),
+    "static": (),
+}
+_STEPS_FIX = f"give a non-empty list of integers from 0 to {MAX_STEPS}, for example [1, 3, 7]"
 
 
 class SlotConfig(StrictModel):
@@ -61,7 +70,9 @@ class SlotConfig(StrictModel):
     def _ladder(cls, value: object) -> object:
         if not isinstance(value, list | tuple) or not value:
             raise Refusal("candidate_steps", value, _STEPS_FIX)
-        if any(type(step) is not int or step < 0 for step in value):  # bool is an int, too
+        if any(
+            type(step) is not int or not 0 <= step <= MAX_STEPS for step in value
+        ):  # bool is an int, too
             raise Refusal("candidate_steps", value, _STEPS_FIX)
         return tuple(sorted(set(value)))
 
@@ -152,6 +163,13 @@ def parse_slot(
         name = ".".join(filter(None, [where, "candidate_steps"]))
         raise ConfigError(f"{name}: every slot must hold it; {_STEPS_FIX}")
     return judge(SlotConfig, {**(shared or {}), **own}, where=where)
+
+
+def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
+    """The keys given in `slots` that a strategy does not read, in the order of their fields."""
+    read = _READ_BY.get(strategy, SlotConfig.model_fields)
+    given = set().union(*(slot.model_fields_set for slot in slots.values()))
+    return [key for key in SlotConfig.model_fields if key in given and key not in read]
 
 
 def _is_shape(value: object) -> bool:

@@ -51,7 +51,22 @@ def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDe
         print(describe_draft(draft, configs[0] if configs else None))
     else:
         print("---\n".join(map(_as_yaml, configs)), end="")
+        for config in configs:
+            _name_ignored_keys(config)
     return 0
+
+
+def _name_ignored_keys(config: ServeSpecConfig) -> None:
+    """Says on standard error which keys of the adaptive config have no effect."""
+    speculative = config.speculative
+    if ignored := speculative.ignored_adaptive_keys:
+        strategy = speculative.speculative_adaptive_strategy
+        which = f"strategy {strategy!r}" if speculative.speculative_adaptive else "a fixed tier"
+        print(
+            f"speculative_adaptive_config='{speculative.speculative_adaptive_config}': {which} "
+            f"ignores {', '.join(ignored)}",
+            file=sys.stderr,
+        )
 
 
 def _load(

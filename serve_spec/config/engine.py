@@ -9,6 +9,9 @@ from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.base import Refusal, StrictModel
 
+MAX_POSITIONS = 1 << 21
+"""Most tokens of a text: rotary tables, one row a position, are made at start."""
+
 
 class ModelConfig(StrictModel):
     """The target model and the device it runs on."""
@@ -23,9 +26,12 @@ class ModelConfig(StrictModel):
         "auto", description="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="Most tokens of prompt and output; null: what the model allows."
+        None,
+        ge=1,
+        le=MAX_POSITIONS,
+        description="Most tokens of prompt and output; null: what the model allows.",
     )
-    tensor_parallel_size: int = Field(1, ge=1, description="GPUs that share one model.")
+    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="GPUs that share one model.")
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: a GPU when there is one."
     )
@@ -70,7 +76,7 @@ class ModelConfig(StrictModel):
 class CacheConfig(StrictModel):
     """Pages of keys and values, shared by target and draft."""
 
-    page_size: int = Field(16, ge=1, description="Tokens per page.")
+    page_size: int = Field(16, ge=1, le=4096, description="Tokens per page.")
     num_pages: int | None = Field(
         None, ge=1, description="Pages in all; null: what the memory budget holds."
     )
@@ -86,13 +92,16 @@ class CacheConfig(StrictModel):
 class SchedulerConfig(StrictModel):
     """How many sequences run together, and how much one round computes."""
 
-    max_num_seqs: int = Field(64, ge=1, description="Most sequences that run at once.")
+    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences that run at once.")
     max_num_batched_tokens: int = Field(
-        2048, ge=1, description="Most rows of one target forward, drafts included."
+        2048, ge=1, le=1 << 20, description="Most rows of one target forward, drafts included."
     )
     chunked_prefill: bool = Field(
         True, description="Split long prompts over rounds, so that decoding rows keep moving."
     )
     max_waiting_seqs: int = Field(
-        1024, ge=1, description="Most sequences that wait in one engine before it refuses more."
+        1024,
+        ge=1,
+        le=1 << 20,
+        description="Most sequences that wait in one engine before it refuses more.",
     )

@@ -111,7 +111,7 @@ class ReplicaConfig(StrictModel):
         "process is ended unless it answers.",
     )
     torch_num_threads: int | None = Field(
-        None, ge=1, description="CPU threads of one replica's torch; null: torch decides."
+        None, ge=1, le=1024, description="CPU threads of one replica's torch; null: torch decides."
     )
     health_check_period_s: float = Field(10.0, gt=0, description="Seconds between health checks.")
     health_check_timeout_s: float = Field(

@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.adaptive_file import MAX_STEPS, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
 
@@ -47,7 +47,10 @@ class SpeculativeConfig(StrictModel):
         None, description="Draft checkpoint folder; paths as in model.path."
     )
     speculative_num_steps: int = Field(
-        3, ge=0, description="Draft forwards per round; where an adaptive policy starts; 0: none."
+        3,
+        ge=0,
+        le=MAX_STEPS,
+        description="Draft forwards per round; where an adaptive policy starts; 0: none.",
     )
     speculative_eagle_topk: int = Field(
         1, ge=1, description="Most children of a drafted token; 1 drafts chains, more trees."
@@ -55,6 +58,7 @@ class SpeculativeConfig(StrictModel):
     speculative_num_draft_tokens: int | None = Field(
         None,
         ge=1,
+        le=MAX_STEPS + 1,
         description="Rows the target verifies, root included; a chain has steps + 1, a tree (null) "
         "steps * topk + 1 where the beam makes so many.",
     )
@@ -140,6 +144,7 @@ class SpeculativeConfig(StrictModel):
     speculative_ngram_max_match_window_size: int = Field(
         5,
         ge=1,
+        le=256,
         description="Drafts from the text: most tokens compared; the longest match goes on.",
     )
     synthetic_acceptance: float | tuple[float, ...] | None = Field(
@@ -292,6 +297,14 @@ class SpeculativeConfig(StrictModel):
                     raise Refusal("candidate_trees", [steps, rows], fix)
 
     @property
+    def ignored_adaptive_keys(self) -> list[str]:
+        """Keys of the adaptive config that the chosen strategy does not read."""
+        if self.speculative_adaptive_config is None:
+            return []
+        strategy = self.speculative_adaptive_strategy if self.speculative_adaptive else "static"
+        return ignored_keys(load_slots(self.speculative_adaptive_config), strategy)
+
+    @property
     def enabled(self) -> bool:
         """Whether anything drafts."""
         return self.speculative_algorithm != "NONE"
@@ -368,10 +381,13 @@ class PolicyUpdate(StrictModel):
         "goodput", description="Rule that picks the steps."
     )
     speculative_per_sequence: bool = Field(True, description="goodput: steps for each sequence.")
-    speculative_num_steps: int = Field(3, ge=0, description="Steps of the static strategy.")
+    speculative_num_steps: int = Field(
+        3, ge=0, le=MAX_STEPS, description="Steps of the static strategy."
+    )
     speculative_num_draft_tokens: int | None = Field(
         None,
         ge=2,
+        le=MAX_STEPS + 1,
         description="Rows of the static strategy's tree, root included; null: it drafts chains.",
     )
     speculative_adaptive_config: Mapping[str, object] | Path | None = Field(

@@ -35,3 +35,12 @@ class EngineOverloaded(RuntimeError):
 
 class CheckpointError(ValueError):
     """A checkpoint that cannot be used: names file or tensor, what was found and what to do."""
+
+
+class BrokenLogits(RuntimeError):
+    """The target's logits hold NaN, or nothing finite: no token can be drawn."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "target model produced NaN logits; check the checkpoint or use dtype=float32"
+        )

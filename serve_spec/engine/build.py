@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +12,6 @@ from serve_spec.adaptive import AdaptiveController, PolicySettings
 from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
-from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import MAX_TREE_ROWS
 from serve_spec.core.context import AttentionBackend, torch_dtype
 from serve_spec.core.draft import TextDrafter
@@ -19,12 +19,13 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.drafters.base import Drafter
 from serve_spec.drafters.draws import DRAWS
 from serve_spec.drafters.eagle import EagleDrafter
-from serve_spec.engine.costs import cost_key, obtain_costs
+from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.first_logits import check_first_logits
 from serve_spec.engine.garbage import calm_collector
 from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
-from serve_spec.engine.profile import MeasuredCosts, measure_costs
+from serve_spec.engine.profile import Measurement, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
@@ -47,8 +48,9 @@ from serve_spec.worker.worker import SpecWorker, Worker
 
 logger = get_logger(__name__)
 
+_FIRST_PROMPT = "The quick brown fox"
 _PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
-"""Seconds at start that measuring costs may take, when no table is at hand."""
+"""Seconds that measuring costs may take, when no table is at hand."""
 
 
 def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> SpecEngine:
@@ -102,20 +104,37 @@ def _build_engine(
     if followers is not None:
         worker = TensorParallelWorker(worker, followers)
     worker.init_states(policy.candidate_steps, policy.tree_shapes)
-    costs = _costs(config, worker, policy, num_pages, max_model_len) if policy.needs_costs else None
+
+    def scheduler_on(cache: KVCacheManager, texts: TextDrafter | None) -> Scheduler:
+        return Scheduler(
+            config.scheduler,
+            cache,
+            text_drafter=texts,
+            first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
+            topk=config.speculative.speculative_eagle_topk,
+            has_draft_model=loaded.head is not None,
+            vocab_size=target.shape.vocab_size,
+        )
+
+    check_first_logits(
+        worker,
+        scheduler_on(KVCacheManager(num_pages, config.cache.page_size), None),
+        tokenizer.encode(_FIRST_PROMPT)[:max_model_len],
+        config.model.path,
+        None if loaded.head is None else config.speculative.speculative_draft_model_path,
+    )
+    cache = KVCacheManager(
+        num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
+    )
+    costs = _cost_source(config, worker, policy, cache, max_model_len)
+    table = costs.obtain() if policy.needs_costs else None
     if worker.execution == "lanes":
         policy = replace(policy, cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs))
-    controller = AdaptiveController(policy, costs, logger.warning)
-    scheduler = Scheduler(
-        config.scheduler,
-        KVCacheManager(
-            num_pages, config.cache.page_size, prefix_caching=config.cache.prefix_caching
-        ),
-        text_drafter=_text_drafter(config.speculative, tokenizer, max(policy.candidate_steps)),
-        first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
-        topk=config.speculative.speculative_eagle_topk,
-        has_draft_model=loaded.head is not None,
-        vocab_size=target.shape.vocab_size,
+    controller = AdaptiveController(
+        policy, table, logger.warning, costs_are_rough=not costs.is_final
+    )
+    scheduler = scheduler_on(
+        cache, _text_drafter(config.speculative, tokenizer, max(policy.candidate_steps))
     )
     if loaded.device.type == "cuda":  # the host has to keep up with it
         calm_collector()
@@ -128,6 +147,7 @@ def _build_engine(
         max_model_len=max_model_len,
         num_ids=target.shape.num_ids,
         followers=followers,
+        costs=costs,
     )
 
 
@@ -188,34 +208,35 @@ def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
-def _costs(
+def _cost_source(
     config: ServeSpecConfig,
     worker: Worker,
     policy: PolicySettings,
-    num_pages: int,
+    cache: KVCacheManager,
     max_model_len: int,
-) -> CostTable | None:
-    """What rounds cost on this machine, known before the first request."""
+) -> CostSource:
+    """What rounds cost on this machine, from a file or from rounds on pages that nobody holds."""
     max_batch_size, max_steps = config.scheduler.max_num_seqs, max(policy.candidate_steps)
 
-    def measure() -> MeasuredCosts:
-        logger.info("costs: measuring rounds, at most %.0f s", budget_s)
+    def measure(clock: Clock, longest_run_s: float) -> Measurement:
         return measure_costs(
             worker,
-            page_size=config.cache.page_size,
-            num_pages=num_pages,
+            page_size=cache.page_size,
+            num_pages=cache.num_pages,
             max_batch_size=max_batch_size,
             max_steps=max_steps,
             max_num_rows=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
-            budget_s=budget_s,
+            budget_s=_PROFILE_BUDGET_S[worker.device.type],
             every_step=worker.device.type == "cuda",
             trees=policy.tree_shapes,
             topk=policy.topk,
+            clock=clock,
+            pages=cache.unheld_pages,
+            longest_run_s=longest_run_s,
         )
 
-    budget_s = _PROFILE_BUDGET_S[worker.device.type]
-    return obtain_costs(
+    return CostSource(
         cost_key(config, worker),
         path=config.speculative.speculative_cost_table,
         max_batch_size=max_batch_size,
@@ -359,9 +380,11 @@ def _num_pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Pages the memory budget holds, or what the configuration says."""
-    if config.cache.num_pages is not None:
-        return config.cache.num_pages
+    """Pages the memory budget holds, or what the configuration says.
+
+    Raises:
+        ValueError: more memory is asked for than there is; names the field.
+    """
     page_size = config.cache.page_size
     page_bytes = _kv_page_bytes(target.rank_shape, page_size, dtype)
     if head is not None:
@@ -371,8 +394,18 @@ def _num_pages(
         free_bytes, _ = torch.cuda.mem_get_info(device)
         budget = free_bytes * config.cache.memory_fraction
     else:
+        free_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         budget = config.cache.cpu_cache_gb * 2**30
     num_pages = int(budget // page_bytes)
+    given = f"cpu_cache_gb={config.cache.cpu_cache_gb}"
+    if config.cache.num_pages is not None:
+        num_pages = config.cache.num_pages
+        given = f"num_pages={num_pages}"
+    if num_pages * page_bytes > free_bytes:
+        raise ValueError(
+            f"{given}: the caches would take {num_pages * page_bytes / 2**30:.1f} GiB, but "
+            f"there are {free_bytes / 2**30:.1f} GiB; lower it"
+        )
     logger.info("KV cache: %d pages of %d tokens", num_pages, page_size)
     return num_pages
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
@@ -25,7 +27,7 @@ from serve_spec.config.cost_table import (
 from serve_spec.core.machine import cpu_model
 from serve_spec.core.round import TreeShape
 from serve_spec.engine.draft_precision import draft_weights
-from serve_spec.engine.profile import MeasuredCosts
+from serve_spec.engine.profile import MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
 from serve_spec.worker.worker import Worker
 
@@ -52,54 +54,165 @@ _WEIGHT_FILES = ("*.safetensors", "*.bin")
 _HEAD_BYTES = 1 << 16
 _HASH_LENGTH = 16
 
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
+"""Between attempts to measure; each pause is twice as long as the one before."""
+_LONGEST_IDLE_RUN_S = 0.5
+"""Of one round that an idle engine measures: a request that comes meanwhile waits for it."""
 
-def obtain_costs(
-    key: CostKey,
-    *,
-    path: Path | None,
-    max_batch_size: int,
-    max_steps: int,
-    trees: Sequence[TreeShape] = (),
-    measure: Callable[[], MeasuredCosts],
-) -> CostTable | None:
-    """The costs of rounds here: loaded from `path`, else kept from an earlier start, else measured.
+Clock: TypeAlias = Callable[[], float]
+Report: TypeAlias = Mapping[str, str]
 
-    A file that is corrupt or of another setting is passed over with a warning; what was measured
-    is kept under `$SERVE_SPEC_CACHE` (default ~/.cache/serve_spec). None, with a warning, if
-    measuring fails: nobody should be refused a text for want of a table.
+UNUSED: Report = {"state": "unused", "detail": "the strategy does not weigh costs"}
+"""The report where no source is asked."""
 
-    Args:
-        path: `speculative_cost_table`; None: whatever was kept.
-        max_batch_size: with `max_steps` and `trees`, the grid that `measure` covers.
+
+class CostSource:
+    """Where the costs of an engine's rounds come from: a named file, one kept, or a measurement.
+
+    What was measured is kept under `$SERVE_SPEC_CACHE` (default ~/.cache/serve_spec). A file that
+    is corrupt or of another setting is passed over with a warning. What could not be measured at
+    start, or only roughly, is measured later, between the engine's rounds: see `advance`.
     """
-    started = time.perf_counter()
-    kept = _cache_file(key, max_batch_size, max_steps, trees)
-    for file in (path, kept if os.path.exists(kept) else None):
-        table = None if file is None else _load(file, key, max_steps, trees)
+
+    def __init__(
+        self,
+        key: CostKey,
+        *,
+        path: Path | None,
+        max_batch_size: int,
+        max_steps: int,
+        trees: Sequence[TreeShape] = (),
+        measure: Callable[[Clock, float], Measurement],
+        clock: Clock = time.perf_counter,
+    ) -> None:
+        """
+        Args:
+            path: `speculative_cost_table`; None: whatever was kept.
+            max_batch_size: with `max_steps` and `trees`, the grid that is measured.
+            measure: starts a measurement, by a clock, of rounds of so many seconds at most.
+        """
+        self.report: Report = {"state": "missing", "detail": "not measured yet"}
+        """What an operator should know: state missing, measured or loaded, and why."""
+        self.is_final = False
+        """Whether nothing better can be had."""
+        self._key = key
+        self._path = path
+        self._kept = _cache_file(key, max_batch_size, max_steps, trees)
+        self._max_steps = max_steps
+        self._trees = trees
+        self._measure = measure
+        self._clock = clock
+        self._measurement: Measurement | None = None
+        self._left_at = self._away_s = 0.0
+        self._pause_s = _FIRST_PAUSE_S
+        self._due_s = 0.0
+
+    def load(self) -> CostTable | None:
+        """The table of the named file, or of the one that is kept; None if none fits."""
+        if self._path is not None:
+            if (table := self._read(self._path)) is not None:
+                return table
+            self._path = None  # warned of once
+        return self._read(self._kept) if os.path.exists(self._kept) else None
+
+    def obtain(self) -> CostTable | None:
+        """The costs at start; None, with a warning, if they can not be measured."""
+        table = self.load()
         if table is not None:
-            seconds = time.perf_counter() - started
-            logger.info("costs: read from %s in %.2f s", file, seconds)
             return table
-    try:
-        table = as_table(key, measure())
-    except Exception as error:  # whatever a device can come up with
-        logger.warning("costs: can not be measured here: %s: %s", type(error).__name__, error)
+        logger.info("costs: measuring rounds")
+        try:
+            return self._take(finish(self._measure(self._clock, math.inf)))
+        except Exception as error:  # whatever a device can come up with
+            self._put_off(error)
+            return None
+
+    def wait_s(self) -> float:
+        """Seconds until `advance` has something to do."""
+        return 0.0 if self._measurement else max(0.0, self._due_s - self._clock())
+
+    def advance(self) -> CostTable | None:
+        """Runs one round of a measurement while the engine is idle; the table after the last one.
+
+        Its clock stands still between two calls, so requests may come in between.
+        """
+        if self.wait_s():
+            return None
+        try:
+            if self._measurement is None:
+                if (table := self.load()) is not None:  # kept by another engine meanwhile
+                    return table
+                self._left_at, self._away_s = self._clock(), 0.0
+                self._measurement = self._measure(self._working_s, _LONGEST_IDLE_RUN_S)
+            self._away_s += self._clock() - self._left_at
+            next(self._measurement)
+            self._left_at = self._clock()
+        except StopIteration as end:
+            self._measurement = None
+            return self._take(end.value)
+        except Exception as error:
+            self._measurement = None
+            self._put_off(error)
         return None
-    is_kept = _keep(table, kept)
-    logger.info(
-        "costs: measured in %.1f s, %d of %d cells extrapolated; %s",
-        table.measured_s,
-        len(table.extrapolated),
-        len(table.batch_sizes) * len(table.num_steps),
-        f"kept in {kept}" if is_kept else "not kept",
-    )
-    return table
+
+    def _working_s(self) -> float:
+        return self._clock() - self._away_s
+
+    def _read(self, file: Path) -> CostTable | None:
+        started = time.perf_counter()
+        try:
+            table = load_cost_table(file)
+            table.refuse_foreign(self._key, max_steps=self._max_steps, trees=_shapes(self._trees))
+        except ConfigError as error:
+            logger.warning("costs: not used: %s: %s", file, str(error).removeprefix(f"{file}: "))
+            return None
+        logger.info("costs: read from %s in %.2f s", file, time.perf_counter() - started)
+        self.report = {"state": "loaded", "detail": f"from {file}"}
+        self.is_final = True
+        return table
+
+    def _take(self, measured: MeasuredCosts) -> CostTable:
+        """The table of a measurement, kept unless it is rough."""
+        table = as_table(self._key, measured)
+        self.is_final = not measured.is_rough
+        if measured.is_rough:
+            self._pause()
+            where = "not kept: time ran out, they are measured again when the engine is idle"
+        else:
+            where = f"kept in {self._kept}" if _keep(table, self._kept) else "not kept"
+        detail = (
+            f"in {table.measured_s:.1f} s, {len(table.extrapolated)} of "
+            f"{len(table.batch_sizes) * len(table.num_steps)} cells extrapolated; {where}"
+        )
+        self.report = {"state": "measured", "detail": detail}
+        logger.info("costs: measured %s", detail)
+        return table
+
+    def _put_off(self, error: Exception) -> None:
+        self._pause()
+        why = f"{type(error).__name__}: {error}"
+        if self.report["state"] == "measured":  # roughly
+            logger.info("costs: not measured again: %s", why)
+            return
+        logger.warning(
+            "costs: not measured, strategy ema decides until they are; tried again when the engine "
+            "is idle: %s",
+            why,
+        )
+        self.report = {"state": "missing", "detail": why}
+
+    def _pause(self) -> None:
+        """Waits longer after every attempt."""
+        self._due_s = self._clock() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
     """What was measured, and on what."""
     padded = key.attention_backend == LANES  # their draft stages run every row to the end
-    return CostTable(version=FORMAT_VERSION, key=key, padded=padded, **dataclasses.asdict(costs))
+    found = dataclasses.asdict(costs)
+    del found["is_rough"]
+    return CostTable(version=FORMAT_VERSION, key=key, padded=padded, **found)
 
 
 def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
@@ -168,21 +281,13 @@ def _add(hashed: hashlib._Hash, parts: Iterable[bytes]) -> None:
         hashed.update(len(part).to_bytes(8, "big") + part)
 
 
-def _load(file: Path, key: CostKey, max_steps: int, trees: Sequence[TreeShape]) -> CostTable | None:
-    try:
-        table = load_cost_table(file)
-        table.refuse_foreign(key, max_steps=max_steps, trees=_shapes(trees))
-    except ConfigError as error:
-        logger.warning("costs: not used: %s: %s", file, str(error).removeprefix(f"{file}: "))
-        return None
-    return table
-
-
 def _keep(table: CostTable, file: Path) -> bool:
     try:
         write_cost_table(table, file)
     except OSError as error:
-        logger.warning("costs: can not be kept for the next start: %s", error)
+        logger.warning(
+            "costs: not kept for the next start: %s; make $SERVE_SPEC_CACHE writable", error
+        )
         return False
     return True
 

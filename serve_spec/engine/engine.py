@@ -17,14 +17,18 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculationSta
 from serve_spec.core.round import NO_NOTES, RoundNotes, RoundTimes, VerifiedRound
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.collector import MetricsCollector
+from serve_spec.engine.costs import UNUSED, CostSource
 from serve_spec.engine.drawable import check_token_ids, held_token_ids
 from serve_spec.engine.garbage import restore_collector
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink, StepStats
 from serve_spec.parallel.followers import Followers
 from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
 from serve_spec.worker.worker import Worker
+
+logger = get_logger(__name__)
 
 
 @dataclass
@@ -91,6 +95,7 @@ class SpecEngine:
         num_ids: int | None = None,
         metrics: MetricsSink | None = None,
         followers: Followers | None = None,
+        costs: CostSource | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.worker = worker
@@ -102,6 +107,7 @@ class SpecEngine:
         self.counters = EngineCounters()
         self.collector = MetricsCollector()
         self.metrics = metrics or NullSink()
+        self.costs = costs
         self._followers = followers
         self._outputs: dict[str, OutputText] = {}
         self._flight: _Flight | None = None
@@ -130,6 +136,22 @@ class SpecEngine:
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
         return self.scheduler.has_work or self._flight is not None
+
+    def idle_wait_s(self) -> float | None:
+        """Seconds until `use_idle_time` has something to do; None: it has nothing."""
+        if self.costs is None or self.costs.is_final or not self.controller.weighs_costs:
+            return None
+        return self.costs.wait_s()
+
+    def use_idle_time(self) -> None:
+        """Runs one round to measure costs that the start could not; while there is no work."""
+        assert not self.has_work, "pages of requests could be written to"
+        if self.costs is None or self.idle_wait_s() != 0.0:
+            return
+        table = self.costs.advance()
+        if table is not None:
+            self.controller.use_costs(table, are_rough=not self.costs.is_final)
+            logger.info("costs: strategy goodput decides from now on")
 
     def new_sequence(
         self,
@@ -224,6 +246,7 @@ class SpecEngine:
         forced = self.worker.synthetic_acceptance
         return {
             **policy,
+            "costs": self._costs_snapshot(policy.get("costs")),
             "avg_spec_accept_length": round(counters.accept_length, 4),
             "batch_size": sum(seq.is_decoding for seq in self.scheduler.running),
             "num_running": len(self.scheduler.running),
@@ -249,6 +272,13 @@ class SpecEngine:
             "speculation": self.collector.snapshot(),
             "synthetic_acceptance": list(forced) if isinstance(forced, tuple) else forced,
         }
+
+    def _costs_snapshot(self, of_policy: object) -> dict[str, object]:
+        """Where the costs are from, and what the policy corrects in them."""
+        report = UNUSED
+        if self.costs is not None and self.controller.weighs_costs:
+            report = self.costs.report
+        return {**report, **(of_policy if isinstance(of_policy, dict) else {})}
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
         """Changes policy knobs between rounds; refused as a whole when invalid."""

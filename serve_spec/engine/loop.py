@@ -190,10 +190,13 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._serve_inbox(wait=not self._engine.has_work)
+                self._serve_inbox(0.0 if self._engine.has_work else self._engine.idle_wait_s())
                 self._round_started = time.monotonic()
-                for delta in self._engine.step():
-                    self._deliver(delta)
+                if self._engine.has_work:
+                    for delta in self._engine.step():
+                        self._deliver(delta)
+                else:
+                    self._engine.use_idle_time()
                 self._round_started = None
             for request_id in list(self._streams):
                 ended = TokenDelta(request_id, (), "", FinishReason.ABORT)
@@ -227,16 +230,15 @@ class EngineLoop:
         if error is not None:
             raise error
 
-    def _serve_inbox(self, *, wait: bool) -> None:
-        """Runs what callers asked for; with `wait`, sleeps until there is something."""
-        if wait:
-            self._inbox.get()()
+    def _serve_inbox(self, wait_s: float | None) -> None:
+        """Runs what callers asked for; waits for it up to `wait_s` seconds, None: for ever."""
         while True:
             try:
-                command = self._inbox.get_nowait()
+                command = self._inbox.get(timeout=wait_s)
             except queue.Empty:
                 return
             command()
+            wait_s = 0.0
 
     def _deliver(self, delta: TokenDelta) -> None:
         stream = self._streams.get(delta.request_id)

@@ -1,17 +1,18 @@
 """Measures what rounds cost by running them: the real worker on synthetic plans.
 
-Before the first request, so there is nothing to harm: what the plans leave in the caches is
-garbage, and every page is written anew before a sequence reads it.
+What the plans leave in the caches is garbage, so they may only use pages that nobody holds: a
+sequence writes every page anew before it reads it.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,8 @@ _SAMPLED_CELLS = 3
 _SAMPLED_PAIRS = 5
 _TEMPERATURE = 0.8
 _LEAST_MS = 1e-6
+_ESSENTIAL_BUDGETS = 3.0
+"""Budgets that the rounds no table can do without may take, on a machine that is busy."""
 
 
 class RunsRounds(Protocol):
@@ -68,6 +71,12 @@ class MeasuredCosts:
     extrapolated: tuple[tuple[int, int], ...]
     measured_s: float
     trees: tuple[TreeCosts, ...] = ()
+    is_rough: bool = False
+    """Whether time ran out before every batch size was measured; no part of a table."""
+
+
+Measurement: TypeAlias = Generator[float, None, MeasuredCosts]
+"""Runs a round each time it is advanced and yields the share of the budget that is spent."""
 
 
 def measure_costs(
@@ -84,44 +93,52 @@ def measure_costs(
     trees: Sequence[TreeShape] = (),
     topk: int = 1,
     clock: Callable[[], float] = time.perf_counter,
-    progress: Callable[[float], None] = lambda share: None,
-) -> MeasuredCosts:
-    """Runs rounds of every size for up to `budget_s` seconds and takes medians.
+    pages: Callable[[int], Sequence[int]] = range,
+    longest_run_s: float = math.inf,
+) -> Measurement:
+    """Runs rounds of every size for up to `budget_s` seconds and takes medians; see `finish`.
 
     Batch sizes that do not fit even with short texts and no drafts are left out; other rounds that
-    do not fit the pages, `max_num_rows` or the budget are extrapolated.
+    do not fit the pages, `max_num_rows` or the budget are extrapolated. Short rounds without and
+    with drafts are measured even if that takes a few budgets.
 
     Args:
         max_num_rows: most rows of one target forward.
         max_model_len: most tokens of a sequence.
         every_step: measures every tier, not a selection; where rounds are quick.
         trees: shapes to measure beside chains, ascending, from beams of `topk`.
-        progress: told the share of the budget that is spent.
+        clock: seconds; may stand still while the measurement is not advanced.
+        pages: ids of so many pages that nobody holds, for the next round.
+        longest_run_s: rounds expected to take longer are extrapolated, but for the shortest.
 
     Raises:
-        ValueError: lengths, pages or budget leave nothing to measure.
+        ValueError: lengths, pages or time leave nothing to measure.
     """
     started = clock()
     room = _Room(page_size, num_pages, max_num_rows, max_model_len)
     steps = step_grid(worker.tiers, max_steps, every=every_step)
     contexts = room.contexts(steps[-1])
     sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, 0))]
+    essential = [Cell(contexts[0], 1, k) for k in steps[:2]]
+    if not all(map(room.holds, essential)):
+        raise ValueError(
+            f"max_num_batched_tokens={max_num_rows}: no round with drafts fits; raise it"
+        )
     rounds = [(k, 0, 1) for k in steps]
     rounds += [(tree.num_steps, tree.num_draft_tokens, topk) for tree in trees]
     cells = [Cell(c, b, *drafts) for c in contexts for b in sizes for drafts in rounds]
-    profiler = _Profiler(worker, SyntheticPlans(page_size, worker.vocab_size), clock)
-    for _ in profiler.sweeps(
-        list(filter(room.holds, cells)), until=started + _TABLE_SHARE * budget_s
-    ):
-        progress((clock() - started) / budget_s)
+    plans = SyntheticPlans(page_size, worker.vocab_size, pages)
+    profiler = _Profiler(worker, plans, clock, budget_s, longest_run_s)
+    yield from profiler.sweeps(essential, list(filter(room.holds, cells)))
     draft, verify = profiler.tables(contexts, sizes, steps)
-    if np.isfinite(verify[0, 0]).sum() < min(2, len(steps)):
+    if np.isfinite(verify[0, 0]).sum() < len(essential):
         raise ValueError(
-            f"budget_s={budget_s!r}, max_num_rows={max_num_rows}: not one round with drafts could "
-            "be measured; raise them"
+            f"no round with drafts ended within {_ESSENTIAL_BUDGETS * budget_s:.3g} s: the machine "
+            "is too busy; leave it more room, or name a table of `serve-spec tune` as "
+            "speculative_cost_table"
         )
-    sampled_row_ms = profiler.sampled_row_ms(until=started + budget_s)
-    progress(1.0)
+    sampled_row_ms = yield from profiler.sampled_row_ms()
+    yield 1.0
     missing = np.argwhere(np.isnan(verify).any(axis=0))
     draft = fill_missing(even_steps(draft, steps), sizes, steps)
     verify = fill_missing(verify, sizes, steps)
@@ -138,7 +155,20 @@ def measure_costs(
             _tree_costs(tree, profiler.tree_table(tree, contexts, sizes), draft, verify, steps)
             for tree in trees
         ),
+        is_rough=profiler.lacks(Cell(contexts[0], b, 0) for b in sizes),
     )
+
+
+def finish(
+    measurement: Measurement, progress: Callable[[float], None] = lambda share: None
+) -> MeasuredCosts:
+    """Runs a measurement to its end. progress: told the share of the budget that is spent."""
+    while True:
+        try:
+            progress(next(measurement))
+        except StopIteration as end:
+            measured: MeasuredCosts = end.value
+            return measured
 
 
 @dataclass(frozen=True)
@@ -158,7 +188,7 @@ class _Room:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
                 f"page_size={self.page_size}: too short for {max_steps} steps; raise them, or "
-                "lower the steps"
+                "name fewer candidate_steps in speculative_adaptive_config"
             )
         return short, long
 
@@ -166,6 +196,11 @@ class _Room:
         """Whether the round fits."""
         pages = cell.num_pages(self.page_size)
         return pages <= self.num_pages and cell.num_rows <= self.max_num_rows
+
+
+Outcome = TypeVar("Outcome")
+_Rounds: TypeAlias = Generator[float, None, Outcome]
+"""Part of a `Measurement`."""
 
 
 class _Run(NamedTuple):
@@ -182,53 +217,79 @@ class _Profiler:
     """Runs cells while there is time, and keeps what every run took."""
 
     def __init__(
-        self, worker: RunsRounds, plans: SyntheticPlans, clock: Callable[[], float]
+        self,
+        worker: RunsRounds,
+        plans: SyntheticPlans,
+        clock: Callable[[], float],
+        budget_s: float,
+        longest_run_s: float,
     ) -> None:
         self._worker = worker
         self._plans = plans
         self._clock = clock
+        self._started = clock()
+        self._budget_s = budget_s
+        self._longest_run_s = longest_run_s
         self._runs: dict[Cell, list[_Run]] = {}
+        self._shortest_s: dict[Cell, float] = {}
+        """Of every cell that ran, for whatever reason."""
         self._num_sweeps = 0
 
-    def sweeps(self, cells: list[Cell], until: float) -> Iterator[None]:
-        """Measures the cells in sweeps; yields after each.
+    def sweeps(self, essential: list[Cell], cells: list[Cell]) -> _Rounds[None]:
+        """Measures the cells in sweeps.
 
         A sweep runs all rounds of one batch size once, so that a noisy moment hits every number of
         steps alike; before it the first of them, for another size has left the caches cold. First
-        come the plain rounds of all sizes. Then every batch size gets about the same time: small
-        ones many sweeps, large ones few. Where time is short even for that, the largest are cut
-        short.
+        come the essential ones, until they are warm, then the plain rounds of all sizes. Then every
+        batch size gets about the same time: small ones many sweeps, large ones few. Where time is
+        short even for that, the largest are cut short.
         """
         by_size: dict[int, list[Cell]] = {}
         for cell in cells:
             by_size.setdefault(cell.batch_size, []).append(cell)
-        plain = [same_size[0] for same_size in by_size.values()]
         # Whatever runs first pays for the start of libraries: nothing may be judged by that.
-        self._sweep(plain[:1] * WARM_UP_RUNS, until)
-        self._sweep(plain[1:], until)
-        yield
+        for _ in range(WARM_UP_RUNS + 1):
+            yield from self._sweep(essential, _ESSENTIAL_BUDGETS, math.inf)
+        # These count only where time is too short for sweeps of all steps.
+        essential_runs, self._runs = self._runs, {}
+        plain = [same_size[0] for same_size in by_size.values()]
+        yield from self._sweep(plain[1:], _TABLE_SHARE)
         while by_size:
             size = min(by_size, key=lambda size: self._turn_s(by_size[size]))
-            self._warm(by_size[size][0], until)
-            if self._sweep(by_size[size], until):
-                yield
-            else:
+            if self._has_time_for(by_size[size][0], 2, _TABLE_SHARE):
+                yield from self._run(by_size[size][0], temperature=0.0)  # counts for nothing
+            if not (yield from self._sweep(by_size[size], _TABLE_SHARE)):
                 del by_size[size]
+        self._runs = essential_runs | self._runs
 
-    def _warm(self, cell: Cell, until: float) -> None:
-        """Runs a cell that counts for nothing."""
-        if self._clock() + 2 * self._expected_s(cell) <= until:
-            self._run(cell, temperature=0.0)
+    def lacks(self, cells: Iterable[Cell]) -> bool:
+        """Whether one of the cells had no time to run."""
+        return any(
+            cell not in self._runs and self._expected_s(cell) <= self._longest_run_s
+            for cell in cells
+        )
 
-    def _sweep(self, cells: list[Cell], until: float) -> bool:
+    def _sweep(
+        self, cells: list[Cell], share: float, longest_run_s: float | None = None
+    ) -> _Rounds[bool]:
         """Runs every cell once that is not done and fits the time; whether any did."""
         self._num_sweeps += 1
         before = sum(map(len, self._runs.values()))
         for cell in cells:
             is_done = len(self._runs.get(cell, ())) >= WARM_UP_RUNS + MEASURED_RUNS
-            if not is_done and self._clock() + self._expected_s(cell) <= until:
-                self._runs.setdefault(cell, []).append(self._run(cell, temperature=0.0))
+            if not is_done and self._has_time_for(cell, 1, share, longest_run_s):
+                run = yield from self._run(cell, temperature=0.0)
+                self._runs.setdefault(cell, []).append(run)
         return sum(map(len, self._runs.values())) > before
+
+    def _has_time_for(
+        self, cell: Cell, count: int, share: float, longest_run_s: float | None = None
+    ) -> bool:
+        """Whether so many runs would end within a share of the budget, none of them too long."""
+        expected_s = self._expected_s(cell)
+        if expected_s > (self._longest_run_s if longest_run_s is None else longest_run_s):
+            return False
+        return self._clock() + count * expected_s <= self._started + share * self._budget_s
 
     def _turn_s(self, cells: list[Cell]) -> float:
         """The lowest is next: time spent, and part of what is due, so that dear ones wait a bit."""
@@ -237,22 +298,22 @@ class _Profiler:
 
     def _expected_s(self, cell: Cell) -> float:
         """What a run takes: as before, or at most in proportion to a smaller round; 0: unknown."""
-        if cell in self._runs:
-            return min(run.wall_s for run in self._runs[cell])
+        if cell in self._shortest_s:
+            return self._shortest_s[cell]
         bounds = [
-            min(run.wall_s for run in runs)
-            * (cell.num_rows / known.num_rows)
-            * (cell.context / known.context)
-            for known, runs in self._runs.items()
+            wall_s * (cell.num_rows / known.num_rows) * (cell.context / known.context)
+            for known, wall_s in self._shortest_s.items()
             if all(a <= b for a, b in zip(known, cell, strict=True))
         ]
         return min(bounds, default=0.0)
 
-    def _run(self, cell: Cell, temperature: float) -> _Run:
+    def _run(self, cell: Cell, temperature: float) -> _Rounds[_Run]:
         plan = self._plans.plan(cell, temperature)
         started = self._clock()
         result = self._worker.execute(plan)
         wall_s = self._clock() - started
+        self._shortest_s[cell] = min(wall_s, self._shortest_s.get(cell, wall_s))
+        yield min(1.0, (self._clock() - self._started) / self._budget_s)
         return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
     def tables(
@@ -301,7 +362,7 @@ class _Profiler:
             medians |= zip(cells, zip(draft_ms, verify_ms, strict=True), strict=True)
         return medians
 
-    def sampled_row_ms(self, until: float) -> float:
+    def sampled_row_ms(self) -> _Rounds[float]:
         """What sampling adds to one verified row: a median over some cells.
 
         0 where there is no time for a pair of rounds; rounds that run correct it.
@@ -313,9 +374,9 @@ class _Profiler:
         sampled: dict[Cell, float] = {}
         for cell in cells[:_SAMPLED_CELLS] * _SAMPLED_PAIRS:
             # A sampled round may take twice as long as a greedy one.
-            if self._clock() + 3 * self._expected_s(cell) <= until:
+            if self._has_time_for(cell, 3, 1.0):
                 for best, temperature in ((greedy, 0.0), (sampled, _TEMPERATURE)):
-                    verify_ms = self._run(cell, temperature).verify_ms
+                    verify_ms = (yield from self._run(cell, temperature)).verify_ms
                     best[cell] = min(verify_ms, best.get(cell, verify_ms))
         extra = [(sampled[cell] - greedy[cell]) / cell.num_rows for cell in sampled]
         return max(0.0, median(extra)) if extra else 0.0

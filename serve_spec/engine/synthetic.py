@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from serve_spec.core.plan import RowPlan, StepPlan
@@ -52,7 +53,7 @@ class Cell(NamedTuple):
         return min(self.length(row) - 1, 1 + int(share * (self.num_steps + 1))) or 1
 
     def num_pages(self, page_size: int) -> int:
-        """Pages its plan takes, from page 0 on."""
+        """Pages its plan takes."""
         return self.batch_size * self.pages_per_row(page_size)
 
     def pages_per_row(self, page_size: int) -> int:
@@ -65,11 +66,17 @@ class Cell(NamedTuple):
 
 
 class SyntheticPlans:
-    """Makes plans of random tokens, every row on pages of its own."""
+    """Makes plans of random tokens, every row on pages of its own.
 
-    def __init__(self, page_size: int, vocab_size: int) -> None:
+    pages: ids of so many pages that a plan may overwrite.
+    """
+
+    def __init__(
+        self, page_size: int, vocab_size: int, pages: Callable[[int], Sequence[int]] = range
+    ) -> None:
         self._page_size = page_size
         self._vocab_size = vocab_size
+        self._pages = pages
         self._num_plans = 0
         self._random = random.Random(0)  # its own, so that nobody else's numbers change
 
@@ -77,19 +84,20 @@ class SyntheticPlans:
         """A round of this size."""
         params = SamplingParams(temperature=temperature)
         self._num_plans += 1  # other requests every time, for none continues the last plan's
-        rows = tuple(self._row(cell, b, params) for b in range(cell.batch_size))
+        pages = self._pages(cell.num_pages(self._page_size))
+        rows = tuple(self._row(cell, b, params, pages) for b in range(cell.batch_size))
         backlog = max(len(row.catch_up_ids) for row in rows)
         return StepPlan(rows, cell.num_steps, cell.batch_size, max_backlog=backlog, tree=cell.tree)
 
-    def _row(self, cell: Cell, b: int, params: SamplingParams) -> RowPlan:
+    def _row(self, cell: Cell, b: int, params: SamplingParams, pages: Sequence[int]) -> RowPlan:
         start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
-        pages = cell.pages_per_row(self._page_size)
+        num_pages = cell.pages_per_row(self._page_size)
         return RowPlan(
             request_id=f"synthetic-{self._num_plans}-{b}",
             token_ids=self._tokens(1),
             start=start,
             samples=True,
-            page_ids=tuple(range(b * pages, (b + 1) * pages)),
+            page_ids=tuple(pages[b * num_pages : (b + 1) * num_pages]),
             params=params,
             seed=b,
             is_decode=True,

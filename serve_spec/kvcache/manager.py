@@ -100,6 +100,18 @@ class KVCacheManager:
             self.tree.evict(max(0, missing - self.allocator.num_free))
         seq.page_ids += self.allocator.allocate(missing)
 
+    def unheld_pages(self, count: int) -> list[int]:
+        """Ids of `count` pages that nobody holds and the tree does not know; they stay free.
+
+        Raises:
+            OutOfPages: sequences hold too many.
+        """
+        if count <= self.num_free_pages:
+            self.tree.evict(max(0, count - self.allocator.num_free))
+        pages = self.allocator.allocate(count)
+        self.allocator.release(reversed(pages))  # back where they were
+        return pages
+
     def trim(self, seq: Sequence, num_tokens: int) -> None:
         """Returns the pages past `num_tokens` positions (rejected drafts, shortened texts)."""
         keep = self.pages_for(num_tokens)

@@ -13,7 +13,7 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.embedding import Embedding
 from serve_spec.models.draft_file import DraftFile, DraftOptions
 from serve_spec.models.llama import Llama
-from serve_spec.models.shape import ModelShape, read_rope, whole
+from serve_spec.models.shape import ModelShape, check_sizes, read_rope, whole
 
 _EMBEDDING = "embed_tokens.weight"
 
@@ -45,14 +45,14 @@ def layer_shape(
     vocab_size: where the config leaves it out.
 
     Raises:
-        CheckpointError: options not supported.
+        CheckpointError: options not supported, or tensors of other sizes than the config's.
     """
     config, shapes = file.config, file.checkpoint.shapes
     heads = whole(config, "num_attention_heads")
     hidden = whole(config, "hidden_size")
     theta, scaling = read_rope(config)
     attention = "layers.0.self_attn."
-    return ModelShape(
+    shape = ModelShape(
         architecture=file.recognition.family,
         hidden_size=hidden,
         num_layers=_count_layers(shapes),
@@ -72,6 +72,8 @@ def layer_shape(
         max_position_embeddings=whole(config, "max_position_embeddings", 2048),
         eos_token_ids=(),
     )
+    check_sizes(shape, shapes, file.path, "")
+    return shape
 
 
 def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | None:

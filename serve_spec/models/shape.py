@@ -172,6 +172,51 @@ class ModelShape:
         )
 
 
+def check_sizes(
+    shape: ModelShape, tensors: Mapping[str, tuple[int, ...]], directory: Path | str, prefix: str
+) -> None:
+    """Compares what config.json says of a layer with the tensors, before memory is taken for it.
+
+    tensors: shapes by name. prefix: of the names of layers.
+
+    Raises:
+        CheckpointError: a tensor is missing or of another size; names the key of config.json.
+    """
+    layer = f"{prefix}layers.0."
+    heads, kv_heads = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+    sizes = (
+        (layer + "self_attn.o_proj.weight", 0, "hidden_size", shape.hidden_size),
+        (layer + "self_attn.q_proj.weight", 0, "num_attention_heads * head_dim", heads),
+        (layer + "self_attn.k_proj.weight", 0, "num_key_value_heads * head_dim", kv_heads),
+        (layer + "mlp.gate_proj.weight", 0, "intermediate_size", shape.intermediate_size),
+    )
+    for name, dim, key, size in sizes:
+        check_size(tensors, directory, name, dim, key, size)
+
+
+def check_size(
+    tensors: Mapping[str, tuple[int, ...]],
+    directory: Path | str,
+    name: str,
+    dim: int,
+    key: str,
+    size: int,
+) -> None:
+    """Raises CheckpointError unless the tensor is there and of the size that config.json says."""
+    if name not in tensors:
+        raise CheckpointError(
+            f"{directory}: missing {name}; the files are incomplete or config.json describes "
+            "another model"
+        )
+    found = list(tensors[name])
+    expected = [*found[:dim], size, *found[dim + 1 :]]
+    if found != expected:
+        raise CheckpointError(
+            f"{directory}/config.json: {key}={size}: tensor {name} is {found}, expected "
+            f"{expected}; correct config.json or fetch the right file"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Parses a JSON object.
 

@@ -170,19 +170,28 @@ def draw_params(
 
 
 def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
-    """The law. logits: float32 [R, V]. Returns token ids int64 [R]."""
+    """The law. logits: float32 [R, V].
+
+    Returns token ids int64 [R], -1 where the logits hold a NaN or nothing finite.
+    """
     if rows.drawn is not None:
         drawn = rows.drawn
         return fast.draw_tokens(logits, drawn.owners, drawn.positions, drawn.params)
     if rows.noise is None:
-        return logits.argmax(dim=-1)
+        return _likeliest(logits)
     scores = logits * rows.inverse_temperature
     if rows.filtered:
         index = torch.tensor(rows.filtered, device=logits.device)
         kept = filter_scores(scores[index], [rows.params[r] for r in rows.filtered])
         scores = scores.index_copy(0, index, kept)
     # -inf + finite noise stays -inf: a filtered token can not win.
-    return (scores + rows.noise * rows.is_random).argmax(dim=-1)
+    return _likeliest(scores + rows.noise * rows.is_random)
+
+
+def _likeliest(scores: Tensor) -> Tensor:
+    """The first of the highest scores [R, V], -1 where that is not finite."""
+    best = scores.argmax(dim=-1, keepdim=True)
+    return best.masked_fill_(~scores.gather(-1, best).isfinite(), -1).squeeze(-1)
 
 
 def sample_coupled(

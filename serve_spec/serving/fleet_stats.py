@@ -33,7 +33,7 @@ _FLEET_COLUMNS = (
 _REPLICA_COLUMNS = ("num_steps", "batch_size", "tokens_per_step", "decode_tokens")
 _SHOWN_FIELDS = (
     "replica", "replica_rank", "age_s", "stale", "strategy", "speculative_num_steps",
-    "candidate_steps", "last_reason", "fallback", "refused_user_config", "slot", "slots",
+    "candidate_steps", "last_reason", "fallback", "costs", "refused_user_config", "slot", "slots",
     "batch_size", "num_running", "num_waiting", "kv", "avg_spec_accept_length", "positions",
     "switches", "predicted_goodput", "predicted_ms", "break_even", "rounds_by_num_steps",
     "speculation", "synthetic_acceptance",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+from serve_spec.config.adaptive_file import MAX_STEPS
+
 Snapshot: TypeAlias = Mapping[str, object]
 
-_MOST_STEPS = 64
-"""No draft goes deeper; a number beyond is no depth."""
 _LOWEST_RATE, _HIGHEST_RATE = 1e-6, 1 - 1e-6
 
 
@@ -66,7 +66,7 @@ def _max_steps(snapshot: Snapshot) -> int:
     steps = snapshot.get("candidate_steps")
     known = [k for k in steps if isinstance(k, int)] if isinstance(steps, list) else []
     deepest = max(known, default=0)
-    return deepest if deepest <= _MOST_STEPS else 0
+    return deepest if deepest <= MAX_STEPS else 0
 
 
 def _by_position(entries: list[object], trials: str) -> dict[int, tuple[float, float]]:

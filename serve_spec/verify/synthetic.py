@@ -34,7 +34,7 @@ from serve_spec.log import get_logger
 from serve_spec.ops.noise import row_keys
 from serve_spec.ops.sampling import SamplingRows, sample
 from serve_spec.verify.rejection import RejectionVerdict
-from serve_spec.verify.verifier import judge
+from serve_spec.verify.verifier import judge, read_verdicts
 
 logger = get_logger(__name__)
 
@@ -102,8 +102,8 @@ class SyntheticVerdict:
         last = [root + count for root, count in zip(roots, correct, strict=True)]
         final = sample(logits, sampling)[torch.tensor(last, device=logits.device)]
         table = torch.cat([drafts.token_ids.clamp(min=0), final.unsqueeze(1)], dim=1).tolist()
-        return VerifyResult(
-            [row[:count] + row[-1:] for row, count in zip(table, correct, strict=True)]
+        return read_verdicts(
+            [[count, 0, *row[:count], row[-1]] for row, count in zip(table, correct, strict=True)]
         )
 
     def num_correct_drafts(

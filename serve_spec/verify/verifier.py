@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import DraftChain, VerifyResult
+from serve_spec.core.errors import BrokenLogits
 from serve_spec.ops.acceptance import accept_chain
 from serve_spec.ops.sampling import SamplingRows, sample
 
@@ -60,12 +61,9 @@ def read_verdicts(table: list[list[int]]) -> VerifyResult:
     One row per sequence: drafts kept, whether a draft was broken, then the tokens drawn.
 
     Raises:
-        RuntimeError: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
+        BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
     """
     token_ids = [row[2 : row[0] + 3] for row in table]
     if any(token < 0 for tokens in token_ids for token in tokens):
-        raise RuntimeError(
-            "the target gave NaN or no token at all: its weights or its dtype are broken; try "
-            "dtype=float32, or load them anew"
-        )
+        raise BrokenLogits
     return VerifyResult(token_ids, tuple(b for b, row in enumerate(table) if row[1]))

@@ -133,6 +133,13 @@ def test_the_status_shows_each_replica_s_own_course(stats: FleetStats) -> None:
     assert status["history"]["batch_size"][-1] == status["fleet"]["batch_size"] == 11
 
 
+def test_the_status_shows_where_costs_are_missing(stats: FleetStats) -> None:
+    costs = {"state": "missing", "detail": "ValueError: the machine is too busy"}
+    stats.report("a", snapshot(costs=costs), 0)
+    status: Any = stats.status(0)
+    assert status["replicas"][0]["costs"] == costs
+
+
 def estimate(rate: float) -> dict[str, Any]:
     positions = [{"position": 1, "accept_rate": rate, "trials": 100.0}]
     return snapshot(pair="pair", candidate_steps=[0, 1], acceptance={"positions": positions})

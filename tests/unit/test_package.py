@@ -3,6 +3,8 @@
 import pytest
 
 import serve_spec
+from serve_spec import cli
+from serve_spec.bench.command import _BENCHES
 
 
 @pytest.mark.parametrize("name", serve_spec.__all__)
@@ -21,3 +23,9 @@ def test_what_a_request_may_ask_for_is_said_with_public_names_alone() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="LMM"):
         serve_spec.LMM  # noqa: B018
+
+
+def test_the_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "  bench " in line]
+    assert line.split("run ")[1].split(", ") == list(_BENCHES)

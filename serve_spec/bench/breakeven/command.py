@@ -75,7 +75,9 @@ def _parser() -> argparse.ArgumentParser:
         help="chance that a draft is kept, given that those before it were",
     )
     given = parser.add_argument_group("times of your own")
-    given.add_argument("--draft-ms", type=float, help="one draft step of the whole batch")
+    given.add_argument(
+        "--draft-ms", type=float, help="one draft step of the whole batch; 0: n-grams"
+    )
     given.add_argument("--target-ms", type=float, help="one round of the batch without drafts")
     given.add_argument(
         "--verify-ms-per-row",
@@ -105,10 +107,10 @@ def _check(name: str, value: float, ok: bool, fix: str) -> None:
 def _given_times(args: argparse.Namespace) -> dict[int, list[float]]:
     """t(K) of the one batch size that the arguments describe."""
     for name in ("draft_ms", "target_ms"):
-        value = getattr(args, name)
-        if value is None:
+        if getattr(args, name) is None:
             raise ConfigError(f"{name}=None: give draft_ms and target_ms, or a cost_table")
-        _check(name, value, value > 0, "give milliseconds above 0")
+    _check("draft_ms", args.draft_ms, args.draft_ms >= 0, "give milliseconds from 0 on")
+    _check("target_ms", args.target_ms, args.target_ms > 0, "give milliseconds above 0")
     for name in ("context", "sampled"):
         if getattr(args, name):
             raise ConfigError(f"{name}={getattr(args, name)!r}: belongs to a cost_table; leave out")

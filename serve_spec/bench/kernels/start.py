@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from serve_spec.bench.kernels.setting import LeftOut, Row, Section, Setting
-from serve_spec.engine.costs import cost_key, obtain_costs
-from serve_spec.engine.profile import MeasuredCosts
 
 
 def capture(setting: Setting) -> Section:
@@ -22,15 +20,8 @@ def capture(setting: Setting) -> Section:
 
 def costs(setting: Setting) -> Section:
     """The table the engine weighs: drafting and verification by context, batch size and drafts."""
-    config, worker = setting.llm.config, setting.engine.worker
-    table = obtain_costs(
-        cost_key(config, worker),
-        path=config.speculative.speculative_cost_table,
-        max_batch_size=config.scheduler.max_num_seqs,
-        max_steps=max(setting.controller.candidate_steps),
-        trees=setting.controller.candidate_trees,
-        measure=_not_again,
-    )
+    source = setting.engine.costs
+    table = None if source is None else source.load()
     if table is None:
         raise LeftOut("the engine kept no cost table; make $SERVE_SPEC_CACHE writable")
     rows: list[Row] = [
@@ -51,7 +42,3 @@ def costs(setting: Setting) -> Section:
         "extrapolated": len(table.extrapolated),
     }
     return Section(rows, facts)
-
-
-def _not_again() -> MeasuredCosts:
-    raise LookupError("the table of the start is looked for, not a new one")

@@ -12,7 +12,7 @@ from serve_spec.config.cost_table import CostKey, load_cost_table, write_cost_ta
 from serve_spec.core.round import TreeShape
 from serve_spec.engine.costs import as_table, cost_key
 from serve_spec.engine.llm import LLM
-from serve_spec.engine.profile import measure_costs
+from serve_spec.engine.profile import finish, measure_costs
 
 BUDGET_S = 300.0
 """Most that is spent; all cells of a small pair take far less."""
@@ -34,7 +34,7 @@ def write_costs(
         return
     with tqdm(total=100.0, desc="cost table", unit="%", bar_format="{l_bar}{bar}") as bar:
         try:
-            costs = measure_costs(
+            measurement = measure_costs(
                 llm.engine.worker,
                 page_size=llm.config.cache.page_size,
                 num_pages=llm.engine.scheduler.cache.num_pages,
@@ -45,8 +45,8 @@ def write_costs(
                 budget_s=BUDGET_S,
                 trees=trees,
                 topk=llm.config.speculative.speculative_eagle_topk,
-                progress=lambda share: bar.update(100 * share - bar.n),
             )
+            costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
         except ValueError as error:
             raise ConfigError(str(error)) from error
     write_cost_table(as_table(key, costs), path)

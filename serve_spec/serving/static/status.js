@@ -176,7 +176,8 @@ function showTable(id, columns, rows) {
 
 function lastDecision(r) {
   const refused = r.refused_user_config ? ` (refused: ${r.refused_user_config})` : "";
-  return (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : "") + refused;
+  const costs = r.costs?.state === "missing" ? ` (no costs: ${r.costs.detail})` : "";
+  return (r.last_reason ?? "–") + (r.fallback ? `: ${r.fallback}` : "") + costs + refused;
 }
 
 function showReplicas(replicas) {

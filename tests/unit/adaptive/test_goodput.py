@@ -30,6 +30,7 @@ from serve_spec.bench.simulated_costs import (
 )
 from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
+from serve_spec.config.cost_table import CostTable
 from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -501,6 +502,19 @@ def test_a_clock_that_stays_broken_is_tried_again_and_still_said_once() -> None:
     assert len(said) == 1
 
 
+def times_table(factor: float) -> CostTable:
+    """`TABLE` as a machine has it that takes `factor` times as long."""
+    return TABLE.model_copy(
+        update={
+            field: tuple(
+                tuple(tuple(ms * factor for ms in line) for line in grid)
+                for grid in getattr(TABLE, field)
+            )
+            for field in ("draft_ms", "verify_ms")
+        }
+    )
+
+
 @pytest.mark.parametrize(
     ("factor", "num_rounds"), [(1e-3, MOST_PLAN_ROUNDS + 1), (1e3, 3 * MAX_BAD_TIMES)]
 )
@@ -512,15 +526,7 @@ def test_costs_of_another_machine_end_in_a_fixed_tier_said_once(
     Rounds that are taken to be short are looked at together, so it takes more of them.
     """
     said: list[str] = []
-    foreign = TABLE.model_copy(
-        update={
-            field: tuple(
-                tuple(tuple(ms * factor for ms in line) for line in grid)
-                for grid in getattr(TABLE, field)
-            )
-            for field in ("draft_ms", "verify_ms")
-        }
-    )
+    foreign = times_table(factor)
     made = AdaptiveController(PolicySettings(2), foreign, said.append)
     for _ in range(num_rounds):
         play(made, 2, RoundTimes(1.6, 8.0, 9.8))
@@ -562,11 +568,56 @@ def test_a_single_hiccup_changes_nothing() -> None:
     assert made.snapshot()["fallback"] is None
 
 
-def test_without_costs_the_tier_is_fixed_and_that_is_said_once() -> None:
+def test_until_there_are_costs_ema_decides_and_then_goodput_does() -> None:
     said: list[str] = []
     made = AdaptiveController(PolicySettings(2), None, said.append)
-    assert {made.choose_steps(decode_batch(bs)).num_steps for bs in (1, 8, 64)} == {0}
-    assert said == ["speculation is off for now: there is no cost table"]
+    for _ in range(60):
+        k = made.choose_steps(decode_batch(2)).num_steps
+        made.on_verify_complete(verified_round([k, k], 2, k, times=times_of([k, k], 2)))
+    shown = made.snapshot()
+    assert (shown["strategy"], shown["speculative_num_steps"]) == ("ema", 7)
+    assert shown["fallback"] is None
+    made.use_costs(TABLE)
+    assert play(made, 2, times_of([1, 1], 2)) > 0
+    shown = made.snapshot()
+    assert (shown["strategy"], shown["last_reason"]) == ("goodput", "reconfigured")
+    assert not said
+
+
+@pytest.mark.parametrize("factor", [1e-3, 1e3])
+def test_rough_costs_that_rounds_contradict_make_way_for_ema(factor: float) -> None:
+    """A start on a busy machine may find all rounds to take a hundred times as long."""
+    said: list[str] = []
+    made = AdaptiveController(
+        PolicySettings(2), times_table(factor), said.append, costs_are_rough=True
+    )
+    for _ in range(MOST_PLAN_ROUNDS + 1):
+        play(made, 2, RoundTimes(1.6, 8.0, 9.8))
+    assert made.snapshot()["strategy"] == "ema"
+    assert made.snapshot()["fallback"] is None
+    assert not said
+
+
+def test_goodput_may_be_asked_for_while_there_are_no_costs() -> None:
+    made = AdaptiveController(PolicySettings(2), None)
+    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
+    assert not made.weighs_costs
+    made.use_costs(TABLE)
+    assert made.snapshot()["strategy"] == "static", "costs change no strategy"
+    made = AdaptiveController(PolicySettings(2), None)
+    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
+    made.reconfigure({"min_dwell_rounds": 3})
+    assert made.weighs_costs
+    assert made.snapshot()["strategy"] == "ema"
+    made.use_costs(TABLE)
+    assert made.snapshot()["strategy"] == "goodput"
+
+
+def test_a_policy_that_breaks_without_costs_is_tried_again() -> None:
+    made = AdaptiveController(PolicySettings(2), None)
+    made._policy.choose = None  # type: ignore[assignment, method-assign]
+    drafted = [made.choose_steps(decode_batch(1)).num_steps > 0 for _ in range(FALLBACK_ROUNDS + 1)]
+    assert drafted == [False] * FALLBACK_ROUNDS + [True]
 
 
 def test_an_empty_batch_is_no_round() -> None:

@@ -139,7 +139,7 @@ def test_the_files_hold_the_line_and_a_picture(
     [
         (["--accept-rate", "1.2"], r"accept_rate=1.2: give the share of drafts kept, from 0 to 1"),
         (["--accept-rate", "nan"], r"accept_rate=nan: "),
-        (["--draft-ms", "0"], r"draft_ms=0.0: give milliseconds above 0"),
+        (["--draft-ms", "-1"], r"draft_ms=-1.0: give milliseconds from 0 on"),
         (["--target-ms", "-1"], r"target_ms=-1.0: give milliseconds above 0"),
         (["--target-ms", "inf"], r"target_ms=inf: "),
         (["--verify-ms-per-row", "-0.1"], r"verify_ms_per_row=-0.1: "),
@@ -152,6 +152,16 @@ def test_the_files_hold_the_line_and_a_picture(
 def test_a_number_that_makes_no_sense_is_refused(arguments: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^{problem}"):
         main([*NUMBERS, *arguments])
+
+
+def test_drafts_that_cost_nothing_always_pay(capsys: pytest.CaptureFixture[str]) -> None:
+    """Those of n-grams, where verification is free too: deeper is better at any accept rate."""
+    arguments = ["--accept-rate", "0.5", "--draft-ms", "0", "--target-ms", "10"]
+    printed, result = answer(capsys, *arguments)
+    (batch,) = result["batches"]
+    assert batch["break_even_rates"] == [0.0] * 8
+    assert batch["at_rates"][0]["best_num_steps"] == 8
+    assert "Drafts pay above an accept rate of 0.00" in printed
 
 
 def test_without_times_there_is_no_answer() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,45 @@ def test_forced_acceptance_is_shown(
         assert main([str(file), *override]) == 0
         printed = yaml.safe_load(capsys.readouterr().out)
         assert printed["speculative"]["synthetic_acceptance"] == shown
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ignored"),
+    [
+        ([], "strategy 'goodput' ignores ema_alpha, up_hysteresis"),
+        (
+            ["speculative_adaptive_strategy=per_request"],
+            "strategy 'per_request' ignores candidate_trees, ema_alpha, up_hysteresis",
+        ),
+        (
+            ["speculative_adaptive=false"],
+            "a fixed tier ignores candidate_steps, candidate_trees, ema_alpha, up_hysteresis",
+        ),
+        (["speculative_adaptive_strategy=ema"], None),
+    ],
+)
+def test_adaptive_keys_that_the_strategy_ignores_are_named(
+    tmp_path: Path,
+    drafting: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
+    overrides: list[str],
+    ignored: str | None,
+) -> None:
+    slots = {
+        "up_hysteresis": 0.5,
+        "1": {"candidate_steps": [1, 3], "candidate_trees": []},
+        "8": {"candidate_steps": [1], "ema_alpha": 0.3},
+    }
+    (tmp_path / "slots.json").write_text(json.dumps(slots))
+    drafting["speculative"]["speculative_adaptive_config"] = "slots.json"
+    file = tmp_path / "d.yaml"
+    file.write_text(yaml.safe_dump(drafting))
+    assert main([str(file), *overrides]) == 0
+    printed = capsys.readouterr()
+    assert yaml.safe_load(printed.out)["speculative"]
+    path = tmp_path / "slots.json"
+    told = f"speculative_adaptive_config='{path}': {ignored}\n"
+    assert printed.err == ("" if ignored is None else told)
 
 
 def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(

@@ -320,3 +320,43 @@ def test_rejection_is_refused_where_drafts_have_no_law_or_are_kept_by_chance(
 def test_rejection_means_nothing_where_nothing_drafts(minimal: dict[str, Any]) -> None:
     config = ServeSpecConfig.load(minimal, rejection_sample_method="block")
     assert not config.speculative.samples_drafts
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "most"),
+    [
+        ("speculative", "speculative_num_steps", 64),
+        ("speculative", "speculative_num_draft_tokens", 65),
+        ("speculative", "speculative_ngram_max_match_window_size", 256),
+        ("model", "max_model_len", 2**21),
+        ("model", "tensor_parallel_size", 1024),
+        ("cache", "page_size", 4096),
+        ("scheduler", "max_num_seqs", 4096),
+        ("scheduler", "max_num_batched_tokens", 2**20),
+        ("scheduler", "max_waiting_seqs", 2**20),
+        ("replica", "torch_num_threads", 1024),
+    ],
+)
+def test_absurd_numbers_are_refused_before_anything_is_loaded(
+    drafting: dict[str, Any], section: str, key: str, most: int
+) -> None:
+    told = rf"^{section}\.{key}={most + 1}: input should be less than or equal to {most}"
+    with pytest.raises(ConfigError, match=told):
+        ServeSpecConfig.load(drafting, **{key: most + 1})
+    whole_chain = {"speculative_num_steps": 64} if key == "speculative_num_draft_tokens" else {}
+    ServeSpecConfig.load(drafting, **{key: most, **whole_chain})
+
+
+def test_candidate_steps_and_live_changes_are_bound_as_the_steps_of_a_start(
+    tmp_path: Path, drafting: dict[str, Any]
+) -> None:
+    file = tmp_path / "slots.json"
+    file.write_text(json.dumps({"candidate_steps": [1, 1000]}))
+    with pytest.raises(ConfigError, match=r"candidate_steps=\[1, 1000\]: .* integers from 0 to 64"):
+        ServeSpecConfig.load(drafting, speculative_adaptive_config=str(file))
+    file.write_text(json.dumps({"candidate_steps": [1], "candidate_trees": [[1000, 2000]]}))
+    with pytest.raises(ConfigError, match=r"candidate_trees=\[1000, 2000\]"):
+        ServeSpecConfig.load(drafting, speculative_adaptive_config=str(file))
+    for key in ("speculative_num_steps", "speculative_num_draft_tokens"):
+        with pytest.raises(ConfigError, match=f"{key}=1000: "):
+            parse_update({key: 1000})

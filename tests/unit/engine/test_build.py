@@ -1,6 +1,8 @@
 """What an engine refuses to be built from: named, with the way out."""
 
 import json
+import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,15 @@ import torch
 from serve_spec import LLM
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine import build
-from tests.helpers.checkpoints import make_eagle3, make_target
+from serve_spec.engine import build, costs
+from serve_spec.engine.profile import Measurement, measure_costs
+from serve_spec.parallel.followers import RankLost
+from tests.helpers.checkpoints import (
+    make_eagle3,
+    make_target,
+    read_checkpoint,
+    write_checkpoint,
+)
 from tests.helpers.engines import MakeLLM, Pair, texts
 
 
@@ -48,24 +57,155 @@ def test_gpus_that_are_not_there_are_refused_before_anything_starts(
         make_llm(device="cuda", tensor_parallel_size=2)
 
 
-def test_costs_are_measured_for_ten_seconds_at_most_and_without_any_the_engine_decodes_plainly(
-    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    budgets = []
+class BusyAtFirst:
+    """Fails as a start on a busy machine does, and then measures for a moment."""
 
-    def fails(*args: Any, budget_s: float, **sizes: Any) -> None:
-        budgets.append(budget_s)
-        raise RuntimeError("the device is lost")
+    def __init__(self, num_failures: int = 1) -> None:
+        self.budgets: list[float] = []
+        self.num_failures = num_failures
 
+    def __call__(self, worker: Any, *, budget_s: float, **sizes: Any) -> Measurement:
+        self.budgets.append(budget_s)
+        if len(self.budgets) <= self.num_failures:
+            raise RuntimeError("the device is lost")
+        return measure_costs(worker, budget_s=0.3, **sizes)
+
+
+@pytest.fixture
+def busy_at_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BusyAtFirst:
+    measure = BusyAtFirst()
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "measure_costs", fails)
+    monkeypatch.setattr(build, "measure_costs", measure)
+    monkeypatch.setattr(costs, "_FIRST_PAUSE_S", 0.0)
+    return measure
+
+
+def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides(
+    make_llm: MakeLLM, busy_at_first: BusyAtFirst
+) -> None:
     llm = make_llm("EAGLE3", 3, speculative_adaptive=True)
-    assert budgets == [10.0]
+    assert busy_at_first.budgets == [10.0]
     prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
     shown = llm.engine.snapshot()
-    assert shown["fallback"] == "there is no cost table"
-    assert shown["speculative_num_steps"] == 0
+    assert (shown["strategy"], shown["fallback"]) == ("ema", None)
+    assert shown["costs"] == {"state": "missing", "detail": "RuntimeError: the device is lost"}
+    assert shown["speculative_num_steps"] == 3
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [{}, {"execution": "lanes"}, {"tensor_parallel_size": 2}],
+    ids=["eager", "lanes", "two ranks"],
+)
+def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
+    make_llm: MakeLLM, busy_at_first: BusyAtFirst, overrides: dict[str, Any]
+) -> None:
+    prompts, params = [[7] * 40, [5, 6] * 20], SamplingParams(max_tokens=20, seed=5)
+    expected = texts(make_llm().generate(prompts, params))
+    llm = make_llm("EAGLE3", 3, speculative_adaptive=True, max_num_seqs=2, **overrides)
+    engine = llm.engine
+    assert texts(llm.generate(prompts, params)) == expected
+    num_rounds = 0
+    while engine.idle_wait_s() is not None:
+        engine.use_idle_time()
+        engine.scheduler.check_integrity()
+        num_rounds += 1
+        if num_rounds == 5:
+            assert texts(llm.generate(prompts, params)) == expected
+            assert engine.controller.snapshot()["strategy"] == "ema"
+    assert num_rounds > 10
+    shown: Any = engine.snapshot()
+    assert (shown["strategy"], shown["costs"]["state"]) == ("goodput", "measured")
+    hits = engine.counters.num_prefix_hit_tokens
+    assert texts(llm.generate(prompts, params)) == expected
+    assert engine.counters.num_prefix_hit_tokens - hits == 2 * 36, "no known page was written to"
+    llm.shutdown()
+
+
+def test_pages_to_measure_on_are_those_that_nobody_holds_and_the_oldest_prefixes_last(
+    make_llm: MakeLLM,
+) -> None:
+    llm = make_llm(num_pages=40)
+    llm.generate([[7] * 41], SamplingParams(max_tokens=1))
+    cache = llm.engine.scheduler.cache
+    known = {page for page, _, _ in cache.tree.page_texts()}
+    assert len(known) == 10
+    free = cache.unheld_pages(30)
+    assert not known & set(free)
+    assert cache.unheld_pages(30) == free
+    assert len(cache.tree) == 10
+    assert len(set(cache.unheld_pages(36))) == 36
+    assert len(cache.tree) == 4
+
+
+def with_nan(source: Path, copy: Path, name: str) -> Path:
+    """A copy of a checkpoint in which one number is not one."""
+    settings, tensors = read_checkpoint(shutil.copytree(source, copy))
+    tensors[name][-1].fill_(torch.nan)
+    return write_checkpoint(copy, settings, tensors)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.2.mlp.down_proj.weight"]
+)
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {},
+        {"execution": "lanes"},
+        {"tensor_parallel_size": 2},
+        {"algorithm": "EAGLE3", "num_steps": 2},
+        {"algorithm": "EAGLE3", "num_steps": 2, "execution": "lanes"},
+        {"algorithm": "EAGLE3", "num_steps": 2, "synthetic_acceptance": 2.0},
+        {"algorithm": "EAGLE3", "num_steps": 2, "rejection_sample_method": "standard"},
+    ],
+    ids=lambda overrides: "-".join(map(str, overrides.values())) or "plain",
+)
+def test_a_target_whose_logits_are_nan_is_refused_at_load(
+    make_llm: MakeLLM, pair: Pair, tmp_path: Path, overrides: dict[str, Any], name: str
+) -> None:
+    broken = with_nan(pair.target, tmp_path / "broken", name)
+    told = r"(broken|rank 1 .*): target model produced NaN logits; check the checkpoint or use dty"
+    with pytest.raises((CheckpointError, RankLost), match=told):
+        make_llm(path=str(broken), **overrides)
+
+
+@pytest.mark.parametrize("execution", ["eager", "lanes"])
+def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(
+    make_llm: MakeLLM,
+    pair: Pair,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    execution: str,
+) -> None:
+    broken = with_nan(pair.heads["EAGLE3"], tmp_path / "broken", "lm_head.weight")
+    llm = make_llm(
+        "EAGLE3", 3, speculative_draft_model_path=str(broken), execution=execution, max_num_seqs=4
+    )
+    warned = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
+    (told,) = warned
+    assert told.startswith(f"{broken}: draft model produced NaN logits")
+    prompts, params = [[1, 2, 3]], SamplingParams(seed=5)
+    assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
+
+
+def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(
+    make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
+) -> None:
+    shown: Any = make_llm("EAGLE3", 3).engine.snapshot()
+    assert not [r for r in caplog.records if r.levelno >= logging.WARNING]
+    assert shown["counters"]["steps"] == shown["prefix_cache"]["pages"] == 0
+    assert shown["kv"]["free_pages"] == shown["kv"]["total_pages"]
+
+
+@pytest.mark.parametrize("asked", [{"num_pages": 10**12}, {"num_pages": None, "cpu_cache_gb": 1e9}])
+def test_caches_that_no_memory_holds_are_refused_by_name(
+    make_llm: MakeLLM, asked: dict[str, Any]
+) -> None:
+    (key, value) = list(asked.items())[-1]
+    with pytest.raises(ValueError, match=rf"^{key}={value}: .* GiB; lower it"):
+        make_llm(**asked)
 
 
 def test_a_draft_of_another_hidden_size_or_vocabulary_is_refused(

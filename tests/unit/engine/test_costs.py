@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,12 +19,14 @@ from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, wr
 from serve_spec.core.round import TreeShape
 from serve_spec.engine.costs import (
     _ROUND_ROOMS,
+    Clock,
+    CostSource,
+    as_table,
     code_version,
     cost_key,
     fingerprint,
-    obtain_costs,
 )
-from serve_spec.engine.profile import MeasuredCosts
+from serve_spec.engine.profile import MeasuredCosts, Measurement
 from tests.helpers.checkpoints import make_eagle3, make_target
 from tests.helpers.costs import KEY
 from tests.helpers.engines import MakeLLM, Pair
@@ -38,18 +43,38 @@ MEASURED = MeasuredCosts(
 )
 
 
-class Measurement:
-    """Counts how often it is asked to measure."""
+class FakeMeasurement:
+    """Counts how often it is begun; runs a few rounds, and ends in an error or in costs."""
 
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
+    def __init__(self, *outcomes: Exception | MeasuredCosts, num_rounds: int = 3) -> None:
+        self.outcomes = outcomes or (MEASURED,)
+        self.num_rounds = num_rounds
         self.count = 0
+        self.limits: list[float] = []
+        self.spent_s = 0.0
 
-    def __call__(self) -> MeasuredCosts:
+    def __call__(self, clock: Clock, longest_run_s: float) -> Measurement:
+        outcome = self.outcomes[min(self.count, len(self.outcomes) - 1)]
         self.count += 1
-        if self.error is not None:
-            raise self.error
-        return MEASURED
+        self.limits.append(longest_run_s)
+        return self._rounds(outcome, clock)
+
+    def _rounds(self, outcome: Exception | MeasuredCosts, clock: Clock) -> Measurement:
+        started = clock()
+        for n in range(self.num_rounds):
+            self.spent_s = clock() - started
+            yield n / self.num_rounds
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+
+class Time:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 @pytest.fixture(autouse=True)
@@ -77,21 +102,23 @@ def infos_in(said: pytest.LogCaptureFixture) -> list[str]:
     return [r.getMessage() for r in said.records if r.levelno == logging.INFO]
 
 
-def obtain(
-    measure: Measurement, path: Path | None = None, key: CostKey = KEY, max_steps: int = 1
-) -> CostTable | None:
-    return obtain_costs(key, path=path, max_batch_size=2, max_steps=max_steps, measure=measure)
+def source(measure: FakeMeasurement, **changes: Any) -> CostSource:
+    grid = {"path": None, "max_batch_size": 2, "max_steps": 1, "measure": measure}
+    return CostSource(**{"key": KEY, **grid, **changes})
+
+
+def obtain(measure: FakeMeasurement, path: Path | None = None, **changes: Any) -> CostTable | None:
+    return source(measure, path=path, **changes).obtain()
 
 
 def table(key: CostKey = KEY, measured_s: float = 99.0) -> CostTable:
-    fields = MEASURED.__dict__ | {"measured_s": measured_s}
-    return CostTable(version=1, key=key, padded=False, **fields)
+    return as_table(key, replace(MEASURED, measured_s=measured_s))
 
 
 def test_what_was_measured_once_is_read_at_the_next_start(
     cache: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     first, second = obtain(measure), obtain(measure)
     assert measure.count == 1
     assert first == second
@@ -99,7 +126,7 @@ def test_what_was_measured_once_is_read_at_the_next_start(
     assert first.key == KEY
     assert first.verify_ms == MEASURED.verify_ms
     (file,) = cache.glob("costs/*.json")
-    measured, read = infos_in(said)
+    _, measured, read = infos_in(said)
     assert "measured in 1.5 s, 1 of 4 cells extrapolated" in measured
     assert f"kept in {file}" in measured
     assert f"read from {file}" in read
@@ -107,18 +134,18 @@ def test_what_was_measured_once_is_read_at_the_next_start(
 
 
 def test_each_setting_and_each_grid_is_kept_apart(cache: Path) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     other = KEY.model_copy(update={"threads": 2})
     for _ in range(2):
         obtain(measure)
         obtain(measure, key=other)
-        obtain_costs(KEY, path=None, max_batch_size=4, max_steps=1, measure=measure)
+        obtain(measure, max_batch_size=4)
     assert measure.count == 3
     assert len(list(cache.glob("costs/*.json"))) == 3
 
 
 def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, cache: Path) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     named = tmp_path / "named.json"
     write_cost_table(table(), named)
     found = obtain(measure, named)
@@ -142,7 +169,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(
     tmp_path: Path, said: pytest.LogCaptureFixture, content: str, why: str
 ) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     named = tmp_path / "named.json"
     named.write_text(content)
     found = obtain(measure, named)
@@ -159,7 +186,7 @@ def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measur
 def test_a_named_table_that_is_not_there_is_measured_instead(
     tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     assert obtain(measure, tmp_path / "nowhere.json") is not None
     assert measure.count == 1
     (warning,) = warnings_in(said)
@@ -169,7 +196,7 @@ def test_a_named_table_that_is_not_there_is_measured_instead(
 def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
     cache: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     obtain(measure)
     (file,) = cache.glob("costs/*.json")
     file.write_text(file.read_text()[:-20])
@@ -182,7 +209,7 @@ def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
 def test_a_table_that_ends_before_the_deepest_tier_is_measured_anew(
     tmp_path: Path, said: pytest.LogCaptureFixture
 ) -> None:
-    measure = Measurement()
+    measure = FakeMeasurement()
     named = tmp_path / "named.json"
     write_cost_table(table(), named)
     obtain(measure, named, max_steps=3)
@@ -196,15 +223,8 @@ def test_a_named_table_without_a_tree_that_may_be_drafted_is_measured_anew(
 ) -> None:
     named = tmp_path / "named.json"
     write_cost_table(table(), named)
-    measurement = Measurement()
-    obtain_costs(
-        KEY,
-        path=named,
-        max_batch_size=2,
-        max_steps=1,
-        trees=[TreeShape(1, 4)],
-        measure=measurement,
-    )
+    measurement = FakeMeasurement()
+    obtain(measurement, named, trees=[TreeShape(1, 4)])
     assert measurement.count == 1
     (warning,) = warnings_in(said)
     assert "(1, 4)" in warning
@@ -214,25 +234,99 @@ def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(
     cache: Path, said: pytest.LogCaptureFixture
 ) -> None:
     cache.write_text("a file where the folder should be")
-    found = obtain(Measurement())
+    found = obtain(FakeMeasurement())
     assert found is not None
     assert found.measured_s == 1.5
     (warning,) = warnings_in(said)
-    assert "can not be kept" in warning
+    assert "not kept for the next start" in warning
+    assert "make $SERVE_SPEC_CACHE writable" in warning
     assert "not kept" in infos_in(said)[-1]
 
 
 @pytest.mark.parametrize(
-    "error", [ValueError("budget_s=0: too short"), RuntimeError("out of memory"), AssertionError()]
+    "error", [ValueError("too busy"), RuntimeError("out of memory"), AssertionError()]
 )
 def test_a_measurement_that_fails_gives_no_costs_and_one_warning(
     cache: Path, said: pytest.LogCaptureFixture, error: Exception
 ) -> None:
-    assert obtain(Measurement(error)) is None
+    found = source(FakeMeasurement(error))
+    assert found.obtain() is None
     (warning,) = warnings_in(said)
     assert type(error).__name__ in warning
     assert str(error) in warning
+    assert "tried again when the engine is idle" in warning
+    assert found.report == {"state": "missing", "detail": f"{type(error).__name__}: {error}"}
+    assert not found.is_final
     assert not cache.exists()
+
+
+def test_what_the_start_could_not_measure_is_measured_a_round_at_a_time_when_there_is_time(
+    cache: Path, said: pytest.LogCaptureFixture
+) -> None:
+    now, measure = Time(), FakeMeasurement(ValueError("too busy"), MEASURED)
+    late = source(measure, clock=now)
+    assert late.obtain() is None
+    assert late.wait_s() == 30.0
+    assert late.advance() is None
+    assert measure.count == 1, "it is not due yet"
+    now.now += 30.0
+    for _ in range(measure.num_rounds):
+        assert late.wait_s() == 0.0
+        assert late.advance() is None
+        now.now += 100.0  # requests run meanwhile
+    assert measure.spent_s == 0.0, "their time does not count"
+    found = late.advance()
+    assert found is not None
+    assert measure.limits == [math.inf, 0.5], "no request waits long for a round of these"
+    assert late.is_final
+    assert late.report["state"] == "measured"
+    (file,) = cache.glob("costs/*.json")
+    assert load_cost_table(file) == found
+    assert obtain(measure) == found
+    assert measure.count == 2
+
+
+def test_attempts_that_fail_grow_rare() -> None:
+    now = Time()
+    late = source(FakeMeasurement(ValueError("too busy")), clock=now)
+    assert late.obtain() is None
+    waits = []
+    for _ in range(7):
+        waits.append(late.wait_s())
+        now.now += waits[-1]
+        while not late.wait_s():
+            assert late.advance() is None
+    assert waits == [30.0, 60.0, 120.0, 240.0, 480.0, 600.0, 600.0]
+
+
+def test_rough_costs_serve_until_better_ones_are_measured_and_are_not_kept(cache: Path) -> None:
+    rough = replace(MEASURED, is_rough=True, sampled_row_ms=9.0)
+    now = Time()
+    late = source(FakeMeasurement(rough, ValueError("too busy"), MEASURED), clock=now)
+    first = late.obtain()
+    assert first is not None
+    assert first.sampled_row_ms == 9.0
+    assert not late.is_final
+    assert not cache.exists()
+    found = None
+    while found is None:
+        now.now += late.wait_s()
+        found = late.advance()
+        assert late.report["state"] == "measured"
+    assert found.sampled_row_ms == MEASURED.sampled_row_ms
+    assert late.is_final
+    assert cache.exists()
+
+
+def test_a_table_that_another_engine_kept_meanwhile_is_read_instead(cache: Path) -> None:
+    now, measure = Time(), FakeMeasurement(ValueError("too busy"))
+    late = source(measure, clock=now)
+    late.obtain()
+    kept = obtain(FakeMeasurement())
+    now.now += late.wait_s()
+    assert late.advance() == kept
+    assert measure.count == 1
+    assert late.report["state"] == "loaded"
 
 
 def test_without_a_named_place_tables_are_kept_in_the_home(
@@ -240,7 +334,7 @@ def test_without_a_named_place_tables_are_kept_in_the_home(
 ) -> None:
     monkeypatch.delenv("SERVE_SPEC_CACHE")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    obtain(Measurement())
+    obtain(FakeMeasurement())
     assert len(list((tmp_path / "home/.cache/serve_spec/costs").glob("*.json"))) == 1
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,28 @@ def test_the_other_eagle_is_told_apart(
     assert_names(
         message, f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
     )
+
+
+@pytest.mark.parametrize("key", ["intermediate_size", "num_attention_heads", "head_dim"])
+@pytest.mark.parametrize(
+    ("make", "algorithm"),
+    [(make_eagle3, "EAGLE3"), (make_eagle, "EAGLE"), (make_target, "STANDALONE")],
+)
+def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
+    tmp_path: Path,
+    target_dir: Path,
+    target: Llama,
+    make: Callable[..., Path],
+    algorithm: str,
+    key: str,
+) -> None:
+    make(tmp_path / "draft", *[] if make is make_target else [target_dir])
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    head_dim = config["hidden_size"] // config["num_attention_heads"]
+    config |= {"head_dim": head_dim, key: 10**9 * (2 if key == "num_attention_heads" else 1)}
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    message = refusal(tmp_path / "draft", target, algorithm)
+    assert_names(message, f"{tmp_path}/draft/config.json: ", key, "correct config.json")
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NONE", "EAGLE9"])

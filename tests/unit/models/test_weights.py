@@ -111,8 +111,40 @@ def test_a_missing_tensor_is_named(made: Path) -> None:
 
 
 def test_many_missing_tensors_are_counted(made: Path) -> None:
-    rewrite(made, lambda t: None, num_hidden_layers=4)
-    assert "(18 in all)" in refusal(made)
+    def leave_one_of_a_layer(tensors: dict[str, Tensor]) -> None:
+        for name in list(tensors):
+            if name.startswith("model.layers.1.") and name != Q_PROJ:
+                del tensors[name]
+
+    rewrite(made, leave_one_of_a_layer)
+    assert "(8 in all)" in refusal(made)
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("vocab_size", "[288, 32], expected [1000000000, 32]"),
+        ("hidden_size", "[32, 32], expected [1000000000, 32]"),
+        ("intermediate_size", "[64, 32], expected [1000000000, 32]"),
+        ("head_dim", "[32, 32], expected [4000000000, 32]"),
+        ("num_hidden_layers", "missing model.layers.999999999"),
+        ("max_position_embeddings", "more than 2097152; set max_model_len"),
+    ],
+)
+def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
+    made: Path, key: str, expected: str
+) -> None:
+    rewrite(made, lambda t: None, **{key: 10**9})
+    message = refusal(made)
+    assert f"{made}/config.json: " in message
+    assert key in message
+    assert "1000000000" in message or key == "head_dim"
+    assert expected in message
+
+
+def test_a_model_of_many_positions_may_be_used_for_fewer(made: Path) -> None:
+    rewrite(made, lambda t: None, max_position_embeddings=10**9)
+    assert load_target(made, torch.float32, max_model_len=64).max_model_len == 64
 
 
 def test_a_surplus_tensor_is_named(made: Path) -> None:

@@ -27,6 +27,19 @@ def test_samples_follow_the_tempered_distribution(temperature: float) -> None:
     assert stats.chisquare(counts.numpy(), expected.numpy()).pvalue > 1e-4
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_without_a_finite_score_or_with_a_broken_one_draw_no_token(temperature: float) -> None:
+    logits = torch.zeros(4, 9)
+    logits[0, 5] = torch.nan
+    logits[1] = -torch.inf
+    logits[2, 3] = torch.inf
+    logits[3, :7] = -torch.inf
+    rows = rows_for([SamplingParams(temperature=temperature)] * 4, [1] * 4, 9)
+    *broken, whole = sample(logits, rows).tolist()
+    assert broken == [-1, -1, -1]
+    assert whole in (7, 8)
+
+
 def test_a_row_is_drawn_alike_alone_and_in_any_batch() -> None:
     generator = torch.Generator().manual_seed(1)
     params = [

@@ -1,0 +1,55 @@
+"""Two rounds at start: a target whose logits are broken is refused, not served."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from serve_spec.core.errors import BrokenLogits, CheckpointError
+from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.round import RoundSteps
+from serve_spec.core.sequence import Sequence
+from serve_spec.log import get_logger
+from serve_spec.scheduler.scheduler import Scheduler
+from serve_spec.worker.worker import Worker
+
+logger = get_logger(__name__)
+
+_MOST_PROMPT_TOKENS = 4
+
+
+def check_first_logits(
+    worker: Worker, scheduler: Scheduler, prompt: list[int], target: Path, draft: Path | None
+) -> None:
+    """Runs a short prompt and one round of drafts. A draft with broken logits is only warned of.
+
+    scheduler: one of its own, on pages that nobody holds.
+
+    Raises:
+        CheckpointError: the target's logits hold NaN, or nothing finite.
+        RankLost: so they do, and another rank noticed, too.
+    """
+    params = SamplingParams(temperature=0.0, ignore_eos=True)
+    token_ids = prompt[:_MOST_PROMPT_TOKENS] or [0]
+    seq = Sequence("first logits", params, token_ids, len(token_ids), seed=0)
+    tiers = sorted(tier for tier in worker.tiers if tier)
+    num_steps = tiers[0] if tiers and draft is not None else 0
+    scheduler.add(seq)
+    for _ in range(2):  # the prompt, then the drafts
+        plan = scheduler.plan(lambda batch: RoundSteps(num_steps if batch.size else 0))
+        assert plan is not None, "one short prompt always fits"
+        try:
+            result = worker.execute(plan)
+        except BrokenLogits as error:
+            raise CheckpointError(f"{target}: {error}") from error
+        scheduler.commit(plan, result, _keep_all)
+    if seq.has_broken_draft:
+        logger.warning(
+            "%s: draft model produced NaN logits, none of its drafts is kept; check the checkpoint "
+            "or use speculative_draft_dtype=float32",
+            draft,
+        )
+    scheduler.abort(seq.request_id)
+
+
+def _keep_all(seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
+    return len(token_ids), None
