@@ -308,11 +308,12 @@ def _add_operations(
 ) -> None:
     @api.get("/health", response_model=None)
     async def health() -> Response:
-        """200 while a replica takes requests, else 503."""
+        """200 while a replica takes requests, else 503; `costs` as in `Fleet.costs`."""
         num_healthy = await fleet.num_healthy()
         if num_healthy == 0:  # not raised: a probe asks every few seconds, and would fill the log
             return error_answer(no_replica("none is running"))
-        return AsciiJSON({"status": "ok", "healthy_replicas": num_healthy})
+        answer = {"status": "ok", "healthy_replicas": num_healthy, "costs": await fleet.costs()}
+        return AsciiJSON(answer)
 
     @api.get("/server_info")
     async def server_info() -> dict[str, object]:

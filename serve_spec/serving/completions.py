@@ -62,6 +62,12 @@ class Fleet(Protocol):
         """Replicas that take requests; None when nobody knows at the moment."""
         ...
 
+    async def costs(self) -> dict[str, int]:
+        """Return replicas by the state of their costs ("missing", "measured", "loaded"); empty
+        when not known. While they are missing, strategy ema decides in place of goodput.
+        """
+        ...
+
     async def stats(self) -> dict[str, object]:
         """`internal_states` (per replica) and `fleet` of `/server_info`."""
         ...

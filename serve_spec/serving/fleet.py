@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections import Counter
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -40,6 +41,7 @@ from serve_spec.serving.messages import (
 )
 from serve_spec.serving.rebalance import requests_to_move
 from serve_spec.serving.routing_policy import first_block
+from serve_spec.serving.snapshots import section
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)
@@ -172,6 +174,15 @@ class RayFleet:
         if deployment is None:
             return 0
         return sum(n for state, n in deployment.replica_states.items() if state in _SERVING)
+
+    async def costs(self) -> dict[str, int]:
+        """See `Fleet.costs`; of the first replicas of a large fleet."""
+        try:
+            status: Mapping[str, Any] = await self._stats.status()
+        except StatsUnavailable:
+            return {}
+        states = (section(replica, "costs").get("state") for replica in status["replicas"])
+        return dict(Counter(state for state in states if isinstance(state, str)))
 
     async def stats(self) -> dict[str, object]:
         """See `Fleet.stats`; without the stats actor, the replicas themselves are asked."""

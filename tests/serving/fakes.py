@@ -44,6 +44,9 @@ class LoopFleet:
     async def num_healthy(self) -> int | None:
         return self.num_replicas
 
+    async def costs(self) -> dict[str, int]:
+        return {"missing": 1}
+
     async def stats(self) -> dict[str, object]:
         return {"internal_states": [self.loop.snapshot()], "fleet": {}}
 
@@ -81,6 +84,9 @@ class ScriptedFleet:
 
     async def num_healthy(self) -> int | None:
         return 1
+
+    async def costs(self) -> dict[str, int]:
+        return {}
 
     async def stats(self) -> dict[str, object]:
         return {}

@@ -289,6 +289,8 @@ def test_health_fails_only_when_no_replica_is_known_to_serve(
     assert answer.status_code == status
     if status == 503:
         assert error_of(answer, 503)["code"] == "no_healthy_replica"
+    else:
+        assert answer.json()["costs"] == {"missing": 1}
 
 
 def test_server_info_holds_replicas_fleet_and_router(server: Server) -> None:

@@ -33,6 +33,7 @@ from serve_spec.serving.messages import (
     ReplicaRows,
     Submission,
 )
+from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fakes import delta, request
 
 ACCEPTED = Accepted(1, "there")
@@ -246,3 +247,21 @@ def test_a_silent_replica_loses_its_requests_and_is_avoided_until_it_speaks(
         assert handle.avoided == [set(), {"there"}, set()], "the last one after it has spoken"
 
     asyncio.run(scenario())
+
+
+def test_how_many_replicas_know_their_costs_is_known_unless_nobody_answers(
+    fleet: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states = [{"costs": {"state": state}} for state in ("missing", "loaded", "loaded")]
+    built = fleet(Responses([]))
+
+    async def status() -> dict[str, object]:
+        return {"replicas": [*states, {}]}
+
+    async def silence() -> dict[str, object]:
+        raise StatsUnavailable("gone")
+
+    monkeypatch.setattr(built._stats, "status", status)
+    assert asyncio.run(built.costs()) == {"missing": 1, "loaded": 2}
+    monkeypatch.setattr(built._stats, "status", silence)
+    assert asyncio.run(built.costs()) == {}
