@@ -276,6 +276,16 @@ def test_a_replica_that_dies_takes_no_stream_with_it(client: httpx.Client) -> No
     eventually(lambda: info(client), idle)
 
 
+def test_a_request_that_kills_its_replica_is_resumed_once(client: httpx.Client) -> None:
+    answer = client.post(COMPLETIONS, json={"prompt": "poison now", "max_tokens": 9})
+    assert answer.status_code == 500
+    assert answer.json()["error"]["code"] == "replicas_lost"
+    eventually(
+        lambda: client.post(COMPLETIONS, json={"prompt": "a"}).status_code, lambda s: s == 200
+    )
+    eventually(lambda: info(client), idle)
+
+
 def test_all_choices_outlive_their_replica(client: httpx.Client) -> None:
     body = {"prompt": ["die now", "die too"], "max_tokens": 5, "n": 2}
     answer = client.post(COMPLETIONS, json=body).json()
