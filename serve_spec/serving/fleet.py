@@ -97,6 +97,7 @@ class RayFleet:
         self._heard: dict[str, ReplicaRows] = {}
         self._silent: set[str] = set()
         self._calls: set[_Call] = set()
+        self._num_replicas = config.replica.num_replicas
         self._num_places = config.scheduler.max_num_seqs
         self._max_silent_looks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
         router = config.router
@@ -105,7 +106,7 @@ class RayFleet:
             sender,
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
-            num_shares=config.replica.num_replicas,
+            num_shares=self._num_replicas,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
         self._tasks: list[asyncio.Task[None]] = []
@@ -113,10 +114,9 @@ class RayFleet:
     def start(self) -> None:
         """Begin to look after replicas that fall silent and requests that wait for nothing."""
         loop = asyncio.get_running_loop()
-        self._tasks = [
-            loop.create_task(self._watch_for_silence()),
-            loop.create_task(self._share_out_forever()),
-        ]
+        self._tasks = [loop.create_task(self._watch_for_silence())]
+        if self._num_replicas > 1:
+            self._tasks.append(loop.create_task(self._share_out_forever()))
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """See `Fleet.generate`."""
@@ -211,10 +211,12 @@ class RayFleet:
                 call.num_silent_looks += 1
                 name = call.submission.replica
                 is_silent = call.num_silent_looks >= self._max_silent_looks
-                if name is not None and is_silent and not call.is_lost:
+                if name is None or call.is_lost or not is_silent:
+                    continue
+                if name not in self._silent:
                     logger.error("replica %s is silent, its requests go on elsewhere", name)
                     self._silent.add(name)
-                    call.lose()
+                call.lose()
 
     async def _share_out_forever(self) -> None:
         while True:
