@@ -50,6 +50,7 @@ from serve_spec.serving.error_answers import (
 )
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
+from serve_spec.serving.large_body import LargeBodyRoute
 from serve_spec.serving.logprobs import Spell
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
@@ -139,6 +140,7 @@ def create_api(
         redoc_url=None,
         responses={"4XX": {"model": ErrorAnswer}, "5XX": {"model": ErrorAnswer}},
     )
+    api.router.route_class = LargeBodyRoute
     api.add_middleware(BodyLimit, max_bytes=config.router.max_body_bytes)
     api.add_middleware(BodyTimeout, timeout_s=config.router.body_timeout_s)
     if config.router.api_keys:

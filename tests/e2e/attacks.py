@@ -207,24 +207,24 @@ def hostile_request(rng: random.Random) -> tuple[str, bytes, dict[str, str]]:
     return path, content, headers
 
 
-@dataclass
 class Flood:
-    """How a number of hostile requests were answered."""
+    """Hostile requests, made before they are sent, and how they were answered."""
 
-    statuses: Counter[int] = field(default_factory=Counter)
-    bad: list[str] = field(default_factory=list)
-    """Answers of 500 and more, and what they answer."""
+    def __init__(self, num_requests: int, seed: int) -> None:
+        self._rng = random.Random(seed)
+        self._requests = [hostile_request(self._rng) for _ in range(num_requests)]
+        self.statuses: Counter[int] = Counter()
+        self.bad: list[str] = []
+        """Answers of 500 and more, and what they answer."""
 
-    async def send(self, url: str, num_requests: int, seed: int, num_at_once: int = 8) -> None:
-        rng = random.Random(seed)
-        requests = [hostile_request(rng) for _ in range(num_requests)]
+    async def send(self, url: str, num_at_once: int = 8) -> None:
         async with client_at(url, ATTACKER) as client:
 
             async def work() -> None:
-                while requests:
-                    path, content, headers = requests.pop()
-                    leaves = rng.random() < 0.1
-                    timeout_s = rng.choice([0.01, 0.1]) if leaves else 120
+                while self._requests:
+                    path, content, headers = self._requests.pop()
+                    leaves = self._rng.random() < 0.1
+                    timeout_s = self._rng.choice([0.01, 0.1]) if leaves else 120
                     try:
                         answer = await client.post(
                             path, content=content, headers=headers, timeout=timeout_s
