@@ -201,7 +201,7 @@ class PolicySettings:
 class AdaptiveController:
     """Picks the tier before drafting, learns after verification, keeps the counts.
 
-    A policy that can not decide (a broken clock, a defect) gives way to a fixed tier, 0; that is
+    A policy that cannot decide (a broken clock, a defect) gives way to a fixed tier, 0; that is
     said once, and the engine goes on. After a while the policy is tried anew. Strategy goodput
     gives way to ema until costs are known: see `use_costs`.
 

@@ -116,7 +116,7 @@ class CostSource:
         return self._read(self._kept) if os.path.exists(self._kept) else None
 
     def obtain(self) -> CostTable | None:
-        """The costs at start; None, with a warning, if they can not be measured."""
+        """The costs at start; None, with a warning, if they cannot be measured."""
         table = self.load()
         if table is not None:
             return table

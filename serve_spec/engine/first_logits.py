@@ -22,7 +22,7 @@ def check_first_logits(
 ) -> None:
     """Runs a short prompt and one round of drafts. A draft with broken logits is only warned of.
 
-    scheduler: one of its own, on pages that nobody holds.
+    scheduler: one of its own, on pages that no sequence holds.
 
     Raises:
         CheckpointError: the target's logits hold NaN, or nothing finite.

@@ -1,6 +1,6 @@
 """Measures what rounds cost by running them: the real worker on synthetic plans.
 
-What the plans leave in the caches is garbage, so they may only use pages that nobody holds: a
+What the plans leave in the caches is garbage, so they may only use pages that no sequence holds: a
 sequence writes every page anew before it reads it.
 """
 
@@ -108,7 +108,7 @@ def measure_costs(
         every_step: measures every tier, not a selection; where rounds are quick.
         trees: shapes to measure beside chains, ascending, from beams of `topk`.
         clock: seconds; may stand still while the measurement is not advanced.
-        pages: ids of so many pages that nobody holds, for the next round.
+        pages: ids of so many pages that no sequence holds, for the next round.
         longest_run_s: rounds expected to take longer are extrapolated, but for the shortest.
 
     Raises:

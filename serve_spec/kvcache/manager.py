@@ -101,7 +101,7 @@ class KVCacheManager:
         seq.page_ids += self.allocator.allocate(missing)
 
     def unheld_pages(self, count: int) -> list[int]:
-        """Ids of `count` pages that nobody holds and the tree does not know; they stay free.
+        """Ids of `count` pages that no sequence holds and the tree does not know; they stay free.
 
         Raises:
             OutOfPages: sequences hold too many.

@@ -94,7 +94,7 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
     message = {404: f"Unknown URL ({what})", 405: f"Not allowed: {what}"}
     if isinstance(error.__cause__, ApiError):
         return error.__cause__
-    if isinstance(error.__cause__, ClientDisconnect):  # nobody reads this: it is for access logs
+    if isinstance(error.__cause__, ClientDisconnect):  # for access logs; the client has left
         return ApiError(499, "The client closed the connection before its body was complete")
     if error.status_code == 400 and error.__cause__ is not None:
         reason = type(error.__cause__).__name__

@@ -49,7 +49,7 @@ class ModelText:
 
         Raises:
             InvalidRequest: the template refuses it, or it leaves no room for an answer.
-            ApiError: 500, the checkpoint's files can not be used here.
+            ApiError: 500, the checkpoint's files cannot be used here.
         """
         loaded = await asyncio.to_thread(self._files)
         num_chars = sum(len(message.content) for message in request.messages)
@@ -62,7 +62,7 @@ class ModelText:
         """What prompts say.
 
         Raises:
-            ApiError: 500, the checkpoint's files can not be used here.
+            ApiError: 500, the checkpoint's files cannot be used here.
         """
         return [
             prompt if isinstance(prompt, str) else await self._text(prompt) for prompt in prompts
@@ -73,7 +73,7 @@ class ModelText:
 
         Raises:
             InvalidRequest: one is too long for the model.
-            ApiError: 500, the checkpoint's files can not be used here.
+            ApiError: 500, the checkpoint's files cannot be used here.
         """
         return [
             await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in prompts
@@ -84,7 +84,7 @@ class ModelText:
 
         Raises:
             InvalidRequest: one is too long for the model.
-            ApiError: 500, the checkpoint's files can not be used here.
+            ApiError: 500, the checkpoint's files cannot be used here.
         """
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
@@ -95,7 +95,7 @@ class ModelText:
         """What spells single tokens.
 
         Raises:
-            ApiError: 500, the checkpoint's files can not be used here.
+            ApiError: 500, the checkpoint's files cannot be used here.
         """
         loaded = await asyncio.to_thread(self._files)
         return loaded.spell
