@@ -215,7 +215,7 @@ def _cost_source(
     cache: KVCacheManager,
     max_model_len: int,
 ) -> CostSource:
-    """What rounds cost on this machine, from a file or from rounds on pages that no sequence holds."""
+    """What rounds cost on this machine, from a file or from rounds on free pages."""
     max_batch_size, max_steps = config.scheduler.max_num_seqs, max(policy.candidate_steps)
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
