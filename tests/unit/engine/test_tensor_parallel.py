@@ -380,7 +380,7 @@ def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(
         async for _ in stream:
             pass
 
-    with pytest.raises(RuntimeError, match="longer than replica.round_timeout_s=1 seconds"):
+    with pytest.raises(RuntimeError, match=r"longer than replica\.round_timeout_s=1 seconds"):
         asyncio.run(scenario())
     wait_until_ended(pid)
     loop.shutdown()
