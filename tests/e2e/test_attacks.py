@@ -41,8 +41,9 @@ MAX_SEQS = 16
 
 ENVIRONMENT = {
     "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S": str(HEADER_TIMEOUT_S),
-    # It keeps compiled products of 1024 sizes, 100 MB of them, which is not the growth looked for.
+    # They keep compiled products of 1,024 sizes, 100 MB and more: not the growth looked for.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
+    "LRU_CACHE_CAPACITY": "8",
 }
 
 
