@@ -1,0 +1,569 @@
+"""Compare token ids, log-probabilities and accepted drafts with values frozen in a file.
+
+The table is every drafter in chains and in trees, times temperature, feature and event. Texts
+depend on none of drafter, shape and event, so tests/data/golden.json holds one text per request.
+Two things depend on the drafter, and are frozen for each: how many drafts were accepted without an
+event, and the texts of sampled requests whose drafts are verified by rejection sampling.
+
+The engines are driven through public calls and configuration keys alone. To run the table with
+another configuration, set its keys in the environment, e.g. `SERVE_SPEC_MODEL__EXECUTION=lanes`.
+A difference is a bug of the code under test. To replace the file when a change of results is meant:
+
+    python -m tests.unit.engine.test_golden --write
+    SERVE_SPEC_MODEL__EXECUTION=lanes python -m tests.unit.engine.test_golden --write-ahead
+
+The second command is for engines that plan a round before the one before it has ended. They find
+n-gram drafts one round later, so the file holds two counts for drafters that use those, and either
+is right.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+
+from serve_spec import LLM, Grammar, SamplingParams
+from tests.helpers.checkpoints import (
+    EOS_ID,
+    make_eagle,
+    make_eagle3,
+    make_target,
+    make_tokenizer,
+    read_checkpoint,
+    write_checkpoint,
+)
+
+GOLDEN = Path(__file__).parents[2] / "data" / "golden.json"
+TEMPERATURES = (0.0, 0.8)
+NUM_STEPS = 3
+# Float32 logits of other machines and of reordered sums differ by less.
+LOGPROB_TOLERANCE = 3e-4
+
+
+# Checkpoints. All weights come from fixed seeds.
+
+
+def make_checkpoints(root: Path) -> dict[str, Path]:
+    """Write a random target and a draft of every kind, each right about some tokens."""
+    target = make_target(root / "target", family="qwen3", layers=4, layer_scale=0.25)
+    config, tensors = read_checkpoint(target)
+    tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
+    write_checkpoint(target, config, tensors)
+    return {
+        "target": target,
+        "EAGLE3": make_eagle3(root / "eagle3", target, mimic=True),
+        "EAGLE": make_eagle(root / "eagle", target, mimic=True),
+        "STANDALONE": make_shallow(root / "standalone", target, num_layers=2),
+        "MEDUSA": make_medusa(root / "medusa", target, num_heads=NUM_STEPS),
+    }
+
+
+def make_shallow(directory: Path, target: Path, num_layers: int) -> Path:
+    """Write the first layers of the target as a model of its own."""
+    config, tensors = read_checkpoint(target)
+    removed = tuple(
+        f"model.layers.{i}." for i in range(num_layers, int(config["num_hidden_layers"]))
+    )
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(removed)}
+    make_tokenizer(directory)
+    return write_checkpoint(directory, {**config, "num_hidden_layers": num_layers}, kept)
+
+
+def make_medusa(directory: Path, target: Path, num_heads: int) -> Path:
+    """Write heads that continue the chain of likeliest tokens of a target without layers."""
+    tensors = read_checkpoint(target)[1]
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    vocab, hidden = embedding.shape
+    keys = embedding / embedding.norm(dim=1, keepdim=True)
+    following = (keys @ head.T).argmax(dim=1)
+    heads: dict[str, torch.Tensor] = {}
+    drafts = following
+    for index in range(num_heads):
+        drafts = following[drafts]
+        output = torch.zeros(vocab, hidden).index_add_(0, drafts, keys)
+        heads[f"blocks.{index}.layers.0.weight"] = torch.zeros(hidden, hidden)
+        heads[f"blocks.{index}.layers.0.bias"] = torch.zeros(hidden)
+        heads[f"lm_heads.{index}.weight"] = output
+    return write_checkpoint(directory, {"model_type": "medusa", "num_heads": num_heads}, heads)
+
+
+# Rows: drafters and shapes.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A drafter, and whether it drafts a chain or a tree."""
+
+    algorithm: str
+    is_tree: bool = False
+    ngram_first: bool = False
+    method: str = "coupled"
+
+    @property
+    def name(self) -> str:
+        """Return the key of the row in the file."""
+        parts = [self.algorithm.lower(), "tree" if self.is_tree else "chain"]
+        parts += ["ngram-first"] if self.ngram_first else []
+        parts += [self.method] if self.method != "coupled" else []
+        return "none" if self.algorithm == "NONE" else "-".join(parts)
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Return whether drafts come from the text, all or some."""
+        return self.ngram_first or self.algorithm == "NGRAM"
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Return whether sampled texts are those of decoding without drafts."""
+        return self.method == "coupled"
+
+    def keys(self, checkpoints: dict[str, Path]) -> dict[str, Any]:
+        """Return the configuration keys of its section."""
+        keys: dict[str, Any] = {
+            "speculative_algorithm": self.algorithm,
+            "speculative_num_steps": 0 if self.algorithm == "NONE" else NUM_STEPS,
+            "speculative_adaptive": False,
+            "speculative_draft_dtype": "float32",
+            "rejection_sample_method": self.method,
+            # auto learns from earlier rounds: drafts would depend on what else ran before.
+            "speculative_draft_sharpness": 1.0,
+        }
+        if self.algorithm in checkpoints:
+            keys["speculative_draft_model_path"] = str(checkpoints[self.algorithm])
+        if self.is_tree:
+            keys |= {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 9}
+        if self.uses_ngrams:
+            keys["speculative_ngram_min_match_window_size"] = 1
+        if self.ngram_first:
+            keys["speculative_ngram_first"] = True
+        return keys
+
+
+DRAFT_MODELS = ("EAGLE3", "EAGLE", "MEDUSA", "STANDALONE")
+ROWS = [
+    Row("NONE"),
+    *(Row(name, is_tree) for name in (*DRAFT_MODELS, "NGRAM") for is_tree in (False, True)),
+    *(Row("EAGLE3", is_tree, ngram_first=True) for is_tree in (False, True)),
+    # These verify chains only.
+    *(Row(name, method=method) for name in DRAFT_MODELS for method in ("standard", "block")),
+]
+
+
+# Requests: two of each feature and temperature.
+
+FEATURES: dict[str, list[dict[str, Any]]] = {
+    "plain": [{}, {"top_k": 40, "top_p": 0.95, "min_p": 0.001}],
+    "edits": [
+        {
+            "repetition_penalty": 1.2,
+            "frequency_penalty": 0.6,
+            "presence_penalty": 0.3,
+            "logit_bias": {7: 2.0, 100: -100.0, 200: 1.5},
+        },
+        {
+            "allowed_token_ids": [*range(0, 180), EOS_ID],
+            "bad_token_ids": [*range(0, 180, 5)],
+            "logit_bias": {EOS_ID: 9.0},
+            "min_tokens": 12,
+            "repetition_penalty": 1.1,
+            "ignore_eos": False,
+        },
+    ],
+    "grammar": [
+        {"grammar": Grammar.regex("(ab?|b){9,}c")},
+        {
+            "grammar": Grammar.json_schema(
+                {
+                    "type": "object",
+                    "properties": {
+                        "a": {"type": "string", "maxLength": 8},
+                        "b": {"type": "array", "items": {"enum": [1, None]}, "maxItems": 3},
+                    },
+                    "required": ["a", "b"],
+                    "additionalProperties": False,
+                }
+            ),
+            "repetition_penalty": 1.2,
+        },
+    ],
+    "logprobs": [{"logprobs": 2}, {"logprobs": 0, "top_k": 20, "frequency_penalty": 0.4}],
+    "prompt_logprobs": [{"logprobs": 1, "prompt_logprobs": 1}, {"prompt_logprobs": 0}],
+}
+# Features that run in one batch. Grammars and the log-probabilities of prompts run by themselves:
+# in one batch with others they decide how its rounds are launched.
+BATCHES = (("plain", "edits", "logprobs"), ("grammar",), ("prompt_logprobs",))
+MAX_TOKENS = 28
+# Of requests whose drafts are verified by rejection sampling the last tokens are not compared:
+# there the text depends on how deep the last rounds draft.
+NUM_REJECTION_TOKENS = MAX_TOKENS - 2 * NUM_STEPS - 2
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request of the table."""
+
+    feature: str
+    temperature: float
+    index: int
+
+    @property
+    def prompt(self) -> list[int]:
+        """Return token ids that repeat themselves in two ways, or that do not."""
+        base = 5 + 3 * [*FEATURES].index(self.feature)
+        if self.index == 0:
+            return [base, 7, 9, base, 7, 11] * 2 + [base, 7]
+        return [(base + 37 * i * i + 11 * i) % 256 for i in range(17)]
+
+    @property
+    def params(self) -> SamplingParams:
+        """Return what the request asks for."""
+        keys = {
+            "max_tokens": MAX_TOKENS,
+            "temperature": self.temperature,
+            "seed": 70 + self.index,
+            "ignore_eos": True,
+            **FEATURES[self.feature][self.index],
+        }
+        return SamplingParams(**keys)
+
+    @property
+    def key(self) -> str:
+        """Return the key of the request in the file."""
+        return f"{self.feature} T={self.temperature} #{self.index}"
+
+
+def asked_in(batch: tuple[str, ...]) -> list[Asked]:
+    """Return the requests of some features."""
+    return [Asked(f, t, i) for f in batch for t in TEMPERATURES for i in range(2)]
+
+
+# Events.
+
+
+@dataclass
+class Answer:
+    """What an engine returned for a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    reason: str = ""
+    logprobs: list[Any] | None = None
+    prompt_logprobs: list[Any] | None = None
+    num_cached_tokens: int = 0
+    stats: Any = None
+
+
+BeforeStep = Callable[[LLM, int], None]
+"""Called before every step with its number."""
+
+
+def run(llm: LLM, batch: list[Asked], before_step: BeforeStep = lambda llm, n: None) -> dict:
+    """Return the answer to every request of a batch, by its key."""
+    engine = llm.engine
+    for one in batch:
+        engine.add(engine.new_sequence(one.key, one.prompt, one.params))
+    answers = {one.key: Answer() for one in batch}
+    num_steps = 0
+    while engine.has_work:
+        before_step(llm, num_steps)
+        for delta in engine.step():
+            if delta.request_id in answers:
+                add_delta(answers[delta.request_id], delta)
+        num_steps += 1
+        assert num_steps < 2000, "the engine makes no progress"
+    return answers
+
+
+def add_delta(answer: Answer, delta: Any) -> None:
+    """Append what one step returned for a request."""
+    answer.token_ids += delta.token_ids
+    if delta.logprobs is not None:
+        answer.logprobs = (answer.logprobs or []) + [compact(entry) for entry in delta.logprobs]
+    if delta.prompt_logprobs is not None:
+        answer.prompt_logprobs = [compact(entry) for entry in delta.prompt_logprobs]
+    answer.num_cached_tokens += delta.num_cached_tokens
+    if delta.finish_reason is not None:
+        answer.reason, answer.stats = delta.finish_reason.value, delta.speculation
+
+
+def compact(entry: Any) -> list[Any] | None:
+    """Return token, rank and log-probabilities, those rounded to four digits."""
+    if entry is None:
+        return None
+    top = [part for token, logprob in entry.top for part in (token, round(logprob, 4))]
+    return [entry.token_id, entry.rank, round(entry.logprob, 4), *top]
+
+
+def without_event(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run every batch by itself, without a prefix cache."""
+    llm = make(row, prefix_caching=False)
+    answers: dict[str, Answer] = {}
+    for batch in BATCHES:
+        answers |= run(llm, asked_in(batch))
+    return answers
+
+
+def with_preemption(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with a pool that holds about two requests of each batch."""
+    answers: dict[str, Answer] = {}
+    for batch in BATCHES:
+        llm = make(row, num_pages=22, max_num_batched_tokens=40)
+        answers |= run(llm, asked_in(batch))
+        assert llm.engine.snapshot()["num_preemptions"] > 0, "the pool is too large to preempt"
+    return answers
+
+
+def with_aborts(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run beside three requests that arrive and are aborted between steps."""
+    llm = make(row)
+    arrivals, aborts = {0: "a", 2: "b", 4: "c"}, {1: "a", 5: "b", 6: "c"}
+    answers: dict[str, Answer] = {}
+    for batch in BATCHES:
+        # The log-probabilities of a prompt change how the rounds of all requests are launched, on
+        # which texts by rejection sampling depend.
+        one = Asked(batch[-1] if row.keeps_texts else "plain", 0.8, 0)
+
+        def arrive_or_abort(llm: LLM, num_steps: int, one: Asked = one) -> None:
+            if num_steps in arrivals:
+                name = arrivals[num_steps]
+                llm.engine.add(llm.engine.new_sequence(name, one.prompt, one.params))
+            if num_steps in aborts:
+                delta = llm.engine.abort(aborts[num_steps])
+                assert delta is not None, "the request must still run when it is aborted"
+                assert delta.finish_reason == "abort"
+
+        answers |= run(llm, asked_in(batch), arrive_or_abort)
+    assert llm.engine.snapshot()["num_running"] == 0
+    return answers
+
+
+def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with another speculation depth every other step."""
+    depths: list[dict[str, Any]] = [{"speculative_num_steps": n} for n in (1, 3, 0, 2, 3)]
+    slot: dict[str, Any] = {"candidate_steps": [0, 1, 2, 3]}
+    if row.is_tree:
+        trees = [(3, 9), (2, 5), (1, 3)]
+        slot["candidate_trees"] = trees
+        for at, (steps, tokens) in zip((0, 2, 3), trees, strict=True):
+            depths.insert(
+                2 * at, {"speculative_num_steps": steps, "speculative_num_draft_tokens": tokens}
+            )
+    llm = make(row, slots={"1": slot})
+
+    def switch(llm: LLM, num_steps: int) -> None:
+        if num_steps % 2 == 0:
+            depth = depths[num_steps // 2 % len(depths)]
+            llm.engine.reconfigure({"speculative_adaptive": False, **depth})
+
+    answers: dict[str, Answer] = {}
+    for batch in BATCHES:
+        answers |= run(llm, asked_in(batch), switch)
+    depths_run = {depth for a in answers.values() for depth in a.stats.rounds_by_num_steps}
+    assert depths_run == {0, 1, 2, 3}
+    return answers
+
+
+def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run every batch twice on one engine, and return the second answers."""
+    llm = make(row)
+    answers: dict[str, Answer] = {}
+    for batch in BATCHES:
+        run(llm, asked_in(batch))
+        again = run(llm, asked_in(batch))
+        if batch != ("prompt_logprobs",):  # these compute the prompt again
+            assert all(answer.num_cached_tokens >= 12 for answer in again.values())
+        answers |= again
+    return answers
+
+
+# Sampled texts of rejection rows depend on where rounds begin and how deep they draft.
+CHANGES_ROUNDS = ("preemption", "depth")
+EVENTS = {
+    "none": without_event,
+    "preemption": with_preemption,
+    "abort": with_aborts,
+    "depth": with_depth_switches,
+    "prefix": with_prefix_hits,
+}
+
+MakeLLM = Callable[..., LLM]
+
+
+def llm_maker(root: Path) -> MakeLLM:
+    """Return a function that builds an engine for a row."""
+    checkpoints = make_checkpoints(root)
+
+    def make(row: Row, slots: dict[str, Any] | None = None, **overrides: Any) -> LLM:
+        speculative = row.keys(checkpoints)
+        if slots is not None:
+            file = root / "slots.json"
+            file.write_text(json.dumps(slots))
+            speculative |= {
+                "speculative_adaptive": True,
+                "speculative_adaptive_strategy": "ema",
+                "speculative_adaptive_config": str(file),
+            }
+        settings = {
+            "model": {"path": str(checkpoints["target"]), "device": "cpu", "dtype": "float32"},
+            "speculative": speculative,
+            "cache": {"page_size": 4, "num_pages": 256},
+            "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
+        }
+        return LLM(settings, **{"max_model_len": 64, **overrides})
+
+    return make
+
+
+# The file.
+
+
+def golden_texts(answers: dict[str, Answer]) -> dict[str, Any]:
+    """Return what every row must return."""
+    texts: dict[str, Any] = {}
+    for key, answer in answers.items():
+        texts[key] = {"ids": answer.token_ids, "reason": answer.reason}
+        if answer.logprobs is not None:
+            texts[key]["logprobs"] = answer.logprobs
+        if answer.prompt_logprobs is not None:
+            texts[key]["prompt_logprobs"] = answer.prompt_logprobs
+    return texts
+
+
+def golden_counts(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    """Return rounds and accepted drafts of every request."""
+    return {key: [a.stats.num_rounds, a.stats.num_correct_drafts] for key, a in answers.items()}
+
+
+def rejection_texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
+    """Return the beginnings of the sampled texts of a row that verifies by rejection sampling."""
+    return {
+        key: answer.token_ids[:NUM_REJECTION_TOKENS]
+        for key, answer in answers.items()
+        if f"T={TEMPERATURES[0]}" not in key
+    }
+
+
+def write_golden(make: MakeLLM) -> None:
+    """Replace all of the file but the counts of engines that plan ahead."""
+    golden: dict[str, dict[str, Any]] = {
+        "texts": golden_texts(without_event(make, ROWS[0])),
+        "counts": {},
+        "counts_ahead": {},
+        "rejection": {},
+    }
+    if GOLDEN.exists():
+        golden["counts_ahead"] = json.loads(GOLDEN.read_text()).get("counts_ahead", {})
+    for row in ROWS[1:]:
+        answers = without_event(make, row)
+        if row.keeps_texts:
+            golden["counts"][row.name] = golden_counts(answers)
+        else:
+            golden["rejection"][row.name] = rejection_texts(answers)
+    save(golden)
+
+
+def write_ahead(make: MakeLLM) -> None:
+    """Replace the counts of engines that plan ahead."""
+    golden = json.loads(GOLDEN.read_text())
+    golden["counts_ahead"] = {
+        row.name: golden_counts(without_event(make, row)) for row in ROWS if row.uses_ngrams
+    }
+    save(golden)
+
+
+def save(golden: dict[str, dict[str, Any]]) -> None:
+    """Write the file, a line for each entry."""
+    lines = []
+    for name, part in golden.items():
+        rows = [f"{json.dumps(k)}:{json.dumps(v, separators=(',', ':'))}" for k, v in part.items()]
+        lines.append(f"{json.dumps(name)}:{{\n" + ",\n".join(rows) + "}")
+    GOLDEN.write_text("{" + ",\n".join(lines) + "}\n")
+
+
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def golden() -> dict[str, Any]:
+    return json.loads(GOLDEN.read_text())
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+    return llm_maker(tmp_path_factory.mktemp("golden"))
+
+
+def cells() -> list[Any]:
+    """Return every row with every event that can happen to it and that can be compared."""
+    pairs = [(row, event) for row in ROWS for event in EVENTS]
+    return [
+        pytest.param(row, event, id=f"{row.name}-{event}")
+        for row, event in pairs
+        if not (row.algorithm == "NONE" and event == "depth")  # it has one depth
+        # Only greedy texts are left to compare: with one of the drafters is enough.
+        if row.keeps_texts or event not in CHANGES_ROUNDS or row.algorithm == "EAGLE3"
+    ]
+
+
+@pytest.mark.parametrize(("row", "event"), cells())
+def test_results_are_the_frozen_ones(
+    make: MakeLLM, golden: dict[str, Any], row: Row, event: str
+) -> None:
+    answers = EVENTS[event](make, row)
+    assert set(answers) == set(golden["texts"])
+    if row.keeps_texts:
+        compare(answers, golden["texts"])
+    else:
+        compare({key: a for key, a in answers.items() if "T=0.0" in key}, golden["texts"])
+        if event not in CHANGES_ROUNDS:
+            assert rejection_texts(answers) == golden["rejection"][row.name]
+    if event == "none" and row.name in golden["counts"]:
+        counts = golden_counts(answers)
+        if counts != golden["counts_ahead"].get(row.name):
+            assert counts == golden["counts"][row.name]
+
+
+def compare(answers: dict[str, Answer], texts: dict[str, Any]) -> None:
+    """Assert that answers are the frozen ones."""
+    for key, answer in answers.items():
+        frozen = texts[key]
+        assert (key, answer.token_ids) == (key, frozen["ids"])
+        assert (key, answer.reason) == (key, frozen["reason"])
+        for name in ("logprobs", "prompt_logprobs"):
+            found, wanted = getattr(answer, name), frozen.get(name)
+            assert (found is None) == (wanted is None), key
+            for at, (one, other) in enumerate(zip(found or (), wanted or (), strict=True)):
+                expected = other and pytest.approx(other, rel=0, abs=LOGPROB_TOLERANCE)
+                assert one == expected, f"{key}: {name} at {at}"
+
+
+def test_the_frozen_drafts_are_accepted_and_rejected(golden: dict[str, Any]) -> None:
+    """The counts can fall only if drafts are accepted, and texts matter only if some are not."""
+    assert set(golden["counts"]) == {r.name for r in ROWS[1:] if r.keeps_texts}
+    assert set(golden["rejection"]) == {r.name for r in ROWS if not r.keeps_texts}
+    for name, counts in golden["counts"].items():
+        for temperature in TEMPERATURES:
+            requests = [c for key, c in counts.items() if f"T={temperature}" in key]
+            rounds, accepted = (sum(column) for column in zip(*requests, strict=True))
+            assert 0 < accepted < NUM_STEPS * rounds, f"{name} at T={temperature}"
+
+
+def main() -> None:
+    """Write the file."""
+    writers = {"--write": write_golden, "--write-ahead": write_ahead}
+    if len(sys.argv) != 2 or sys.argv[1] not in writers:
+        sys.exit(f"usage: python -m tests.unit.engine.test_golden {' | '.join(writers)}")
+    torch.set_num_threads(1)
+    with TemporaryDirectory() as folder:
+        writers[sys.argv[1]](llm_maker(Path(folder)))
+
+
+if __name__ == "__main__":
+    main()
