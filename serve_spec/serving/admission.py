@@ -70,6 +70,7 @@ class Admission:
         self.in_flight = 0
         self.num_rejected = 0
         self.num_withdrawn = 0
+        """Places that clients had to give back."""
         # By client; turns in order of their grants, newest last.
         self._waiting: defaultdict[str, list[Turn]] = defaultdict(list)
         self._holding: defaultdict[str, list[Turn]] = defaultdict(list)
@@ -144,7 +145,6 @@ class Admission:
             "max_in_flight": self.max_in_flight,
             "max_queued_requests": self.max_queued,
             "num_rejected": self.num_rejected,
-            "num_withdrawn": self.num_withdrawn,
             "batch_size_histogram": self._in_flight_sizes.as_dict(),
         }
 
