@@ -19,7 +19,7 @@ from serve_spec.attention.torch_backend import HeadShape
 from serve_spec.attention.tree_mask import PackedMask, pack_tree_mask
 from serve_spec.core.context import KVPool, RaggedBatch, Rotation, Rows
 from serve_spec.kvcache.pool import PagedKVPool
-from serve_spec.ops import fast
+from serve_spec.ops import rotary
 
 WORKSPACE_BYTES = 256 * 2**20
 """Partial results of caches that are read in several parts: once per device, for all plans."""
@@ -124,7 +124,7 @@ class PlannedFlashInfer:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        query = rotary.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         if self._asked is not None:
             query = query[self._asked]
         return self.attend(layer, query) if len(query) else query

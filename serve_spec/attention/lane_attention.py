@@ -6,8 +6,8 @@ from torch import Tensor
 
 from serve_spec.core.context import Rotation, Rows
 from serve_spec.kvcache.pool import PagedKVPool
-from serve_spec.ops import fast
-from serve_spec.ops.paged_attention import PagedLayout
+from serve_spec.ops import rotary
+from serve_spec.ops.paged_attention import PagedLayout, paged_attention
 
 
 class LaneAttention:
@@ -52,7 +52,7 @@ class LaneAttention:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        query = rotary.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         if self._asked is not None:
             query = query[self._asked]
-        return fast.paged_attention(query, keys, values, self._layout) if len(query) else query
+        return paged_attention(query, keys, values, self._layout) if len(query) else query

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve_spec.core.context import KVPool, RaggedBatch, Rotation, Rows
-from serve_spec.ops import fast
+from serve_spec.ops import rotary
 
 # Queries up to this long share a padded call; longer ones (prefill) are attended alone.
 _MAX_SHARED_QUERY_LEN = 16
@@ -82,7 +82,7 @@ class PlannedAttention:
         """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
         keys, values = self._pool.keys[layer], self._pool.values[layer]
         num_heads = heads.shape[-2] - 2 * keys.shape[1]
-        query = fast.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        query = rotary.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
         if self._asked is not None:
             query = query[self._asked]
         if len(self._groups) == 1:

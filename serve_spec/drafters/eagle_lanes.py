@@ -16,9 +16,9 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.round import TreeShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
-from serve_spec.ops import fast
+from serve_spec.ops import draft_tree, draw
 from serve_spec.ops.draft_tree import Beam, root_beam
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import RowLayout, lay_out_rows, ring_tokens
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.pieces import PIECE_ROWS
 
@@ -85,7 +85,7 @@ class EagleLaneDrafter:
             asked=last if self.head.ends_early else None,
         )
         rows = members.repeat_interleave(extend_len)
-        tokens = fast.ring_tokens(lanes.recent, rows, layout.positions + 1 - self.head.shift)
+        tokens = ring_tokens(lanes.recent, rows, layout.positions + 1 - self.head.shift)
         hidden = self.head.encode(self.features.read(layout.slots))
         hidden = self.head.forward(tokens, hidden, context)
         round.hidden[:batch_size].copy_(hidden if self.head.ends_early else hidden[last])
@@ -125,11 +125,11 @@ class EagleLaneDrafter:
         """Draft number `step` of each sequence, int64 [B]; logits: float32 [B, Vd]."""
         params, target_ids = round.lanes.params, self.head.target_ids
         if round.draft_logits is None:
-            return fast.draw_drafts(
+            return draw.draw_drafts(
                 logits, members, roots + step, params, round.sharpness, target_ids
             )
         round.draft_logits.logits[: len(members), step].copy_(logits)
-        return fast.sample_drafts(logits, members, roots + step, roots, params, target_ids)
+        return draw.sample_drafts(logits, members, roots + step, roots, params, target_ids)
 
     def draft_trees(self, round: LaneRound, batch_size: int, shape: TreeShape) -> None:
         """Drafts a tree of each sequence from `round.hidden`; leaves `round.drafts`, `.parents`.
@@ -145,7 +145,7 @@ class EagleLaneDrafter:
         levels = []
         for step in range(shape.num_steps):
             width = hidden.shape[1]
-            children, likely = fast.draw_children(
+            children, likely = draw.draw_children(
                 self.head.logits(hidden.flatten(0, 1), step),
                 members.repeat_interleave(width),
                 (lengths.long() + step).repeat_interleave(width),
@@ -155,13 +155,15 @@ class EagleLaneDrafter:
                 self.topk,
             )
             by_place = (batch_size, width, self.topk)
-            level, beam = fast.grow_beam(beam, children.view(by_place), likely.view(by_place), step)
+            level, beam = draft_tree.grow_beam(
+                beam, children.view(by_place), likely.view(by_place), step
+            )
             levels.append(level)
             if step + 1 < shape.num_steps:
                 hidden = self._feed(round, beam, hidden, members, lengths, step)
         counts = round.query_lens[:batch_size] - 1
         most = shape.num_draft_tokens
-        token_ids, parents = fast.choose_drafts(levels, num_steps, counts, most)
+        token_ids, parents = draft_tree.choose_drafts(levels, num_steps, counts, most)
         round.drafts[:batch_size, :most] = token_ids
         round.parents[:batch_size, :most] = parents
 
@@ -225,7 +227,7 @@ class EagleLaneDrafter:
         shift = self.head.shift
         starts = starts + shift
         tables = round.lanes.pages.index_select(0, members)
-        layout = fast.lay_out_rows(
+        layout = lay_out_rows(
             query_lens,
             starts,
             torch.zeros_like(starts) if first_valid is None else first_valid + shift,

@@ -16,7 +16,7 @@ from torch import Tensor
 from serve_spec.core.context import RaggedBatch
 from serve_spec.core.draft import DraftTrees
 from serve_spec.core.plan import RowPlan
-from serve_spec.ops import fast
+from serve_spec.ops import draft_tree
 from serve_spec.ops.draft_tree import root_beam
 from serve_spec.runtime.layout import ragged_batch
 
@@ -53,7 +53,7 @@ def draft_trees(
         # Shallower rows have no draw of their own there; what they grow is not chosen.
         draw = (draws + steps.clamp(max=step)).repeat_interleave(width)
         ids, likely = children(hidden.flatten(0, 1), step, draw)
-        level, beam = fast.grow_beam(
+        level, beam = draft_tree.grow_beam(
             beam, ids.view(len(rows), width, -1), likely.view(len(rows), width, -1), step
         )
         levels.append(level)
@@ -68,7 +68,7 @@ def draft_trees(
             hidden = hidden.index_copy(0, at, fed.view(len(at), -1, fed.shape[1]))
     counts = tuple(row.tree_drafts for row in rows)
     wanted = torch.tensor(counts, device=device)
-    token_ids, parents = fast.choose_drafts(levels, steps, wanted, max(counts))
+    token_ids, parents = draft_tree.choose_drafts(levels, steps, wanted, max(counts))
     return DraftTrees(token_ids, parents, counts)
 
 

@@ -11,7 +11,7 @@ from serve_spec.layers.int4_weight import Int4Weight
 from serve_spec.layers.int8_weight import Int8Weight
 from serve_spec.layers.module import Destination, Layer, parameter
 from serve_spec.log import get_logger
-from serve_spec.ops import fast
+from serve_spec.ops import linear
 from serve_spec.ops.linear import EightBit
 
 _log = get_logger(__name__)
@@ -46,17 +46,17 @@ class Linear(Layer):
         if self.integers is not None:
             return self.integers.linear(x, self.out_dtype or x.dtype)
         if self._packed is None:
-            return fast.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
+            return linear.linear(x, self.weight, self.bias, self.out_dtype, self.eight_bit)
         out = _onednn_linear(x, self._packed, self.bias, self._fewest_rows)
         return out if self.out_dtype is None else out.to(self.out_dtype)
 
     __call__ = forward
 
     def addends(self, x: Tensor) -> Tensor:
-        """`forward`, whose sums may be left to whoever reads them: see `fast.addends`."""
+        """`forward`, whose sums may be left to whoever reads them: see `linear.addends`."""
         is_plain = self.integers is None and self._packed is None and self.bias is None
         if is_plain and self.out_dtype is None:
-            return fast.addends(x, self.weight, self.eight_bit)
+            return linear.addends(x, self.weight, self.eight_bit)
         return self.forward(x)
 
     def tensors(self) -> dict[str, Destination]:

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from serve_spec.layers.module import Destination, Layer
 from serve_spec.layers.parallel import column_linear, row_linear
-from serve_spec.ops import fast
+from serve_spec.ops import activation, linear
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -27,9 +27,9 @@ class GatedMLP(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """[T, H] -> [T, H], or its addends (see `ops.linear.whole`)."""
         if x.is_cuda and self.gate_up.integers is None:
-            inner = fast.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
+            inner = linear.gate_up(x, self.gate_up.weight, self.gate_up.eight_bit)
         else:
-            inner = fast.silu_and_mul(self.gate_up(x))
+            inner = activation.silu_and_mul(self.gate_up(x))
         return self.down.addends(inner)
 
     __call__ = forward

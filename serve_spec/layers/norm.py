@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.module import Layer, parameter
-from serve_spec.ops import fast
 from serve_spec.ops.linear import whole
+from serve_spec.ops.norm import rms_norm
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
@@ -33,7 +33,7 @@ class RMSNorm(Layer):
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] -> [..., width]."""
         if self._scaled is None:
-            return fast.rms_norm(x, self.weight, self.eps)
+            return rms_norm(x, self.weight, self.eps)
         gain, floor = self._scaled
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return (x / torch.hypot(norm, floor)).mul_(gain).to(x.dtype)

@@ -1,1 +1,1 @@
-"""Stateless tensor functions. `x.py` is the law; `x_triton.py`, where it exists, its fast twin."""
+"""Stateless tensor functions. `x.py` is the reference; `x_triton.py` holds its kernels."""

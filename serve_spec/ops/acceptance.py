@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draw import row_keys_of
 
 MAX_ROWS = 64
@@ -53,6 +54,7 @@ def accept_chain(draft_ids: Tensor, drawn_ids: Tensor, num_steps: Tensor) -> Ten
     return equal.long().cumprod(dim=1).sum(dim=1)
 
 
+@has_kernel
 def accept_path(
     row_tokens: Tensor,
     parents: Tensor,
@@ -91,6 +93,7 @@ def accept_path(
     return _emitted(tokens, draws, torch.stack(path, dim=1), kept, inside[:, :1])
 
 
+@has_kernel
 def accept_and_advance(
     row_tokens: Tensor,
     parents: Tensor,
@@ -151,6 +154,7 @@ def pack_verdicts(row_tokens: Tensor, accepted: AcceptedPath, query_starts: Tens
     return torch.cat([head, accepted.token_ids.to(torch.int32)], dim=1)
 
 
+@has_kernel
 def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival: Tensor) -> Tensor:
     """Drafts kept by chance, for `forced`: `SyntheticVerdict.num_correct_drafts` on the device.
 
@@ -163,6 +167,7 @@ def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival:
     return (uniform.unsqueeze(1) < chances).sum(dim=1, dtype=torch.int32)
 
 
+@has_kernel
 def tree_masks(parents: Tensor, query_starts: Tensor) -> Tensor:
     """The rows each row attends to within its sequence: itself and all before it on its path.
 

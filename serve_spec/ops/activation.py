@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch.nn.functional as F
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
 
+
+@has_kernel
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """silu(gate) · up, the former rounded to the dtype before the product.
 

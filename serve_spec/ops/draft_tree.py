@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
+
 _NEVER = float("-inf")
 
 
@@ -60,6 +62,7 @@ def root_beam(batch_size: int, device: torch.device) -> Beam:
     return Beam(none, zero.float(), none, zero, zero)
 
 
+@has_kernel
 def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
     """The level number `step`, and its beam.
 
@@ -84,6 +87,7 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
     )
 
 
+@has_kernel
 def choose_drafts(
     levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:

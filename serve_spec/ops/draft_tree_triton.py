@@ -15,7 +15,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from serve_spec.ops import draft_tree
 from serve_spec.ops.dependent_launch import dependent_launch
+from serve_spec.ops.dispatch import reference_of
 from serve_spec.ops.draft_tree import Beam, Level
 
 MAX_CANDIDATES = 1024
@@ -25,6 +27,8 @@ _CHUNK = 16
 
 def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
     """See `draft_tree.grow_beam`."""
+    if token_ids[0].numel() > MAX_CANDIDATES:
+        return reference_of(draft_tree.grow_beam)(before, token_ids, scores, step)
     batch_size, width, topk = token_ids.shape
     token_ids, scores = token_ids.flatten(1), scores.flatten(1)
     total, parents = torch.empty_like(scores), torch.empty_like(token_ids)
@@ -49,6 +53,8 @@ def choose_drafts(
     levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
     """See `draft_tree.choose_drafts`."""
+    if sum(level.scores.shape[1] for level in levels) > MAX_CANDIDATES:
+        return reference_of(draft_tree.choose_drafts)(levels, num_steps, num_draft_tokens, width)
     token_ids, scores, parents = (
         torch.cat(columns, dim=1) for columns in zip(*levels, strict=True)
     )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.noise import Stream, gumbel_noise, mix_words
 
@@ -39,6 +40,7 @@ class DrawParams(NamedTuple):
         return DrawParams(*(field[owners.clamp(min=0).long()] for field in self))
 
 
+@has_kernel
 def draw_tokens(
     logits: Tensor,
     owners: Tensor,
@@ -57,6 +59,7 @@ def draw_tokens(
     return _likeliest(perturbed_scores(logits, owners, positions, params, num_ids=num_ids), owners)
 
 
+@has_kernel
 def draw_drafts(
     logits: Tensor,
     owners: Tensor,
@@ -79,6 +82,7 @@ def draw_drafts(
     return _over_target_ids(choice, owners, target_ids)
 
 
+@has_kernel
 def sample_drafts(
     logits: Tensor,
     owners: Tensor,
@@ -99,6 +103,7 @@ def sample_drafts(
     return _over_target_ids(_likeliest(scores, owners), owners, target_ids)
 
 
+@has_kernel
 def draw_children(
     logits: Tensor,
     owners: Tensor,

@@ -7,7 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
 
+
+@has_kernel
 def move_accepted(
     pools: Sequence[Tensor],
     slots: Tensor,

@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
+
 
 class RowLayout(NamedTuple):
     """T rows of B sequences, one after another, then padding; tensors on the device.
@@ -35,6 +37,7 @@ class RowLayout(NamedTuple):
         )
 
 
+@has_kernel
 def lay_out_rows(
     query_lens: Tensor,
     starts: Tensor,
@@ -75,6 +78,7 @@ def lay_out_rows(
     )
 
 
+@has_kernel
 def ring_tokens(recent: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
     """The tokens at `positions` [T] of lanes `lanes` [T] (-1: padding, token 0).
 

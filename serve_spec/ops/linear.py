@@ -1,4 +1,4 @@
-"""Matrix products; those of a few rows by law: summed in float32, rounded once."""
+"""Matrix products; those of a few rows are summed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -7,18 +7,31 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.compiler import is_compiling
 
+from serve_spec.core.gpu import is_hopper
+from serve_spec.ops import linear_tiles
 from serve_spec.ops.activation import silu_and_mul
+from serve_spec.ops.dispatch import has_kernel
 
 
 def linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    eight_bit: EightBit | None = None,
 ) -> Tensor:
-    """x·Wᵀ + b by torch's library, in `out_dtype` (default: x's).
+    """Return x·Wᵀ + b in `out_dtype` (default: x's), by the faster of our kernel and torch.
 
-    x: [T, in]; weight: [out, in]; bias: [out]. Returns [T, out]. A wider dtype than x's holds what
-    the library rounded to x's, but on a GPU without a bias it is never rounded.
+    x: [T, in]; weight: [out, in]; bias: [out]; eight_bit: the weight in eight bits, used if that is
+    faster. Returns [T, out]. A wider dtype than x's holds what torch rounded to x's, but on a GPU
+    without a bias it is never rounded.
     """
+    if eight_bit is not None and _is_ours(x, weight, eight_bit=True):
+        return small_linear(x, eight_bit.values, bias, out_dtype, eight_bit.scale)
+    if _is_ours(x, weight):
+        return small_linear(x, weight, bias, out_dtype)
     if out_dtype is None or out_dtype == x.dtype:
         return F.linear(x, weight, bias)
     if x.is_cuda and bias is None:
@@ -26,6 +39,44 @@ def linear(
     return F.linear(x, weight, bias).to(out_dtype)
 
 
+def addends(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
+    """Return x·Wᵀ [T, out], or its addends for the next kernel to add up, which spares a launch.
+
+    See `whole`. eight_bit: see `linear`.
+    """
+    if eight_bit is not None and _is_ours(x, weight, eight_bit=True):
+        return small_addends(x, eight_bit.values, eight_bit.scale)
+    if _is_ours(x, weight):
+        return small_addends(x, weight)
+    return linear(x, weight)
+
+
+def gate_up(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
+    """Return silu(gate) · up: x [T, in], weight [2·I, in], gate rows first -> [T, I].
+
+    eight_bit: see `linear`.
+    """
+    if eight_bit is not None and _is_ours(x, weight, gated=True, eight_bit=True):
+        return small_gate_up(x, eight_bit.values, eight_bit.scale)
+    if _is_ours(x, weight, gated=True):
+        return small_gate_up(x, weight)
+    return silu_and_mul(linear(x, weight))
+
+
+def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, eight_bit: bool = False) -> bool:
+    """Return whether the kernels of `linear_triton` can do this product, and fastest."""
+    return (
+        x.is_cuda
+        and not is_compiling()
+        and linear_tiles.is_ours(x.shape[0], gated=gated, eight_bit=eight_bit)
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and x.stride(-1) == 1
+        and weight.is_contiguous()
+        and is_hopper(x.device)
+    )
+
+
+@has_kernel
 def small_linear(
     x: Tensor,
     weight: Tensor,
@@ -43,6 +94,7 @@ def small_linear(
     return F.linear(x.float(), whole, bias).to(out_dtype or x.dtype)
 
 
+@has_kernel
 def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """What `small_linear` adds up and rounds: float32 [n, T, out], n as suits the shape."""
     return small_linear(x, weight, None, torch.float32, scale)[None]
@@ -61,6 +113,7 @@ def whole(x: Tensor, like: Tensor) -> Tensor:
     return total.to(like.dtype)
 
 
+@has_kernel
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
     """silu(gate) · up of both products at once, each rounded as if it had been stored.
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
+
 MAX_TREE_ROWS = 64
 """Rows of one sequence that a tree mask has bits for."""
 
@@ -58,6 +60,7 @@ class PagedLayout:
             begin = end
 
 
+@has_kernel
 def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
     """Softmax attention of query [T, heads, d] over one layer's pool, scaled by 1 / sqrt(d).
 

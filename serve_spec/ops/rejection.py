@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.acceptance import accept_chain
+from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draw import (
     DrawParams,
     processed_scores,
@@ -118,6 +119,7 @@ class DraftLogits(NamedTuple):
         return cls(torch.zeros(shape, device=device), draft_ids.index_copy_(0, target_ids, numbers))
 
 
+@has_kernel
 def reject_drafts(
     logits: Tensor,
     row_tokens: Tensor,

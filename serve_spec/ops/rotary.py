@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import Rotation
+from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.linear import whole
 
 
@@ -15,6 +16,7 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
     return torch.addcmul(x * rotation.cos, rolled, rotation.sin).to(x.dtype)
 
 
+@has_kernel
 def rotate_and_store(
     heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
 ) -> Tensor:

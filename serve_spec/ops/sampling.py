@@ -18,7 +18,7 @@ from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import DRAFT_SHARPNESS
-from serve_spec.ops import fast
+from serve_spec.ops import draw
 from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import gumbel_noise, row_keys, seed_words
@@ -176,7 +176,7 @@ def sample(logits: Tensor, rows: SamplingRows) -> Tensor:
     """
     if rows.drawn is not None:
         drawn = rows.drawn
-        return fast.draw_tokens(logits, drawn.owners, drawn.positions, drawn.params)
+        return draw.draw_tokens(logits, drawn.owners, drawn.positions, drawn.params)
     if rows.noise is None:
         return _likeliest(logits)
     scores = logits * rows.inverse_temperature
@@ -208,7 +208,7 @@ def sample_coupled(
     if rows.drawn is not None:
         owners, positions = rows.drawn.owners[index], rows.drawn.positions[index]
         params, sharpness = rows.drawn.params, rows.drawn.draft_sharpness
-        return fast.draw_drafts(logits, owners, positions, params, sharpness, target_ids)
+        return draw.draw_drafts(logits, owners, positions, params, sharpness, target_ids)
     best, choice = _coupled_scores(logits, rows, index, target_ids).max(dim=-1)
     chosen = choice if target_ids is None else target_ids[choice]
     return chosen.masked_fill_(~best.isfinite(), -1)
@@ -228,7 +228,7 @@ def sample_children(
     if rows.drawn is not None:
         owners, positions = rows.drawn.owners[index], rows.drawn.positions[index]
         params, sharpness = rows.drawn.params, rows.drawn.draft_sharpness
-        return fast.draw_children(logits, owners, positions, params, sharpness, target_ids, topk)
+        return draw.draw_children(logits, owners, positions, params, sharpness, target_ids, topk)
     scores = _coupled_scores(logits, rows, index, target_ids)
     return likeliest_children(scores, topk, target_ids)
 

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
+
 IN_PROMPT = 1
 HELD_BACK = 2
 GENERATED_ONCE = 4
@@ -56,6 +58,7 @@ class ScoreEdits(NamedTuple):
         )
 
 
+@has_kernel
 def edit_scores(
     logits: Tensor,
     owners: Tensor,
@@ -93,6 +96,7 @@ def penalized(scores: Tensor, is_seen: Tensor, counts: Tensor, of: ScoreEdits) -
     return scores - of.frequency * counts - of.presence * (counts > 0)
 
 
+@has_kernel
 def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
     """Counts what sequences emit, so that the next round's rows see it; in place.
 

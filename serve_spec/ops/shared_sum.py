@@ -29,6 +29,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.linear import whole
 from serve_spec.ops.norm import add_rms_norm
 
@@ -109,6 +110,7 @@ def shared_sum(parts: Sequence[Tensor]) -> Tensor:
     return total.to(parts[0].dtype)
 
 
+@has_kernel
 def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
     """`shared_sum` of all ranks' x, in its place.
 
@@ -123,6 +125,7 @@ def sum_over_ranks(x: Tensor, memory: SharedMemory) -> None:
         part.copy_(sum_of_part(part, x.dtype, program, memory))
 
 
+@has_kernel
 def sum_add_norm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, memory: SharedMemory
 ) -> tuple[Tensor, Tensor]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from serve_spec.ops.dispatch import has_kernel
+
 LEAST = -1e30
 """The score of a token that is allowed although other edits rule it out: they yield, see
 `structured/bans.py`. Finite at every temperature, and below any real score."""
 
 
+@has_kernel
 def mask_scores(logits: Tensor, places: Tensor, words: Tensor) -> None:
     """Rules out, in place, what the masks do not allow.
 

@@ -18,7 +18,7 @@ from torch.distributed.distributed_c10d import (
     Store,
 )
 
-from serve_spec.ops import fast
+from serve_spec.ops import norm
 from serve_spec.ops.linear import whole
 from serve_spec.parallel.line import LOOPBACK, Address
 
@@ -53,7 +53,7 @@ class TensorParallel:
         """
         if self.size > 1:
             x = self.all_reduce(whole(x, residual))
-        return fast.add_rms_norm(x, residual, weight, eps)
+        return norm.add_rms_norm(x, residual, weight, eps)
 
     def all_gather(self, x: Tensor, dim: int) -> Tensor:
         """All ranks' x (of one shape), side by side along `dim` in the order of ranks."""

@@ -23,7 +23,6 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, _SymmetricMemory
 
 from serve_spec.log import get_logger
-from serve_spec.ops import fast
 from serve_spec.ops.shared_sum import (
     CAPACITY_BYTES,
     NUM_PROGRAMS,
@@ -34,6 +33,8 @@ from serve_spec.ops.shared_sum import (
     shared_sum,
     shares_shape,
     slots_shape,
+    sum_add_norm,
+    sum_over_ranks,
 )
 
 logger = get_logger(__name__)
@@ -79,7 +80,7 @@ class SharedSum:
 
     def add_up(self, x: Tensor) -> None:
         """The sum of all ranks' x, in its place; on a GPU it only launches. x fits."""
-        fast.sum_over_ranks(x, self._memory)
+        sum_over_ranks(x, self._memory)
 
     def rows_fit(self, x: Tensor, residual: Tensor) -> bool:
         """Whether `add_norm` takes them."""
@@ -89,7 +90,7 @@ class SharedSum:
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         """See `TensorParallel.add_norm`; on a GPU it only launches. The rows of x fit."""
-        return fast.sum_add_norm(x, residual, weight, eps, self._memory)
+        return sum_add_norm(x, residual, weight, eps, self._memory)
 
     def let_go(self) -> None:
         """No sum of this rank waits for another one any more; what it gives is worthless."""

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from serve_spec.attention.lane_attention import LaneAttention
 from serve_spec.core.context import ForwardContext
-from serve_spec.ops import fast
+from serve_spec.ops import acceptance
 from serve_spec.ops.acceptance import num_bits
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import RowLayout, lay_out_rows, ring_tokens
 from serve_spec.runtime.lane_round import LaneRound
 from serve_spec.runtime.pieces import PIECE_ROWS
 from serve_spec.runtime.target import TargetRunner
@@ -64,7 +64,7 @@ def verify_rows(
         starts = torch.cat([starts, pieces.starts[:room]])
         groups += ((room, PIECE_ROWS),)
     tables = lanes.pages.index_select(0, members)
-    layout = fast.lay_out_rows(
+    layout = lay_out_rows(
         query_lens,
         starts,
         torch.zeros_like(starts),
@@ -130,7 +130,7 @@ def _tree_layout(
     drafts = _of_drafts(round.parents, layout)
     is_draft = (layout.offsets > 0) & (layout.owners < batch_size)
     parents = drafts.where(is_draft, layout.offsets - 1)
-    masks = fast.tree_masks(parents, layout.query_starts)
+    masks = acceptance.tree_masks(parents, layout.query_starts)
     depths = num_bits(masks).to(torch.int32) - 1
     owned = layout.owners >= 0
     positions = starts[layout.owners.clamp_min(0).long()].long() + depths
@@ -140,7 +140,7 @@ def _tree_layout(
 
 def _row_tokens(round: LaneRound, layout: RowLayout, row_lanes: Tensor) -> Tensor:
     """Roots and drafts of a round's sequences, int64 [T]; other rows' are anything."""
-    roots = fast.ring_tokens(round.lanes.recent, row_lanes, layout.positions)
+    roots = ring_tokens(round.lanes.recent, row_lanes, layout.positions)
     if not round.max_drafts:
         return roots
     return torch.where(layout.offsets > 0, _of_drafts(round.drafts, layout), roots)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.plan import RowPlan, StepPlan
-from serve_spec.ops import fast
+from serve_spec.ops import score_edits
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
 from serve_spec.ops.sending import sent
 from serve_spec.runtime.trees import TreeRows
@@ -73,7 +73,7 @@ def edit_round(
     backs = None
     if trees is not None:
         depths, backs = trees.depths, trees.backs
-    fast.edit_scores(
+    score_edits.edit_scores(
         logits,
         owners.to(torch.int32),
         lengths + depths,

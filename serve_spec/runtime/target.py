@@ -10,7 +10,7 @@ from serve_spec.core.context import AttentionBackend, ForwardContext, RaggedBatc
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
-from serve_spec.ops import fast
+from serve_spec.ops import kv_move
 from serve_spec.ops.acceptance import AcceptedPath
 
 
@@ -45,7 +45,7 @@ class TargetRunner:
         pools = [self.pool.keys, self.pool.values]
         if self.features is not None:
             pools.append(self.features.features)
-        fast.move_accepted(pools, slots, query_starts, accepted.path, accepted.num_correct)
+        kv_move.move_accepted(pools, slots, query_starts, accepted.path, accepted.num_correct)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """float32 [R, V] from hidden states [R, H]."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import DraftTrees
-from serve_spec.ops import fast
+from serve_spec.ops import acceptance
 from serve_spec.ops.acceptance import num_bits
 
 
@@ -46,7 +46,7 @@ def tree_rows(drafts: DraftTrees) -> TreeRows:
     owners, offsets = torch.tensor(rows, device=device).unbind(1)
     column = (offsets - 1).clamp(min=0)
     parents = drafts.parents[owners, column].where(offsets > 0, -1).to(torch.int32)
-    masks = fast.tree_masks(parents, starts)
+    masks = acceptance.tree_masks(parents, starts)
     return TreeRows(
         token_ids=drafts.token_ids[owners, column],
         parents=parents,

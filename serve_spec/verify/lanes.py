@@ -7,7 +7,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from serve_spec.ops import fast
+from serve_spec.ops import acceptance, draw, rejection, score_edits, token_masks
 from serve_spec.ops.acceptance import AcceptedPath
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.runtime.lane_round import LaneRound
@@ -50,14 +50,14 @@ class LaneJudge:
         parents, depths, backs = layout.offsets - 1, layout.offsets, None
         if rows.parents is not None and rows.depths is not None:
             parents, depths, backs = rows.parents, rows.depths, layout.offsets - rows.parents
-        fast.edit_scores(
+        score_edits.edit_scores(
             rows.logits, rows.row_lanes, decided, rows.token_ids, depths, lanes.edits, backs
         )
-        fast.mask_scores(rows.logits, round.masks.places, round.masks.words)
-        drawn = fast.draw_tokens(rows.logits, rows.row_lanes, decided, lanes.params)
+        token_masks.mask_scores(rows.logits, round.masks.places, round.masks.words)
+        drawn = draw.draw_tokens(rows.logits, rows.row_lanes, decided, lanes.params)
         forced = self._forced(round, members, batch_size)
         if round.draft_logits is not None and has_drafts:
-            forced = fast.reject_drafts(
+            forced = rejection.reject_drafts(
                 rows.logits,
                 rows.token_ids,
                 drawn,
@@ -71,7 +71,7 @@ class LaneJudge:
             self.parallel.broadcast(forced)
         # Lanes move on by these: on every rank by the same.
         self.parallel.broadcast(drawn)
-        accepted = fast.accept_and_advance(
+        accepted = acceptance.accept_and_advance(
             rows.token_ids,
             parents,
             drawn,
@@ -82,7 +82,7 @@ class LaneJudge:
             round.verdicts[:batch_size],
             forced=forced,
         )
-        fast.count_tokens(members, round.verdicts[:batch_size], lanes.edits)
+        score_edits.count_tokens(members, round.verdicts[:batch_size], lanes.edits)
         if round.paths is not None:
             round.paths[:batch_size].copy_(accepted.path)
         return accepted
@@ -92,7 +92,7 @@ class LaneJudge:
         if self.survival is None:
             return None
         lanes = round.lanes
-        return fast.forced_counts(
+        return acceptance.forced_counts(
             lanes.params.seeds.index_select(0, members),
             lanes.lengths.index_select(0, members).long(),
             round.num_steps[:batch_size],

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import VerifyResult
-from serve_spec.ops import fast
+from serve_spec.ops import acceptance
 from serve_spec.ops.acceptance import AcceptedPath, pack_verdicts
 from serve_spec.ops.sampling import SamplingRows, sample
 from serve_spec.runtime.trees import TreeRows
@@ -26,7 +26,7 @@ def judge_trees(
     The single host read-back of a round happens here.
     """
     drawn = sample(logits, sampling)
-    accepted = fast.accept_path(
+    accepted = acceptance.accept_path(
         trees.token_ids, trees.parents, drawn, trees.query_starts, max_depth, forced
     )
     packed = pack_verdicts(trees.token_ids, accepted, trees.query_starts)

@@ -22,7 +22,7 @@ from serve_spec.core.plan import (
 )
 from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Drafter
-from serve_spec.ops import fast
+from serve_spec.ops import token_masks
 from serve_spec.ops.sampling import SamplingRows
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.runtime.inputs import VerifyInputs, verify_inputs
@@ -192,7 +192,7 @@ class SpecWorker:
             logits = self.target.logits(hidden[inputs.draw_rows])
             edit_round(plan, inputs.token_ids[inputs.draw_rows], logits, inputs.trees)
             if masks is not None:
-                fast.mask_scores(logits, *mask_tensors(masks, self.device))
+                token_masks.mask_scores(logits, *mask_tensors(masks, self.device))
             verdict = self._judge(plan, logits, drafts, sampling, inputs)
             logprobs = self._read_logprobs(emitted_tokens(plan, verdict), lambda at: logits[at])
         prompt_logprobs = self._read_logprobs(

@@ -160,16 +160,20 @@ def test_policy_and_configuration_load_neither_torch_nor_ray(module: str) -> Non
 
 
 @pytest.mark.parametrize("kernel", sorted(PACKAGE.rglob("*_triton.py")), ids=where)
-def test_every_kernel_has_a_reference_twin(kernel: Path) -> None:
-    def public(path: Path) -> dict[str, list[str]]:
+def test_every_kernel_has_a_reference_that_calls_it(kernel: Path) -> None:
+    def functions(path: Path, decorators: list[str]) -> dict[str, str]:
         defs = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
         return {
-            d.name: [a.arg for a in d.args.args]
+            d.name: ast.unparse(d.args)
             for d in defs
-            if not d.name.startswith("_") and not d.decorator_list
+            if not d.name.startswith("_") and [*map(ast.unparse, d.decorator_list)] == decorators
         }
 
-    twin = kernel.with_name(kernel.name.replace("_triton", ""))
-    reference = public(twin)
-    for name, args in public(kernel).items():
-        assert reference.get(name) == args, f"{twin.name} must define {name}({', '.join(args)})"
+    reference = kernel.with_name(kernel.name.replace("_triton", ""))
+    assert functions(kernel, []) == functions(reference, ["has_kernel"])
+
+
+def test_every_function_that_has_a_kernel_stands_beside_it() -> None:
+    found = [path for path in FILES if "\n@has_kernel\n" in path.read_text()]
+    assert found
+    assert not [path for path in found if not path.with_name(f"{path.stem}_triton.py").exists()]

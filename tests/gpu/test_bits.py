@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from serve_spec.layers.rope import RotaryTable
-from serve_spec.ops import fast
+from serve_spec.ops import linear, norm, rotary
 from serve_spec.ops.linear import whole
 
 pytestmark = pytest.mark.gpu
@@ -21,37 +21,37 @@ def random(*shape: int, seed: int) -> torch.Tensor:
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
 def test_a_row_has_the_same_bits_alone_and_among_others(num_outputs: int, in_features: int) -> None:
     x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
-    whole = fast.linear(x, weight)
+    whole = linear.linear(x, weight)
     for count in (1, 2, 8, 16, 17, 32, 33, 63):
-        assert torch.equal(fast.linear(x[:count], weight), whole[:count])
+        assert torch.equal(linear.linear(x[:count], weight), whole[:count])
 
 
 def test_a_gated_row_has_the_same_bits_alone_and_among_others() -> None:
     x, weight = random(64, 4096, seed=0), random(2 * 14336, 4096, seed=1)
-    whole = fast.gate_up(x, weight)
+    whole = linear.gate_up(x, weight)
     for count in (1, 2, 8, 16, 17, 32, 33, 63):
-        assert torch.equal(fast.gate_up(x[:count], weight), whole[:count])
+        assert torch.equal(linear.gate_up(x[:count], weight), whole[:count])
 
 
 @pytest.mark.parametrize(("num_outputs", "in_features"), SHAPES)
 def test_addends_make_the_product_to_the_bit(num_outputs: int, in_features: int) -> None:
     x, weight = random(64, in_features, seed=0), random(num_outputs, in_features, seed=1)
     for count in (1, 16, 17, 64):
-        product = fast.linear(x[:count], weight)
-        assert torch.equal(whole(fast.addends(x[:count], weight), product), product)
+        product = linear.linear(x[:count], weight)
+        assert torch.equal(whole(linear.addends(x[:count], weight), product), product)
 
 
 @pytest.mark.parametrize("count", [1, 16, 64])
 def test_norms_and_rotations_of_addends_are_those_of_the_product(count: int) -> None:
     x, residual = random(count, 4096, seed=0), random(count, 4096, seed=1)
     for num_outputs in (4096, 6144):
-        addends = fast.addends(x, random(num_outputs, 4096, seed=2))
+        addends = linear.addends(x, random(num_outputs, 4096, seed=2))
         assert addends.dim() == 3, "the sums of both are shared"
         like = random(count, num_outputs, seed=3)
         if num_outputs == 4096:
             gain = random(4096, seed=4)
-            found = fast.add_rms_norm(addends, residual, gain, 1e-5)
-            expected = fast.add_rms_norm(whole(addends, like), residual, gain, 1e-5)
+            found = norm.add_rms_norm(addends, residual, gain, 1e-5)
+            expected = norm.add_rms_norm(whole(addends, like), residual, gain, 1e-5)
         else:
             found, expected = rotated(addends), rotated(whole(addends, like))
         for one, other in zip(found, expected, strict=True):
@@ -66,4 +66,4 @@ def rotated(projected: torch.Tensor) -> tuple[torch.Tensor, ...]:
         rotation = RotaryTable(128, 10000.0, None, 500).at(slots)
     keys = torch.zeros(64, 8, 128, dtype=torch.bfloat16, device="cuda")
     values = torch.zeros_like(keys)
-    return fast.rotate_and_store(heads, rotation, slots, keys, values, 32), keys, values
+    return rotary.rotate_and_store(heads, rotation, slots, keys, values, 32), keys, values

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_spec.ops.fast import add_rms_norm
 from serve_spec.ops.linear import whole
+from serve_spec.ops.norm import add_rms_norm
 from serve_spec.ops.shared_sum import DTYPES, fits, rows_fit, shared_sum
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import DeviceGroup, join

@@ -6,6 +6,7 @@ Import this module before any `*_triton` module: Triton decides when a kernel is
 from __future__ import annotations
 
 import os
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -53,3 +54,17 @@ def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     """|found - expected| / |expected|; NaN where either has one."""
     error = (found.double() - expected.double()).norm() / expected.double().norm()
     return error.item()
+
+
+def reference(module: ModuleType) -> ModuleType:
+    """Return a copy of `module` whose functions are the references, for tensors on a GPU too."""
+    copy = ModuleType(module.__name__)
+    for name, value in vars(module).items():
+        plain = getattr(value, "__wrapped__", value)
+        if isinstance(plain, FunctionType) and plain.__module__ == module.__name__:
+            defaults = plain.__kwdefaults__
+            # What it calls are references too.
+            plain = FunctionType(plain.__code__, vars(copy), name, plain.__defaults__)
+            plain.__kwdefaults__ = defaults
+        setattr(copy, name, plain)
+    return copy

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from serve_spec.bench.kernels.setting import Row, Section, Setting
 from serve_spec.bench.kernels.times import graph_times_ms
-from serve_spec.ops import fast
+from serve_spec.ops import draw
 from serve_spec.ops.draw import DrawParams
 
 # By device: widths of the logits, and rows.
@@ -52,10 +52,10 @@ def _row(width: int, num_rows: int, topk: int, device: torch.device) -> Row:
         "width": width,
         "rows": num_rows,
         "topk": topk,
-        "greedy_us": draw_us(fast.draw_children, 0.0, topk),
-        "random_us": draw_us(fast.draw_children, 1.0, topk),
+        "greedy_us": draw_us(draw.draw_children, 0.0, topk),
+        "random_us": draw_us(draw.draw_children, 1.0, topk),
         "torch_us": _call_us(lambda: _by_torch(logits, topk, target_ids), device),
-        "draft_us": draw_us(fast.draw_drafts, 1.0),
+        "draft_us": draw_us(draw.draw_drafts, 1.0),
     }
 
 

@@ -32,7 +32,7 @@ from serve_spec.engine import build
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.follower import follow
 from serve_spec.engine.loop import EngineLoop
-from serve_spec.ops import draw, fast, sampling
+from serve_spec.ops import draw, rejection, sampling
 from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
@@ -198,7 +198,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     def spoiled(tokens: Tensor) -> Tensor:
         return (tokens + 1) % 256 if is_follower() else tokens
 
-    propose, draft, draw = EagleDrafter.propose, EagleLaneDrafter.draft, fast.draw_tokens
+    propose, draft, drawn = EagleDrafter.propose, EagleLaneDrafter.draft, draw.draw_tokens
 
     def draft_otherwise(self: EagleLaneDrafter, round: Any, *sizes: int) -> None:
         draft(self, round, *sizes)
@@ -210,7 +210,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
 
     monkeypatch.setattr(EagleDrafter, "propose", propose_otherwise)
     monkeypatch.setattr(EagleLaneDrafter, "draft", draft_otherwise)
-    monkeypatch.setattr(fast, "draw_tokens", lambda *args, **more: spoiled(draw(*args, **more)))
+    monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
     llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)
     assert texts(llm) == plain
     assert llm.engine.counters.num_correct_drafts > 0
@@ -222,7 +222,7 @@ def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
     threads: None, make: MakeLLM, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On lanes; followers would lose all of them, and replace them by nonsense."""
-    reject = fast.reject_drafts
+    reject = rejection.reject_drafts
 
     def reject_otherwise(*args: Any) -> Tensor:
         kept = reject(*args)
@@ -231,7 +231,7 @@ def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
             args[2].add_(1).remainder_(256)
         return kept
 
-    monkeypatch.setattr(fast, "reject_drafts", reject_otherwise)
+    monkeypatch.setattr(rejection, "reject_drafts", reject_otherwise)
     found = []
     for size in (1, 2):
         llm = make(

@@ -17,12 +17,14 @@ from serve_spec.ops.acceptance import AcceptedPath, accept_chain
 from serve_spec.ops.noise import seed_words
 from serve_spec.verify.synthetic import SyntheticVerdict, draft_chances
 from tests.helpers.memory import poisoned_memory
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import acceptance_triton  # isort: skip
 
 WINDOW = 16
-TWINS = pytest.mark.parametrize("twin", [acceptance, acceptance_triton], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize(
+    "twin", [reference(acceptance), acceptance_triton], ids=["plain", "kernel"]
+)
 
 
 def walk(drafts: list[int], drawn: list[int], num_steps: int) -> int:
@@ -203,7 +205,7 @@ def test_lanes_grow_by_what_is_emitted_and_the_host_reads_the_same(
     assert state.recent.tolist() == expected
     assert state.lengths.tolist() == lengths
     assert verdicts.tolist() == read_back
-    walked = acceptance.accept_path(*rows, depth)
+    walked = reference(acceptance).accept_path(*rows, depth)
     assert all(torch.equal(a, b) for a, b in zip(accepted, walked, strict=True))
 
 

@@ -16,7 +16,7 @@ from serve_spec.ops import draft_tree
 from serve_spec.ops.acceptance import tree_masks
 from serve_spec.ops.draft_tree import choose_drafts, grow_beam, likeliest_children, root_beam
 from tests.helpers.memory import poisoned_memory
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import draft_tree_triton  # isort: skip
 
@@ -214,7 +214,9 @@ def test_the_kernels_grow_and_choose_as_the_law_does(
     topk, steps, counts = shape
     steps, counts = [*steps, 0], [*counts, -1]
     generator = torch.Generator().manual_seed(seed)
-    beams = {twin: root_beam(len(steps), DEVICE) for twin in (draft_tree, draft_tree_triton)}
+    beams = {
+        twin: root_beam(len(steps), DEVICE) for twin in (reference(draft_tree), draft_tree_triton)
+    }
     levels: dict[object, list[draft_tree.Level]] = {twin: [] for twin in beams}
     for step in range(max(steps)):
         by_place = (len(steps), 1 if step == 0 else topk, topk)

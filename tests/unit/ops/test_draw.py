@@ -11,11 +11,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
+from serve_spec.ops import draw as dispatched
+from serve_spec.ops.dispatch import reference_of
 from serve_spec.ops.draw import (
     DrawParams,
-    draw_children,
-    draw_drafts,
-    draw_tokens,
     perturbed_scores,
     row_keys_of,
     survivors,
@@ -32,6 +31,10 @@ from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE
 
 from serve_spec.ops import draw_triton  # isort: skip
+
+draw_tokens = reference_of(dispatched.draw_tokens)
+draw_drafts = reference_of(dispatched.draw_drafts)
+draw_children = reference_of(dispatched.draw_children)
 
 CPU = torch.device("cpu")
 VOCAB = 1500  # two chunks at the least, the last one broken

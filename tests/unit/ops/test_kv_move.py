@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.ops import kv_move
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import kv_move_triton  # isort: skip
 
 DEPTH = 4
-TWINS = pytest.mark.parametrize("twin", [kv_move, kv_move_triton], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize(
+    "twin", [reference(kv_move), kv_move_triton], ids=["plain", "kernel"]
+)
 
 # Rows of a sequence, and the rows of its path: increasing, after the root.
 paths = st.integers(0, 8).flatmap(

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from serve_spec.ops import layout
 from tests.helpers.memory import poisoned_memory
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import layout_triton  # isort: skip
 
 SCRATCH = 9999
 PAGES = 3
-TWINS = pytest.mark.parametrize("twin", [layout, layout_triton], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize("twin", [reference(layout), layout_triton], ids=["plain", "kernel"])
 
 
 def row_by_row(

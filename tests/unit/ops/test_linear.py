@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tests.helpers.memory import poisoned_memory
-from tests.helpers.triton import DEVICE, relative_error
+from tests.helpers.triton import DEVICE, reference, relative_error
 
 from serve_spec.layers.linear import Linear  # isort: skip
 from serve_spec.layers.module import tensor_defaults  # isort: skip
-from serve_spec.ops import fast, linear, linear_triton  # isort: skip
+from serve_spec.ops import linear, linear_triton  # isort: skip
 from serve_spec.ops.linear_tiles import choose_tiles  # isort: skip
+
+plain = reference(linear)
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
 # (rows, outputs, in): one block and several, each with a tail; sums of one program and of many.
@@ -44,7 +46,7 @@ def test_the_kernel_follows_the_law(
         with poisoned_memory():
             found = linear_triton.small_linear(x, weight, b)
         assert found.dtype == dtype
-        assert relative_error(found, linear.small_linear(x, weight, b)) < TOLERANCE[dtype]
+        assert relative_error(found, plain.small_linear(x, weight, b)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -57,7 +59,7 @@ def test_the_fused_kernel_follows_its_law(
     with poisoned_memory():
         found = linear_triton.small_gate_up(x, weight)
     assert found.shape == (num_rows, num_outputs)
-    assert relative_error(found, linear.small_gate_up(x, weight)) < TOLERANCE[dtype]
+    assert relative_error(found, plain.small_gate_up(x, weight)) < TOLERANCE[dtype]
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
@@ -72,11 +74,11 @@ def test_the_kernels_multiply_eight_bit_weights_by_the_same_law(
     for b in (None, bias):
         with poisoned_memory():
             found = linear_triton.small_linear(x, values, b, scale=scale)
-        expected = linear.small_linear(x, values, b, scale=scale)
+        expected = plain.small_linear(x, values, b, scale=scale)
         assert relative_error(found, expected) < TOLERANCE[dtype]
     with poisoned_memory():
         found = linear_triton.small_gate_up(x, values, scale)
-    assert relative_error(found, linear.small_gate_up(x, values, scale)) < TOLERANCE[dtype]
+    assert relative_error(found, plain.small_gate_up(x, values, scale)) < TOLERANCE[dtype]
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**31), st.floats(-30, 30))
@@ -117,7 +119,7 @@ def test_addends_make_the_whole_to_the_bit(
             addends = linear_triton.small_addends(x, values, scale)
         expected = linear_triton.small_linear(x, values, scale=scale)
         assert torch.equal(linear.whole(addends, expected), expected)
-        law = linear.whole(linear.small_addends(x, values, scale), expected)
+        law = linear.whole(plain.small_addends(x, values, scale), expected)
         assert relative_error(law, expected) < TOLERANCE[dtype]
 
 
@@ -143,10 +145,10 @@ def test_no_rows_give_no_rows() -> None:
 def test_callers_get_the_same_numbers_whichever_library_multiplies(few: bool) -> None:
     x, weight = integers(3 if few else 300, 64), integers(32, 64, seed=1)
     exact = x.float() @ weight.float().T
-    assert torch.equal(fast.linear(x, weight, out_dtype=torch.float32), _rounded_on_cpu(exact))
-    assert torch.equal(fast.linear(x, weight), exact.bfloat16())
+    assert torch.equal(linear.linear(x, weight, out_dtype=torch.float32), _rounded_on_cpu(exact))
+    assert torch.equal(linear.linear(x, weight), exact.bfloat16())
     expected = F.silu(exact[:, :16].bfloat16()) * exact[:, 16:].bfloat16()
-    assert relative_error(fast.gate_up(x, weight), expected) < 1e-3
+    assert relative_error(linear.gate_up(x, weight), expected) < 1e-3
 
 
 def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
@@ -154,12 +156,12 @@ def test_a_layer_whose_results_are_float32_makes_them_so() -> None:
         layer = Linear(512, {"head": 256})
     layer.weight.copy_(integers(256, 512))
     x = integers(2, 512, seed=1)
-    plain = layer(x)
+    rounded = layer(x)
     layer.out_dtype = torch.float32
     layer.finish()
     logits = layer(x)
     assert logits.dtype == torch.float32
-    assert torch.equal(logits.bfloat16(), plain)
+    assert torch.equal(logits.bfloat16(), rounded)
 
 
 @given(

@@ -13,15 +13,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.ops import fast, paged_attention
+from serve_spec.ops import paged_attention
 from serve_spec.ops.paged_attention import PagedLayout
 from tests.helpers.memory import poisoned_memory
-from tests.helpers.triton import DEVICE, relative_error
+from tests.helpers.triton import DEVICE, reference, relative_error
 
 from serve_spec.ops import paged_attention_triton as kernel  # isort: skip
 from serve_spec.ops.paged_attention_triton import Tiling  # isort: skip
 
-TWINS = pytest.mark.parametrize("twin", [paged_attention, kernel], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize(
+    "twin", [reference(paged_attention), kernel], ids=["plain", "kernel"]
+)
 # One share per head, several, and several whose sum is a launch of its own.
 TILINGS = [
     Tiling(1, 16, 4, 2),
@@ -320,7 +322,7 @@ def test_small_batches_are_split_and_large_ones_are_not() -> None:
     assert splits[0] > splits[1] > splits[2] == splits[3] == 1
 
 
-def test_the_door_takes_the_twin_of_the_device() -> None:
+def test_tensors_on_a_gpu_take_the_kernel() -> None:
     scene = Scene([(9, 2), (20, 1)])
-    twin = kernel if DEVICE.type == "cuda" else paged_attention
-    assert torch.equal(scene.run(fast), scene.run(twin))
+    twin = kernel if DEVICE.type == "cuda" else reference(paged_attention)
+    assert torch.equal(scene.run(paged_attention), scene.run(twin))

@@ -13,14 +13,13 @@ from torch import Tensor
 from serve_spec.core.draft import DraftChain, DraftLaws
 from serve_spec.core.request import SamplingParams
 from serve_spec.drafters.draws import SampledDraws
-from serve_spec.ops import draw, rejection
-from serve_spec.ops.acceptance import accept_path
+from serve_spec.ops import acceptance, draw, rejection
 from serve_spec.ops.noise import Stream, seed_words, stream_keys
 from serve_spec.ops.rejection import DraftLogits
 from serve_spec.ops.sampling import SamplingRows, draw_params
 from serve_spec.verify.rejection import RejectionVerdict
 from tests.helpers.memory import poisoned_memory
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import draw_triton, rejection_triton  # isort: skip
 
@@ -38,7 +37,9 @@ MIX = [
     SamplingParams(temperature=1.0, top_p=1e-6),
 ]
 METHODS = pytest.mark.parametrize("method", ["standard", "block"])
-TWINS = pytest.mark.parametrize("twin", [rejection, rejection_triton], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize(
+    "twin", [reference(rejection), rejection_triton], ids=["plain", "kernel"]
+)
 
 
 @dataclass
@@ -112,12 +113,14 @@ class Round:
         ids = None if self.target_ids is None else self.target_ids.to(DEVICE)
         drafted = DraftLogits.create(shape, ids, VOCAB, DEVICE)
         drafted.logits.fill_(float("nan"))[:size] = self.draft_logits.to(DEVICE)
-        drawn = draw.draw_tokens(logits, owners, positions, params)
+        drawn = reference(draw).draw_tokens(logits, owners, positions, params)
         with poisoned_memory():
             forced = twin.reject_drafts(
                 logits, row_tokens, drawn, starts, lanes, positions, params, drafted, method
             )
-        accepted = accept_path(row_tokens, parents, drawn, starts, self.depth, forced)
+        accepted = reference(acceptance).accept_path(
+            row_tokens, parents, drawn, starts, self.depth, forced
+        )
         emitted = zip(accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
         there = (n >= 0 for n in self.counts)
         return [row[: kept + 1] for (row, kept), is_in in zip(emitted, there, strict=True) if is_in]
@@ -151,7 +154,7 @@ def test_keys_of_a_stream_made_on_the_device_have_the_hosts_bits(stream: Stream)
     assert torch.equal(found.cpu(), stream_keys(stream, seeds, roots, positions))
 
 
-@pytest.mark.parametrize("twin", [draw, draw_triton], ids=["plain", "kernel"])
+@pytest.mark.parametrize("twin", [reference(draw), draw_triton], ids=["plain", "kernel"])
 @pytest.mark.parametrize("is_reduced", [False, True])
 def test_sampled_drafts_are_the_hosts(twin: Any, is_reduced: bool) -> None:
     """And a row that no token can be drawn from says so."""

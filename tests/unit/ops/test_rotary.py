@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.layers.rope import RotaryTable
-from serve_spec.ops import fast, rotary
-from tests.helpers.triton import DEVICE
+from serve_spec.ops import rotary
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import rotary_triton  # isort: skip
 
@@ -18,7 +18,7 @@ NUM_SLOTS = 40
 POISON = 1e30
 # float32 may be fused into one rounding or not; the others are rounded to their own last place.
 TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
-TWINS = pytest.mark.parametrize("twin", [rotary, rotary_triton], ids=["plain", "kernel"])
+TWINS = pytest.mark.parametrize("twin", [reference(rotary), rotary_triton], ids=["plain", "kernel"])
 
 
 class Scene:
@@ -129,8 +129,10 @@ def test_a_rotation_is_gathered_once_and_only_if_asked() -> None:
     assert torch.equal(rotation.sin, rotation.sin_table[rotation.positions])
 
 
-def test_the_door_takes_the_twin_of_the_device() -> None:
+def test_tensors_on_a_gpu_take_the_kernel() -> None:
     scene, other = Scene(3, 4, 2, 16), Scene(3, 4, 2, 16)
-    query = scene.run(fast)
-    assert torch.equal(query, other.run(rotary_triton if DEVICE.type == "cuda" else rotary))
+    query = scene.run(rotary)
+    assert torch.equal(
+        query, other.run(rotary_triton if DEVICE.type == "cuda" else reference(rotary))
+    )
     assert torch.equal(scene.keys, other.keys)

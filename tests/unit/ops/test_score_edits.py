@@ -17,13 +17,13 @@ from serve_spec.ops import score_edits
 from serve_spec.ops.score_edits import ScoreEdits
 from serve_spec.runtime.score_edits import write_edits
 from tests.helpers.plain_edits import edited
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import score_edits_triton  # isort: skip
 
 CPU = torch.device("cpu")
 VOCAB = 40
-WAYS = [score_edits, score_edits_triton]
+WAYS = [reference(score_edits), score_edits_triton]
 
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 sampling_params = st.builds(
@@ -174,7 +174,7 @@ def wide_round(device: torch.device) -> tuple[Tensor, ...]:
 def test_the_kernel_edits_to_the_last_bit_as_the_law_does() -> None:
     expected, *inputs = wide_round(CPU)
     found, *on_device = wide_round(DEVICE)
-    score_edits.edit_scores(expected, *inputs[:4], ScoreEdits(*inputs[4:]))
+    reference(score_edits).edit_scores(expected, *inputs[:4], ScoreEdits(*inputs[4:]))
     score_edits_triton.edit_scores(found, *on_device[:4], ScoreEdits(*on_device[4:]))
     assert torch.equal(found.cpu(), expected)
 

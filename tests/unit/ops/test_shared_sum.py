@@ -16,6 +16,7 @@ from torch import Tensor
 from tests.helpers.triton import DEVICE
 
 from serve_spec.ops import shared_sum as plain  # isort: skip
+from serve_spec.ops.dispatch import reference_of  # isort: skip
 from serve_spec.ops import norm_triton, shared_sum_triton  # isort: skip
 from serve_spec.ops.norm import add_rms_norm  # isort: skip
 from serve_spec.ops.shared_sum import (  # isort: skip
@@ -52,7 +53,11 @@ class Way:
     add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
 
 
-LAW = Way(plain.sum_over_ranks, plain.sum_add_norm, add_rms_norm)
+LAW = Way(
+    reference_of(plain.sum_over_ranks),
+    reference_of(plain.sum_add_norm),
+    reference_of(add_rms_norm),
+)
 KERNEL = Way(
     shared_sum_triton.sum_over_ranks, shared_sum_triton.sum_add_norm, norm_triton.add_rms_norm
 )

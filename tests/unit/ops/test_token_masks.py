@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from serve_spec.ops import token_masks
 from serve_spec.ops.token_masks import LEAST
-from tests.helpers.triton import DEVICE
+from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import token_masks_triton  # isort: skip
 
 VOCAB = 70
-WAYS = [token_masks, token_masks_triton]
+WAYS = [reference(token_masks), token_masks_triton]
 
 
 def packed(allowed: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from serve_spec.core.plan import EditedText, RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
-from serve_spec.ops import fast, score_edits
+from serve_spec.ops import score_edits
 from serve_spec.runtime.score_edits import edit_round
 from tests.helpers.plain_edits import edited
 from tests.helpers.triton import DEVICE
@@ -74,7 +74,7 @@ def test_every_row_of_a_planned_round_is_edited_for_its_own_request_and_place(
             token_ids.append([text[-1], *drafted][depth])
     found = logits.to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fast, "edit_scores", way.edit_scores)  # type: ignore[attr-defined]
+        patch.setattr(score_edits, "edit_scores", way.edit_scores)  # type: ignore[attr-defined]
         plan = StepPlan(tuple(rows), max(map(len, drafts)), len(rows))
         edit_round(plan, torch.tensor(token_ids, device=DEVICE), found)
     torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)

@@ -1,0 +1,45 @@
+"""Run a function's Triton kernel for tensors on a GPU, and its reference elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, wraps
+from importlib import import_module
+from typing import Any, ParamSpec, TypeVar
+
+from torch.compiler import is_compiling
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def has_kernel(reference: Callable[P, R]) -> Callable[P, R]:
+    """Return a function that calls the kernel of `reference` where its tensors live on a GPU.
+
+    The kernel of a function of `x.py` is the function of the same name in `x_triton.py`, imported
+    on its first use: machines without a GPU need no Triton. The first parameter annotated `Tensor`
+    decides and must be passed by position. torch's compiler traces the reference, which stays
+    reachable as `__wrapped__`.
+    """
+    position = list(reference.__annotations__.values()).index("Tensor")
+
+    @cache
+    def kernel() -> Callable[P, R]:
+        module = import_module(f"{reference.__module__}_triton")
+        found: Callable[P, R] = getattr(module, reference.__name__)
+        return found
+
+    @wraps(reference)
+    def choose(*args: P.args, **kwargs: P.kwargs) -> R:
+        tensor: Any = args[position]
+        if tensor.is_cuda and not is_compiling():
+            return kernel()(*args, **kwargs)
+        return reference(*args, **kwargs)
+
+    return choose
+
+
+def reference_of(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the reference implementation of a function that `has_kernel`."""
+    found: Callable[P, R] = function.__wrapped__  # type: ignore[attr-defined]
+    return found
