@@ -16,7 +16,7 @@ _COMMANDS = {
     "expand": "a small pair in a published model's shape: its texts at that model's cost",
     "tune": "measure a pair: its cost table, steps and trees per batch size, a report",
     "breakeven": "should I speculate: throughput equation, from numbers or a cost table",
-    "bench": "run adaptive, controller, drafters, kernels, offline, online, parallel, stats, trace",
+    "bench": "run adaptive, offline, online, trace",
     "check-config": "a configuration as resolved, or a draft as recognised; else what is wrong",
 }
 

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import sys
 
-from serve_spec.bench import controller, offline, stats, trace
+from serve_spec.bench import offline, trace
 from serve_spec.bench.adaptive import command as adaptive
-from serve_spec.bench.drafters import command as drafters
-from serve_spec.bench.kernels import command as kernels
 from serve_spec.bench.online import command as online
-from serve_spec.bench.parallel import command as parallel
 
 _BENCHES = {
     "adaptive": adaptive.main,
-    "controller": controller.main,
-    "drafters": drafters.main,
-    "kernels": kernels.main,
     "offline": offline.main,
     "online": online.main,
-    "parallel": parallel.main,
-    "stats": stats.main,
     "trace": trace.main,
 }
 

@@ -82,6 +82,16 @@ def save(result: Mapping[str, Any], path: Path | None) -> None:
         path.write_text(json.dumps(result, indent=1) + "\n")
 
 
+def write_row(path: Path | None, **row: object) -> None:
+    """Print a row as one JSON line and add it to the file, so that a cut-off run keeps its rows."""
+    line = json.dumps(row)
+    print(line, flush=True)
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(line + "\n")
+
+
 def _without_outputs(argv: Sequence[str]) -> list[str]:
     """The arguments that decide a figure: all but where it is written."""
     kept = list(argv)

@@ -7,7 +7,7 @@ the prompts are paid for once. Only full rounds count: every request decodes, no
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count, cycle
@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.config import ConfigError
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence as TextSequence
 from serve_spec.engine.engine import SpecEngine
@@ -27,6 +27,9 @@ SETTLE_ROUNDS = 4
 """Not counted after a change of arm: rounds the arm before left under way, then a catch-up."""
 BLOCK_ROUNDS = 12
 """An arm's turn."""
+_MIN_BATCHED_TOKENS = 2048
+_MIN_PAGES = 256
+"""Of an engine for the smallest batches: more than its longest text."""
 
 Arms: TypeAlias = Mapping[str, Sequence[AdaptiveController]]
 """By name; the controllers of an arm change every round."""
@@ -52,6 +55,20 @@ class Wave:
         return self.prompt_tokens + self.max_tokens
 
 
+def with_room(config: ServeSpecConfig, largest: Wave, max_steps: int) -> ServeSpecConfig:
+    """Return the configuration with room for the largest wave, so that no draft is ever cut."""
+    batch_size = largest.batch_size
+    num_tokens = largest.num_tokens + 2 * (max_steps + 1)
+    num_pages = batch_size * -(-num_tokens // config.cache.page_size)
+    num_batched = max(_MIN_BATCHED_TOKENS, 2 * batch_size * (max_steps + 1))
+    return ServeSpecConfig.load(
+        config,
+        max_num_seqs=batch_size,
+        max_num_batched_tokens=max(config.scheduler.max_num_batched_tokens, num_batched),
+        num_pages=max(config.cache.num_pages or 0, num_pages, _MIN_PAGES),
+    )
+
+
 @contextmanager
 def heard_rounds(engine: SpecEngine) -> Iterator[list[StepStats]]:
     """The rounds run inside; metrics and policy are put back after it."""
@@ -69,13 +86,11 @@ def run_wave(
     wave: Wave,
     plain: AdaptiveController,
     arms: Arms,
-    watch: Callable[[int], None] | None = None,
 ) -> dict[str, list[StepStats]]:
     """The full rounds of every arm, once its turn has settled. The engine must be idle.
 
     Prompts run under `plain`, then arms take turns, in an order the wave's seed decides, until
-    every arm had one and the mean text is long enough. One arm alone runs to the end. `watch` is
-    called before every round, with its number in the turn.
+    every arm had one and the mean text is long enough. One arm alone runs to the end.
 
     Raises:
         ConfigError: the texts end before every arm has had its turn.
@@ -94,8 +109,6 @@ def run_wave(
                 if _nears_end(sequences, deepest) or (is_over and may_end):
                     return _complete(rounds, wave)
                 engine.controller = arms[name][number % len(arms[name])]
-                if watch is not None:
-                    watch(number)
                 engine.step()
                 if number >= SETTLE_ROUNDS and _is_full(heard[-1], wave):
                     rounds[name].append(heard[-1])

@@ -7,9 +7,7 @@ Where this departs from the first floor plan, and why:
 - `drafters` reaches `kvcache`: a drafter owns its pool and reads the target's features by slot.
 - `verify` and `engine` reach `parallel`: draws that stay on the device are taken over from rank 0,
   and the engine starts and ends the other ranks.
-- `bench` reaches `serving` and `parallel`: what the fleet's statistics cost is measured on the real
-  actor, what one exchange between ranks takes on the real group.
-- `bench` reaches `ops`: the draw of a level's children is timed by itself.
+- `bench` reaches `serving`: `bench online` reads a Serve file as `serve-spec serve` does.
 - `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
 - The torch-free rooms are imported for real as well: a library that comes in through a neighbour
@@ -59,10 +57,7 @@ MAY_IMPORT = {
         "parallel", "runtime", "scheduler", "structured", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
-    "bench": [
-        "core", "config", "metrics", "parallel", "ops", "adaptive", "engine", "layers", "models",
-        "scheduler", "serving",
-    ],
+    "bench": ["core", "config", "metrics", "adaptive", "engine", "scheduler", "serving"],
     "training": ["core", "config", "layers", "models"],
     "cli": ["core", "config", "engine", "models", "serving", "bench", "training"],
 }  # fmt: skip
@@ -75,7 +70,7 @@ CONFINED = {
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
     "pydantic": ["config/", "serving/openai.py"],
-    "transformers": ["engine/tokenizer.py", "models/shape.py", "training/", "bench/hf_model.py"],
+    "transformers": ["engine/tokenizer.py", "models/shape.py", "training/"],
     "llguidance": ["structured/compiler.py"],
     "safetensors": ["models/weights.py", "training/"],
 }

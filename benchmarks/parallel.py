@@ -1,0 +1,199 @@
+"""Time one pair on 1, 2, 4, ... ranks: exchanges between ranks, and rounds by number of ranks.
+
+    python benchmarks/parallel.py --config configs/tiny.yaml --sizes 1 2 --json parallel.jsonl
+
+Every row is printed, and added to the file of --json as one line, as soon as it is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch.multiprocessing import spawn
+
+from serve_spec.bench.adaptive.arms import make_arms
+from serve_spec.bench.configuration import add_configuration, configured
+from serve_spec.bench.report import environment, write_row
+from serve_spec.bench.waves import Wave, figures, run_wave, with_room
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.context import torch_dtype
+from serve_spec.engine.llm import LLM
+from serve_spec.metrics import StepStats
+from serve_spec.models import ModelShape
+from serve_spec.parallel.group import SINGLE, TensorParallel, join, store_server
+from serve_spec.parallel.line import LOOPBACK, Address
+
+Exchanges = Mapping[str, Callable[[], object]]
+
+
+def time_exchanges(
+    rank: int, size: int, store_port: int, shape: ModelShape, args: argparse.Namespace
+) -> None:
+    """Time what ranks exchange, by number of rows; rank 0 writes. Every rank runs this.
+
+    add_norm_us: a sum with the addition and norm that follow it; norm_us: those two alone.
+    nccl_us, one_shot_us, two_shot_us: the same sum by NCCL and by torch's symmetric memory.
+    """
+    # Multicast of the switch between GPUs is not needed here.
+    os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
+    on_gpus = args.device != "cpu"
+    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    if on_gpus:
+        torch.cuda.set_device(device)
+    group = join(rank, size, device, Address(LOOPBACK, 0, store_port, b""))
+    dtype = torch_dtype(args.dtype or ("bfloat16" if on_gpus else "float32"))
+    if on_gpus:
+        store = dist.TCPStore(LOOPBACK, store_port)
+        dist.init_process_group(
+            "nccl", store=dist.PrefixStore("torch", store), rank=rank, world_size=size
+        )
+    for count in args.rows:
+        x = torch.zeros(count, shape.hidden_size, dtype=dtype, device=device)
+        norm = torch.zeros_like(x), x.new_ones(shape.hidden_size), 1e-5
+        logits = torch.zeros(count, shape.vocab_size // size, device=device)
+        ids = torch.zeros(count, dtype=torch.int64, device=device)
+        exchanges: dict[str, Callable[[], object]] = {
+            "sum_us": partial(group.all_reduce, x),
+            "add_norm_us": partial(group.add_norm, x, *norm),
+            "norm_us": partial(SINGLE.add_norm, x, *norm),
+            "logits_us": partial(group.all_gather, logits, 1),
+            "draws_us": partial(group.broadcast, ids),
+            **(_sums_of_torch(x) if on_gpus else {}),
+        }
+        us = {name: _time_us(group, run, device) for name, run in exchanges.items()}
+        # Two sums of each layer are followed by a norm; one more is that of the embeddings.
+        of_layers = 2 * shape.num_layers * (us["add_norm_us"] - us["norm_us"])
+        forward_ms = (of_layers + us["sum_us"] + us["logits_us"] + us["draws_us"]) / 1e3
+        if rank == 0:
+            row = {"tensor_parallel_size": size, "rows": count, **us, "forward_ms": forward_ms}
+            write_row(args.json, section="exchanges", **row)
+    group.close()
+
+
+def _sums_of_torch(x: torch.Tensor) -> Exchanges:
+    import torch.distributed._symmetric_memory as symm_mem
+
+    assert dist.group.WORLD is not None, "it was just made"
+    name = dist.group.WORLD.group_name
+    shared = symm_mem.empty(*x.shape, dtype=x.dtype, device=x.device)
+    symm_mem.rendezvous(shared, name)
+    shared.zero_()
+    return {
+        "nccl_us": partial(dist.all_reduce, x),
+        "one_shot_us": partial(torch.ops.symm_mem.one_shot_all_reduce, shared, "sum", name),
+        "two_shot_us": partial(torch.ops.symm_mem.two_shot_all_reduce_, shared, "sum", name),
+    }
+
+
+def _time_us(group: TensorParallel, run: Callable[[], object], device: torch.device) -> float:
+    """Return the median time, on a GPU in a CUDA graph of many, as the engine launches them.
+
+    The counts are fixed, unlike those of `do_bench_cudagraph`: all ranks have to make as many.
+    """
+    run()
+    count, repeat = (256, 20) if device.type == "cuda" else (4, 5)
+
+    def many() -> None:
+        for _ in range(count):
+            run()
+
+    work: Callable[[], object] = many
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            many()
+        work = graph.replay
+    times = []
+    for _ in range(repeat + 1):
+        group.smallest(0)  # ranks start together
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e6 / count)
+    group.smallest(0)  # a graph is freed when no rank runs it any more
+    return median(times[1:])
+
+
+def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
+    """Time rounds of every size, in turns; `scaling` is speed over one rank's, per rank."""
+    llms = {size: LLM(config, tensor_parallel_size=size) for size in args.sizes}
+    for batch_size in args.batch_sizes:
+        measured: dict[tuple[str, int], list[StepStats]] = {}
+        for seed in range(-1, args.repetitions):  # -1: warm-up
+            wave = Wave(batch_size, args.prompt_tokens, args.output_tokens, seed)
+            for size in random.Random(seed).sample(args.sizes, len(args.sizes)):
+                for name, rounds in _rounds(llms[size], wave, args.num_steps).items():
+                    measured.setdefault((name, size), []).extend(rounds if seed >= 0 else [])
+        found = {key: figures(rounds) for key, rounds in sorted(measured.items())}
+        for (name, size), row in found.items():
+            one = found.get((name, 1))
+            if one is not None:
+                row["scaling"] = row["tokens_per_second"] / one["tokens_per_second"] / size
+                row["verify_scaling"] = one["verify_ms"] / row["verify_ms"] / size
+            at = {"tensor_parallel_size": size, "batch_size": batch_size, "variant": name}
+            write_row(args.json, section="rounds", **at, **row)
+    for llm in llms.values():
+        llm.shutdown()
+
+
+def _rounds(llm: LLM, wave: Wave, num_steps: int) -> dict[str, list[StepStats]]:
+    off, *deeper = make_arms(llm.engine.controller, [num_steps] if num_steps else [], [])
+    variants = {arm.name: [arm.controller] for arm in (off, *deeper)}
+    return run_wave(llm.engine, wave, off.controller, variants)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the process exit status."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_configuration(parser)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32])
+    parser.add_argument("--num-steps", type=int, default=3, help="depth beside off; 0: off alone")
+    parser.add_argument("--prompt-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=128, help="mean of a batch")
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--acceptance", type=float, default=0.69, help="chance that is forced")
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    args = parser.parse_args(argv)
+    longest = Wave(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
+    config = with_room(configured(args), longest, args.num_steps)
+    args.device = config.model.device if torch.cuda.is_available() else "cpu"
+    args.dtype = None if config.model.dtype == "auto" else config.model.dtype
+    if config.speculative.enabled and args.num_steps:
+        config = ServeSpecConfig.load(
+            config,
+            speculative_adaptive=False,
+            speculative_num_steps=args.num_steps,
+            synthetic_acceptance=(args.acceptance,),
+        )
+    else:
+        args.num_steps = 0
+    command = shlex.join(["benchmarks/parallel.py", *(sys.argv[1:] if argv is None else argv)])
+    write_row(args.json, section="environment", **{**environment(config), "command": command})
+    shape = ModelShape.from_directory(config.model.path)
+    for size in args.sizes:
+        if size > 1:
+            store = store_server(LOOPBACK)
+            spawn(time_exchanges, args=(size, store.port, shape, args), nprocs=size)
+    time_rounds(config, args)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,1 +1,0 @@
-"""`serve-spec bench drafters`: every drafter, in chains and in trees."""

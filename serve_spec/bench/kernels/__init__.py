@@ -1,1 +1,0 @@
-"""`serve-spec bench kernels`: one GPU, figure by figure."""

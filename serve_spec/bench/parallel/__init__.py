@@ -1,1 +1,0 @@
-"""`serve-spec bench parallel`: several GPUs."""

@@ -1,0 +1,97 @@
+"""The scripts under benchmarks/ run on a tiny random pair."""
+
+from __future__ import annotations
+
+import json
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from benchmarks import kernels, parallel
+from serve_spec.verify.synthetic import draft_chances
+from tests.helpers.engines import make_pair
+
+SMALL = ["--batch-sizes", "1", "--prompt-tokens", "10", "--repetitions", "1", "--rows", "1"]
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> str:
+    root = tmp_path_factory.mktemp("scripts")
+    pair = make_pair(root, num_key_value_heads=4, num_hidden_layers=1)
+    depths = root / "depths.json"
+    depths.write_text(json.dumps({"candidate_steps": [0, 1, 3]}))
+    settings = {
+        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 256},
+        "speculative": {
+            "speculative_algorithm": "EAGLE",
+            "speculative_draft_model_path": str(pair.heads["EAGLE"]),
+            "speculative_draft_dtype": "float32",
+            "speculative_adaptive_config": str(depths),
+        },
+        "replica": {"torch_num_threads": 1},
+    }
+    path = root / "config.yaml"
+    path.write_text(yaml.safe_dump(settings))
+    return str(path)
+
+
+def rows(path: Path, section: str) -> list[dict[str, Any]]:
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in found if row["section"] == section]
+
+
+def test_kernels_are_timed_section_by_section(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    out = tmp_path / "rows.jsonl"
+    arguments = [*SMALL, "--output-tokens", "100", "--num-steps", "1", "3", "--json", str(out)]
+    assert kernels.main(["--config", config, *arguments]) == 0
+    assert rows(out, "environment")[0]["synthetic_acceptance"] == 2.5
+    assert all(rows(out, section) for section in kernels.SECTIONS)
+    *fixed, policy = rows(out, "rounds")
+    assert [row["variant"] for row in fixed] == ["K=0", "K=1", "K=3"]
+    assert max(row["over_best_fixed"] for row in fixed) == 1
+    assert sum(policy["share_by_steps"].values()) == pytest.approx(1)
+    assert fixed[0]["efficiency"] == 1
+
+
+def test_a_section_that_fails_is_named_and_the_others_go_on(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    out = tmp_path / "rows.jsonl"
+    arguments = [*SMALL, "--sections", "switch", "draws", "--num-steps", "3", "--json", str(out)]
+    assert kernels.main(["--config", config, *arguments]) == 1
+    assert "give two depths" in rows(out, "switch")[0]["failed"]
+    assert rows(out, "draws")
+
+
+def test_exchanges_and_rounds_of_two_ranks_are_timed(config: str, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = [*SMALL, "--output-tokens", "40", "--json", str(out)]
+    assert parallel.main(["--config", config, *arguments]) == 0
+    (exchange,) = rows(out, "exchanges")
+    assert min(exchange[name] for name in ("sum_us", "norm_us", "logits_us", "draws_us")) > 0
+    found = rows(out, "rounds")
+    at = [(row["variant"], row["tensor_parallel_size"]) for row in found]
+    assert at == [("K=3", 1), ("K=3", 2), ("off", 1), ("off", 2)]
+    assert [row["scaling"] for row in found[::2]] == [1, 1]
+    assert found[0]["accept_length"] == found[1]["accept_length"] > 1
+
+
+@given(
+    st.floats(1, 9) | st.lists(st.floats(0, 1), min_size=1, max_size=9).map(tuple),
+    st.integers(0, 8),
+)
+def test_expected_tokens_are_those_of_the_forced_acceptance(
+    acceptance: float | tuple[float, ...], num_steps: int
+) -> None:
+    kept = sum(accumulate(draft_chances(acceptance, num_steps), mul))
+    assert kernels.expected_tokens(acceptance, num_steps) == pytest.approx(1 + kept)
