@@ -8,7 +8,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,7 +31,7 @@ from serve_spec.bench.command import main
 from serve_spec.bench.phases import Phase
 from serve_spec.config import ConfigError
 from serve_spec.metrics import StepStats
-from tests.helpers.engines import make_pair
+from tests.unit.bench.configs import write_config
 
 PHASES = [Phase("predictable", 1, 4, 64), Phase("mixture", 4, 8, 100), Phase("heated", 2, 2, 70)]
 ARMS = {"off": True, "K=3": True, "ema": False, "goodput": False, "off-again": True}
@@ -318,19 +317,9 @@ def test_a_course_is_short_and_loses_neither_time_nor_tokens(rounds: list[Measur
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("adaptive")
-    pair = make_pair(root)
-    settings = {
-        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
-            "speculative_draft_dtype": "float32",
-        },
-    }
-    path = root / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    return write_config(
+        tmp_path_factory.mktemp("adaptive"), speculative={"speculative_draft_dtype": "float32"}
+    )
 
 
 def test_every_arm_says_the_same_and_an_old_result_is_drawn_anew(
@@ -398,18 +387,6 @@ def test_forced_acceptance_is_said_above_the_tables_of_fresh_and_of_old_results(
     assert "forced to [1.0]" in plots._title(result)
     del result["environment"]["synthetic_acceptance"]
     assert "forced" not in plots._title(result)
-
-
-def test_tables_say_how_many_tokens_a_round_brought_and_at_which_mean_tier() -> None:
-    rates: list[list[list[float | None]]] = [[[10.0] for _ in PHASES] for _ in ARMS]
-    tried = runs(rates)
-    other = replace(measurement(10.0), accept_length=2.75, rounds_by_num_steps={1: 1, 3: 3})
-    tried[list(ARMS).index("goodput")].measurements[1][0] = other  # type: ignore[index]
-    for result in (found := result_of(PHASES, tried), json.loads(json.dumps(found))):
-        lines = tables({**result, "noise": None}).splitlines()
-        start = next(i for i, line in enumerate(lines) if line.startswith("tokens a row"))
-        cells = [line.split("  ")[-1] for line in lines[start + 2 : start + 2 + len(PHASES)]]
-        assert cells == ["1.00 (0.0)", "2.75 (2.5)", "1.00 (0.0)"]
 
 
 @given(

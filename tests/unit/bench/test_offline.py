@@ -4,11 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-import yaml
 
 from serve_spec.bench.command import main
 from serve_spec.bench.workload import held_out_prompts
-from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.unit.bench.configs import write_config
 
 
 def byte_ids(text: str) -> list[int]:
@@ -29,19 +28,7 @@ def test_prompts_need_an_installed_package() -> None:
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("bench")
-    target = make_target(root / "target", layer_scale=0.3)
-    head = make_eagle3(root / "eagle3", target, mimic=True)
-    settings = {
-        "model": {"path": str(target), "device": "cpu"},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(head),
-        },
-    }
-    path = root / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    return write_config(tmp_path_factory.mktemp("bench"))
 
 
 def test_every_arm_says_the_same_and_the_last_line_is_the_whole_result(

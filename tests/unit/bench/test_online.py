@@ -19,9 +19,9 @@ from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.command import read_plan
-from tests.helpers.engines import make_pair
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet
+from tests.unit.bench.configs import write_config
 from tests.unit.bench.online_fakes import ScriptedApp, serving
 
 SMALL = ["--num-requests", "5", "--repetitions", "2", "--warm-up", "2", "--output-tokens", "9"]
@@ -40,20 +40,8 @@ def last_line(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("online")
-    pair = make_pair(root)
-    settings = {
-        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
-            "speculative_num_steps": 2,
-            "speculative_adaptive": False,
-        },
-    }
-    path = root / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+    fixed = {"speculative_num_steps": 2, "speculative_adaptive": False}
+    return write_config(tmp_path_factory.mktemp("online"), speculative=fixed)
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.online.load import Bursty, ClosedLoop, OpenLoop, Poisson, Ramp
+from serve_spec.bench.online.load import Bursty, OpenLoop, Poisson, Ramp
 
 RATES = st.floats(0.01, 1000)
 COUNTS = st.integers(1, 200)
@@ -96,9 +96,3 @@ def test_by_any_part_of_a_ramp_as_many_have_come_as_its_rate_adds_up_to(
     expected = (first * part + (last - first) * part**2 / 2) / ((first + last) / 2)
     deviation = sqrt(expected * (1 - expected) / MANY)
     assert share == pytest.approx(expected, abs=5 * deviation)
-
-
-def test_loads_are_named_by_what_they_do() -> None:
-    loads = [ClosedLoop(8), Poisson(2.5), Bursty(4, 8), Ramp(1, 20)]
-    names = ["closed 8", "poisson 2.5/s", "bursty 4/s x8", "ramp 1-20/s"]
-    assert [load.name for load in loads] == names

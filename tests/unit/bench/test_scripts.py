@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import kernels, parallel
 from serve_spec.verify.synthetic import draft_chances
 from tests.helpers.engines import make_pair
+from tests.unit.bench.configs import write_config
 
 SMALL = ["--batch-sizes", "1", "--prompt-tokens", "10", "--repetitions", "1", "--rows", "1"]
 
@@ -23,21 +23,20 @@ SMALL = ["--batch-sizes", "1", "--prompt-tokens", "10", "--repetitions", "1", "-
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     root = tmp_path_factory.mktemp("scripts")
-    pair = make_pair(root, num_key_value_heads=4, num_hidden_layers=1)
     depths = root / "depths.json"
     depths.write_text(json.dumps({"candidate_steps": [0, 1, 3]}))
-    settings = {
-        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 256},
-        "speculative": {
-            "speculative_algorithm": "EAGLE",
-            "speculative_draft_model_path": str(pair.heads["EAGLE"]),
+    pair = make_pair(root, num_key_value_heads=4, num_hidden_layers=1)
+    path = write_config(
+        root,
+        "EAGLE",
+        pair,
+        model={"max_model_len": 256},
+        speculative={
             "speculative_draft_dtype": "float32",
             "speculative_adaptive_config": str(depths),
         },
-        "replica": {"torch_num_threads": 1},
-    }
-    path = root / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
+        replica={"torch_num_threads": 1},
+    )
     return str(path)
 
 

@@ -39,17 +39,6 @@ def test_tokens_per_round_are_the_mean_over_every_outcome_of_a_round(
     assert tokens_per_round(rate, num_steps) == pytest.approx(mean)
 
 
-@given(st.floats(0, 0.99), STEPS)
-def test_tokens_per_round_are_the_closed_form(rate: float, num_steps: int) -> None:
-    closed = (1 - rate ** (num_steps + 1)) / (1 - rate)
-    assert tokens_per_round(rate, num_steps) == pytest.approx(closed)
-
-
-@given(STEPS)
-def test_drafts_that_are_always_kept_are_all_emitted(num_steps: int) -> None:
-    assert tokens_per_round(1.0, num_steps) == num_steps + 1
-
-
 @given(st.floats(0.1, 0.98), st.floats(1e-3, 0.01), st.integers(1, 12))
 def test_tokens_per_round_grow_with_the_rate_and_with_the_depth(
     rate: float, more: float, num_steps: int

@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,7 +20,7 @@ from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.llm import LLM
-from tests.helpers.engines import make_pair
+from tests.unit.bench.configs import write_config
 
 CLASSES = ("predictable", "mixed", "unpredictable")
 SETTINGS = {"num_prompts": 8, "model": {"path": "/target", "dtype": "float32"}}
@@ -108,33 +107,6 @@ def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Cell]) -> N
     assert min(slots) == min(c.batch_size for c in cells)
 
 
-def test_off_is_a_candidate_where_it_is_the_best_of_any_class() -> None:
-    cells = [
-        *(cell(1, name, k, 100.0 + k) for name in CLASSES for k in (0, 3)),
-        *(cell(8, name, k, 100.0 + k) for name in CLASSES[:2] for k in (0, 3)),
-        *(cell(8, "unpredictable", k, 100.0 - k) for k in (0, 3)),
-    ]
-    assert adaptive_config(cells) == {
-        "1": {"candidate_steps": [3]},
-        "8": {"candidate_steps": [0, 3]},
-    }
-
-
-def test_batch_sizes_that_want_the_same_share_a_slot() -> None:
-    sizes = {1: 7, 2: 3, 4: 3, 8: 3, 16: 0}
-    cells = [
-        cell(size, name, k, 200.0 if k == best else 100.0)
-        for size, best in sizes.items()
-        for name in CLASSES
-        for k in (0, 3, 7)
-    ]
-    assert adaptive_config(cells) == {
-        "1": {"candidate_steps": [7]},
-        "2": {"candidate_steps": [3]},
-        "16": {"candidate_steps": [0]},
-    }
-
-
 @given(sweeps())
 def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[Cell]) -> None:
     speedup = speedups(cells)
@@ -163,20 +135,6 @@ def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
     assert "| 4 | [3] | K=3, 1.03 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
     for row in rows(cells):
         assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
-
-
-def test_the_report_names_trees_beside_steps() -> None:
-    cells = [
-        *(cell(size, "mixed", k, 100 + k) for size in (1, 4) for k in (0, 3)),
-        cell(1, "mixed", 3, 110, tree_drafts=15),
-        cell(4, "mixed", 3, 90, tree_drafts=15),
-    ]
-    report = markdown(cells, classes={"mixed": "about"}, keys={}, facts={})
-    assert "| batch | candidate steps | candidate trees | mixed |" in report
-    assert "| 1 | [3] | 3x15 | 3x15, 1.10 x off |" in report
-    assert "| 4 | [3] | none | K=3, 1.03 x off |" in report
-    assert "| 1 | 3 | 103 |" in report
-    assert "| 1 | 3x15 | 110 |" in report
 
 
 def test_a_file_of_cells_gives_back_what_was_put_in(tmp_path: Path) -> None:
@@ -252,21 +210,12 @@ def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, line: str) 
 
 @pytest.fixture(scope="module")
 def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("tune")
-    pair = make_pair(root)
-    settings = {
-        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
-        },
+    return write_config(
+        tmp_path_factory.mktemp("tune"),
         # Too little on purpose: a sweep makes the room it needs.
-        "cache": {"page_size": 4, "num_pages": 32},
-        "scheduler": {"max_num_seqs": 1, "max_num_batched_tokens": 8},
-    }
-    path = root / "config.yaml"
-    path.write_text(yaml.safe_dump(settings))
-    return path
+        cache={"page_size": 4, "num_pages": 32},
+        scheduler={"max_num_seqs": 1, "max_num_batched_tokens": 8},
+    )
 
 
 def arguments(config: Path, folder: Path, *more: str) -> list[str]:
@@ -301,24 +250,6 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_writes_all_its_files(
     assert load_slots(tmp_path / "adaptive.json") == load_slots(result["adaptive_config"])
     assert "## The best steps" in (tmp_path / "report.md").read_text()
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_a_server_takes_the_cost_table_as_it_is(
-    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
-    assert main(arguments(config, tmp_path, "--num-steps", "2", "--batch-sizes", "1")) == 0
-    bounds = tmp_path / "bounds.json"
-    bounds.write_text('{"1": {"candidate_steps": [0, 2]}}')
-    llm = LLM(
-        config,
-        speculative_adaptive_strategy="goodput",
-        speculative_adaptive_config=str(bounds),
-        speculative_cost_table=str(tmp_path / "cost_table.json"),
-    )
-    llm.generate([[1, 2, 3]], SamplingParams(max_tokens=8, ignore_eos=True))
-    assert llm.engine.snapshot()["fallback"] is None
-    assert not (tmp_path / "cache").exists(), "a refused table is measured anew, and kept there"
 
 
 def test_trees_are_measured_beside_chains_and_a_server_takes_both_files_as_they_are(
