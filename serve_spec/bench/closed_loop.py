@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from serve_spec.bench.phases import TextRequest
+from serve_spec.bench.waves import heard_rounds
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.metrics import StepStats
@@ -84,13 +85,9 @@ class ClosedLoop:
 
         The engine must have no other work. Its metrics go to the run meanwhile.
         """
-        heard: list[StepStats] = []
-        sink, self.engine.metrics = self.engine.metrics, _Listener(heard)
-        try:
+        with heard_rounds(self.engine) as heard:
             while self._num_emitted < num_tokens:
                 self._round(heard)
-        finally:
-            self.engine.metrics = sink
 
     def _round(self, heard: list[StepStats]) -> None:
         self._open_requests()
@@ -124,14 +121,6 @@ def run_phase(
     loop = ClosedLoop(engine, requests, batch_size, lengths)
     loop.advance(loop.num_tokens)
     return loop.run
-
-
-@dataclass(frozen=True)
-class _Listener:
-    heard: list[StepStats]
-
-    def observe(self, stats: StepStats) -> None:
-        self.heard.append(stats)
 
 
 def _asked(request: TextRequest, num_tokens: int) -> tuple[list[int], SamplingParams]:

@@ -9,6 +9,23 @@ from typing import Any
 from serve_spec.bench.report import forced_note
 
 
+def pyplot() -> Any:
+    """Return matplotlib's pyplot, set up to draw into files alone."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    return plt
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a figure of `pyplot` and close it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=130)
+    pyplot().close(figure)
+
+
 def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     """Speed of every arm relative to off, one panel per batch size, grouped by temperature.
 
@@ -16,11 +33,7 @@ def plot_offline(result: Mapping[str, Any], path: Path) -> None:
 
     result: what `serve-spec bench offline` prints; accept length stands above each bar.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     cells: Sequence[Mapping[str, Any]] = result["cells"]
     decodes = all(cell.get("decode_speedup") is not None for cell in cells)
     speed = "decode_speedup" if decodes else "speedup"
@@ -46,9 +59,7 @@ def plot_offline(result: Mapping[str, Any], path: Path) -> None:
     hardware = result["environment"]["gpu"] or result["environment"]["cpu"]
     figure.suptitle(f"{hardware}; accept length above each bar{forced_note(result)}", fontsize=9)
     figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _in_order(values: Any) -> list[Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from serve_spec.bench.plots import pyplot, save_figure
 from serve_spec.bench.throughput import speedup
 
 
@@ -14,11 +15,7 @@ def plot_breakeven(result: Mapping[str, Any], path: Path) -> None:
 
     result: what `serve-spec breakeven` prints.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     batches: Sequence[Mapping[str, Any]] = result["batches"]
     num_panels = 3 if len(batches) > 1 else 1
     figure, axes = plt.subplots(
@@ -31,9 +28,7 @@ def plot_breakeven(result: Mapping[str, Any], path: Path) -> None:
     measured_on = result["measured_on"]
     if measured_on is not None:
         figure.suptitle(measured_on["hardware"], fontsize=9)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _over_batch_sizes(axes: Any, batches: Sequence[Mapping[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from serve_spec.bench.online.figures import OFFLINE, fleet_course
+from serve_spec.bench.plots import pyplot, save_figure
 from serve_spec.bench.report import forced_note
 
 if TYPE_CHECKING:
@@ -26,11 +27,7 @@ def plot_online(result: Result, path: Path) -> None:
 
     result: what `serve-spec bench online` prints.
     """
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = pyplot()
     cells: Sequence[Result] = result["cells"]
     figure = plt.figure(figsize=(max(10.0, 4 + 1.4 * len(cells)), 8), layout="constrained")
     grid = figure.add_gridspec(2, 6)
@@ -48,9 +45,7 @@ def plot_online(result: Result, path: Path) -> None:
         f"{asked['repetitions']} repetitions, T = {asked['temperature']:g}{forced_note(result)}",
         fontsize=9,
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=130)
-    plt.close(figure)
+    save_figure(figure, path)
 
 
 def _draw_latency(
