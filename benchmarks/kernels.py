@@ -277,17 +277,14 @@ def main(argv: list[str] | None = None) -> int:
     if config.speculative.enabled:
         first, *more = args.acceptance
         acceptance = first if first >= 1 and not more else (first, *more)
-        how = {
-            "speculative_adaptive": True,
-            "speculative_adaptive_strategy": "goodput",
-            "synthetic_acceptance": acceptance,
-        }
+        how = {"speculative_adaptive": True, "speculative_adaptive_strategy": "goodput"}
+        how["synthetic_acceptance"] = acceptance
     else:
         args.num_steps = [0]
     llm = LLM(config, **how)
     bench = Bench(args, llm, llm.engine.controller, acceptance, llm.engine.worker.device)
-    command = shlex.join(["benchmarks/kernels.py", *(sys.argv[1:] if argv is None else argv)])
-    write_row(args.json, section="environment", **{**environment(llm.config), "command": command})
+    here = environment(llm.config) | {"command": shlex.join(sys.argv)}
+    write_row(args.json, section="environment", **here)
     has_failed = False
     for name in args.sections:
         try:

@@ -49,15 +49,12 @@ def time_exchanges(
     os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
     on_gpus = args.device != "cpu"
     device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
-    if on_gpus:
-        torch.cuda.set_device(device)
-    group = join(rank, size, device, Address(LOOPBACK, 0, store_port, b""))
     dtype = torch_dtype(args.dtype or ("bfloat16" if on_gpus else "float32"))
     if on_gpus:
-        store = dist.TCPStore(LOOPBACK, store_port)
-        dist.init_process_group(
-            "nccl", store=dist.PrefixStore("torch", store), rank=rank, world_size=size
-        )
+        torch.cuda.set_device(device)
+        store = dist.PrefixStore("torch", dist.TCPStore(LOOPBACK, store_port))
+        dist.init_process_group("nccl", store=store, rank=rank, world_size=size)
+    group = join(rank, size, device, Address(LOOPBACK, 0, store_port, b""))
     for count in args.rows:
         x = torch.zeros(count, shape.hidden_size, dtype=dtype, device=device)
         norm = torch.zeros_like(x), x.new_ones(shape.hidden_size), 1e-5
@@ -71,7 +68,7 @@ def time_exchanges(
             "draws_us": partial(group.broadcast, ids),
             **(_sums_of_torch(x) if on_gpus else {}),
         }
-        us = {name: _time_us(group, run, device) for name, run in exchanges.items()}
+        us = {name: time_us(group, run, device) for name, run in exchanges.items()}
         # Two sums of each layer are followed by a norm; one more is that of the embeddings.
         of_layers = 2 * shape.num_layers * (us["add_norm_us"] - us["norm_us"])
         forward_ms = (of_layers + us["sum_us"] + us["logits_us"] + us["draws_us"]) / 1e3
@@ -96,7 +93,7 @@ def _sums_of_torch(x: torch.Tensor) -> Exchanges:
     }
 
 
-def _time_us(group: TensorParallel, run: Callable[[], object], device: torch.device) -> float:
+def time_us(group: TensorParallel, run: Callable[[], object], device: torch.device) -> float:
     """Return the median time, on a GPU in a CUDA graph of many, as the engine launches them.
 
     The counts are fixed, unlike those of `do_bench_cudagraph`: all ranks have to make as many.
@@ -135,11 +132,16 @@ def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
         for seed in range(-1, args.repetitions):  # -1: warm-up
             wave = Wave(batch_size, args.prompt_tokens, args.output_tokens, seed)
             for size in random.Random(seed).sample(args.sizes, len(args.sizes)):
-                for name, rounds in _rounds(llms[size], wave, args.num_steps).items():
+                llm = llms[size]
+                steps = [args.num_steps] if args.num_steps else []
+                arms = make_arms(llm.engine.controller, steps, [])
+                variants = {arm.name: [arm.controller] for arm in arms}
+                found = run_wave(llm.engine, wave, arms[0].controller, variants)
+                for name, rounds in found.items():
                     measured.setdefault((name, size), []).extend(rounds if seed >= 0 else [])
-        found = {key: figures(rounds) for key, rounds in sorted(measured.items())}
-        for (name, size), row in found.items():
-            one = found.get((name, 1))
+        speeds = {key: figures(rounds) for key, rounds in sorted(measured.items())}
+        for (name, size), row in speeds.items():
+            one = speeds.get((name, 1))
             if one is not None:
                 row["scaling"] = row["tokens_per_second"] / one["tokens_per_second"] / size
                 row["verify_scaling"] = one["verify_ms"] / row["verify_ms"] / size
@@ -147,12 +149,6 @@ def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
             write_row(args.json, section="rounds", **at, **row)
     for llm in llms.values():
         llm.shutdown()
-
-
-def _rounds(llm: LLM, wave: Wave, num_steps: int) -> dict[str, list[StepStats]]:
-    off, *deeper = make_arms(llm.engine.controller, [num_steps] if num_steps else [], [])
-    variants = {arm.name: [arm.controller] for arm in (off, *deeper)}
-    return run_wave(llm.engine, wave, off.controller, variants)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -184,8 +180,8 @@ def main(argv: list[str] | None = None) -> int:
         )
     else:
         args.num_steps = 0
-    command = shlex.join(["benchmarks/parallel.py", *(sys.argv[1:] if argv is None else argv)])
-    write_row(args.json, section="environment", **{**environment(config), "command": command})
+    here = environment(config) | {"command": shlex.join(sys.argv)}
+    write_row(args.json, section="environment", **here)
     shape = ModelShape.from_directory(config.model.path)
     for size in args.sizes:
         if size > 1:
