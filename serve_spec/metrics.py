@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
+from serve_spec.core.draft_shape import DraftShape
+
 
 @dataclass(frozen=True)
 class Metric:
@@ -26,12 +28,11 @@ class Metric:
 class StepStats:
     """One executed round.
 
-    Rows and tokens count decoding only, except `num_prefill_tokens`. `num_steps` is the tier's
-    depth; a row may draft less. Times in milliseconds, measured around the whole phase; 0 where the
-    clock was broken.
+    Rows and tokens count decoding only, except `num_prefill_tokens`. A row may draft less than the
+    `shape`. Times in milliseconds, measured around the whole phase; 0 where the clock was broken.
     """
 
-    num_steps: int
+    shape: DraftShape
     batch_size: int
     num_draft_tokens: int
     num_correct_drafts: int
@@ -65,19 +66,12 @@ class StepStats:
     """Measured speed of drafting over plain rounds of this batch size, before this round."""
     num_broken_drafts: int = 0
     """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
-    tree: str | None = None
-    """The shape of trees, levels x drafts, that rows drafted; None: chains."""
     idle_ms: float = 0.0
     """What the device waited between the round before and this one, where that is known."""
     num_prefix_query_tokens: int = 0
     """Of requests that were admitted since the round before: the tokens they came with,"""
     num_prefix_hit_tokens: int = 0
     """and those of them that the cache held."""
-
-    @property
-    def tier(self) -> str:
-        """What tiers are told apart by: the steps of a chain, or the shape of trees."""
-        return str(self.num_steps) if self.tree is None else self.tree
 
     @property
     def decodes_only(self) -> bool:
@@ -369,9 +363,9 @@ def readings(stats: StepStats) -> Iterator[Reading]:
 
 
 def _decode_readings(stats: StepStats) -> Iterator[Reading]:
-    yield Reading(NUM_STEPS, stats.num_steps)
+    yield Reading(NUM_STEPS, stats.shape.depth)
     yield Reading(BATCH_SIZE, stats.batch_size)
-    yield Reading(ROUNDS, 1, {"num_steps": stats.tier})
+    yield Reading(ROUNDS, 1, {"num_steps": str(stats.shape)})
     bucket = batch_size_bucket(stats.batch_size)
     yield Reading(BATCH_SIZE_ROUNDS, 1, {"batch_size": str(bucket)})
     yield Reading(VERIFY_MS, stats.verify_ms)

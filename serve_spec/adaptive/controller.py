@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,14 +24,8 @@ from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
-from serve_spec.core.round import (
-    DRAFT_SHARPNESS,
-    NO_NOTES,
-    DecodeBatch,
-    RoundSteps,
-    TreeShape,
-    VerifiedRound,
-)
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 
 FALLBACK_ROUNDS = 1024
 """Rounds without drafts before a policy that failed is tried anew."""
@@ -41,7 +35,8 @@ FALLBACK_ROUNDS = 1024
 class PolicySettings:
     """Everything that decides which policy runs, and how."""
 
-    num_steps: int
+    shape: DraftShape
+    """What a fixed policy drafts; an adaptive one starts as deep."""
     adaptive: bool = True
     strategy: Strategy = "goodput"
     slots: Mapping[int, SlotConfig] | None = None
@@ -51,48 +46,29 @@ class PolicySettings:
     """Most drafts that whoever drafts can make; None: there is no limit."""
     sharpnesses: Sequence[float] = SHARPNESSES
     """What sampled drafts may be drawn at; the best of them is learnt."""
-    tree: TreeShape | None = None
+    tree: DraftShape | None = None
     """The largest tree an adaptive policy may draft, unless slots list others; None: chains."""
-    topk: int = 1
-    """Children of a drafted token in any tree."""
-    static_tree: TreeShape | None = None
-    """What a fixed tier drafts, if not chains."""
     cuda_graph_bs: Sequence[int] | None = None
     """The batch sizes there are recordings of: what strategy ema pads to before it picks a slot."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
-        """What a configuration asks for; fixed at 0 steps when nothing drafts.
+        """What a configuration asks for; fixed at no drafts when nothing drafts.
 
         Raises:
             ConfigError: the adaptive config file is unreadable or invalid.
         """
-        source = config.speculative_adaptive_config
+        source, shape = config.speculative_adaptive_config, _configured_shape(config)
         return cls(
-            num_steps=config.speculative_num_steps if config.enabled else 0,
+            shape=shape,
             adaptive=config.speculative_adaptive,
             strategy=config.speculative_adaptive_strategy,
             slots=None if source is None else load_slots(source),
             per_sequence=config.speculative_per_sequence,
             max_steps=max_steps,
             sharpnesses=_sharpnesses(config),
-            tree=_tree(config),
-            topk=config.speculative_eagle_topk,
-            static_tree=_tree(config),
+            tree=None if shape.is_chain else shape,
         )
-
-    @property
-    def tree_shapes(self) -> tuple[TreeShape, ...]:
-        """Every tree the policy may choose, ascending; known before its costs are."""
-        if not self.adaptive or self.strategy == "static":
-            return () if self.static_tree is None else (self.static_tree,)
-        if self.strategy == "per_request":
-            tree = self._request_tree
-            return () if tree is None else (tree,)
-        by_slot = [*self._trees.values()]
-        if self.strategy == "ema":
-            by_slot = [tuple(by_depth.values()) for by_depth in self._tier_trees.values()]
-        return tuple(sorted({shape for shapes in by_slot for shape in shapes}))
 
     @property
     def needs_costs(self) -> bool:
@@ -100,11 +76,29 @@ class PolicySettings:
         return self.adaptive and self.strategy == "goodput" and self._deepest(GOODPUT_STEPS) > 0
 
     @property
-    def candidate_steps(self) -> tuple[int, ...]:
-        """Every tier the policy may choose, ascending; known before its costs are."""
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Every shape the policy may choose: chains, then trees, each ascending.
+
+        Known before its costs are. Where a tree may be chosen, so may the chain of its depth.
+        """
         if self.needs_costs:
-            return tuple(range(self._deepest(GOODPUT_STEPS) + 1))
-        return self.build(self.num_steps, None).candidate_steps
+            depths: Iterable[int] = range(self._deepest(GOODPUT_STEPS) + 1)
+            branched = {tree for shapes in self._trees.values() for tree in shapes}
+        else:
+            chosen = self.build(self.shape.depth, None).shapes
+            depths = sorted({shape.depth for shape in chosen})
+            branched = {shape for shape in chosen if not shape.is_chain}
+        return (*map(DraftShape.chain, depths), *sorted(branched))
+
+    @property
+    def trees(self) -> tuple[DraftShape, ...]:
+        """Of these, the trees."""
+        return tuple(shape for shape in self.shapes if not shape.is_chain)
+
+    @property
+    def max_depth(self) -> int:
+        """Levels of the deepest of them."""
+        return max(shape.depth for shape in self.shapes)
 
     def largest_batch(self, num_steps: int) -> int | None:
         """The largest batch size a tier can be chosen for; None: there is no limit.
@@ -132,11 +126,11 @@ class PolicySettings:
         accept_rates: expected by position, for a policy that estimates them; None: its default.
         """
         if not self.adaptive or self.strategy == "static":
-            return StaticPolicy(self.num_steps, tree=self.static_tree)
+            return StaticPolicy(self.shape)
         if self.strategy == "ema":
             return self._ema(initial_steps, self._tier_trees)
         if self._deepest(1) == 0:
-            return StaticPolicy(0)  # the user's slots allow nothing else
+            return StaticPolicy(PLAIN)  # the user's slots allow nothing else
         if self.strategy == "per_request":
             return PerRequestPolicy(self._request_steps, self._request_tree)
         if costs is None:  # other trees than goodput's were not built
@@ -150,23 +144,23 @@ class PolicySettings:
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
-            survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps), self.tree_shapes),
+            survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps), self.trees),
         )
 
-    def _ema(self, initial_steps: int, trees: Mapping[int, Mapping[int, TreeShape]]) -> EmaPolicy:
+    def _ema(self, initial_steps: int, trees: Mapping[int, Mapping[int, DraftShape]]) -> EmaPolicy:
         params = AdaptiveSpeculativeParams(initial_steps, self._tier_slots)
         params.set_cuda_graph_bs(self.cuda_graph_bs)
         return EmaPolicy(params, self.min_dwell_rounds, trees)
 
     @property
-    def _trees(self) -> Mapping[int, tuple[TreeShape, ...]]:
+    def _trees(self) -> Mapping[int, tuple[DraftShape, ...]]:
         """Of strategy goodput, by slot."""
         if self.tree is None:
             return {}
         if self.slots is not None:
-            return trees.by_slot(self.tree, self.topk, self.slots)
-        tree = trees.cut(self.tree, self.topk, self._deepest(GOODPUT_STEPS))
-        return {} if tree is None else {1: trees.ladder(tree, self.topk)}
+            return trees.by_slot(self.tree, self.slots)
+        tree = trees.cut(self.tree, self._deepest(GOODPUT_STEPS))
+        return {} if tree is None else {1: trees.ladder(tree)}
 
     @property
     def _tier_slots(self) -> Mapping[int, SlotConfig]:
@@ -174,22 +168,22 @@ class PolicySettings:
         return conservative_slots(self.max_steps) if self.slots is None else self.slots
 
     @property
-    def _tier_trees(self) -> Mapping[int, Mapping[int, TreeShape]]:
+    def _tier_trees(self) -> Mapping[int, Mapping[int, DraftShape]]:
         """Of strategy ema, by slot and number of steps."""
         if self.tree is None:
             return {}
-        return trees.by_depth(self.tree, self.topk, self._tier_slots)
+        return trees.by_depth(self.tree, self._tier_slots)
 
     @property
     def _request_steps(self) -> int:
         return min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS)
 
     @property
-    def _request_tree(self) -> TreeShape | None:
+    def _request_tree(self) -> DraftShape | None:
         """Of strategy per_request: one for all, of which each row drafts its own levels."""
         if self.tree is None:
             return None
-        return trees.cut(self.tree, self.topk, self._request_steps)
+        return trees.cut(self.tree, self._request_steps)
 
     def _deepest(self, default: int) -> int:
         """The user's slots bound the depth; without any, `default`."""
@@ -225,12 +219,15 @@ class AdaptiveController:
         self._fallback: str | None = None
         self._fallback_rounds_left = 0
         self._num_fallbacks = 0
-        self._policy = settings.build(settings.num_steps, costs)
+        self._policy = settings.build(settings.shape.depth, costs)
         self._sharpness = SharpnessPolicy(settings.sharpnesses)
-        self._candidate_steps = settings.candidate_steps
-        self._candidate_trees = settings.tree_shapes
-        self._active_steps: int | None = None
-        self._active_tree: TreeShape | None = None
+        self.shapes = settings.shapes
+        """Every shape the worker must build: chains, then trees, each ascending; never grows.
+
+        `PLAIN` is among them only if the policy can choose it: rows that may not speculate need it
+        anyway, so a worker always has it.
+        """
+        self._active: DraftShape | None = None
         self._batch_size = 0
         self._last_reason = self._policy.last_reason
         self._reconfigured = False
@@ -238,13 +235,12 @@ class AdaptiveController:
         """Why the tier chosen last differs from the one before; None when it does not."""
         self.notes = NO_NOTES
         """What the policy thinks of its last answer."""
-        deepest = max(self._candidate_steps)
+        deepest = settings.max_depth
         self._positions = PositionCounters(deepest)
-        self._levels = {tree: PositionCounters(deepest) for tree in self._candidate_trees}
+        self._levels = {tree: PositionCounters(deepest) for tree in settings.trees}
         # All keys from the start: a reader in another thread never meets a dict that grows.
         self._switches = dict.fromkeys(Reason, 0)
-        tiers = [*sorted({0, *self._candidate_steps}), *self._candidate_trees]
-        self._rounds_by_tier = dict.fromkeys(map(str, tiers), 0)
+        self._rounds_by_shape = dict.fromkeys((PLAIN, *self.shapes), 0)
 
     @classmethod
     def create(
@@ -264,20 +260,6 @@ class AdaptiveController:
         """
         return cls(PolicySettings.of(config), costs, say)
 
-    @property
-    def candidate_steps(self) -> tuple[int, ...]:
-        """Every tier the worker must build, ascending; never grows afterwards.
-
-        0 is among them only if the policy can choose it: rows that may not speculate need it
-        anyway, so a worker always has it.
-        """
-        return self._candidate_steps
-
-    @property
-    def candidate_trees(self) -> tuple[TreeShape, ...]:
-        """Every tree the worker must build, ascending; never grows afterwards."""
-        return self._candidate_trees
-
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         """The tier of the next round and each row's share of it, asked before drafting.
 
@@ -287,18 +269,17 @@ class AdaptiveController:
         """
         if not batch.size or not batch.may_draft:
             self.switch_reason, self.notes = None, NO_NOTES
-            return RoundSteps(0)
+            return RoundSteps(PLAIN)
         steps = self._sharpened(self._guarded_choice(batch), batch)
         reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason
         self._reconfigured = False
-        active = self._active_steps, self._active_tree
-        switched = self._active_steps is not None and (steps.num_steps, steps.tree) != active
+        switched = self._active not in (None, steps.shape)
         self.switch_reason = reason if switched else None
         self._switches[reason] += switched
-        self._active_steps, self._active_tree = steps.num_steps, steps.tree
+        self._active = steps.shape
         self._batch_size = batch.size
         self._last_reason, self.notes = reason, steps.notes
-        self._rounds_by_tier[str(steps.tree or steps.num_steps)] += 1
+        self._rounds_by_shape[steps.shape] += 1
         return steps
 
     def on_verify_complete(self, verified: VerifiedRound) -> None:
@@ -308,7 +289,7 @@ class AdaptiveController:
             ValueError: a row kept more drafts than it had.
         """
         rows = verified.model_rows
-        counters = self._positions if verified.tree is None else self._levels[verified.tree]
+        counters = self._positions if verified.shape.is_chain else self._levels[verified.shape]
         counters.observe(rows.num_correct_drafts, rows.row_steps)
         self._learn_sharpness(rows)
         try:
@@ -332,7 +313,7 @@ class AdaptiveController:
         Raises:
             ValueError: too few, or not all within (0, 1); nothing changed.
         """
-        policy = self._settings.build(self._settings.num_steps, self._costs, accept_rates)
+        policy = self._settings.build(self._settings.shape.depth, self._costs, accept_rates)
         self._policy, self._accept_rates = policy, accept_rates
 
     @property
@@ -371,7 +352,6 @@ class AdaptiveController:
         changes: dict[str, Any] = {
             field: given[key]
             for field, key in (
-                ("num_steps", "speculative_num_steps"),
                 ("adaptive", "speculative_adaptive"),
                 ("strategy", "speculative_adaptive_strategy"),
                 ("per_sequence", "speculative_per_sequence"),
@@ -382,29 +362,31 @@ class AdaptiveController:
         if "speculative_adaptive_config" in given:
             changes["slots"] = None if source is None else load_slots(source)
         configured = self._configured
-        num_steps = given.get("speculative_num_steps", configured.num_steps)
+        depth = given.get("speculative_num_steps", configured.shape.depth)
         if (rows := given.get("speculative_num_draft_tokens")) is not None:
-            changes["static_tree"] = TreeShape(num_steps, rows - 1)
-        elif "speculative_num_draft_tokens" in given or num_steps != configured.num_steps:
-            changes["static_tree"] = None
+            # An engine of chains built no tree at all: whatever its topk, it is refused below.
+            topk = 2 if configured.tree is None else configured.tree.topk
+            changes["shape"] = DraftShape(depth, rows - 1, topk)
+        elif "speculative_num_draft_tokens" in given or depth != configured.shape.depth:
+            changes["shape"] = DraftShape.chain(depth)
         wanted = replace(configured, **changes)
-        if wanted.adaptive and self._candidate_steps == (0,):
+        if wanted.adaptive and self.shapes == (PLAIN,):
             raise ConfigError(
                 "speculative_adaptive=True: no tier was built that drafts; "
                 "restart with the new configuration"
             )
-        self._refuse_unbuilt(wanted.candidate_steps, wanted.tree_shapes)
+        self._refuse_unbuilt(wanted.shapes)
         self._replace_policy(wanted)
 
     def _replace_policy(self, settings: PolicySettings) -> None:
         """Starts anew with these settings, at the tier of now."""
-        start = settings.num_steps if self._active_steps is None else self._active_steps
-        self._policy = settings.build(start, self._costs, self._accept_rates)
+        start = self._active or settings.shape
+        self._policy = settings.build(start.depth, self._costs, self._accept_rates)
         self._settings, self._reconfigured, self._fallback = settings, True, None
 
     def _sharpened(self, steps: RoundSteps, batch: DecodeBatch) -> RoundSteps:
         """The same answer, with how sharp the round drafts."""
-        noticed = steps.num_steps and batch.num_sampled
+        noticed = steps.shape.depth and batch.num_sampled
         sharpness = self._sharpness.choose() if noticed else self._sharpness.best
         is_as_told = steps.draft_sharpness == sharpness
         return steps if is_as_told else replace(steps, draft_sharpness=sharpness)
@@ -423,10 +405,10 @@ class AdaptiveController:
         if self._fallback is not None:
             self._fallback_rounds_left -= 1
             if self._fallback_rounds_left <= 0:
-                assert self._active_steps is not None, "a fallback has chosen before"
+                assert self._active is not None, "a fallback has chosen before"
                 self._fallback = None
                 self._policy = self._settings.build(
-                    self._active_steps, self._costs, self._accept_rates
+                    self._active.depth, self._costs, self._accept_rates
                 )
         try:
             return self._policy.choose(batch)
@@ -438,21 +420,20 @@ class AdaptiveController:
         """Plain decoding for a while: the one tier that can not be worse than off."""
         self._fallback = why
         self._fallback_rounds_left = FALLBACK_ROUNDS
-        self._policy = StaticPolicy(0, Reason.FALLBACK)
+        self._policy = StaticPolicy(PLAIN, Reason.FALLBACK)
         if not self._num_fallbacks:
             self._say(f"speculation is off for now: {why}")
         self._num_fallbacks += 1
 
-    def _refuse_unbuilt(self, wanted: tuple[int, ...], trees: tuple[TreeShape, ...]) -> None:
-        built = {0, *self._candidate_steps}
-        missing = [steps for steps in wanted if steps not in built]
-        if missing:
+    def _refuse_unbuilt(self, shapes: tuple[DraftShape, ...]) -> None:
+        wanted, built = _depths(shapes), sorted({0, *_depths(self.shapes)})
+        if missing := [depth for depth in wanted if depth not in built]:
             raise ConfigError(
-                f"candidate_steps={list(wanted)}: no tier was built for {missing} at start; "
-                f"use a subset of {sorted(built)}, or restart with the new configuration"
+                f"candidate_steps={wanted}: no tier was built for {missing} at start; "
+                f"use a subset of {built}, or restart with the new configuration"
             )
-        if unknown := sorted(set(trees).difference(self._candidate_trees)):
-            shown, known = _as_rows(unknown), _as_rows(self._candidate_trees)
+        if unknown := _as_rows([shape for shape in shapes if shape not in self.shapes]):
+            shown, known = unknown, _as_rows(self.shapes)
             raise ConfigError(
                 f"candidate_trees={shown}: no such tree was built at start; use some of {known} "
                 "(the root counted), or restart with the new configuration"
@@ -464,14 +445,16 @@ class AdaptiveController:
         rate = positions.accept_rate
         return {
             **self._policy.snapshot(),
-            "speculative_num_steps": self._active_steps,
+            "speculative_num_steps": None if self._active is None else self._active.depth,
             "batch_size": self._batch_size,
-            "candidate_steps": list(self._candidate_steps),
+            "candidate_steps": _depths(self.shapes),
             "last_reason": self._last_reason.value,
             "fallback": self._fallback,
             "num_fallbacks": self._num_fallbacks,
             "switches": {reason.value: n for reason, n in self._switches.items() if n},
-            "rounds_by_num_steps": {tier: n for tier, n in self._rounds_by_tier.items() if n},
+            "rounds_by_num_steps": {
+                str(shape): n for shape, n in self._rounds_by_shape.items() if n
+            },
             "positions": positions.snapshot(),
             # Of live rows that drafted: less than what was drafted in all.
             "learned_draft_tokens": positions.num_draft_tokens,
@@ -479,14 +462,14 @@ class AdaptiveController:
             "learned_accept_length": round(positions.accept_length, 4),
             "accept_rate": None if rate is None else round(rate, 4),
             "draft_sharpness": self._sharpness.snapshot(),
-            **(self._trees_snapshot() if self._candidate_trees else {}),
+            **(self._trees_snapshot() if self._levels else {}),
         }
 
     def _trees_snapshot(self) -> dict[str, object]:
         """What the figures above, which are of chains, leave out."""
         return {
-            "speculative_tree": None if self._active_tree is None else str(self._active_tree),
-            "candidate_trees": list(map(str, self._candidate_trees)),
+            "speculative_tree": str(self._active) if self._active in self._levels else None,
+            "candidate_trees": list(map(str, self._levels)),
             "trees": {
                 str(tree): {
                     "learned_accept_length": round(levels.accept_length, 4),
@@ -506,16 +489,23 @@ def _sharpnesses(config: SpeculativeConfig) -> Sequence[float]:
     return SHARPNESSES if config.couples_drafts else (DRAFT_SHARPNESS,)
 
 
-def _tree(config: SpeculativeConfig) -> TreeShape | None:
-    steps = config.speculative_num_steps
-    if not config.enabled or config.speculative_eagle_topk == 1 or not steps:
-        return None
-    return TreeShape(steps, config.num_draft_tokens - 1)
+def _configured_shape(config: SpeculativeConfig) -> DraftShape:
+    depth, topk = config.speculative_num_steps, config.speculative_eagle_topk
+    if not config.enabled or not depth:
+        return PLAIN
+    if topk == 1:
+        return DraftShape.chain(depth)
+    return DraftShape(depth, config.num_draft_tokens - 1, topk)
 
 
-def _as_rows(shapes: Sequence[TreeShape]) -> list[list[int]]:
-    """As a user gives them, the root counted."""
-    return [[shape.num_steps, shape.num_draft_tokens + 1] for shape in shapes]
+def _depths(shapes: Sequence[DraftShape]) -> list[int]:
+    """Of the chains."""
+    return [shape.depth for shape in shapes if shape.is_chain]
+
+
+def _as_rows(shapes: Sequence[DraftShape]) -> list[list[int]]:
+    """Return the trees as a user gives them, the root counted."""
+    return [[shape.depth, shape.size + 1] for shape in shapes if not shape.is_chain]
 
 
 def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:

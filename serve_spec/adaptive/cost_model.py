@@ -26,7 +26,8 @@ from serve_spec.adaptive.cost_surface import CostSurface, Counts, Floats
 from serve_spec.adaptive.objective import STAIRS_PER_DRAFT
 from serve_spec.adaptive.prompt_costs import PromptExcess
 from serve_spec.config.cost_table import CostTable, Grid
-from serve_spec.core.round import RoundTimes, TreeShape
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.round import RoundTimes
 
 GAIN = 0.05
 """Exponent of one round's ratio in its factor, once its bucket is known."""
@@ -79,13 +80,13 @@ class CostModel:
         self._draft = surface(table.draft_ms, table.num_steps)
         self._verify = surface(table.verify_ms, table.num_steps)
         self._trees = {
-            TreeShape(*tree.shape): _TreeCosts(
+            DraftShape(*tree.shape, table.key.topk): _TreeCosts(
                 surface(_as_one_step(tree.draft_ms), [0]),
                 surface(_as_one_step(tree.verify_ms), [0]),
             )
             for tree in table.trees
         }
-        self._tree_drafts = {tree: float(tree.num_draft_tokens) for tree in self._trees}
+        self._tree_drafts = {tree: float(tree.size) for tree in self._trees}
         # Of fixed size: another thread may read them for a snapshot.
         self._drift = 0.0
         self._num_rounds = 0
@@ -123,7 +124,7 @@ class CostModel:
     def round_ms(
         self,
         batch_size: int,
-        num_steps: int,
+        shape: DraftShape,
         num_rows: int,
         context: float,
         num_sampled: int,
@@ -131,44 +132,51 @@ class CostModel:
     ) -> float:
         """The whole round.
 
-        num_steps: drafts of the row that drafts most.
         num_drafting: rows that draft at all; None: as many as there can be.
 
         Raises:
             ValueError: no such round.
+            KeyError: the table does not know the tree.
         """
         num_drafts = num_rows - batch_size
         if num_drafting is None:
             num_drafting = min(batch_size, num_drafts)
-        self._refuse_impossible(batch_size, num_steps, num_rows, num_drafting)
-        return (
-            self._chain_ms(batch_size, num_drafting, num_steps, num_drafts, context)
-            + self.verify_ms(batch_size, num_drafts, context, num_sampled)
-            + self.host_ms(batch_size)
+        stages_ms = self.stages_ms(
+            shape, batch_size, num_drafting, num_drafts, context, num_sampled
         )
+        return sum(stages_ms) + self.host_ms(batch_size)
 
-    def tree_ms(
+    def stages_ms(
         self,
-        tree: TreeShape,
+        shape: DraftShape,
         batch_size: int,
         num_drafting: int,
         num_drafts: int,
         context: float,
         num_sampled: int,
+        num_text_drafts: int = 0,
     ) -> tuple[float, float]:
-        """ms of drafting and of verification of a round of trees.
+        """ms of drafting and of verification of a round.
 
-        Of `batch_size` rows `num_drafting` draft trees of this shape, `num_drafts` drafts in all;
-        the others are plain.
+        Of `batch_size` rows `num_drafting` draft this shape, of chains at most so deep, and the
+        others are plain; `num_drafts` drafts in all, `num_text_drafts` of them from texts.
 
         Raises:
-            KeyError: the table does not know the shape.
+            ValueError: no such round.
+            KeyError: the table does not know the tree.
         """
-        known = self._trees[tree]
+        if shape.is_chain:
+            depth, num_made = shape.depth, num_drafts - num_text_drafts
+            self._refuse_impossible(batch_size, depth, batch_size + num_made, num_drafting)
+            return (
+                self._chain_ms(batch_size, num_drafting, depth, num_made, context),
+                self.verify_ms(batch_size, num_drafts, context, num_sampled),
+            )
+        known = self._trees[shape]
         if not num_drafting:  # all of them from texts, if any
             return 0.0, self.verify_ms(batch_size, num_drafts, context, num_sampled)
         rows = batch_size if self.padded else num_drafting
-        share = num_drafts / (batch_size * tree.num_draft_tokens)
+        share = num_drafts / (batch_size * shape.size)
         plain_ms = float(self._verify.curve(batch_size, context)[0])
         whole_ms = max(plain_ms, float(known.verify.curve(batch_size, context)[0]))
         verify_ms = plain_ms + share * (whole_ms - plain_ms)
@@ -179,7 +187,7 @@ class CostModel:
         draft_ms = float(known.draft.curve(rows, context)[0])
         return draft_ms * draft_factor, verify_ms * verify_factor
 
-    def drafts_of_trees(self, tree: TreeShape, num_drafting: int) -> int:
+    def drafts_of_trees(self, tree: DraftShape, num_drafting: int) -> int:
         """Drafts of `num_drafting` trees of a shape, as many as they had of late.
 
         Raises:
@@ -195,25 +203,23 @@ class CostModel:
         self,
         times: Sequence[RoundTimes],
         *,
+        shape: DraftShape,
         batch_size: int,
-        num_steps: int,
         num_rows: int,
         num_drafting: int,
         context: float,
         num_sampled: int,
         num_entries: int = 0,
         num_text_drafts: int = 0,
-        tree: TreeShape | None = None,
         num_prompt_rows: int = 0,
     ) -> list[bool]:
         """Learns from rounds that were all the same; False for unusable times, which teach nothing.
 
-        num_steps: drafts of the row that drafted most.
-        num_text_drafts: drafts that were found in texts, beside the model's `num_drafting` rows of
-            `num_steps` at most: they are verified, too, and take next to nothing to make.
+        shape: what was drafted; of chains, that of the row that drafted most.
+        num_text_drafts: drafts that were found in texts, beside those of the model's `num_drafting`
+            rows: they are verified, too, and take next to nothing to make.
         num_entries: draft entries each made up for prompts or pauses; with any, what they take is
             all that it says.
-        tree: what rows drafted, if not chains.
         num_prompt_rows: of prompts that shared each round; with any, what they add is all that it
             says.
 
@@ -223,17 +229,11 @@ class CostModel:
         """
         num_drafts = num_rows - batch_size
         num_made = num_drafts - num_text_drafts
-        if not num_drafting:
-            tree = None  # nobody's was of that shape: it says nothing of it
-        if tree is None:
-            made_rows = num_rows - num_text_drafts
-            self._refuse_impossible(batch_size, num_steps, made_rows, num_drafting)
-            draft = self._chain_ms(batch_size, num_drafting, num_steps, num_made, context)
-            verify = self.verify_ms(batch_size, num_drafts, context, num_sampled)
-        else:
-            draft, verify = self.tree_ms(
-                tree, batch_size, num_drafting, num_drafts, context, num_sampled
-            )
+        if not (num_drafting or shape.is_chain):
+            shape = PLAIN  # no request drafted such a tree: the round says nothing of it
+        draft, verify = self.stages_ms(
+            shape, batch_size, num_drafting, num_drafts, context, num_sampled, num_text_drafts
+        )
         whole = draft + verify + self.host_ms(batch_size)
         bucket = _bucket(batch_size)
         if num_prompt_rows:
@@ -265,9 +265,9 @@ class CostModel:
         self._num_rounds += num_rounds
         host_ms = sum(max(0.0, t.round_ms - t.draft_ms - t.verify_ms) for t in taken) / num_rounds
         self._learn_host(bucket, host_ms, num_rounds)
-        if tree is not None:
-            change = num_made / num_drafting - self._tree_drafts[tree]
-            self._tree_drafts[tree] += _repeated(TREE_SIZE_GAIN, num_rounds) * change
+        if not shape.is_chain:
+            change = num_made / num_drafting - self._tree_drafts[shape]
+            self._tree_drafts[shape] += _repeated(TREE_SIZE_GAIN, num_rounds) * change
         drift_gain = max(
             _repeated(GAIN - LEAST_GAIN, num_rounds),
             _DRIFT_SHARE * _mean_gain(self._num_rounds, num_rounds),
@@ -276,10 +276,10 @@ class CostModel:
         if is_made:
             rows = batch_size if self.padded else num_drafting
             log = _mean_log([took.draft_ms / draft for took in taken])
-            self._learn_draft(tree, rows, log, num_rounds, drift_gain)
+            self._learn_draft(shape, rows, log, num_rounds, drift_gain)
         log = _mean_log([took.verify_ms / verify for took in taken])
         stair = self._stair(num_drafts, batch_size)
-        self._learn_verify(tree, batch_size, stair, log, num_rounds, drift_gain)
+        self._learn_verify(shape, batch_size, stair, log, num_rounds, drift_gain)
         # Not the glance that found nothing to draft, or the text that had it.
         ratios = [(is_made * t.draft_ms + t.verify_ms) / (draft + verify) for t in taken]
         self._drift = _clipped(self._drift + drift_gain * _mean_log(ratios))
@@ -292,16 +292,16 @@ class CostModel:
         return taken
 
     def _learn_draft(
-        self, tree: TreeShape | None, rows: int, log: float, num_rounds: int, drift_gain: float
+        self, shape: DraftShape, rows: int, log: float, num_rounds: int, drift_gain: float
     ) -> None:
         residuals, usual = self._draft_residuals, self._draft_residuals.mean
-        if tree is not None:
-            residuals, usual = self._trees[tree].draft_residuals, self._usual_of_trees(rows, 1)[0]
+        if not shape.is_chain:
+            residuals, usual = self._trees[shape].draft_residuals, self._usual_of_trees(rows, 1)[0]
         residuals.learn(_bucket(rows), log, num_rounds, drift_gain, usual)
 
     def _learn_verify(
         self,
-        tree: TreeShape | None,
+        shape: DraftShape,
         batch_size: int,
         stair: int,
         log: float,
@@ -310,10 +310,10 @@ class CostModel:
     ) -> None:
         bucket = _bucket(batch_size)
         usual = self._usual_residual(bucket)
-        if tree is None:
+        if shape.is_chain:
             self._verify_residuals[bucket].learn(stair, log, num_rounds, drift_gain, usual)
         else:
-            self._trees[tree].verify_residuals.learn(bucket, log, num_rounds, drift_gain, usual)
+            self._trees[shape].verify_residuals.learn(bucket, log, num_rounds, drift_gain, usual)
 
     def _usual_of_trees(self, rows: int, batch_size: int) -> tuple[float, float]:
         """Residuals of drafting and verification where a tree never ran: those of chains."""

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from serve_spec.adaptive.guard import GuardedSlot
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, VerifiedRound
 
 
 class EmaPolicy:
@@ -17,12 +18,13 @@ class EmaPolicy:
         self,
         params: AdaptiveSpeculativeParams,
         min_dwell_rounds: int,
-        trees: Mapping[int, Mapping[int, TreeShape]] | None = None,
+        trees: Mapping[int, Mapping[int, DraftShape]] | None = None,
     ) -> None:
-        """trees: what a tier drafts, if not chains, by slot and number of steps."""
+        """trees: what is drafted at a depth, if not chains, by slot and depth."""
         self.params = params
         self._trees = trees or {}
-        self.candidate_steps = tuple(params.candidate_steps)
+        branched = {shape for by_depth in self._trees.values() for shape in by_depth.values()}
+        self.shapes = (*map(DraftShape.chain, params.candidate_steps), *sorted(branched))
         self.last_reason = Reason.WARM_UP
         self._guarded = {
             key: GuardedSlot(slot, min_dwell_rounds) for key, slot in params.slots.items()
@@ -45,8 +47,9 @@ class EmaPolicy:
         notes = RoundNotes(
             is_probe=guarded.probing, slot=str(key), ema_accept_length=slot.ema_accept_len
         )
-        tree = self._trees.get(key, {}).get(slot.current_steps)
-        return RoundSteps(slot.current_steps, notes=notes, tree=tree)
+        depth = slot.current_steps
+        tree = self._trees.get(key, {}).get(depth)
+        return RoundSteps(tree or DraftShape.chain(depth), notes=notes)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Feeds the slot of the batch that was verified.
@@ -56,12 +59,13 @@ class EmaPolicy:
         slot has left meanwhile; it changes neither average nor count.
         """
         guarded = self._guarded[self.params.slot_key(verified.batch_size)]
-        if verified.num_steps != guarded.slot.current_steps:
+        depth = verified.shape.depth
+        if depth != guarded.slot.current_steps:
             self._num_stale_rounds += 1
             return
         rows = verified.model_rows  # drafts from texts fare differently, and are not chosen here
         columns = zip(rows.row_steps, rows.num_correct_drafts, strict=True)
-        guarded.update([correct for steps, correct in columns if steps == verified.num_steps])
+        guarded.update([correct for steps, correct in columns if steps == depth])
 
     def forget(self, request_id: str) -> None:
         """Knows no request."""

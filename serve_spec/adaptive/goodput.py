@@ -28,7 +28,7 @@ from serve_spec.adaptive.objective import (
     depth_beside_prompts,
     usable,
 )
-from serve_spec.adaptive.options import Options, Tier, Worths
+from serve_spec.adaptive.options import Options, Worths
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.probes import ProbeClock, Probes
 from serve_spec.adaptive.prompt_load import PromptLoad
@@ -36,12 +36,12 @@ from serve_spec.adaptive.round_plan import RoundPlan, by_size, range_key
 from serve_spec.adaptive.step_costs import step_costs
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.adaptive.text_first import TextFirst
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.round import (
     DecodeBatch,
     RoundNotes,
     RoundSteps,
     RoundTimes,
-    TreeShape,
     VerifiedRound,
 )
 
@@ -108,8 +108,8 @@ class _SizeRange:
 
     guard: SpeedGuard = field(default_factory=SpeedGuard)
     clock: ProbeClock = field(default_factory=ProbeClock)
-    rounds_of: Counter[Tier] = field(default_factory=Counter)
-    """Rounds of every tier, those beside prompts aside."""
+    rounds_of: Counter[DraftShape] = field(default_factory=Counter)
+    """Rounds of every shape, those beside prompts aside."""
 
 
 @dataclass
@@ -175,7 +175,7 @@ class GoodputPolicy:
         *,
         max_steps: int = DEFAULT_MAX_STEPS,
         bounds: Mapping[int, int] | None = None,
-        trees: Mapping[int, Sequence[TreeShape]] | None = None,
+        trees: Mapping[int, Sequence[DraftShape]] | None = None,
         per_sequence: bool = True,
         min_dwell_rounds: int,
         initial_steps: int,
@@ -183,13 +183,13 @@ class GoodputPolicy:
     ) -> None:
         self.costs = costs
         self.max_steps = max_steps
-        self.candidate_steps = tuple(range(max_steps + 1))
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
         self._trees = {slot: tuple(shapes) for slot, shapes in sorted((trees or {}).items())}
-        self._trees_of_size: dict[int, tuple[TreeShape, ...]] = {}
-        self.candidate_trees = tuple(sorted({t for shapes in self._trees.values() for t in shapes}))
-        self.survival = survival or SurvivalEstimator(max_steps, trees=self.candidate_trees)
+        self._trees_of_size: dict[int, tuple[DraftShape, ...]] = {}
+        branched = tuple(sorted({t for shapes in self._trees.values() for t in shapes}))
+        self.shapes = (*map(DraftShape.chain, range(max_steps + 1)), *branched)
+        self.survival = survival or SurvivalEstimator(max_steps, trees=branched)
         self.text = TextFirst(max_steps)
         self.budget = ExplorationBudget()
         self._probes = Probes(costs, self.budget)
@@ -199,18 +199,17 @@ class GoodputPolicy:
         self._bound_keys = list(self._bounds)
         self._ranges: dict[int, _SizeRange] = {}
         self._range_key: int | None = None
-        self._tier = min(initial_steps, max_steps)
-        self._tree: TreeShape | None = None
+        self._shape = DraftShape.chain(min(initial_steps, max_steps))
         self._rounds_at_tier = 0
         self.prompts = PromptLoad()
         self._beside = _BesidePrompts()
         self._num_alike = 0
         """Plans since one asked whether rows had better draft differently deep."""
-        self._predicted: dict[Tier, float] = {}
+        self._predicted: dict[DraftShape, float] = {}
         self._plan: RoundPlan | None = None
         self._standing: _Standing | None = None
         self._plan_rounds = self._fewest_rounds = PLAN_ROUNDS
-        self._limits: tuple[int, tuple[TreeShape, ...]] | None = None
+        self._limits: tuple[int, tuple[DraftShape, ...]] | None = None
         """Of the plan, where it may draft trees."""
         self._was_plain = True
         """Whether the newest round was."""
@@ -238,7 +237,7 @@ class GoodputPolicy:
             return self._stay_off(Reason.KV)
         plan, shapes = self._plan, self._trees_at(batch.size)
         limits = (bound, shapes) if shapes else None
-        if plan is None or moved or self._tier > bound or limits != self._limits:
+        if plan is None or moved or self._shape.depth > bound or limits != self._limits:
             plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
             self._limits = limits
         self._rounds_at_tier += 1
@@ -246,11 +245,11 @@ class GoodputPolicy:
         probe = self._probe(batch, bound, here, wanted, plan)
         if probe is None:
             self._standing = self._stand(plan, wanted, batch, here)
-        is_baseline = probe is not None and not probe.num_steps
+        is_baseline = probe is not None and probe.shape == PLAIN
         if is_baseline or not batch.text_steps:
             return probe or wanted
-        is_cut = wanted.tree is None and wanted.num_steps < plan.choice.num_steps
-        most = min(bound, wanted.num_steps) if is_cut else bound
+        is_cut = wanted.shape.is_chain and wanted.shape.depth < plan.choice.shape.depth
+        most = min(bound, wanted.shape.depth) if is_cut else bound
         row_ms = plan.choice.ms / batch.size  # a retry loses what the row would have made of it
         text_steps = self.text.steps(batch, most, lambda: self.budget.spend(row_ms))
         return replace(probe or wanted, text_steps=text_steps)
@@ -283,14 +282,13 @@ class GoodputPolicy:
     ) -> _Standing | None:
         """The answer for the rounds to come, if the plan was not cut for this one."""
         choice, num_drafts, request_ids = plan.choice, 0, None
-        if choice.num_steps:
-            is_cut = (wanted.num_steps, wanted.tree) != (choice.num_steps, choice.tree)
-            if is_cut or batch.num_prompts or batch.num_prompt_rows:
+        if choice.shape != PLAIN:
+            if wanted.shape != choice.shape or batch.num_prompts or batch.num_prompt_rows:
                 return None
             assert wanted.row_steps is not None, "a plan names every row's drafts"
             num_drafts, request_ids = sum(wanted.row_steps), batch.request_ids
-            if choice.tree is not None:
-                num_drafts = choice.tree.num_draft_tokens * sum(map(bool, wanted.row_steps))
+            if not choice.shape.is_chain:
+                num_drafts = choice.shape.size * sum(map(bool, wanted.row_steps))
         else:
             wanted = replace(wanted, row_steps=None)  # however many rows there will be
         key, clock = range_key(batch.size), here.clock
@@ -301,18 +299,18 @@ class GoodputPolicy:
         """What the plan asks of this round."""
         planned, plan = plan, plan.at(batch)
         row_steps, depth = plan.row_steps(batch), plan.depth(batch)
-        if depth < plan.choice.num_steps:
+        if depth < plan.choice.shape.depth:
             self.last_reason = Reason.PROMPTS
-            return RoundSteps(depth, [min(steps, depth) for steps in row_steps])
+            return RoundSteps(DraftShape.chain(depth), [min(steps, depth) for steps in row_steps])
         self.last_reason = self._tier_reason
-        tier = self._tier
+        shape = self._shape
         if plan is not planned:
-            tier = plan.choice.num_steps
+            shape = plan.choice.shape
             self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
         notes = RoundNotes(predicted_ms=plan.choice.ms)
         if not any(row_steps):  # nobody whom it pays to begin: a plain round, whatever the tier
-            return RoundSteps(0, row_steps, notes)
-        return RoundSteps(tier, row_steps, notes, plan.choice.tree)
+            return RoundSteps(PLAIN, row_steps, notes)
+        return RoundSteps(shape, row_steps, notes)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
@@ -320,7 +318,7 @@ class GoodputPolicy:
         Raises:
             BadMeasurement: too many times in a row can not be those of a round.
         """
-        if verified.tree is not None and verified.tree not in self.candidate_trees:
+        if not verified.shape.is_chain and verified.shape not in self.shapes:
             return  # the policy before this one asked for it
         self._to_learn.append(self._with_own_times(verified))
         if verified.num_draft_tokens:
@@ -351,7 +349,7 @@ class GoodputPolicy:
 
     def _is_surprised(self, newest: VerifiedRound) -> bool:
         """Whether the rounds of a plan are no longer, or never were, what it expected."""
-        if self._plan is None or not self._tier or self._rounds_at_tier < SETTLED_ROUNDS:
+        if self._plan is None or self._shape == PLAIN or self._rounds_at_tier < SETTLED_ROUNDS:
             return True
         if self._plan.choice.ms * self._plan_rounds > PROLONGED_MS:
             return True
@@ -365,7 +363,7 @@ class GoodputPolicy:
         kept = [
             correct
             for verified in self._to_learn
-            if (verified.num_steps, verified.tree) == (choice.num_steps, choice.tree)
+            if verified.shape == choice.shape
             for correct in verified.num_correct_drafts
         ]
         if not kept:
@@ -417,7 +415,11 @@ class GoodputPolicy:
     def _learn_costs(self, timed: Sequence[_Timed]) -> list[bool]:
         """Those that are alike at once; False where the times can not be those of a round."""
         usable: list[bool] = []
-        for shape, alike in groupby(timed, lambda each: self._cost_shape(each[0])):
+
+        def kind(each: _Timed) -> tuple[int, dict[str, Any]]:
+            return each[0].deepest, self._cost_shape(each[0])
+
+        for (_, shape), alike in groupby(timed, kind):
             rounds, times = zip(*alike, strict=True)
             context = rounds[0].num_tokens / rounds[0].batch_size
             usable += self.costs.observe_alike(times, context=context, **shape)
@@ -425,17 +427,16 @@ class GoodputPolicy:
 
     def _cost_shape(self, verified: VerifiedRound) -> dict[str, Any]:
         """What decides a round's costs, beside its context: see `CostModel.observe_alike`."""
-        usual = verified.num_drafting * (self.max_steps + 1)
+        shape, usual = verified.shape, verified.num_drafting * (self.max_steps + 1)
         made_up_for_more = verified.num_catch_up > usual  # a prompt, or a pause
         return {
             "batch_size": verified.batch_size,
-            "num_steps": verified.deepest,
+            "shape": DraftShape.chain(verified.deepest) if shape.is_chain else shape,
             "num_rows": verified.batch_size + verified.num_draft_tokens,
             "num_drafting": verified.num_drafting,
             "num_sampled": verified.num_sampled,
             "num_entries": verified.num_catch_up if made_up_for_more else 0,
             "num_text_drafts": verified.num_text_drafts,
-            "tree": verified.tree,
             "num_prompt_rows": verified.num_prompt_rows,
         }
 
@@ -444,11 +445,13 @@ class GoodputPolicy:
         if verified.num_prompt_rows:
             return
         here = self._range(verified.batch_size)[1]
-        here.rounds_of[verified.tree or verified.num_steps] += 1
+        here.rounds_of[verified.shape] += 1
         guard = here.guard
         if verified.is_plain:
             guard.observe_off(round_ms, unit_ms)
-        elif self._tier or verified.num_text_drafts:  # of a trial it is known that it is slower
+        elif (
+            self._shape != PLAIN or verified.num_text_drafts
+        ):  # of a trial it is known that it is slower
             guard.observe(verified.num_output_tokens, verified.batch_size, round_ms, unit_ms)
 
     def forget(self, request_id: str) -> None:
@@ -460,12 +463,13 @@ class GoodputPolicy:
     def snapshot(self) -> dict[str, object]:
         """Predicted goodput of every tier, costs, guards and exploration."""
         choice = None if self._plan is None else self._plan.choice
+        depths = list(range(self.max_steps + 1))
         return {
             "strategy": "goodput",
             "per_sequence": self.per_sequence,
             "slot": None if self._range_key is None else str(1 << self._range_key),
             "slots": {
-                str(1 << key): {"candidate_steps": list(self.candidate_steps), **r.guard.snapshot()}
+                str(1 << key): {"candidate_steps": depths, **r.guard.snapshot()}
                 for key, r in sorted(self._ranges.items())
             },
             "predicted_goodput": {str(k): round(v, 5) for k, v in self._predicted.items()},
@@ -513,32 +517,32 @@ class GoodputPolicy:
 
     def _stay_off(self, reason: Reason) -> RoundSteps:
         """No drafts, at once: dwell is for choices, not for walls."""
-        if self._tier:
-            self._tier, self._tree, self._rounds_at_tier = 0, None, 0
+        if self._shape != PLAIN:
+            self._shape, self._rounds_at_tier = PLAIN, 0
         self._plan = None
         self.last_reason = reason
-        return RoundSteps(0)
+        return RoundSteps(PLAIN)
 
-    def _trees_at(self, batch_size: int) -> tuple[TreeShape, ...]:
+    def _trees_at(self, batch_size: int) -> tuple[DraftShape, ...]:
         """The shapes a batch of this size may draft, chains aside; worked out once."""
         found = self._trees_of_size.get(batch_size)
         if found is None:
             slots, bound = list(self._trees), self._bound(batch_size)
             at = max(0, bisect_right(slots, batch_size) - 1)
             shapes = self._trees[slots[at]] if slots else ()
-            found = tuple(shape for shape in shapes if shape.num_steps <= bound)
+            found = tuple(shape for shape in shapes if shape.depth <= bound)
             self._trees_of_size[batch_size] = found
         return found
 
-    def _tree_rates(self, batch_size: int) -> dict[TreeShape, Floats]:
+    def _tree_rates(self, batch_size: int) -> dict[DraftShape, Floats]:
         """The same shapes, with what is kept of each level over all traffic."""
-        return {tree: self.survival.tree_rates(tree) for tree in self._trees_at(batch_size)}
+        return {tree: self.survival.rates(tree) for tree in self._trees_at(batch_size)}
 
     def _worths(self, batch: DecodeBatch, bound: int) -> Worths:
         """Of chains by position, of trees by level; 0 where a row can not use it."""
         shapes = self._trees_at(batch.size)
-        chains, *trees = self.survival.survivals(batch.request_ids, [None, *shapes])
-        worths = [chains[:, :bound], *trees]
+        all_shapes = [DraftShape.chain(bound), *shapes]
+        worths = self.survival.survivals(batch.request_ids, all_shapes)
         if min(batch.max_steps) < bound:  # as a rule it is not
             most = np.asarray(batch.max_steps)
             worths = [usable(worth, most) for worth in worths]
@@ -559,22 +563,22 @@ class GoodputPolicy:
     ) -> RoundPlan:
         worths = self._worths(batch, bound)
         costs = self._round_costs(batch, bound)
-        if self._tree not in worths.trees:
-            self._tree = None
+        if not self._shape.is_chain and self._shape not in worths.trees:
+            self._shape = DraftShape.chain(self._shape.depth)
         entries = Entries.of(batch, worths.chains, costs, self.costs.entry_ms)
         costs = replace(costs, entry=entries.ms)
         now = self._options(batch, worths.each(entries.of_rows_that_pay), costs)
         beside = self._beside_prompts(batch, worths)
         soon = self._soon(batch, worths, entries, costs, now, beside)
         self._num_alike = 0 if now.are_apart else (self._num_alike + 1) % APART_EVERY_PLANS
-        if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._tier > bound:
+        if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._shape.depth > bound:
             self._choose_tier(soon, costs.off, here, moved=moved)
         if batch.text_steps:
             of_tree = None
-            if self._tree is not None:
-                of_tree = now.worths.speeds(self._tree) / now.trees[self._tree][0].ms
+            if not self._shape.is_chain:
+                of_tree = now.worths.speeds(self._shape) / now.trees[self._shape][0].ms
             self.text.plan(batch.request_ids, now.worths.chains, costs, of_tree)
-        chain = soon.chain(self._arm)
+        chain = soon.chain(self._shape)
         context = batch.context
 
         def speeds_at(size: int) -> Floats:
@@ -596,14 +600,14 @@ class GoodputPolicy:
                 chain, soon.worths.chains, costs, prompt_ms, least_ms, worth
             )
 
-        beside_prompts = by_size(depth_beside, beside.depths[chain.num_steps])
-        others = [choice for tree, (choice, _) in now.trees.items() if tree != self._tree]
-        present = now.chains.choice(chain.num_steps)
+        beside_prompts = by_size(depth_beside, beside.depths[chain.shape.depth])
+        others = [choice for tree, (choice, _) in now.trees.items() if tree != self._shape]
+        present = now.chains.choice(chain.shape.depth)
         plan = RoundPlan(present, batch, entries, beside_prompts, depth_at, chain, others)
-        if self._tree is None:
+        if self._shape.is_chain:
             return plan
         others.append(present)
-        (choice, _), (to_come, _) = now.trees[self._tree], soon.trees[self._tree]
+        (choice, _), (to_come, _) = now.trees[self._shape], soon.trees[self._shape]
         return RoundPlan(choice, batch, entries, beside_prompts, depth_at, to_come, others, plan)
 
     def _soon(
@@ -634,13 +638,8 @@ class GoodputPolicy:
         beside.num_plans += 1
         return beside
 
-    @property
-    def _arm(self) -> Tier:
-        """What is drafted: a tier of chains, or a shape of trees."""
-        return self._tier if self._tree is None else self._tree
-
     def _options(self, batch: DecodeBatch, worths: Worths, costs: RoundCosts) -> Options:
-        weights = worths.speeds(self._arm)
+        weights = worths.speeds(self._shape)
         is_asked = batch.size >= APART_FROM_ROWS or not self._num_alike
         may_differ = self.per_sequence and is_asked
         return Options.of(batch, worths, weights, costs, self.costs, may_differ=may_differ)
@@ -649,39 +648,39 @@ class GoodputPolicy:
         self, options: Options, off_ms: float, here: _SizeRange, *, moved: bool
     ) -> None:
         """And for how many rounds it is planned."""
-        was_off = not self._tier and not moved
+        was_off = self._shape == PLAIN and not moved
         self._decide(options.goodput, here, moved=moved)
         self._try_shallower(options, here)
         twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
         self._fewest_rounds = _fewest_rounds(off_ms)
-        self._plan_rounds = twice if was_off and not self._tier else self._fewest_rounds
+        self._plan_rounds = twice if was_off and self._shape == PLAIN else self._fewest_rounds
 
-    def _decide(self, goodput: dict[Tier, float], here: _SizeRange, *, moved: bool) -> None:
+    def _decide(self, goodput: dict[DraftShape, float], here: _SizeRange, *, moved: bool) -> None:
         """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
         self._predicted = goodput
-        deepest = max(tier for tier in goodput if isinstance(tier, int))
-        present = self._tree or min(self._tier, deepest)
-        best = max((tier for tier in goodput if tier), key=goodput.__getitem__)
-        hope = goodput[best] / goodput[0]
-        if not present:
+        present = self._shape
+        if present.is_chain:
+            present = min(present, max(shape for shape in goodput if shape.is_chain))
+        best = max((shape for shape in goodput if shape != PLAIN), key=goodput.__getitem__)
+        hope = goodput[best] / goodput[PLAIN]
+        is_off = present == PLAIN
+        if is_off:
             here.clock.hear(hope)
         # What trials could have by bad luck gives nothing up. If drafts really lose a little, the
         # guard will measure it; whoever is off hears next to nothing.
-        if present and hope < 1.0 / (MOVE_GAIN + self.survival.doubt):
-            best = 0
-        needed = MOVE_GAIN if present else LEAVE_OFF_GAIN
+        if not is_off and hope < 1.0 / (MOVE_GAIN + self.survival.doubt):
+            best = PLAIN
+        needed = LEAVE_OFF_GAIN if is_off else MOVE_GAIN
         is_better = goodput[best] >= needed * goodput[present]
         wanted = best if is_better else present
-        if wanted == (self._tree or self._tier):
+        if wanted == self._shape:
             self._tier_reason = Reason.STEADY
             return
-        if self._tier == 0:
+        if self._shape == PLAIN:
             here.clock.wait.succeed()
-        gained = Reason.GAIN if _num_drafts(wanted) > _num_drafts(present) else Reason.LOSS
+        gained = Reason.GAIN if wanted.size > present.size else Reason.LOSS
         self._tier_reason = Reason.RANGE if moved else gained
-        self._tree = wanted if isinstance(wanted, TreeShape) else None
-        self._tier = wanted.num_steps if isinstance(wanted, TreeShape) else wanted
-        self._rounds_at_tier = 0
+        self._shape, self._rounds_at_tier = wanted, 0
 
     def _try_shallower(self, options: Options, here: _SizeRange) -> None:
         """Spends a plan on one draft less than the tier has, if that may be better and never ran.
@@ -689,14 +688,17 @@ class GoodputPolicy:
         Probes go deeper on a few rows. What fewer drafts of all rows cost is the table's word until
         they run, and where it is wrong nothing else would ever tell.
         """
-        tier = self._tier - 1
-        is_open = self._tree is None and tier > 0 and here.rounds_of[tier] < PLAN_ROUNDS
+        depth = self._shape.depth - 1
+        if not self._shape.is_chain or depth <= 0:
+            return
+        shallower = DraftShape.chain(depth)
+        is_open = here.rounds_of[shallower] < PLAN_ROUNDS
         if not is_open or here.guard.is_in_doubt or self._rounds_at_tier < TRY_AFTER_ROUNDS:
             return
-        share = options.chains.goodput[tier] / options.chains.goodput[self._tier]
-        ms = PLAN_ROUNDS * float(options.chains.ms[tier])
+        share = options.chains.goodput[depth] / options.chains.goodput[self._shape.depth]
+        ms = PLAN_ROUNDS * float(options.chains.ms[depth])
         if share >= WORTH_TRYING and self.budget.spend(ms * max(0.0, 1.0 - share)):
-            self._tier, self._tier_reason, self._rounds_at_tier = tier, Reason.PROBE, 0
+            self._shape, self._tier_reason, self._rounds_at_tier = shallower, Reason.PROBE, 0
 
 
 def _waits(times: RoundTimes) -> bool:
@@ -729,11 +731,6 @@ def _fewest_rounds(off_ms: float) -> int:
     """Of a plan, where a plain round takes so long."""
     fitting = PLAN_MS / off_ms if off_ms > 0.0 else MOST_PLAN_ROUNDS
     return min(max(PLAN_ROUNDS, round(fitting)), MOST_PLAN_ROUNDS)
-
-
-def _num_drafts(arm: Tier) -> int:
-    """Of one row."""
-    return arm.num_draft_tokens if isinstance(arm, TreeShape) else arm
 
 
 def _by_tier(values: Floats) -> dict[str, float]:

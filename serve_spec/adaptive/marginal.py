@@ -2,7 +2,7 @@
 
     θ(b) = max over k of  b · tokens per row (k) / round ms (b, k)        tokens per ms of b rows
 
-k runs over the tiers: numbers of steps of chains, and shapes of trees where there are any.
+k runs over the shapes: chains, and trees where there are any.
 A batch that grows from b to 2b rows emits θ(2b) - θ(b) tokens per ms more, shared by b newcomers.
 The inverse of one newcomer's share is its marginal cost in ms per token: at an idle engine the time
 per token of a request alone, near a full one many times that. Doublings, not single rows, because
@@ -21,7 +21,7 @@ import numpy as np
 
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.objective import STAIRS_PER_DRAFT, Floats
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 
 # A batch that gains nothing from more rows is as dear as a number that JSON can spell.
 _LEAST_GAIN = 1e-6
@@ -33,7 +33,7 @@ def marginal_ms_by_rows(
     *,
     context: float,
     bound: Callable[[int], int],
-    trees: Callable[[int], Mapping[TreeShape, Floats]] = lambda size: {},
+    trees: Callable[[int], Mapping[DraftShape, Floats]] = lambda size: {},
 ) -> dict[int, float]:
     """ms per token of one more request, by rows there are already: 0, 1, 2, 4, ..
 
@@ -100,20 +100,20 @@ def tier_speeds(
 
 
 def tree_speed(
-    costs: CostModel, tree: TreeShape, accept_rates: Floats, *, batch_size: int, context: float
+    costs: CostModel, tree: DraftShape, accept_rates: Floats, *, batch_size: int, context: float
 ) -> float:
     """Tokens per ms of a batch whose rows all draft the tree and are like the traffic.
 
     Args:
         costs: what rounds take.
-        accept_rates: chance that a draft of a level is kept once reached, [tree.num_steps].
+        accept_rates: chance that a draft of a level is kept once reached, [tree.depth].
         batch_size: rows, at least 1.
         context: tokens per sequence.
 
     Raises:
         KeyError: the costs do not know the tree.
     """
-    num_drafts = batch_size * tree.num_draft_tokens
-    stages_ms = costs.tree_ms(tree, batch_size, batch_size, num_drafts, context, 0)
+    num_drafts = batch_size * tree.size
+    stages_ms = costs.stages_ms(tree, batch_size, batch_size, num_drafts, context, 0)
     tokens = batch_size * (1.0 + float(np.cumprod(accept_rates).sum()))
     return tokens / (sum(stages_ms) + costs.host_ms(batch_size))

@@ -27,7 +27,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 
 Floats: TypeAlias = NDArray[np.float64]
 Counts: TypeAlias = NDArray[np.int64]
@@ -91,17 +91,16 @@ class RoundCosts:
 
 @dataclass(frozen=True)
 class Choice:
-    """A round: its tier, its drafts per row, what they are expected to bring, what they cost.
+    """A round: its shape, its drafts per row, what they are expected to bring, what they cost.
 
     Of trees, `row_steps` are levels.
     """
 
-    num_steps: int
+    shape: DraftShape
     row_steps: Counts
     tokens: float
     """Expected of the round at hand, all rows."""
     ms: float
-    tree: TreeShape | None = None
 
     @property
     def most_tokens(self) -> int:
@@ -144,7 +143,7 @@ class Menu:
         while not np.isfinite(self.ms[num_steps]):
             num_steps -= 1
         return Choice(
-            num_steps,
+            DraftShape.chain(num_steps),
             self.row_steps(num_steps),
             float(self.tokens[num_steps]),
             float(self.ms[num_steps]),
@@ -221,7 +220,7 @@ def per_sequence(survival: Floats, weights: Floats, costs: RoundCosts, max_draft
 
 
 def branched(
-    tree: TreeShape, survival: Floats, weights: Floats, costs: RoundCosts, ms: float
+    tree: DraftShape, survival: Floats, weights: Floats, costs: RoundCosts, ms: float
 ) -> tuple[Choice, float]:
     """Every row that can (entries > 0 of `survival`, by level) drafts a tree, and the goodput.
 
@@ -230,7 +229,7 @@ def branched(
     tokens = 1.0 + survival.sum(axis=1)
     row_steps = np.count_nonzero(survival, axis=1)
     harmonic_mean = weights.sum() / (weights @ (1.0 / tokens))
-    choice = Choice(tree.num_steps, row_steps, float(tokens.sum()), ms, tree)
+    choice = Choice(tree, row_steps, float(tokens.sum()), ms)
     return choice, float(costs.batch_size * harmonic_mean / (ms + costs.entry))
 
 
@@ -253,7 +252,7 @@ def depth_beside_prompts(
     worth: of a token, over what it is worth to the batch as it is. In a batch that fills up a token
         that is not emitted now will take less time later.
     """
-    depths, steps = choice.num_steps + 1, np.arange(survival.shape[1])
+    depths, steps = choice.shape.depth + 1, np.arange(survival.shape[1])
     is_drafted = choice.row_steps[:, None] > steps
     rows = is_drafted.sum(axis=0)
     drafts = from_zero(rows)[:depths]
@@ -263,7 +262,7 @@ def depth_beside_prompts(
     token_ms = worth * (choice.ms + costs.entry) / choice.tokens
     saved_ms = tokens * token_ms - added_ms
     best = int(np.argmax(saved_ms))
-    return best if saved_ms[best] - saved_ms[-1] >= least_ms else choice.num_steps
+    return best if saved_ms[best] - saved_ms[-1] >= least_ms else choice.shape.depth
 
 
 @lru_cache(maxsize=64)

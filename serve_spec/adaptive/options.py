@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 import numpy as np
 
@@ -23,14 +22,12 @@ from serve_spec.adaptive.objective import (
     uniform,
 )
 from serve_spec.adaptive.prompt_load import PromptLoad, lost_at_an_end
-from serve_spec.core.round import DecodeBatch, TreeShape
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch
 
 APART_GAIN = 1.02
 """Predicted gain over the same steps for all that makes it plan for every sequence. Picking the
 best rows by estimates promises more than it keeps, for it also picks the luckiest estimates."""
-
-Tier: TypeAlias = int | TreeShape
-"""Drafts of a chain, or the shape of a tree."""
 
 
 @dataclass(frozen=True)
@@ -38,18 +35,16 @@ class Worths:
     """Survival of chains [B, K], and of every shape of trees by level; 0 where a row has none."""
 
     chains: Floats
-    trees: Mapping[TreeShape, Floats]
+    trees: Mapping[DraftShape, Floats]
 
     def each(self, applied: Callable[[Floats], Floats]) -> Worths:
         """The same of what `applied` makes of each."""
         trees = {tree: applied(levels) for tree, levels in self.trees.items()}
         return Worths(applied(self.chains), trees)
 
-    def speeds(self, tier: Tier) -> Floats:
-        """Expected tokens per round of each row at a tier, [B]."""
-        if isinstance(tier, TreeShape):
-            return speeds(self.trees[tier], tier.num_steps)
-        return speeds(self.chains, tier)
+    def speeds(self, shape: DraftShape) -> Floats:
+        """Return the expected tokens per round of each row that drafts a shape, [B]."""
+        return speeds(self.chains if shape.is_chain else self.trees[shape], shape.depth)
 
 
 @dataclass(frozen=True)
@@ -59,7 +54,7 @@ class Options:
 
     worths: Worths
     chains: Menu
-    trees: Mapping[TreeShape, tuple[Choice, float]]
+    trees: Mapping[DraftShape, tuple[Choice, float]]
     are_apart: bool
 
     @classmethod
@@ -122,33 +117,32 @@ class Options:
         return replace(self, chains=self.chains.slowed(shares[:num_tiers]), trees=trees)
 
     @property
-    def goodput(self) -> dict[Tier, float]:
-        """Tokens per ms in the long run, by tier."""
-        by_tier: dict[Tier, float] = dict(enumerate(self.chains.goodput.tolist()))
-        return by_tier | {tree: goodput for tree, (_, goodput) in self.trees.items()}
+    def goodput(self) -> dict[DraftShape, float]:
+        """Tokens per ms in the long run, by shape."""
+        chains = enumerate(self.chains.goodput.tolist())
+        of_chains: dict[DraftShape, float] = {DraftShape.chain(k): goodput for k, goodput in chains}
+        return of_chains | {tree: goodput for tree, (_, goodput) in self.trees.items()}
 
-    def chain(self, tier: Tier) -> Choice:
-        """The round of a tier of chains; of trees, the best there is beside them."""
-        if isinstance(tier, TreeShape):
-            tier = int(self.chains.goodput.argmax())
-        return self.chains.choice(tier)
+    def chain(self, shape: DraftShape) -> Choice:
+        """Return the round of a chain; instead of a tree, the best one of chains."""
+        best = shape.depth if shape.is_chain else int(self.chains.goodput.argmax())
+        return self.chains.choice(best)
 
 
 def _rows_of_trees(choice: Choice) -> int:
     """Rows that a round of full trees verifies: of each request one, and its drafts."""
-    assert choice.tree is not None
     drafting = int(np.count_nonzero(choice.row_steps))
-    return len(choice.row_steps) + drafting * choice.tree.num_draft_tokens
+    return len(choice.row_steps) + drafting * choice.shape.size
 
 
-def _tree_ms(tree: TreeShape, levels: Floats, batch: DecodeBatch, model: CostModel) -> float:
+def _tree_ms(tree: DraftShape, levels: Floats, batch: DecodeBatch, model: CostModel) -> float:
     """A round in which all rows with `levels` draft it; infinite if there is no room."""
     num_drafting = int(np.count_nonzero(levels[:, 0]))
-    if num_drafting * tree.num_draft_tokens > batch.max_draft_tokens:
+    if num_drafting * tree.size > batch.max_draft_tokens:
         return math.inf
     size = batch.size
     num_drafts = model.drafts_of_trees(tree, num_drafting)
-    stages_ms = model.tree_ms(
+    stages_ms = model.stages_ms(
         tree, size, num_drafting, num_drafts, batch.context, batch.num_sampled
     )
     return sum(stages_ms) + model.host_ms(size)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.speculator import INITIAL_STEPS, AdaptiveSpeculator
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 
 DEFAULT_MAX_STEPS = 8
 
@@ -14,21 +15,21 @@ class PerRequestPolicy:
 
     last_reason = Reason.STEADY
 
-    def __init__(self, max_steps: int = DEFAULT_MAX_STEPS, tree: TreeShape | None = None) -> None:
+    def __init__(self, max_steps: int = DEFAULT_MAX_STEPS, tree: DraftShape | None = None) -> None:
         """With a `tree`, of at most `max_steps` levels, each row drafts its own levels of it."""
-        self.max_steps = max_steps if tree is None else tree.num_steps
+        self.max_steps = max_steps if tree is None else tree.depth
         self._tree = tree
-        self.candidate_steps = tuple(range(1, self.max_steps + 1))
+        chains = tuple(map(DraftShape.chain, range(1, self.max_steps + 1)))
+        self.shapes = chains if tree is None else (*chains, tree)
         self._speculators: dict[str, AdaptiveSpeculator] = {}
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """Each row's own number of steps; the tier is the largest of them."""
+        """Return each row's own number of steps; the chain is as deep as the largest of them."""
         row_steps = [
             (self._speculators.get(request_id) or self._new(request_id)).num_steps
             for request_id in batch.request_ids
         ]
-        deepest = max(row_steps) if self._tree is None else self._tree.num_steps
-        return RoundSteps(deepest, row_steps, tree=self._tree)
+        return RoundSteps(self._tree or DraftShape.chain(max(row_steps)), row_steps)
 
     def observe(self, verified: VerifiedRound) -> None:
         """Tells each sequence what became of the model's drafts; without them it learns nothing."""
@@ -49,7 +50,7 @@ class PerRequestPolicy:
         """How many requests sit at which number of steps."""
         # A copy first: the engine's thread may add a request meanwhile.
         steps = [speculator.num_steps for speculator in list(self._speculators.values())]
-        requests = {str(k): steps.count(k) for k in self.candidate_steps if k in steps}
+        requests = {str(k): steps.count(k) for k in sorted(set(steps))}
         return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": requests}
 
     def _new(self, request_id: str) -> AdaptiveSpeculator:

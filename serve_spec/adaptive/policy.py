@@ -5,7 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Protocol
 
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 
 
 class Reason(StrEnum):
@@ -36,8 +37,8 @@ class StepPolicy(Protocol):
     """Picks how many drafts the next round verifies. Holds numbers only; asks no clock."""
 
     @property
-    def candidate_steps(self) -> tuple[int, ...]:
-        """Every tier it may choose, ascending."""
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Every shape it may choose."""
         ...
 
     @property
@@ -46,7 +47,7 @@ class StepPolicy(Protocol):
         ...
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """The next round's tier and, where rows differ, each row's share; batch.size ≥ 1."""
+        """The next round's shape and, where rows differ, each row's levels; batch.size ≥ 1."""
         ...
 
     def observe(self, verified: VerifiedRound) -> None:
@@ -67,18 +68,15 @@ class StepPolicy(Protocol):
 
 
 class StaticPolicy:
-    """Always the same tier, or tree; 0 is plain decoding."""
+    """Always the same shape; `PLAIN` is plain decoding."""
 
-    def __init__(
-        self, num_steps: int, reason: Reason = Reason.STATIC, tree: TreeShape | None = None
-    ) -> None:
-        self.candidate_steps = (num_steps,)
+    def __init__(self, shape: DraftShape, reason: Reason = Reason.STATIC) -> None:
+        self.shapes = (shape,)
         self.last_reason = reason
-        self._tree = tree
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """The one tier."""
-        return RoundSteps(self.candidate_steps[0], tree=self._tree)
+        """Return the one shape."""
+        return RoundSteps(self.shapes[0])
 
     def observe(self, verified: VerifiedRound) -> None:
         """Learns nothing."""

@@ -32,6 +32,7 @@ from serve_spec.adaptive.exploration import (
 from serve_spec.adaptive.objective import RoundCosts
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.round_plan import RoundPlan
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
 
 Probe: TypeAlias = tuple[Reason, RoundSteps]
@@ -144,7 +145,7 @@ class Probes:
         answer = self._comparison(clock, batch, plan, in_doubt=in_doubt)
         if answer is not None:
             return answer
-        if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.tree is None:
+        if clock.since_deeper >= DEEPER_EVERY_ROUNDS and wanted.shape.is_chain:
             clock.since_deeper = DEEPER_EVERY_ROUNDS - RETRY_ROUNDS
             answer = self._deeper(batch, wanted, bound, round_costs)
             if answer is not None:
@@ -164,7 +165,7 @@ class Probes:
             return 0
         if not any(wanted.row_steps or ()):
             return clock.wait.rounds - clock.off - 1
-        return clock.quiet_rounds(drafts_chains=wanted.tree is None, in_doubt=in_doubt)
+        return clock.quiet_rounds(drafts_chains=wanted.shape.is_chain, in_doubt=in_doubt)
 
     def _comparison(
         self, clock: ProbeClock, batch: DecodeBatch, plan: RoundPlan, *, in_doubt: bool
@@ -196,7 +197,7 @@ class Probes:
 
     def _baseline(self, batch: DecodeBatch) -> Probe:
         notes = RoundNotes(is_probe=True, predicted_ms=self._off_ms(batch))
-        return Reason.BASELINE, RoundSteps(0, notes=notes)
+        return Reason.BASELINE, RoundSteps(PLAIN, notes=notes)
 
     def _off_ms(self, batch: DecodeBatch) -> float:
         """A plain round."""
@@ -251,7 +252,8 @@ class Probes:
         row_steps = [min(each, most) if name in trial.request_ids else 0 for name, most in rows]
         if not 0 < sum(row_steps) <= batch.max_draft_tokens:
             return None
-        return Reason.PROBE, RoundSteps(max(row_steps), row_steps, RoundNotes(is_probe=True))
+        shape = DraftShape.chain(max(row_steps))
+        return Reason.PROBE, RoundSteps(shape, row_steps, RoundNotes(is_probe=True))
 
     def _deeper(
         self,
@@ -277,14 +279,14 @@ class Probes:
         if not affordable or not self._budget.spend(ms + begin_ms - costs.round_ms(present)):
             return None
         self._rotation += num_rows
-        tier = max(wanted.num_steps, int(deeper.max()))
+        shape = DraftShape.chain(max(wanted.shape.depth, int(deeper.max())))
         notes = RoundNotes(is_probe=True, predicted_ms=ms)
-        return Reason.PROBE, RoundSteps(tier, deeper.tolist(), notes)
+        return Reason.PROBE, RoundSteps(shape, deeper.tolist(), notes)
 
     def _other(self, wanted: RoundSteps, plan: RoundPlan) -> Probe | None:
         """A round of a shape that was not chosen, in rotation among those that could be better."""
         present = plan.choice
-        if wanted.tree != present.tree:
+        if wanted.shape.is_chain != present.shape.is_chain:
             return None  # chains stand in for trees: there is no room for any
         speed = present.tokens / present.ms
         able = [other for other in plan.others if other.most_tokens > speed * other.ms]
@@ -295,6 +297,6 @@ class Probes:
             return None
         self._other_rotation += 1
         assert wanted.row_steps is not None, "a plan names every row's drafts"
-        row_steps = [other.num_steps if steps else 0 for steps in wanted.row_steps]
+        row_steps = [other.shape.depth if steps else 0 for steps in wanted.row_steps]
         notes = RoundNotes(is_probe=True, predicted_ms=other.ms)
-        return Reason.PROBE, RoundSteps(other.num_steps, row_steps, notes, other.tree)
+        return Reason.PROBE, RoundSteps(other.shape, row_steps, notes)

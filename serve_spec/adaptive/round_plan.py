@@ -46,9 +46,9 @@ class RoundPlan:
         self.batch, self._to_come = batch, to_come
         self._entries = entries
         self._num_tree_drafts = 0
-        if choice.tree is not None:
+        if not choice.shape.is_chain:
             num_drafting = int(np.count_nonzero(choice.row_steps))
-            self._num_tree_drafts = num_drafting * choice.tree.num_draft_tokens
+            self._num_tree_drafts = num_drafting * choice.shape.size
 
     @cached_property
     def _steps_of_others(self) -> int:
@@ -80,8 +80,8 @@ class RoundPlan:
         taken for what it will be: a row that begins to draft makes up its whole prompt, for nothing
         if it soon stops.
         """
-        depth, size_to_come = self.choice.num_steps, batch.size + batch.num_prompts
-        if self.choice.tree is not None:
+        depth, size_to_come = self.choice.shape.depth, batch.size + batch.num_prompts
+        if not self.choice.shape.is_chain:
             return depth
         if depth and batch.num_prompt_rows:
             depth = min(depth, self._depth_beside(batch.num_prompt_rows, size_to_come))
@@ -107,7 +107,7 @@ def fills_up(batch: DecodeBatch) -> bool:
 def _as_deep_as_the_tier(choice: Choice, batch: DecodeBatch) -> list[int]:
     """Its drafts per row; the tier's, where a row has no use for any at present."""
     planned = zip(choice.row_steps.tolist(), batch.max_steps, strict=True)
-    return [steps if most else choice.num_steps for steps, most in planned]
+    return [steps if most else choice.shape.depth for steps, most in planned]
 
 
 def by_size(depth: Callable[..., int], found: dict[tuple[int, ...], int]) -> Callable[..., int]:

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.adaptive.observations import Indices, Observations
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 Floats: TypeAlias = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Floats)
@@ -96,7 +96,7 @@ _UNKNOWN = 0
 class DraftedRound(Protocol):
     """What became of a round's drafts, an entry per row in every column.
 
-    With a `tree`, `row_steps` are levels.
+    Of trees, `row_steps` are levels. Chains are alike, whatever their depth.
     """
 
     @property
@@ -106,7 +106,7 @@ class DraftedRound(Protocol):
     @property
     def num_correct_drafts(self) -> Sequence[int]: ...
     @property
-    def tree(self) -> TreeShape | None: ...
+    def shape(self) -> DraftShape: ...
 
 
 class DraftColumns(NamedTuple):
@@ -115,7 +115,7 @@ class DraftColumns(NamedTuple):
     request_ids: Sequence[str]
     row_steps: Sequence[int]
     num_correct_drafts: Sequence[int]
-    tree: TreeShape | None = None
+    shape: DraftShape = PLAIN
 
 
 class SurvivalEstimator:
@@ -130,7 +130,7 @@ class SurvivalEstimator:
         self,
         max_steps: int,
         prior_rates: Sequence[float] | None = None,
-        trees: Sequence[TreeShape] = (),
+        trees: Sequence[DraftShape] = (),
     ) -> None:
         """Starts from `prior_rates`, one per position: what another estimator's `prior` gave.
 
@@ -142,7 +142,7 @@ class SurvivalEstimator:
         """
         if max_steps < 1:
             raise ValueError(f"max_steps={max_steps}: use an integer ≥ 1")
-        if any(tree.num_steps > max_steps for tree in trees):
+        if any(tree.depth > max_steps for tree in trees):
             raise ValueError(f"trees={trees}: use at most max_steps={max_steps} levels")
         self.max_steps = max_steps
         self.trees = tuple(trees)
@@ -187,9 +187,9 @@ class SurvivalEstimator:
         """The chance over all traffic that a draft is kept once reached, [max_steps]."""
         return self._rates.copy()
 
-    def tree_rates(self, tree: TreeShape) -> Floats:
-        """The same of a tree's levels, [tree.num_steps]."""
-        rates: Floats = self._every_rate[self._arm(tree), : tree.num_steps].copy()
+    def rates(self, shape: DraftShape) -> Floats:
+        """The same of a chain's positions, or of a tree's levels, [shape.depth]."""
+        rates: Floats = self._every_rate[self._arm(shape), : shape.depth].copy()
         return rates
 
     @property
@@ -208,10 +208,10 @@ class SurvivalEstimator:
         request_ids: Sequence[str],
         row_steps: Sequence[int],
         num_correct_drafts: Sequence[int],
-        tree: TreeShape | None = None,
+        shape: DraftShape = PLAIN,
     ) -> None:
         """`observe_rounds` of one round, column by column."""
-        self.observe_rounds([DraftColumns(request_ids, row_steps, num_correct_drafts, tree)])
+        self.observe_rounds([DraftColumns(request_ids, row_steps, num_correct_drafts, shape)])
 
     def observe_rounds(self, rounds: Sequence[DraftedRound]) -> None:
         """Learns verified rounds, the oldest first.
@@ -227,32 +227,34 @@ class SurvivalEstimator:
         """
         for each in rounds:
             _refuse_uneven(each)
-            if each.tree is not None and each.tree not in self.trees:
-                raise ValueError(f"tree={each.tree}: use one of {list(map(str, self.trees))}")
+            self._arm(each.shape)
         steps = list(chain.from_iterable(each.row_steps for each in rounds))
         correct = list(chain.from_iterable(each.num_correct_drafts for each in rounds))
         codes = self._observations.codes(steps, correct)
-        for (tree, has_drafts), run in groupby(rounds, _shape):
+        for (arm, has_drafts), run in groupby(rounds, self._kind):
             alike = list(run)
             num_rows = sum(len(each.request_ids) for each in alike)
             if has_drafts:
-                self._learn_drafts(alike, codes[:num_rows], tree)
+                self._learn_drafts(alike, codes[:num_rows], arm)
             else:  # of which there are many where nothing is drafted
                 self._learn_plain(alike, codes[:num_rows])
             codes = codes[num_rows:]
 
-    def _learn_drafts(
-        self, rounds: Sequence[DraftedRound], codes: Indices, tree: TreeShape | None
-    ) -> None:
+    def _kind(self, shown: DraftedRound) -> tuple[int, bool]:
+        """What a round drafted, if anything."""
+        has_drafts = any(shown.row_steps)
+        return self._arm(shown.shape) if has_drafts else 0, has_drafts
+
+    def _learn_drafts(self, rounds: Sequence[DraftedRound], codes: Indices, arm: int) -> None:
         request_ids, shown = self._by_request(rounds, codes)
         slots = self._slots(request_ids)
         self._admit(request_ids, slots, shown)
-        arm, steps = self._arm(tree), self.max_steps
+        steps = self.max_steps
         lessons = self._lessons.take(shown, axis=0)
         by_position = self._counted(shown) @ self._lessons[:, : 2 * steps]
         evidence = self._requests.take(slots, axis=0)
         expected = None
-        if tree is not None:
+        if arm:
             expected = self._expected_hits(evidence, lessons[:, :, steps : 2 * steps], arm)
         kept, weights = _fading(self._request_age.take(shown))
         evidence *= kept[:, None]
@@ -299,29 +301,26 @@ class SurvivalEstimator:
             if any(code % self._absent for code in shown[:, row].tolist()):
                 slots[row] = self._slot_of[request_ids[row]] = self._new_slot()
 
-    def survival(self, request_ids: Sequence[str], tree: TreeShape | None = None) -> Floats:
-        """The chance that each draft of each request is kept, [len(request_ids), max_steps].
+    def survival(self, request_ids: Sequence[str], shape: DraftShape | None = None) -> Floats:
+        """The chance that a draft of each level is kept, by request, [len(request_ids), depth].
 
-        Requests that never drafted get the pooled rates. With a `tree`, one of `trees`: the chance
-        that a draft of each level is kept, [len(request_ids), tree.num_steps].
+        Requests that never drafted get the pooled rates. shape: a chain, or one of `trees`; None:
+        the chain of `max_steps`.
 
         Raises:
             ValueError: a request is named twice.
         """
-        return self.survivals(request_ids, [tree])[0]
+        return self.survivals(request_ids, [shape or DraftShape.chain(self.max_steps)])[0]
 
-    def survivals(
-        self, request_ids: Sequence[str], shapes: Sequence[TreeShape | None]
-    ) -> list[Floats]:
-        """`survival` of several shapes at once; None: of chains."""
+    def survivals(self, request_ids: Sequence[str], shapes: Sequence[DraftShape]) -> list[Floats]:
+        """`survival` of several shapes at once."""
         ease = self._ease(self._requests.take(self._slots(request_ids), axis=0))
         return [self._survival(ease, shape) for shape in shapes]
 
-    def _survival(self, ease: Floats, tree: TreeShape | None) -> Floats:
-        pooled_odds = self._odds
-        if tree is not None:
-            pooled_odds = self._branched_odds[self.trees.index(tree), : tree.num_steps]
-        odds = np.multiply.outer(pooled_odds, ease)
+    def _survival(self, ease: Floats, shape: DraftShape) -> Floats:
+        arm = self._arm(shape)
+        pooled_odds = self._branched_odds[arm - 1] if arm else self._odds
+        odds = np.multiply.outer(pooled_odds[: shape.depth], ease)
         rates = odds / (1.0 + odds)
         survival: Floats = np.multiply.accumulate(rates, axis=0).T
         return np.ascontiguousarray(survival)
@@ -347,7 +346,7 @@ class SurvivalEstimator:
         }
         if self.trees:
             shown["trees"] = {
-                str(tree): _positions(self.tree_rates(tree), trials[: tree.num_steps])
+                str(tree): _positions(self.rates(tree), trials[: tree.depth])
                 for tree, trials in zip(self.trees, self._branched[:, 1], strict=True)
             }
         return shown
@@ -358,8 +357,13 @@ class SurvivalEstimator:
         expected_hits = evidence[:, :-2] @ self._every_rate.ravel()
         return _odds_ratio(evidence[:, -1], evidence[:, -2], expected_hits)
 
-    def _arm(self, tree: TreeShape | None) -> int:
-        return 0 if tree is None else 1 + self.trees.index(tree)
+    def _arm(self, shape: DraftShape) -> int:
+        """0: chains; else a tree's number, from 1 on."""
+        if shape.is_chain:
+            return 0
+        if shape not in self.trees:
+            raise ValueError(f"shape={shape}: use a chain or one of {list(map(str, self.trees))}")
+        return 1 + self.trees.index(shape)
 
     def _slots(self, request_ids: Sequence[str]) -> Indices:
         """Which row of `_requests` holds each request."""
@@ -467,12 +471,6 @@ def _refuse_uneven(shown: DraftedRound) -> None:
         raise ValueError(f"lengths={lengths}: give every column one entry per row")
     if len(set(shown.request_ids)) < lengths[0]:
         raise ValueError(f"request_ids={list(shown.request_ids)}: name each request once")
-
-
-def _shape(shown: DraftedRound) -> tuple[TreeShape | None, bool]:
-    """What a round drafted, if anything."""
-    has_drafts = any(shown.row_steps)
-    return shown.tree if has_drafts else None, has_drafts
 
 
 def _fading(age: Floats) -> tuple[Floats, Floats]:

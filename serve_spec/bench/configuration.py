@@ -8,7 +8,6 @@ from typing import Any
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.config.root import parse_override
-from serve_spec.core.round import TreeShape
 
 
 def add_configuration(parser: argparse.ArgumentParser, other_keys: str = "other keys") -> None:
@@ -50,9 +49,9 @@ def configured(args: argparse.Namespace) -> ServeSpecConfig:
     return ServeSpecConfig.load(args.config, **overrides(args))
 
 
-def tree_shape(text: str) -> TreeShape:
-    """An argument like 4x15: levels and drafts, the root not counted."""
+def tree_size(text: str) -> tuple[int, int]:
+    """An argument like 4x15: depth and size of a tree, the root not counted."""
     found = re.fullmatch(r"(\d+)x(\d+)", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: give LEVELSxDRAFTS, such as 4x15")
-    return TreeShape(int(found[1]), int(found[2]))
+    return int(found[1]), int(found[2])

@@ -11,7 +11,8 @@ from functools import cache
 from typing import NamedTuple
 
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, TreeCosts
-from serve_spec.core.round import RoundTimes, TreeShape, most_tree_drafts
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.round import RoundTimes
 
 
 class RoundShape(NamedTuple):
@@ -27,10 +28,8 @@ class RoundShape(NamedTuple):
     num_catch_up: int
     """Draft entries made up before drafting."""
     num_prefill_tokens: int
-    tree: TreeShape | None = None
-    """What rows draft, if not chains; `drafting` then counts their levels."""
-    topk: int = 1
-    """Rows of a draft step for each sequence that takes it."""
+    draft: DraftShape = PLAIN
+    """What rows draft; `drafting` counts the levels, of chains and of trees."""
 
     @property
     def num_steps(self) -> int:
@@ -40,15 +39,13 @@ class RoundShape(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows of decoding sequences in the target's forward, roots included."""
-        if self.tree is None or not self.drafting:
+        if self.draft.is_chain or not self.drafting:
             return self.batch_size + sum(self.drafting)
         # A row of fewer levels has the drafts its beams make.
         deeper = (*self.drafting[1:], 0)
         by_levels = enumerate(zip(self.drafting, deeper, strict=True), start=1)
-        most = self.tree.num_draft_tokens
         return self.batch_size + sum(
-            (rows - beyond) * min(most, most_tree_drafts(self.topk, levels))
-            for levels, (rows, beyond) in by_levels
+            (rows - beyond) * self.draft.size_at(levels) for levels, (rows, beyond) in by_levels
         )
 
 
@@ -93,7 +90,7 @@ class GridCosts:
             verify_ms += self.noise_ms_per_row * sampled_rows
         verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
         for step, rows in enumerate(shape.drafting, start=1):
-            draft_ms += self._step(rows * shape.topk, step)
+            draft_ms += self._step(rows * shape.draft.topk, step)
         return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
     @cache  # noqa: B019 - lives as long as the table, which is a constant
@@ -125,7 +122,7 @@ class RowCosts:
         verify_ms = self._verify(shape.num_rows) if shape.batch_size else 0.0
         verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
         draft_ms = sum(
-            self.draft_step_ms + self.draft_row_ms * n * shape.topk for n in shape.drafting
+            self.draft_step_ms + self.draft_row_ms * n * shape.draft.topk for n in shape.drafting
         )
         return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
@@ -154,14 +151,12 @@ def recorded_table(
     costs: RoundCosts,
     batch_sizes: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
     num_steps: Sequence[int] = (0, 1, 2, 3, 5, 7),
-    trees: Sequence[TreeShape] = (),
-    topk: int = 1,
+    trees: Sequence[DraftShape] = (),
 ) -> CostTable:
     """The table that a profile would write on a machine where rounds cost `costs`."""
 
-    def branched(tree: TreeShape, size: int) -> RoundTimes:
-        drafting = (size,) * tree.num_steps
-        return costs(RoundShape(size, drafting, size * 128, 0, 0, 0, tree, topk))
+    def branched(tree: DraftShape, size: int) -> RoundTimes:
+        return costs(RoundShape(size, (size,) * tree.depth, size * 128, 0, 0, 0, tree))
 
     times = [
         [costs(RoundShape(size, (size,) * steps, size * 128, 0, 0, 0)) for steps in num_steps]
@@ -171,7 +166,7 @@ def recorded_table(
     verify = tuple(tuple(cell.verify_ms for cell in row) for row in times)
     return CostTable(
         version=FORMAT_VERSION,
-        key=_NO_MACHINE,
+        key=_NO_MACHINE.model_copy(update={"topk": max([1, *(tree.topk for tree in trees)])}),
         batch_sizes=tuple(batch_sizes),
         num_steps=tuple(num_steps),
         contexts=(128, 512),
@@ -183,8 +178,8 @@ def recorded_table(
         measured_s=0.0,
         trees=tuple(
             TreeCosts(
-                num_steps=tree.num_steps,
-                num_draft_tokens=tree.num_draft_tokens,
+                num_steps=tree.depth,
+                num_draft_tokens=tree.size,
                 draft_ms=(tuple(branched(tree, size).draft_ms for size in batch_sizes),) * 2,
                 verify_ms=(tuple(branched(tree, size).verify_ms for size in batch_sizes),) * 2,
             )

@@ -18,7 +18,8 @@ from serve_spec.bench.regret import best_arms, phase_regrets, relative_rates, tr
 from serve_spec.bench.report import table
 from serve_spec.bench.simulated_costs import RoundCosts, RoundShape
 from serve_spec.bench.trace import TraceSet
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 
 OnRound = Callable[[DecodeBatch, RoundSteps, VerifiedRound], None]
 
@@ -40,8 +41,7 @@ class PhaseReport:
     num_probe_rounds: int = 0
     probe_ms: float = 0.0
     """Rounds run to learn, whole."""
-    rounds_by_num_steps: Counter[int | TreeShape] = field(default_factory=Counter)
-    """Trees by their shape."""
+    rounds_by_shape: Counter[DraftShape] = field(default_factory=Counter)
     switches: Counter[Reason] = field(default_factory=Counter)
 
     @property
@@ -68,7 +68,7 @@ class PhaseReport:
         self.decode_ms += decode_ms
         self.num_probe_rounds += probing
         self.probe_ms += decode_ms * probing
-        self.rounds_by_num_steps[verified.tree or verified.num_steps] += 1
+        self.rounds_by_shape[verified.shape] += 1
 
 
 class ControllerPolicy:
@@ -76,7 +76,7 @@ class ControllerPolicy:
 
     def __init__(self, controller: AdaptiveController) -> None:
         self.controller = controller
-        self.candidate_steps = controller.candidate_steps
+        self.shapes = controller.shapes
         self.choose = controller.choose_steps
         self.observe = controller.on_verify_complete
         self.forget = controller.forget
@@ -94,7 +94,7 @@ class _Row:
 
     request_id: str
     num_correct_drafts: Sequence[int]
-    of_trees: Mapping[TreeShape, Sequence[int]]
+    of_trees: Mapping[DraftShape, Sequence[int]]
     sampled: bool
     length: int
     """Tokens so far, the prompt's included."""
@@ -104,9 +104,9 @@ class _Row:
     """Which entry of its trace the next round meets."""
     num_draft_computed: int = 0
 
-    def kept(self, tree: TreeShape | None) -> int:
-        """Drafts that would be kept here, of a chain or of a tree."""
-        counts = self.num_correct_drafts if tree is None else self.of_trees[tree]
+    def kept(self, shape: DraftShape) -> int:
+        """Return the drafts that would be kept here, of a chain or of a tree."""
+        counts = self.num_correct_drafts if shape.is_chain else self.of_trees[shape]
         return counts[self.at]
 
 
@@ -136,17 +136,17 @@ class Simulator:
         max_num_batched_tokens: int = 1 << 30,
         on_round: OnRound | None = None,
     ) -> None:
-        deepest = max(policy.candidate_steps)
+        deepest = max(shape.depth for shape in policy.shapes)
         if deepest > traces.num_steps:
             fix = f"record traces of num_steps={deepest}, or use fewer steps"
-            raise ValueError(f"candidate_steps={policy.candidate_steps}: {fix}")
+            raise ValueError(f"shapes={list(map(str, policy.shapes))}: {fix}")
         self.policy = policy
         self.traces = traces
         self.costs = costs
         self.max_num_batched_tokens = max_num_batched_tokens
         self._on_round = on_round
         self._num_phases = 0
-        self._tier: int | TreeShape | None = None
+        self._shape: DraftShape | None = None
 
     def run(self, phase: Phase) -> PhaseReport:
         """One phase, from its first prompt to its last token.
@@ -198,13 +198,12 @@ class Simulator:
         """One round with decode rows; those that go on."""
         batch = self._batch(rows, entering)
         steps = self.policy.choose(batch)
-        tier = steps.tree or steps.num_steps
-        if self._tier not in (None, tier):
+        if self._shape not in (None, steps.shape):
             report.switches[self.policy.last_reason] += 1
-        self._tier = tier
+        self._shape = steps.shape
         row_steps = _row_steps(steps, batch)
         kept = [
-            min(num_steps, row.kept(steps.tree))
+            min(num_steps, row.kept(steps.shape))
             for num_steps, row in zip(row_steps, rows, strict=True)
         ]
         shape = RoundShape(
@@ -214,13 +213,12 @@ class Simulator:
             num_sampled=batch.num_sampled,
             num_catch_up=_catch_up(rows, row_steps),
             num_prefill_tokens=0,
-            tree=steps.tree,
-            topk=1 if steps.tree is None else self.traces.topk,
+            draft=steps.shape,
         )
         times = self.costs(shape)
         live = self._commit(rows, kept)
         verified = VerifiedRound(
-            num_steps=steps.num_steps,
+            shape=steps.shape,
             batch_size=shape.batch_size,
             num_tokens=shape.num_tokens,
             num_sampled=shape.num_sampled,
@@ -233,7 +231,6 @@ class Simulator:
             num_output_tokens=len(rows) + sum(kept),
             num_catch_up=shape.num_catch_up,
             times=None if entering else times,
-            tree=steps.tree,
         )
         self.policy.observe(verified)
         report.count(verified, times.round_ms, probing=steps.notes.is_probe)
@@ -269,11 +266,11 @@ class Simulator:
 
 def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Drafts per row, as the scheduler grants them: never more than usable; shares when scarce."""
-    wanted = [steps.num_steps] * batch.size if steps.row_steps is None else steps.row_steps
+    wanted = [steps.shape.depth] * batch.size if steps.row_steps is None else steps.row_steps
     usable = [
         want if want < most else most for want, most in zip(wanted, batch.max_steps, strict=True)
     ]
-    if steps.tree is not None or sum(usable) <= batch.max_draft_tokens:
+    if not steps.shape.is_chain or sum(usable) <= batch.max_draft_tokens:
         return usable
     share = batch.max_draft_tokens // batch.size
     return [min(num_steps, share) for num_steps in usable]
@@ -362,8 +359,8 @@ def compare(
 
     static_steps: 0 must be among them.
     """
-    statics = {f"K={steps}": StaticPolicy(steps) for steps in static_steps}
-    statics |= {str(tree): StaticPolicy(tree.num_steps, tree=tree) for tree in traces.trees}
+    statics = {f"K={steps}": StaticPolicy(DraftShape.chain(steps)) for steps in static_steps}
+    statics |= {str(tree): StaticPolicy(tree) for tree in traces.trees}
     reports = {}
     for arm, policy in {**statics, **policies}.items():
         simulator = Simulator(policy, traces, costs)

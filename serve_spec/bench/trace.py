@@ -20,15 +20,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from serve_spec.bench.configuration import tree_shape
+from serve_spec.bench.configuration import tree_size
 from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
 from serve_spec.bench.report import table
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
@@ -68,11 +68,10 @@ class TraceSet:
 
     num_steps: int
     traces: tuple[AcceptanceTrace, ...]
-    trees: tuple[TreeShape, ...] = ()
-    topk: int = 1
-    """Of the beams the trees came from."""
+    trees: tuple[DraftShape, ...] = ()
+    """All of one topk."""
 
-    def with_tree(self, tree: TreeShape, recorded: TraceSet) -> TraceSet:
+    def with_tree(self, tree: DraftShape, recorded: TraceSet) -> TraceSet:
         """These and what the same requests keep of trees, recorded alone.
 
         Raises:
@@ -104,8 +103,9 @@ def save_traces(traces: TraceSet, path: Path) -> None:
     """Writes JSON: a header, and one line per trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(trace), separators=(",", ":")) for trace in traces.traces]
-    shapes = [[tree.num_steps, tree.num_draft_tokens] for tree in traces.trees]
-    known = f'"num_steps":{traces.num_steps},"trees":{json.dumps(shapes)},"topk":{traces.topk}'
+    shapes = [[tree.depth, tree.size] for tree in traces.trees]
+    topk = traces.trees[0].topk if traces.trees else 1
+    known = f'"num_steps":{traces.num_steps},"trees":{json.dumps(shapes)},"topk":{topk}'
     head = f'{{"format":{FORMAT},{known},"traces":[\n'
     path.write_text(head + ",\n".join(lines) + "\n]}\n")
 
@@ -130,16 +130,17 @@ def _parsed(data: Mapping[str, Any]) -> TraceSet:
         fix = f"this version reads format {FORMAT}; record it anew"
         raise ValueError(f"format={data['format']!r}: {fix}")
     most = data["num_steps"]
-    trees = tuple(TreeShape(*shape) for shape in data.get("trees", ()))
+    topk = data.get("topk", 1)
+    trees = tuple(DraftShape(depth, size, topk) for depth, size in data.get("trees", ()))
     traces = []
     for entry in data["traces"]:
         counts = _counts("num_correct_drafts", entry["num_correct_drafts"], most)
         pairs = zip(trees, entry.get("of_trees", ()), strict=True)
-        of_trees = tuple(_counts("of_trees", mine, tree.num_steps) for tree, mine in pairs)
+        of_trees = tuple(_counts("of_trees", mine, tree.depth) for tree, mine in pairs)
         traces.append(
             AcceptanceTrace(**{**entry, "num_correct_drafts": counts, "of_trees": of_trees})
         )
-    return TraceSet(most, tuple(traces), trees, data.get("topk", 1))
+    return TraceSet(most, tuple(traces), trees)
 
 
 def _counts(name: str, counts: Sequence[int], most: int) -> tuple[int, ...]:
@@ -158,10 +159,10 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     Raises:
         ValueError: the engine has several tiers, or drafts fell short (pages, token budget).
     """
-    if len(engine.controller.candidate_steps) != 1:
-        tiers = list(engine.controller.candidate_steps)
-        raise ValueError(f"candidate_steps={tiers}: build the engine with strategy static")
-    num_steps = engine.controller.candidate_steps[0]
+    depths = sorted({shape.depth for shape in engine.controller.shapes})
+    if len(depths) != 1:
+        raise ValueError(f"candidate_steps={depths}: build the engine with strategy static")
+    num_steps = depths[0]
     # Rows near their end draft less, so the text runs on for as long as that matters.
     for index, request in enumerate(requests):
         params = SamplingParams(
@@ -240,12 +241,11 @@ def main(argv: list[str]) -> int:
         for seed, prompt in enumerate(prompts[kind.prompts])
     ]
     traces = record(llm.engine, requests, args.num_tokens)
-    if args.trees:
-        traces = replace(traces, topk=args.topk)
-    for tree in sorted(args.trees):
+    for depth, size in sorted(args.trees):
+        tree = DraftShape(depth, size, args.topk)
         shape = {
-            "speculative_num_steps": tree.num_steps,
-            "speculative_num_draft_tokens": tree.num_draft_tokens + 1,
+            "speculative_num_steps": depth,
+            "speculative_num_draft_tokens": size + 1,
             "speculative_eagle_topk": args.topk,
         }
         llm.shutdown()
@@ -270,7 +270,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
     parser.add_argument("--num-steps", type=int, default=7, help="the depth to record")
     parser.add_argument(
-        "--trees", type=tree_shape, nargs="*", default=[], metavar="LEVELSxDRAFTS",
+        "--trees", type=tree_size, nargs="*", default=[], metavar="LEVELSxDRAFTS",
         help="trees to record beside it, the root not counted",
     )  # fmt: skip
     parser.add_argument("--topk", type=int, default=4, help="children of a drafted token in trees")

@@ -33,7 +33,6 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
             of.cache,
             text_drafter=None if of.texts is None else copy.deepcopy(of.texts.drafter),
             first_draft_entry=of.first_draft_entry,
-            topk=of.topk,
             has_draft_model=of.has_draft_model,
             vocab_size=of.vocab_size,
         ),

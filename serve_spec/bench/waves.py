@@ -96,7 +96,12 @@ def run_wave(
         ConfigError: the texts end before every arm has had its turn.
     """
     sequences = _sequences(engine, wave)
-    deepest = max(max(c.candidate_steps) for controllers in arms.values() for c in controllers)
+    deepest = max(
+        shape.depth
+        for controllers in arms.values()
+        for controller in controllers
+        for shape in controller.shapes
+    )
     order = random.Random(wave.seed).sample(list(arms), len(arms))
     rounds: dict[str, list[StepStats]] = {name: [] for name in arms}
     with heard_rounds(engine) as heard:

@@ -7,7 +7,8 @@ num_correct_drafts   drafts the target kept, without root and final token: 0..K
 accept_length        tokens emitted: num_correct_drafts + 1
 final_token          the token drawn after the last kept draft
 accept_rate          chance that one draft is kept, 0..1
-tier                 a `SpecRuntimeState`: everything shaped by one num_steps
+shape                depth, size and topk of what a request drafts: a chain or a tree
+tier                 a `SpecRuntimeState`: everything built for one shape
 draft / target       the two models
 topk                 children of a drafted token; 1 makes a chain of it, more a tree
 beam                 the topk tokens of a tree's level that have children
@@ -21,7 +22,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class TextDrafter(Protocol):
         ...
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
         """A tree of at most this shape; first in it, from the root down, what `propose` says.
 

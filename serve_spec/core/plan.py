@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DRAFT_SHARPNESS, TreeShape
+from serve_spec.core.round import DRAFT_SHARPNESS
 
 
 @dataclass(frozen=True)
@@ -29,8 +30,7 @@ class RowPlan(NamedTuple):
     """One sequence's share of a round. A tuple: hundreds are made in every round.
 
     The target computes `token_ids` (committed tokens, positions `start ..`) and, when the row
-    `samples`, `num_steps` drafts after them; it then draws one token per verified row. Where
-    `tree_drafts` is not 0 they are so many drafts of a tree of `num_steps` levels.
+    `samples`, the drafts of its `shape` after them; it then draws one token per verified row.
     `catch_up_ids` are the tokens of the draft entries still missing, `draft_start ..` (entry j
     carries token j+1); a row that does not draft may leave them out. A row that `catches_up` has
     none missing before the root after the round, whether or not it drafts; `backlog` bounds what it
@@ -54,8 +54,7 @@ class RowPlan(NamedTuple):
     params: SamplingParams
     seed: int
     is_decode: bool = False
-    num_steps: int = 0
-    tree_drafts: int = 0
+    shape: DraftShape = PLAIN
     draft_start: int = 0
     catch_up_ids: tuple[int, ...] = ()
     catches_up: bool = False
@@ -74,9 +73,19 @@ class RowPlan(NamedTuple):
         return self.start + len(self.token_ids)
 
     @property
+    def num_steps(self) -> int:
+        """Levels of its drafts: of a chain, all of them."""
+        return self.shape.depth
+
+    @property
+    def tree_drafts(self) -> int:
+        """Drafts of a tree; 0 for a chain."""
+        return self.shape.tree_size
+
+    @property
     def num_draft_tokens(self) -> int:
         """Drafts that are verified."""
-        return self.tree_drafts or self.num_steps
+        return self.shape.size
 
     @property
     def query_len(self) -> int:
@@ -115,10 +124,9 @@ class AheadLimits:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One round: what every row computes and the tier that shapes it.
+    """One round: what every row computes, and the largest shape that a request drafts.
 
-    Decode rows come first. `batch_size` counts them: the number the policy is asked about. With a
-    `tree`, rows that draft draft trees, of that shape or less.
+    Decode rows come first. `batch_size` counts them: the number the policy is asked about.
 
     A plan that `follows` was made while its predecessor ran, so its decode rows know nothing of the
     tokens that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of
@@ -127,7 +135,7 @@ class StepPlan:
     """
 
     rows: tuple[RowPlan, ...]
-    num_steps: int
+    shape: DraftShape
     batch_size: int
     follows: bool = False
     was_postponed: bool = False
@@ -136,7 +144,6 @@ class StepPlan:
     max_backlog: int = 0
     draft_sharpness: float = DRAFT_SHARPNESS
     """At which temperature sampled rows draft, over their own."""
-    tree: TreeShape | None = None
 
     @cached_property
     def decode_rows(self) -> tuple[RowPlan, ...]:
@@ -169,9 +176,9 @@ class StepPlan:
         return any(row.params.grammar is not None for row in self.sampling_rows)
 
     def cut(self, num_steps: Sequence[int]) -> StepPlan:
-        """The same round with fewer drafts verified: so many of each sampling row."""
-        left = iter(num_steps)
-        rows = (row._replace(num_steps=next(left)) if row.samples else row for row in self.rows)
+        """The same round with shorter chains verified: of so many drafts of each sampling row."""
+        left = map(DraftShape.chain, num_steps)
+        rows = (row._replace(shape=next(left)) if row.samples else row for row in self.rows)
         return replace(self, rows=tuple(rows))
 
     @property

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from serve_spec.core.draft_shape import DraftShape
+
 DRAFT_SHARPNESS = 0.85
 """Temperature of sampled drafts over their request's, where nobody knows better: on trained pairs
 more are kept than at 1."""
@@ -52,35 +54,6 @@ class DecodeBatch:
         return self.num_tokens / len(self.request_ids) if self.request_ids else 0.0
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class TreeShape:
-    """Drafts of a sequence that branch: `num_steps` levels, `num_draft_tokens` drafts in all.
-
-    A chain of K steps would be `TreeShape(K, K)`. (SGLang's `speculative_num_draft_tokens` counts
-    the root, too; this does not.)
-    """
-
-    num_steps: int
-    num_draft_tokens: int
-
-    def __str__(self) -> str:
-        """Its name where a chain is called by its number of steps."""
-        return f"{self.num_steps}x{self.num_draft_tokens}"
-
-
-def most_tree_drafts(topk: int, num_steps: int) -> int:
-    """Drafts that `num_steps` levels of a beam make: topk, then topk² a level."""
-    return topk + (num_steps - 1) * topk * topk if num_steps else 0
-
-
-def tree_slots(topk: int, num_steps: int, num_draft_tokens: int) -> int:
-    """Cache entries past a sequence's length that its tree takes.
-
-    The target's are the tree's drafts, the draft model's the beams of all levels but the last.
-    """
-    return max(num_draft_tokens, topk * (num_steps - 1))
-
-
 @dataclass(frozen=True, slots=True)
 class RoundNotes:
     """What a policy thinks of its answer. For metrics: nothing decides by it."""
@@ -100,20 +73,18 @@ NO_NOTES = RoundNotes()
 
 @dataclass(frozen=True, slots=True)
 class RoundSteps:
-    """A policy's answer: the tier, and how much of it each row uses (None: all of it, every row).
+    """A policy's answer: the shape, and how many levels of it each request drafts (None: all).
 
-    A row never drafts deeper than its `max_steps`, whatever is asked. With a `tree`, rows whose
-    `row_steps` are not 0 draft trees of that shape, `num_steps` levels of it, instead of chains.
+    A request never drafts deeper than its `max_steps`, whatever is asked.
 
-    Rows with drafts from their text (`DecodeBatch.text_steps`) verify those, `text_steps` of them,
-    and are of no tier; with an entry of 0 they draft like all others. None: as many as they would
-    draft otherwise.
+    Requests with drafts from their text (`DecodeBatch.text_steps`) verify those, `text_steps` of
+    them, whatever the shape; with an entry of 0 they draft like all others. None: as many as they
+    would draft otherwise.
     """
 
-    num_steps: int
+    shape: DraftShape
     row_steps: Sequence[int] | None = None
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
-    tree: TreeShape | None = None
     draft_sharpness: float = field(default=DRAFT_SHARPNESS, compare=False)
     """At which temperature sampled rows draft, over their own."""
     text_steps: Sequence[int] | None = None
@@ -136,15 +107,15 @@ class VerifiedRound:
     what is drafted past a stop says nothing about the text. The sums are over all decode rows.
     """
 
-    num_steps: int
-    """The tier that produced it, which need not be the active one any more."""
+    shape: DraftShape
+    """What was drafted, which need not be the active shape any more."""
     batch_size: int
     num_tokens: int
     """Context tokens of all decode rows, as asked."""
     num_sampled: int
     request_ids: Sequence[str]
     row_steps: Sequence[int]
-    """Drafts really verified."""
+    """Drafts really verified; of trees, levels."""
     num_correct_drafts: Sequence[int]
     """As the target judged them, before any stop."""
     num_drafting: int
@@ -158,8 +129,6 @@ class VerifiedRound:
     """Draft entries made up before drafting: a few per row, or all of a prompt."""
     times: RoundTimes | None
     """None where nobody measured."""
-    tree: TreeShape | None = None
-    """What rows drafted, if not chains; `row_steps` are then the levels of each row's tree."""
     draft_sharpness: float = DRAFT_SHARPNESS
     """At which the round drafted."""
     is_sampled: Sequence[bool] = ()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from serve_spec.attention.lane_attention import LaneAttention
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops import draft_tree, draw
@@ -131,7 +131,7 @@ class EagleLaneDrafter:
         round.draft_logits.logits[: len(members), step].copy_(logits)
         return draw.sample_drafts(logits, members, roots + step, roots, params, target_ids)
 
-    def draft_trees(self, round: LaneRound, batch_size: int, shape: TreeShape) -> None:
+    def draft_trees(self, round: LaneRound, batch_size: int, shape: DraftShape) -> None:
         """Drafts a tree of each sequence from `round.hidden`; leaves `round.drafts`, `.parents`.
 
         Sequences of fewer steps or drafts get smaller trees.
@@ -143,7 +143,7 @@ class EagleLaneDrafter:
         hidden = round.hidden[:batch_size].unsqueeze(1)
         beam = root_beam(batch_size, members.device)
         levels = []
-        for step in range(shape.num_steps):
+        for step in range(shape.depth):
             width = hidden.shape[1]
             children, likely = draw.draw_children(
                 self.head.logits(hidden.flatten(0, 1), step),
@@ -159,10 +159,10 @@ class EagleLaneDrafter:
                 beam, children.view(by_place), likely.view(by_place), step
             )
             levels.append(level)
-            if step + 1 < shape.num_steps:
+            if step + 1 < shape.depth:
                 hidden = self._feed(round, beam, hidden, members, lengths, step)
         counts = round.query_lens[:batch_size] - 1
-        most = shape.num_draft_tokens
+        most = shape.size
         token_ids, parents = draft_tree.choose_drafts(levels, num_steps, counts, most)
         round.drafts[:batch_size, :most] = token_ids
         round.parents[:batch_size, :most] = parents

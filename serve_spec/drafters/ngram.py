@@ -12,7 +12,7 @@ from itertools import islice
 
 from serve_spec.config import SpeculativeConfig
 from serve_spec.core.draft import TextDrafts
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.drafters.corpus import Corpus, load_corpus
 from serve_spec.drafters.text_trees import branched
 
@@ -51,12 +51,12 @@ class NgramDrafter:
         return next(self._continuations(request_id, token_ids, most), ())
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
         """The continuations of more places: where longer matches are, the newest first."""
-        most = min(shape.num_steps, self.max_steps)
+        most = min(shape.depth, self.max_steps)
         found = self._continuations(request_id, token_ids, most)
-        return branched(islice(found, BRANCHING_PLACES), self.topk, shape.num_draft_tokens)
+        return branched(islice(found, BRANCHING_PLACES), self.topk, shape.size)
 
     def _continuations(
         self, request_id: str, token_ids: Sequence[int], most: int

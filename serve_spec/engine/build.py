@@ -103,7 +103,7 @@ def _build_engine(
     worker = build_worker(config, loaded)
     if followers is not None:
         worker = TensorParallelWorker(worker, followers)
-    worker.init_states(policy.candidate_steps, policy.tree_shapes)
+    worker.init_states(policy.shapes)
 
     def scheduler_on(cache: KVCacheManager, texts: TextDrafter | None) -> Scheduler:
         return Scheduler(
@@ -111,7 +111,6 @@ def _build_engine(
             cache,
             text_drafter=texts,
             first_draft_entry=0 if loaded.head is None else -loaded.head.shift,
-            topk=config.speculative.speculative_eagle_topk,
             has_draft_model=loaded.head is not None,
             vocab_size=target.shape.vocab_size,
         )
@@ -133,9 +132,7 @@ def _build_engine(
     controller = AdaptiveController(
         policy, table, logger.warning, costs_are_rough=not costs.is_final
     )
-    scheduler = scheduler_on(
-        cache, _text_drafter(config.speculative, tokenizer, max(policy.candidate_steps))
-    )
+    scheduler = scheduler_on(cache, _text_drafter(config.speculative, tokenizer, policy.max_depth))
     if loaded.device.type == "cuda":  # the host has to keep up with it
         calm_collector()
     return SpecEngine(
@@ -216,7 +213,7 @@ def _cost_source(
     max_model_len: int,
 ) -> CostSource:
     """What rounds cost on this machine, from a file or from rounds on free pages."""
-    max_batch_size, max_steps = config.scheduler.max_num_seqs, max(policy.candidate_steps)
+    max_batch_size, max_steps = config.scheduler.max_num_seqs, policy.max_depth
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
         return measure_costs(
@@ -229,8 +226,7 @@ def _cost_source(
             max_model_len=max_model_len,
             budget_s=_PROFILE_BUDGET_S[worker.device.type],
             every_step=worker.device.type == "cuda",
-            trees=policy.tree_shapes,
-            topk=policy.topk,
+            trees=policy.trees,
             clock=clock,
             pages=cache.unheld_pages,
             longest_run_s=longest_run_s,
@@ -241,7 +237,7 @@ def _cost_source(
         path=config.speculative.speculative_cost_table,
         max_batch_size=max_batch_size,
         max_steps=max_steps,
-        trees=policy.tree_shapes,
+        trees=policy.trees,
         measure=measure,
     )
 
@@ -448,11 +444,10 @@ def _most_steps(head: DraftHead | None) -> int | None:
 
 
 def _check_steps(policy: PolicySettings) -> None:
-    depths = (*policy.candidate_steps, *(tree.num_steps for tree in policy.tree_shapes))
-    most, deepest = policy.max_steps, max(depths)
+    most, deepest = policy.max_steps, policy.max_depth
     if most is not None and deepest > most:
         raise ValueError(
-            f"speculative_num_steps={policy.num_steps}, or the adaptive config: {deepest} steps, "
+            f"speculative_num_steps={policy.shape.depth}, or the adaptive config: {deepest} steps, "
             f"but the draft makes {most} at most; lower them"
         )
 

@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.metrics import StepStats, batch_size_bucket
 
 WINDOW_ROUNDS = 1024
@@ -102,21 +103,21 @@ class BucketSpeed:
     """Speeds of one range of batch sizes: by tier, and of all drafting rounds together."""
 
     def __init__(self) -> None:
-        self.by_tier: dict[str, RecentSpeed] = {}
+        self.by_shape: dict[DraftShape, RecentSpeed] = {}
         self.drafting = RecentSpeed()
 
     def add(self, stats: StepStats) -> None:
         """Counts one round without prompts."""
         if stats.num_draft_tokens:
             self.drafting.add(stats)
-        elif stats.num_steps:
+        elif stats.shape.depth:
             return
-        self.by_tier.setdefault(stats.tier, RecentSpeed()).add(stats)
+        self.by_shape.setdefault(stats.shape, RecentSpeed()).add(stats)
 
     @property
     def plain_tokens_per_row_ms(self) -> float | None:
         """Measured speed of one row without drafts; None before the first such round."""
-        plain = self.by_tier.get("0")
+        plain = self.by_shape.get(PLAIN)
         return None if plain is None else plain.tokens_per_row_ms
 
     @property
@@ -127,11 +128,11 @@ class BucketSpeed:
 
     def snapshot(self) -> dict[str, object]:
         """Speedup, and the batch's tokens per ms at every tier it ran at."""
-        speeds = self.by_tier.copy()
+        speeds = self.by_shape.copy()
         return {
             "effective_speedup": _rounded(self.speedup),
             "tokens_per_ms": {
-                tier: _rounded(speeds[tier].tokens_per_ms) for tier in sorted(speeds, key=_by_size)
+                str(shape): _rounded(speeds[shape].tokens_per_ms) for shape in sorted(speeds)
             },
         }
 
@@ -199,7 +200,7 @@ def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
     for stats in rounds:
         sums.add(stats)
     pure = [stats for stats in rounds if stats.decodes_only]
-    tiers = sorted({stats.tier for stats in pure}, key=_by_size)
+    shapes = sorted({stats.shape for stats in pure})
     return {
         **sums.snapshot(),
         "accept_rate_p50": _median(
@@ -207,12 +208,14 @@ def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
         ),
         "tokens_per_step_p50": _median(s.num_output_tokens / s.batch_size for s in rounds),
         "measured_to_predicted_ms": _measured_to_predicted(pure),
-        "by_num_steps": {tier: _tier_times([s for s in pure if s.tier == tier]) for tier in tiers},
+        "by_num_steps": {
+            str(shape): _shape_times([s for s in pure if s.shape == shape]) for shape in shapes
+        },
     }
 
 
-def _tier_times(rounds: list[StepStats]) -> dict[str, object]:
-    """Milliseconds of one tier's rounds without prompts."""
+def _shape_times(rounds: list[StepStats]) -> dict[str, object]:
+    """Return the milliseconds of one shape's rounds without prompts."""
     times = {
         "draft_ms": [s.draft_ms for s in rounds],
         "verify_ms": [s.verify_ms for s in rounds],
@@ -240,12 +243,6 @@ def _speedup(rounds: list[StepStats], buckets: dict[int, BucketSpeed]) -> float 
             drafting_ms += stats.step_ms
             plain_ms += stats.num_output_tokens / (plain * stats.batch_size)
     return plain_ms / drafting_ms if drafting_ms else None
-
-
-def _by_size(tier: str) -> tuple[int, int]:
-    """Chains by their steps, each before the trees of so many levels."""
-    num_steps, _, num_drafts = tier.partition("x")
-    return int(num_steps), int(num_drafts or 0)
 
 
 def _median(values: Iterable[float]) -> float | None:

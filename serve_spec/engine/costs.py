@@ -24,8 +24,8 @@ from serve_spec.config.cost_table import (
     load_cost_table,
     write_cost_table,
 )
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.machine import cpu_model
-from serve_spec.core.round import TreeShape
 from serve_spec.engine.draft_precision import draft_weights
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish
 from serve_spec.log import get_logger
@@ -81,7 +81,7 @@ class CostSource:
         path: Path | None,
         max_batch_size: int,
         max_steps: int,
-        trees: Sequence[TreeShape] = (),
+        trees: Sequence[DraftShape] = (),
         measure: Callable[[Clock, float], Measurement],
         clock: Clock = time.perf_counter,
     ) -> None:
@@ -219,7 +219,7 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
     """What the costs of this worker's rounds depend on."""
     draft = config.speculative.speculative_draft_model_path
     # On lanes, whatever attends in the other rounds.
-    backend = LANES if worker.execution == "lanes" else worker.tiers[0].verify.name
+    backend = LANES if worker.execution == "lanes" else worker.tiers[PLAIN].verify.name
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
@@ -293,7 +293,7 @@ def _keep(table: CostTable, file: Path) -> bool:
 
 
 def _cache_file(
-    key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[TreeShape]
+    key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[DraftShape]
 ) -> Path:
     """One file for each setting and grid."""
     grid = f"{max_batch_size} {max_steps} {_shapes(trees)}"
@@ -302,9 +302,9 @@ def _cache_file(
     return _cache_folder() / "costs" / f"{name}.json"
 
 
-def _shapes(trees: Sequence[TreeShape]) -> list[tuple[int, int]]:
+def _shapes(trees: Sequence[DraftShape]) -> list[tuple[int, int]]:
     """As a table knows them."""
-    return [(tree.num_steps, tree.num_draft_tokens) for tree in trees]
+    return [(tree.depth, tree.size) for tree in trees]
 
 
 def _cache_folder() -> Path:

@@ -352,7 +352,7 @@ class SpecEngine:
         has_model, has_texts = self.scheduler.has_draft_model, self.scheduler.texts is not None
         drafted = [row.model_steps if has_model else row.num_steps for row in planned]
         verified = VerifiedRound(
-            num_steps=plan.num_steps,
+            shape=plan.shape,
             batch_size=len(planned),
             num_tokens=sum(len(row.seq) - len(row.token_ids) for row in decoded),
             num_sampled=sum(not row.params.is_greedy for row in planned),
@@ -367,7 +367,6 @@ class SpecEngine:
             times=RoundTimes(result.draft_ms, result.verify_ms, round_ms),
             draft_sharpness=plan.draft_sharpness,
             is_sampled=[not row.seq.params.is_greedy for row in live],
-            tree=plan.tree,
             is_from_text=[row.is_from_text for row in live] if has_texts and has_model else (),
             num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
             num_prompt_rows=plan.num_prefill_tokens,
@@ -390,7 +389,7 @@ class SpecEngine:
         reason = flight.switch_reason if decoded else None
         notes = flight.notes if decoded else NO_NOTES
         stats = StepStats(
-            num_steps=plan.num_steps,
+            shape=plan.shape,
             batch_size=len(decoded),
             num_draft_tokens=sum(row.num_draft_tokens for row in decoded),
             num_correct_drafts=sum(len(row.token_ids) - 1 for row in decoded),
@@ -413,7 +412,6 @@ class SpecEngine:
             ema_accept_length=notes.ema_accept_length,
             speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
-            tree=None if plan.tree is None else str(plan.tree),
             idle_ms=_measured(result.idle_ms),
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from serve_spec.core.draft_shape import PLAIN
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.core.round import RoundSteps
@@ -31,11 +32,11 @@ def check_first_logits(
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     token_ids = prompt[:_MOST_PROMPT_TOKENS] or [0]
     seq = Sequence("first logits", params, token_ids, len(token_ids), seed=0)
-    tiers = sorted(tier for tier in worker.tiers if tier)
-    num_steps = tiers[0] if tiers and draft is not None else 0
+    shapes = sorted(shape for shape in worker.tiers if shape.is_chain and shape != PLAIN)
+    shape = shapes[0] if shapes and draft is not None else PLAIN
     scheduler.add(seq)
     for _ in range(2):  # the prompt, then the drafts
-        plan = scheduler.plan(lambda batch: RoundSteps(num_steps if batch.size else 0))
+        plan = scheduler.plan(lambda batch: RoundSteps(shape if batch.size else PLAIN))
         assert plan is not None, "one short prompt always fits"
         try:
             result = worker.execute(plan)

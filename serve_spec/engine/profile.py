@@ -17,8 +17,8 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from serve_spec.config.cost_table import Grid, TreeCosts
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.plan import StepPlan, StepResult
-from serve_spec.core.round import TreeShape
 from serve_spec.engine.cost_grid import (
     Milliseconds,
     batch_grid,
@@ -49,8 +49,8 @@ class RunsRounds(Protocol):
     vocab_size: int
 
     @property
-    def tiers(self) -> Collection[int]:
-        """Numbers of steps a plan may have."""
+    def tiers(self) -> Collection[DraftShape]:
+        """Shapes a plan may have."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -90,8 +90,7 @@ def measure_costs(
     max_model_len: int,
     budget_s: float,
     every_step: bool = False,
-    trees: Sequence[TreeShape] = (),
-    topk: int = 1,
+    trees: Sequence[DraftShape] = (),
     clock: Callable[[], float] = time.perf_counter,
     pages: Callable[[int], Sequence[int]] = range,
     longest_run_s: float = math.inf,
@@ -106,7 +105,7 @@ def measure_costs(
         max_num_rows: most rows of one target forward.
         max_model_len: most tokens of a sequence.
         every_step: measures every tier, not a selection; where rounds are quick.
-        trees: shapes to measure beside chains, ascending, from beams of `topk`.
+        trees: shapes to measure beside chains, ascending.
         clock: seconds; may stand still while the measurement is not advanced.
         pages: ids of so many pages that no sequence holds, for the next round.
         longest_run_s: rounds expected to take longer are extrapolated, but for the shortest.
@@ -116,17 +115,17 @@ def measure_costs(
     """
     started = clock()
     room = _Room(page_size, num_pages, max_num_rows, max_model_len)
-    steps = step_grid(worker.tiers, max_steps, every=every_step)
+    chains = [shape.depth for shape in worker.tiers if shape.is_chain]
+    steps = step_grid(chains, max_steps, every=every_step)
+    shapes = [*map(DraftShape.chain, steps), *trees]
     contexts = room.contexts(steps[-1])
-    sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, 0))]
-    essential = [Cell(contexts[0], 1, k) for k in steps[:2]]
+    sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, PLAIN))]
+    essential = [Cell(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
     if not all(map(room.holds, essential)):
         raise ValueError(
             f"max_num_batched_tokens={max_num_rows}: no round with drafts fits; raise it"
         )
-    rounds = [(k, 0, 1) for k in steps]
-    rounds += [(tree.num_steps, tree.num_draft_tokens, topk) for tree in trees]
-    cells = [Cell(c, b, *drafts) for c in contexts for b in sizes for drafts in rounds]
+    cells = [Cell(c, b, shape) for c in contexts for b in sizes for shape in shapes]
     plans = SyntheticPlans(page_size, worker.vocab_size, pages)
     profiler = _Profiler(worker, plans, clock, budget_s, longest_run_s)
     yield from profiler.sweeps(essential, list(filter(room.holds, cells)))
@@ -155,7 +154,7 @@ def measure_costs(
             _tree_costs(tree, profiler.tree_table(tree, contexts, sizes), draft, verify, steps)
             for tree in trees
         ),
-        is_rough=profiler.lacks(Cell(contexts[0], b, 0) for b in sizes),
+        is_rough=profiler.lacks(Cell(contexts[0], b, PLAIN) for b in sizes),
     )
 
 
@@ -303,7 +302,7 @@ class _Profiler:
         bounds = [
             wall_s * (cell.num_rows / known.num_rows) * (cell.context / known.context)
             for known, wall_s in self._shortest_s.items()
-            if all(a <= b for a, b in zip(known, cell, strict=True))
+            if cell.holds(known)
         ]
         return min(bounds, default=0.0)
 
@@ -324,25 +323,25 @@ class _Profiler:
         verify = draft.copy()
         draft[:, :, 0] = 0.0  # a glance that finds nothing to draft
         for cell, (draft_ms, verify_ms) in self._medians.items():
-            if cell.tree_drafts:
+            if not cell.shape.is_chain:
                 continue
             at = (
                 contexts.index(cell.context),
                 sizes.index(cell.batch_size),
-                steps.index(cell.num_steps),
+                steps.index(cell.shape.depth),
             )
             verify[at] = verify_ms
-            if cell.num_steps:
+            if cell.shape != PLAIN:
                 draft[at] = draft_ms
         return draft, verify
 
     def tree_table(
-        self, tree: TreeShape, contexts: Sequence[int], sizes: Sequence[int]
+        self, tree: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
     ) -> Milliseconds:
         """Of drafting and of verification, [2, contexts, sizes]; NaN where nothing ran."""
         ms = np.full((2, len(contexts), len(sizes)), np.nan)
         for cell, stages_ms in self._medians.items():
-            if cell.tree == tree:
+            if cell.shape == tree:
                 ms[:, contexts.index(cell.context), sizes.index(cell.batch_size)] = stages_ms
         return ms
 
@@ -410,7 +409,7 @@ def _median_low(values: Milliseconds) -> Milliseconds:
 
 
 def _tree_costs(
-    tree: TreeShape,
+    tree: DraftShape,
     measured: Milliseconds,
     draft: Milliseconds,
     verify: Milliseconds,
@@ -418,12 +417,12 @@ def _tree_costs(
 ) -> TreeCosts:
     """What was measured of a shape; the rest follows chains, [contexts, sizes, steps] each."""
     step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / steps[-1])
-    draft_ms = fill_tree(measured[0], step_ms * tree.num_steps)
+    draft_ms = fill_tree(measured[0], step_ms * tree.depth)
     rise = (verify[:, :, -1] - verify[:, :, 0]) / steps[-1]
-    verify_ms = fill_tree(measured[1], verify[:, :, 0] + rise * tree.num_draft_tokens)
+    verify_ms = fill_tree(measured[1], verify[:, :, 0] + rise * tree.size)
     return TreeCosts(
-        num_steps=tree.num_steps,
-        num_draft_tokens=tree.num_draft_tokens,
+        num_steps=tree.depth,
+        num_draft_tokens=tree.size,
         draft_ms=_as_cells(draft_ms),
         verify_ms=_as_cells(verify_ms),
     )

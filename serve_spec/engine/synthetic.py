@@ -6,18 +6,15 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape, tree_slots
 
 _GOLDEN = (5**0.5 - 1) / 2
 
 
 class Cell(NamedTuple):
-    """One size of round: `batch_size` decode rows of `context` tokens draft `num_steps` each.
-
-    With `tree_drafts` they draft trees of so many drafts, `num_steps` levels deep, from beams of
-    `topk`.
+    """One size of round: `batch_size` decode rows of `context` tokens draft a `shape` each.
 
     Rows of a real round differ, and what computes them together pays for that; so rows differ
     here: their contexts by up to a quarter around the mean, their backlogs from 1 to all that a
@@ -26,19 +23,23 @@ class Cell(NamedTuple):
 
     context: int
     batch_size: int
-    num_steps: int
-    tree_drafts: int = 0
-    topk: int = 1
+    shape: DraftShape
 
     @property
     def num_rows(self) -> int:
         """Rows the target verifies."""
-        return self.batch_size * ((self.tree_drafts or self.num_steps) + 1)
+        return self.batch_size * (self.shape.size + 1)
 
-    @property
-    def tree(self) -> TreeShape | None:
-        """What rows draft, if not chains."""
-        return TreeShape(self.num_steps, self.tree_drafts) if self.tree_drafts else None
+    def holds(self, other: Cell) -> bool:
+        """Return whether the round is at least as large as another one in everything."""
+        mine, its = self.shape, other.shape
+        return (
+            self.context >= other.context
+            and self.batch_size >= other.batch_size
+            and mine.depth >= its.depth
+            and mine.size >= its.size
+            and mine.topk >= its.topk
+        )
 
     def length(self, row: int) -> int:
         """Tokens of one row."""
@@ -47,10 +48,10 @@ class Cell(NamedTuple):
 
     def num_catch_up(self, row: int) -> int:
         """Draft entries one row has to make up, as after rounds that kept all or few drafts."""
-        if not self.num_steps:
+        if not self.shape.depth:
             return 0
         share = (0.5 + row * _GOLDEN) % 1.0  # as even as can be over the first rows, however many
-        return min(self.length(row) - 1, 1 + int(share * (self.num_steps + 1))) or 1
+        return min(self.length(row) - 1, 1 + int(share * (self.shape.depth + 1))) or 1
 
     def num_pages(self, page_size: int) -> int:
         """Pages its plan takes."""
@@ -59,10 +60,7 @@ class Cell(NamedTuple):
     def pages_per_row(self, page_size: int) -> int:
         """Pages of the longest sequence and its drafts."""
         longest = self.length(self.batch_size - 1)
-        slots = self.num_steps
-        if self.tree_drafts:
-            slots = tree_slots(self.topk, self.num_steps, self.tree_drafts)
-        return -(-(longest + slots) // page_size)
+        return -(-(longest + self.shape.draft_slots) // page_size)
 
 
 class SyntheticPlans:
@@ -87,7 +85,7 @@ class SyntheticPlans:
         pages = self._pages(cell.num_pages(self._page_size))
         rows = tuple(self._row(cell, b, params, pages) for b in range(cell.batch_size))
         backlog = max(len(row.catch_up_ids) for row in rows)
-        return StepPlan(rows, cell.num_steps, cell.batch_size, max_backlog=backlog, tree=cell.tree)
+        return StepPlan(rows, cell.shape, cell.batch_size, max_backlog=backlog)
 
     def _row(self, cell: Cell, b: int, params: SamplingParams, pages: Sequence[int]) -> RowPlan:
         start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
@@ -101,11 +99,10 @@ class SyntheticPlans:
             params=params,
             seed=b,
             is_decode=True,
-            num_steps=cell.num_steps,
-            tree_drafts=cell.tree_drafts,
-            draft_start=start - num_catch_up if cell.num_steps else 0,
+            shape=cell.shape,
+            draft_start=start - num_catch_up if cell.shape.depth else 0,
             catch_up_ids=self._tokens(num_catch_up),
-            catches_up=cell.num_steps > 0,
+            catches_up=cell.shape.depth > 0,
             backlog=num_catch_up,
             lane=b,
         )

@@ -132,7 +132,7 @@ class LaneRound:
     def drafted(self, plan: StepPlan) -> DraftChain | DraftTrees:
         """What was drafted for the sampling rows of a plan, and behind them for nobody."""
         rows = plan.sampling_rows
-        if plan.tree is None or self.parents is None:
+        if plan.shape.is_chain or self.parents is None:
             return DraftChain(self.drafts, tuple(row.num_steps for row in rows))
         counts = tuple(row.num_draft_tokens for row in rows)
         return DraftTrees(self.drafts, self.parents, counts)

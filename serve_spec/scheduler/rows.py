@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.plan import AheadLimits, EditedText, RowPlan
-from serve_spec.core.round import DecodeBatch, RoundSteps, most_tree_drafts, tree_slots
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 
 SHORT_BACKLOG = 32
@@ -14,31 +16,18 @@ SHORT_BACKLOG = 32
 
 
 class RowDrafts(NamedTuple):
-    """What a row drafts: a chain of `num_steps`, or a tree of so many levels and `tree_drafts`.
+    """What a request drafts.
 
-    `from_text`: they were found in its text, where a model would have drafted others.
+    `from_text`: it was found in its text, where a model would have drafted something else.
     """
 
-    num_steps: int
-    tree_drafts: int = 0
+    shape: DraftShape
     from_text: bool = False
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Drafts that are verified."""
-        return self.tree_drafts or self.num_steps
-
     def less(self) -> RowDrafts:
-        """What is drafted where this has no room: a shorter chain, or of a tree nothing."""
-        return self._replace(num_steps=0 if self.tree_drafts else self.num_steps - 1, tree_drafts=0)
-
-
-def slots_past(row: RowDrafts | RowPlan, topk: int) -> int:
-    """Cache entries past the row's length that its drafts take.
-
-    A tree from a text takes the model's, too: on lanes a model drafts for every row.
-    """
-    return tree_slots(topk, row.num_steps, row.tree_drafts) if row.tree_drafts else row.num_steps
+        """Return what is drafted where this has no room: a shorter chain; of a tree, nothing."""
+        shape = self.shape
+        return self._replace(shape=DraftShape.chain(shape.depth - 1) if shape.is_chain else PLAIN)
 
 
 def most_coming(row: RowPlan | None) -> int:
@@ -55,7 +44,7 @@ def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
 
 def kept_up_to(ahead: AheadLimits | None, drafts: list[RowDrafts]) -> int:
     """Backlogs up to this are made up for rows for which no model drafts, if one drafts at all."""
-    has_model_drafts = any(of_row.num_steps and not of_row.from_text for of_row in drafts)
+    has_model_drafts = any(of_row.shape.depth and not of_row.from_text for of_row in drafts)
     return ahead.max_backlog if ahead is not None and has_model_drafts else 0
 
 
@@ -71,7 +60,7 @@ def usable_steps(seq: Sequence, coming: int) -> int:
 
 def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     """Drafts per row of the policy's answer, but for those from texts."""
-    return [steps.num_steps] * batch.size if steps.row_steps is None else list(steps.row_steps)
+    return [steps.shape.depth] * batch.size if steps.row_steps is None else list(steps.row_steps)
 
 
 def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
@@ -100,19 +89,21 @@ def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
     return [min(count, share) for count in num_drafts]
 
 
-def fair_drafts(steps: RoundSteps, batch: DecodeBatch, topk: int) -> list[RowDrafts]:
-    """The same, of trees where the policy wants trees: a row of few steps has fewer levels."""
-    from_texts = text_steps(steps, batch)
+def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RowDrafts]:
+    """Return what every request drafts: of the policy's shape as many levels as it can use."""
+    shape, from_texts = steps.shape, text_steps(steps, batch)
     usable = _usable_steps(steps, batch, from_texts)
-    if steps.tree is None:
-        rows = zip(_shared(usable, batch), from_texts, strict=True)
-        return [RowDrafts(num_steps, from_text=of_text > 0) for num_steps, of_text in rows]
-    most = steps.tree.num_draft_tokens
-    sizes = _shared([min(most, most_tree_drafts(topk, levels)) for levels in usable], batch)
-    return [
-        RowDrafts(min(levels, size), size, from_text=of_text > 0)
-        for levels, size, of_text in zip(usable, sizes, from_texts, strict=True)
-    ]
+    if shape.is_chain:
+        shapes = map(DraftShape.chain, _shared(usable, batch))
+    else:
+        sizes = _shared([shape.size_at(levels) for levels in usable], batch)
+        shapes = map(partial(_tree, shape.topk), usable, sizes)
+    rows = zip(shapes, from_texts, strict=True)
+    return [RowDrafts(own, from_text=of_text > 0) for own, of_text in rows]
+
+
+def _tree(topk: int, levels: int, size: int) -> DraftShape:
+    return DraftShape(min(levels, size), size, topk) if size else PLAIN
 
 
 def edited_text(seq: Sequence) -> EditedText | None:
@@ -137,9 +128,9 @@ def decode_row(
     backlog: draft entries it lacks when the round starts. kept_up: see `kept_up_to`. is_under_way:
     a round runs that adds tokens of which the host does not know.
     """
-    last, num_steps = len(seq) - 1, drafts.num_steps
+    last, shape = len(seq) - 1, drafts.shape
     # A row that does not draft names a short backlog all the same: the next round may need it.
-    is_named = num_steps or last - seq.num_draft_computed <= SHORT_BACKLOG
+    is_named = shape.depth or last - seq.num_draft_computed <= SHORT_BACKLOG
     return RowPlan(
         request_id=seq.request_id,
         token_ids=(seq.token_ids[last],),
@@ -149,12 +140,11 @@ def decode_row(
         params=seq.params,
         seed=seq.seed,
         is_decode=True,
-        num_steps=num_steps,
-        tree_drafts=drafts.tree_drafts,
+        shape=shape,
         draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
         catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
-        catches_up=num_steps > 0 or 0 < backlog <= kept_up,
+        catches_up=shape.depth > 0 or 0 < backlog <= kept_up,
         backlog=backlog,
         lane=seq.lane,
         edited=None if is_under_way else edited_text(seq),
@@ -190,11 +180,10 @@ def text_drafted_row(
 ) -> RowPlan:
     """A row that verifies the first of what was found; to a draft model, if there is one, a row
     without any drafts."""
-    row = decode_row(seq, RowDrafts(0), backlog, kept_up)
-    count = drafts.num_draft_tokens
+    row = decode_row(seq, RowDrafts(PLAIN), backlog, kept_up)
+    shape = drafts.shape
     return row._replace(
-        num_steps=drafts.num_steps,
-        tree_drafts=drafts.tree_drafts,
-        draft_ids=found.token_ids[:count],
-        draft_parents=found.parents[:count],
+        shape=shape,
+        draft_ids=found.token_ids[: shape.size],
+        draft_parents=found.parents[: shape.size],
     )

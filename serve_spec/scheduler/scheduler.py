@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import TextDrafter
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
@@ -26,7 +27,6 @@ from serve_spec.scheduler.rows import (
     fair_drafts,
     kept_up_to,
     most_coming,
-    slots_past,
     text_drafted_row,
     usable_steps,
 )
@@ -80,13 +80,12 @@ class Scheduler:
         on_leave: Callable[[Sequence], None] = lambda seq: None,
         text_drafter: TextDrafter | None = None,
         first_draft_entry: int = 0,
-        topk: int = 1,
         *,
         has_draft_model: bool = True,
         vocab_size: int = sys.maxsize,
     ) -> None:
         """text_drafter: who drafts from texts, if anybody: such drafts are in a row's plan.
-        first_draft_entry: of every sequence, see `Sequence`. topk: children of a draft in a tree.
+        first_draft_entry: of every sequence, see `Sequence`.
         has_draft_model: whether a model drafts, where there is a text drafter for the rows in whose
         text it finds nothing. vocab_size: of the target, which a text drafter may get wrong.
         """
@@ -95,9 +94,7 @@ class Scheduler:
         self.texts = None if text_drafter is None else Texts(text_drafter, vocab_size)
         self.vocab_size = vocab_size
         self.first_draft_entry = first_draft_entry
-        self.topk = topk
         self.has_draft_model = has_draft_model or text_drafter is None
-        self._beam = topk if self.has_draft_model else 0  # texts are not drafted in a cache
         self.on_leave = on_leave
         """Told of every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
@@ -146,9 +143,9 @@ class Scheduler:
         budget = room or self.limits.max_num_batched_tokens
         batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
-        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
+        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         rows: list[RowPlan] = []
-        drafts = fair_drafts(steps, batch, self.topk)
+        drafts = fair_drafts(steps, batch)
         kept_up = kept_up_to(ahead, drafts)
         # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
         # planned already loses its pages.
@@ -183,10 +180,10 @@ class Scheduler:
             return None
         rows_before = [under_way.get(seq.request_id) for seq in decoding]
         batch = self._decode_batch(decoding, prompts, room, rows_before)
-        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(0)
-        drafts = fair_drafts(steps, batch, self.topk)
+        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
+        drafts = fair_drafts(steps, batch)
         ends = [
-            len(seq) + most_coming(row) + slots_past(of_row, self._beam)
+            len(seq) + most_coming(row) + self._slots_past(of_row.shape)
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
@@ -220,16 +217,17 @@ class Scheduler:
         if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
             rows = [row._replace(catches_up=False) if row.catches_up else row for row in rows]
         backlog = max(row.backlog if row.catches_up else 0 for row in rows)
-        num_steps = max([steps.num_steps, *(row.num_steps for row in rows if row.draft_ids)])
+        shape = steps.shape
+        if shape.is_chain:
+            shape = max([shape, *(row.shape for row in rows if row.draft_ids)])
         self._newest = StepPlan(
             tuple(rows),
-            num_steps,
+            shape,
             batch.size,
             follows,
             was_postponed,
             backlog,
             draft_sharpness=steps.draft_sharpness,
-            tree=steps.tree,
         )
         return self._newest
 
@@ -381,24 +379,32 @@ class Scheduler:
             text_steps=text_steps if self.has_draft_model else [],
         )
 
+    def _slots_past(self, shape: DraftShape) -> int:
+        """Return the KV entries past a request's length that its drafts take.
+
+        Texts are not drafted in a cache. Beside a model, their trees take the room of the model's:
+        it drafts for every row of a round.
+        """
+        return shape.draft_slots if self.has_draft_model else shape.size
+
     def _is_from_text(self, drafts: RowDrafts) -> bool:
         """Whether they have to be found in the row's text; without a model, all there are."""
-        return drafts.from_text or (drafts.num_steps > 0 and not self.has_draft_model)
+        return drafts.from_text or (drafts.shape.depth > 0 and not self.has_draft_model)
 
     def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
         found = None
         if self.texts is not None and self._is_from_text(drafts):
             found = self.texts.drafts(seq, drafts)
         if found is not None and found.parents:
-            drafts = drafts._replace(tree_drafts=len(found.token_ids))
-        while not self.cache.can_reserve(seq, len(seq) + slots_past(drafts, self._beam)):
-            if drafts.num_steps:
+            drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
+        while not self.cache.can_reserve(seq, len(seq) + self._slots_past(drafts.shape)):
+            if drafts.shape.depth:
                 drafts = drafts.less()  # drafts are optional; somebody else's text is not
                 continue
             if not self._preempt_younger_than(seq):
                 self._preempt(seq)
                 return None
-        self.cache.reserve(seq, len(seq) + slots_past(drafts, self._beam))
+        self.cache.reserve(seq, len(seq) + self._slots_past(drafts.shape))
         backlog = len(seq) - 1 - seq.num_draft_computed
         if found is None:
             return decode_row(seq, drafts, backlog, kept_up)
@@ -440,7 +446,7 @@ class Scheduler:
         """
         ahead = self._newest
         rows_ahead = () if ahead is None or ahead is plan else ahead.rows
-        slots_ahead = {row.request_id: slots_past(row, self._beam) for row in rows_ahead}
+        slots_ahead = {row.request_id: self._slots_past(row.shape) for row in rows_ahead}
         for seq in sequences:
             if not seq.finished:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))

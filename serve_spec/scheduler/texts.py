@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 
 from serve_spec.core.draft import TextDrafter, TextDrafts
-from serve_spec.core.round import TreeShape
 from serve_spec.core.sequence import Sequence
 from serve_spec.scheduler.rows import RowDrafts
 
@@ -31,10 +30,9 @@ class Texts:
 
     def drafts(self, seq: Sequence, wanted: RowDrafts) -> TextDrafts:
         """The chain that was found, or, where a tree is wanted, a tree."""
-        if not wanted.tree_drafts:
+        if wanted.shape.is_chain:
             return TextDrafts(self._chains[seq.request_id])
-        shape = TreeShape(wanted.num_steps, wanted.tree_drafts)
-        tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, shape)
+        tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, wanted.shape)
         return tree._replace(token_ids=self._known(tree.token_ids))
 
     def forget(self, request_id: str) -> None:

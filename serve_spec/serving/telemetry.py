@@ -133,7 +133,7 @@ def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None
 
     Blocks, for two seconds at most; before the first request.
     """
-    max_steps = max(PolicySettings.of(config.speculative).candidate_steps)
+    max_steps = PolicySettings.of(config.speculative).max_depth
     prior = stats.prior(pair_name(config), max_steps) if max_steps else None
     if prior is None:
         logger.info("nobody knows this pair's acceptance yet: a cold start")

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from tqdm import tqdm
 
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.log import get_logger
 from serve_spec.runtime.graphs import (
@@ -42,20 +42,16 @@ what any usual tier leaves, its drafts and one."""
 class StageCapture:
     """What recording some stages took; those a tier shares with deeper ones are counted there.
 
-    num_steps: the tier; None: what all tiers share, the stages over texts the host knows.
-    tree: what the tier drafts, if not chains.
+    shape: what the tier drafts; None: what all tiers share, the stages over texts the host knows.
     """
 
-    num_steps: int | None
+    shape: DraftShape | None
     num_stages: int
     seconds: float
     num_bytes: int
-    tree: TreeShape | None = None
 
     def __str__(self) -> str:
-        what = "prompts" if self.num_steps is None else f"tier {self.num_steps}"
-        if self.tree is not None:
-            what = f"trees of {self.tree.num_draft_tokens} drafts, {self.tree.num_steps} deep"
+        what = "prompts" if self.shape is None else f"tier {self.shape}"
         return (
             f"{what}: {self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, "
             f"{self.seconds:.1f} s"
@@ -89,8 +85,7 @@ class LaneTiers:
         max_rows: int,
         largest_batch: Callable[[int], int | None],
     ) -> None:
-        self.states: dict[int, SpecRuntimeState] = {}
-        self.trees: dict[TreeShape, SpecRuntimeState] = {}
+        self.states: dict[DraftShape, SpecRuntimeState] = {}
         self.report: list[StageCapture] = []
         self._eager = eager
         self._drafter = drafter
@@ -98,6 +93,7 @@ class LaneTiers:
         self._recorder = recorder
         self._max_rows = max_rows
         self._largest_batch = largest_batch
+        self._deepest = max(shape for shape in eager.tiers if shape.is_chain)
         self._judge = LaneJudge(
             round.max_steps,
             eager.device,
@@ -114,33 +110,30 @@ class LaneTiers:
         Raises:
             MemoryError: one does not fit; says what each takes.
         """
-        for tree in sorted(self._eager.tree_tiers, key=_size, reverse=True):
-            with self._reported(tree.num_steps, tree):
-                self.trees[tree] = self._tree_tier(tree)
-        for num_steps in tqdm(sorted(self._eager.tiers, reverse=True), "tiers", leave=False):
-            with self._reported(num_steps):
-                self.states[num_steps] = self._tier(num_steps)
+        shapes = sorted(self._eager.tiers, key=_size, reverse=True)
+        for shape in tqdm(shapes, "tiers", leave=False):
+            with self._reported(shape):
+                self.states[shape] = self._tier(shape)
         with self._reported(None):
+            kinds = dict.fromkeys(not shape.is_chain for shape in shapes)
             self._beside_prompts = {
-                trees: self._record_beside_prompts(trees=trees)
-                for trees in ((True, False) if self.trees else (False,))
+                trees: self._record_beside_prompts(trees=trees) for trees in kinds
             }
             self.make_up = self._record_make_up()
         logger.info("recorded: %s", "; ".join(map(str, self.report)))
 
     @contextmanager
-    def _reported(self, num_steps: int | None, tree: TreeShape | None = None) -> Iterator[None]:
+    def _reported(self, shape: DraftShape | None) -> Iterator[None]:
         """Notes what recording this takes."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
         before = self._recorder.num_recorded
 
         def taken() -> StageCapture:
             return StageCapture(
-                num_steps,
+                shape,
                 self._recorder.num_recorded - before,
                 time.perf_counter() - started,
                 self._reserved_bytes() - reserved,
-                tree,
             )
 
         try:
@@ -156,12 +149,16 @@ class LaneTiers:
 
     def tier_for(self, num_steps: int, batch_size: int) -> SpecRuntimeState:
         """The shallowest tier that holds `num_steps` of so many sequences: the whole switch."""
-        fitting = (s for s in self.states if s >= num_steps and self._largest(s) >= batch_size)
-        return self.states[min(fitting, default=max(self.states))]
+        fitting = (
+            shape
+            for shape in self.states
+            if shape.is_chain and shape.depth >= num_steps and self._largest(shape) >= batch_size
+        )
+        return self.states[min(fitting, default=self._deepest)]
 
     def beside_prompts(self, tier: SpecRuntimeState) -> VerifyGraphs:
         """The verification of a tier in a round that computes prompts, too."""
-        return self._beside_prompts[tier.tree is not None]
+        return self._beside_prompts[not tier.shape.is_chain]
 
     def extend_for(self, backlog: int, batch_size: int) -> StageGraphs:
         """The narrowest catch-up that makes `backlog` entries of so many sequences."""
@@ -171,36 +168,24 @@ class LaneTiers:
         ]
 
     @torch.inference_mode()
-    def _tree_tier(self, tree: TreeShape) -> SpecRuntimeState:
-        most = self._round.max_batch_size
+    def _tier(self, shape: DraftShape) -> SpecRuntimeState:
+        most = self._largest(shape)
         sizes = batch_sizes(most)
+        query_len = shape.size + 1
+        rows = row_counts(min(most * query_len, self._max_rows)) if shape.size else sizes
         extend = draft = StageGraphs({})
-        if self._drafter is not None:
-            extend = self._extend_stages(tree.num_steps, sizes)
-            draft = StageGraphs({n: self._record_trees(n, tree) for n in reversed(sizes)})
-        query_len = tree.num_draft_tokens + 1
-        rows = row_counts(min(most * query_len, self._max_rows))
-        verify = self._record_verify_stages(rows, query_len, trees=True)
-        return replace(self._eager.tree_tiers[tree], stages=LaneStages(extend, draft, verify))
+        if shape.depth and self._drafter is not None:
+            extend = self._extend_stages(shape.depth, sizes)
+            draft = StageGraphs({n: self._record_draft(n, shape) for n in reversed(sizes)})
+        verify = self._record_verify_stages(rows, query_len, trees=not shape.is_chain)
+        return replace(self._eager.tiers[shape], stages=LaneStages(extend, draft, verify))
 
-    @torch.inference_mode()
-    def _tier(self, num_steps: int) -> SpecRuntimeState:
-        is_deepest = num_steps == max(self._eager.tiers)
-        most = self._round.max_batch_size if is_deepest else self._largest(num_steps)
-        sizes = batch_sizes(most)
-        rows = row_counts(min(most * (num_steps + 1), self._max_rows)) if num_steps else sizes
-        extend = draft = StageGraphs({})
-        if num_steps and self._drafter is not None:
-            extend = self._extend_stages(num_steps, sizes)
-            draft = StageGraphs({n: self._record_draft(n, num_steps) for n in reversed(sizes)})
-        verify = self._record_verify_stages(rows, num_steps + 1)
-        stages = LaneStages(extend, draft, verify)
-        return replace(self._eager.tiers[num_steps], stages=stages)
-
-    def _largest(self, num_steps: int) -> int:
-        """The largest batch size a tier can be chosen for."""
+    def _largest(self, shape: DraftShape) -> int:
+        """The largest batch size a tier is recorded for."""
         most = self._round.max_batch_size
-        return min(most, self._largest_batch(num_steps) or most)
+        if shape == self._deepest or not shape.is_chain:
+            return most
+        return min(most, self._largest_batch(shape.depth) or most)
 
     def _extend_stages(self, num_steps: int, sizes: Sequence[int]) -> StageGraphs:
         """Catch-ups after rounds of `num_steps`; before the first of them the widest one."""
@@ -225,27 +210,20 @@ class LaneTiers:
             }
         )
 
-    def _record_draft(self, batch_size: int, num_steps: int) -> Run:
-        drafter = self._drafter
+    def _record_draft(self, batch_size: int, shape: DraftShape) -> Run:
+        drafter, round = self._drafter, self._round
         assert drafter is not None, "a tier that drafts needs a drafter"
 
         def draft() -> None:
-            drafter.draft(self._round, batch_size, num_steps)
+            if shape.is_chain:
+                drafter.draft(round, batch_size, shape.depth)
+            else:
+                drafter.draft_trees(round, batch_size, shape)
             # Ranks with different drafts would verify a mixture of them.
-            self._eager.parallel.broadcast(self._round.drafts)
-
-        return self._recorder.record(draft)
-
-    def _record_trees(self, batch_size: int, tree: TreeShape) -> Run:
-        drafter, round = self._drafter, self._round
-        assert drafter is not None, "trees are a draft model's"
-        assert round.parents is not None, "a round with trees has room for them"
-        parents = round.parents
-
-        def draft() -> None:
-            drafter.draft_trees(round, batch_size, tree)
             self._eager.parallel.broadcast(round.drafts)
-            self._eager.parallel.broadcast(parents)
+            if not shape.is_chain:
+                assert round.parents is not None, "a round with trees has room for them"
+                self._eager.parallel.broadcast(round.parents)
 
         return self._recorder.record(draft)
 
@@ -267,7 +245,7 @@ class LaneTiers:
     @torch.inference_mode()
     def _record_beside_prompts(self, *, trees: bool) -> VerifyGraphs:
         """By rows, those of prompts and those that draw, of whatever tier of trees or chains."""
-        most = self._round.max_drafts if trees else max(self._eager.tiers)
+        most = self._round.max_drafts if trees else self._deepest.depth
         width = 1 << most.bit_length()
         counts = prompt_row_counts(self._round.pieces.max_rows)
         return _verify_graphs(
@@ -320,16 +298,17 @@ class LaneTiers:
 
     def _no_room_for(self, failed: StageCapture) -> str:
         """What a device too small for the tiers is told: what each took, `failed` until then."""
-        num_steps, tree = failed.num_steps, failed.tree
+        shape = failed.shape
         held = "; ".join(map(str, self.report)) or "nothing"
-        what = f"num_steps={num_steps}, max_num_seqs={self._round.max_batch_size}"
-        way_out = f"leave {num_steps} out of the candidate steps (speculative_adaptive_config)"
-        if tree is not None:
-            what = f"speculative_num_draft_tokens={tree.num_draft_tokens + 1}, {what}"
-            way_out = "draft smaller trees, or chains (speculative_eagle_topk=1)"
-        if num_steps is None:
+        if shape is None:
             what = f"max_num_batched_tokens={self._max_rows}"
             way_out = "max_num_batched_tokens"
+        else:
+            what = f"num_steps={shape.depth}, max_num_seqs={self._round.max_batch_size}"
+            way_out = f"leave {shape} out of the candidate steps (speculative_adaptive_config)"
+            if not shape.is_chain:
+                what = f"speculative_num_draft_tokens={shape.size + 1}, {what}"
+                way_out = "draft smaller trees, or chains (speculative_eagle_topk=1)"
         return (
             f"{what}: the device has no memory left for these stages, of which it holds {failed} "
             f"(recorded before: {held}). "
@@ -350,8 +329,9 @@ def _none_slower(stages: Iterable[tuple[int, _VerifyStage]]) -> dict[int, _Verif
     return kept
 
 
-def _size(tree: TreeShape) -> tuple[int, int]:
-    return tree.num_draft_tokens, tree.num_steps
+def _size(shape: DraftShape) -> tuple[bool, int, int]:
+    """Trees above all chains."""
+    return not shape.is_chain, shape.size, shape.depth
 
 
 def _verify_graphs(stages: Mapping[int, _VerifyStage]) -> VerifyGraphs:

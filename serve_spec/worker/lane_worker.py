@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import AheadLimits, PendingRound, RowPlan, StepPlan, StepResult
-from serve_spec.core.round import TreeShape
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.runtime.graphs import Recorder
 from serve_spec.runtime.lane_round import LaneRound
@@ -72,21 +72,15 @@ class LaneWorker:
         self._newest_timer: StageTimer | None = None
 
     @property
-    def tiers(self) -> Mapping[int, SpecRuntimeState]:
-        """Recorded tiers of chains by num_steps."""
+    def tiers(self) -> Mapping[DraftShape, SpecRuntimeState]:
+        """Recorded tiers by shape."""
         return self.recorded.states
 
-    @property
-    def tree_tiers(self) -> Mapping[TreeShape, SpecRuntimeState]:
-        """Recorded tiers of trees."""
-        return self.recorded.trees
-
-    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
+    def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Records every tier's stages, and the plain one's."""
-        self.eager.init_states(candidate_steps, trees)
-        shapes = self.eager.tree_tiers
-        deepest = max((*self.eager.tiers, *(tree.num_steps for tree in shapes)))
-        largest = max((tree.num_draft_tokens for tree in shapes), default=0)
+        self.eager.init_states(shapes)
+        deepest = max(shape.depth for shape in self.eager.tiers)
+        largest = max(shape.tree_size for shape in self.eager.tiers)
         head = None if self.drafter is None else self.drafter.head
         max_prompt_rows = min(MAX_PROMPT_ROWS, self.max_rows)
         self.round = LaneRound.create(
@@ -128,12 +122,12 @@ class LaneWorker:
         # the root of the next round.
         self._keeper.forget(row for row in prompts if not row.samples)
         tier = self._tier(plan, max((row.num_steps for row in rows), default=0), len(rows))
-        if tier.num_steps:
+        if tier.shape.depth:
             self._seat(rows)
         # From here on nothing is for the host to do: what it took before is the device's idle time.
         timer = StageTimer(self.device)
         timer.mark("start")
-        if tier.num_steps:
+        if tier.shape.depth:
             self._sharpen(plan.draft_sharpness)
             self._draft(rows, plan)
         timer.mark("drafted")
@@ -148,8 +142,8 @@ class LaneWorker:
         return self.submit(plan).result()
 
     def _tier(self, plan: StepPlan, num_steps: int, batch_size: int) -> SpecRuntimeState:
-        if plan.tree is not None and num_steps:
-            return self.recorded.trees[plan.tree]
+        if not plan.shape.is_chain and num_steps:
+            return self.recorded.states[plan.shape]
         return self.recorded.tier_for(num_steps, batch_size)
 
     def _draft(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
@@ -182,7 +176,7 @@ class LaneWorker:
             return plan
         masks = self.eager.round_masks(plan, self.round.drafted(plan))
         self.round.masks.write(masks)
-        return plan.cut(masks.num_drafts) if plan.tree is None else plan
+        return plan.cut(masks.num_drafts) if plan.shape.is_chain else plan
 
     def _verify(self, plan: StepPlan, tier: SpecRuntimeState) -> tuple[Tensor, LaneLogprobs | None]:
         """Where the host will find the verdicts of the sampling rows, and what else they ask."""
@@ -201,7 +195,7 @@ class LaneWorker:
         read_back.copy_(self.round.verdicts, non_blocking=True)
         logprobs = None
         if plan.wants_logprobs:
-            trees = tier.tree is not None
+            trees = not tier.shape.is_chain
             logits = verify.logits(num_rows)
             logprobs = LaneLogprobs(members, logits, self.round, trees=trees)
         return read_back[: len(members)], logprobs

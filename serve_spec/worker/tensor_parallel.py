@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import AheadLimits, PendingRound, StepPlan, StepResult
-from serve_spec.core.round import TreeShape
 from serve_spec.parallel.followers import Followers
 from serve_spec.runtime.spec_state import SpecRuntimeState
 from serve_spec.worker.worker import Worker
@@ -51,21 +51,16 @@ class TensorParallelWorker:
         return self._worker.ahead
 
     @property
-    def tiers(self) -> Mapping[int, SpecRuntimeState]:
+    def tiers(self) -> Mapping[DraftShape, SpecRuntimeState]:
         """See `Worker`."""
         return self._worker.tiers
 
-    @property
-    def tree_tiers(self) -> Mapping[TreeShape, SpecRuntimeState]:
-        """See `Worker`."""
-        return self._worker.tree_tiers
-
-    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
+    def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Builds every tier on every rank."""
-        order = tuple(candidate_steps), tuple(trees)
+        order = tuple(shapes)
         self._followers.tell(order)
         with self._followers.in_step():
-            self._worker.init_states(*order)
+            self._worker.init_states(order)
 
     def submit(self, plan: StepPlan) -> PendingRound:
         """Starts a round on every rank."""
@@ -102,6 +97,6 @@ def obey(worker: Worker, orders: Iterable[object]) -> None:
             before = newest
         else:
             assert isinstance(order, tuple), "an order is a plan, or the shapes of all tiers"
-            worker.init_states(*order)
+            worker.init_states(order)
     if before is not None:
         before.result()  # rank 0 may still wait for this rank's part of it

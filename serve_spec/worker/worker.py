@@ -12,6 +12,7 @@ from torch import Tensor
 
 from serve_spec.core.context import AttentionBackend
 from serve_spec.core.draft import DraftChain, DraftTrees, VerifyResult, padded_drafts
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.plan import (
     AheadLimits,
     FinishedRound,
@@ -20,7 +21,6 @@ from serve_spec.core.plan import (
     StepPlan,
     StepResult,
 )
-from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Drafter
 from serve_spec.ops import token_masks
 from serve_spec.ops.sampling import SamplingRows
@@ -69,16 +69,11 @@ class Worker(Protocol):
         ...
 
     @property
-    def tiers(self) -> Mapping[int, SpecRuntimeState]:
-        """Built tiers of chains by num_steps."""
+    def tiers(self) -> Mapping[DraftShape, SpecRuntimeState]:
+        """Built tiers by shape."""
         ...
 
-    @property
-    def tree_tiers(self) -> Mapping[TreeShape, SpecRuntimeState]:
-        """Built tiers of trees."""
-        ...
-
-    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
+    def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Builds every tier the policy may choose, before the first round."""
         ...
 
@@ -92,7 +87,7 @@ class Worker(Protocol):
 
 
 class SpecWorker:
-    """A target, a drafter (or none) and one runtime state per tier of chains and of trees.
+    """A target, a drafter (or none) and one runtime state per shape.
 
     synthetic_acceptance: forces the verdict, for load tests; see `verify.synthetic`.
     rejection_sample_method: how drafts are judged; the drafter draws them for it.
@@ -127,8 +122,7 @@ class SpecWorker:
         self.rejection_sample_method = rejection_sample_method
         self.parallel = parallel
         self.verdict = choose_verdict(synthetic_acceptance, rejection_sample_method)
-        self.tiers: dict[int, SpecRuntimeState] = {}
-        self.tree_tiers: dict[TreeShape, SpecRuntimeState] = {}
+        self.tiers: dict[DraftShape, SpecRuntimeState] = {}
         self.ahead: AheadLimits | None = None
 
     @property
@@ -146,23 +140,18 @@ class SpecWorker:
         """Whether drafts are drawn from distributions of their own, by which they are judged."""
         return self.rejection_sample_method != "coupled"
 
-    def init_states(self, candidate_steps: Iterable[int], trees: Iterable[TreeShape] = ()) -> None:
+    def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Builds every tier the policy may choose, and the plain one, before the first round."""
-        for num_steps in {0, *candidate_steps}:
-            self.tiers[num_steps] = self.build_adaptive_runtime_state(num_steps)
-        for shape in trees:
-            self.tree_tiers[shape] = self.build_adaptive_runtime_state(shape.num_steps, shape)
+        for shape in {PLAIN, *shapes}:
+            self.tiers[shape] = self.build_adaptive_runtime_state(shape)
 
-    def build_adaptive_runtime_state(
-        self, num_steps: int, tree: TreeShape | None = None
-    ) -> SpecRuntimeState:
-        """Everything shaped by `num_steps`. Eager attention has no shapes, so tiers share it."""
+    def build_adaptive_runtime_state(self, shape: DraftShape) -> SpecRuntimeState:
+        """Everything built for `shape`. Eager attention has no shapes, so tiers share it."""
         return SpecRuntimeState(
-            num_steps,
+            shape,
             draft=self.draft_attention,
             verify=self.target_attention,
             extend=self.draft_attention,
-            tree=tree,
         )
 
     def submit(self, plan: StepPlan) -> PendingRound:
@@ -172,7 +161,7 @@ class SpecWorker:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """One round: propose, run the target over every row, judge."""
-        tier = self._tier(plan)
+        tier = self.tiers[plan.shape]
         timer = StageTimer(self.device)
         timer.mark("start")
         sampling = self._sampling_rows(plan)
@@ -208,9 +197,6 @@ class SpecWorker:
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
         )
-
-    def _tier(self, plan: StepPlan) -> SpecRuntimeState:
-        return self.tiers[plan.num_steps] if plan.tree is None else self.tree_tiers[plan.tree]
 
     def round_masks(self, plan: StepPlan, drafts: DraftChain | DraftTrees) -> RoundMasks:
         """What the draws of a round may be; drafts: of each sampling row, and perhaps of more.
@@ -283,7 +269,7 @@ class SpecWorker:
         steps = tuple(row.num_steps for row in rows)
         drafting = [b for b, row in enumerate(rows) if row.model_steps]
         root_draws = [sum(steps[:b]) + b for b in drafting]
-        if plan.tree is not None and any(steps):
+        if not plan.shape.is_chain and any(steps):
             return self._propose_trees(rows, drafting, root_draws, sampling, tier)
         # What the host found is the same on every rank.
         tokens, laws = self._padded((row.draft_ids for row in rows), max(steps, default=0)), None

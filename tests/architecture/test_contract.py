@@ -7,6 +7,7 @@ Where this departs from the first floor plan, and why:
 - `drafters` reaches `kvcache`: a drafter owns its pool and reads the target's features by slot.
 - `verify` and `engine` reach `parallel`: draws that stay on the device are taken over from rank 0,
   and the engine starts and ends the other ranks.
+- `metrics` reaches `core`: a round's figures name the shape that was drafted.
 - `bench` reaches `serving`: `bench online` reads a Serve file as `serve-spec serve` does.
 - `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
@@ -33,7 +34,7 @@ MAY_IMPORT = {
     "log": [],
     "core": [],
     "config": [],
-    "metrics": [],
+    "metrics": ["core"],
     "parallel": ["core", "ops"],
     "ops": ["core"],
     "adaptive": ["config", "core"],

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams, SpeculativeOptions
-from serve_spec.core.round import TreeShape
 from tests.helpers.checkpoints import EOS_ID, make_eagle3
 from tests.helpers.engines import (
     MakeLLM,
@@ -44,7 +44,13 @@ GRAMMARS = [
     Grammar.choice(["yes", "no", "not sure"]),
     Grammar.json_schema(SCHEMA),
 ]
-TREES = [TreeShape(1, 3), TreeShape(2, 5), TreeShape(3, 9), TreeShape(4, 14), TreeShape(4, 30)]
+TREES = [
+    DraftShape(1, 3, 3),
+    DraftShape(2, 5, 3),
+    DraftShape(3, 9, 3),
+    DraftShape(4, 14, 3),
+    DraftShape(4, 30, 3),
+]
 
 
 @dataclass(frozen=True)
@@ -54,7 +60,7 @@ class Engine:
     pair: str
     algorithm: str
     keys: dict[str, Any]
-    tiers: list[int | TreeShape]
+    tiers: list[int | DraftShape]
     ragged: bool
 
 
@@ -77,7 +83,7 @@ def any_engine(rng: Random) -> Engine:
         "max_num_batched_tokens": rng.choice([20, 40, 90]),
         "prefix_caching": rng.random() < 0.7,
     }
-    tiers: list[int | TreeShape] = [0, 1, 2, 3, HEADS if algorithm == "MEDUSA" else 7]
+    tiers: list[int | DraftShape] = [0, 1, 2, 3, HEADS if algorithm == "MEDUSA" else 7]
     text_first = algorithm != "NGRAM" and rng.random() < 0.3
     if algorithm == "NGRAM" or text_first:
         keys["speculative_ngram_min_match_window_size"] = 1

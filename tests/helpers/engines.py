@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import PendingRound, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
 MakeLLM = Callable[..., LLM]
@@ -52,33 +53,30 @@ def _repeating_heads(directory: Path, target: Path, num_heads: int) -> Path:
 
 
 class SwitchingController:
-    """Another tier every round, and another share of it for each row if `ragged`.
+    """Another shape every round, and another share of it for each row if `ragged`.
 
-    Tiers of chains are numbers of steps.
+    A number stands for the chain of that depth.
     """
 
-    def __init__(self, tiers: Sequence[int | TreeShape], ragged: bool) -> None:
-        self.candidate_steps = tuple(sorted({t for t in tiers if isinstance(t, int)}))
-        self.trees = tuple(sorted({t for t in tiers if isinstance(t, TreeShape)}))
+    def __init__(self, tiers: Sequence[int | DraftShape], ragged: bool) -> None:
+        self.shapes = [DraftShape.chain(t) if isinstance(t, int) else t for t in tiers]
         self.ragged = ragged
         self.switch_reason = None
         self.notes = NO_NOTES
-        self._tiers = cycle(tiers)
+        self._turns = cycle(self.shapes)
         self._num_rounds = 0
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         self._num_rounds += 1
-        tier = next(self._tiers)
-        tree = tier if isinstance(tier, TreeShape) else None
-        num_steps = tier.num_steps if isinstance(tier, TreeShape) else tier
+        shape = next(self._turns)
         if not self.ragged:
-            return RoundSteps(num_steps, tree=tree)
-        row_steps = [num_steps - (self._num_rounds + i) % 3 for i in range(batch.size)]
-        return RoundSteps(num_steps, [max(0, steps) for steps in row_steps], tree=tree)
+            return RoundSteps(shape)
+        row_steps = [shape.depth - (self._num_rounds + i) % 3 for i in range(batch.size)]
+        return RoundSteps(shape, [max(0, steps) for steps in row_steps])
 
     def on_verify_complete(self, verified: VerifiedRound) -> None:
         rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
-        assert all(0 <= correct <= steps <= verified.num_steps for correct, steps in rows)
+        assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
 
     def forget(self, request_id: str) -> None:
         pass
@@ -146,11 +144,11 @@ def checked(llm: LLM) -> LLM:
     return llm
 
 
-def switch_every_round(llm: LLM, tiers: Sequence[int | TreeShape], *, ragged: bool = True) -> None:
+def switch_every_round(llm: LLM, tiers: Sequence[int | DraftShape], *, ragged: bool = True) -> None:
     """Replaces the policy by one that changes tier every round: no policy would, engines must."""
     engine = llm.engine
     controller = SwitchingController(tiers, ragged)
-    engine.worker.init_states(controller.candidate_steps, controller.trees)
+    engine.worker.init_states(controller.shapes)
     engine.controller = controller  # type: ignore[assignment]
 
 

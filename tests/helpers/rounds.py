@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundTimes, VerifiedRound
 
 
@@ -42,7 +43,7 @@ def verified_round(
     live = len(num_correct_drafts)
     steps = [num_steps] * live if row_steps is None else list(row_steps)
     return VerifiedRound(
-        num_steps=num_steps,
+        shape=DraftShape.chain(num_steps),
         batch_size=batch_size,
         num_tokens=batch_size * context,
         num_sampled=0,

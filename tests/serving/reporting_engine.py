@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.metrics import StepStats
 from tests.serving.fake_engine import FakeLoop, FakeStream
@@ -10,7 +11,7 @@ RATES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
 """What it reports of acceptance, by position."""
 
 ROUND = StepStats(
-    num_steps=3,
+    shape=DraftShape.chain(3),
     batch_size=2,
     num_draft_tokens=6,
     num_correct_drafts=4,
@@ -36,7 +37,7 @@ ROUND = StepStats(
     idle_ms=0.2,
 )
 PREFILL = StepStats(
-    num_steps=0,
+    shape=DraftShape.chain(0),
     batch_size=0,
     num_draft_tokens=0,
     num_correct_drafts=0,

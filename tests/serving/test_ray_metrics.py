@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.metrics import (
     BATCH_SIZE,
     FORCED_ACCEPTANCE,
@@ -29,7 +30,7 @@ from serve_spec.serving.ray_metrics import (
 )
 
 ROUND = StepStats(
-    num_steps=2,
+    shape=DraftShape.chain(2),
     batch_size=1,
     num_draft_tokens=2,
     num_correct_drafts=1,

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.metrics import METRICS, ROUND_METRICS, StepStats, batch_size_bucket, readings
 
 ROUND = StepStats(
-    num_steps=3,
+    shape=DraftShape.chain(3),
     batch_size=2,
     num_draft_tokens=6,
     num_correct_drafts=4,
@@ -41,7 +42,7 @@ ROUND = StepStats(
 PURE = replace(ROUND, num_prefill_tokens=0, predicted_ms=3.5)
 IDLE = replace(
     ROUND,
-    num_steps=0,
+    shape=DraftShape.chain(0),
     batch_size=0,
     num_draft_tokens=0,
     num_correct_drafts=0,
@@ -91,7 +92,7 @@ def test_rows_are_counted_by_the_tokens_they_emitted() -> None:
 
 
 def test_a_counter_is_never_given_zero() -> None:
-    plain = replace(ROUND, num_steps=0, num_draft_tokens=0, live_steps=(0, 0))
+    plain = replace(ROUND, shape=DraftShape.chain(0), num_draft_tokens=0, live_steps=(0, 0))
     for stats in (ROUND, PURE, IDLE, replace(plain, live_correct_drafts=(0, 0))):
         for reading in readings(stats):
             assert reading.metric.kind != "counter" or reading.value > 0

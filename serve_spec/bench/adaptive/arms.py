@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
 from serve_spec.bench.adaptive.report import OFF, ArmRuns, Measurement
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 ADAPTIVE_ARMS: Mapping[str, Mapping[str, object]] = {
     "ema": {
@@ -73,7 +73,7 @@ def make_arms(
     controller: AdaptiveController,
     num_steps: Sequence[int],
     names: Sequence[str],
-    trees: Sequence[TreeShape] = (),
+    trees: Sequence[DraftShape] = (),
 ) -> list[Arm]:
     """Off, the fixed depths, ascending, the trees and the policies `names`.
 
@@ -88,16 +88,16 @@ def make_arms(
         mine.reconfigure({"speculative_adaptive": not is_static, **settings})
         return Arm(name, is_static, mine)
 
-    fixed = {OFF: 0, **{f"K={steps}": steps for steps in sorted(set(num_steps))}}
-    arms = [arm(name, _fixed(steps, None), is_static=True) for name, steps in fixed.items()]
-    arms += [
-        arm(str(tree), _fixed(tree.num_steps, tree.num_draft_tokens + 1), is_static=True)
-        for tree in trees
-    ]
-    built = {"candidate_steps": [steps for steps in controller.candidate_steps if steps]}
+    fixed = {OFF: PLAIN, **{f"K={k}": DraftShape.chain(k) for k in sorted(set(num_steps))}}
+    fixed |= {str(tree): tree for tree in trees}
+    arms = [arm(name, fixed_shape(shape), is_static=True) for name, shape in fixed.items()]
+    chains = [shape.depth for shape in controller.shapes if shape.is_chain]
+    built = {"candidate_steps": [depth for depth in chains if depth]}
     for name in names:
         settings = dict(ADAPTIVE_ARMS["goodput" if name == CHAINS_ALONE else name])
-        if settings["speculative_adaptive_strategy"] == "ema" and controller.candidate_trees:
+        if settings["speculative_adaptive_strategy"] == "ema" and len(chains) < len(
+            controller.shapes
+        ):
             published = ADAPTIVE_ARMS[name]["speculative_adaptive_config"]
             assert isinstance(published, dict), "presets are mappings"
             settings["speculative_adaptive_config"] = {"candidate_trees": [], **published}
@@ -109,6 +109,7 @@ def make_arms(
     return arms
 
 
-def _fixed(num_steps: int, num_rows: int | None) -> Mapping[str, object]:
-    """What a controller is told of a fixed tier: a chain, or a tree of so many rows."""
-    return {"speculative_num_steps": num_steps, "speculative_num_draft_tokens": num_rows}
+def fixed_shape(shape: DraftShape) -> Mapping[str, object]:
+    """Return what a controller is told of a fixed shape."""
+    rows = None if shape.is_chain else shape.size + 1
+    return {"speculative_num_steps": shape.depth, "speculative_num_draft_tokens": rows}

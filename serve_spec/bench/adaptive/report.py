@@ -94,7 +94,7 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
     prompt_ms = prompt_ms_per_token * sum(r.stats.num_prefill_tokens for r in rounds)
     ms_by_steps: defaultdict[int, float] = defaultdict(float)
     for r in rounds:
-        ms_by_steps[r.stats.num_steps] += r.ms
+        ms_by_steps[r.stats.shape.depth] += r.ms
     ms = sum(ms_by_steps.values())
     return Measurement(
         tokens_per_second=run.num_decode_tokens / (ms - prompt_ms) * 1e3,
@@ -103,7 +103,7 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
         draft_ms_per_round=_mean(r.stats.draft_ms for r in alone),
         verify_ms_per_round=_mean(r.stats.verify_ms for r in alone),
         accept_length=run.num_decode_tokens / sum(r.stats.batch_size for r in rounds),
-        rounds_by_num_steps=dict(sorted(Counter(r.stats.num_steps for r in rounds).items())),
+        rounds_by_num_steps=dict(sorted(Counter(r.stats.shape.depth for r in rounds).items())),
         time_by_num_steps={steps: part / ms for steps, part in sorted(ms_by_steps.items())},
         switches=dict(Counter(r.stats.switch_reason for r in rounds if r.stats.switch_reason)),
         probe_share=sum(r.ms for r in rounds if r.stats.is_probe) / ms,
@@ -136,8 +136,8 @@ def _over_predicted(rounds: Iterable[MeasuredRound]) -> dict[int, float]:
     predicted: defaultdict[int, float] = defaultdict(float)
     for r in rounds:
         if r.stats.predicted_ms is not None:
-            measured[r.stats.num_steps] += r.stats.step_ms
-            predicted[r.stats.num_steps] += r.stats.predicted_ms
+            measured[r.stats.shape.depth] += r.stats.step_ms
+            predicted[r.stats.shape.depth] += r.stats.predicted_ms
     return {steps: measured[steps] / ms for steps, ms in sorted(predicted.items())}
 
 

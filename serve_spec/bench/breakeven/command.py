@@ -27,6 +27,7 @@ from serve_spec.bench.throughput import (
 )
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostTable, load_cost_table
+from serve_spec.core.draft_shape import DraftShape
 
 _COLUMNS = ["batch", "K", "tokens/round", "ms/round", "x off", "pays from rate"]
 _TIMES = ("draft_ms", "target_ms", "verify_ms_per_row", "batch_size")
@@ -143,7 +144,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     model = CostModel(costs)
     return {
         size: [
-            model.round_ms(size, k, size * (k + 1), context, size * args.sampled)
+            model.round_ms(size, DraftShape.chain(k), size * (k + 1), context, size * args.sampled)
             for k in range(max_steps + 1)
         ]
         for size in costs.batch_sizes

@@ -6,42 +6,24 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 from serve_spec.config import ConfigError
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 
 
-class Tier(NamedTuple):
-    """What a round drafts: chains of `num_steps`, or trees of so many levels and `tree_drafts`."""
-
-    num_steps: int
-    tree_drafts: int = 0
-
-    @classmethod
-    def of(cls, tree: TreeShape) -> Tier:
-        """That of a tree."""
-        return cls(tree.num_steps, tree.num_draft_tokens)
-
-    @property
-    def num_drafts(self) -> int:
-        """Of one row."""
-        return self.tree_drafts or self.num_steps
-
-    @property
-    def name(self) -> str:
-        """In tables and plots."""
-        return str(TreeShape(*self)) if self.tree_drafts else f"K={self.num_steps}"
+def label(shape: DraftShape) -> str:
+    """Return its name in tables and plots."""
+    return f"K={shape}" if shape.is_chain else str(shape)
 
 
-OFF = Tier(0)
-Place: TypeAlias = tuple[int, str, Tier]
-"""Where a cell lies in the sweep: batch size, prompt class, tier."""
+Place: TypeAlias = tuple[int, str, DraftShape]
+"""Where a cell lies in the sweep: batch size, prompt class, shape."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """What one static tier did on one prompt class at one batch size.
+    """What one fixed shape did on one prompt class at one batch size.
 
     Times and tokens are of rounds in which every sequence of the batch decodes and drafts in full;
     prompts, the drafts' catch-up over them and the thinning tail of a batch are left out.
@@ -63,16 +45,17 @@ class Cell:
     num_texts: int
     tree_drafts: int = 0
     """Drafts of a tree of `num_steps` levels; 0: a chain."""
+    topk: int = 1
 
     @property
-    def tier(self) -> Tier:
+    def shape(self) -> DraftShape:
         """What its rounds drafted."""
-        return Tier(self.num_steps, self.tree_drafts)
+        return DraftShape(self.num_steps, self.tree_drafts or self.num_steps, self.topk)
 
     @property
     def place(self) -> Place:
         """Its coordinates, which no other cell of a sweep has."""
-        return self.batch_size, self.prompt_class, self.tier
+        return self.batch_size, self.prompt_class, self.shape
 
 
 class CellFile:

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from serve_spec.bench.configuration import tree_shape
+from serve_spec.bench.configuration import tree_size
 from serve_spec.bench.report import emit, environment, table
-from serve_spec.bench.tune.cells import OFF, Cell, CellFile, Tier
+from serve_spec.bench.tune.cells import Cell, CellFile
 from serve_spec.bench.tune.costs import write_costs
 from serve_spec.bench.tune.plots import plot_tune
 from serve_spec.bench.tune.report import COLUMNS, adaptive_config, markdown, rows
@@ -33,7 +33,7 @@ from serve_spec.bench.tune.trees import swept_trees
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.root import parse_override
-from serve_spec.core.round import TreeShape, tree_slots
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.engine.costs import code_version, fingerprint
 from serve_spec.engine.llm import LLM
 
@@ -63,20 +63,20 @@ def main(argv: list[str]) -> int:
     work = _workload(args)
     config = _configuration(args)
     trees = swept_trees(args.trees, config.speculative)
-    tiers = [*map(Tier, num_steps), *map(Tier.of, trees)]
-    if tiers == [OFF]:
+    shapes = [*map(DraftShape.chain, num_steps), *trees]
+    if shapes == [PLAIN]:
         raise ConfigError(f"num_steps={args.num_steps}: give one above 0, to compare with 0")
     record = CellFile(args.output_dir / "cells.jsonl", _settings(config, work), fresh=args.fresh)
-    llm = _load(config, max(batch_sizes), tiers, work)
-    sweep(llm.engine, record, batch_sizes, tiers, work)
+    llm = _load(config, max(batch_sizes), shapes, work)
+    sweep(llm.engine, record, batch_sizes, shapes, work)
     costs = args.output_dir / "cost_table.json"
-    deepest = max(tier.num_steps for tier in tiers)
+    deepest = max(shape.depth for shape in shapes)
     write_costs(llm, costs, max_steps=deepest, trees=trees, fresh=args.fresh)
     cells = [
-        record.cells[batch_size, name, tier]
+        record.cells[batch_size, name, shape]
         for name in _CLASSES
         for batch_size in batch_sizes
-        for tier in tiers
+        for shape in shapes
     ]
     num_different = sum(cell.num_texts - cell.same_texts for cell in cells)
     print(f"{table(COLUMNS, rows(cells))}\n{num_different} texts differ from those of K = 0")
@@ -100,7 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         "--num-steps", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], help="0 is always measured"
     )
     parser.add_argument(
-        "--trees", type=tree_shape, nargs="+", metavar="LEVELSxDRAFTS",
+        "--trees", type=tree_size, nargs="+", metavar="LEVELSxDRAFTS",
         help="with speculative_eagle_topk above 1; the root is not counted (default: the "
         "configured tree and the smaller ones that a policy may draft)",
     )  # fmt: skip
@@ -160,23 +160,24 @@ def _settings(config: ServeSpecConfig, work: Workload) -> dict[str, Any]:
     }
 
 
-def _load(config: ServeSpecConfig, batch_size: int, tiers: Sequence[Tier], work: Workload) -> LLM:
-    """One engine with every tier, and room for the largest batch at the largest of them."""
+def _load(
+    config: ServeSpecConfig, batch_size: int, shapes: Sequence[DraftShape], work: Workload
+) -> LLM:
+    """One engine with every shape, and room for the largest batch at the largest of them."""
     scheduler, cache = config.scheduler, config.cache
-    topk = config.speculative.speculative_eagle_topk
-    num_rows = batch_size * (1 + max(tier.num_drafts for tier in tiers))
+    num_rows = batch_size * (1 + max(shape.size for shape in shapes))
     sizes = {
         "max_num_seqs": max(scheduler.max_num_seqs, batch_size),
         "max_num_batched_tokens": max(scheduler.max_num_batched_tokens, num_rows),
     }
     if cache.num_pages is not None:
-        slots = max(tree_slots(topk, tier.num_steps, tier.num_drafts) for tier in tiers)
+        slots = max(shape.draft_slots for shape in shapes)
         tokens = work.prompt_tokens + work.output_tokens + slots
         needed = batch_size * -(-tokens // cache.page_size)
         sizes["num_pages"] = max(cache.num_pages, needed)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tiers.json"
-        file.write_text(json.dumps(_slots(tiers)))
+        file.write_text(json.dumps(_slots(shapes)))
         return LLM(
             config,
             **sizes,
@@ -187,13 +188,13 @@ def _load(config: ServeSpecConfig, batch_size: int, tiers: Sequence[Tier], work:
         )
 
 
-def _slots(tiers: Sequence[Tier]) -> dict[str, Any]:
-    """An adaptive config of which ema builds these tiers, and it measures nothing at start.
+def _slots(shapes: Sequence[DraftShape]) -> dict[str, Any]:
+    """An adaptive config of which ema builds these shapes, and it measures nothing at start.
 
     A slot for each tree: of those of one depth, a slot of ema drafts the largest alone.
     """
-    steps = sorted({tier.num_steps for tier in tiers})
-    trees = [[tier.num_steps, tier.tree_drafts + 1] for tier in tiers if tier.tree_drafts]
+    steps = sorted({shape.depth for shape in shapes})
+    trees = [[shape.depth, shape.size + 1] for shape in shapes if not shape.is_chain]
     if not trees:
         return {"candidate_steps": steps}
     return {
@@ -205,7 +206,7 @@ def _slots(tiers: Sequence[Tier]) -> dict[str, Any]:
 def _write(
     args: argparse.Namespace,
     config: ServeSpecConfig,
-    trees: Sequence[TreeShape],
+    trees: Sequence[DraftShape],
     cells: Sequence[Cell],
 ) -> None:
     """Everything but the cost table; prints the JSON line."""

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostKey, load_cost_table, write_cost_table
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.engine.costs import as_table, cost_key
 from serve_spec.engine.llm import LLM
 from serve_spec.engine.profile import finish, measure_costs
@@ -19,7 +19,7 @@ BUDGET_S = 300.0
 
 
 def write_costs(
-    llm: LLM, path: Path, *, max_steps: int, trees: Sequence[TreeShape], fresh: bool
+    llm: LLM, path: Path, *, max_steps: int, trees: Sequence[DraftShape], fresh: bool
 ) -> None:
     """Measures what rounds of the idle engine cost; a table that is there and fits is kept.
 
@@ -44,7 +44,6 @@ def write_costs(
                 max_model_len=llm.engine.max_model_len,
                 budget_s=BUDGET_S,
                 trees=trees,
-                topk=llm.config.speculative.speculative_eagle_topk,
             )
             costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
         except ValueError as error:
@@ -53,12 +52,12 @@ def write_costs(
 
 
 def _fits(
-    path: Path, key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[TreeShape]
+    path: Path, key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[DraftShape]
 ) -> bool:
     """Whether the table speaks of this engine and of all its rounds."""
     try:
         table = load_cost_table(path)
-        shapes = [(tree.num_steps, tree.num_draft_tokens) for tree in trees]
+        shapes = [(tree.depth, tree.size) for tree in trees]
         table.refuse_foreign(key, max_steps=max_steps, trees=shapes)
     except ConfigError:
         return False

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serve_spec.bench.tune.cells import OFF, Cell, Tier
+from serve_spec.bench.tune.cells import Cell, label
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 
 def plot_tune(result: Mapping[str, Any], path: Path) -> None:
@@ -27,10 +28,10 @@ def plot_tune(result: Mapping[str, Any], path: Path) -> None:
     )
     for axis, (name, about) in zip(axes[0], classes.items(), strict=True):
         mine = [cell for cell in cells if cell.prompt_class == name]
-        speed = {(cell.batch_size, cell.tier): cell.tokens_per_second for cell in mine}
-        for tier in dict.fromkeys(cell.tier for cell in mine):
-            speedups = [speed[size, tier] / speed[size, OFF] for size in batch_sizes]
-            axis.plot(batch_sizes, speedups, markersize=3, label=tier.name, **_style(tier))
+        speed = {(cell.batch_size, cell.shape): cell.tokens_per_second for cell in mine}
+        for shape in dict.fromkeys(cell.shape for cell in mine):
+            speedups = [speed[size, shape] / speed[size, PLAIN] for size in batch_sizes]
+            axis.plot(batch_sizes, speedups, markersize=3, label=label(shape), **_style(shape))
         axis.set_xscale("log", base=2)
         axis.set_xticks(batch_sizes, [str(size) for size in batch_sizes])
         axis.set_xlabel("batch size")
@@ -44,8 +45,8 @@ def plot_tune(result: Mapping[str, Any], path: Path) -> None:
     plt.close(figure)
 
 
-def _style(tier: Tier) -> dict[str, Any]:
+def _style(shape: DraftShape) -> dict[str, Any]:
     """Off is a thin line, trees are dashed."""
-    if tier == OFF:
+    if shape == PLAIN:
         return {"color": "black", "linewidth": 0.8}
-    return {"marker": "^", "linestyle": "--"} if tier.tree_drafts else {"marker": "o"}
+    return {"marker": "o"} if shape.is_chain else {"marker": "^", "linestyle": "--"}

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
-from serve_spec.bench.tune.cells import OFF, Cell, Tier
+from serve_spec.bench.tune.cells import Cell, label
+from serve_spec.core.draft_shape import PLAIN
 
 AdaptiveFile: TypeAlias = dict[str, dict[str, Any]]
 """What `config.adaptive_file` reads: candidate steps, and trees, by the lower bound of the batch
@@ -33,7 +34,7 @@ def best_cells(cells: Sequence[Cell]) -> dict[tuple[int, str], Cell]:
     """
 
     def order(cell: Cell) -> tuple[float, ...]:
-        return -cell.tokens_per_second, cell.tier.num_drafts, cell.tree_drafts, cell.num_steps
+        return -cell.tokens_per_second, cell.shape.size, cell.tree_drafts, cell.num_steps
 
     best: dict[tuple[int, str], Cell] = {}
     for cell in sorted(cells, key=order):
@@ -51,11 +52,11 @@ def adaptive_config(cells: Sequence[Cell]) -> AdaptiveFile:
     slots: AdaptiveFile = {}
     last: dict[str, Any] | None = None
     for batch_size in sorted({batch_size for batch_size, _ in best}):
-        tiers = {cell.tier for (size, _), cell in best.items() if size == batch_size}
-        slot: dict[str, Any] = {"candidate_steps": sorted({tier.num_steps for tier in tiers})}
+        shapes = {cell.shape for (size, _), cell in best.items() if size == batch_size}
+        slot: dict[str, Any] = {"candidate_steps": sorted({shape.depth for shape in shapes})}
         if _has_trees(cells):
-            trees = sorted(tier for tier in tiers if tier.tree_drafts)
-            slot["candidate_trees"] = [[levels, drafts + 1] for levels, drafts in trees]
+            trees = sorted(shape for shape in shapes if not shape.is_chain)
+            slot["candidate_trees"] = [[tree.depth, tree.size + 1] for tree in trees]
         if slot != last:
             slots[str(batch_size)] = slot
         last = slot
@@ -67,7 +68,7 @@ def speedups(cells: Sequence[Cell]) -> dict[Cell, float]:
     off = {
         (cell.batch_size, cell.prompt_class): cell.tokens_per_second
         for cell in cells
-        if cell.tier == OFF
+        if cell.shape == PLAIN
     }
     return {
         cell: cell.tokens_per_second / off[cell.batch_size, cell.prompt_class] for cell in cells
@@ -81,7 +82,7 @@ def rows(cells: Sequence[Cell]) -> list[list[object]]:
         [
             cell.prompt_class,
             cell.batch_size,
-            cell.tier.name.removeprefix("K="),
+            str(cell.shape),
             f"{cell.tokens_per_second:.0f}",
             f"{cell.tokens_per_second_low:.0f}",
             speedup[cell],
@@ -144,7 +145,7 @@ def _best_table(
     for batch_size in sorted({cell.batch_size for cell in cells}):
         slot = slots[str(max(int(key) for key in slots if int(key) <= batch_size))]
         fastest = [best[batch_size, name] for name in classes]
-        shown = [f"{cell.tier.name}, {speedup[cell]:.2f} x off" for cell in fastest]
+        shown = [f"{label(cell.shape)}, {speedup[cell]:.2f} x off" for cell in fastest]
         trees = [_listed(slot["candidate_trees"])] if _has_trees(cells) else []
         table.append([batch_size, slot["candidate_steps"], *trees, *shown])
     columns = ["candidate steps", *(["candidate trees"] if _has_trees(cells) else [])]
@@ -153,7 +154,7 @@ def _best_table(
 
 def _listed(trees: Sequence[tuple[int, int]]) -> str:
     """Those of a slot, by their names."""
-    return ", ".join(Tier(levels, rows - 1).name for levels, rows in trees) or "none"
+    return ", ".join(f"{depth}x{rows - 1}" for depth, rows in trees) or "none"
 
 
 def _has_trees(cells: Sequence[Cell]) -> bool:

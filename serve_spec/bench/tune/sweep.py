@@ -1,4 +1,4 @@
-"""Runs the cells of a sweep on one engine: static tiers in turn on prompts of several kinds."""
+"""Runs the cells of a sweep on one engine: static shapes in turn on prompts of several kinds."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 
 from tqdm import tqdm
 
+from serve_spec.bench.adaptive.arms import fixed_shape
 from serve_spec.bench.phases import TextKind, shuffled
-from serve_spec.bench.tune.cells import OFF, Cell, CellFile, Tier
+from serve_spec.bench.tune.cells import Cell, CellFile
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence as TextSequence
 from serve_spec.engine.engine import SpecEngine
@@ -53,12 +55,12 @@ def sweep(
     engine: SpecEngine,
     record: CellFile,
     batch_sizes: Sequence[int],
-    tiers: Sequence[Tier],
+    shapes: Sequence[DraftShape],
     work: Workload,
 ) -> None:
     """Measures every group (prompt class at a batch size) that lacks a cell, into `record`.
 
-    tiers: 0 first; the engine has built them all.
+    shapes: 0 first; the engine has built them all.
 
     Raises:
         ConfigError: the engine has no room for a batch, or the texts are too short.
@@ -67,12 +69,12 @@ def sweep(
         (batch_size, prompt_class)
         for batch_size in sorted(batch_sizes, reverse=True)  # what does not fit is known at once
         for prompt_class in PROMPT_CLASSES
-        if any((batch_size, prompt_class, tier) not in record.cells for tier in tiers)
+        if any((batch_size, prompt_class, shape) not in record.cells for shape in shapes)
     ]
-    with tqdm(total=len(missing) * len(tiers) * work.repetitions, unit="run") as bar:
+    with tqdm(total=len(missing) * len(shapes) * work.repetitions, unit="run") as bar:
         for batch_size, prompt_class in missing:
             bar.set_description(f"batch {batch_size}, {prompt_class}")
-            cells = _measure_group(engine, prompt_class, batch_size, tiers, work, bar.update)
+            cells = _measure_group(engine, prompt_class, batch_size, shapes, work, bar.update)
             record.append(cells)
 
 
@@ -80,13 +82,13 @@ def _measure_group(
     engine: SpecEngine,
     prompt_class: str,
     batch_size: int,
-    tiers: Sequence[Tier],
+    shapes: Sequence[DraftShape],
     work: Workload,
     tick: Callable[[], object],
 ) -> list[Cell]:
-    """The cells of one prompt class at one batch size; the tiers take turns.
+    """The cells of one prompt class at one batch size; the shapes take turns.
 
-    tiers: 0 first, whose texts the others are compared with.
+    shapes: 0 first, whose texts the others are compared with.
     tick: called after every run, `repetitions` times per cell.
     """
     count = -(-work.num_prompts // batch_size) * batch_size
@@ -103,22 +105,22 @@ def _measure_group(
         )
         for i in range(count)
     ]
-    runs: dict[Tier, list[_Run]] = {tier: [] for tier in tiers}
-    for tier in tiers:
-        num_tokens = min(work.output_tokens, 4 * (tier.num_steps + 1))
+    runs: dict[DraftShape, list[_Run]] = {shape: [] for shape in shapes}
+    for shape in shapes:
+        num_tokens = min(work.output_tokens, 4 * (shape.depth + 1))
         warm_up = [replace(p, max_tokens=num_tokens) for p in params[:batch_size]]
-        _run_batch(engine, tier, prompts[:batch_size], warm_up, _Run())
+        _run_batch(engine, shape, prompts[:batch_size], warm_up, _Run())
     for _ in range(work.repetitions):
-        for tier in tiers:
-            runs[tier].append(_run(engine, tier, prompts, params, batch_size))
+        for shape in shapes:
+            runs[shape].append(_run(engine, shape, prompts, params, batch_size))
             tick()
-    reference = runs[tiers[0]][-1].texts
-    return [_cell(batch_size, prompt_class, tier, runs[tier], reference) for tier in tiers]
+    reference = runs[shapes[0]][-1].texts
+    return [_cell(batch_size, prompt_class, shape, runs[shape], reference) for shape in shapes]
 
 
 def _run(
     engine: SpecEngine,
-    tier: Tier,
+    shape: DraftShape,
     prompts: Prompts,
     params: Sequence[SamplingParams],
     batch_size: int,
@@ -126,18 +128,18 @@ def _run(
     run = _Run()
     for first in range(0, len(prompts), batch_size):
         group = slice(first, first + batch_size)
-        _run_batch(engine, tier, prompts[group], params[group], run)
+        _run_batch(engine, shape, prompts[group], params[group], run)
     if not run.num_rounds:
         raise ConfigError(
             f"output_tokens={params[0].max_tokens}: at batch size {batch_size} a text ends before "
-            f"one round with num_steps={tier.num_steps} could be measured; give more"
+            f"one round with num_steps={shape.depth} could be measured; give more"
         )
     return run
 
 
 def _run_batch(
     engine: SpecEngine,
-    tier: Tier,
+    shape: DraftShape,
     prompts: Prompts,
     params: Sequence[SamplingParams],
     run: _Run,
@@ -150,22 +152,24 @@ def _run_batch(
     try:
         for seq in sequences:
             engine.add(seq)
-        _hold(engine, OFF)
+        _hold(engine, PLAIN)
         while not all(seq.is_decoding for seq in sequences):
             engine.step()
-        _hold(engine, tier)
+        _hold(engine, shape)
         engine.step()  # not measured: here drafts catch up over the prompts
-        _measure(engine, tier, sequences, run)
+        _measure(engine, shape, sequences, run)
     finally:
         for seq in sequences:
             engine.abort(seq.request_id)
 
 
-def _measure(engine: SpecEngine, tier: Tier, sequences: Sequence[TextSequence], run: _Run) -> None:
+def _measure(
+    engine: SpecEngine, shape: DraftShape, sequences: Sequence[TextSequence], run: _Run
+) -> None:
     before = replace(engine.counters)
     num_rounds = 0
     started = time.perf_counter()
-    while min(seq.num_remaining for seq in sequences) > tier.num_steps:
+    while min(seq.num_remaining for seq in sequences) > shape.depth:
         engine.step()
         num_rounds += 1
     run.seconds += time.perf_counter() - started
@@ -173,10 +177,10 @@ def _measure(engine: SpecEngine, tier: Tier, sequences: Sequence[TextSequence], 
     num_rows = num_rounds * len(sequences)
     if (
         after.num_decode_rows - before.num_decode_rows != num_rows
-        or after.num_draft_tokens - before.num_draft_tokens != num_rows * tier.num_drafts
+        or after.num_draft_tokens - before.num_draft_tokens != num_rows * shape.size
     ):
         raise ConfigError(
-            f"batch_size={len(sequences)}: there was no room for {tier.num_drafts} drafts of every "
+            f"batch_size={len(sequences)}: there was no room for {shape.size} drafts of every "
             "sequence in every round; raise num_pages (cache), or measure smaller batches"
         )
     run.num_rounds += num_rounds
@@ -186,19 +190,13 @@ def _measure(engine: SpecEngine, tier: Tier, sequences: Sequence[TextSequence], 
     run.texts += [seq.output_token_ids for seq in sequences]
 
 
-def _hold(engine: SpecEngine, tier: Tier) -> None:
-    """Stays at one tier from the next round on."""
-    engine.reconfigure(
-        {
-            "speculative_adaptive": False,
-            "speculative_num_steps": tier.num_steps,
-            "speculative_num_draft_tokens": tier.tree_drafts + 1 if tier.tree_drafts else None,
-        }
-    )
+def _hold(engine: SpecEngine, shape: DraftShape) -> None:
+    """Stays at one shape from the next round on."""
+    engine.reconfigure({"speculative_adaptive": False, **fixed_shape(shape)})
 
 
 def _cell(
-    batch_size: int, prompt_class: str, tier: Tier, runs: list[_Run], reference: Prompts
+    batch_size: int, prompt_class: str, shape: DraftShape, runs: list[_Run], reference: Prompts
 ) -> Cell:
     speeds = [run.num_tokens / run.seconds for run in runs]
     num_rounds = sum(run.num_rounds for run in runs)
@@ -206,8 +204,9 @@ def _cell(
     return Cell(
         batch_size=batch_size,
         prompt_class=prompt_class,
-        num_steps=tier.num_steps,
-        tree_drafts=tier.tree_drafts,
+        num_steps=shape.depth,
+        tree_drafts=shape.tree_size,
+        topk=shape.topk,
         tokens_per_second=statistics.median(speeds),
         tokens_per_second_low=min(speeds),
         accept_length=sum(run.num_tokens for run in runs) / num_rounds / batch_size,

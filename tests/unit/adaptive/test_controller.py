@@ -19,7 +19,7 @@ from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from tests.helpers.rounds import decode_batch, verified_round
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
@@ -43,12 +43,17 @@ def controller(
     """An ema controller over the slots of `config`."""
     return AdaptiveController(
         PolicySettings(
-            num_steps,
+            DraftShape.chain(num_steps),
             strategy="ema",
             slots=load_slots(config),
             min_dwell_rounds=min_dwell_rounds,
         )
     )
+
+
+def depths(chooses: AdaptiveController | PolicySettings) -> tuple[int, ...]:
+    """Of the chains it may choose."""
+    return tuple(shape.depth for shape in chooses.shapes if shape.is_chain)
 
 
 def play(target: AdaptiveController, batch_size: int, kept: Callable[[int], int]) -> int:
@@ -60,7 +65,7 @@ def play(target: AdaptiveController, batch_size: int, kept: Callable[[int], int]
 
 def choose(target: AdaptiveController, batch_size: int) -> int:
     """The tier of a round."""
-    return target.choose_steps(decode_batch(batch_size)).num_steps
+    return target.choose_steps(decode_batch(batch_size)).shape.depth
 
 
 def told(
@@ -97,7 +102,7 @@ def slot(target: AdaptiveController, key: str) -> dict[str, Any]:
 
 def test_ema_follows_the_conservative_preset_by_default() -> None:
     made = AdaptiveController.create(speculative(speculative_adaptive_strategy="ema"))
-    assert made.candidate_steps == (1, 3, 7)
+    assert depths(made) == (1, 3, 7)
     assert [choose(made, bs) for bs in (1, 8, 32)] == [3, 3, 1]
 
 
@@ -105,7 +110,7 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> Non
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 5]}))
     made = AdaptiveController.create(ema_from(file))
-    assert made.candidate_steps == (0, 5)
+    assert depths(made) == (0, 5)
     assert choose(made, 1) == 5
 
 
@@ -116,14 +121,14 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> Non
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_a_static_tier_never_moves(keys: dict[str, Any], num_steps: int) -> None:
     made = AdaptiveController.create(speculative(speculative_num_steps=num_steps, **keys))
-    assert made.candidate_steps == (num_steps,)
+    assert depths(made) == (num_steps,)
     assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
     assert made.snapshot()["strategy"] == "static"
 
 
 def test_without_a_draft_model_the_tier_is_zero() -> None:
     made = AdaptiveController.create(SpeculativeConfig())
-    assert made.candidate_steps == (0,)
+    assert depths(made) == (0,)
     assert {play(made, bs, nothing) for bs in (1, 40)} == {0}
 
 
@@ -131,13 +136,15 @@ def test_without_a_draft_model_the_tier_is_zero() -> None:
 @pytest.mark.parametrize("most", [1, 2, 4, 5, 8, 20])
 def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy: Any, most: int) -> None:
     free, bound = (
-        PolicySettings(1, strategy=strategy, tree=TreeShape(3, 6), topk=2, max_steps=max_steps)
+        PolicySettings(
+            DraftShape.chain(1), strategy=strategy, tree=DraftShape(3, 6, 2), max_steps=max_steps
+        )
         for max_steps in (None, most)
     )
-    assert max(bound.candidate_steps) == min(most, max(free.candidate_steps))
-    assert all(tree.num_steps <= most for tree in bound.tree_shapes)
+    assert bound.max_depth == min(most, free.max_depth)
+    assert all(tree.depth <= most for tree in bound.trees)
     if strategy == "ema":
-        assert set(bound.candidate_steps) == {min(k, most) for k in free.candidate_steps}
+        assert set(depths(bound)) == {min(k, most) for k in depths(free)}
 
 
 def test_known_mistake_1_a_stale_result_changes_neither_average_nor_count() -> None:
@@ -183,17 +190,19 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
     strategy: Any,
 ) -> None:
     """All kept: alone they would raise what the model's, all lost, lower."""
-    settings = PolicySettings(3, strategy=strategy, slots=load_slots(TWO_SLOTS), min_dwell_rounds=0)
+    settings = PolicySettings(
+        DraftShape.chain(3), strategy=strategy, slots=load_slots(TWO_SLOTS), min_dwell_rounds=0
+    )
     made, without = AdaptiveController(settings), AdaptiveController(settings)
     for _ in range(3):
         steps = made.choose_steps(decode_batch(4))
         without.choose_steps(decode_batch(4))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * 4)
         kept = [0, 0, *row_steps[2:]]
-        told_both = verified_round(kept, 4, steps.num_steps, row_steps=row_steps)
+        told_both = verified_round(kept, 4, steps.shape.depth, row_steps=row_steps)
         made.on_verify_complete(replace(told_both, is_from_text=[False, False, True, True]))
         plain = [*row_steps[:2], 0, 0]
-        without.on_verify_complete(verified_round([0] * 4, 4, steps.num_steps, row_steps=plain))
+        without.on_verify_complete(verified_round([0] * 4, 4, steps.shape.depth, row_steps=plain))
     assert made.snapshot() == without.snapshot()
 
 
@@ -207,7 +216,7 @@ def test_known_mistake_3_serving_backs_off_from_bad_probes_by_default(tmp_path: 
 
 
 def test_known_mistake_4_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
-    settings = PolicySettings(3, strategy="ema", slots=load_slots(TWO_SLOTS))
+    settings = PolicySettings(DraftShape.chain(3), strategy="ema", slots=load_slots(TWO_SLOTS))
     made = AdaptiveController(settings)
     tiers = [play(made, 2, everything if n % 3 else nothing) for n in range(300)]
     changes = [n for n in range(1, 300) if tiers[n] != tiers[n - 1]]
@@ -310,7 +319,7 @@ def test_a_round_that_may_not_draft_is_no_decision() -> None:
     target = controller(TWO_SLOTS)
     assert choose(target, 4) == 3
     counts = target.snapshot()
-    assert target.choose_steps(decode_batch(4, may_draft=False)).num_steps == 0
+    assert target.choose_steps(decode_batch(4, may_draft=False)).shape.depth == 0
     assert target.switch_reason is None
     assert target.snapshot() == counts
     assert choose(target, 4) == 3
@@ -340,7 +349,7 @@ def test_every_choice_is_a_candidate_of_the_slot_and_was_announced_to_the_worker
     for batch_size, share in rounds:
         steps = play(made, batch_size, lambda k, share=share: round(share * k))
         assert steps in ladders[str(made.snapshot()["slot"])]
-        assert steps in made.candidate_steps
+        assert steps in depths(made)
     counted: Any = made.snapshot()["rounds_by_num_steps"]
     assert sum(counted.values()) == len(rounds)
 
@@ -431,7 +440,9 @@ def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
 class TestAStartFromWhatOthersLearned:
     @staticmethod
     def make() -> AdaptiveController:
-        return AdaptiveController(PolicySettings(3), recorded_table(GPU_8B, (1, 2, 4, 8)))
+        return AdaptiveController(
+            PolicySettings(DraftShape.chain(3)), recorded_table(GPU_8B, (1, 2, 4, 8))
+        )
 
     @staticmethod
     def rates(target: AdaptiveController) -> list[float]:

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import GAIN, LARGEST_FACTOR, CostModel
 from serve_spec.config.cost_table import CostTable, TreeCosts
-from serve_spec.core.round import RoundTimes, TreeShape
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.round import RoundTimes
 from tests.helpers.costs import KEY
 
 SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
@@ -64,7 +65,7 @@ def round_of(batch_size: int, num_steps: int, **times: float) -> dict[str, Any]:
     """Arguments of `observe` for a round in which every row drafts `num_steps`."""
     return {
         "batch_size": batch_size,
-        "num_steps": num_steps,
+        "shape": DraftShape.chain(num_steps),
         "num_rows": batch_size * (1 + num_steps),
         "num_drafting": batch_size if num_steps else 0,
         "context": 128.0,
@@ -109,7 +110,9 @@ def test_a_round_of_equal_rows_costs_what_its_curves_say(batch_size: int, contex
     assert draft.shape == (8,)
     assert draft[0] == 0
     for steps in range(8):
-        whole = costs.round_ms(batch_size, steps, batch_size * (1 + steps), context, 0)
+        whole = costs.round_ms(
+            batch_size, DraftShape.chain(steps), batch_size * (1 + steps), context, 0
+        )
         assert whole == pytest.approx(draft[steps] + verify[batch_size * steps])
 
 
@@ -167,11 +170,12 @@ def beside_prompts(
     """One round of 4 rows, to which `rows` rows of prompts add so much more than the table says."""
     num_rows = 4 * (steps + 1)
     table_ms = model().prompt_ms(rows, 128, np.array([num_rows]), 4)[0]
-    whole = costs.round_ms(4, steps, num_rows, 128, 0) + table_ms + excess_ms
+    whole = costs.round_ms(4, DraftShape.chain(steps), num_rows, 128, 0) + table_ms + excess_ms
     whole = whole if round_ms is None else round_ms
     draft = draft_ms(4, steps, 128)
     return costs.observe(
-        batch_size=4, num_steps=steps, num_rows=num_rows, num_drafting=4 * (steps > 0),
+        batch_size=4, shape=DraftShape.chain(steps), num_rows=num_rows,
+        num_drafting=4 * (steps > 0),
         context=128, num_sampled=0, draft_ms=draft, verify_ms=whole - draft, round_ms=whole,
         num_prompt_rows=rows,
     )  # fmt: skip
@@ -192,7 +196,9 @@ def test_what_prompts_add_is_learned_for_plain_rounds_and_for_those_that_draft()
     )
     assert prompts_add(costs, 1) == pytest.approx(prompts_add(model(), 1)), "other sizes"
     assert (costs.prompt_ms(0, 128, np.array([4, 12]), 4) == 0.0).all()
-    assert costs.round_ms(4, 2, 12, 128, 0) == model().round_ms(4, 2, 12, 128, 0), "nothing else"
+    assert costs.round_ms(4, DraftShape.chain(2), 12, 128, 0) == model().round_ms(
+        4, DraftShape.chain(2), 12, 128, 0
+    ), "nothing else"
 
 
 def test_until_both_are_measured_prompts_add_as_much_to_drafts_as_to_plain_rounds() -> None:
@@ -213,7 +219,7 @@ def test_no_time_of_a_round_with_prompts_makes_them_less_than_free_or_dearer_tha
     costs = model()
     for _ in range(30):
         beside_prompts(costs, 2, 0.0, rows, round_ms)
-    most = prompts_add(model()) + costs.round_ms(4, 2, 12, 128, 0)
+    most = prompts_add(model()) + costs.round_ms(4, DraftShape.chain(2), 12, 128, 0)
     assert (prompts_add(costs) >= 0.0).all()
     assert (prompts_add(costs) <= most).all()
 
@@ -234,7 +240,7 @@ def test_a_machine_that_slows_down_says_little_of_the_tier_it_ran() -> None:
 
 def test_nobody_drafting_costs_nothing() -> None:
     costs = model()
-    assert costs.round_ms(4, 3, 4, 128, 0) == pytest.approx(verify_ms(4, 0, 128))
+    assert costs.round_ms(4, DraftShape.chain(3), 4, 128, 0) == pytest.approx(verify_ms(4, 0, 128))
 
 
 def test_rows_that_stop_drafting_early_make_a_chain_cheaper_by_their_share() -> None:
@@ -242,7 +248,7 @@ def test_rows_that_stop_drafting_early_make_a_chain_cheaper_by_their_share() -> 
     costs = model()
     step_ms = [1.0 + 0.02 * rows for rows in (4, 2, 1)]
     expected = sum(step_ms) + 0.001 * 128
-    ragged = costs.round_ms(4, 3, 4 + 7, 128, 0)
+    ragged = costs.round_ms(4, DraftShape.chain(3), 4 + 7, 128, 0)
     assert ragged - verify_curve(costs, 4, 128, 0)[7] == pytest.approx(expected)
 
 
@@ -254,7 +260,7 @@ def test_a_ragged_round_costs_no_more_than_a_full_one_of_its_depth(
     num_drafting = data.draw(st.integers(1, batch_size))
     num_drafts = data.draw(st.integers(num_drafting, num_drafting * num_steps))
     rows = batch_size + num_drafts
-    ragged = costs.round_ms(batch_size, num_steps, rows, 128, 0, num_drafting)
+    ragged = costs.round_ms(batch_size, DraftShape.chain(num_steps), rows, 128, 0, num_drafting)
     full = float(costs.draft_curve(num_drafting, 128)[num_steps])
     verify = costs.verify_ms(batch_size, num_drafts, 128, 0)
     assert verify < ragged <= (full + verify) * (1 + 1e-9)
@@ -267,13 +273,13 @@ def test_a_ragged_round_costs_no_more_than_a_full_one_of_its_depth(
 def test_rounds_that_can_not_be_are_refused(shape: tuple[int, int, int, int | None]) -> None:
     batch_size, num_steps, num_rows, num_drafting = shape
     with pytest.raises(ValueError, match=r"num_(rows|steps)="):
-        model().round_ms(batch_size, num_steps, num_rows, 128, 0, num_drafting)
+        model().round_ms(batch_size, DraftShape.chain(num_steps), num_rows, 128, 0, num_drafting)
 
 
 def test_padded_drafting_costs_all_rows_whoever_drafts() -> None:
     costs = model(padded=True)
     verify = costs.verify_ms(8, 3, 128, 0)
-    one_row_of_eight = costs.round_ms(8, 3, 8 + 3, 128, 0, 1)
+    one_row_of_eight = costs.round_ms(8, DraftShape.chain(3), 8 + 3, 128, 0, 1)
     assert one_row_of_eight == pytest.approx(verify + draft_ms(8, 3, 128))
 
 
@@ -354,7 +360,7 @@ def test_rounds_in_which_some_rows_draft_correct_themselves_and_no_plain_round(
     for _ in range(300):
         plain = {"draft_ms": 0.0, "verify_ms": verify_ms(4, 0, 128)}
         costs.observe(**round_of(4, 0, **plain, round_ms=plain["verify_ms"]))
-        shape = {"batch_size": 4, "num_steps": num_steps, "num_rows": 4 + num_drafts}
+        shape = {"batch_size": 4, "shape": DraftShape.chain(num_steps), "num_rows": 4 + num_drafts}
         times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
         assert costs.observe(
             **shape, **times, num_drafting=num_drafting, context=128, num_sampled=0
@@ -480,7 +486,7 @@ def test_sizes_that_never_ran_take_the_host_time_of_the_nearest_that_did() -> No
     run(costs, 16, 1, host=3.0)
     assert costs.host_ms(1) == pytest.approx(1.0)
     assert costs.host_ms(12) == costs.host_ms(100) == pytest.approx(3.0)
-    assert costs.round_ms(16, 0, 16, 128, 0) == pytest.approx(
+    assert costs.round_ms(16, DraftShape.chain(0), 16, 128, 0) == pytest.approx(
         verify_curve(costs, 16, 128, 0)[0] + 3.0
     )
 
@@ -508,7 +514,7 @@ def test_a_table_without_drafts_prices_plain_rounds() -> None:
     nothing = tuple(tuple((0.0,) for _ in SIZES) for _ in CONTEXTS)
     costs = model(num_steps=(0,), draft_ms=nothing, verify_ms=plain)
     assert verify_curve(costs, 4, 128, 0).tolist() == [verify_ms(4, 0, 128)]
-    assert costs.round_ms(4, 0, 4, 128, 0) == verify_ms(4, 0, 128)
+    assert costs.round_ms(4, DraftShape.chain(0), 4, 128, 0) == verify_ms(4, 0, 128)
     assert run(costs, 4, 0, 1.3)
 
 
@@ -543,7 +549,7 @@ def test_drafts_from_texts_are_verified_and_cost_no_drafting(
     costs = model()
     verify = verify_ms(size, num_steps, 128) * slower
     times = {"draft_ms": 0.3, "verify_ms": verify, "round_ms": verify + 1}
-    from_text = {"num_steps": 0, "num_drafting": 0, "num_text_drafts": size * num_steps}
+    from_text = {"shape": PLAIN, "num_drafting": 0, "num_text_drafts": size * num_steps}
     for _ in range(20):
         assert costs.observe(**{**round_of(size, num_steps, **times), **from_text})
     assert costs.snapshot()["draft_factors"] == {}
@@ -559,14 +565,14 @@ def test_drafts_that_neither_text_nor_model_made_are_no_round() -> None:
         model().observe(
             **{
                 **round_of(2, 3, draft_ms=1.0, verify_ms=1.0, round_ms=2.0),
-                "num_steps": 0,
+                "shape": PLAIN,
                 "num_drafting": 0,
                 "num_text_drafts": 5,
             }
         )
 
 
-TREE = TreeShape(3, 10)
+TREE = DraftShape(3, 10, 4)
 
 
 def tree_verify_ms(batch_size: int, num_drafts: float, context: float) -> float:
@@ -577,12 +583,12 @@ def tree_verify_ms(batch_size: int, num_drafts: float, context: float) -> float:
 def model_of_trees(**changes: Any) -> CostModel:
     """The same machine, where a tree's levels cost twice the steps of a chain."""
     tree = TreeCosts(
-        num_steps=TREE.num_steps,
-        num_draft_tokens=TREE.num_draft_tokens,
+        num_steps=TREE.depth,
+        num_draft_tokens=TREE.size,
         draft_ms=tuple(tuple(2 * draft_ms(b, 3, c) for b in SIZES) for c in CONTEXTS),
         verify_ms=tuple(tuple(tree_verify_ms(b, 10, c) for b in SIZES) for c in CONTEXTS),
     )
-    return model(trees=(tree,), **changes)
+    return model(trees=(tree,), key=KEY.model_copy(update={"topk": TREE.topk}), **changes)
 
 
 def run_tree(costs: CostModel, batch_size: int, slower: float = 1.0, **changes: Any) -> bool:
@@ -590,23 +596,23 @@ def run_tree(costs: CostModel, batch_size: int, slower: float = 1.0, **changes: 
     draft = 2 * draft_ms(batch_size, 3, 128) * slower
     verify = tree_verify_ms(batch_size, 10, 128) * slower
     times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
-    rows = {"num_rows": batch_size * 11, "tree": TREE}
+    rows = {"num_rows": batch_size * 11, "shape": TREE}
     return costs.observe(**{**round_of(batch_size, 3), **rows, **times, **changes})
 
 
 @pytest.mark.parametrize("batch_size", [1, 3, 16, 40])
 def test_a_round_of_trees_costs_what_was_measured_of_its_shape(batch_size: int) -> None:
-    found = model_of_trees().tree_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
+    found = model_of_trees().stages_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
     expected = 2 * draft_ms(batch_size, 3, 128), tree_verify_ms(batch_size, 10, 128)
     assert found == pytest.approx(expected)
 
 
 def test_rows_without_a_tree_are_plain_ones_and_each_sampled_row_has_its_price() -> None:
     costs = model_of_trees()
-    draft, verify = costs.tree_ms(TREE, 8, 2, 20, 128, 4)
+    draft, verify = costs.stages_ms(TREE, 8, 2, 20, 128, 4)
     assert draft == pytest.approx(2 * draft_ms(2, 3, 128))
     assert verify == pytest.approx(tree_verify_ms(8, 20 / 8, 128) + SAMPLED_ROW_MS * 4 * 28 / 8)
-    assert costs.tree_ms(TREE, 8, 0, 0, 128, 0) == (0.0, pytest.approx(verify_ms(8, 0, 128)))
+    assert costs.stages_ms(TREE, 8, 0, 0, 128, 0) == (0.0, pytest.approx(verify_ms(8, 0, 128)))
 
 
 @given(slower=st.floats(0.3, 4), batch_size=st.integers(1, 16))
@@ -615,7 +621,7 @@ def test_rounds_of_trees_correct_their_own_shape(slower: float, batch_size: int)
     for _ in range(300):
         assert run_tree(costs, batch_size, slower)
     truth = slower * 2 * draft_ms(batch_size, 3, 128), slower * tree_verify_ms(batch_size, 10, 128)
-    found = costs.tree_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
+    found = costs.stages_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
     assert found == pytest.approx(truth, rel=0.02)
 
 
@@ -625,10 +631,14 @@ def test_a_machine_that_slows_down_under_trees_makes_chains_no_dearer_beside_the
     for _ in range(50):
         run_tree(costs, 4)
         run(costs, 4, 3)
-    before = sum(costs.tree_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(4, 3, 16, 128, 0)
+    before = sum(costs.stages_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(
+        4, DraftShape.chain(3), 16, 128, 0
+    )
     for _ in range(3):
         run_tree(costs, 4, 1.5)
-    after = sum(costs.tree_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(4, 3, 16, 128, 0)
+    after = sum(costs.stages_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(
+        4, DraftShape.chain(3), 16, 128, 0
+    )
     assert 1.0 < after / before < 1.5**0.5
 
 
@@ -649,7 +659,7 @@ def test_a_round_of_trees_in_which_nobody_drafts_is_a_plain_one(slower: float) -
     verify = slower * verify_ms(4, 0, 128)
     times = {"draft_ms": 0.0, "verify_ms": verify, "round_ms": verify}
     for _ in range(20):
-        assert costs.observe(**{**round_of(4, 0), "tree": TREE, **times})
+        assert costs.observe(**{**round_of(4, 0), "shape": TREE, **times})
         assert plain.observe(**{**round_of(4, 0), **times})
     assert costs.snapshot() == plain.snapshot()
     assert costs.drafts_of_trees(TREE, 4) == 40
@@ -665,7 +675,7 @@ def test_trees_of_texts_alone_say_nothing_of_a_shape_however_much_they_hold(
     of_texts = {"num_rows": size * (num_drafts + 1), "num_text_drafts": size * num_drafts}
     before = costs.verify_ms(size, size * num_drafts, 128, 0)
     for _ in range(20):
-        assert costs.observe(**{**round_of(size, 0), **of_texts, **times, "tree": TREE})
+        assert costs.observe(**{**round_of(size, 0), **of_texts, **times, "shape": TREE})
     assert costs.snapshot()["tree_verify_factors"] == {str(TREE): {}}
     found = costs.verify_ms(size, size * num_drafts, 128, 0)
     assert abs(math.log(found / verify)) <= abs(math.log(before / verify)) + 1e-12
@@ -702,8 +712,8 @@ def test_rounds_alike_teach_at_once_what_they_teach_one_by_one(
     for _ in range(8):
         run(alone, 4, 3, slower=slower, host=0.5)
     for num_steps in (0, 3):
-        one_by_one = alone.round_ms(4, num_steps, 4 * (1 + num_steps), 128, 0)
-        at_once = together.round_ms(4, num_steps, 4 * (1 + num_steps), 128, 0)
+        one_by_one = alone.round_ms(4, DraftShape.chain(num_steps), 4 * (1 + num_steps), 128, 0)
+        at_once = together.round_ms(4, DraftShape.chain(num_steps), 4 * (1 + num_steps), 128, 0)
         assert at_once == pytest.approx(one_by_one, rel=0.02)
 
 
@@ -714,5 +724,7 @@ def test_of_rounds_alike_those_that_can_not_be_are_left_out() -> None:
     some, none = model(), model()
     assert some.observe_alike([good, absurd, good], **round_of(4, 3)) == [True, False, True]
     none.observe_alike([good, good], **round_of(4, 3))
-    assert some.round_ms(4, 3, 16, 128, 0) == none.round_ms(4, 3, 16, 128, 0)
+    assert some.round_ms(4, DraftShape.chain(3), 16, 128, 0) == none.round_ms(
+        4, DraftShape.chain(3), 16, 128, 0
+    )
     assert some.snapshot()["num_refused"] == 1

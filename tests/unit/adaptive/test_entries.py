@@ -15,6 +15,7 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.objective import Floats, RoundCosts
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -160,7 +161,13 @@ def test_what_an_entry_takes_is_learned_from_rounds_that_catch_up() -> None:
 
 def test_a_broken_clock_teaches_nothing_about_entries() -> None:
     costs = CostModel(recorded_table(TWO_CPU_CORES))
-    shape = {"batch_size": 2, "num_steps": 3, "num_rows": 8, "num_drafting": 2, "num_sampled": 0}
+    shape = {
+        "batch_size": 2,
+        "shape": DraftShape.chain(3),
+        "num_rows": 8,
+        "num_drafting": 2,
+        "num_sampled": 0,
+    }
     for draft_ms in (float("nan"), float("inf"), -1.0, 1e6):
         times = {"draft_ms": draft_ms, "verify_ms": 20.0, "round_ms": draft_ms + 20.0}
         assert not costs.observe(**shape, **times, context=128.0, num_entries=100)

@@ -31,6 +31,7 @@ from serve_spec.bench.simulated_costs import (
 from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.cost_table import CostTable
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -138,7 +139,7 @@ def test_under_constant_input_the_tier_settles(
     for _ in range(1200):
         batch = decode_batch(size)
         steps = policy.choose(batch)
-        row_steps = list(steps.row_steps or [steps.num_steps] * size)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * size)
         kept = []
         for k in row_steps:
             correct = 0
@@ -146,10 +147,10 @@ def test_under_constant_input_the_tier_settles(
                 correct += 1
             kept.append(correct)
         if policy.last_reason not in (Reason.PROBE, Reason.BASELINE):
-            tiers.append(steps.num_steps)
+            tiers.append(steps.shape.depth)
         policy.observe(
             verified_round(
-                kept, size, steps.num_steps, row_steps=row_steps, times=times_of(row_steps, size)
+                kept, size, steps.shape.depth, row_steps=row_steps, times=times_of(row_steps, size)
             )
         )
     settled = tiers[400:]
@@ -176,13 +177,13 @@ def test_no_round_is_deeper_than_its_slot_allows_and_no_row_deeper_than_the_roun
     for size, max_steps in rounds:
         steps = policy.choose(decode_batch(size, max_steps=max_steps))
         below = [key for key in bounds if key <= size] or [min(bounds)]
-        assert steps.num_steps <= bounds[max(below)]
-        row_steps = list(steps.row_steps or [steps.num_steps] * size)
-        assert all(0 <= k <= steps.num_steps for k in row_steps)
+        assert steps.shape.depth <= bounds[max(below)]
+        row_steps = list(steps.row_steps or [steps.shape.depth] * size)
+        assert all(0 <= k <= steps.shape.depth for k in row_steps)
         granted = [min(k, max_steps) for k in row_steps]
         policy.observe(
             verified_round(
-                granted, size, steps.num_steps, row_steps=granted, times=times_of(granted, size)
+                granted, size, steps.shape.depth, row_steps=granted, times=times_of(granted, size)
             )
         )
 
@@ -217,13 +218,13 @@ def test_a_plan_asks_for_no_more_drafts_than_the_round_affords(
 ) -> None:
     policy = goodput(per_sequence=per_sequence)
     steps = policy.choose(decode_batch(size, max_draft_tokens=max_drafts))
-    assert sum(steps.row_steps or [steps.num_steps] * size) <= max_drafts
+    assert sum(steps.row_steps or [steps.shape.depth] * size) <= max_drafts
 
 
 def test_without_room_for_drafts_it_goes_to_zero_at_once_and_says_why() -> None:
     policy = goodput()
-    assert policy.choose(decode_batch(2)).num_steps > 0
-    assert policy.choose(decode_batch(2, max_draft_tokens=0)).num_steps == 0
+    assert policy.choose(decode_batch(2)).shape.depth > 0
+    assert policy.choose(decode_batch(2, max_draft_tokens=0)).shape.depth == 0
     assert policy.last_reason is Reason.KV
 
 
@@ -254,8 +255,8 @@ def test_where_prompts_take_the_room_of_drafts_it_drafts_less_beside_them_and_sa
     def chosen(num_prompt_rows: int) -> tuple[int, Reason]:
         batch = replace(decode_batch(size), num_prompt_rows=num_prompt_rows)
         steps = no_probe(policy, batch)
-        assert max(steps.row_steps or [0]) == steps.num_steps
-        return steps.num_steps, policy.last_reason
+        assert max(steps.row_steps or [0]) == steps.shape.depth
+        return steps.shape.depth, policy.last_reason
 
     usual = chosen(0)
     assert usual[1] is not Reason.PROMPTS
@@ -274,7 +275,7 @@ def test_a_batch_about_to_grow_leaves_the_room_to_the_prompts_that_make_it_grow(
 
     def chosen(num_prompts: int) -> int:
         batch = replace(decode_batch(size), num_prompt_rows=256, num_prompts=num_prompts)
-        return no_probe(policy, batch).num_steps
+        return no_probe(policy, batch).shape.depth
 
     assert 0 < chosen(size) < chosen(2)
     assert chosen(3) == chosen(2), "about as large as it is"
@@ -295,7 +296,7 @@ def test_prompts_that_come_the_sooner_the_faster_requests_end_are_weighed() -> N
             heard = verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times)
             ended = {"num_ended": 1, "num_ended_prompt_rows": prompt_rows, "num_ended_tokens": 20}
             policy.observe(replace(heard, **ended))
-            chosen.append(steps.num_steps)
+            chosen.append(steps.shape.depth)
         return statistics.mode(chosen[-60:])
 
     assert 0 < usual(128) < usual(0)
@@ -357,7 +358,7 @@ def test_a_batch_that_fills_up_drafts_no_deeper_than_it_will_when_it_is_full() -
 
     def chosen(num_prompts: int) -> int:
         batch = replace(decode_batch(4, first=100), num_prompts=num_prompts)
-        return no_probe(policy, batch).num_steps
+        return no_probe(policy, batch).shape.depth
 
     assert chosen(0) > 0
     assert chosen(1) == chosen(0), "about as many"
@@ -375,7 +376,7 @@ def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
         kept = [k if i < easy else 0 for i, k in enumerate(row_steps)]
         times = times_of(row_steps, size, GPU_8B)
         policy.observe(
-            verified_round(kept, size, steps.num_steps, row_steps=row_steps, times=times)
+            verified_round(kept, size, steps.shape.depth, row_steps=row_steps, times=times)
         )
     for _ in range(10):
         row_steps = list(policy.choose(decode_batch(size)).row_steps or [0] * size)
@@ -454,17 +455,17 @@ def test_times_that_are_none_teach_nothing_and_are_reported_when_they_do_not_end
 
 
 def controller(said: list[str], **keys: object) -> AdaptiveController:
-    return AdaptiveController(PolicySettings(2, **keys), TABLE, said.append)  # type: ignore[arg-type]
+    return AdaptiveController(PolicySettings(DraftShape.chain(2), **keys), TABLE, said.append)  # type: ignore[arg-type]
 
 
 def play(made: AdaptiveController, size: int, times: RoundTimes) -> int:
     """One round in which nothing is kept and that takes `times`; its tier."""
     steps = made.choose_steps(decode_batch(size))
-    row_steps = list(steps.row_steps or [steps.num_steps] * size)
+    row_steps = list(steps.row_steps or [steps.shape.depth] * size)
     made.on_verify_complete(
-        verified_round([0] * size, size, steps.num_steps, row_steps=row_steps, times=times)
+        verified_round([0] * size, size, steps.shape.depth, row_steps=row_steps, times=times)
     )
-    return steps.num_steps
+    return steps.shape.depth
 
 
 UNUSABLE_TIMES = {
@@ -488,7 +489,7 @@ def test_a_broken_clock_ends_in_a_fixed_tier_said_once(times: RoundTimes) -> Non
         play(made, 2, times)
     assert len(said) == 1
     assert "times in a row" in said[0]
-    assert made.choose_steps(decode_batch(2)).num_steps == 0
+    assert made.choose_steps(decode_batch(2)).shape.depth == 0
     assert made.snapshot()["last_reason"] == "fallback"
     assert made.snapshot()["fallback"] is not None
 
@@ -527,7 +528,7 @@ def test_costs_of_another_machine_end_in_a_fixed_tier_said_once(
     """
     said: list[str] = []
     foreign = times_table(factor)
-    made = AdaptiveController(PolicySettings(2), foreign, said.append)
+    made = AdaptiveController(PolicySettings(DraftShape.chain(2)), foreign, said.append)
     for _ in range(num_rounds):
         play(made, 2, RoundTimes(1.6, 8.0, 9.8))
     assert len(said) == 1
@@ -541,10 +542,10 @@ def test_a_clock_that_recovers_gets_its_policy_back() -> None:
     for n in range(FALLBACK_ROUNDS + 200):
         steps = made.choose_steps(decode_batch(1))
         tiers.append(made.snapshot()["last_reason"])
-        row_steps = list(steps.row_steps or [steps.num_steps])
+        row_steps = list(steps.row_steps or [steps.shape.depth])
         times = times_of(row_steps, 1) if n > 50 else RoundTimes(1.0, 5.0, math.nan)
         made.on_verify_complete(
-            verified_round([0], 1, steps.num_steps, row_steps=row_steps, times=times)
+            verified_round([0], 1, steps.shape.depth, row_steps=row_steps, times=times)
         )
     assert tiers.count("fallback") == FALLBACK_ROUNDS - 1
     assert made.snapshot()["fallback"] is None
@@ -557,12 +558,12 @@ def test_a_single_hiccup_changes_nothing() -> None:
     made = controller(said)
     for n in range(200):
         steps = made.choose_steps(decode_batch(2))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 2)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * 2)
         times = times_of(row_steps, 2)
         if n % 20 == 7:
             times = RoundTimes(times.draft_ms, 5000.0, 5000.0 + times.round_ms)
         made.on_verify_complete(
-            verified_round([0, 0], 2, steps.num_steps, row_steps=row_steps, times=times)
+            verified_round([0, 0], 2, steps.shape.depth, row_steps=row_steps, times=times)
         )
     assert not said
     assert made.snapshot()["fallback"] is None
@@ -570,9 +571,9 @@ def test_a_single_hiccup_changes_nothing() -> None:
 
 def test_until_there_are_costs_ema_decides_and_then_goodput_does() -> None:
     said: list[str] = []
-    made = AdaptiveController(PolicySettings(2), None, said.append)
+    made = AdaptiveController(PolicySettings(DraftShape.chain(2)), None, said.append)
     for _ in range(60):
-        k = made.choose_steps(decode_batch(2)).num_steps
+        k = made.choose_steps(decode_batch(2)).shape.depth
         made.on_verify_complete(verified_round([k, k], 2, k, times=times_of([k, k], 2)))
     shown = made.snapshot()
     assert (shown["strategy"], shown["speculative_num_steps"]) == ("ema", 7)
@@ -589,7 +590,7 @@ def test_rough_costs_that_rounds_contradict_make_way_for_ema(factor: float) -> N
     """A start on a busy machine may find all rounds to take a hundred times as long."""
     said: list[str] = []
     made = AdaptiveController(
-        PolicySettings(2), times_table(factor), said.append, costs_are_rough=True
+        PolicySettings(DraftShape.chain(2)), times_table(factor), said.append, costs_are_rough=True
     )
     for _ in range(MOST_PLAN_ROUNDS + 1):
         play(made, 2, RoundTimes(1.6, 8.0, 9.8))
@@ -599,12 +600,12 @@ def test_rough_costs_that_rounds_contradict_make_way_for_ema(factor: float) -> N
 
 
 def test_goodput_may_be_asked_for_while_there_are_no_costs() -> None:
-    made = AdaptiveController(PolicySettings(2), None)
+    made = AdaptiveController(PolicySettings(DraftShape.chain(2)), None)
     made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
     assert not made.weighs_costs
     made.use_costs(TABLE)
     assert made.snapshot()["strategy"] == "static", "costs change no strategy"
-    made = AdaptiveController(PolicySettings(2), None)
+    made = AdaptiveController(PolicySettings(DraftShape.chain(2)), None)
     made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
     made.reconfigure({"min_dwell_rounds": 3})
     assert made.weighs_costs
@@ -614,9 +615,11 @@ def test_goodput_may_be_asked_for_while_there_are_no_costs() -> None:
 
 
 def test_a_policy_that_breaks_without_costs_is_tried_again() -> None:
-    made = AdaptiveController(PolicySettings(2), None)
+    made = AdaptiveController(PolicySettings(DraftShape.chain(2)), None)
     made._policy.choose = None  # type: ignore[assignment, method-assign]
-    drafted = [made.choose_steps(decode_batch(1)).num_steps > 0 for _ in range(FALLBACK_ROUNDS + 1)]
+    drafted = [
+        made.choose_steps(decode_batch(1)).shape.depth > 0 for _ in range(FALLBACK_ROUNDS + 1)
+    ]
     assert drafted == [False] * FALLBACK_ROUNDS + [True]
 
 
@@ -624,7 +627,7 @@ def test_an_empty_batch_is_no_round() -> None:
     said: list[str] = []
     made = controller(said)
     before = made.snapshot()
-    assert made.choose_steps(decode_batch(0)).num_steps == 0
+    assert made.choose_steps(decode_batch(0)).shape.depth == 0
     assert made.snapshot() == before
     assert not said
 
@@ -633,7 +636,7 @@ def test_a_policy_that_breaks_is_replaced_and_the_engine_goes_on() -> None:
     said: list[str] = []
     made = controller(said)
     made._policy.choose = None  # type: ignore[assignment, method-assign]
-    assert made.choose_steps(decode_batch(2)).num_steps == 0
+    assert made.choose_steps(decode_batch(2)).shape.depth == 0
     assert len(said) == 1
     assert "failed to choose" in said[0]
     made.reconfigure({"min_dwell_rounds": 8})
@@ -656,9 +659,9 @@ def test_rounds_of_which_no_row_goes_on_teach_what_they_cost_and_nothing_else() 
     made = controller(said)
     expected = made.snapshot()["acceptance"]
     for _ in range(40):
-        steps = made.choose_steps(decode_batch(1)).num_steps
+        shape = made.choose_steps(decode_batch(1)).shape
         ended = verified_round([], 1, 0, row_steps=[], times=times_of([0], 1))
-        made.on_verify_complete(replace(ended, num_steps=steps))
+        made.on_verify_complete(replace(ended, shape=shape))
     costs: Any = made.snapshot()["costs"]
     assert costs["host_ms"].keys() == {"1"}
     assert made.snapshot()["acceptance"] == expected

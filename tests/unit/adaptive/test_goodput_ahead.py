@@ -12,6 +12,7 @@ from serve_spec.adaptive.exploration import LONG_BASELINE_ROUNDS
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.round import RoundTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -47,7 +48,7 @@ class Engine:
     def run(self, num_rounds: int) -> None:
         for _ in range(num_rounds):
             steps = self.policy.choose(decode_batch(SIZE))
-            row_steps = list(steps.row_steps or [steps.num_steps] * SIZE)
+            row_steps = list(steps.row_steps or [steps.shape.depth] * SIZE)
             times = on_device(row_steps)
             times = replace(times, round_ms=max(times.round_ms, self._host_ms))
             self._host_ms = self.host_after_drafts if any(row_steps) else 0.0
@@ -127,7 +128,7 @@ def test_rounds_that_waited_for_drafts_that_were_not_there_count_for_speculation
     engine.policy.choose(decode_batch(SIZE))
     plain = verified_round([0] * SIZE, SIZE, 0, times=on_device([0] * SIZE))
     longer = replace(on_device([0] * SIZE), round_ms=1.4 * PLAIN_MS)
-    waited = replace(plain, num_steps=1, times=longer, was_postponed=True)
+    waited = replace(plain, shape=DraftShape.chain(1), times=longer, was_postponed=True)
     for _ in range(200):
         engine.policy.observe(plain)
         engine.policy.observe(waited)

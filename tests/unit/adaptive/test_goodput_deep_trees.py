@@ -23,7 +23,8 @@ from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import RoundShape, interpolate, recorded_table
 from serve_spec.bench.simulator import PhaseReport, Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
-from serve_spec.core.round import RoundTimes, TreeShape
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import RoundTimes
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "deep_tree_traces.json")
 SHALLOW, DEEP = TRACES.trees
@@ -35,14 +36,14 @@ def costs(shape: RoundShape) -> RoundTimes:
     """Of batch 1."""
     draft_ms = 0.08 + 0.157 * shape.num_steps if shape.num_steps else 0.0
     verify_ms = interpolate((0, 3, 7), (4.33, 4.40, 4.54), shape.num_steps)
-    if shape.tree is not None:
-        draft_ms, verify_ms = TREE_MS[shape.tree]
+    if not shape.draft.is_chain:
+        draft_ms, verify_ms = TREE_MS[shape.draft]
     return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms + 0.06)
 
 
 def goodput(expected_rate: float | None = None) -> GoodputPolicy:
     """expected_rate: of every position of a chain, before anything is known."""
-    table = recorded_table(costs, (1, 2), trees=TRACES.trees, topk=TRACES.topk)
+    table = recorded_table(costs, (1, 2), trees=TRACES.trees)
     prior = None if expected_rate is None else [expected_rate] * 7
     return GoodputPolicy(
         CostModel(table),
@@ -86,8 +87,8 @@ def speed(policy: StepPolicy, traces: TraceSet, laps: int = 2) -> float:
     return play(policy, traces, laps).tokens_per_ms
 
 
-def fixed(tree: TreeShape) -> StaticPolicy:
-    return StaticPolicy(tree.num_steps, tree=tree)
+def fixed(tree: DraftShape) -> StaticPolicy:
+    return StaticPolicy(tree)
 
 
 def test_the_deep_tree_pays_on_these_texts_and_does_not_on_the_cut_ones() -> None:
@@ -112,13 +113,13 @@ def test_a_deeper_tree_that_pays_is_found_within_some_150_rounds(
 
 
 def test_a_deeper_tree_that_does_not_pay_is_left_for_the_other() -> None:
-    rounds: Counter[int | TreeShape] = Counter()
+    rounds: Counter[DraftShape] = Counter()
     shares = []
     for seed, order in enumerate(ORDERS[::3]):
         traces = in_order(short_of_three(TRACES, seed), order)
         policy = goodput()
         report = play(policy, traces, laps=8)
-        rounds += report.rounds_by_num_steps
+        rounds += report.rounds_by_shape
         shares.append(report.tokens_per_ms / speed(fixed(SHALLOW), traces, laps=8))
         assert policy.budget.spent_share <= EXPLORATION_SHARE
     assert rounds[DEEP] <= 0.05 * rounds.total()

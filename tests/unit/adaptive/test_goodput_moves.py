@@ -82,7 +82,7 @@ def policy(
 
 
 def first_tier(target: GoodputPolicy) -> int:
-    return target.choose(decode_batch(1)).num_steps
+    return target.choose(decode_batch(1)).shape.depth
 
 
 @given(st.floats(0.96, 1.10).filter(lambda gain: abs(gain - LEAVE_OFF_GAIN) > 1e-6))
@@ -134,10 +134,10 @@ def test_a_tier_is_kept_for_the_dwell_however_much_another_promises(dwell: int) 
     for _ in range(4 * dwell + 4 * PLAN_ROUNDS):
         steps = target.choose(decode_batch(1))
         if target.last_reason not in (Reason.PROBE, Reason.BASELINE):
-            tiers.append(steps.num_steps)
-        row_steps = list(steps.row_steps or [steps.num_steps])
+            tiers.append(steps.shape.depth)
+        row_steps = list(steps.row_steps or [steps.shape.depth])
         kept = [0] if 2 in tiers else row_steps
-        target.observe(verified_round(kept, 1, steps.num_steps, row_steps=row_steps))
+        target.observe(verified_round(kept, 1, steps.shape.depth, row_steps=row_steps))
     moves = [place for place in range(1, len(tiers)) if tiers[place] != tiers[place - 1]]
     assert [tiers[0], tiers[moves[0]]] == [1, 2]
     assert 0 in tiers, "the input must make it want to move more than once"
@@ -246,7 +246,7 @@ def test_where_estimates_promise_and_measured_speed_denies_speculation_is_off_fo
     for _ in range(3000):
         steps = target.choose(decode_batch(1))
         reasons.append(target.last_reason)
-        row_steps = list(steps.row_steps or [steps.num_steps])
+        row_steps = list(steps.row_steps or [steps.shape.depth])
         (num_steps,) = row_steps
         round_ms = OFF_MS * TOKENS[num_steps] / [1.0, 1.3, 1.5][num_steps]
         times = RoundTimes(round_ms - OFF_MS, OFF_MS, round_ms)
@@ -266,4 +266,4 @@ def test_a_guard_that_is_closed_for_a_size_leaves_others_alone() -> None:
     target._range(1)[1].guard.closed_rounds_left = 1
     assert first_tier(target) == 0
     assert target.last_reason is Reason.GUARD
-    assert target.choose(decode_batch(16)).num_steps > 0
+    assert target.choose(decode_batch(16)).shape.depth > 0

@@ -25,6 +25,7 @@ from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
+from serve_spec.core.draft_shape import PLAIN
 from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -55,7 +56,7 @@ class Account:
 
     def on_round(self, batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
         assert steps.row_steps is None or len(steps.row_steps) == batch.size
-        ms = round_ms(batch, steps.row_steps or [steps.num_steps] * batch.size)
+        ms = round_ms(batch, steps.row_steps or [steps.shape.depth] * batch.size)
         self.total_ms += ms
         self.since_baseline[-1] += 1
         if self.policy.last_reason is Reason.PROBE:
@@ -140,7 +141,7 @@ def test_while_off_a_trial_asks_a_quarter_of_the_rows_at_most_or_four(size: int)
     rows_per_trial = []
     for _ in range(600):
         steps = policy.choose(decode_batch(size))
-        row_steps = list(steps.row_steps or [steps.num_steps] * size)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * size)
         if policy.last_reason is Reason.PROBE:
             rows_per_trial.append(sum(k > 0 for k in row_steps))
         else:
@@ -155,7 +156,7 @@ def test_a_trial_takes_the_rows_with_least_to_make_up_and_fewer_the_more_that_is
         policy = hopeless(4)
         policy.costs.entry_ms = 0.02
         batch = replace(decode_batch(4), backlogs=backlogs, num_remaining=[8] * 4)
-        while (steps := policy.choose(batch)).num_steps == 0:
+        while (steps := policy.choose(batch)).shape == PLAIN:
             policy.observe(verified_round([0] * 4, 4, 0))
         assert policy.last_reason is Reason.PROBE
         return [row for row, k in enumerate(steps.row_steps or []) if k]
@@ -190,9 +191,9 @@ def test_no_probe_asks_for_more_drafts_than_the_round_affords(affordable: int) -
     policy.budget.pass_time(1e9)  # no probe is refused for its price
     for _ in range(300):
         steps = policy.choose(decode_batch(8, max_draft_tokens=affordable))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 8)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * 8)
         assert sum(row_steps) <= affordable
-        policy.observe(verified_round(row_steps, 8, steps.num_steps, row_steps=row_steps))
+        policy.observe(verified_round(row_steps, 8, steps.shape.depth, row_steps=row_steps))
 
 
 class Rounds:
@@ -208,7 +209,7 @@ class Rounds:
         found = [0]
         for _ in range(num_rounds):
             steps = self.policy.choose(decode_batch(4))
-            row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+            row_steps = list(steps.row_steps or [steps.shape.depth] * 4)
             wants_none = not any(self.policy.wanted.row_steps or [])
             if self.policy.last_reason is Reason.PROBE and wants_none:
                 found.append(0)
@@ -216,7 +217,7 @@ class Rounds:
                 return found
             found[-1] += not any(row_steps) and self.policy.last_reason is not Reason.BASELINE
             kept = row_steps if is_kept else [0] * 4
-            self.policy.observe(verified_round(kept, 4, steps.num_steps, row_steps=row_steps))
+            self.policy.observe(verified_round(kept, 4, steps.shape.depth, row_steps=row_steps))
         return found[:-1]
 
 
@@ -253,12 +254,12 @@ def test_trials_say_nothing_of_how_fast_speculation_is_where_it_runs() -> None:
     num_trials = 0
     for _ in range(12_000):
         steps = policy.choose(decode_batch(4))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * 4)
         num_trials += any(row_steps)
         shape = RoundShape(4, (sum(row_steps),) if any(row_steps) else (), 512, 0, 0, 0)
         times = TWO_CPU_CORES(shape)
         policy.observe(
-            verified_round([0] * 4, 4, steps.num_steps, row_steps=row_steps, times=times)
+            verified_round([0] * 4, 4, steps.shape.depth, row_steps=row_steps, times=times)
         )
     assert num_trials > 100
     assert policy.last_reason is not Reason.GUARD
@@ -275,14 +276,14 @@ def test_while_it_drafts_one_row_tries_one_draft_more_every_64_rounds() -> None:
     probes = []
     for number in range(1500):
         steps = policy.choose(decode_batch(4))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 4)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * 4)
         wanted = list(policy.wanted.row_steps or [])
         if policy.last_reason is Reason.PROBE and any(wanted):
             probes.append(number)
             further = [k - w for k, w in zip(row_steps, wanted, strict=True)]
             assert sorted(further) == [0, 0, 0, 1]
         kept = [min(1, k) for k in row_steps]
-        policy.observe(verified_round(kept, 4, steps.num_steps, row_steps=row_steps))
+        policy.observe(verified_round(kept, 4, steps.shape.depth, row_steps=row_steps))
     gaps = [later - before for before, later in pairwise(probes)]
     assert set(gaps) <= {DEEPER_EVERY_ROUNDS, DEEPER_EVERY_ROUNDS + 1}, "a plain round between"
     assert len(gaps) > 15

@@ -16,6 +16,7 @@ from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, RoundCosts, recorded_table
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
+from serve_spec.core.draft_shape import PLAIN
 from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -35,14 +36,14 @@ def answers(
     kind: type[GoodputPolicy], traces: TraceSet, costs: RoundCosts, phase: Phase
 ) -> list[Asked]:
     """Of every round of a phase: steps of the tier and of the rows, the tree, and why."""
-    table = recorded_table(costs, (1, 4, 16, 64), trees=traces.trees, topk=traces.topk)
+    table = recorded_table(costs, (1, 4, 16, 64), trees=traces.trees)
     trees = {1: traces.trees} if traces.trees else {}
     policy = kind(CostModel(table), trees=trees, min_dwell_rounds=8, initial_steps=3)
     told: list[Asked] = []
 
     def on_round(batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
-        row_steps = list(steps.row_steps or [steps.num_steps] * batch.size)
-        told.append((steps.num_steps, row_steps, steps.tree, policy.last_reason))
+        row_steps = list(steps.row_steps or [steps.shape.depth] * batch.size)
+        told.append((steps.shape, row_steps, policy.last_reason))
 
     Simulator(policy, traces, costs, on_round=on_round).run(phase)
     return told
@@ -67,7 +68,7 @@ def settled(kept: int) -> GoodputPolicy:
     policy = GoodputPolicy(CostModel(table), min_dwell_rounds=8, initial_steps=3)
     for _ in range(20 * PLAN_ROUNDS):
         steps = policy.choose(decode_batch(2))
-        row_steps = list(steps.row_steps or [steps.num_steps] * 2)
+        row_steps = list(steps.row_steps or [steps.shape.depth] * 2)
         correct = [min(kept, k) for k in row_steps]
         policy.observe(verified_round(correct, 2, max(row_steps), row_steps=row_steps))
     for _ in range(TRIAL_ROUNDS + 2):  # no probe is under way any more
@@ -92,14 +93,14 @@ def test_while_it_drafts_another_batch_is_another_question(
 ) -> None:
     policy = settled(kept=7)
     stood = policy.choose(decode_batch(2))
-    assert stood.num_steps > 0
+    assert stood.shape.depth > 0
     assert policy.choose(changed(decode_batch(2))) is not stood
 
 
 def test_where_nobody_drafts_it_stands_whoever_comes_and_goes() -> None:
     policy = settled(kept=0)
     stood = policy.choose(decode_batch(2))
-    assert stood.num_steps == 0
+    assert stood.shape == PLAIN
     joined = replace(decode_batch(2, first=100), num_prompts=3, num_prompt_rows=64)
     assert policy.choose(joined) is stood
     assert policy.choose(decode_batch(64)) is not stood, "of a batch of another size it may draft"

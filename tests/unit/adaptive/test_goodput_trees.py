@@ -19,7 +19,8 @@ from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, RoundCosts, 
 from serve_spec.bench.simulator import Comparison, ControllerPolicy, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.cost_table import CostTable
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.rounds import decode_batch, verified_round
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "tree_traces.json")
@@ -27,7 +28,7 @@ SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
 
 
 def table(costs: RoundCosts) -> CostTable:
-    return recorded_table(costs, SIZES, trees=TRACES.trees, topk=TRACES.topk)
+    return recorded_table(costs, SIZES, trees=TRACES.trees)
 
 
 def goodput(costs: RoundCosts = GPU_8B, **options: Any) -> GoodputPolicy:
@@ -48,17 +49,17 @@ def compared(request: pytest.FixtureRequest) -> Comparison:
     return compare(policies, phases, TRACES, request.param, static_steps=(0, 1, 2, 3, 5, 7))
 
 
-def rounds_of(compared: Comparison, batch_size: int) -> Counter[int | TreeShape]:
+def rounds_of(compared: Comparison, batch_size: int) -> Counter[DraftShape]:
     """Of the policy, in all phases of a batch size."""
-    total: Counter[int | TreeShape] = Counter()
+    total: Counter[DraftShape] = Counter()
     for report in compared.reports["goodput"]:
         if report.phase.batch_size == batch_size:
-            total += report.rounds_by_num_steps
+            total += report.rounds_by_shape
     return total
 
 
-def share_of_trees(rounds: Counter[int | TreeShape]) -> float:
-    return sum(n for tier, n in rounds.items() if isinstance(tier, TreeShape)) / rounds.total()
+def share_of_trees(rounds: Counter[DraftShape]) -> float:
+    return sum(n for shape, n in rounds.items() if not shape.is_chain) / rounds.total()
 
 
 def test_it_is_within_four_percent_of_the_best_chain_or_tree_of_every_phase(
@@ -113,29 +114,26 @@ class Watched:
 def test_every_round_of_trees_drafts_one_shape_and_no_row_deeper_than_it_may() -> None:
     watched = Watched(goodput())
     watched.run(Phase("mixture", 4, 40, 94))
-    branched = [(b, s, v) for b, s, v, _ in watched.rounds if s.tree is not None]
+    branched = [(b, s, v) for b, s, v, _ in watched.rounds if not s.shape.is_chain]
     assert branched
     for batch, steps, verified in branched:
-        assert steps.tree in TRACES.trees
+        assert steps.shape in TRACES.trees
         assert steps.row_steps is not None
-        assert steps.num_steps == steps.tree.num_steps
-        assert max(steps.row_steps) <= steps.tree.num_steps
+        assert max(steps.row_steps) <= steps.shape.depth
         assert len(steps.row_steps) == batch.size
-        assert verified.tree == steps.tree
+        assert verified.shape == steps.shape
 
 
 def test_a_shape_is_kept_for_the_dwell_and_probes_stay_within_their_budget() -> None:
     watched = Watched(goodput())
     watched.run(Phase("mixture", 4, 80, 94), Phase("unpredictable", 4, 80, 94))
     numbered = enumerate(watched.rounds)
-    tiers = [
-        (n, s.tree or s.num_steps, why) for n, (_, s, _, why) in numbered if not s.notes.is_probe
-    ]
+    tiers = [(n, s.shape, why) for n, (_, s, _, why) in numbered if not s.notes.is_probe]
     changes = [(n, why) for (_, a, _), (n, b, why) in pairwise(tiers) if a != b]
     kept = [b - a for (a, _), (b, why) in pairwise(changes) if why is not Reason.RANGE]
     assert kept
     assert min(kept) >= 8, "but for batches of another size"
-    others = [s for _, s, _, why in watched.rounds if why is Reason.PROBE and s.tree is None]
+    others = [s for _, s, _, why in watched.rounds if why is Reason.PROBE and s.shape.is_chain]
     assert others, "chains are tried beside trees"
     assert watched.policy.budget.spent_share <= EXPLORATION_SHARE
 
@@ -143,14 +141,14 @@ def test_a_shape_is_kept_for_the_dwell_and_probes_stay_within_their_budget() -> 
 def test_trees_give_way_to_chains_beside_prompts_and_where_drafts_are_scarce() -> None:
     policy = goodput()
     Watched(policy).run(Phase("unpredictable", 1, 12, 94))
-    assert policy.choose(decode_batch(1, first=900)).tree is not None
+    assert not policy.choose(decode_batch(1, first=900)).shape.is_chain
     beside = replace(decode_batch(1, first=900), num_prompt_rows=64, num_prompts=1)
-    assert all(policy.choose(beside).tree is None for _ in range(3))
+    assert all(policy.choose(beside).shape.is_chain for _ in range(3))
     assert policy.last_reason is Reason.PROMPTS
     scarce = decode_batch(1, first=900, max_draft_tokens=2)
-    assert all(policy.choose(scarce).tree is None for _ in range(3))
+    assert all(policy.choose(scarce).shape.is_chain for _ in range(3))
     assert policy.last_reason is Reason.KV
-    assert policy.choose(decode_batch(1, first=900)).tree is not None
+    assert not policy.choose(decode_batch(1, first=900)).shape.is_chain
 
 
 def from_text(verified: VerifiedRound) -> VerifiedRound:
@@ -167,11 +165,13 @@ def test_in_rounds_of_trees_a_row_goes_by_its_text_until_that_misleads() -> None
     for kept in [7] * 40 + [0] * 80:
         steps = policy.choose(found)
         taken = min(7, steps.text_steps[0]) if steps.text_steps else 0
-        if steps.tree is not None:
+        if not steps.shape.is_chain:
             of_trees.append((kept, taken))
-        of_model = min(steps.num_steps, 3)
+        of_model = min(steps.shape.depth, 3)
         verified = verified_round([min(kept, taken) if taken else of_model], 1, taken or of_model)
-        verified = replace(verified, tree=steps.tree, request_ids=["900"])
+        verified = replace(verified, request_ids=["900"])
+        if not steps.shape.is_chain:
+            verified = replace(verified, shape=steps.shape)
         policy.observe(from_text(verified) if taken else verified)
     assert (7, 7) in of_trees, "as deep as it was found, though no tree of a model is"
     assert sum(taken > 0 for _, taken in of_trees[-20:]) < 4
@@ -190,7 +190,7 @@ def test_what_texts_keep_in_rounds_of_trees_says_nothing_of_the_models_trees_or_
     for _ in range(3):
         for _ in range(2 * PLAN_ROUNDS):  # what is kept to be learned from is not left over
             verified = verified_round([0], 1, 2)
-            policy.observe(replace(from_text(verified), tree=TRACES.trees[0]))
+            policy.observe(replace(from_text(verified), shape=TRACES.trees[0]))
         told.append(policy.snapshot())
     _, before, _, after = told
     assert before["text_acceptance"] != after["text_acceptance"]
@@ -206,8 +206,8 @@ def test_a_row_that_can_not_draft_stays_plain_in_a_round_of_trees() -> None:
         steps = policy.choose(rows)
         wanted = steps.row_steps or [0] * 4  # a plain round, to compare with
         usable = [min(k, m) for k, m in zip(wanted, rows.max_steps, strict=True)]
-        answer = verified_round(usable, 4, steps.num_steps, row_steps=usable)
-        policy.observe(replace(answer, tree=steps.tree))
+        answer = verified_round(usable, 4, steps.shape.depth, row_steps=usable)
+        policy.observe(replace(answer, shape=steps.shape))
     assert usable[1] == 0
 
 
@@ -215,7 +215,7 @@ def test_only_shapes_of_the_batch_s_slot_are_drafted() -> None:
     small, large = TRACES.trees[:1], TRACES.trees[1:]
     watched = Watched(goodput(trees={1: small, 4: large}, bounds={1: 7, 4: 3}))
     watched.run(Phase("unpredictable", 1, 8, 94), Phase("unpredictable", 4, 24, 94))
-    seen = {(b.size >= 4, s.tree) for b, s, _, _ in watched.rounds if s.tree is not None}
+    seen = {(b.size >= 4, s.shape) for b, s, _, _ in watched.rounds if not s.shape.is_chain}
     assert seen == {(False, small[0]), (True, TRACES.trees[1])}, "a tree of 4 levels is too deep"
 
 
@@ -223,13 +223,13 @@ def test_a_round_of_a_tree_that_nobody_here_asked_for_teaches_nothing() -> None:
     policy = goodput(trees={})
     before = policy.snapshot()
     for _ in range(20):
-        policy.observe(replace(verified_round([3], 1, 4), tree=TreeShape(4, 9)))
+        policy.observe(replace(verified_round([3], 1, 4), shape=DraftShape(4, 9, 4)))
     assert policy.snapshot() == before
 
 
 def test_snapshots_name_every_shape_beside_the_steps_of_chains() -> None:
-    settings = PolicySettings(4, tree=TRACES.trees[-1], topk=TRACES.topk)
-    assert settings.tree_shapes == TRACES.trees
+    settings = PolicySettings(DraftShape.chain(4), tree=TRACES.trees[-1])
+    assert settings.trees == TRACES.trees
     controller = AdaptiveController(settings, table(GPU_8B))
     simulator = Simulator(ControllerPolicy(controller), TRACES, GPU_8B)
     simulator.run(Phase("unpredictable", 1, 8, 94))
@@ -243,8 +243,8 @@ def test_snapshots_name_every_shape_beside_the_steps_of_chains() -> None:
 
 
 def test_costs_that_lack_a_shape_leave_it_to_plain_decoding_to_go_on() -> None:
-    settings = PolicySettings(4, tree=TreeShape(5, 31), topk=4)
+    settings = PolicySettings(DraftShape.chain(4), tree=DraftShape(5, 31, 4))
     said: list[str] = []
     controller = AdaptiveController(settings, table(GPU_8B), said.append)
-    assert controller.choose_steps(decode_batch(1)) == RoundSteps(0)
+    assert controller.choose_steps(decode_batch(1)) == RoundSteps(DraftShape.chain(0))
     assert len(said) == 1

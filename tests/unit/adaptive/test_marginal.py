@@ -45,7 +45,7 @@ def marginal_with_trees(rate: float, of_level: float, most: int = MAX_STEPS) -> 
         np.full(MAX_STEPS, rate),
         context=CONTEXT,
         bound=lambda size: most,
-        trees=lambda size: {TREE: np.full(TREE.num_steps, of_level)},
+        trees=lambda size: {TREE: np.full(TREE.depth, of_level)},
     )
 
 
@@ -66,9 +66,9 @@ def test_without_drafts_it_is_what_a_doubling_of_the_batch_gains() -> None:
 def test_a_batch_that_drafts_trees_emits_its_kept_levels_and_one_token_a_row(
     of_level: float, batch_size: int
 ) -> None:
-    rates = np.full(TREE.num_steps, of_level)
+    rates = np.full(TREE.depth, of_level)
     found = tree_speed(model_of_trees(), TREE, rates, batch_size=batch_size, context=CONTEXT)
-    tokens = batch_size * sum(of_level**level for level in range(TREE.num_steps + 1))
+    tokens = batch_size * sum(of_level**level for level in range(TREE.depth + 1))
     ms = 2 * draft_ms(batch_size, 3, CONTEXT) + tree_verify_ms(batch_size, 10, CONTEXT)
     assert found == pytest.approx(tokens / ms)
 

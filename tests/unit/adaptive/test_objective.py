@@ -121,9 +121,9 @@ def test_no_row_drafts_more_than_it_can_use_nor_the_round_more_than_it_affords(
     menu = menu_of(worth, speeds(worth, 4), costs, max_drafts)  # type: ignore[operator]
     for num_steps in range(5):
         choice = menu.choice(num_steps)
-        assert choice.num_steps <= num_steps
+        assert choice.shape.depth <= num_steps
         assert all(
-            0 <= steps <= min(cap, choice.num_steps)
+            0 <= steps <= min(cap, choice.shape.depth)
             for steps, cap in zip(choice.row_steps, caps, strict=True)
         )
         assert choice.row_steps.sum() <= max_drafts
@@ -195,8 +195,8 @@ def test_beside_prompts_a_plan_is_cut_where_its_tokens_are_worth_most_beyond_the
         return float(tokens * choice.ms / choice.tokens - ms)
 
     depth = depth_beside_prompts(choice, survival, costs, lambda rows: prompt_ms[rows])
-    assert 0 <= depth <= choice.num_steps
-    best = max(gain(other) for other in range(choice.num_steps + 1))
+    assert 0 <= depth <= choice.shape.depth
+    best = max(gain(other) for other in range(choice.shape.depth + 1))
     assert gain(depth) == pytest.approx(best, abs=1e-9)
 
 

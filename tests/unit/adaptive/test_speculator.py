@@ -141,4 +141,4 @@ def test_an_impossible_verification_is_refused_and_not_counted(
 def test_a_draft_that_makes_few_starts_with_as_many(max_steps: int) -> None:
     """Medusa heads are as many as there are, fewer than sequences usually start with."""
     steps = PerRequestPolicy(max_steps).choose(decode_batch(2))
-    assert steps.num_steps == min(5, max_steps)
+    assert steps.shape.depth == min(5, max_steps)

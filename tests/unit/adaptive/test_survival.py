@@ -17,7 +17,7 @@ from serve_spec.adaptive.survival import (
     PLAIN_TRIALS,
     SurvivalEstimator,
 )
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 MAX_STEPS = 5
 RATES = np.array([0.8, 0.6, 0.7, 0.5, 0.6])
@@ -55,7 +55,7 @@ class Drafted:
     request_ids: Sequence[str]
     row_steps: Sequence[int]
     num_correct_drafts: Sequence[int]
-    tree: TreeShape | None = None
+    shape: DraftShape = PLAIN
 
     @classmethod
     def of(cls, rows: Sequence[Row]) -> Drafted:
@@ -442,13 +442,14 @@ def test_an_estimator_of_no_position_is_refused() -> None:
         SurvivalEstimator(0)
 
 
-TREES = (TreeShape(2, 6), TreeShape(4, 15))
+TREES = (DraftShape(2, 6, 4), DraftShape(4, 15, 4))
+CHAIN = DraftShape.chain(MAX_STEPS)
 
 
 def drafted(
     estimator: SurvivalEstimator,
     rates: np.ndarray,
-    arms: Sequence[TreeShape | None],
+    arms: Sequence[DraftShape],
     gain: float = 3.0,
     num_rounds: int = 300,
     batch_size: int = 48,
@@ -457,11 +458,11 @@ def drafted(
     rng = np.random.default_rng(1)
     request_ids = [str(row) for row in range(batch_size)]
     for number in range(num_rounds):
-        tree = arms[number % len(arms)]
-        steps = MAX_STEPS if tree is None else tree.num_steps
-        truth = rates[:steps] if tree is None else eased(rates, gain)[:steps]
+        shape = arms[number % len(arms)]
+        steps = shape.depth
+        truth = rates[:steps] if shape.is_chain else eased(rates, gain)[:steps]
         kept = np.cumprod(rng.random((batch_size, steps)) < truth, axis=1).sum(axis=1)
-        estimator.observe(request_ids, [steps] * batch_size, kept.tolist(), tree)
+        estimator.observe(request_ids, [steps] * batch_size, kept.tolist(), shape)
     return estimator
 
 
@@ -470,20 +471,20 @@ def eased(rates: np.ndarray, gain: float) -> np.ndarray:
     return odds / (1 + odds)
 
 
-@given(rounds_of_rows(max_size=12), st.lists(st.sampled_from([None, *TREES]), min_size=1))
+@given(rounds_of_rows(max_size=12), st.lists(st.sampled_from([CHAIN, *TREES]), min_size=1))
 @settings(max_examples=40)
 def test_of_trees_too_survival_lies_within_0_and_1_and_falls_with_the_level(
-    rounds: list[list[Row]], arms: list[TreeShape | None]
+    rounds: list[list[Row]], arms: list[DraftShape]
 ) -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
     for number, rows in enumerate(rounds):
-        tree = arms[number % len(arms)]
-        most = MAX_STEPS if tree is None else tree.num_steps
+        shape = arms[number % len(arms)]
+        most = shape.depth
         cut = [(name, min(k, most), min(kept, most)) for name, k, kept in rows]
-        estimator.observe([r[0] for r in cut], [r[1] for r in cut], [r[2] for r in cut], tree)
+        estimator.observe([r[0] for r in cut], [r[1] for r in cut], [r[2] for r in cut], shape)
     for tree in TREES:
         survival = estimator.survival([*"abcdef", "unknown"], tree)
-        assert survival.shape == (7, tree.num_steps)
+        assert survival.shape == (7, tree.depth)
         assert ((survival > 0) & (survival < 1)).all()
         assert (np.diff(survival, axis=1) <= 0).all()
 
@@ -501,27 +502,27 @@ def test_without_trees_every_estimate_is_the_same_to_the_bit() -> None:
 @pytest.mark.parametrize("gain", [1.2, 3.0, 8.0])
 def test_each_shape_finds_its_own_rates_level_by_level(gain: float) -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES, [None, *TREES], gain)
+    drafted(estimator, RATES, [CHAIN, *TREES], gain)
     assert estimator.pooled_rates == pytest.approx(RATES, abs=0.06)
     for tree in TREES:
-        truth = eased(RATES, gain)[: tree.num_steps]
-        assert estimator.tree_rates(tree) == pytest.approx(truth, abs=0.06)
+        truth = eased(RATES, gain)[: tree.depth]
+        assert estimator.rates(tree) == pytest.approx(truth, abs=0.06)
 
 
 def test_a_tree_nobody_drafts_follows_the_chains() -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES, [None, *TREES])
+    drafted(estimator, RATES, [CHAIN, *TREES])
     harder = RATES / 2
-    drafted(estimator, harder, [None])
+    drafted(estimator, harder, [CHAIN])
     truth = eased(harder, 3.0)[:4]
-    assert estimator.tree_rates(TREES[1]) == pytest.approx(truth, abs=0.12)
+    assert estimator.rates(TREES[1]) == pytest.approx(truth, abs=0.12)
 
 
 @pytest.mark.parametrize("gain", [1.2, 6.0])
 def test_a_tree_nobody_drafts_follows_the_others_at_the_levels_they_have(gain: float) -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES / 1.5, [None, TREES[0]], gain)
-    rates, of_chains = estimator.tree_rates(TREES[1]), estimator.pooled_rates[:4]
+    drafted(estimator, RATES / 1.5, [CHAIN, TREES[0]], gain)
+    rates, of_chains = estimator.rates(TREES[1]), estimator.pooled_rates[:4]
     gained = rates / (1 - rates) * (1 - of_chains) / of_chains
     way_to_go = np.log(gained / gain) / np.log(DEFAULT_TREE_GAIN / gain)
     assert (np.abs(way_to_go[:2]) < 0.5).all()
@@ -531,16 +532,16 @@ def test_a_tree_nobody_drafts_follows_the_others_at_the_levels_they_have(gain: f
 def test_what_a_tree_shows_itself_outweighs_the_other_trees() -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
     for _ in range(20):
-        drafted(estimator, RATES, [None, TREES[0]], gain=8.0, num_rounds=8)
+        drafted(estimator, RATES, [CHAIN, TREES[0]], gain=8.0, num_rounds=8)
         drafted(estimator, RATES, [TREES[1]], gain=1.2, num_rounds=8)
     truths = eased(RATES, 8.0)[:2], eased(RATES, 1.2)[:4]
     for tree, truth in zip(TREES, truths, strict=True):
-        assert estimator.tree_rates(tree) == pytest.approx(truth, abs=0.06)
+        assert estimator.rates(tree) == pytest.approx(truth, abs=0.06)
 
 
 def test_chains_that_nobody_drafts_follow_the_trees() -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES, [None, *TREES])
+    drafted(estimator, RATES, [CHAIN, *TREES])
     before = estimator.pooled_rates
     drafted(estimator, RATES / 2, [TREES[1]])
     assert (estimator.pooled_rates[:4] < before[:4] - 0.1).all()
@@ -560,7 +561,7 @@ def test_what_a_request_keeps_of_trees_moves_its_chains_and_the_other_way_round(
 
 def test_a_tree_deeper_than_any_chain_is_refused() -> None:
     with pytest.raises(ValueError, match="max_steps=5"):
-        SurvivalEstimator(MAX_STEPS, trees=[TreeShape(6, 20)])
+        SurvivalEstimator(MAX_STEPS, trees=[DraftShape(6, 20, 4)])
 
 
 def test_a_snapshot_tells_the_shapes_apart() -> None:

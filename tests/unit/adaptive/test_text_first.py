@@ -113,7 +113,7 @@ def test_nor_do_drafts_from_texts_of_a_model(policy: EmaPolicy | PerRequestPolic
     batch = with_text(decode_batch(2))
     before = policy.choose(batch)
     for _ in range(50):
-        policy.observe(replace(lesson(0, batch, from_text=True), num_steps=before.num_steps))
+        policy.observe(replace(lesson(0, batch, from_text=True), shape=before.shape))
     assert policy.choose(batch) == before
 
 

@@ -15,47 +15,49 @@ from serve_spec.adaptive.trees import by_depth, by_slot, cut, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import judge
-from serve_spec.core.round import TreeShape, VerifiedRound, most_tree_drafts
+from serve_spec.core.draft_shape import PLAIN, DraftShape, most_drafts
+from serve_spec.core.round import VerifiedRound
 from tests.helpers.rounds import decode_batch, verified_round
 
 TOPK = 4
-CONFIGURED = TreeShape(4, 15)
+CONFIGURED = DraftShape(4, 15, TOPK)
+CHAIN = DraftShape.chain(4)
 
 
 @st.composite
-def shapes(draw: st.DrawFn) -> TreeShape:
+def shapes(draw: st.DrawFn) -> DraftShape:
     """What a configuration with beams of `TOPK` may ask for."""
     num_steps = draw(st.integers(1, 7))
-    most = min(63, most_tree_drafts(TOPK, num_steps))
-    return TreeShape(num_steps, draw(st.integers(num_steps, most)))
+    most = min(63, most_drafts(TOPK, num_steps))
+    return DraftShape(num_steps, draw(st.integers(num_steps, most)), TOPK)
 
 
 @given(shapes())
 def test_a_ladder_holds_the_configured_tree_and_smaller_ones_that_can_be_drafted(
-    tree: TreeShape,
+    tree: DraftShape,
 ) -> None:
-    found = ladder(tree, TOPK)
+    found = ladder(tree)
     assert list(found) == sorted(set(found))
     assert found[-1] == tree
     for shape in found[:-1]:
-        assert shape.num_steps < shape.num_draft_tokens < tree.num_draft_tokens
-        assert shape.num_draft_tokens <= most_tree_drafts(TOPK, shape.num_steps)
+        assert shape.depth < shape.size < tree.size
+        assert shape.size <= most_drafts(TOPK, shape.depth)
 
 
 @given(shapes(), st.integers(1, 7))
 def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(
-    tree: TreeShape, num_steps: int
+    tree: DraftShape, num_steps: int
 ) -> None:
-    found = of_depth(tree, TOPK, num_steps)
-    assert found.num_steps == num_steps <= found.num_draft_tokens
-    assert found.num_draft_tokens <= most_tree_drafts(TOPK, num_steps)
-    assert found.num_draft_tokens <= max(tree.num_draft_tokens, num_steps)
+    found = of_depth(tree, num_steps)
+    assert found.depth == num_steps <= found.size
+    assert found.size <= most_drafts(TOPK, num_steps)
+    assert found.size <= max(tree.size, num_steps)
 
 
 def test_a_tree_is_cut_to_the_depth_there_is() -> None:
-    assert cut(CONFIGURED, TOPK, 4) == CONFIGURED
-    assert cut(CONFIGURED, TOPK, 1) == TreeShape(1, 4)
-    assert cut(CONFIGURED, TOPK, 0) is None
+    assert cut(CONFIGURED, 4) == CONFIGURED
+    assert cut(CONFIGURED, 1) == DraftShape(1, 4, TOPK)
+    assert cut(CONFIGURED, 0) is None
 
 
 def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
@@ -68,10 +70,10 @@ def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
             "64": {"candidate_steps": [0]},
         }
     )
-    assert by_slot(CONFIGURED, TOPK, slots) == {
-        1: (TreeShape(2, 3), TreeShape(3, 7), TreeShape(4, 15)),
-        8: (TreeShape(1, 3), TreeShape(2, 7), TreeShape(3, 15)),
-        16: (TreeShape(2, 5), TreeShape(4, 8)),
+    assert by_slot(CONFIGURED, slots) == {
+        1: (DraftShape(2, 3, TOPK), DraftShape(3, 7, TOPK), DraftShape(4, 15, TOPK)),
+        8: (DraftShape(1, 3, TOPK), DraftShape(2, 7, TOPK), DraftShape(3, 15, TOPK)),
+        16: (DraftShape(2, 5, TOPK), DraftShape(4, 8, TOPK)),
         32: (),
         64: (),
     }
@@ -84,54 +86,53 @@ def test_tiers_of_ema_are_trees_of_their_depth_and_0_is_none() -> None:
             "8": {"candidate_steps": [2, 3], "candidate_trees": [[3, 5], [3, 8]]},
         }
     )
-    assert by_depth(CONFIGURED, TOPK, slots) == {
-        1: {1: TreeShape(1, 4), 4: TreeShape(4, 15)},
-        8: {3: TreeShape(3, 7)},
+    assert by_depth(CONFIGURED, slots) == {
+        1: {1: DraftShape(1, 4, TOPK), 4: DraftShape(4, 15, TOPK)},
+        8: {3: DraftShape(3, 7, TOPK)},
     }
 
 
 def settings(**changes: Any) -> PolicySettings:
-    given = {"tree": CONFIGURED, "static_tree": CONFIGURED, "topk": TOPK, **changes}
-    return PolicySettings(4, **given)
+    return PolicySettings(**{"shape": CONFIGURED, "tree": CONFIGURED, **changes})
 
 
 def test_without_a_tree_no_strategy_has_any() -> None:
     for strategy in ("static", "ema", "per_request", "goodput"):
-        assert PolicySettings(4, strategy=strategy).tree_shapes == ()  # type: ignore[arg-type]
+        assert PolicySettings(CHAIN, strategy=strategy).trees == ()  # type: ignore[arg-type]
 
 
 def test_every_strategy_names_what_it_may_ask_for() -> None:
-    assert settings(strategy="static").tree_shapes == (CONFIGURED,)
-    assert settings(adaptive=False, static_tree=None).tree_shapes == ()
-    assert settings(strategy="per_request").tree_shapes == (CONFIGURED,)
-    assert settings(strategy="per_request", max_steps=2).tree_shapes == (TreeShape(2, 15),)
-    assert settings(strategy="goodput").tree_shapes == ladder(CONFIGURED, TOPK)
-    conservative = (TreeShape(1, 4), TreeShape(3, 15), TreeShape(7, 15))
-    assert settings(strategy="ema").tree_shapes == conservative
+    assert settings(strategy="static").trees == (CONFIGURED,)
+    assert settings(adaptive=False, shape=CHAIN).trees == ()
+    assert settings(strategy="per_request").trees == (CONFIGURED,)
+    assert settings(strategy="per_request", max_steps=2).trees == (DraftShape(2, 15, TOPK),)
+    assert settings(strategy="goodput").trees == ladder(CONFIGURED)
+    conservative = (DraftShape(1, 4, TOPK), DraftShape(3, 15, TOPK), DraftShape(7, 15, TOPK))
+    assert settings(strategy="ema").trees == conservative
 
 
 @pytest.mark.parametrize("strategy", ["static", "ema", "per_request"])
 def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
     chosen = settings(strategy=strategy)
     controller = AdaptiveController(chosen)
-    assert controller.candidate_trees == chosen.tree_shapes
+    assert controller.shapes == chosen.shapes
     for number in range(60):
         batch = decode_batch(1 + number % 3)
         steps = controller.choose_steps(batch)
-        assert steps.tree in chosen.tree_shapes
-        assert steps.tree is not None
-        assert steps.num_steps == steps.tree.num_steps
-        levels = list(steps.row_steps or [steps.num_steps] * batch.size)
-        assert max(levels) <= steps.tree.num_steps
-        controller.on_verify_complete(of_trees(levels, steps.tree, batch.size))
+        assert steps.shape in chosen.trees
+        levels = list(steps.row_steps or [steps.shape.depth] * batch.size)
+        assert max(levels) <= steps.shape.depth
+        controller.on_verify_complete(of_trees(levels, steps.shape, batch.size))
     assert controller.snapshot()["fallback"] is None
 
 
-def of_trees(levels: list[int], tree: TreeShape, batch_size: int, missed: int = 0) -> VerifiedRound:
+def of_trees(
+    levels: list[int], tree: DraftShape, batch_size: int, missed: int = 0
+) -> VerifiedRound:
     """A round of trees in which every level is kept, but for the last `missed`."""
     kept = [max(0, steps - missed) for steps in levels]
-    plain = verified_round(kept, batch_size, tree.num_steps, row_steps=levels)
-    return replace(plain, tree=tree, num_draft_tokens=batch_size * tree.num_draft_tokens)
+    plain = verified_round(kept, batch_size, tree.depth, row_steps=levels)
+    return replace(plain, shape=tree, num_draft_tokens=batch_size * tree.size)
 
 
 def test_figures_of_trees_stand_beside_those_of_chains() -> None:
@@ -151,16 +152,15 @@ def test_figures_of_trees_stand_beside_those_of_chains() -> None:
 def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again() -> None:
     controller = AdaptiveController(settings(adaptive=False, strategy="static"))
 
-    def asked(**changes: Any) -> tuple[int, TreeShape | None]:
+    def asked(**changes: Any) -> DraftShape:
         controller.reconfigure({f"speculative_{key}": value for key, value in changes.items()})
-        steps = controller.choose_steps(decode_batch(1))
-        return steps.num_steps, steps.tree
+        return controller.choose_steps(decode_batch(1)).shape
 
-    assert asked(num_steps=4) == (4, CONFIGURED)
-    assert asked(num_draft_tokens=None) == (4, None)
-    assert asked(num_draft_tokens=16) == (4, CONFIGURED)
-    assert asked(num_steps=0) == (0, None)
-    assert asked(num_steps=4, num_draft_tokens=16) == (4, CONFIGURED)
+    assert asked(num_steps=4) == CONFIGURED
+    assert asked(num_draft_tokens=None) == CHAIN
+    assert asked(num_draft_tokens=16) == CONFIGURED
+    assert asked(num_steps=0) == PLAIN
+    assert asked(num_steps=4, num_draft_tokens=16) == CONFIGURED
     # A change of shape alone counts as a change of tier.
     assert sum(controller.snapshot()["switches"].values()) == 4  # type: ignore[attr-defined]
 
@@ -173,7 +173,7 @@ def test_trees_that_were_not_built_are_refused_and_nothing_changes() -> None:
         "candidate_trees=[[4, 9]]: no such tree was built at start; use some of [[4, 16]] (the "
         "root counted), or restart with the new configuration"
     )
-    assert controller.choose_steps(decode_batch(1)).tree == CONFIGURED
+    assert controller.choose_steps(decode_batch(1)).shape == CONFIGURED
 
 
 def drafting(tmp_path: Path, trees: list[list[int]], **keys: Any) -> SpeculativeConfig:
@@ -186,8 +186,8 @@ def drafting(tmp_path: Path, trees: list[list[int]], **keys: Any) -> Speculative
 
 def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
     config = drafting(tmp_path, [[3, 8], [5, 20]], speculative_eagle_topk=4)
-    found = PolicySettings.of(config).tree_shapes
-    assert found == (TreeShape(3, 7), TreeShape(5, 19))
+    found = PolicySettings.of(config).trees
+    assert found == (DraftShape(3, 7, TOPK), DraftShape(5, 19, TOPK))
 
 
 @pytest.mark.parametrize(

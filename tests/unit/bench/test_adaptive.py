@@ -30,6 +30,7 @@ from serve_spec.bench.closed_loop import MeasuredRound, PhaseRun, prompt_ms_per_
 from serve_spec.bench.command import main
 from serve_spec.bench.phases import Phase
 from serve_spec.config import ConfigError
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.metrics import StepStats
 from tests.unit.bench.configs import write_config
 
@@ -201,7 +202,7 @@ def test_no_repetition_begins_that_would_end_too_late(
 
 
 def test_only_fixed_depths_are_given_up_and_never_off() -> None:
-    controller = AdaptiveController(PolicySettings(0, strategy="static"))
+    controller = AdaptiveController(PolicySettings(DraftShape.chain(0), strategy="static"))
     below, above = 100 * HOPELESS - 1, 100 * HOPELESS + 1
     rates = {"off": 1.0, "off-again": 1.0, "K=1": below, "K=3": above, "ema": 1.0, "x": 100.0}
     arms = [
@@ -213,7 +214,7 @@ def test_only_fixed_depths_are_given_up_and_never_off() -> None:
 
 def measured_round(ms: float, batch_size: int, drafts: int, tokens: int, prompt: int = 0):  # type: ignore[no-untyped-def]
     stats = StepStats(
-        num_steps=drafts,
+        shape=DraftShape.chain(drafts),
         batch_size=batch_size,
         num_draft_tokens=drafts * batch_size,
         num_correct_drafts=tokens - batch_size,

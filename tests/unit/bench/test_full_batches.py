@@ -7,13 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.bench.full_batches import SETTLE_ROUNDS, FullBatches
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.metrics import StepStats
 
 
 def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepStats:
     """A round in which the requests emit `tokens`."""
     return StepStats(
-        num_steps=3,
+        shape=DraftShape.chain(3),
         batch_size=len(tokens),
         num_draft_tokens=3 * len(tokens),
         num_correct_drafts=sum(tokens) - len(tokens),

@@ -35,6 +35,7 @@ from serve_spec.bench.simulator import (
 )
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.config.adaptive_file import load_slots
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes, VerifiedRound
 from serve_spec.scheduler.rows import fair_steps
 
@@ -54,7 +55,7 @@ def ema() -> EmaPolicy:
 class RandomPolicy:
     """Asks for anything at all, of rows that can and rows that can not."""
 
-    candidate_steps = tuple(range(8))
+    shapes = tuple(map(DraftShape.chain, range(8)))
     last_reason = Reason.STATIC
 
     def __init__(self, numbers: Sequence[int]) -> None:
@@ -66,7 +67,7 @@ class RandomPolicy:
         self.num_rounds += 1
         at = self.num_rounds
         row_steps = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
-        return RoundSteps(7, row_steps)
+        return RoundSteps(DraftShape.chain(7), row_steps)
 
     def observe(self, verified: VerifiedRound) -> None:
         rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
@@ -102,11 +103,11 @@ def walked_rounds(counts: Sequence[int], num_tokens: int, num_steps: int) -> int
 @pytest.mark.parametrize("num_steps", [0, 1, 3, 7])
 def test_a_fixed_depth_takes_the_rounds_of_a_walk_by_hand(num_steps: int) -> None:
     phase = Phase("predictable", 1, 16, 90)
-    report, _ = rounds_of(StaticPolicy(num_steps), phase)
+    report, _ = rounds_of(StaticPolicy(DraftShape.chain(num_steps)), phase)
     traces = TRACES.of(TextKind("code", 0.0))
     walks = [walked_rounds(trace.num_correct_drafts, 90, num_steps) for trace in traces]
     assert report.num_rounds == sum(walks)
-    assert report.rounds_by_num_steps == {num_steps: sum(walks)}
+    assert report.rounds_by_shape == {DraftShape.chain(num_steps): sum(walks)}
 
 
 def test_the_best_fixed_depth_is_what_brute_force_says() -> None:
@@ -139,7 +140,7 @@ def test_the_best_fixed_depth_is_what_brute_force_says() -> None:
     assert speeds[0] / speeds[best] == pytest.approx(times[best] / times[0])
 
 
-@pytest.mark.parametrize("make", [lambda: StaticPolicy(3), ema])
+@pytest.mark.parametrize("make", [lambda: StaticPolicy(DraftShape.chain(3)), ema])
 def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) -> None:  # type: ignore[no-untyped-def]
     seen = []
     for costs in (TWO_CPU_CORES, GPU_8B, noisy(GPU_8B, 0.3)):
@@ -177,13 +178,13 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(
 ) -> None:
     wanted, usable = zip(*rows, strict=True)
     batch = DecodeBatch([str(i) for i in range(len(rows))], usable, 9, 0, max_draft_tokens)
-    steps = RoundSteps(5) if whole else RoundSteps(9, wanted)
+    steps = RoundSteps(DraftShape.chain(5)) if whole else RoundSteps(DraftShape.chain(9), wanted)
     assert _row_steps(steps, batch) == fair_steps(steps, batch)
 
 
 def test_drafts_give_way_where_the_token_budget_is_small() -> None:
     phase = Phase("predictable", 8, 8, 60)
-    _, rounds = rounds_of(StaticPolicy(7), phase, max_num_batched_tokens=24)
+    _, rounds = rounds_of(StaticPolicy(DraftShape.chain(7)), phase, max_num_batched_tokens=24)
     assert all(v.num_draft_tokens <= b.max_draft_tokens == 24 - b.size for b, _, v in rounds)
     assert any(v.num_draft_tokens == 16 for _, _, v in rounds)
 
@@ -211,27 +212,29 @@ def test_every_change_of_tier_is_a_switch_with_its_reason() -> None:
     simulator = Simulator(ema(), TRACES, TWO_CPU_CORES, on_round=lambda *told: tiers.append(told))
     tiers: list[tuple[DecodeBatch, RoundSteps, VerifiedRound]] = []
     reports = [simulator.run(phase) for phase in PHASES]
-    changes = [a[1].num_steps != b[1].num_steps for a, b in pairwise(tiers)]
+    changes = [a[1].shape != b[1].shape for a, b in pairwise(tiers)]
     switches = sum((report.switches for report in reports), Counter[Reason]())
     assert switches.total() == sum(changes)
     assert set(switches) == {Reason.GAIN, Reason.LOSS}
 
 
 def test_a_controller_is_driven_as_its_policy_is() -> None:
-    controller = AdaptiveController(PolicySettings(2, strategy="static"))
+    controller = AdaptiveController(PolicySettings(DraftShape.chain(2), strategy="static"))
     by_controller = [rounds_of(ControllerPolicy(controller), phase)[0] for phase in PHASES]
-    by_policy = [rounds_of(StaticPolicy(2), phase)[0] for phase in PHASES]
+    by_policy = [rounds_of(StaticPolicy(DraftShape.chain(2)), phase)[0] for phase in PHASES]
     assert by_controller == by_policy
 
 
 def test_a_depth_or_a_length_that_was_not_recorded_is_refused() -> None:
     with pytest.raises(ValueError, match="num_steps=9"):
-        Simulator(StaticPolicy(9), TRACES, TWO_CPU_CORES)
+        Simulator(StaticPolicy(DraftShape.chain(9)), TRACES, TWO_CPU_CORES)
     with pytest.raises(ValueError, match="num_tokens=1000"):
-        rounds_of(StaticPolicy(1), Phase("heated", 1, 1, 1000))
+        rounds_of(StaticPolicy(DraftShape.chain(1)), Phase("heated", 1, 1, 1000))
     known = TraceSet(7, (AcceptanceTrace("code", 0.0, 0, 9, (1, 2)),))
     with pytest.raises(ValueError, match="shuffled"):
-        Simulator(StaticPolicy(1), known, TWO_CPU_CORES).run(Phase("mixture", 1, 2, 3))
+        Simulator(StaticPolicy(DraftShape.chain(1)), known, TWO_CPU_CORES).run(
+            Phase("mixture", 1, 2, 3)
+        )
 
 
 def test_a_comparison_shows_every_arm_and_every_phase() -> None:

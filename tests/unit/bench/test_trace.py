@@ -25,7 +25,7 @@ from serve_spec.bench.trace import (
     save_traces,
 )
 from serve_spec.config import ConfigError
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
@@ -90,7 +90,7 @@ def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
     ]
     replayed: list[tuple[int, int, int]] = []
     simulator = Simulator(
-        StaticPolicy(num_steps),
+        StaticPolicy(DraftShape.chain(num_steps)),
         traces,
         TWO_CPU_CORES,
         on_round=lambda batch, steps, verified: replayed.append(
@@ -122,20 +122,21 @@ def test_an_engine_with_several_tiers_can_not_record(make: MakeLLM) -> None:
         record(make("EAGLE3", 3, **several).engine, requests(), NUM_TOKENS)
 
 
-TREE, TOPK = TreeShape(3, 7), 2
+TOPK = 2
+TREE = DraftShape(3, 7, TOPK)
 
 
 def branching(make: MakeLLM) -> SpecEngine:
     """An engine that drafts `TREE` and nothing else."""
-    rows = TREE.num_draft_tokens + 1
+    rows = TREE.size + 1
     keys = {"speculative_eagle_topk": TOPK, "speculative_num_draft_tokens": rows}
-    return make("EAGLE3", TREE.num_steps, **keys).engine
+    return make("EAGLE3", TREE.depth, **keys).engine
 
 
 @pytest.fixture(scope="module")
 def with_tree(make: MakeLLM, traces: TraceSet) -> TraceSet:
     recorded = record(branching(make), requests(), NUM_TOKENS)
-    return replace(traces.with_tree(TREE, recorded), topk=TOPK)
+    return traces.with_tree(TREE, recorded)
 
 
 def test_a_tree_keeps_at_least_what_a_chain_keeps_in_total(with_tree: TraceSet) -> None:
@@ -152,11 +153,13 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
     """There, trees have fewer levels, which is not what was recorded."""
     run = run_phase(branching(make), requests()[:batch_size], batch_size, NUM_TOKENS)
     measured = [
-        (r.stats.num_draft_tokens, r.stats.num_output_tokens) for r in run.rounds if r.stats.tree
+        (r.stats.num_draft_tokens, r.stats.num_output_tokens)
+        for r in run.rounds
+        if not r.stats.shape.is_chain
     ]
     replayed: list[tuple[int, int]] = []
     simulator = Simulator(
-        StaticPolicy(TREE.num_steps, tree=TREE),
+        StaticPolicy(TREE),
         with_tree,
         TWO_CPU_CORES,
         on_round=lambda batch, steps, verified: replayed.append(
@@ -164,7 +167,7 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
         ),
     )
     simulator.run(Phase("mixture", batch_size, num_requests=batch_size, num_tokens=NUM_TOKENS))
-    whole = batch_size * TREE.num_draft_tokens
+    whole = batch_size * TREE.size
     of_engine, of_replay = (
         list(takewhile(lambda drafts_and_tokens: drafts_and_tokens[0] == whole, rounds))
         for rounds in (measured, replayed)
@@ -189,9 +192,8 @@ def trace_sets() -> st.SearchStrategy[TraceSet]:
         num_correct_drafts=st.lists(st.integers(0, 5), max_size=9).map(tuple),
         of_trees=st.tuples(*[st.lists(st.integers(0, 2), max_size=9).map(tuple)] * 2),
     )
-    trees = (TreeShape(2, 4), TreeShape(3, 9))
-    traces = st.lists(trace, max_size=4).map(tuple)
-    return st.builds(TraceSet, st.just(5), traces, st.just(trees), st.integers(2, 8))
+    trees = st.integers(2, 8).map(lambda topk: (DraftShape(2, 4, topk), DraftShape(3, 9, topk)))
+    return st.builds(TraceSet, st.just(5), st.lists(trace, max_size=4).map(tuple), trees)
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
-from serve_spec.bench.tune.cells import OFF, Cell, CellFile, Tier
+from serve_spec.bench.tune.cells import Cell, CellFile
 from serve_spec.bench.tune.command import main
 from serve_spec.bench.tune.report import adaptive_config, best_cells, markdown, rows, speedups
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.llm import LLM
 from tests.unit.bench.configs import write_config
@@ -27,7 +28,11 @@ SETTINGS = {"num_prompts": 8, "model": {"path": "/target", "dtype": "float32"}}
 
 
 def cell(
-    batch_size: int, prompt_class: str, num_steps: int, speed: float = 100.0, tree_drafts: int = 0
+    batch_size: int,
+    prompt_class: str,
+    num_steps: int,
+    speed: float = 100.0,
+    shape: DraftShape = PLAIN,
 ) -> Cell:
     return Cell(
         batch_size=batch_size,
@@ -41,7 +46,8 @@ def cell(
         verify_ms=7.5,
         same_texts=8,
         num_texts=8,
-        tree_drafts=tree_drafts,
+        tree_drafts=shape.tree_size,
+        topk=shape.topk,
     )
 
 
@@ -49,32 +55,33 @@ def cell(
 def sweeps(draw: st.DrawFn) -> list[Cell]:
     """Cells of a whole sweep in any order, with speeds that tie now and then."""
     sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True))
-    tiers = [OFF, *map(Tier, draw(st.lists(st.integers(1, 8), max_size=4, unique=True)))]
-    tiers += draw(st.lists(trees(), max_size=3, unique=True))
-    places = [(size, name, tier) for size in sizes for name in CLASSES for tier in tiers]
+    depths = draw(st.lists(st.integers(1, 8), max_size=4, unique=True))
+    shapes = [PLAIN, *map(DraftShape.chain, depths)]
+    shapes += draw(st.lists(trees(), max_size=3, unique=True))
+    places = [(size, name, shape) for size in sizes for name in CLASSES for shape in shapes]
     cells = [
-        cell(size, name, tier.num_steps, draw(st.integers(1, 5)) * 50.0, tier.tree_drafts)
-        for size, name, tier in places
+        cell(size, name, shape.depth, draw(st.integers(1, 5)) * 50.0, shape)
+        for size, name, shape in places
     ]
     return draw(st.permutations(cells))
 
 
-def trees() -> st.SearchStrategy[Tier]:
+def trees() -> st.SearchStrategy[DraftShape]:
     return st.builds(
-        lambda levels, more: Tier(levels, levels + more), st.integers(1, 8), st.integers(0, 8)
+        lambda depth, more: DraftShape(depth, depth + more, 2), st.integers(1, 8), st.integers(0, 8)
     )
 
 
-def winners(cells: Sequence[Cell], batch_size: int) -> set[Tier]:
+def winners(cells: Sequence[Cell], batch_size: int) -> set[DraftShape]:
     """The best tier of every class at a batch size, by looking at all of them."""
     found = set()
     for name in CLASSES:
         mine = [c for c in cells if (c.batch_size, c.prompt_class) == (batch_size, name)]
         fastest = max(c.tokens_per_second for c in mine)
-        equals = [c.tier for c in mine if c.tokens_per_second == fastest]
-        fewest = min(tier.num_drafts for tier in equals)
-        cheapest = [tier for tier in equals if tier.num_drafts == fewest]
-        chains = [tier for tier in cheapest if not tier.tree_drafts]
+        equals = [c.shape for c in mine if c.tokens_per_second == fastest]
+        fewest = min(shape.size for shape in equals)
+        cheapest = [shape for shape in equals if shape.size == fewest]
+        chains = [shape for shape in cheapest if shape.is_chain]
         found.add(chains[0] if chains else min(cheapest))
     return found
 
@@ -87,8 +94,8 @@ def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of
     params = AdaptiveSpeculativeParams(0, slots)
     for batch_size in {c.batch_size for c in cells}:
         slot, best = slots[params.slot_key(batch_size)], winners(cells, batch_size)
-        assert set(slot.candidate_steps) == {tier.num_steps for tier in best}
-        shapes = {(levels, drafts + 1) for levels, drafts in best if drafts}
+        assert set(slot.candidate_steps) == {shape.depth for shape in best}
+        shapes = {(tree.depth, tree.size + 1) for tree in best if not tree.is_chain}
         assert set(slot.candidate_trees or ()) == shapes
 
 
@@ -114,7 +121,7 @@ def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[C
         off = next(
             o
             for o in cells
-            if (o.batch_size, o.prompt_class, o.tier) == (c.batch_size, c.prompt_class, OFF)
+            if (o.batch_size, o.prompt_class, o.shape) == (c.batch_size, c.prompt_class, PLAIN)
         )
         assert speedup[c] == c.tokens_per_second / off.tokens_per_second
     assert all(speedup[best] >= 1 for best in best_cells(cells).values())
@@ -139,7 +146,11 @@ def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
 
 def test_a_file_of_cells_gives_back_what_was_put_in(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cells.jsonl"
-    cells = [cell(1, "mixed", 0), cell(1, "mixed", 3), cell(1, "mixed", 3, tree_drafts=3)]
+    cells = [
+        cell(1, "mixed", 0),
+        cell(1, "mixed", 3),
+        cell(1, "mixed", 3, shape=DraftShape(3, 3, 2)),
+    ]
     CellFile(path, SETTINGS).append(cells)
     assert CellFile(path, SETTINGS).cells == {c.place: c for c in cells}
     assert len(CellFile(path, SETTINGS).cells) == 3
@@ -150,7 +161,9 @@ def test_a_file_from_before_there_were_trees_holds_chains(tmp_path: Path) -> Non
     CellFile(path, SETTINGS).append([cell(1, "mixed", 3)])
     path.write_text(path.read_text().replace(', "tree_drafts": 0', ""))
     assert "tree_drafts" not in path.read_text()
-    assert CellFile(path, SETTINGS).cells == {(1, "mixed", Tier(3)): cell(1, "mixed", 3)}
+    assert CellFile(path, SETTINGS).cells == {
+        (1, "mixed", DraftShape.chain(3)): cell(1, "mixed", 3)
+    }
 
 
 def test_of_a_cell_measured_twice_the_last_one_counts(tmp_path: Path) -> None:
@@ -177,7 +190,7 @@ def test_a_file_that_was_cut_in_its_first_line_starts_anew(tmp_path: Path) -> No
     path = tmp_path / "cells.jsonl"
     path.write_text('{"settings": {"num_p')
     CellFile(path, SETTINGS).append([cell(1, "mixed", 0)])
-    assert set(CellFile(path, SETTINGS).cells) == {(1, "mixed", OFF)}
+    assert set(CellFile(path, SETTINGS).cells) == {(1, "mixed", PLAIN)}
 
 
 def test_cells_of_other_settings_are_refused_by_name_and_replaced_when_asked(

@@ -14,7 +14,7 @@ from serve_spec.adaptive import PolicySettings
 from serve_spec.bench.tune.trees import swept_trees
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.base import judge
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 
 
 def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> SpeculativeConfig:
@@ -28,18 +28,18 @@ def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> Spec
     return judge(SpeculativeConfig, keys)
 
 
-def is_swept(tree: TreeShape, topk: int) -> bool:
+def is_swept(tree: tuple[int, int], topk: int) -> bool:
     config = speculative(topk)
     try:
-        return swept_trees([tree], config) == [tree]
+        return swept_trees([tree], config) == [DraftShape(*tree, topk)]
     except ConfigError:
         return False
 
 
-def may_be_listed(tree: TreeShape, topk: int) -> bool:
+def may_be_listed(tree: tuple[int, int], topk: int) -> bool:
     """Whether a server takes an adaptive config that lists it."""
-    shapes = [[tree.num_steps, tree.num_draft_tokens + 1]]
-    slot = {"candidate_steps": [tree.num_steps], "candidate_trees": shapes}
+    depth, size = tree
+    slot = {"candidate_steps": [depth], "candidate_trees": [[depth, size + 1]]}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "adaptive.json"
         file.write_text(json.dumps(slot))
@@ -50,23 +50,27 @@ def may_be_listed(tree: TreeShape, topk: int) -> bool:
     return True
 
 
-@example(TreeShape(2, 6), 2)
-@example(TreeShape(33, 63), 2)
-@example(TreeShape(34, 63), 2)
-@given(st.builds(TreeShape, st.integers(0, 40), st.integers(0, 70)), st.integers(2, 9))
-def test_a_tree_may_be_swept_just_where_a_server_may_list_it(tree: TreeShape, topk: int) -> None:
+@example((2, 6), 2)
+@example((33, 63), 2)
+@example((34, 63), 2)
+@given(st.tuples(st.integers(0, 40), st.integers(0, 70)), st.integers(2, 9))
+def test_a_tree_may_be_swept_just_where_a_server_may_list_it(
+    tree: tuple[int, int], topk: int
+) -> None:
     assert is_swept(tree, topk) == may_be_listed(tree, topk)
 
 
 @given(topk=st.integers(2, 9), num_steps=st.integers(0, 7))
 def test_unasked_the_trees_are_those_a_policy_may_draft_unasked(topk: int, num_steps: int) -> None:
     config = speculative(topk, num_steps)
-    assert swept_trees(None, config) == list(PolicySettings.of(config).tree_shapes)
+    assert swept_trees(None, config) == list(PolicySettings.of(config).trees)
 
 
 def test_asked_for_they_are_measured_once_each_in_ascending_order() -> None:
-    wanted = [TreeShape(3, 7), TreeShape(2, 5), TreeShape(3, 5), TreeShape(2, 5)]
-    assert swept_trees(wanted, speculative(2)) == sorted(set(wanted))
+    wanted = [(3, 7), (2, 5), (3, 5), (2, 5)]
+    assert swept_trees(wanted, speculative(2)) == [
+        DraftShape(depth, size, 2) for depth, size in sorted(set(wanted))
+    ]
 
 
 @pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (2, 0)])
@@ -74,4 +78,4 @@ def test_where_a_server_drafts_chains_alone_there_are_no_trees(topk: int, num_st
     config = speculative(topk, num_steps)
     assert swept_trees(None, config) == []
     with pytest.raises(ConfigError, match=r"^trees=\['2x3'\]: speculative_eagle_topk=\d with"):
-        swept_trees([TreeShape(2, 3)], config)
+        swept_trees([(2, 3)], config)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from serve_spec.bench.closed_loop import ClosedLoop, PhaseRun, run_phase
 from serve_spec.bench.phases import Phase, TextKind, TextRequest
 from serve_spec.bench.turns import MIN_ROUNDS, engine_beside, run_in_turns, turns_of
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import SwitchingController, llm_maker, make_pair
 
@@ -33,7 +34,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> SpecEngine:
     llm = llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")(
         "EAGLE3", 4, prefix_caching=False
     )
-    llm.engine.worker.init_states(range(5))
+    llm.engine.worker.init_states(map(DraftShape.chain, range(5)))
     return llm.engine
 
 
@@ -67,7 +68,7 @@ def controller(name: str):  # type: ignore[no-untyped-def]
 def shapes(run: PhaseRun) -> list[tuple[int, int, int, int]]:
     return [
         (
-            r.stats.num_steps,
+            r.stats.shape.depth,
             r.stats.batch_size,
             r.stats.num_draft_tokens,
             r.stats.num_output_tokens,
@@ -174,7 +175,7 @@ def test_a_loop_runs_under_its_own_controller_where_all_share_an_engine(
     loops = [ClosedLoop(shared, requests(), BATCH_SIZE, LENGTHS) for _ in POLICIES]
     run_in_turns(loops, [controller(name) for name in POLICIES], 1, random.Random(0))
     for loop, steps in zip(loops, POLICIES.values(), strict=True):
-        used = {r.stats.num_steps for r in loop.run.decode_rounds}
+        used = {r.stats.shape.depth for r in loop.run.decode_rounds}
         assert used == set(steps)
 
 

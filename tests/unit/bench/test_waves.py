@@ -41,8 +41,8 @@ def test_a_round_is_counted_for_the_arm_whose_turn_it_is_and_only_if_it_is_full(
 def test_the_controllers_of_an_arm_take_turns_every_round(llm: LLM) -> None:
     off, on = fixed(llm, 0), fixed(llm, 3)
     (rounds,) = run_wave(llm.engine, WAVE, off, {"both": [off, on]}).values()
-    assert all(a.num_steps != b.num_steps for a, b in pairwise(rounds))
-    assert {stats.num_steps for stats in rounds} == {0, 3}
+    assert all(a.shape != b.shape for a, b in pairwise(rounds))
+    assert {stats.shape.depth for stats in rounds} == {0, 3}
 
 
 def test_a_wave_leaves_nothing_behind(llm: LLM) -> None:

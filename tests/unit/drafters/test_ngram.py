@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.draft import TextDrafts
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.drafters.corpus import Corpus
 from serve_spec.drafters.ngram import BRANCHING_PLACES, NgramDrafter
 from serve_spec.drafters.text_trees import branched
@@ -16,7 +16,7 @@ LENGTHS = st.tuples(st.integers(1, 4), st.integers(0, 3)).map(lambda pair: (pair
 
 
 SHAPES = st.builds(
-    lambda steps, more: TreeShape(steps, steps + more), st.integers(1, 5), st.integers(0, 20)
+    lambda steps, more: DraftShape(steps, steps + more, 2), st.integers(1, 5), st.integers(0, 20)
 )
 
 
@@ -90,12 +90,12 @@ def test_a_request_that_left_leaves_nothing() -> None:
 
 @given(text=TEXTS, lengths=LENGTHS, shape=SHAPES, topk=st.integers(1, 4), grown=st.integers(1, 60))
 def test_a_tree_is_the_trie_of_what_followed_every_match_however_the_text_has_grown(
-    text: list[int], lengths: tuple[int, int], shape: TreeShape, topk: int, grown: int
+    text: list[int], lengths: tuple[int, int], shape: DraftShape, topk: int, grown: int
 ) -> None:
     drafter = NgramDrafter(*lengths, max_steps=9, topk=topk)
     for now in (text[:grown], text):
-        found = continuations(now, *lengths, shape.num_steps)[:BRANCHING_PLACES]
-        tree = branched(found, topk, shape.num_draft_tokens)
+        found = continuations(now, *lengths, shape.depth)[:BRANCHING_PLACES]
+        tree = branched(found, topk, shape.size)
         assert drafter.propose_tree("this", now, shape) == tree
 
 
@@ -110,13 +110,13 @@ def test_a_tree_is_the_trie_of_what_followed_every_match_however_the_text_has_gr
 def test_a_tree_keeps_at_least_what_the_chain_of_its_depth_keeps(
     text: list[int],
     lengths: tuple[int, int],
-    shape: TreeShape,
+    shape: DraftShape,
     topk: int,
     corpus: list[int],
     future: list[int],
 ) -> None:
     drafter = NgramDrafter(*lengths, 9, Corpus(corpus, max(lengths)), topk)
-    chain = drafter.propose("a", text, shape.num_steps)
+    chain = drafter.propose("a", text, shape.depth)
     tree = drafter.propose_tree("a", text, shape)
     assert tree.token_ids[: len(chain)] == chain
     assert num_kept(tree, future) >= num_kept(TextDrafts(chain), future)
@@ -125,13 +125,13 @@ def test_a_tree_keeps_at_least_what_the_chain_of_its_depth_keeps(
 
 def test_a_tree_goes_on_as_the_text_did_the_last_times() -> None:
     text = [1, 2, 5, 1, 2, 6, 1, 2]
-    tree = NgramDrafter(1, 2, 7, topk=2).propose_tree("a", text, TreeShape(2, 4))
+    tree = NgramDrafter(1, 2, 7, topk=2).propose_tree("a", text, DraftShape(2, 4, 2))
     assert tree == TextDrafts((6, 1, 5, 1), (0, 1, 0, 3))
 
 
 def test_a_tree_goes_on_as_a_corpus_does_where_the_text_has_no_match() -> None:
     drafter = NgramDrafter(1, 2, 7, Corpus([1, 2, 5, 1, 2, 6, 9, 2, 7], 2), topk=3)
-    tree = drafter.propose_tree("a", [1, 2], TreeShape(1, 3))
+    tree = drafter.propose_tree("a", [1, 2], DraftShape(1, 3, 2))
     assert sorted(tree.token_ids) == [5, 6, 7], "both longer matches and the shorter one"
     assert tree.token_ids[2] == 7
-    assert drafter.propose_tree("b", [8, 8, 2, 8], TreeShape(1, 3)).token_ids == (2, 8)
+    assert drafter.propose_tree("b", [8, 8, 2, 8], DraftShape(1, 3, 2)).token_ids == (2, 8)

@@ -11,8 +11,8 @@ import torch
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape
 from serve_spec.models import DraftHead, DraftOptions, Llama, load_target
 from serve_spec.models.standalone import Standalone
 from tests.helpers.engines import MakeLLM, Pair, texts
@@ -32,11 +32,11 @@ class Stutterer:
         return (token_ids[-1],) * min(most, self.most)
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
         """And another first one, where there is room."""
-        chain = self.propose(request_id, token_ids, shape.num_steps)
-        if len(chain) == shape.num_draft_tokens:
+        chain = self.propose(request_id, token_ids, shape.depth)
+        if len(chain) == shape.size:
             return TextDrafts(chain, tuple(range(len(chain))))
         return TextDrafts((*chain, token_ids[-1] ^ 1), (*range(len(chain)), 0))
 

@@ -13,9 +13,9 @@ from serve_spec import LLM
 from serve_spec.config import SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape
 from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
 
@@ -75,9 +75,9 @@ class Misspeller:
         return (token_ids[-1], 10**6, -7)[:most]
 
     def propose_tree(
-        self, request_id: str, token_ids: Sequence[int], shape: TreeShape
+        self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
-        chain = self.propose(request_id, token_ids, shape.num_steps)
+        chain = self.propose(request_id, token_ids, shape.depth)
         return TextDrafts(chain, tuple(range(len(chain))))
 
     def forget(self, request_id: str) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.collector import SPEED_ROUNDS, MetricsCollector
 from serve_spec.metrics import StepStats
@@ -20,7 +21,7 @@ def decode_round(num_steps: int = 0, correct: int = 0, rows: int = 1, **fields: 
     """`rows` rows of `num_steps` drafts each, `correct` of them kept in each; 10 ms."""
     return replace(
         StepStats(
-            num_steps=num_steps,
+            shape=DraftShape.chain(num_steps),
             batch_size=rows,
             num_draft_tokens=rows * num_steps,
             num_correct_drafts=rows * correct,
@@ -192,7 +193,7 @@ def test_memory_does_not_grow_with_the_number_of_rounds() -> None:
     sizes = [
         len(speed._rounds)
         for bucket in collector._buckets.values()
-        for speed in (bucket.drafting, *bucket.by_tier.values())
+        for speed in (bucket.drafting, *bucket.by_shape.values())
     ]
     assert len(collector._buckets) == 7
     assert max(sizes) == SPEED_ROUNDS

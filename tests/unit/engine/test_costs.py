@@ -16,7 +16,7 @@ import torch
 
 import serve_spec
 from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
-from serve_spec.core.round import TreeShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.engine.costs import (
     _ROUND_ROOMS,
     Clock,
@@ -224,7 +224,7 @@ def test_a_named_table_without_a_tree_that_may_be_drafted_is_measured_anew(
     named = tmp_path / "named.json"
     write_cost_table(table(), named)
     measurement = FakeMeasurement()
-    obtain(measurement, named, trees=[TreeShape(1, 4)])
+    obtain(measurement, named, trees=[DraftShape(1, 4, 4)])
     assert measurement.count == 1
     (warning,) = warnings_in(said)
     assert "(1, 4)" in warning

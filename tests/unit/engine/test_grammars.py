@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
-from serve_spec.core.round import TreeShape
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.engines import (
     MakeLLM,
@@ -169,7 +169,7 @@ def test_drafts_that_branch_change_no_text_by_a_grammar(
     close(outputs, off)
     kept = [output.speculation.num_correct_drafts for output in outputs]
     assert sum(kept) - kept[2] > 0, "some drafts must be kept by grammar"
-    switch_every_round(llm, (0, TreeShape(3, 9), 2, TreeShape(2, 5)))
+    switch_every_round(llm, (0, DraftShape(3, 9, 3), 2, DraftShape(2, 5, 3)))
     close(llm.generate(prompts, params), off)
 
 

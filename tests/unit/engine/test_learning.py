@@ -2,6 +2,7 @@
 
 import pytest
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from serve_spec.metrics import StepStats
@@ -11,7 +12,7 @@ from tests.helpers.engines import MakeLLM
 class RecordingController:
     """Always three steps; remembers what it was told."""
 
-    candidate_steps = (3,)
+    shapes = (DraftShape.chain(3),)
     switch_reason = None
     notes = NO_NOTES
 
@@ -20,7 +21,7 @@ class RecordingController:
         self.left: list[str] = []
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        return RoundSteps(3)
+        return RoundSteps(DraftShape.chain(3))
 
     def on_verify_complete(self, verified: VerifiedRound) -> None:
         self.told.append(verified)

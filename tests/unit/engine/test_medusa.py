@@ -62,5 +62,5 @@ def test_a_policy_that_picks_its_own_depths_picks_none_beyond_the_heads() -> Non
             },
         }
     ).speculative
-    assert max(PolicySettings.of(config).candidate_steps) > HEADS
-    assert max(PolicySettings.of(config, max_steps=HEADS).candidate_steps) == HEADS
+    assert PolicySettings.of(config).max_depth > HEADS
+    assert PolicySettings.of(config, max_steps=HEADS).max_depth == HEADS

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
@@ -112,7 +113,9 @@ def test_its_rounds_can_be_measured_before_there_is_a_text(
 ) -> None:
     worker = make_llm("NGRAM", 3, execution=execution).engine.worker
     plans = SyntheticPlans(page_size=4, vocab_size=worker.vocab_size)
-    result = worker.execute(plans.plan(Cell(context=12, batch_size=2, num_steps=3), 0.0))
+    result = worker.execute(
+        plans.plan(Cell(context=12, batch_size=2, shape=DraftShape.chain(3)), 0.0)
+    )
     assert [len(tokens) >= 1 for tokens in result.token_ids] == [True, True]
 
 

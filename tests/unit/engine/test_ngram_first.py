@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import StepPlan
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape
 from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
 
 EXECUTIONS = ["eager", "lanes"]
@@ -18,8 +18,15 @@ DRAFTS = ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"]
 CHAINS: dict[str, Any] = {}
 TREES: dict[str, Any] = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
 SHAPES = pytest.mark.parametrize("shape", [CHAINS, TREES], ids=["chains", "trees"])
-TIERS: list[int | TreeShape] = [0, 3, 7, 1]
-BRANCHING = [*TIERS, TreeShape(4, 12), TreeShape(1, 3), 0, TreeShape(7, 14), TreeShape(2, 4)]
+TIERS: list[int | DraftShape] = [0, 3, 7, 1]
+BRANCHING = [
+    *TIERS,
+    DraftShape(4, 12, 3),
+    DraftShape(1, 3, 3),
+    0,
+    DraftShape(7, 14, 3),
+    DraftShape(2, 4, 3),
+]
 
 
 def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -83,7 +90,7 @@ def test_nor_do_they_under_another_tier_every_round_and_preemption(
     plain: list[tuple[int, ...]],
     algorithm: str,
     execution: str,
-    tiers: list[int | TreeShape],
+    tiers: list[int | DraftShape],
 ) -> None:
     sizes = {"num_pages": 40, "max_num_seqs": 8}
     shape = CHAINS if tiers is TIERS else {"speculative_eagle_topk": 3}

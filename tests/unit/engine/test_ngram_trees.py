@@ -12,9 +12,9 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams
-from serve_spec.core.round import TreeShape
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM, heard_plans, switch_every_round, texts
 from tests.helpers.plain_logprobs import close
@@ -23,7 +23,17 @@ from tests.unit.engine.test_grammars import prompts_and_params as ruled_requests
 from tests.unit.engine.test_score_edits import prompts_and_params as edited_requests
 
 EXECUTIONS = ["eager", "lanes"]
-SWITCHING = (0, TreeShape(4, 12), 3, TreeShape(2, 4), 0, 0, TreeShape(1, 3), 1, TreeShape(4, 4))
+SWITCHING = (
+    0,
+    DraftShape(4, 12, 3),
+    3,
+    DraftShape(2, 4, 3),
+    0,
+    0,
+    DraftShape(1, 3, 3),
+    1,
+    DraftShape(4, 4, 3),
+)
 
 
 def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -197,7 +207,7 @@ def test_rounds_of_trees_can_be_measured_before_there_is_a_text(
 ) -> None:
     worker = with_trees(make_llm, (3, 2, 7), execution=execution).engine.worker
     plans = SyntheticPlans(page_size=4, vocab_size=worker.vocab_size)
-    cell = Cell(context=12, batch_size=2, num_steps=3, tree_drafts=6, topk=2)
+    cell = Cell(context=12, batch_size=2, shape=DraftShape(3, 6, topk=2))
     result = worker.execute(plans.plan(cell, 0.0))
     assert [len(tokens) >= 1 for tokens in result.token_ids] == [True, True]
 

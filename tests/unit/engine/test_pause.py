@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
@@ -19,7 +20,7 @@ GREEDY = SamplingParams(max_tokens=1060, temperature=0, ignore_eos=True)
 class Scheduled:
     """Steps by the length of the text, one sequence; keeps what was drafted and kept where."""
 
-    candidate_steps = (0, 3)
+    shapes = (DraftShape.chain(0), DraftShape.chain(3))
     switch_reason = None
     notes = NO_NOTES
 
@@ -28,7 +29,7 @@ class Scheduled:
         self.kept: dict[int, tuple[int, int]] = {}
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        return RoundSteps(self.steps_at(batch.num_tokens))
+        return RoundSteps(DraftShape.chain(self.steps_at(batch.num_tokens)))
 
     def on_verify_complete(self, verified: VerifiedRound) -> None:
         for steps, correct in zip(verified.row_steps, verified.num_correct_drafts, strict=True):
@@ -43,7 +44,7 @@ class Scheduled:
 
 def run(llm: LLM, steps_at: Callable[[int], int]) -> tuple[Scheduled, list[int]]:
     controller = Scheduled(steps_at)
-    llm.engine.worker.init_states(controller.candidate_steps)
+    llm.engine.worker.init_states(controller.shapes)
     llm.engine.controller = controller  # type: ignore[assignment]
     return controller, list(llm.generate([[5, 6, 7, 8]], GREEDY)[0].token_ids)
 

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.config.root import leaf_sections
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import RowPlan, StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape, tree_slots
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM
@@ -31,7 +31,7 @@ class FakeWorker:
     vocab_size = 50
 
     def __init__(self, tiers: Sequence[int] = range(8), noise: Sequence[float] = (1.0,)) -> None:
-        self.tiers = dict.fromkeys(tiers)
+        self.tiers = dict.fromkeys(map(DraftShape.chain, tiers))
         self.now = 1000.0
         self.plans: list[StepPlan] = []
         self._noise = itertools.cycle(noise)
@@ -43,8 +43,8 @@ class FakeWorker:
         self.plans.append(plan)
         context = mean_context(plan)
         factor = next(self._noise)
-        draft = factor * true_draft_ms(len(plan.rows), plan.num_steps)
-        verify = factor * true_verify_ms(len(plan.rows), plan.num_steps, context)
+        draft = factor * true_draft_ms(len(plan.rows), plan.shape.depth)
+        verify = factor * true_verify_ms(len(plan.rows), plan.shape.depth, context)
         if not plan.rows[0].params.is_greedy:
             verify += SAMPLED_ROW_MS * sum(row.query_len for row in plan.rows)
         self.now += (draft + verify + 0.5) / 1e3
@@ -77,7 +77,7 @@ def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
 
 
 def cells_of(plans: Sequence[StepPlan]) -> list[Cell]:
-    return [Cell(mean_context(plan), len(plan.rows), plan.num_steps) for plan in plans]
+    return [Cell(mean_context(plan), len(plan.rows), plan.shape) for plan in plans]
 
 
 def mean_context(plan: StepPlan) -> int:
@@ -134,7 +134,9 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
         (size, steps)
         for size in costs.batch_sizes
         for steps in costs.num_steps
-        if any(Cell(context, size, steps) not in ran for context in costs.contexts)
+        if any(
+            Cell(context, size, DraftShape.chain(steps)) not in ran for context in costs.contexts
+        )
     }
     assert set(costs.extrapolated) == missing
     assert bool(missing) == is_short
@@ -160,9 +162,9 @@ def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -
     worker = FakeWorker()
     measured(worker, budget_s=0.6)
     ran = set(cells_of(worker.plans))
-    assert {Cell(128, size, 0) for size in (1, 2, 4, 8, 16, 32)} <= ran
-    assert {Cell(c, 1, k) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
-    assert Cell(512, 32, 7) not in ran
+    assert {Cell(128, size, DraftShape.chain(0)) for size in (1, 2, 4, 8, 16, 32)} <= ran
+    assert {Cell(c, 1, DraftShape.chain(k)) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
+    assert Cell(512, 32, DraftShape.chain(7)) not in ran
 
 
 def test_repetitions_go_round_all_steps_of_a_batch_size() -> None:
@@ -171,7 +173,7 @@ def test_repetitions_go_round_all_steps_of_a_batch_size() -> None:
     greedy = [plan for plan in worker.plans if plan.rows[0].params.is_greedy]
     of_four = [cell for cell in cells_of(greedy) if cell.batch_size == 4][1:]
     warmed = [(128, 0), *((c, k) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7))]
-    assert [(cell.context, cell.num_steps) for cell in of_four[:91]] == warmed * 7
+    assert [(cell.context, cell.shape.depth) for cell in of_four[:91]] == warmed * 7
 
 
 def test_caches_that_another_batch_size_left_cold_do_not_show() -> None:
@@ -206,7 +208,7 @@ def test_a_noisy_moment_does_not_set_one_number_of_steps_apart(
 def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
     batch_size: int, num_steps: int
 ) -> None:
-    cell = Cell(128, batch_size, num_steps)
+    cell = Cell(128, batch_size, DraftShape.chain(num_steps))
     backlogs = [cell.num_catch_up(row) for row in range(batch_size)]
     assert all(1 <= backlog <= num_steps + 1 for backlog in backlogs)
     middle = (1 + num_steps + 1) / 2
@@ -218,7 +220,7 @@ def test_only_tiers_the_worker_has_are_run() -> None:
     worker = FakeWorker(tiers=(0, 1, 3))
     costs = measured(worker, max_steps=7)
     assert costs.num_steps == (0, 1, 3)
-    assert {plan.num_steps for plan in worker.plans} == {0, 1, 3}
+    assert {plan.shape.depth for plan in worker.plans} == {0, 1, 3}
 
 
 def test_rounds_beyond_the_row_limit_are_extrapolated_and_never_run() -> None:
@@ -275,7 +277,7 @@ def test_rounds_that_would_take_too_long_are_extrapolated_and_never_run() -> Non
     worker = FakeWorker()
     costs = measured(worker, longest_run_s=0.05)
     assert not costs.is_rough
-    ran = {(c.batch_size, c.num_steps) for c in cells_of(worker.plans) if c.context == 128}
+    ran = {(c.batch_size, c.shape.depth) for c in cells_of(worker.plans) if c.context == 128}
     assert (16, 1) in ran, "28 ms"
     assert (16, 7) not in ran, "103 ms"
     assert (32, 7) in costs.extrapolated
@@ -317,7 +319,14 @@ def test_progress_grows_to_one() -> None:
     assert shares[-1] == 1.0
 
 
-@pytest.mark.parametrize("cell", [Cell(32, 1, 0), Cell(33, 3, 7), Cell(128, 4, 1)])
+@pytest.mark.parametrize(
+    "cell",
+    [
+        Cell(32, 1, DraftShape.chain(0)),
+        Cell(33, 3, DraftShape.chain(7)),
+        Cell(128, 4, DraftShape.chain(1)),
+    ],
+)
 def test_plans_look_like_those_of_a_scheduler(cell: Cell) -> None:
     plan = SyntheticPlans(page_size=16, vocab_size=50).plan(cell, temperature=0.8)
     pages = [page for row in plan.rows for page in row.page_ids]
@@ -332,10 +341,10 @@ def check_row(row: RowPlan, cell: Cell) -> None:
     assert row.is_decode
     assert row.samples
     assert 0.75 * cell.context - 1 <= row.length <= 1.25 * cell.context + 1
-    assert row.num_steps == cell.num_steps
-    assert 16 * len(row.page_ids) >= row.length + cell.num_steps
+    assert row.shape == cell.shape
+    assert 16 * len(row.page_ids) >= row.length + cell.shape.depth
     assert all(0 <= token < 50 for token in (*row.token_ids, *row.catch_up_ids))
-    if cell.num_steps:
+    if cell.shape.depth:
         assert row.draft_start + len(row.catch_up_ids) == row.start
         assert row.catch_up_ids
     else:
@@ -356,7 +365,7 @@ def profiled_texts(make_llm: MakeLLM) -> tuple[MeasuredCosts, list[Any], list[An
 
     profiled, fresh = make_llm("EAGLE3", 3), make_llm("EAGLE3", 3)
     worker = profiled.engine.worker
-    worker.init_states(range(4))
+    worker.init_states(map(DraftShape.chain, range(4)))
     measurement = measure_costs(
         worker,
         page_size=4,
@@ -391,8 +400,8 @@ def test_after_profiling_an_engine_writes_the_same_texts_with_the_same_drafts(
     assert profiled == fresh
 
 
-TREES = (TreeShape(2, 6), TreeShape(3, 15))
 TOPK = 4
+TREES = (DraftShape(2, 6, TOPK), DraftShape(3, 15, TOPK))
 
 
 class BranchingWorker(FakeWorker):
@@ -400,18 +409,18 @@ class BranchingWorker(FakeWorker):
 
     def execute(self, plan: StepPlan) -> StepResult:
         result = super().execute(plan)
-        if plan.tree is None:
+        if plan.shape.is_chain:
             return result
         size, context = len(plan.rows), mean_context(plan)
-        verify = true_verify_ms(size, plan.tree.num_draft_tokens, context)
-        draft = 2 * true_draft_ms(size, plan.num_steps)
+        verify = true_verify_ms(size, plan.shape.size, context)
+        draft = 2 * true_draft_ms(size, plan.shape.depth)
         self.now += (draft + verify - result.draft_ms - result.verify_ms) / 1e3
         return replace(result, draft_ms=draft, verify_ms=verify)
 
 
 def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
     worker = BranchingWorker()
-    costs = measured(worker, trees=TREES, topk=TOPK)
+    costs = measured(worker, trees=TREES)
     assert [tree.shape for tree in costs.trees] == [(2, 6), (3, 15)]
     for tree in costs.trees:
         draft = [2 * true_draft_ms(size, tree.num_steps) for size in costs.batch_sizes]
@@ -421,25 +430,24 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
                 true_verify_ms(size, tree.num_draft_tokens, context) for size in costs.batch_sizes
             ]
             assert found == pytest.approx(verify, rel=1e-4)
-    branched = [plan for plan in worker.plans if plan.tree is not None]
-    assert {plan.tree for plan in branched} == set(TREES)
+    branched = [plan for plan in worker.plans if not plan.shape.is_chain]
+    assert {plan.shape for plan in branched} == set(TREES)
     for plan in branched:
-        assert plan.tree is not None
         for row in plan.rows:
-            assert (row.num_steps, row.tree_drafts) == (plan.num_steps, plan.tree.num_draft_tokens)
+            assert (row.num_steps, row.tree_drafts) == (plan.shape.depth, plan.shape.size)
             room = len(row.page_ids) * 16
-            slots = tree_slots(TOPK, row.num_steps, row.tree_drafts)
+            slots = row.shape.draft_slots
             assert row.length + slots <= room
 
 
 def test_chains_cost_the_same_whether_or_not_trees_are_measured_too() -> None:
-    alone, beside = measured(FakeWorker()), measured(BranchingWorker(), trees=TREES, topk=TOPK)
+    alone, beside = measured(FakeWorker()), measured(BranchingWorker(), trees=TREES)
     assert (alone.draft_ms, alone.verify_ms) == (beside.draft_ms, beside.verify_ms)
     assert alone.trees == ()
 
 
 def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> None:
-    costs = measured(BranchingWorker(), trees=TREES, topk=TOPK, max_num_rows=200)
+    costs = measured(BranchingWorker(), trees=TREES, max_num_rows=200)
     (_, largest) = costs.trees
     assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
     for draft, verify in zip(largest.draft_ms, largest.verify_ms, strict=True):
@@ -452,5 +460,5 @@ def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> No
 def test_with_trees_too_the_budget_is_kept(budget_s: float) -> None:
     worker = BranchingWorker()
     started = worker.now
-    measured(worker, trees=TREES, topk=TOPK, budget_s=budget_s)
+    measured(worker, trees=TREES, budget_s=budget_s)
     assert worker.now - started <= budget_s

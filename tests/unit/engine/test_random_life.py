@@ -5,11 +5,14 @@ from collections import defaultdict
 
 import pytest
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
-from serve_spec.core.round import TreeShape
 from tests.helpers.engines import MakeLLM, switch_every_round
 
-TIERS = {1: [0, 1, 3, 7], 3: [0, 3, TreeShape(2, 5), TreeShape(4, 12), TreeShape(4, 30)]}
+TIERS = {
+    1: [0, 1, 3, 7],
+    3: [0, 3, DraftShape(2, 5, 3), DraftShape(4, 12, 3), DraftShape(4, 30, 3)],
+}
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])

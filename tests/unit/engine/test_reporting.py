@@ -16,6 +16,7 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundNotes, RoundSteps
 from serve_spec.engine import engine
@@ -137,9 +138,9 @@ def test_ema_marks_its_probes_and_nothing_else(num_correct: int) -> None:
     marked = []
     for _ in range(15):
         steps = policy.choose(decode_batch(1))
-        marked.append((steps.num_steps, steps.notes.is_probe))
-        kept = min(num_correct, steps.num_steps)
-        policy.observe(verified_round([kept], 1, steps.num_steps))
+        marked.append((steps.shape.depth, steps.notes.is_probe))
+        kept = min(num_correct, steps.shape.depth)
+        policy.observe(verified_round([kept], 1, steps.shape.depth))
     after = (1, False) if num_correct else (0, False)
     assert marked == [(0, False)] * 5 + [(1, True)] * 5 + [after] * 5
 
@@ -158,13 +159,15 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
         seen.add(reason)
         if not notes.is_probe:
             assert policy.snapshot()["predicted_ms"] == pytest.approx(notes.predicted_ms, abs=1e-4)
-        row_steps = [steps.num_steps] if steps.row_steps is None else steps.row_steps
+        row_steps = [steps.shape.depth] if steps.row_steps is None else steps.row_steps
         times = TWO_CPU_CORES(RoundShape(1, (1,) * max(row_steps), 128, 0, 0, 0))
         # Half of the first drafts are kept: deep enough to draft, not to draft as deep as can be.
         kept = [min(1 - number % 2, k) for k in row_steps]
-        policy.observe(verified_round(kept, 1, steps.num_steps, row_steps=row_steps, times=times))
+        policy.observe(verified_round(kept, 1, steps.shape.depth, row_steps=row_steps, times=times))
     assert learning <= seen, "both kinds of learning must come up"
 
 
 def test_notes_do_not_make_two_answers_differ() -> None:
-    assert RoundSteps(3, notes=RoundNotes(is_probe=True)) == RoundSteps(3)
+    assert RoundSteps(DraftShape.chain(3), notes=RoundNotes(is_probe=True)) == RoundSteps(
+        DraftShape.chain(3)
+    )

@@ -7,8 +7,9 @@ from itertools import cycle
 
 import pytest
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.engines import MakeLLM, SwitchingController, texts
 
 STEPS = 4
@@ -18,7 +19,7 @@ BLUNT, ALIKE = 0.2, 1.0
 class SharpnessEveryRound(SwitchingController):
     """Another sharpness every round; remembers which drafts each of them gave and lost."""
 
-    def __init__(self, tier: int | TreeShape) -> None:
+    def __init__(self, tier: int | DraftShape) -> None:
         super().__init__([tier], ragged=False)
         self.lost = {BLUNT: 0, ALIKE: 0}
         self.drafted = {BLUNT: 0, ALIKE: 0}
@@ -35,9 +36,9 @@ class SharpnessEveryRound(SwitchingController):
 
 
 @pytest.mark.parametrize("execution", ["eager", "lanes"])
-@pytest.mark.parametrize(("tier", "topk"), [(STEPS, 1), (TreeShape(2, 6), 2)])
+@pytest.mark.parametrize(("tier", "topk"), [(STEPS, 1), (DraftShape(2, 6, 2), 2)])
 def test_each_round_drafts_at_the_sharpness_of_its_plan(
-    make_llm: MakeLLM, execution: str, tier: int | TreeShape, topk: int
+    make_llm: MakeLLM, execution: str, tier: int | DraftShape, topk: int
 ) -> None:
     """The target is its own draft: at sharpness 1 it knows every token, at 0.2 it does not.
 
@@ -49,7 +50,7 @@ def test_each_round_drafts_at_the_sharpness_of_its_plan(
     ]
     llm = make_llm("STANDALONE", STEPS, execution=execution, speculative_eagle_topk=topk)
     controller = SharpnessEveryRound(tier)
-    llm.engine.worker.init_states(controller.candidate_steps, controller.trees)
+    llm.engine.worker.init_states(controller.shapes)
     llm.engine.controller = controller  # type: ignore[assignment]
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
     assert controller.lost[ALIKE] == 0 < controller.drafted[ALIKE]

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape
 from serve_spec.layers.int4_weight import int4_works
 from serve_spec.layers.int8_weight import int8_works
 from tests.helpers.checkpoints import VOCAB, read_checkpoint, write_checkpoint
@@ -70,10 +70,10 @@ def test_after_rounds_without_drafts_and_preemption_it_goes_on_reading_where_it_
 
 
 @pytest.mark.parametrize("text_first", [False, True])
-@pytest.mark.parametrize("tiers", [[7, 3, 7, 1], [TreeShape(3, 21), 5, TreeShape(2, 12)]])
+@pytest.mark.parametrize("tiers", [[7, 3, 7, 1], [DraftShape(3, 21, 3), 5, DraftShape(2, 12, 3)]])
 @pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rows_that_draft_less_than_others_leave_the_entries_of_others_alone(
-    make_llm: MakeLLM, execution: str, tiers: list[int | TreeShape], text_first: bool
+    make_llm: MakeLLM, execution: str, tiers: list[int | DraftShape], text_first: bool
 ) -> None:
     """Pages go from sequence to sequence all the time, for the pool is small."""
     rng = random.Random(1)

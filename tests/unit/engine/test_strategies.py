@@ -50,7 +50,7 @@ def test_no_strategy_changes_a_text_or_keeps_a_request(
     assert [output.token_ids for output in outputs] == plain
     snapshot = json.loads(json.dumps(llm.engine.snapshot()))
     assert snapshot["fallback"] is None
-    names = {str(tree) for tree in llm.engine.worker.tree_tiers}
+    names = {str(tree) for tree in llm.engine.worker.tiers if not tree.is_chain}
     assert names == set(snapshot.get("candidate_trees", ()))
     assert bool(names) == bool(trees)
     if trees and snapshot["strategy"] != "goodput":  # that one may find that chains are better
@@ -140,7 +140,7 @@ def plainly_repeated(make_llm: MakeLLM) -> list[tuple[int, ...]]:
 def without_a_clock(llm: LLM) -> LLM:
     """The same engine, its policy told costs at which drafts pay, and no times of this machine."""
     settings: Any = llm.engine.controller._settings  # type: ignore[attr-defined]
-    costs = recorded_table(GPU_8B, trees=settings.tree_shapes, topk=settings.topk)
+    costs = recorded_table(GPU_8B, trees=settings.trees)
     controller = AdaptiveController(settings, costs if settings.needs_costs else None)
     learn = controller.on_verify_complete
     controller.on_verify_complete = lambda verified: learn(  # type: ignore[method-assign]

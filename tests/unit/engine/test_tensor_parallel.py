@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import TreeShape
 from serve_spec.drafters.base import Proposal
 from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
@@ -160,7 +160,7 @@ def test_any_number_of_ranks_verifies_the_trees_of_the_first(
     monkeypatch.setattr(draw, "likeliest_children", others)
     monkeypatch.setattr(sampling, "likeliest_children", others)
     llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2, execution=execution)
-    switch_every_round(llm, [TreeShape(4, 12), 0, 3, TreeShape(2, 5)])
+    switch_every_round(llm, [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3)])
     assert texts(llm) == plain
     counters = llm.engine.counters
     assert counters.num_correct_drafts > counters.num_decode_rows / 2

@@ -10,6 +10,7 @@ import pytest
 from torch import Tensor
 
 from serve_spec import LLM
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import StepPlan
 from serve_spec.core.request import (
     FinishReason,
@@ -17,14 +18,24 @@ from serve_spec.core.request import (
     SamplingParams,
     SpeculativeOptions,
 )
-from serve_spec.core.round import TreeShape, VerifiedRound
+from serve_spec.core.round import VerifiedRound
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
 from tests.helpers.plain_logprobs import close
 from tests.unit.engine.test_equality import prompts_and_params
 from tests.unit.engine.test_score_edits import prompts_and_params as edited_requests
 
 ALGORITHMS = ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"]
-SWITCHING = (0, TreeShape(4, 12), 3, TreeShape(2, 4), 0, 0, TreeShape(1, 3), 1, TreeShape(4, 4))
+SWITCHING = (
+    0,
+    DraftShape(4, 12, 3),
+    3,
+    DraftShape(2, 4, 3),
+    0,
+    0,
+    DraftShape(1, 3, 3),
+    1,
+    DraftShape(4, 4, 3),
+)
 
 
 @pytest.fixture(scope="module", params=["eager", "lanes"])
@@ -209,7 +220,7 @@ def test_a_round_keeps_within_its_budget_and_a_policy_is_told_what_became_of_it(
     seen = Rounds(llm)
     llm.generate(prompts, params)
     trees = [plan for plan in seen.plans if any(row.tree_drafts for row in plan.rows)]
-    assert all(plan.tree == TreeShape(3, 12) for plan in trees)
+    assert all(plan.shape == DraftShape(3, 12, 3) for plan in trees)
     assert all(sum(row.query_len for row in plan.rows) <= 40 for plan in trees)
     sizes = {row.tree_drafts for plan in trees for row in plan.rows if row.tree_drafts}
     assert min(sizes) < 12 == max(sizes), "the test needs rounds that are short of room"
@@ -218,7 +229,7 @@ def test_a_round_keeps_within_its_budget_and_a_policy_is_told_what_became_of_it(
         kept = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
         assert all(correct <= levels <= 3 for correct, levels in kept)
         assert verified.num_draft_tokens >= sum(verified.row_steps)
-    assert any(verified.tree for verified in seen.verified)
+    assert any(not verified.shape.is_chain for verified in seen.verified)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
@@ -266,7 +277,11 @@ def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm: MakeLLM) -> 
 def kept_by_round(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
     seen = Rounds(llm)
     llm.generate(prompts, params)
-    return [list(verified.num_correct_drafts) for verified in seen.verified if verified.tree]
+    return [
+        list(verified.num_correct_drafts)
+        for verified in seen.verified
+        if not verified.shape.is_chain
+    ]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from serve_spec.config import SchedulerConfig
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams
@@ -133,7 +134,9 @@ def make(
 
 def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
     num_steps = rng.choice([0, 1, 3, 7])
-    return RoundSteps(num_steps, [rng.randint(0, num_steps) for _ in range(batch.size)])
+    return RoundSteps(
+        DraftShape.chain(num_steps), [rng.randint(0, num_steps) for _ in range(batch.size)]
+    )
 
 
 def traffic(rng: random.Random) -> Iterator[Sequence]:
@@ -221,7 +224,7 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[RowPlan]]:
         scheduler.add(seq)
     rounds = []
     while scheduler.has_work:
-        plan = scheduler.plan(lambda _: RoundSteps(0))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
         assert plan is not None
         rounds.append(list(plan.rows))
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -273,11 +276,11 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
             worker.sequences[seq.request_id] = seq
         scheduler.add(first)
         for _ in range(2):
-            plan = scheduler.plan(lambda _: RoundSteps(0))
+            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
             assert plan is not None
             scheduler.commit(plan, worker.execute(plan), cut)
             scheduler.add(second) if second not in scheduler.waiting else None
-        plan = scheduler.plan(lambda _: RoundSteps(0))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
         assert plan is not None
         assert len(plan.rows) == (2 if prefix_caching else 1)
         scheduler.check_integrity()

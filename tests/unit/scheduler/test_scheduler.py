@@ -6,16 +6,22 @@ from dataclasses import replace
 import pytest
 
 from serve_spec.config import SchedulerConfig
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
-from serve_spec.core.round import DecodeBatch, RoundSteps, TreeShape
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.scheduler import Scheduler
 
 TOPK = 3
-TREES = [TreeShape(3, 8), TreeShape(1, 2), TreeShape(4, 30), TreeShape(7, 7)]
+TREES = [
+    DraftShape(3, 8, TOPK),
+    DraftShape(1, 2, TOPK),
+    DraftShape(4, 30, TOPK),
+    DraftShape(7, 7, TOPK),
+]
 
 
 def token_at(seed: int, position: int) -> int:
@@ -38,7 +44,7 @@ class PretendedWorker:
             assert row.token_ids, "an empty row"
             written = max(row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.tree_drafts))
             assert row.length + written <= len(row.page_ids) * self.page_size
-            assert (row.tree_drafts > 0) == (plan.tree is not None and row.num_steps > 0)
+            assert (row.tree_drafts > 0) == (not plan.shape.is_chain and row.num_steps > 0)
             for page in row.page_ids:
                 assert owners.setdefault(page, row.request_id) == row.request_id
             if row.num_steps:
@@ -64,7 +70,7 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
 def make(num_pages: int = 64, **limits: int | bool) -> Scheduler:
     settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunked_prefill": True}
     cache = KVCacheManager(num_pages, 4)
-    return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, topk=TOPK)
+    return Scheduler(SchedulerConfig(**{**settings, **limits}), cache)
 
 
 def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
@@ -75,15 +81,14 @@ def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
 
 def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
     """Any tier, and any share of it for each row."""
-    tree = rng.choice([None, *TREES])
-    num_steps = rng.choice([0, 1, 3, 7]) if tree is None else tree.num_steps
-    rows = [rng.randint(0, num_steps) for _ in range(batch.size)]
-    return RoundSteps(num_steps, rng.choice([None, rows]), tree=tree)
+    shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
+    rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
+    return RoundSteps(shape, rng.choice([None, rows]))
 
 
 def run_to_the_end(scheduler: Scheduler, worker: PretendedWorker, num_steps: int) -> None:
     while scheduler.has_work:
-        plan = scheduler.plan(lambda _: RoundSteps(num_steps))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)))
         assert plan is not None, "work is left, but no round can run"
         scheduler.commit(plan, worker.execute(plan), cut)
         scheduler.check_integrity()
@@ -157,11 +162,11 @@ def test_chunked_prefill_mixes_with_decoding_inside_the_token_budget() -> None:
     scheduler = make(max_num_batched_tokens=16)
     worker = PretendedWorker(4, random.Random(3))
     scheduler.add(sequence("1", 3, max_tokens=30))
-    plan = scheduler.plan(lambda _: RoundSteps(3))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
     assert plan is not None
     scheduler.commit(plan, worker.execute(plan), cut)
     scheduler.add(sequence("2", 40, max_tokens=3))
-    plan = scheduler.plan(lambda _: RoundSteps(3))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
     assert plan is not None
     decode, prefill = plan.rows
     assert (decode.num_steps, decode.samples, plan.batch_size) == (3, True, 1)
@@ -178,7 +183,7 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     for round_number in range(4):
         if round_number == 2:
             scheduler.add(arriving := sequence("9", 20, max_tokens=4))
-        plan = scheduler.plan(lambda _: RoundSteps(num_steps))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)))
         assert plan is not None
         assert sum(row.query_len for row in plan.rows) <= 32
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -192,7 +197,7 @@ def test_beside_prompts_the_host_has_to_plan_nothing_is_drafted_and_the_policy_k
 
     def choose(batch: DecodeBatch) -> RoundSteps:
         allowed.append(batch.may_draft)
-        return RoundSteps(3 if batch.may_draft else 0)
+        return RoundSteps(DraftShape.chain(3 if batch.may_draft else 0))
 
     scheduler.add(sequence("1", 3, max_tokens=60))
     for round_number in range(6):
@@ -213,10 +218,10 @@ def test_beside_prompts_the_worker_can_run_ahead_rows_draft_and_all_fit(
     ahead = AheadLimits(8, max_prompt_rows=64, max_prompt_length=32)
     for name in ("1", "2", "3", "4"):
         scheduler.add(sequence(name, 3, max_tokens=60))
-    under_way = scheduler.plan(lambda _: RoundSteps(0), ahead)
+    under_way = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), ahead)
     assert under_way is not None
     scheduler.add(arriving := sequence("5", num_prompt_tokens, max_tokens=60))
-    plan = scheduler.plan_ahead(under_way, lambda _: RoundSteps(7), ahead)
+    plan = scheduler.plan_ahead(under_way, lambda _: RoundSteps(DraftShape.chain(7)), ahead)
     assert plan is not None
     assert [row.is_decode for row in plan.rows] == [True] * 4 + [False]
     assert ahead.take(plan)
@@ -224,7 +229,7 @@ def test_beside_prompts_the_worker_can_run_ahead_rows_draft_and_all_fit(
     assert plan.rows[4].token_ids == tuple(arriving.token_ids)
     scheduler.commit(under_way, worker.execute(under_way), cut)
     # The next one knows the prompt to be done, whatever it drew.
-    after = scheduler.plan_ahead(plan, lambda _: RoundSteps(7), ahead)
+    after = scheduler.plan_ahead(plan, lambda _: RoundSteps(DraftShape.chain(7)), ahead)
     assert after is not None
     assert [row.is_decode for row in after.rows] == [True] * 5
     assert after.rows[4].backlog == num_prompt_tokens
@@ -235,12 +240,12 @@ def test_a_prompt_longer_than_a_round_ahead_is_cut_and_leaves_rows_to_drafts() -
     worker = PretendedWorker(4, random.Random(11))
     ahead = AheadLimits(8, max_prompt_rows=20, max_prompt_length=64)
     scheduler.add(sequence("1", 3, max_tokens=60))
-    plan = scheduler.plan(lambda _: RoundSteps(0), ahead)
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), ahead)
     assert plan is not None
     scheduler.add(sequence("2", 30, max_tokens=3))
     cut_at = []
     while plan is not None and len(cut_at) < 2:
-        following = scheduler.plan_ahead(plan, lambda _: RoundSteps(7), ahead)
+        following = scheduler.plan_ahead(plan, lambda _: RoundSteps(DraftShape.chain(7)), ahead)
         assert following is not None
         assert ahead.take(following)
         cut_at += [row.length for row in following.rows if not row.is_decode]
@@ -261,7 +266,7 @@ def test_prompts_the_worker_has_no_stage_for_wait_for_the_round_under_way(what: 
         max_prompt_length=15 if what == "a text too long" else 64,
     )
     scheduler.add(sequence("1", 3, max_tokens=60))
-    under_way = scheduler.plan(lambda _: RoundSteps(0), ahead)
+    under_way = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), ahead)
     assert under_way is not None
     scored = {"prompt_logprobs": 0} if what == "its own log-probabilities" else {}
     scheduler.add(sequence("2", 16, max_tokens=3, **scored))
@@ -277,13 +282,16 @@ def put_off(scheduler: Scheduler, num_ending: int, num_steps: int = 3) -> None:
     for number in range(scheduler.cache.num_free_pages // 2 + 1):
         stops = (token_at(number, 4),) if number and number <= num_ending else ()
         scheduler.add(sequence(str(number), 3, max_tokens=60, stop_token_ids=stops))
-    plan = scheduler.plan(lambda _: RoundSteps(0), AHEAD)
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), AHEAD)
     assert plan is not None
     scheduler.commit(plan, worker.execute(plan), cut)
     # Texts of four tokens, in a page of four each: with one more each they need another.
-    under_way = scheduler.plan(lambda _: RoundSteps(0), AHEAD)
+    under_way = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), AHEAD)
     assert under_way is not None
-    assert scheduler.plan_ahead(under_way, lambda _: RoundSteps(num_steps), AHEAD) is None
+    assert (
+        scheduler.plan_ahead(under_way, lambda _: RoundSteps(DraftShape.chain(num_steps)), AHEAD)
+        is None
+    )
     scheduler.commit(under_way, worker.execute(under_way), cut)
 
 
@@ -293,7 +301,7 @@ def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
     put_off(scheduler, num_ending=0)
     plan = scheduler.plan(lambda _: pytest.fail("asked twice"), AHEAD)
     assert plan is not None
-    assert plan.num_steps == 3
+    assert plan.shape.depth == 3
     assert any(row.num_steps for row in plan.rows)
 
 
@@ -302,7 +310,7 @@ def test_a_round_that_waited_for_its_drafts_says_so_and_the_next_does_not(num_st
     scheduler = make(num_pages=3)
     put_off(scheduler, num_ending=0, num_steps=num_steps)
     for was_postponed in (num_steps > 0, False):
-        plan = scheduler.plan(lambda _: RoundSteps(3), AHEAD)
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), AHEAD)
         assert plan is not None
         assert plan.was_postponed == was_postponed
 
@@ -312,7 +320,9 @@ def test_a_choice_put_off_is_not_used_beside_prompts_of_the_host() -> None:
     put_off(scheduler, num_ending=2)
     scheduler.add(sequence("9", 6, max_tokens=3))
     ahead = replace(AHEAD, max_prompt_length=5)
-    plan = scheduler.plan(lambda batch: RoundSteps(3 if batch.may_draft else 0), ahead)
+    plan = scheduler.plan(
+        lambda batch: RoundSteps(DraftShape.chain(3 if batch.may_draft else 0)), ahead
+    )
     assert plan is not None
     assert [(row.is_decode, row.num_steps) for row in plan.rows] == [(True, 0), (False, 0)]
 
@@ -325,7 +335,7 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     for round_number in range(15):
         if round_number == 4:
             scheduler.add(arriving := sequence("9", 8, max_tokens=4))
-        plan = scheduler.plan(lambda _: RoundSteps(3))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert len(scheduler.running) >= 3, "the others must still be decoding"
@@ -339,7 +349,7 @@ def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     scheduler.add(sequence("1", 3, max_tokens=100))
     for round_number in range(2, 8):
         scheduler.add(sequence(str(round_number), 46 if round_number == 3 else 3, max_tokens=50))
-        plan = scheduler.plan(lambda _: RoundSteps(3))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     long_prompt = next(seq for seq in scheduler.sequences() if seq.request_id == "3")
@@ -361,7 +371,7 @@ def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
     scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
     for name in ("1", "2"):
         scheduler.add(sequence(name, 40, max_tokens=2))
-    plan = scheduler.plan(lambda _: RoundSteps(3))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
     assert plan is not None
     assert [len(row.token_ids) for row in plan.rows] == [40]
     assert plan.rows[0].samples
@@ -372,7 +382,7 @@ def test_prefill_rows_do_not_count_in_the_batch_size_the_policy_sees() -> None:
     for name in ("1", "2", "3"):
         scheduler.add(sequence(name, 20, max_tokens=4))
     asked: list[int] = []
-    plan = scheduler.plan(lambda batch: asked.append(batch.size) or RoundSteps(3))
+    plan = scheduler.plan(lambda batch: asked.append(batch.size) or RoundSteps(DraftShape.chain(3)))
     assert plan is not None
     assert asked == []
     assert plan.batch_size == 0
@@ -385,7 +395,7 @@ def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> N
 
     def choose(batch: DecodeBatch) -> RoundSteps:
         asked.append((batch.num_prompts, batch.num_prompt_rows))
-        return RoundSteps(0)
+        return RoundSteps(DraftShape.chain(0))
 
     worker = PretendedWorker(4, random.Random(0))
     for name, num_prompt in (("2", 0), ("3", 5), ("4", 40)):
@@ -414,7 +424,7 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
     scheduler.add(seq)
     for turn in range(60):
         steps = (7, 0, 1, 3)[turn % 4]
-        plan = scheduler.plan(lambda _, steps=steps: RoundSteps(steps))
+        plan = scheduler.plan(lambda _, steps=steps: RoundSteps(DraftShape.chain(steps)))
         assert plan is not None
         (row,) = plan.rows
         assert len(row.page_ids) == -(-(row.length + row.num_steps) // 4)
@@ -432,7 +442,7 @@ def test_a_request_can_cap_or_refuse_speculation_for_itself_alone() -> None:
             sequence(str(i), 4, max_tokens=40, speculative=option or SpeculativeOptions())
         )
     for _ in range(2):
-        plan = scheduler.plan(lambda _: RoundSteps(7))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert [row.num_steps for row in plan.rows] == [7, 2, 0]
@@ -444,7 +454,7 @@ def test_aborting_while_a_round_runs_drops_its_result() -> None:
     first, second = sequence("1", 4, max_tokens=9), sequence("2", 4, max_tokens=9)
     scheduler.add(first)
     scheduler.add(second)
-    plan = scheduler.plan(lambda _: RoundSteps(3))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
     assert plan is not None
     result = worker.execute(plan)
     scheduler.abort("1")
@@ -549,7 +559,7 @@ def test_a_row_that_edits_scores_names_its_text_unless_a_round_is_adding_to_it()
     scheduler.add(seq)
 
     def zero(batch: DecodeBatch) -> RoundSteps:
-        return RoundSteps(0)
+        return RoundSteps(DraftShape.chain(0))
 
     first = scheduler.plan(zero, AHEAD)
     assert first is not None
@@ -572,7 +582,7 @@ def test_only_what_penalties_count_is_named() -> None:
     scheduler = make()
     scheduler.add(sequence("1", 3, logit_bias={5: 1.0}))
     scheduler.add(sequence("2", 3))
-    plan = scheduler.plan(lambda _: RoundSteps(0))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
     assert plan is not None
     assert [row.edited for row in plan.rows] == [EditedText(3), None]
 
@@ -582,7 +592,7 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
     worker = AheadWorker(4, random.Random(0))
 
     def zero(batch: DecodeBatch) -> RoundSteps:
-        return RoundSteps(0)
+        return RoundSteps(DraftShape.chain(0))
 
     def run(plan: StepPlan | None) -> StepPlan:
         assert plan is not None
