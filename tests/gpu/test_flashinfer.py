@@ -13,6 +13,7 @@ from torch import Tensor
 from serve_spec.attention import FlashInferAttention, TorchAttention, create_attention_backend
 from serve_spec.attention.flashinfer_backend import FlashInferLaneAttention
 from serve_spec.core.context import RaggedBatch, Rotation
+from serve_spec.core.draft_shape import PLAIN
 from serve_spec.core.request import SamplingParams
 from serve_spec.kvcache.pool import PagedKVPool
 from serve_spec.ops.dispatch import reference_of
@@ -258,7 +259,7 @@ def generate(pair: Pair, backend: str, execution: str, num_steps: int) -> list[t
         execution=execution,
         max_num_batched_tokens=64,
     )
-    assert llm.engine.worker.tiers[0].verify.name == backend
+    assert llm.engine.worker.tiers[PLAIN].verify.name == backend
     switch_every_round(llm, (0, num_steps, 1))
     prompts = [[(7 * i + 3 * j) % 250 for j in range(5 + 9 * i)] for i in range(10)]
     params = [SamplingParams(max_tokens=32, temperature=0.0, ignore_eos=True)] * len(prompts)
