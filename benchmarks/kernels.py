@@ -84,7 +84,7 @@ class Bench:
 def products(bench: Bench) -> Iterator[dict[str, Any]]:
     """Time all products of the target, head included, on random inputs."""
     worker: Any = bench.llm.engine.worker
-    target = getattr(worker, "eager", worker).target.model
+    target = worker.target.model
     linears = [module for module in target.modules() if isinstance(module, Linear)]
     if not all(linear.weight.numel() for linear in linears):
         raise ValueError("the weights are packed for this CPU; use a GPU")

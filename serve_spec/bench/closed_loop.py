@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
 from serve_spec.bench.phases import TextRequest
 from serve_spec.bench.waves import heard_rounds
-from serve_spec.core.request import SamplingParams
+from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.metrics import StepStats
 
@@ -87,14 +87,16 @@ class ClosedLoop:
         """
         with heard_rounds(self.engine) as heard:
             while self._num_emitted < num_tokens:
-                self._round(heard)
+                self._open_requests()
+                self._run(self.engine.step, heard)
+            self._run(self.engine.drain, heard)
 
-    def _round(self, heard: list[StepStats]) -> None:
-        self._open_requests()
+    def _run(self, step: Callable[[], list[TokenDelta]], heard: list[StepStats]) -> None:
         started = time.perf_counter()
-        deltas = self.engine.step()
+        deltas = step()
         ms = (time.perf_counter() - started) * 1e3
-        self.run.rounds.append(MeasuredRound(ms, heard.pop()))
+        if heard:
+            self.run.rounds.append(MeasuredRound(ms, heard.pop()))
         for delta in deltas:
             self.run.texts[int(delta.request_id)] += delta.token_ids
             self._num_emitted += len(delta.token_ids)

@@ -27,7 +27,7 @@ from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.plan import PendingRound, StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
@@ -196,25 +196,40 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
     return TraceSet(num_steps, tuple(traces))
 
 
+@dataclass(frozen=True)
+class _Finished:
+    """A `PendingRound` that ended."""
+
+    outcome: StepResult
+
+    def result(self) -> StepResult:
+        """Return the result."""
+        return self.outcome
+
+
 @contextmanager
 def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[int]]]:
-    """While it lasts, rounds commit their first token only; drafts kept by request, in order."""
+    """Let steps commit their first token only. Yield accepted drafts by request, in order.
+
+    The engine must not schedule ahead.
+    """
     counts: dict[str, list[int]] = defaultdict(list)
     worker = engine.worker
-    execute = worker.execute
+    submit = worker.submit
 
-    def first_token_only(plan: StepPlan) -> StepResult:
-        result = execute(plan)
+    def first_token_only(plan: StepPlan) -> PendingRound:
+        result = submit(plan).result()
+        worker.drain()  # request slots hold more tokens than the engine commits
         for row, tokens in zip(plan.sampling_rows, result.token_ids, strict=True):
             if row.num_steps == num_steps:
                 counts[row.request_id].append(len(tokens) - 1)
-        return replace(result, token_ids=[tokens[:1] for tokens in result.token_ids])
+        return _Finished(replace(result, token_ids=[tokens[:1] for tokens in result.token_ids]))
 
-    worker.execute = first_token_only  # type: ignore[method-assign]
+    worker.submit = first_token_only  # type: ignore[method-assign]
     try:
         yield counts
     finally:
-        worker.execute = execute  # type: ignore[method-assign]
+        worker.submit = submit  # type: ignore[method-assign]
 
 
 def main(argv: list[str]) -> int:
@@ -228,6 +243,7 @@ def main(argv: list[str]) -> int:
         "speculative_adaptive": False,
         "max_num_batched_tokens": 4096,
         "prefix_caching": False,
+        "async_scheduling": False,
     }
     llm = LLM(args.config, **{**fixed, "speculative_num_steps": args.num_steps, **overrides})
     code = held_out_prompts(

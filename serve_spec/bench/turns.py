@@ -22,9 +22,9 @@ MIN_ROUNDS = 2
 
 
 def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEngine:
-    """An engine with requests and a policy of its own, on the worker and the pages of `engine`.
+    """Return an engine with requests and a policy of its own, on the worker and pages of `engine`.
 
-    The worker must settle every round before the next is planned, as an eager one does.
+    Each has to be drained before another one runs.
     """
     of = engine.scheduler
     return SpecEngine(

@@ -32,5 +32,5 @@ ALGORITHMS = {
     "EAGLE3": Algorithm("serve_spec.models.eagle3:load_eagle3"),
     "MEDUSA": Algorithm("serve_spec.models.medusa:load_medusa"),
     "STANDALONE": Algorithm("serve_spec.models.standalone:load_whole"),
-    "NGRAM": Algorithm("serve_spec.drafters.ngram:build_ngram", from_text=True),
+    "NGRAM": Algorithm("serve_spec.worker.ngram:build_ngram", from_text=True),
 }

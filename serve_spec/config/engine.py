@@ -35,17 +35,21 @@ class ModelConfig(StrictModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         "auto", description="auto: a GPU when there is one."
     )
+    async_scheduling: bool | None = Field(
+        None,
+        description="Launch a step before the result of the last one is read, so that the device "
+        "does not wait for the host; null: on a GPU.",
+    )
+    cuda_graphs: bool = Field(
+        True, description="Capture the stages of a step as CUDA graphs, where there is a GPU."
+    )
     attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
-        "auto", description="auto: the fastest one that runs on the device."
+        "auto", description="Without effect: there is one attention. Accepted for old files."
     )
     execution: Literal["auto", "eager", "lanes"] = Field(
         "auto",
-        description="Decode rounds. lanes: lengths stay on the device, each round starts before "
-        "the last is read, from CUDA graphs on a GPU; auto: lanes on a GPU, eager on a CPU.",
-    )
-    cuda_graphs: bool = Field(
-        True,
-        description="Record the stages of rounds on lanes as CUDA graphs, where there is a GPU.",
+        description="Old name of async_scheduling: eager is false, lanes is true. Accepted for old "
+        "files.",
     )
     torch_compile: bool = Field(
         False,
@@ -70,7 +74,13 @@ class ModelConfig(StrictModel):
 
     @model_validator(mode="after")
     def _resolve(self) -> Self:
-        return self._settle(served_model_name=self.served_model_name or self.path.name)
+        asynchronous = self.async_scheduling
+        if asynchronous is None and self.execution != "auto":
+            asynchronous = self.execution == "lanes"
+        return self._settle(
+            served_model_name=self.served_model_name or self.path.name,
+            async_scheduling=asynchronous,
+        )
 
 
 class CacheConfig(StrictModel):

@@ -2,54 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
 Rows: TypeAlias = slice | Tensor
 """Which rows of a tensor: a slice, or their numbers, int64 [R]."""
-
-
-@dataclass(frozen=True)
-class RaggedBatch:
-    """Rows of several sequences, one after another, without padding.
-
-    `positions` [T] and `slots` [T] (int64, on the device) give each row's absolute position and
-    its place in the KV pool. Sequence b owns `query_lens[b]` consecutive rows; its cache holds
-    `kv_lens[b]` entries once these rows are written. Row p of `slot_table` [B, >= max kv_len]
-    lists the pool slots of entries 0, 1, ... of that sequence, which are its positions, but for
-    trees.
-
-    The last `tree_lens[b]` entries of a sequence may be a tree, its newest rows among them. Then
-    bit j of a row's `tree_mask` [T] (int64) says that it sees entry j of those, itself included;
-    all entries before them are seen. 0: its rows are a chain, and their masks say nothing.
-
-    `asked` says which of the T rows attend (None: all). The others only leave their keys and
-    values, and `query_lens` and `tree_mask` are without them.
-    """
-
-    positions: Tensor
-    slots: Tensor
-    query_lens: tuple[int, ...]
-    kv_lens: tuple[int, ...]
-    slot_table: Tensor
-    tree_mask: Tensor | None = None
-    tree_lens: tuple[int, ...] = ()
-    asked: Rows | None = None
-
-    def asking(self, rows: Rows, query_lens: tuple[int, ...]) -> RaggedBatch:
-        """The same, but only `rows` attend: so many of each sequence, its last ones.
-
-        Sequences without any are left out: their caches are of no matter.
-        """
-        there = [b for b, query_len in enumerate(query_lens) if query_len]
-        kv_lens = tuple(self.kv_lens[b] for b in there)
-        table = self.slot_table if len(there) == len(query_lens) else self.slot_table[there]
-        lens = tuple(query_lens[b] for b in there)
-        return replace(self, query_lens=lens, kv_lens=kv_lens, slot_table=table, asked=rows)
 
 
 @dataclass(frozen=True)
@@ -88,25 +49,17 @@ class LayerAttention(Protocol):
         ...
 
 
-class KVPool(Protocol):
-    """The keys and values of one model, all layers, addressed by slot.
+class KVShape(NamedTuple):
+    """What one layer keeps of a token: heads, width of a key, width of a value."""
 
-    A page is `page_size` consecutive slots.
-    """
+    num_heads: int
+    key_dim: int
+    value_dim: int
 
-    keys: Tensor
-    values: Tensor
-    page_size: int
-
-
-class AttentionBackend(Protocol):
-    """Plans attention over one model's pool."""
-
-    name: str
-
-    def plan(self, batch: RaggedBatch, pool: KVPool) -> LayerAttention:
-        """Prepares what all layers of one forward share."""
-        ...
+    @property
+    def numel(self) -> int:
+        """Numbers per token."""
+        return self.num_heads * (self.key_dim + self.value_dim)
 
 
 @dataclass(frozen=True)

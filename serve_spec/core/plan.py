@@ -99,27 +99,16 @@ class RowPlan(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AheadLimits:
-    """What a worker can start while the round before still runs.
+class WorkerLimits:
+    """What a plan may ask of a worker.
 
-    max_backlog: draft entries it makes up for any decode row, whether or not the row drafts, in a
-    round in which some row does. Entries of tokens the host knows are no matter.
-    max_prompt_rows: most rows of a round that computes prompts too.
-    max_prompt_length: the longest text of which it computes a piece in such a round.
+    max_backlog: missing draft KV entries that it makes for any decoding request, drafting or not,
+    in a step in which some request drafts. Entries of tokens the host knows do not count.
+    async_scheduling: whether it takes a plan that `follows`.
     """
 
     max_backlog: int
-    max_prompt_rows: int
-    max_prompt_length: int
-
-    def take(self, plan: StepPlan) -> bool:
-        """Whether it can start this round."""
-        prompts = plan.prompt_rows
-        return not prompts or (
-            plan.num_rows <= self.max_prompt_rows
-            and all(row.length <= self.max_prompt_length for row in prompts)
-            and not any(row.scored_ids for row in prompts)
-        )
+    async_scheduling: bool = False
 
 
 @dataclass(frozen=True)
@@ -214,14 +203,3 @@ class PendingRound(Protocol):
     def result(self) -> StepResult:
         """Waits for its end. To be asked once."""
         ...
-
-
-@dataclass(frozen=True)
-class FinishedRound:
-    """A round that ran to its end before anybody asked."""
-
-    outcome: StepResult
-
-    def result(self) -> StepResult:
-        """At once."""
-        return self.outcome

@@ -81,12 +81,15 @@ class Sequence:
         """Whether the text has ended."""
         return self.finish_reason is not None
 
-    def unscored(self, end: int) -> range:
-        """Prompt positions whose log-probabilities are known, for the first time, once the target
-        has computed all positions below `end`. Preemption forgets none of them."""
+    def unscored(self, start: int, end: int) -> range:
+        """Return the prompt positions whose log-probabilities a chunk `start .. end - 1` adds.
+
+        Preemption forgets none of them, and those before a chunk are known or in flight.
+        """
         if self.params.prompt_logprobs is None:
             return range(0)
-        return range(len(self.prompt_logprobs) + 1, min(end + 1, self.num_prompt_tokens))
+        first = max(len(self.prompt_logprobs), start) + 1
+        return range(first, min(end + 1, self.num_prompt_tokens))
 
     def forget_computed(self) -> None:
         """Preemption: the tokens stay, everything computed from them is to be made anew."""

@@ -9,22 +9,17 @@ from pathlib import Path
 import torch
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.attention import create_attention_backend
 from serve_spec.config import ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.speculative import MAX_TREE_ROWS
-from serve_spec.core.context import AttentionBackend, torch_dtype
+from serve_spec.core.context import torch_dtype
 from serve_spec.core.draft import TextDrafter
 from serve_spec.core.errors import CheckpointError
-from serve_spec.drafters.base import Drafter
-from serve_spec.drafters.draws import DRAWS
-from serve_spec.drafters.eagle import EagleDrafter
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.first_logits import check_first_logits
 from serve_spec.engine.garbage import calm_collector
-from serve_spec.engine.lanes import put_on_lanes, runs_on_lanes
 from serve_spec.engine.profile import Measurement, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
@@ -38,11 +33,13 @@ from serve_spec.models.theta_probe import probe_text, settle_layers, settle_thet
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import Launcher, launch
-from serve_spec.runtime.graphs import batch_sizes
-from serve_spec.runtime.target import TargetRunner
 from serve_spec.scheduler.scheduler import Scheduler
 from serve_spec.structured.compiler import GrammarCompiler
 from serve_spec.structured.masks import Grammars
+from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.forward import TargetRunner
+from serve_spec.worker.graphs import GraphRecorder, NoRecorder, batch_sizes
+from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots
 from serve_spec.worker.tensor_parallel import TensorParallelWorker
 from serve_spec.worker.worker import SpecWorker, Worker
 
@@ -127,7 +124,7 @@ def _build_engine(
     )
     costs = _cost_source(config, worker, policy, cache, max_model_len)
     table = costs.obtain() if policy.needs_costs else None
-    if worker.execution == "lanes":
+    if _captures_graphs(config, loaded.device):
         policy = replace(policy, cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs))
     controller = AdaptiveController(
         policy, table, logger.warning, costs_are_rough=not costs.is_final
@@ -187,13 +184,54 @@ def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedMode
 
 
 def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
-    """One rank's worker, without tiers yet."""
-    eager = _eager_worker(config, loaded)
-    eager.grammars.compiler.prepare()
-    if not runs_on_lanes(config, loaded.device):
-        return eager
-    policy = PolicySettings.of(config.speculative, _most_steps(loaded.head))
-    return put_on_lanes(eager, config, policy, loaded.target.max_model_len)
+    """Return one rank's worker, without captured shapes yet."""
+    target, head = loaded.target, loaded.head
+    device, num_pages, page_size = loaded.device, loaded.num_pages, config.cache.page_size
+    features = drafter = None
+    if head is not None:
+        num_slots = (num_pages + 1) * page_size
+        features = FeaturePool(num_slots, head.feature_dim, loaded.dtype, device)
+        pool = PagedKVPool(head.shape.kv_shapes, num_pages, page_size, head.dtype, device)
+        drafter = DraftModel(head, pool, features)
+    shape = target.rank_shape
+    runner = TargetRunner(
+        target,
+        PagedKVPool(shape.kv_shapes, num_pages, page_size, loaded.dtype, device),
+        shape.attention_kinds,
+        capture=head.capture if head else None,
+        features=features if head and head.feature_dim else None,
+    )
+    # Steps in flight may run past the end of a text by all their drafts, twice; of trees only by
+    # the accepted ones, and all of the other.
+    max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_ROWS) // page_size)
+    slots = RequestSlots.create(
+        config.scheduler.max_num_seqs,
+        max_pages,
+        runner.pool.scratch_page,
+        target.shape.vocab_size,
+        device,
+    )
+    grammars = Grammars(_grammar_compiler(config, target.shape))
+    grammars.compiler.prepare()
+    policy = PolicySettings.of(config.speculative, _most_steps(head))
+    asynchronous = config.model.async_scheduling
+    return SpecWorker(
+        runner,
+        drafter,
+        slots,
+        GraphRecorder(device) if _captures_graphs(config, device) else NoRecorder(),
+        grammars,
+        max_tokens=config.scheduler.max_num_batched_tokens,
+        largest_batch=policy.largest_batch,
+        async_scheduling=device.type == "cuda" if asynchronous is None else asynchronous,
+        synthetic_acceptance=config.speculative.synthetic_acceptance,
+        rejection_sample_method=config.speculative.rejection_sample_method,
+        parallel=loaded.parallel,
+    )
+
+
+def _captures_graphs(config: ServeSpecConfig, device: torch.device) -> bool:
+    return device.type == "cuda" and config.model.cuda_graphs
 
 
 def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
@@ -305,68 +343,12 @@ def _text_drafter(
     return drafter
 
 
-def _eager_worker(config: ServeSpecConfig, loaded: LoadedModels) -> SpecWorker:
-    target, head, num_pages = loaded.target, loaded.head, loaded.num_pages
-    dtype, device = loaded.dtype, loaded.device
-    page_size = config.cache.page_size
-
-    def pool(shape: ModelShape, dtype: torch.dtype) -> PagedKVPool:
-        return PagedKVPool(
-            num_layers=shape.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-
-    features = None
-    drafter: Drafter | None = None
-    if head is not None:
-        features = FeaturePool((num_pages + 1) * page_size, head.feature_dim, dtype, device)
-        drafter = EagleDrafter(
-            head,
-            pool(head.shape, head.dtype),
-            features,
-            page_size=page_size,
-            begin_draws=DRAWS[config.speculative.rejection_sample_method],
-            max_tokens=config.scheduler.max_num_batched_tokens,
-            topk=config.speculative.speculative_eagle_topk,
-        )
-    runner = TargetRunner(
-        target,
-        pool(target.rank_shape, dtype),
-        capture=head.capture if head else None,
-        features=features if head and head.feature_dim else None,
-    )
-    return SpecWorker(
-        runner,
-        drafter,
-        target_attention=_attention(config, target.rank_shape, device, dtype),
-        draft_attention=_attention(config, head.shape, device, head.dtype) if head else None,
-        page_size=page_size,
-        vocab_size=target.shape.vocab_size,
-        device=device,
-        grammars=Grammars(_grammar_compiler(config, target.shape)),
-        synthetic_acceptance=config.speculative.synthetic_acceptance,
-        rejection_sample_method=config.speculative.rejection_sample_method,
-        parallel=loaded.parallel,
-    )
-
-
 def _grammar_compiler(config: ServeSpecConfig, shape: ModelShape) -> GrammarCompiler:
     """Compiles grammars over the target's vocabulary."""
     folder = Path(config.model.path)
     return GrammarCompiler(
         lambda: Tokenizer(folder).describe(), shape.vocab_size, shape.eos_token_ids
     )
-
-
-def _attention(
-    config: ServeSpecConfig, shape: ModelShape, device: torch.device, dtype: torch.dtype
-) -> AttentionBackend:
-    return create_attention_backend(config.model.attention_backend, shape, device, dtype)
 
 
 def _num_pages(
@@ -382,9 +364,9 @@ def _num_pages(
         ValueError: more memory is asked for than there is; names the field.
     """
     page_size = config.cache.page_size
-    page_bytes = _kv_page_bytes(target.rank_shape, page_size, dtype)
+    page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)
     if head is not None:
-        page_bytes += _kv_page_bytes(head.shape, page_size, head.dtype)
+        page_bytes += PagedKVPool.bytes_per_page(head.shape.kv_shapes, page_size, head.dtype)
         page_bytes += page_size * head.feature_dim * dtype.itemsize
     if device.type == "cuda":
         free_bytes, _ = torch.cuda.mem_get_info(device)
@@ -404,12 +386,6 @@ def _num_pages(
         )
     logger.info("KV cache: %d pages of %d tokens", num_pages, page_size)
     return num_pages
-
-
-def _kv_page_bytes(shape: ModelShape, page_size: int, dtype: torch.dtype) -> int:
-    return PagedKVPool.bytes_per_page(
-        shape.num_layers, page_size, shape.num_kv_heads, shape.head_dim, dtype
-    )
 
 
 def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:

@@ -24,7 +24,7 @@ from serve_spec.config.cost_table import (
     load_cost_table,
     write_cost_table,
 )
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.machine import cpu_model
 from serve_spec.engine.draft_precision import draft_weights
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish
@@ -33,20 +33,16 @@ from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)
 
-LANES = "lanes"
-"""What stands for the attention backend in the key of rounds on lanes."""
+# What stands for the attention backend in keys, by whether steps are launched ahead.
+_ATTENTION = {False: "paged", True: "paged, async"}
 
 # The rooms whose code decides what a round costs.
 _ROUND_ROOMS = (
-    "attention",
-    "drafters",
     "kvcache",
     "layers",
     "models",
     "ops",
     "parallel",
-    "runtime",
-    "verify",
     "worker",
 )
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
@@ -209,17 +205,14 @@ class CostSource:
 
 def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
     """What was measured, and on what."""
-    padded = key.attention_backend == LANES  # their draft stages run every row to the end
     found = dataclasses.asdict(costs)
     del found["is_rough"]
-    return CostTable(version=FORMAT_VERSION, key=key, padded=padded, **found)
+    return CostTable(version=FORMAT_VERSION, key=key, padded=True, **found)
 
 
 def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
     """What the costs of this worker's rounds depend on."""
     draft = config.speculative.speculative_draft_model_path
-    # On lanes, whatever attends in the other rounds.
-    backend = LANES if worker.execution == "lanes" else worker.tiers[PLAIN].verify.name
     return CostKey(
         hardware=_hardware(worker.device),
         threads=torch.get_num_threads(),
@@ -229,7 +222,7 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
         dtype=_dtype_name(worker.dtype),
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
-        attention_backend=backend,
+        attention_backend=_ATTENTION[worker.async_scheduling],
         topk=config.speculative.speculative_eagle_topk,
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )

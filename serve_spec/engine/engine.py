@@ -122,7 +122,21 @@ class SpecEngine:
         flight = self._flight or self._launch(self._plan(), entered - self._tail_s)
         if flight is None:
             return []
-        self._flight = self._launch(self._plan_ahead(flight.plan), time.perf_counter())
+        self._flight = self._launch(self._plan(flight.plan), time.perf_counter())
+        return self._finish(flight)
+
+    def drain(self) -> list[TokenDelta]:
+        """Finish the step in flight and launch no other, so that another engine may use the worker.
+
+        Return what the step emitted.
+        """
+        flight, self._flight = self._flight, None
+        deltas = [] if flight is None else self._finish(flight)
+        self.worker.drain()
+        return deltas
+
+    def _finish(self, flight: _Flight) -> list[TokenDelta]:
+        """Wait for a step, commit it, learn from it."""
         result = flight.pending.result()
         committed = self.scheduler.commit(flight.plan, result, self._cut)
         round_ms = self._round_ms(flight)
@@ -313,14 +327,12 @@ class SpecEngine:
         output = self._outputs[seq.request_id]
         return output.push(token_ids), output.finish_reason
 
-    def _plan(self) -> StepPlan | None:
-        return self.scheduler.plan(self.controller.choose_steps, self.worker.ahead)
-
-    def _plan_ahead(self, before: StepPlan) -> StepPlan | None:
-        ahead = self.worker.ahead
-        if ahead is None or not ahead.take(before):
-            return None  # it has ended already, or nothing may follow
-        return self.scheduler.plan_ahead(before, self.controller.choose_steps, ahead)
+    def _plan(self, before: StepPlan | None = None) -> StepPlan | None:
+        """Return the next step, or one to launch while `before` is in flight."""
+        limits = self.worker.limits
+        if before is not None and not limits.async_scheduling:
+            return None
+        return self.scheduler.plan(self.controller.choose_steps, limits, before)
 
     def _launch(self, plan: StepPlan | None, started: float) -> _Flight | None:
         if plan is None:

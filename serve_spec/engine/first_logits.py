@@ -32,11 +32,13 @@ def check_first_logits(
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     token_ids = prompt[:_MOST_PROMPT_TOKENS] or [0]
     seq = Sequence("first logits", params, token_ids, len(token_ids), seed=0)
-    shapes = sorted(shape for shape in worker.tiers if shape.is_chain and shape != PLAIN)
+    shapes = sorted(shape for shape in worker.states if shape.is_chain and shape != PLAIN)
     shape = shapes[0] if shapes and draft is not None else PLAIN
     scheduler.add(seq)
     for _ in range(2):  # the prompt, then the drafts
-        plan = scheduler.plan(lambda batch: RoundSteps(shape if batch.size else PLAIN))
+        plan = scheduler.plan(
+            lambda batch: RoundSteps(shape if batch.size else PLAIN), worker.limits
+        )
         assert plan is not None, "one short prompt always fits"
         try:
             result = worker.execute(plan)

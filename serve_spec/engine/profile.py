@@ -49,7 +49,7 @@ class RunsRounds(Protocol):
     vocab_size: int
 
     @property
-    def tiers(self) -> Collection[DraftShape]:
+    def states(self) -> Collection[DraftShape]:
         """Shapes a plan may have."""
         ...
 
@@ -115,7 +115,7 @@ def measure_costs(
     """
     started = clock()
     room = _Room(page_size, num_pages, max_num_rows, max_model_len)
-    chains = [shape.depth for shape in worker.tiers if shape.is_chain]
+    chains = [shape.depth for shape in worker.states if shape.is_chain]
     steps = step_grid(chains, max_steps, every=every_step)
     shapes = [*map(DraftShape.chain, steps), *trees]
     contexts = room.contexts(steps[-1])

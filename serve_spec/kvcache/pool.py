@@ -2,45 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import groupby
+
 import torch
 from torch import Tensor
 
+from serve_spec.core.context import KVShape
+
 
 class PagedKVPool:
-    """Keys and values of all layers: [num_layers, num_slots, num_kv_heads, head_dim] each.
+    """Keys and values of all layers; `keys[layer]` is [num_slots, num_heads, key_dim].
 
-    Slot `page · page_size + offset` is one token's place; the pages of one sequence serve every
+    Slot `page · page_size + offset` is one token's place; the pages of one request serve every
     model that shares the allocator. Zero at first, because masked slots are still multiplied: what
-    they hold must be finite. One page more than the allocator's takes what padding rows write.
+    they hold must be finite. One page more than the allocator's takes what padding writes.
+
+    Neighbouring layers of one shape share a tensor [layers, num_slots, num_heads, dim]; `tensors`
+    lists these.
     """
 
     def __init__(
         self,
-        num_layers: int,
+        layers: Sequence[KVShape],
         num_pages: int,
         page_size: int,
-        num_kv_heads: int,
-        head_dim: int,
         dtype: torch.dtype,
         device: torch.device | str,
     ) -> None:
         self.page_size = page_size
         self.scratch_page = num_pages
         self.scratch_slot = num_pages * page_size
-        shape = (num_layers, (num_pages + 1) * page_size, num_kv_heads, head_dim)
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.dtype = dtype
+        self.device = torch.device(device)
+        self.tensors: list[Tensor] = []
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        num_slots = (num_pages + 1) * page_size
+        for shape, group in groupby(layers):
+            size = len([*group]), num_slots, shape.num_heads
+            for width, by_layer in ((shape.key_dim, self.keys), (shape.value_dim, self.values)):
+                tensor = torch.zeros(*size, width, dtype=dtype, device=device)
+                self.tensors.append(tensor)
+                by_layer += tensor.unbind(0)
 
     @staticmethod
-    def bytes_per_page(
-        num_layers: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
-    ) -> int:
-        """Memory one page takes over all layers, keys and values together."""
-        return 2 * num_layers * page_size * num_kv_heads * head_dim * dtype.itemsize
+    def bytes_per_page(layers: Sequence[KVShape], page_size: int, dtype: torch.dtype) -> int:
+        """Return the memory one page takes over all layers, keys and values together."""
+        return page_size * sum(shape.numel for shape in layers) * dtype.itemsize
 
 
 class FeaturePool:
-    """Target features by slot: written by the target's forward, read by the draft's catch-up."""
+    """Target features by slot: written by the target's forward, read by draft extend."""
 
     def __init__(
         self, num_slots: int, width: int, dtype: torch.dtype, device: torch.device | str
@@ -48,9 +61,9 @@ class FeaturePool:
         self.features = torch.zeros((num_slots, width), dtype=dtype, device=device)
 
     def write(self, slots: Tensor, features: Tensor) -> None:
-        """Keeps `features` [T, F] at `slots` [T] (int64)."""
+        """Keep `features` [T, F] at `slots` [T] (int64)."""
         self.features.index_copy_(0, slots, features)
 
     def read(self, slots: Tensor) -> Tensor:
-        """The features at `slots` [T]: [T, F]."""
+        """Return the features at `slots` [T]: [T, F]."""
         return self.features.index_select(0, slots)

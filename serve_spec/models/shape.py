@@ -13,8 +13,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serve_spec.core.context import KVShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.rope import Llama3Scaling
+from serve_spec.ops.paged_attention import AttentionKind
 
 Config = Mapping[str, Any]
 
@@ -96,6 +98,16 @@ class ModelShape:
                 f"{NUM_IDS_KEY}={self.num_ids} is more than vocab_size={self.vocab_size}; "
                 "fix config.json"
             )
+
+    @property
+    def attention_kinds(self) -> tuple[AttentionKind, ...]:
+        """Return how each layer attends."""
+        return (AttentionKind(window=self.sliding_window),) * self.num_layers
+
+    @property
+    def kv_shapes(self) -> tuple[KVShape, ...]:
+        """Return what each layer keeps of a token."""
+        return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     def on_rank_of(self, size: int) -> ModelShape:
         """What each of `size` ranks computes: its share of heads and neurons.

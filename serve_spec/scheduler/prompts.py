@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from serve_spec.config import SchedulerConfig
-from serve_spec.core.plan import AheadLimits, RowPlan
+from serve_spec.core.plan import RowPlan
 from serve_spec.core.sequence import Sequence
 from serve_spec.scheduler.rows import prompt_row
 
@@ -42,24 +41,3 @@ def prompt_rows(prompts: SequenceOf[Prompt], budget: int, *, chunked: bool) -> l
             rows.append(prompt_row(seq, start, count, samples=count == prompt.num_pending))
             budget -= count
     return rows
-
-
-def room_ahead(
-    limits: SchedulerConfig, ahead: AheadLimits, prompts: SequenceOf[Prompt], num_decoding: int
-) -> int | None:
-    """Rows of a round that a worker runs without the host; None: with these prompts it can not.
-
-    Where prompts may not be cut, they leave half of the rows to drafts.
-    """
-    most = limits.max_num_batched_tokens
-    if not prompts:
-        return most
-    room = min(most, ahead.max_prompt_rows)
-    num_pending = sum(prompt.num_pending for prompt in prompts)
-    fits = (
-        (limits.chunked_prefill or num_pending <= (room - num_decoding) // 2)
-        and num_decoding + 1 < room
-        and all(len(prompt.seq) <= ahead.max_prompt_length for prompt in prompts)
-        and all(prompt.seq.params.prompt_logprobs is None for prompt in prompts)
-    )
-    return room if fits else None

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from serve_spec.core.draft import TextDrafts
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.plan import AheadLimits, EditedText, RowPlan
+from serve_spec.core.plan import EditedText, RowPlan, WorkerLimits
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 
@@ -42,10 +42,10 @@ def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
     return len(seq) - 1 - seq.num_draft_computed + most_coming(row)
 
 
-def kept_up_to(ahead: AheadLimits | None, drafts: list[RowDrafts]) -> int:
+def kept_up_to(limits: WorkerLimits, drafts: list[RowDrafts]) -> int:
     """Backlogs up to this are made up for rows for which no model drafts, if one drafts at all."""
     has_model_drafts = any(of_row.shape.depth and not of_row.from_text for of_row in drafts)
-    return ahead.max_backlog if ahead is not None and has_model_drafts else 0
+    return limits.max_backlog if has_model_drafts else 0
 
 
 def usable_steps(seq: Sequence, coming: int) -> int:
@@ -155,7 +155,7 @@ def decode_row(
 def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPlan:
     """A row that computes `count` tokens from `start` on; with the last of them it samples."""
     end = start + count
-    scored = seq.unscored(end)
+    scored = seq.unscored(start, end)
     is_named = end - 1 - seq.num_draft_computed <= SHORT_BACKLOG
     return RowPlan(
         request_id=seq.request_id,

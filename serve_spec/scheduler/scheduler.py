@@ -12,14 +12,14 @@ from typing import NamedTuple
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import TextDrafter
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import RowPlan, StepPlan, StepResult, WorkerLimits
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
 from serve_spec.scheduler.choice import PostponedChoice
-from serve_spec.scheduler.prompts import Prompt, prompt_rows, room_ahead
+from serve_spec.scheduler.prompts import Prompt, prompt_rows
 from serve_spec.scheduler.rows import (
     RowDrafts,
     backlog_after,
@@ -126,83 +126,86 @@ class Scheduler:
         """Whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
-    def plan(self, choose_steps: ChooseSteps, ahead: AheadLimits | None = None) -> StepPlan | None:
-        """The next round: every decoding row, then prefill within the token budget.
+    def plan(
+        self, choose_steps: ChooseSteps, limits: WorkerLimits, before: StepPlan | None = None
+    ) -> StepPlan | None:
+        """Return the next step: every decoding request, then prefill within the token budget.
 
-        choose_steps: asked once, before anything is drafted; the tier and each row's share of it.
-        ahead: what the worker runs without the host, if anything. Beside longer prompts than those
-        nothing is drafted: launching a draft from the host takes longer than its tokens are worth.
+        choose_steps: asked once, before anything is drafted. before: a step in flight. Lengths of
+        its requests are then bounds, and nothing is preempted.
+
+        None: there is nothing to do, or the outcome of `before` must be known first. Drafts from
+        texts and grammar masks depend on it. The known text decides: if it has no drafts for any
+        request now, it hardly has them one step later.
         """
+        in_flight = {} if before is None else {row.request_id: row for row in before.rows}
         self._admit()
-        decoding = [seq for seq in self.running if seq.is_decoding]
-        prompts = [Prompt(seq, seq.num_computed) for seq in self.running if not seq.is_decoding]
-        room = None
-        if ahead is not None:
-            room = room_ahead(self.limits, ahead, prompts, len(decoding))
-        may_draft = ahead is None or room is not None
-        budget = room or self.limits.max_num_batched_tokens
-        batch = self._decode_batch(decoding, prompts, budget, may_draft=may_draft)
+        decoding, prompts = self._after(in_flight)
+        if before is not None and (
+            not (decoding or prompts)
+            or any(seq.params.grammar for seq in (*decoding, *(each.seq for each in prompts)))
+        ):
+            return None
+        rows_before = [in_flight.get(seq.request_id) for seq in decoding]
+        budget = self.limits.max_num_batched_tokens
+        batch = self._decode_batch(decoding, prompts, budget, rows_before)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
-        rows: list[RowPlan] = []
         drafts = fair_drafts(steps, batch)
-        kept_up = kept_up_to(ahead, drafts)
-        # Only decode rows preempt, the oldest first, and only younger sequences, so no row that is
-        # planned already loses its pages.
-        for seq, of_row in zip(decoding, drafts, strict=True):
-            row = self._plan_decode(seq, of_row, kept_up) if seq.page_ids else None
-            if row is not None:
-                rows.append(row)
+        kept_up = kept_up_to(limits, drafts)
+        if before is None:
+            # Only decode rows preempt, the oldest first, and only younger requests, so no row that
+            # is planned already loses its pages.
+            planned = [
+                self._plan_decode(seq, of_row, kept_up) if seq.page_ids else None
+                for seq, of_row in zip(decoding, drafts, strict=True)
+            ]
+            rows = [row for row in planned if row is not None]
+        elif self._reserve_beside(decoding, rows_before, drafts):
+            rows = [
+                decode_row(
+                    seq, of_row, backlog_after(seq, row), kept_up, is_under_way=row is not None
+                )
+                for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
+            ]
+        else:
+            self._postponed = PostponedChoice.of(steps, batch)
+            return None
         rows += prompt_rows(
             prompts,
             budget - sum(row.query_len for row in rows),
             chunked=self.limits.chunked_prefill,
         )
-        return self._planned(rows, steps, batch, was_postponed=was_postponed) if rows else None
+        if not rows:
+            return None
+        return self._planned(
+            rows,
+            steps,
+            batch,
+            follows=before is not None,
+            was_postponed=was_postponed and before is None,
+        )
 
-    def plan_ahead(
-        self, before: StepPlan, choose_steps: ChooseSteps, ahead: AheadLimits
-    ) -> StepPlan | None:
-        """The round after `before`, which still runs; None where its outcome must be known first.
+    def _reserve_beside(
+        self,
+        decoding: list[Sequence],
+        rows_before: list[RowPlan | None],
+        drafts: list[RowDrafts],
+    ) -> bool:
+        """Reserve pages beside a step in flight, for whatever it commits.
 
-        As it must for drafts from the text, and for masks that go by it. The text that is known
-        tells: where it has no drafts for any row, it will hardly have them one round later.
-
-        Only where there is room for whatever `before` commits: nothing is preempted.
+        False: there is no room, or drafts have to be found in texts that are not known yet.
         """
-        under_way = {row.request_id: row for row in before.rows}
-        self._admit()
-        decoding, prompts = self._after(under_way)
-        if any(seq.params.grammar for seq in (*decoding, *(prompt.seq for prompt in prompts))):
-            return None
-        room = room_ahead(self.limits, ahead, prompts, len(decoding))
-        if room is None or not (decoding or prompts):
-            return None
-        rows_before = [under_way.get(seq.request_id) for seq in decoding]
-        batch = self._decode_batch(decoding, prompts, room, rows_before)
-        steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
-        drafts = fair_drafts(steps, batch)
         ends = [
             len(seq) + most_coming(row) + self._slots_past(of_row.shape)
             for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
         if not has_room or any(map(self._is_from_text, drafts)):
-            self._postponed = PostponedChoice.of(steps, batch)
-            return None
+            return False
         for seq, end in zip(decoding, ends, strict=True):
             self.cache.reserve(seq, end)
-        kept_up = kept_up_to(ahead, drafts)
-        rows = [
-            decode_row(seq, of_row, backlog_after(seq, row), kept_up, is_under_way=row is not None)
-            for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
-        ]
-        rows += prompt_rows(
-            prompts,
-            room - sum(row.query_len for row in rows),
-            chunked=self.limits.chunked_prefill,
-        )
-        return self._planned(rows, steps, batch, follows=True)
+        return True
 
     def _planned(
         self,
@@ -312,9 +315,7 @@ class Scheduler:
     def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
         """The policy's answer, which is asked for once a round."""
         choice, self._postponed = self._postponed, None
-        if choice is None or not batch.may_draft:
-            return choose_steps(batch)
-        return choice.now(batch)
+        return choose_steps(batch) if choice is None else choice.now(batch)
 
     def _after(self, under_way: Mapping[str, RowPlan]) -> tuple[list[Sequence], list[Prompt]]:
         """Who decodes and whose prompt is not done once the round of these rows is committed.
@@ -341,13 +342,11 @@ class Scheduler:
         decoding: list[Sequence],
         prompts: list[Prompt],
         budget: int,
-        under_way: list[RowPlan | None] | None = None,
-        *,
-        may_draft: bool = True,
+        rows_before: list[RowPlan | None],
     ) -> DecodeBatch:
-        """What the policy may know of the next round's decode rows.
+        """Return what the policy may know of the decoding requests of the next step.
 
-        under_way: their rows of the round that still runs, if one does.
+        rows_before: their rows of a step in flight.
         """
         budget -= len(decoding)
         num_prompt_rows = max(0, min(sum(prompt.num_pending for prompt in prompts), budget))
@@ -355,7 +354,6 @@ class Scheduler:
         budget -= min(num_prompt_rows, budget // 2)
         lengths = [len(seq) for seq in decoding]
         page_size = self.cache.page_size
-        rows_before = under_way or [None] * len(decoding)
         held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
         held -= sum(map(most_coming, rows_before))
         max_steps = [
@@ -375,7 +373,6 @@ class Scheduler:
             num_remaining=[seq.num_remaining for seq in decoding],
             num_prompts=len(prompts),
             num_prompt_rows=num_prompt_rows,
-            may_draft=may_draft,
             text_steps=text_steps if self.has_draft_model else [],
         )
 

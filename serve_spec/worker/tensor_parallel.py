@@ -14,10 +14,13 @@ from dataclasses import dataclass
 import torch
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import AheadLimits, PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import PendingRound, StepPlan, StepResult, WorkerLimits
 from serve_spec.parallel.followers import Followers
-from serve_spec.runtime.spec_state import SpecRuntimeState
+from serve_spec.worker.capture import SpecRuntimeState
+from serve_spec.worker.plan_delta import PlanDecoder, PlanDelta, PlanEncoder
 from serve_spec.worker.worker import Worker
+
+_DRAIN = "drain"
 
 
 class TensorParallelWorker:
@@ -31,9 +34,10 @@ class TensorParallelWorker:
         self.device = worker.device
         self.synthetic_acceptance = worker.synthetic_acceptance
         self.grammars = worker.grammars
-        self.execution = worker.execution
+        self.async_scheduling = worker.async_scheduling
         self._worker = worker
         self._followers = followers
+        self._encoder = PlanEncoder()
 
     @property
     def dtype(self) -> torch.dtype:
@@ -46,14 +50,14 @@ class TensorParallelWorker:
         return self._worker.draft_dtype
 
     @property
-    def ahead(self) -> AheadLimits | None:
+    def limits(self) -> WorkerLimits:
         """See `Worker`."""
-        return self._worker.ahead
+        return self._worker.limits
 
     @property
-    def tiers(self) -> Mapping[DraftShape, SpecRuntimeState]:
+    def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
         """See `Worker`."""
-        return self._worker.tiers
+        return self._worker.states
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
         """Builds every tier on every rank."""
@@ -64,13 +68,19 @@ class TensorParallelWorker:
 
     def submit(self, plan: StepPlan) -> PendingRound:
         """Starts a round on every rank."""
-        self._followers.tell(plan)
+        self._followers.tell(self._encoder.encode(plan))
         with self._followers.in_step():
             return _JointRound(self._worker.submit(plan), self._followers)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs a round to its end."""
+        """Run a step to its end."""
         return self.submit(plan).result()
+
+    def drain(self) -> None:
+        """Forget the state of all requests on every rank."""
+        self._followers.tell(_DRAIN)
+        with self._followers.in_step():
+            self._worker.drain()
 
 
 @dataclass(frozen=True)
@@ -89,14 +99,17 @@ class _JointRound:
 def obey(worker: Worker, orders: Iterable[object]) -> None:
     """What every other rank does with `TensorParallelWorker`'s orders until there are no more."""
     before: PendingRound | None = None
+    decoder = PlanDecoder()
     for order in orders:
-        if isinstance(order, StepPlan):
-            newest = worker.submit(order)
+        if isinstance(order, PlanDelta):
+            newest = worker.submit(decoder.decode(order))
             if before is not None:
                 before.result()
             before = newest
+        elif order == _DRAIN:
+            worker.drain()
         else:
-            assert isinstance(order, tuple), "an order is a plan, or the shapes of all tiers"
+            assert isinstance(order, tuple), "an order is a plan, the draft shapes, or _DRAIN"
             worker.init_states(order)
     if before is not None:
         before.result()  # rank 0 may still wait for this rank's part of it

@@ -1,46 +1,32 @@
-"""Executes plans: draft, verify, accept. The paper's round, one verb per line."""
+"""Executes planned steps: extend, draft, verify. Steps may be launched ahead of their results."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from itertools import accumulate
+from dataclasses import dataclass
+from itertools import cycle
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import AttentionBackend
-from serve_spec.core.draft import DraftChain, DraftTrees, VerifyResult, padded_drafts
-from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.plan import (
-    AheadLimits,
-    FinishedRound,
-    PendingRound,
-    RowPlan,
-    StepPlan,
-    StepResult,
-)
-from serve_spec.drafters.base import Drafter
-from serve_spec.ops import token_masks
-from serve_spec.ops.sampling import SamplingRows
+from serve_spec.core.draft import TextDrafts
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.plan import PendingRound, RowPlan, StepPlan, StepResult, WorkerLimits
 from serve_spec.parallel.group import SINGLE, TensorParallel
-from serve_spec.runtime.inputs import VerifyInputs, verify_inputs
-from serve_spec.runtime.score_edits import edit_round
-from serve_spec.runtime.spec_state import SpecRuntimeState
-from serve_spec.runtime.target import TargetRunner
-from serve_spec.runtime.timer import StageTimer
-from serve_spec.runtime.token_masks import mask_tensors
-from serve_spec.structured.masks import Grammars, RoundMasks
-from serve_spec.verify.logprobs import (
-    Logprobs,
-    ScoredTokens,
-    emitted_tokens,
-    prompt_tokens,
-    read_logprobs,
-)
-from serve_spec.verify.synthetic import Acceptance, choose_verdict, forced_counts
-from serve_spec.verify.trees import judge_trees
+from serve_spec.structured.masks import Grammars
+from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState
+from serve_spec.worker.chunks import Chunk, grouped
+from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.forward import TargetRunner
+from serve_spec.worker.graphs import Recorder, StepSize
+from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
+from serve_spec.worker.request_slots import RequestSlots, RequestStates
+from serve_spec.worker.step_buffers import StepBuffers
+from serve_spec.worker.timer import StageTimer
+from serve_spec.worker.verify import Acceptance, Verifier, read_results
+
+_STEPS_IN_FLIGHT = 2
 
 
 class Worker(Protocol):
@@ -50,8 +36,8 @@ class Worker(Protocol):
     device: torch.device
     synthetic_acceptance: Acceptance | None
     grammars: Grammars
-    execution: str
-    """How decode rounds run: eager, or lanes."""
+    async_scheduling: bool
+    """Whether a step may be launched before the result of the last one is read."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,267 +50,325 @@ class Worker(Protocol):
         ...
 
     @property
-    def ahead(self) -> AheadLimits | None:
-        """What a plan that `follows` may ask for; None: no plan may follow."""
+    def limits(self) -> WorkerLimits:
+        """What a plan may ask for; known after `init_states`."""
         ...
 
     @property
-    def tiers(self) -> Mapping[DraftShape, SpecRuntimeState]:
-        """Built tiers by shape."""
+    def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
+        """Captured states by draft shape."""
         ...
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """Builds every tier the policy may choose, before the first round."""
+        """Capture every shape the policy may choose, and the plain one, before the first step."""
         ...
 
     def submit(self, plan: StepPlan) -> PendingRound:
-        """Starts a round."""
+        """Launch a step."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Runs a round to its end."""
+        """Run a step to its end."""
+        ...
+
+    def drain(self) -> None:
+        """Forget the state of all requests, so that another scheduler's requests may follow.
+
+        No step may be in flight.
+        """
         ...
 
 
 class SpecWorker:
-    """A target, a drafter (or none) and one runtime state per shape.
+    """A target, a draft model (or none), and one captured state per draft shape.
 
-    synthetic_acceptance: forces the verdict, for load tests; see `verify.synthetic`.
-    rejection_sample_method: how drafts are judged; the drafter draws them for it.
+    Lengths and last tokens stay on the device, so a step can be launched before the result of the
+    one before it is read; the host reads one small tensor of each.
+
+    max_tokens: most tokens of one target forward. largest_batch: see `CapturedShapes`.
+    synthetic_acceptance: forces the acceptance, for load tests; see `worker.verify`.
+    rejection_sample_method: how sampled drafts are verified.
     """
-
-    execution = "eager"
 
     def __init__(
         self,
         target: TargetRunner,
-        drafter: Drafter | None,
-        *,
-        target_attention: AttentionBackend,
-        draft_attention: AttentionBackend | None,
-        page_size: int,
-        vocab_size: int,
-        device: torch.device,
+        drafter: DraftModel | None,
+        slots: RequestSlots,
+        recorder: Recorder,
         grammars: Grammars,
+        *,
+        max_tokens: int,
+        largest_batch: Callable[[int], int | None],
+        async_scheduling: bool = False,
         synthetic_acceptance: Acceptance | None = None,
         rejection_sample_method: str = "coupled",
         parallel: TensorParallel = SINGLE,
     ) -> None:
         self.target = target
         self.drafter = drafter
-        self.target_attention = target_attention
-        self.draft_attention = draft_attention
-        self.page_size = page_size
-        self.vocab_size = vocab_size
-        self.device = device
+        self.slots = slots
+        self.recorder = recorder
         self.grammars = grammars
+        self.max_tokens = max_tokens
+        self.largest_batch = largest_batch
+        self.async_scheduling = async_scheduling
         self.synthetic_acceptance = synthetic_acceptance
         self.rejection_sample_method = rejection_sample_method
         self.parallel = parallel
-        self.verdict = choose_verdict(synthetic_acceptance, rejection_sample_method)
-        self.tiers: dict[DraftShape, SpecRuntimeState] = {}
-        self.ahead: AheadLimits | None = None
+        self.vocab_size = slots.vocab_size
+        self.device = slots.lengths.device
+        self._requests = RequestStates(slots)
+        self._written: tuple[tuple[int, ...], ...] | None = None
+        self._sharpness: float | None = None
+        self._newest_timer: StageTimer | None = None
 
     @property
     def dtype(self) -> torch.dtype:
         """What the target computes in."""
-        return self.target.pool.keys.dtype
+        return self.target.pool.dtype
 
     @property
     def draft_dtype(self) -> torch.dtype | None:
         """What the draft computes in; None: there is none."""
-        return None if self.drafter is None else self.drafter.dtype
+        return None if self.drafter is None else self.drafter.head.dtype
 
     @property
-    def samples_drafts(self) -> bool:
-        """Whether drafts are drawn from distributions of their own, by which they are judged."""
-        return self.rejection_sample_method != "coupled"
+    def limits(self) -> WorkerLimits:
+        """See `Worker`."""
+        return WorkerLimits(self.captured.max_extend, self.async_scheduling)
+
+    @property
+    def states(self) -> Mapping[DraftShape, SpecRuntimeState]:
+        """See `Worker`."""
+        return self.captured.states
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """Builds every tier the policy may choose, and the plain one, before the first round."""
-        for shape in {PLAIN, *shapes}:
-            self.tiers[shape] = self.build_adaptive_runtime_state(shape)
-
-    def build_adaptive_runtime_state(self, shape: DraftShape) -> SpecRuntimeState:
-        """Everything built for `shape`. Eager attention has no shapes, so tiers share it."""
-        return SpecRuntimeState(
-            shape,
-            draft=self.draft_attention,
-            verify=self.target_attention,
-            extend=self.draft_attention,
+        """See `Worker`."""
+        shapes = tuple(shapes)
+        head = None if self.drafter is None else self.drafter.head
+        samples_drafts = self.rejection_sample_method != "coupled"
+        self.buffers = StepBuffers.create(
+            self.slots,
+            max((shape.depth for shape in shapes), default=0),
+            head,
+            self.max_tokens + 1,  # a prompt may exceed the budget by a token
+            max((shape.size for shape in shapes if not shape.is_chain), default=0),
+            samples_drafts=samples_drafts,
         )
-
-    def submit(self, plan: StepPlan) -> PendingRound:
-        """The round, run to its end: what follows needs its tokens on the host."""
-        return FinishedRound(self.execute(plan))
+        self._read_backs = cycle(
+            torch.empty_like(
+                self.buffers.results, device="cpu", pin_memory=self.device.type == "cuda"
+            )
+            for _ in range(_STEPS_IN_FLIGHT + 1)
+        )
+        self._written = self._sharpness = None
+        self.recorder.start_over()
+        verifier = Verifier(
+            self.buffers.max_depth,
+            self.device,
+            self.synthetic_acceptance,
+            self.rejection_sample_method,
+            self.parallel,
+        )
+        self.captured = CapturedShapes(
+            self.target,
+            self.drafter,
+            self.buffers,
+            self.recorder,
+            verifier,
+            max_tokens=self.max_tokens,
+            largest_batch=self.largest_batch,
+            parallel=self.parallel,
+        )
+        self.captured.build(shapes)
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> StepResult:
-        """One round: propose, run the target over every row, judge."""
-        tier = self.tiers[plan.shape]
+    def submit(self, plan: StepPlan) -> PendingRound:
+        """Launch a step; on a GPU nothing is waited for."""
+        rows, prompts = plan.decode_rows, plan.prompt_rows
+        self._requests.forget(prompts)  # after a preemption their pages are others
+        self._requests.sync(plan.rows)
+        # A prompt that is not complete has no root for the next step: send its state again then.
+        self._requests.forget(row for row in prompts if not row.samples)
+        state = self.captured.state_for(_cut_depth(plan, rows), len(rows))
+        # From here on the host does no work before the launches: what it did is the device's idle
+        # time, not the step's.
         timer = StageTimer(self.device)
         timer.mark("start")
-        sampling = self._sampling_rows(plan)
-        timer.mark("noise made")
-        drafts = self._propose(plan, sampling, tier)
+        if state.shape.depth:
+            self._write_requests(rows)
+            self._write_sharpness(plan.draft_sharpness)
+            self._draft(rows, plan)
         timer.mark("drafted")
-        masks = None
-        if plan.has_grammars:
-            masks = self.round_masks(plan, drafts)
-            if isinstance(drafts, DraftChain):
-                plan, drafts, sampling = _without_illegal_drafts(plan, drafts, sampling, masks)
-        inputs = verify_inputs(plan, drafts, self.page_size, self.device)
-        hidden = self.target.forward(inputs.token_ids, inputs.batch, tier.verify)
-        verdict = VerifyResult([])
-        logprobs: Logprobs = {}
-        if len(inputs.draw_rows):
-            logits = self.target.logits(hidden[inputs.draw_rows])
-            edit_round(plan, inputs.token_ids[inputs.draw_rows], logits, inputs.trees)
-            if masks is not None:
-                token_masks.mask_scores(logits, *mask_tensors(masks, self.device))
-            verdict = self._judge(plan, logits, drafts, sampling, inputs)
-            logprobs = self._read_logprobs(emitted_tokens(plan, verdict), lambda at: logits[at])
-        prompt_logprobs = self._read_logprobs(
-            prompt_tokens(plan), lambda at: self.target.logits(hidden[at])
-        )
+        plan = self._mask(plan)
+        step = self._verify(plan, state, timer)
         timer.mark("verified")
-        return StepResult(
-            token_ids=verdict.token_ids,
-            draft_ms=timer.ms("noise made", "drafted"),
-            # The noise is the target's; drafts only read it.
-            verify_ms=timer.ms("start", "noise made") + timer.ms("drafted", "verified"),
-            broken_drafts=verdict.broken_drafts,
-            logprobs=logprobs,
-            prompt_logprobs=prompt_logprobs,
-        )
+        self._newest_timer = timer
+        return step
 
-    def round_masks(self, plan: StepPlan, drafts: DraftChain | DraftTrees) -> RoundMasks:
-        """What the draws of a round may be; drafts: of each sampling row, and perhaps of more.
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run a step to its end."""
+        return self.submit(plan).result()
 
-        The host waits for the drafts, unless they are its own.
+    def drain(self) -> None:
+        """See `Worker`."""
+        self._requests.forget_all()
+        self._newest_timer = None
+
+    def _draft(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
+        """Extend and draft if a model is asked; add drafts found in texts."""
+        if self.drafter is not None and any(row.model_steps for row in rows):
+            self._ask_model(rows, plan)
+        from_text = {
+            b: TextDrafts(row.draft_ids, row.draft_parents)
+            for b, row in enumerate(rows)
+            if row.draft_ids
+        }
+        if from_text:
+            self.buffers.write_drafts(from_text)
+
+    def _ask_model(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
+        """Draft for every request, as deep as the deepest of them."""
+        most = self.captured.max_extend
+        num_missing = plan.max_backlog
+        long = [row for row in rows if row.model_steps and row.backlog > most]
+        if long:
+            self._extend_known(long)
+            num_missing = max(_missing_after(row, most) for row in rows if row.catches_up)
+        size = StepSize(len(rows), len(rows))
+        self.captured.extend_for(num_missing, len(rows)).run(size)
+        shape = _cut_depth(plan, [row for row in rows if row.model_steps])
+        draft = self.captured.state_for(shape, len(rows)).draft
+        assert draft is not None, "a draft model has draft stages"
+        draft.run(size)
+
+    def _extend_known(self, rows: Sequence[RowPlan]) -> None:
+        """Make the draft KV entries of prompts and long pauses, whose tokens the host knows.
+
+        One entry is left: draft extend makes it from the tokens in the request slots.
         """
+        extend_chunks = self.captured.extend_chunks
+        assert extend_chunks is not None, "draft extend needs a draft model"
+        chunks = (Chunk(row.lane, row.draft_start, row.catch_up_ids[:-1]) for row in rows)
+        buffer = self.buffers.chunks
+        for group in grouped(chunks, buffer.max_tokens, buffer.max_chunks):
+            count = buffer.write(group)
+            extend_chunks.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
+        self._requests.set_draft_lengths([row._replace(draft_start=row.start - 1) for row in rows])
+
+    def _mask(self, plan: StepPlan) -> StepPlan:
+        """Write the step's grammar masks. Return the plan without drafts that cannot be drawn."""
+        if not plan.has_grammars:
+            self.buffers.masks.clear()
+            return plan
         rows = plan.sampling_rows
-        is_tree = isinstance(drafts, DraftTrees)
-        if not any(row.model_steps for row in rows):
+        has_trees = not plan.shape.is_chain
+        if any(row.model_steps for row in rows):
+            self.grammars.read(rows)  # while the device drafts
+            token_ids = self.buffers.drafts[: len(rows)].tolist()
+            parents = None
+            if has_trees and self.buffers.parents is not None:
+                parents = self.buffers.parents[: len(rows)].tolist()
+        else:
             token_ids = [row.draft_ids for row in rows]
-            parents = [row.draft_parents for row in rows] if is_tree else None
-            return self.grammars.round_masks(rows, token_ids, parents, keeps_all=is_tree)
-        self.grammars.read(rows)  # while the device drafts
-        token_ids = drafts.token_ids[: len(rows)].tolist()
-        if isinstance(drafts, DraftTrees):
-            parents = drafts.parents[: len(rows)].tolist()
-            return self.grammars.round_masks(rows, token_ids, parents, keeps_all=True)
-        # Rejection weighs sampled drafts as they were drawn, those of no probability, too.
-        return self.grammars.round_masks(rows, token_ids, keeps_all=self.samples_drafts)
+            parents = [row.draft_parents for row in rows] if has_trees else None
+        # Rejection sampling needs sampled drafts as they were drawn, also impossible ones.
+        keeps_all = has_trees or (
+            self.rejection_sample_method != "coupled" and any(row.model_steps for row in rows)
+        )
+        masks = self.grammars.round_masks(rows, token_ids, parents, keeps_all=keeps_all)
+        self.buffers.masks.write(masks)
+        return plan if has_trees else plan.cut(masks.num_drafts)
 
-    def _read_logprobs(
-        self, scored: list[ScoredTokens], logits_of: Callable[[Tensor], Tensor]
-    ) -> Logprobs:
-        # On every rank, for each has only its share of the head.
-        return read_logprobs(scored, logits_of, self.vocab_size, self.device)
-
-    def _sampling_rows(self, plan: StepPlan) -> SamplingRows:
-        """One row per position of the round: row `r` of sequence b decides length_b + r.
-
-        In a tree several draws decide one position.
-        """
-        draws = [(row, i) for row in plan.sampling_rows for i in range(row.num_steps + 1)]
-        return SamplingRows.create(
-            params=[row.params for row, _ in draws],
-            seeds=[row.seed for row, _ in draws],
-            positions=[row.length + i for row, i in draws],
-            vocab_size=self.vocab_size,
-            device=self.device,
-            draft_sharpness=plan.draft_sharpness,
+    def _verify(self, plan: StepPlan, state: SpecRuntimeState, timer: StageTimer) -> _StepInFlight:
+        """Run target and verification, and start reading their results."""
+        rows, prompts = plan.sampling_rows, plan.prompt_rows
+        # The last tokens of prompts draw with the others, but took no part in drafting.
+        self._write_requests(rows)
+        num_chunks = 0
+        stage = state.verify
+        if prompts:
+            num_chunks = self.buffers.chunks.write(_chunk_of(row) for row in prompts)
+            stage = self.captured.mixed(state.shape)
+        size = StepSize(plan.num_rows, max(1, len(rows)), num_chunks)
+        prompt_logprobs = None
+        if any(row.scored_ids for row in prompts):
+            tokens = self.captured.run_target(state.shape, size)
+            logits: Tensor | None = tokens.logits
+            prompt_logprobs = PromptLogprobs(
+                plan, tokens.hidden, self.target.model.logits, self.vocab_size
+            )
+        else:
+            logits = stage.run(size)
+        read_back = next(self._read_backs)
+        read_back.copy_(self.buffers.results, non_blocking=True)
+        logprobs = None
+        if plan.wants_logprobs:
+            assert logits is not None, "a verification returns its logits"
+            has_trees = not state.shape.is_chain
+            logprobs = EmittedLogprobs(rows, logits, self.buffers, has_trees=has_trees)
+        return _StepInFlight(
+            read_back[: len(rows)], timer, self._newest_timer, logprobs, prompt_logprobs
         )
 
-    def _judge(
-        self,
-        plan: StepPlan,
-        logits: Tensor,
-        drafts: DraftChain | DraftTrees,
-        sampling: SamplingRows,
-        inputs: VerifyInputs,
-    ) -> VerifyResult:
-        """What every row emits. What a tree's kept drafts left in the caches becomes a chain's."""
-        if isinstance(drafts, DraftChain):
-            return self.verdict(logits, drafts, sampling)
-        trees = inputs.trees
-        assert trees is not None, "drafts that branch are verified as trees"
-        rows = plan.sampling_rows
-        steps = [row.num_steps for row in rows]
-        forced = forced_counts(self.verdict, steps, sampling)
-        params = [row.params for row in rows for _ in range(row.num_draft_tokens + 1)]
-        first = torch.tensor([0, *accumulate(n + 1 for n in steps)][:-1], device=self.device)
-        draws = sampling.spread(first[trees.owners] + trees.depths, params)
-        verdict, accepted = judge_trees(logits, trees, draws, max(steps), forced)
-        slots = inputs.batch.slots[inputs.draw_rows]
-        self.target.keep(slots, trees.query_starts, accepted)
-        return verdict
+    def _write_requests(self, rows: Sequence[RowPlan]) -> None:
+        """Write who takes part, unless it is as written last."""
+        requests = (
+            tuple([row.lane for row in rows]),
+            tuple([row.num_steps for row in rows]),
+            tuple([row.num_draft_tokens for row in rows]),
+        )
+        if requests != self._written:
+            self.buffers.write_requests(*requests)
+            self._written = requests
 
-    def _propose(
-        self, plan: StepPlan, sampling: SamplingRows, tier: SpecRuntimeState
-    ) -> DraftChain | DraftTrees:
-        rows = plan.sampling_rows
-        steps = tuple(row.num_steps for row in rows)
-        drafting = [b for b, row in enumerate(rows) if row.model_steps]
-        root_draws = [sum(steps[:b]) + b for b in drafting]
-        if not plan.shape.is_chain and any(steps):
-            return self._propose_trees(rows, drafting, root_draws, sampling, tier)
-        # What the host found is the same on every rank.
-        tokens, laws = self._padded((row.draft_ids for row in rows), max(steps, default=0)), None
-        if self.drafter is not None and drafting:
-            proposal = self.drafter.propose([rows[b] for b in drafting], root_draws, sampling, tier)
-            drafts, laws = proposal.token_ids, proposal.laws
-            # Ranks with different drafts would verify a mixture of them.
-            self.parallel.broadcast(drafts)
-            if drafts.shape == tokens.shape:
-                tokens = drafts
-            else:
-                tokens[drafting, : drafts.shape[1]] = drafts
-        return DraftChain(tokens, steps, laws)
-
-    def _propose_trees(
-        self,
-        rows: Sequence[RowPlan],
-        drafting: Sequence[int],
-        root_draws: Sequence[int],
-        sampling: SamplingRows,
-        tier: SpecRuntimeState,
-    ) -> DraftTrees:
-        counts = tuple(row.num_draft_tokens for row in rows)
-        token_ids = self._padded((row.draft_ids for row in rows), max(counts))
-        parents = self._padded((row.draft_parents for row in rows), max(counts)).to(torch.int32)
-        if self.drafter is not None and drafting:
-            of_model = [rows[b] for b in drafting]
-            found = self.drafter.propose_trees(of_model, root_draws, sampling, tier)
-            self.parallel.broadcast(found.token_ids)
-            self.parallel.broadcast(found.parents)
-            width = found.token_ids.shape[1]
-            token_ids[drafting, :width] = found.token_ids
-            parents[drafting, :width] = found.parents
-        return DraftTrees(token_ids, parents, counts)
-
-    def _padded(self, drafts: Iterable[Sequence[int]], width: int) -> Tensor:
-        """Drafts of each row, or their parents, int64 [B, width]."""
-        padded = padded_drafts(drafts, width)
-        return torch.tensor(padded, dtype=torch.int64, device=self.device).view(len(padded), width)
+    def _write_sharpness(self, sharpness: float) -> None:
+        """Write the draft temperature scale, unless it is as written last."""
+        if sharpness != self._sharpness:
+            self.buffers.sharpness.fill_(sharpness)
+            self._sharpness = sharpness
 
 
-def _without_illegal_drafts(
-    plan: StepPlan, drafts: DraftChain, sampling: SamplingRows, masks: RoundMasks
-) -> tuple[StepPlan, DraftChain, SamplingRows]:
-    """The same round without drafts that can not be drawn, nor those behind them."""
-    if masks.num_drafts == drafts.num_steps:
-        return plan, drafts, sampling
-    draws = [
-        (depth, most)
-        for before, most in zip(drafts.num_steps, masks.num_drafts, strict=True)
-        for depth in range(before + 1)
-    ]
-    left = [number for number, (depth, most) in enumerate(draws) if depth <= most]
-    return (
-        plan.cut(masks.num_drafts),
-        replace(drafts, num_steps=masks.num_drafts),
-        sampling.select(left),
-    )
+def _cut_depth(plan: StepPlan, rows: Sequence[RowPlan]) -> DraftShape:
+    """Return the shape that holds the drafts of these requests."""
+    depth = max((row.num_steps for row in rows), default=0)
+    return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
+
+
+def _chunk_of(row: RowPlan) -> Chunk:
+    """Return what a step computes of a prompt beside the token that draws, if one does."""
+    return Chunk(row.lane, row.start, row.token_ids[:-1] if row.samples else row.token_ids)
+
+
+def _missing_after(row: RowPlan, max_extend: int) -> int:
+    """Return how many entries a request lacks after `_extend_known`, at most."""
+    if row.backlog <= max_extend:
+        return row.backlog
+    # The entry left by it, and those of a step in flight.
+    return row.backlog - (row.start - row.draft_start) + 1
+
+
+@dataclass(frozen=True)
+class _StepInFlight:
+    """See `PendingRound`. before: the timer of the step before, if one ran."""
+
+    read_back: Tensor
+    timer: StageTimer
+    before: StageTimer | None
+    logprobs: EmittedLogprobs | None
+    prompt_logprobs: PromptLogprobs | None
+
+    def result(self) -> StepResult:
+        """Wait for the results, [B, K + 3] integers."""
+        self.timer.wait("verified")
+        result = read_results(self.read_back.tolist())
+        return StepResult(
+            token_ids=result.token_ids,
+            draft_ms=self.timer.ms("start", "drafted"),
+            verify_ms=self.timer.ms("drafted", "verified"),
+            broken_drafts=result.broken_drafts,
+            logprobs={} if self.logprobs is None else self.logprobs.read(result.token_ids),
+            prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
+            idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),
+        )

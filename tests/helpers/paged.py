@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from serve_spec.attention import create_attention_backend
-from serve_spec.core.context import ForwardContext, RaggedBatch, Rotation
+from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.kvcache.pool import PagedKVPool
+from serve_spec.ops.paged_attention import AttentionPlan
+from serve_spec.worker.attention import SlotAttention
 
 
 class PagedSequences:
@@ -32,55 +34,48 @@ class PagedSequences:
     ) -> None:
         pages_each = -(-max_len // page_size)
         num_pages = num_sequences * pages_each + 1
-        self.pool = PagedKVPool(
-            num_layers=shape.num_layers,
-            num_pages=num_pages,
-            page_size=page_size,
-            num_kv_heads=shape.num_kv_heads,
-            head_dim=shape.head_dim,
-            dtype=dtype,
-            device=device,
-        )
-        self.pool.keys.fill_(50.0)
-        self.pool.values.fill_(50.0)
+        self.pool = PagedKVPool(shape.kv_shapes, num_pages, page_size, dtype=dtype, device=device)
+        for tensor in self.pool.tensors:
+            tensor.fill_(50.0)
         generator = torch.Generator().manual_seed(seed)
         pages = 1 + torch.randperm(num_pages - 1, generator=generator)
         self.pages = pages.view(num_sequences, pages_each)
         self.page_size = page_size
         self.device = device
         self.lengths = [0] * num_sequences
-        self.backend = create_attention_backend("torch", shape)
+        self.kinds = shape.attention_kinds
 
     def extend(
         self, pieces: Sequence[tuple[int, int]], asked: Sequence[int] | None = None
     ) -> ForwardContext:
-        """The context of a forward that adds `count` rows to each (sequence, count).
+        """The context of a forward that adds `count` tokens to each (sequence, count).
 
-        asked: for each, whether its last row is asked for; None: all rows are.
+        asked: for each, whether its last token is asked for; None: all tokens are.
         """
-        batch = self.batch(pieces)
-        if asked is not None:
-            ends = torch.tensor(batch.query_lens).cumsum(0) - 1
-            batch = batch.asking(ends[torch.tensor(asked).bool()].to(self.device), tuple(asked))
+        positions = [self.lengths[b] + i for b, count in pieces for i in range(count)]
+        slots = [int(self._slots(b)[self.lengths[b] + i]) for b, n in pieces for i in range(n)]
+        counts = [count for _, count in pieces]
+        rows = None
+        attending = [index for index, _ in pieces]
         for index, count in pieces:
             self.lengths[index] += count
-        return ForwardContext(batch.positions, self.backend.plan(batch, self.pool), batch.asked)
-
-    def batch(self, pieces: Sequence[tuple[int, int]]) -> RaggedBatch:
-        """The layout of these rows, written as plainly as possible."""
-        tables = [self._slots(index) for index, _ in pieces]
-        positions, slots = [], []
-        for (index, count), table in zip(pieces, tables, strict=True):
-            for position in range(self.lengths[index], self.lengths[index] + count):
-                positions.append(position)
-                slots.append(int(table[position]))
-        return RaggedBatch(
-            positions=torch.tensor(positions, device=self.device),
-            slots=torch.tensor(slots, device=self.device),
-            query_lens=tuple(count for _, count in pieces),
-            kv_lens=tuple(self.lengths[index] + count for index, count in pieces),
-            slot_table=torch.stack(tables).to(self.device),
+        if asked is not None:
+            ends = torch.tensor(counts).cumsum(0) - 1
+            rows = ends[torch.tensor(asked).bool()].to(self.device)
+            attending = [b for b, is_asked in zip(attending, asked, strict=True) if is_asked]
+            counts = [1] * len(attending)
+        plan = AttentionPlan(
+            self.pages[attending].to(torch.int32).to(self.device),
+            torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=self.device),
+            torch.tensor(
+                [self.lengths[b] for b in attending], dtype=torch.int32, device=self.device
+            ),
+            self.page_size,
+            ((len(attending), max(counts, default=1)),),
         )
+        written = torch.tensor(slots, device=self.device)
+        attention = SlotAttention(self.pool, self.kinds, written, plan, rows)
+        return ForwardContext(torch.tensor(positions, device=self.device), attention, rows)
 
     def _slots(self, index: int) -> Tensor:
         offsets = torch.arange(self.page_size)

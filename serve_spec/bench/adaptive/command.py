@@ -43,10 +43,9 @@ from serve_spec.bench.phases import (
 from serve_spec.bench.report import emit, environment, forced_acceptance, save, show
 from serve_spec.bench.turns import engine_beside, run_in_turns, turns_of
 from serve_spec.bench.workload import held_out_prompts
-from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.build import rank_device
 from serve_spec.engine.engine import SpecEngine
-from serve_spec.engine.lanes import runs_on_lanes
 from serve_spec.engine.llm import LLM
 
 HOPELESS = 0.7
@@ -161,17 +160,10 @@ def _result(args: argparse.Namespace, config: ServeSpecConfig, trace: _Trace) ->
 
 
 def _turn_ms(config: ServeSpecConfig, wanted: float | None) -> float:
-    """What was asked for, or what suits the device."""
-    device = rank_device(config, 0)
-    on_lanes = runs_on_lanes(config, device)
-    if wanted and on_lanes:
-        raise ConfigError(
-            f"turn_ms={wanted:g}: rounds on lanes run ahead of the host and belong to one arm; "
-            "set turn_ms to 0, or execution to 'eager'"
-        )
+    """Return the milliseconds that were asked for, or those that suit the device."""
     if wanted is not None:
         return wanted
-    return CPU_TURN_MS if device.type == "cpu" and not on_lanes else 0.0
+    return CPU_TURN_MS if rank_device(config, 0).type == "cpu" else 0.0
 
 
 def _engines(engine: SpecEngine, arms: Sequence[Arm], turn_ms: float) -> dict[str, SpecEngine]:

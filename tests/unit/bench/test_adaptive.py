@@ -29,7 +29,6 @@ from serve_spec.bench.adaptive.report import (
 from serve_spec.bench.closed_loop import MeasuredRound, PhaseRun, prompt_ms_per_token
 from serve_spec.bench.command import main
 from serve_spec.bench.phases import Phase
-from serve_spec.config import ConfigError
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.metrics import StepStats
 from tests.unit.bench.configs import write_config
@@ -177,12 +176,6 @@ def test_results_of_a_time_before_the_control_are_still_printed() -> None:
         del cell["spread"]
     assert "goodput" in tables(result)
     assert "noise floor" not in tables(result)
-
-
-def test_turns_are_refused_where_rounds_run_ahead(config: Path) -> None:
-    arguments = ["adaptive", "--config", str(config), "--set", "execution=lanes", "--turn-ms", "5"]
-    with pytest.raises(ConfigError, match="turn_ms=5"):
-        main(arguments)
 
 
 def test_no_repetition_begins_that_would_end_too_late(

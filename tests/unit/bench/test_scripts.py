@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import kernels, parallel
-from serve_spec.verify.synthetic import draft_chances
+from serve_spec.worker.verify import draft_chances
 from tests.helpers.engines import make_pair
 from tests.unit.bench.configs import write_config
 

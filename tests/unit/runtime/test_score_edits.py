@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import EditedText, RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import score_edits
@@ -38,7 +37,7 @@ def decode_row(params: SamplingParams, text: Sequence[int], num_prompt: int, ste
         params=params,
         seed=0,
         is_decode=True,
-        shape=DraftShape.chain(steps),
+        num_steps=steps,
         edited=EditedText(num_prompt, tuple(text), tuple(params.stop_token_ids))
         if params.edits_scores
         else None,
@@ -76,6 +75,6 @@ def test_every_row_of_a_planned_round_is_edited_for_its_own_request_and_place(
     found = logits.to(DEVICE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(score_edits, "edit_scores", way.edit_scores)  # type: ignore[attr-defined]
-        plan = StepPlan(tuple(rows), DraftShape.chain(max(map(len, drafts))), len(rows))
+        plan = StepPlan(tuple(rows), max(map(len, drafts)), len(rows))
         edit_round(plan, torch.tensor(token_ids, device=DEVICE), found)
     torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)

@@ -8,7 +8,7 @@ import pytest
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.plan import AheadLimits, RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import RowPlan, StepPlan, StepResult, WorkerLimits
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -17,7 +17,7 @@ from serve_spec.scheduler import scheduler as scheduler_module
 from serve_spec.scheduler.scheduler import WORTH_A_ROUND, Scheduler
 
 PAGE = 4
-AHEAD = AheadLimits(8, max_prompt_rows=24, max_prompt_length=60)
+AHEAD = WorkerLimits(8, async_scheduling=True)
 Text = tuple[int, ...]
 
 
@@ -172,7 +172,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
     arrivals = traffic(rng)
-    ahead = AHEAD if runs_ahead else None
+    limits = AHEAD if runs_ahead else WorkerLimits(8)
     flight: tuple[StepPlan, StepResult] | None = None
     finished: list[Sequence] = []
     counts = []
@@ -184,14 +184,14 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
         if rng.random() < 0.02 and scheduler.has_work:
             scheduler.abort(rng.choice(list(scheduler.sequences())).request_id)
         if flight is None:
-            plan = scheduler.plan(lambda batch: any_steps(rng, batch), ahead)
+            plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits)
             if plan is None:
                 assert not scheduler.has_work
                 continue
             flight = plan, worker.execute(plan)
         following = None
-        if ahead is not None and ahead.take(flight[0]):
-            plan = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), ahead)
+        if runs_ahead:
+            plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, flight[0])
             following = None if plan is None else (plan, worker.execute(plan))
         committed = scheduler.commit(*flight, cut)
         finished += [row.seq for row in committed if row.seq.finished]
@@ -224,7 +224,7 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[RowPlan]]:
         scheduler.add(seq)
     rounds = []
     while scheduler.has_work:
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
         assert plan is not None
         rounds.append(list(plan.rows))
         scheduler.commit(plan, worker.execute(plan), cut)
@@ -276,11 +276,11 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
             worker.sequences[seq.request_id] = seq
         scheduler.add(first)
         for _ in range(2):
-            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
+            plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
             assert plan is not None
             scheduler.commit(plan, worker.execute(plan), cut)
             scheduler.add(second) if second not in scheduler.waiting else None
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
         assert plan is not None
         assert len(plan.rows) == (2 if prefix_caching else 1)
         scheduler.check_integrity()

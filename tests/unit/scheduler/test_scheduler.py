@@ -1,14 +1,13 @@
 """Laws of continuous batching, with a worker that only pretends to compute."""
 
 import random
-from dataclasses import replace
 
 import pytest
 
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import AheadLimits, EditedText, RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import EditedText, RowPlan, StepPlan, StepResult, WorkerLimits
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -88,7 +87,7 @@ def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
 
 def run_to_the_end(scheduler: Scheduler, worker: PretendedWorker, num_steps: int) -> None:
     while scheduler.has_work:
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)), WorkerLimits(0))
         assert plan is not None, "work is left, but no round can run"
         scheduler.commit(plan, worker.execute(plan), cut)
         scheduler.check_integrity()
@@ -119,7 +118,7 @@ def test_two_thousand_random_rounds_keep_integrity_and_return_every_page() -> No
             assert scheduler.abort(victim.request_id) is victim
             cancelled += 1
             scheduler.check_integrity()
-        plan = scheduler.plan(lambda batch: any_steps(rng, batch))
+        plan = scheduler.plan(lambda batch: any_steps(rng, batch), WorkerLimits(0))
         if plan is None:
             assert not scheduler.has_work
             continue
@@ -162,11 +161,11 @@ def test_chunked_prefill_mixes_with_decoding_inside_the_token_budget() -> None:
     scheduler = make(max_num_batched_tokens=16)
     worker = PretendedWorker(4, random.Random(3))
     scheduler.add(sequence("1", 3, max_tokens=30))
-    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), WorkerLimits(0))
     assert plan is not None
     scheduler.commit(plan, worker.execute(plan), cut)
     scheduler.add(sequence("2", 40, max_tokens=3))
-    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), WorkerLimits(0))
     assert plan is not None
     decode, prefill = plan.rows
     assert (decode.num_steps, decode.samples, plan.batch_size) == (3, True, 1)
@@ -183,94 +182,55 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
     for round_number in range(4):
         if round_number == 2:
             scheduler.add(arriving := sequence("9", 20, max_tokens=4))
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)), WorkerLimits(0))
         assert plan is not None
         assert sum(row.query_len for row in plan.rows) <= 32
         scheduler.commit(plan, worker.execute(plan), cut)
     assert arriving.num_output_tokens >= 1
 
 
-def test_beside_prompts_the_host_has_to_plan_nothing_is_drafted_and_the_policy_knows() -> None:
-    scheduler = make(max_num_batched_tokens=16)
-    worker = PretendedWorker(4, random.Random(11))
-    allowed: list[bool] = []
-
-    def choose(batch: DecodeBatch) -> RoundSteps:
-        allowed.append(batch.may_draft)
-        return RoundSteps(DraftShape.chain(3 if batch.may_draft else 0))
-
-    scheduler.add(sequence("1", 3, max_tokens=60))
-    for round_number in range(6):
-        if round_number == 2:
-            scheduler.add(sequence("2", 40, max_tokens=3))  # three rounds of it, and one beside it
-        plan = scheduler.plan(choose, AheadLimits(8, max_prompt_rows=16, max_prompt_length=39))
-        assert plan is not None
-        scheduler.commit(plan, worker.execute(plan), cut)
-    assert allowed == [True, False, False, False, True]
-
-
 @pytest.mark.parametrize("num_prompt_tokens", [1, 8, 30])
-def test_beside_prompts_the_worker_can_run_ahead_rows_draft_and_all_fit(
+def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
     num_prompt_tokens: int,
 ) -> None:
     scheduler = make(num_pages=100)
     worker = PretendedWorker(4, random.Random(11))
-    ahead = AheadLimits(8, max_prompt_rows=64, max_prompt_length=32)
+    ahead = WorkerLimits(8, async_scheduling=True)
     for name in ("1", "2", "3", "4"):
         scheduler.add(sequence(name, 3, max_tokens=60))
     under_way = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), ahead)
     assert under_way is not None
     scheduler.add(arriving := sequence("5", num_prompt_tokens, max_tokens=60))
-    plan = scheduler.plan_ahead(under_way, lambda _: RoundSteps(DraftShape.chain(7)), ahead)
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)), ahead, under_way)
     assert plan is not None
     assert [row.is_decode for row in plan.rows] == [True] * 4 + [False]
-    assert ahead.take(plan)
     assert all(row.num_steps > 0 for row in plan.rows[:4])
     assert plan.rows[4].token_ids == tuple(arriving.token_ids)
     scheduler.commit(under_way, worker.execute(under_way), cut)
     # The next one knows the prompt to be done, whatever it drew.
-    after = scheduler.plan_ahead(plan, lambda _: RoundSteps(DraftShape.chain(7)), ahead)
+    after = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)), ahead, plan)
     assert after is not None
     assert [row.is_decode for row in after.rows] == [True] * 5
     assert after.rows[4].backlog == num_prompt_tokens
 
 
-def test_a_prompt_longer_than_a_round_ahead_is_cut_and_leaves_rows_to_drafts() -> None:
-    scheduler = make(num_pages=100)
+def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts() -> None:
+    scheduler = make(num_pages=100, max_num_batched_tokens=20)
     worker = PretendedWorker(4, random.Random(11))
-    ahead = AheadLimits(8, max_prompt_rows=20, max_prompt_length=64)
+    ahead = WorkerLimits(8, async_scheduling=True)
     scheduler.add(sequence("1", 3, max_tokens=60))
     plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), ahead)
     assert plan is not None
     scheduler.add(sequence("2", 30, max_tokens=3))
     cut_at = []
     while plan is not None and len(cut_at) < 2:
-        following = scheduler.plan_ahead(plan, lambda _: RoundSteps(DraftShape.chain(7)), ahead)
+        following = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)), ahead, plan)
         assert following is not None
-        assert ahead.take(following)
         cut_at += [row.length for row in following.rows if not row.is_decode]
         assert following.rows[0].num_steps == 7
         scheduler.commit(plan, worker.execute(plan), cut)
         plan = following
     assert cut_at == [12, 24]
-
-
-@pytest.mark.parametrize(
-    "what", ["too many rows, uncut", "a text too long", "its own log-probabilities"]
-)
-def test_prompts_the_worker_has_no_stage_for_wait_for_the_round_under_way(what: str) -> None:
-    scheduler = make(num_pages=100, chunked_prefill=what != "too many rows, uncut")
-    ahead = AheadLimits(
-        8,
-        max_prompt_rows=20 if what == "too many rows, uncut" else 64,
-        max_prompt_length=15 if what == "a text too long" else 64,
-    )
-    scheduler.add(sequence("1", 3, max_tokens=60))
-    under_way = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), ahead)
-    assert under_way is not None
-    scored = {"prompt_logprobs": 0} if what == "its own log-probabilities" else {}
-    scheduler.add(sequence("2", 16, max_tokens=3, **scored))
-    assert scheduler.plan_ahead(under_way, lambda _: pytest.fail("asked"), ahead) is None
 
 
 def put_off(scheduler: Scheduler, num_ending: int, num_steps: int = 3) -> None:
@@ -289,8 +249,7 @@ def put_off(scheduler: Scheduler, num_ending: int, num_steps: int = 3) -> None:
     under_way = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), AHEAD)
     assert under_way is not None
     assert (
-        scheduler.plan_ahead(under_way, lambda _: RoundSteps(DraftShape.chain(num_steps)), AHEAD)
-        is None
+        scheduler.plan(lambda _: RoundSteps(DraftShape.chain(num_steps)), AHEAD, under_way) is None
     )
     scheduler.commit(under_way, worker.execute(under_way), cut)
 
@@ -315,18 +274,6 @@ def test_a_round_that_waited_for_its_drafts_says_so_and_the_next_does_not(num_st
         assert plan.was_postponed == was_postponed
 
 
-def test_a_choice_put_off_is_not_used_beside_prompts_of_the_host() -> None:
-    scheduler = make(num_pages=5)
-    put_off(scheduler, num_ending=2)
-    scheduler.add(sequence("9", 6, max_tokens=3))
-    ahead = replace(AHEAD, max_prompt_length=5)
-    plan = scheduler.plan(
-        lambda batch: RoundSteps(DraftShape.chain(3 if batch.may_draft else 0)), ahead
-    )
-    assert plan is not None
-    assert [(row.is_decode, row.num_steps) for row in plan.rows] == [(True, 0), (False, 0)]
-
-
 def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     scheduler = make(max_num_batched_tokens=3)
     worker = PretendedWorker(4, random.Random(10))
@@ -335,7 +282,7 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
     for round_number in range(15):
         if round_number == 4:
             scheduler.add(arriving := sequence("9", 8, max_tokens=4))
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), WorkerLimits(0))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert len(scheduler.running) >= 3, "the others must still be decoding"
@@ -349,7 +296,7 @@ def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     scheduler.add(sequence("1", 3, max_tokens=100))
     for round_number in range(2, 8):
         scheduler.add(sequence(str(round_number), 46 if round_number == 3 else 3, max_tokens=50))
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), WorkerLimits(0))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     long_prompt = next(seq for seq in scheduler.sequences() if seq.request_id == "3")
@@ -371,7 +318,7 @@ def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
     scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
     for name in ("1", "2"):
         scheduler.add(sequence(name, 40, max_tokens=2))
-    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), WorkerLimits(0))
     assert plan is not None
     assert [len(row.token_ids) for row in plan.rows] == [40]
     assert plan.rows[0].samples
@@ -382,7 +329,9 @@ def test_prefill_rows_do_not_count_in_the_batch_size_the_policy_sees() -> None:
     for name in ("1", "2", "3"):
         scheduler.add(sequence(name, 20, max_tokens=4))
     asked: list[int] = []
-    plan = scheduler.plan(lambda batch: asked.append(batch.size) or RoundSteps(DraftShape.chain(3)))
+    plan = scheduler.plan(
+        lambda batch: asked.append(batch.size) or RoundSteps(DraftShape.chain(3)), WorkerLimits(0)
+    )
     assert plan is not None
     assert asked == []
     assert plan.batch_size == 0
@@ -401,7 +350,7 @@ def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> N
     for name, num_prompt in (("2", 0), ("3", 5), ("4", 40)):
         if num_prompt:
             scheduler.add(sequence(name, num_prompt, max_tokens=1))
-        plan = scheduler.plan(choose)
+        plan = scheduler.plan(choose, WorkerLimits(0))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert asked == [(1, 5), (1, 31)]
@@ -424,7 +373,9 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
     scheduler.add(seq)
     for turn in range(60):
         steps = (7, 0, 1, 3)[turn % 4]
-        plan = scheduler.plan(lambda _, steps=steps: RoundSteps(DraftShape.chain(steps)))
+        plan = scheduler.plan(
+            lambda _, steps=steps: RoundSteps(DraftShape.chain(steps)), WorkerLimits(0)
+        )
         assert plan is not None
         (row,) = plan.rows
         assert len(row.page_ids) == -(-(row.length + row.num_steps) // 4)
@@ -442,7 +393,7 @@ def test_a_request_can_cap_or_refuse_speculation_for_itself_alone() -> None:
             sequence(str(i), 4, max_tokens=40, speculative=option or SpeculativeOptions())
         )
     for _ in range(2):
-        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)))
+        plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)), WorkerLimits(0))
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
     assert [row.num_steps for row in plan.rows] == [7, 2, 0]
@@ -454,7 +405,7 @@ def test_aborting_while_a_round_runs_drops_its_result() -> None:
     first, second = sequence("1", 4, max_tokens=9), sequence("2", 4, max_tokens=9)
     scheduler.add(first)
     scheduler.add(second)
-    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(3)), WorkerLimits(0))
     assert plan is not None
     result = worker.execute(plan)
     scheduler.abort("1")
@@ -465,7 +416,7 @@ def test_aborting_while_a_round_runs_drops_its_result() -> None:
     scheduler.check_integrity()
 
 
-AHEAD = AheadLimits(8, max_prompt_rows=24, max_prompt_length=35)
+AHEAD = WorkerLimits(8, async_scheduling=True)
 
 
 class AheadWorker(PretendedWorker):
@@ -529,9 +480,7 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
                 assert not scheduler.has_work
                 continue
             flight = plan, worker.execute(plan)
-        ahead = None
-        if AHEAD.take(flight[0]):
-            ahead = scheduler.plan_ahead(flight[0], lambda batch: any_steps(rng, batch), AHEAD)
+        ahead = scheduler.plan(lambda batch: any_steps(rng, batch), AHEAD, flight[0])
         following = None
         if ahead is not None:
             num_ahead += 1
@@ -564,11 +513,11 @@ def test_a_row_that_edits_scores_names_its_text_unless_a_round_is_adding_to_it()
     first = scheduler.plan(zero, AHEAD)
     assert first is not None
     assert [row.edited for row in first.rows] == [None], "a piece of a prompt draws nothing"
-    second = scheduler.plan_ahead(first, zero, AHEAD)
+    second = scheduler.plan(zero, AHEAD, first)
     assert second is not None
     assert [row.edited for row in second.rows] == [EditedText(30, tuple(seq.token_ids))]
     scheduler.commit(first, worker.execute(first), cut)
-    third = scheduler.plan_ahead(second, zero, AHEAD)
+    third = scheduler.plan(zero, AHEAD, second)
     assert third is not None
     assert [row.edited for row in third.rows] == [None]
     scheduler.commit(second, worker.execute(second), cut)
@@ -582,7 +531,7 @@ def test_only_what_penalties_count_is_named() -> None:
     scheduler = make()
     scheduler.add(sequence("1", 3, logit_bias={5: 1.0}))
     scheduler.add(sequence("2", 3))
-    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)))
+    plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
     assert plan is not None
     assert [row.edited for row in plan.rows] == [EditedText(3), None]
 
@@ -603,15 +552,15 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
     free = scheduler.plan(zero, AHEAD)
     assert free is not None
     scheduler.add(ruled := sequence("2", 3, max_tokens=9, grammar=Grammar.regex("a+")))
-    assert scheduler.plan_ahead(free, zero, AHEAD) is None
+    assert scheduler.plan(zero, AHEAD, free) is None
     run(free)
     for _ in range(3):
         said = ruled.output_token_ids
         plan = run(scheduler.plan(zero, AHEAD))
         assert [row.generated_ids for row in plan.rows] == [(), tuple(said)]
         assert plan.has_grammars
-        assert scheduler.plan_ahead(plan, zero, AHEAD) is None
+        assert scheduler.plan(zero, AHEAD, plan) is None
     scheduler.abort("2")
     following = scheduler.plan(zero, AHEAD)
     assert following is not None
-    assert scheduler.plan_ahead(following, zero, AHEAD) is not None
+    assert scheduler.plan(zero, AHEAD, following) is not None

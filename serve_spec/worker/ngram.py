@@ -13,8 +13,8 @@ from itertools import islice
 from serve_spec.config import SpeculativeConfig
 from serve_spec.core.draft import TextDrafts
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.drafters.corpus import Corpus, load_corpus
-from serve_spec.drafters.text_trees import branched
+from serve_spec.worker.corpus import Corpus, load_corpus
+from serve_spec.worker.text_trees import branched
 
 BRANCHING_PLACES = 16
 """Places a tree's continuations are taken from; on texts of the shipped pair, more added nothing.

@@ -1,1 +1,0 @@
-"""One model on one rank: batch layout, forward, and the per-tier runtime state."""

@@ -1,1 +1,0 @@
-"""From target logits and drafts to the tokens a round emits."""

@@ -1,0 +1,331 @@
+"""Everything shaped by a draft shape, captured once at startup at every size it can meet."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.log import get_logger
+from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
+from serve_spec.worker.graphs import (
+    Recorder,
+    Run,
+    Stage,
+    StageRunner,
+    StepSize,
+    batch_sizes,
+    mixed_token_counts,
+    token_counts,
+)
+from serve_spec.worker.step_buffers import StepBuffers
+from serve_spec.worker.verify import Verifier
+
+logger = get_logger(__name__)
+
+MAX_CAPTURED_PROMPT_TOKENS = 1024
+"""Most tokens of a captured step that computes prompts: computing more takes longer than launching
+the kernels one by one."""
+
+WIDE_EXTEND = 16
+"""Draft KV entries that steps without drafts may leave missing before the host has to send the
+tokens; more than one step of any usual depth leaves."""
+
+
+@dataclass(frozen=True)
+class SpecRuntimeState:
+    """The stages of one draft shape. Choosing a shape is one look-up; switching costs nothing.
+
+    `extend` makes up to depth + 1 draft KV entries per request, `draft` drafts, `verify` runs the
+    target and the verification. Without a draft model there is only `verify`.
+    """
+
+    shape: DraftShape
+    extend: StageRunner | None
+    draft: StageRunner | None
+    verify: StageRunner
+
+
+@dataclass(frozen=True)
+class CaptureReport:
+    """What capturing stages took; those shared with deeper shapes are counted there.
+
+    shape: None for the stages that compute prompts, which all shapes share.
+    """
+
+    shape: DraftShape | None
+    num_stages: int
+    seconds: float
+    num_bytes: int
+
+    def __str__(self) -> str:
+        """Return one clause of a log line."""
+        return (
+            f"{'prompts' if self.shape is None else f'shape {self.shape}'}: "
+            f"{self.num_stages} stages, {self.num_bytes / 2**20:.0f} MiB, {self.seconds:.1f} s"
+        )
+
+
+class CapturedShapes:
+    """All draft shapes of a worker, the largest captured first: the others fit into its memory.
+
+    Trees come before chains and are captured for every batch size.
+    largest_batch: for a depth, the batch size beyond which no policy chooses it; None: no limit.
+    The deepest chain has stages for every batch size and stands in for the others.
+    """
+
+    def __init__(
+        self,
+        target: TargetRunner,
+        drafter: DraftModel | None,
+        buffers: StepBuffers,
+        recorder: Recorder,
+        verifier: Verifier,
+        *,
+        max_tokens: int,
+        largest_batch: Callable[[int], int | None],
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        self.states: dict[DraftShape, SpecRuntimeState] = {}
+        self.report: list[CaptureReport] = []
+        self._target = target
+        self._drafter = drafter
+        self._buffers = buffers
+        self._recorder = recorder
+        self._verifier = verifier
+        self._max_tokens = max_tokens
+        self._largest_batch = largest_batch
+        self._parallel = parallel
+        self._device = target.pool.device
+        self._extends: dict[int, StageRunner] = {}
+        self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
+
+    def build(self, shapes: Iterable[DraftShape]) -> None:
+        """Capture every shape, and the plain one, then the stages that compute prompts.
+
+        Raises:
+            MemoryError: one does not fit; says what each takes.
+        """
+        wanted = {PLAIN, *shapes}
+        self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
+        has_trees = any(not shape.is_chain for shape in wanted)
+        ordered = sorted(wanted, key=lambda s: (not s.is_chain, s.size, s.depth), reverse=True)
+        with torch.inference_mode():
+            for shape in tqdm(ordered, "draft shapes", leave=False):
+                with self._reported(shape):
+                    self.states[shape] = self._state(shape)
+            with self._reported(None):
+                self._mixed = {
+                    trees: self._mixed_stage(has_trees=trees)
+                    for trees in ((True, False) if has_trees else (False,))
+                }
+                self.extend_chunks = self._extend_chunks_stage()
+        if self._recorder.captures:
+            logger.info("captured: %s", "; ".join(map(str, self.report)))
+
+    @property
+    def max_extend(self) -> int:
+        """Draft KV entries that the widest draft extend makes; 0 without a draft model."""
+        return max(self._extends, default=0)
+
+    def state_for(self, shape: DraftShape, num_requests: int) -> SpecRuntimeState:
+        """Return the smallest state that drafts `shape` for so many requests: the whole switch."""
+        if not shape.is_chain:
+            return self.states[shape]
+        chains = [s for s in self.states if s.is_chain]
+        fits = (s for s in chains if s.depth >= shape.depth and self._largest(s) >= num_requests)
+        return self.states[min(fits, default=max(chains))]
+
+    def mixed(self, shape: DraftShape) -> StageRunner:
+        """Return the verification of a step that computes prompts, too."""
+        return self._mixed[not shape.is_chain]
+
+    def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
+        """Return the narrowest draft extend that makes so many entries of so many requests."""
+        if not self._recorder.captures:
+            return self._extend_stage(max(num_missing, 1), ())
+        return self._extends[
+            min(
+                length
+                for length, stage in self._extends.items()
+                if length >= num_missing and stage.sizes[-1].requests >= num_requests
+            )
+        ]
+
+    def run_target(self, shape: DraftShape, size: StepSize) -> VerifiedTokens:
+        """Run the target and the verification without a captured graph, to read hidden states."""
+        return self._verify(self._widest(shape), not shape.is_chain, size)
+
+    def _state(self, shape: DraftShape) -> SpecRuntimeState:
+        most = self._largest(shape)
+        requests = [StepSize(n, n) for n in batch_sizes(most)]
+        extend = draft = None
+        if shape.depth and self._drafter is not None:
+            extend = self._extends_after(shape, requests)
+            draft = self._captured(partial(self._draft, shape), requests)
+        counts = batch_sizes(most)
+        if shape.depth:
+            counts = token_counts(min(most * (shape.size + 1), self._max_tokens))
+        sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
+        verify = self._verify_stage(sizes, shape.size + 1, has_trees=not shape.is_chain)
+        return SpecRuntimeState(shape, extend, draft, verify)
+
+    def _largest(self, shape: DraftShape) -> int:
+        """Return the largest batch size that a shape can be chosen for."""
+        most = self._buffers.max_requests
+        if not shape.is_chain or shape.depth == self._deepest:
+            return most
+        return min(most, self._largest_batch(shape.depth) or most)
+
+    def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
+        """Capture draft extend after steps of a shape; before the first of them the widest one."""
+        if not self._extends:
+            # What a step leaves missing, and one entry that the host leaves of older ones.
+            widest = max(WIDE_EXTEND, self._buffers.max_depth + 2)
+            all_sizes = [StepSize(n, n) for n in batch_sizes(self._buffers.max_requests)]
+            self._extends[widest] = self._extend_stage(widest, all_sizes)
+        length = shape.depth + 1
+        known = self._extends.get(length)
+        if known is None or (known.sizes and known.sizes[-1] < sizes[-1]):
+            self._extends[length] = self._extend_stage(length, sizes)
+        return self._extends[length]
+
+    def _extend_stage(self, length: int, sizes: Iterable[StepSize]) -> StageRunner:
+        drafter = self._drafter
+        assert drafter is not None, "draft extend needs a draft model"
+
+        def extend(size: StepSize) -> None:
+            drafter.extend(self._buffers, size.requests, length)
+
+        return self._captured(extend, sizes)
+
+    def _draft(self, shape: DraftShape, size: StepSize) -> None:
+        assert self._drafter is not None, "drafting needs a draft model"
+        self._drafter.draft(self._buffers, size.requests, shape)
+        # Ranks with different drafts would verify a mixture of them.
+        self._parallel.broadcast(self._buffers.drafts)
+        if not shape.is_chain and self._buffers.parents is not None:
+            self._parallel.broadcast(self._buffers.parents)
+
+    def _captured(self, stage: Stage, sizes: Iterable[StepSize]) -> StageRunner:
+        """Capture a stage at every size, the largest first."""
+        if not self._recorder.captures:
+            return StageRunner(stage)
+        capture = self._recorder.capture
+        return StageRunner(
+            stage,
+            {size: capture(partial(stage, size)) for size in sorted(sizes, reverse=True)},
+        )
+
+    def _verify(self, max_query_len: int, has_trees: bool, size: StepSize) -> VerifiedTokens:
+        tokens = run_target(self._target, self._buffers, size, max_query_len, has_trees=has_trees)
+        accepted = self._verifier(tokens, self._buffers, has_drafts=max_query_len > 1)
+        if has_trees:
+            self._target.keep(tokens.layout, accepted)
+        return tokens
+
+    def _verify_stage(
+        self, sizes: Iterable[StepSize], max_query_len: int, *, has_trees: bool
+    ) -> StageRunner:
+        """Capture a verification. Shapes of similar width share it: only attention's tiles differ.
+
+        A size that takes longer than a larger one is left out: some matrix products are slower.
+        """
+        width = 1 << (max_query_len - 1).bit_length()
+
+        def verify(size: StepSize) -> Tensor:
+            return self._verify(width, has_trees, size).logits
+
+        if not self._recorder.captures:
+            return StageRunner(verify)
+        kept: dict[StepSize, Run] = {}
+        fastest = math.inf
+        for size in sorted(sizes, reverse=True):
+            key = size, width, has_trees
+            if key not in self._verify_runs:
+                run = self._recorder.capture(partial(verify, size))
+                self._verify_runs[key] = run, self._milliseconds(run)
+            run, milliseconds = self._verify_runs[key]
+            if milliseconds <= fastest:
+                kept[size], fastest = run, milliseconds
+        return StageRunner(verify, kept)
+
+    def _mixed_stage(self, *, has_trees: bool) -> StageRunner:
+        """Capture the verification of any shape beside prefill chunks."""
+        widest = self._buffers.max_drafts if has_trees else self._deepest
+        return self._verify_stage(self._mixed_sizes(), widest + 1, has_trees=has_trees)
+
+    def _widest(self, shape: DraftShape) -> int:
+        return shape.size + 1
+
+    def _mixed_sizes(self) -> list[StepSize]:
+        chunks = self._buffers.chunks
+        most = min(MAX_CAPTURED_PROMPT_TOKENS, self._max_tokens)
+        return [
+            StepSize(n, min(n, self._buffers.max_requests), min(n, chunks.max_chunks))
+            for n in mixed_token_counts(most)
+        ]
+
+    def _extend_chunks_stage(self) -> StageRunner | None:
+        if self._drafter is None:
+            return None
+        stage = partial(self._drafter.extend_chunks, self._buffers)
+        return self._captured(stage, self._mixed_sizes())
+
+    def _milliseconds(self, run: Run) -> float:
+        """Return what a captured stage takes on rank 0, so that all ranks pad alike."""
+        found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
+        return float(self._parallel.broadcast(found))
+
+    @contextmanager
+    def _reported(self, shape: DraftShape | None) -> Iterator[None]:
+        """Note what capturing takes."""
+        started, reserved = time.perf_counter(), self._reserved_bytes()
+        before = self._recorder.num_captured
+
+        def taken() -> CaptureReport:
+            return CaptureReport(
+                shape,
+                self._recorder.num_captured - before,
+                time.perf_counter() - started,
+                self._reserved_bytes() - reserved,
+            )
+
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(self._no_room_for(taken())) from error
+        self.report.append(taken())
+
+    def _reserved_bytes(self) -> int:
+        return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
+
+    def _no_room_for(self, failed: CaptureReport) -> str:
+        """Return the message for a device too small for the shapes: what each took."""
+        shape, max_requests = failed.shape, self._buffers.max_requests
+        if shape is None:
+            what, remedy = f"max_num_batched_tokens={self._max_tokens}", "max_num_batched_tokens"
+        elif shape.is_chain:
+            what = f"num_steps={shape.depth}, max_num_seqs={max_requests}"
+            remedy = f"leave {shape.depth} out of the candidate steps (speculative_adaptive_config)"
+        else:
+            what = (
+                f"speculative_num_draft_tokens={shape.size + 1}, num_steps={shape.depth}, "
+                f"max_num_seqs={max_requests}"
+            )
+            remedy = "draft smaller trees, or chains (speculative_eagle_topk=1)"
+        return (
+            f"{what}: the device has no memory left for these stages, of which it holds {failed} "
+            f"(captured before: {'; '.join(map(str, self.report)) or 'nothing'}). "
+            f"Lower memory_fraction or max_num_seqs, or {remedy}"
+        )

@@ -1,0 +1,274 @@
+"""Chains and trees from a draft model: draft extend, then one forward per further level.
+
+Chains are drawn one token a level. Trees grow by beams (EAGLE-2, arXiv 2406.16858): every token of
+every level has a KV entry of its own behind those of the text, so nothing is moved when a token
+continues another parent; it attends to the text, its own path and itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
+from serve_spec.models.draft import DraftHead
+from serve_spec.ops import draft_tree, draw
+from serve_spec.ops import layout as row_layout
+from serve_spec.ops.draft_tree import Beam, root_beam
+from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.paged_attention import AttentionPlan
+from serve_spec.worker.attention import SlotAttention
+from serve_spec.worker.graphs import StepSize
+from serve_spec.worker.step_buffers import StepBuffers
+
+_NEVER = torch.iinfo(torch.int32).max - 1
+
+
+class DraftModel:
+    """Drafts with a head or a whole model over its own paged KV pool.
+
+    Its KV entries follow the text lazily: draft extend makes those that are missing from the
+    target's features, before a step that drafts.
+    """
+
+    def __init__(self, head: DraftHead, pool: PagedKVPool, features: FeaturePool) -> None:
+        self.head = head
+        self.pool = pool
+        self.features = features
+        self.kinds = head.shape.attention_kinds
+
+    def extend_chunks(self, buffers: StepBuffers, size: StepSize) -> None:
+        """Make the draft KV entries of `buffers.chunks`, for prompts and long pauses.
+
+        The tokens of a chunk are those after its positions.
+        """
+        chunks = buffers.chunks
+        slots, lens, starts = (
+            x[: size.chunks] for x in (chunks.request_slots, chunks.lens, chunks.starts)
+        )
+        layout, context = self._context(
+            buffers,
+            slots,
+            lens,
+            starts,
+            num_tokens=size.tokens,
+            max_query_len=size.tokens,
+            asked=slice(0, 0) if self.head.ends_early else None,
+        )
+        hidden = self.head.encode(self.features.read(layout.slots))
+        rows = torch.arange(size.tokens, device=hidden.device)
+        self.head.forward(chunks.tokens_of(rows), hidden, context)
+
+    def extend(self, buffers: StepBuffers, num_requests: int, length: int) -> None:
+        """Make each request's missing entries, up to `length`; leave `buffers.hidden`.
+
+        Every request gets `length` tokens that end at its last entry. Entries it already has are
+        not written, and a request that lacks more writes none: it does not draft in this step.
+        """
+        assert buffers.hidden is not None, "draft extend needs a draft model"
+        slots = buffers.slots
+        request_slots = buffers.request_slots[:num_requests]
+        ends = slots.lengths.index_select(0, request_slots) - 1
+        made = slots.draft_lengths.index_select(0, request_slots)
+        lacks_more = ends - made > length
+        starts = ends - length
+        last = slice(length - 1, None, length)
+        layout, context = self._context(
+            buffers,
+            request_slots,
+            torch.full_like(starts, length),
+            starts,
+            num_tokens=num_requests * length,
+            max_query_len=length,
+            first_valid=made.masked_fill(lacks_more, _NEVER),
+            asked=last if self.head.ends_early else None,
+        )
+        token_slots = request_slots.repeat_interleave(length)
+        tokens = row_layout.ring_tokens(
+            slots.recent, token_slots, layout.positions + 1 - self.head.shift
+        )
+        hidden = self.head.encode(self.features.read(layout.slots))
+        hidden = self.head.forward(tokens, hidden, context)
+        buffers.hidden[:num_requests].copy_(hidden if self.head.ends_early else hidden[last])
+        slots.draft_lengths.index_copy_(
+            0, request_slots.long(), torch.where(lacks_more, made, ends)
+        )
+
+    def draft(self, buffers: StepBuffers, num_requests: int, shape: DraftShape) -> None:
+        """Draft from `buffers.hidden`; leave `buffers.drafts`, and `.parents` of trees.
+
+        Requests of smaller depth or size get smaller trees; chains hold any token past their depth.
+        Where drafts are sampled, leave `buffers.draft_logits`, too.
+        """
+        assert buffers.hidden is not None, "drafting needs a draft model"
+        request_slots = buffers.request_slots[:num_requests]
+        lengths = buffers.slots.lengths.index_select(0, request_slots)
+        if shape.is_chain:
+            self._draft_chains(buffers, request_slots, lengths, shape.depth)
+        else:
+            self._draft_trees(buffers, request_slots, lengths, shape)
+
+    def _draft_chains(
+        self, buffers: StepBuffers, request_slots: Tensor, lengths: Tensor, depth: int
+    ) -> None:
+        assert buffers.hidden is not None
+        num_requests = len(request_slots)
+        hidden, positions = buffers.hidden[:num_requests], lengths.long()
+        one_token = torch.ones_like(lengths)
+        for step in range(depth):
+            logits = self.head.logits(hidden, step)
+            tokens = self._draw(buffers, logits, request_slots, positions, step)
+            buffers.drafts[:num_requests, step] = tokens
+            if step + 1 < depth:
+                _, context = self._context(
+                    buffers,
+                    request_slots,
+                    one_token,
+                    lengths - 1 + step,
+                    num_tokens=num_requests,
+                    max_query_len=1,
+                    first_valid=self._first_valid(buffers, num_requests, step),
+                )
+                hidden = self.head.forward(tokens.clamp_min(0), hidden, context)
+
+    def _draw(
+        self,
+        buffers: StepBuffers,
+        logits: Tensor,
+        request_slots: Tensor,
+        positions: Tensor,
+        step: int,
+    ) -> Tensor:
+        """Draw draft number `step` of each request, int64 [B], from logits float32 [B, Vd]."""
+        params, target_ids = buffers.slots.params, self.head.target_ids
+        if buffers.draft_logits is None:
+            return draw.draw_drafts(
+                logits, request_slots, positions + step, params, buffers.sharpness, target_ids
+            )
+        buffers.draft_logits.logits[: len(request_slots), step].copy_(logits)
+        return draw.sample_drafts(
+            logits, request_slots, positions + step, positions, params, target_ids
+        )
+
+    def _draft_trees(
+        self, buffers: StepBuffers, request_slots: Tensor, lengths: Tensor, shape: DraftShape
+    ) -> None:
+        assert buffers.hidden is not None
+        assert buffers.parents is not None, "buffers without parents hold chains"
+        num_requests = len(request_slots)
+        hidden = buffers.hidden[:num_requests].unsqueeze(1)
+        beam = root_beam(num_requests, request_slots.device)
+        levels = []
+        for step in range(shape.depth):
+            width = hidden.shape[1]
+            children, likely = draw.draw_children(
+                self.head.logits(hidden.flatten(0, 1), step),
+                request_slots.repeat_interleave(width),
+                (lengths.long() + step).repeat_interleave(width),
+                buffers.slots.params,
+                buffers.sharpness,
+                self.head.target_ids,
+                shape.topk,
+            )
+            by_parent = (num_requests, width, shape.topk)
+            level, beam = draft_tree.grow_beam(
+                beam, children.view(by_parent), likely.view(by_parent), step
+            )
+            levels.append(level)
+            if step + 1 < shape.depth:
+                hidden = self._follow(buffers, beam, hidden, request_slots, lengths, step)
+        counts = buffers.query_lens[:num_requests] - 1
+        token_ids, parents = draft_tree.choose_drafts(
+            levels, buffers.depths[:num_requests], counts, shape.size
+        )
+        buffers.drafts[:num_requests, : shape.size] = token_ids
+        buffers.parents[:num_requests, : shape.size] = parents
+
+    def _follow(
+        self,
+        buffers: StepBuffers,
+        beam: Beam,
+        hidden: Tensor,
+        request_slots: Tensor,
+        lengths: Tensor,
+        step: int,
+    ) -> Tensor:
+        """Return hidden states [B, topk, H] after the beam of level `step`, from [B, W, H]."""
+        topk = beam.token_ids.shape[1]
+        starts = lengths - 1 + step * topk
+        depth = lengths.long() - 1 + self.head.shift + step
+        _, context = self._context(
+            buffers,
+            request_slots,
+            torch.full_like(starts, topk),
+            starts,
+            num_tokens=len(request_slots) * topk,
+            max_query_len=topk,
+            first_valid=self._first_valid(buffers, len(request_slots), step),
+            tree_mask=beam.masks.flatten(),
+            tree_len=(step + 1) * topk,
+        )
+        context = replace(context, positions=depth.repeat_interleave(topk))
+        before = beam.befores.unsqueeze(2).expand(-1, -1, hidden.shape[2])
+        tokens = beam.token_ids.clamp_min(0).flatten()
+        hidden = self.head.forward(tokens, hidden.gather(1, before).flatten(0, 1), context)
+        return hidden.view(len(request_slots), topk, -1)
+
+    @staticmethod
+    def _first_valid(buffers: StepBuffers, num_requests: int, step: int) -> Tensor:
+        """Return from where on requests write entries after level `step`, [B].
+
+        Requests whose drafts end there write none: they have no pages for it, and the pages that
+        their slots still name may belong to others.
+        """
+        return (buffers.depths[:num_requests] <= step + 1) * _NEVER
+
+    def _context(
+        self,
+        buffers: StepBuffers,
+        request_slots: Tensor,
+        query_lens: Tensor,
+        starts: Tensor,
+        *,
+        num_tokens: int,
+        max_query_len: int,
+        first_valid: Tensor | None = None,
+        asked: slice | None = None,
+        tree_mask: Tensor | None = None,
+        tree_len: int | None = None,
+    ) -> tuple[RowLayout, ForwardContext]:
+        """Lay out `query_lens` [B] tokens of `request_slots` [B], of entries from `starts` [B] on.
+
+        asked: the tokens that attend, the last of each request, or none; None: all of them.
+        """
+        shift = self.head.shift
+        starts = starts + shift
+        tables = buffers.slots.pages.index_select(0, request_slots)
+        layout = row_layout.lay_out_rows(
+            query_lens,
+            starts,
+            torch.zeros_like(starts) if first_valid is None else first_valid + shift,
+            tables,
+            self.pool.page_size,
+            num_rows=num_tokens,
+            scratch_slot=self.pool.scratch_slot,
+        )
+        query_starts = layout.query_starts
+        if asked is not None:
+            query_starts = torch.arange(len(query_starts), out=torch.empty_like(query_starts))
+            max_query_len = 1
+        plan = AttentionPlan(
+            tables,
+            query_starts,
+            starts + query_lens,
+            self.pool.page_size,
+            ((len(starts), max_query_len),),
+            tree_mask,
+            tree_len,
+        )
+        attention = SlotAttention(self.pool, self.kinds, layout.slots, plan, asked)
+        return layout, ForwardContext(layout.positions, attention, asked)

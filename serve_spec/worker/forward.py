@@ -1,0 +1,183 @@
+"""The target's forward over the tokens of a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
+from serve_spec.models.draft import FeatureCapture
+from serve_spec.models.llama import Llama
+from serve_spec.ops import acceptance, kv_move
+from serve_spec.ops import layout as row_layout
+from serve_spec.ops.acceptance import AcceptedPath, num_bits
+from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
+from serve_spec.worker.attention import SlotAttention
+from serve_spec.worker.graphs import StepSize
+from serve_spec.worker.step_buffers import StepBuffers
+
+
+@dataclass(frozen=True)
+class TargetRunner:
+    """The target on one rank: its weights, its KV pool, and the features its drafter reads.
+
+    The features of every token are kept by KV slot, beside its key and value. So the drafter can
+    extend at any later step over any positions: after steps without speculation, after a
+    preemption, after a prompt computed in chunks.
+    """
+
+    model: Llama
+    pool: PagedKVPool
+    kinds: tuple[AttentionKind, ...]
+    capture: FeatureCapture | None = None
+    features: FeaturePool | None = None
+
+    def keep(self, layout: RowLayout, accepted: AcceptedPath) -> None:
+        """Move the KV entries and features of accepted tree drafts next to each other."""
+        pools = [*self.pool.tensors]
+        if self.features is not None:
+            pools.append(self.features.features)
+        kv_move.move_accepted(
+            pools, layout.slots, layout.query_starts, accepted.path, accepted.num_correct
+        )
+
+
+@dataclass(frozen=True)
+class VerifiedTokens:
+    """What a target forward leaves for the verification: T tokens of the drawing requests.
+
+    `token_ids` int64 [T]: each request's root, then its drafts (-1: no token), then padding.
+    `request_slots` int32 [T]: -1 for padding. `logits` float32 [T, V]. Where drafts branch,
+    `parents` int32 [T]: see `accept_path`, and `depths` int32 [T]: drafts on each token's path, its
+    own included. `hidden` [*, H]: of all tokens of the forward.
+    """
+
+    token_ids: Tensor
+    request_slots: Tensor
+    layout: RowLayout
+    logits: Tensor
+    hidden: Tensor
+    parents: Tensor | None = None
+    depths: Tensor | None = None
+
+
+def run_target(
+    target: TargetRunner,
+    buffers: StepBuffers,
+    size: StepSize,
+    max_query_len: int,
+    *,
+    has_trees: bool = False,
+) -> VerifiedTokens:
+    """Run the target over the roots and drafts of a step, and over its prefill chunks.
+
+    size: with padding, if any. max_query_len: most tokens of each request that draws. Chunks come
+    last; their logits are not computed. (The last token of a prompt is a root: it draws.)
+    """
+    slots, chunks = buffers.slots, buffers.chunks
+    num_requests = size.requests
+    request_slots = buffers.request_slots[:num_requests]
+    query_lens = buffers.query_lens[:num_requests]
+    starts = slots.lengths.index_select(0, request_slots) - 1
+    groups: tuple[tuple[int, int], ...] = ((num_requests, max_query_len),)
+    if size.chunks:
+        request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
+        query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
+        starts = torch.cat([starts, chunks.starts[: size.chunks]])
+        # Chunks are chains, also beside trees: so are groups of more tokens than a tree has.
+        groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
+    tables = slots.pages.index_select(0, request_slots)
+    layout = row_layout.lay_out_rows(
+        query_lens,
+        starts,
+        torch.zeros_like(starts),
+        tables,
+        target.pool.page_size,
+        num_rows=size.tokens,
+        scratch_slot=target.pool.scratch_slot,
+    )
+    # Only the first tokens can draw.
+    num_drawn = min(size.tokens, num_requests * (buffers.max_drafts + 1))
+    drawn = layout.first(num_drawn, num_requests)
+    draws = (drawn.owners >= 0) & (drawn.owners < num_requests)
+    positions = layout.positions
+    tree = None
+    if has_trees:
+        tree = _tree_layout(buffers, drawn, draws, starts)
+        drawn = drawn._replace(positions=tree.positions)
+        positions = torch.cat([tree.positions, positions[num_drawn:]])
+    plan = AttentionPlan(
+        tables,
+        layout.query_starts,
+        starts + query_lens,
+        target.pool.page_size,
+        groups,
+        None if tree is None else tree.masks,
+    )
+    attention = SlotAttention(target.pool, target.kinds, layout.slots, plan)
+    token_slots = request_slots.index_select(0, layout.owners.clamp_min(0))
+    token_ids = _draft_tokens(buffers, layout, positions, token_slots)
+    if size.chunks:
+        rows = torch.arange(size.tokens, device=token_ids.device)
+        given = chunks.tokens_of(rows - layout.query_starts[num_requests])
+        token_ids = torch.where(layout.owners < num_requests, token_ids, given)
+    output = target.model.forward(
+        token_ids.clamp_min(0), ForwardContext(positions, attention), target.capture
+    )
+    if target.features is not None:
+        assert output.features is not None, "a drafter waits for features"
+        target.features.write(layout.slots, output.features)
+    return VerifiedTokens(
+        token_ids[:num_drawn],
+        token_slots[:num_drawn].where(draws, -1),
+        drawn,
+        target.model.logits(output.hidden[:num_drawn]),
+        output.hidden,
+        None if tree is None else tree.parents,
+        None if tree is None else tree.depths,
+    )
+
+
+class _TreeLayout(NamedTuple):
+    """Places of tokens in their trees; each [T], see `VerifiedTokens`."""
+
+    parents: Tensor
+    masks: Tensor
+    depths: Tensor
+    positions: Tensor
+
+
+def _tree_layout(
+    buffers: StepBuffers, layout: RowLayout, draws: Tensor, starts: Tensor
+) -> _TreeLayout:
+    """Lay out the trees of drawing requests. starts: position of each request's first token."""
+    assert buffers.parents is not None, "buffers without parents hold chains"
+    drafts = _of_drafts(buffers.parents, layout)
+    parents = drafts.where(draws & (layout.offsets > 0), layout.offsets - 1)
+    masks = acceptance.tree_masks(parents, layout.query_starts)
+    depths = num_bits(masks).to(torch.int32) - 1
+    positions = starts[layout.owners.clamp_min(0).long()].long() + depths
+    positions = positions.clamp_min(0).where(draws, layout.positions)
+    return _TreeLayout(parents, masks, depths.where(draws, 0), positions)
+
+
+def _draft_tokens(
+    buffers: StepBuffers, layout: RowLayout, positions: Tensor, token_slots: Tensor
+) -> Tensor:
+    """Return roots and drafts of the requests that draw, int64 [T]; of others any token."""
+    roots = row_layout.ring_tokens(buffers.slots.recent, token_slots, positions)
+    if not buffers.max_drafts:
+        return roots
+    return torch.where(layout.offsets > 0, _of_drafts(buffers.drafts, layout), roots)
+
+
+def _of_drafts(table: Tensor, layout: RowLayout) -> Tensor:
+    """Return the entries of a table [B, N] of drafts for tokens [T]; any value for roots."""
+    most, width = table.shape
+    owners = layout.owners.clamp(0, most - 1)
+    return table[owners.long(), (layout.offsets - 1).clamp(0, width - 1).long()]

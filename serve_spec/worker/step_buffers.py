@@ -1,0 +1,193 @@
+"""Static buffers of a step: what its stages read, and leave for each other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from serve_spec.core.draft import TextDrafts, padded_drafts
+from serve_spec.core.round import DRAFT_SHARPNESS
+from serve_spec.log import get_logger
+from serve_spec.models.draft import DraftHead
+from serve_spec.ops.rejection import DraftLogits
+from serve_spec.ops.sending import sent
+from serve_spec.structured.masks import RoundMasks
+from serve_spec.worker.chunks import PrefillChunks
+from serve_spec.worker.request_slots import RequestSlots
+
+logger = get_logger(__name__)
+
+
+class GrammarMasks:
+    """Static grammar masks of a step, for up to R draws over V token ids.
+
+    `places` int32 [R]: each draw's row of `words`, -1 without a mask. `words` int32
+    [R, ceil(V / 32)].
+    """
+
+    def __init__(self, num_draws: int, vocab_size: int, device: torch.device) -> None:
+        self.places = torch.full((num_draws,), -1, dtype=torch.int32, device=device)
+        num_words = -(-vocab_size // 32)
+        self.words = torch.zeros(num_draws, num_words, dtype=torch.int32, device=device)
+        self._is_clear = True
+
+    def write(self, masks: RoundMasks) -> None:
+        """Write the masks of the next step, without waiting for the device."""
+        self.clear()
+        device = self.places.device
+        places = sent(torch.tensor(masks.places, dtype=torch.int32), device)
+        words = sent(torch.from_numpy(masks.words.view(np.int32)), device)
+        self.places[: len(places)] = places
+        self.words[: len(words)] = words
+        self._is_clear = False
+
+    def clear(self) -> None:
+        """Leave every draw without a mask."""
+        if not self._is_clear:
+            self.places.fill_(-1)
+            self._is_clear = True
+
+
+@dataclass(frozen=True)
+class StepBuffers:
+    """Inputs, hand-overs and outputs of a step: up to B requests, N drafts of each, K deep.
+
+    `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
+    [B]: how deep its drafts go. `query_lens` int32 [B]: tokens the target verifies, its drafts and
+    one, and 0 past the last. `hidden` [B, H]: the draft's state after draft extend. `drafts` int64
+    [B, N]: -1 where the draft gave no token. `results` int32 [B, K + 3]: accepted drafts, flags,
+    then the tokens; see `ops.acceptance`. `sharpness` float32 [1]: temperature of sampled drafts
+    over their requests'. `masks`: what may be drawn, by grammar. `chunks`: prefill chunks.
+    Where drafts may branch: `parents` int32 [B, N], the draft before each counted from 1, 0 for the
+    root; `paths` int32 [B, K + 1], see `AcceptedPath`.
+    Where drafts are sampled: `draft_logits`, from which those in `drafts` were drawn.
+    """
+
+    slots: RequestSlots
+    request_slots: Tensor
+    depths: Tensor
+    query_lens: Tensor
+    hidden: Tensor | None
+    drafts: Tensor
+    results: Tensor
+    sharpness: Tensor
+    masks: GrammarMasks
+    chunks: PrefillChunks
+    parents: Tensor | None = None
+    paths: Tensor | None = None
+    draft_logits: DraftLogits | None = None
+
+    @classmethod
+    def create(
+        cls,
+        slots: RequestSlots,
+        max_depth: int,
+        head: DraftHead | None,
+        max_chunk_tokens: int,
+        max_tree_drafts: int = 0,
+        *,
+        samples_drafts: bool = False,
+    ) -> StepBuffers:
+        """Return buffers of a step without requests, for as many as there are request slots.
+
+        max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
+
+        Raises:
+            MemoryError: the distributions of sampled drafts do not fit.
+        """
+        device, max_requests = slots.lengths.device, slots.padding
+
+        def zeros(*shape: int, dtype: torch.dtype | None = torch.int32) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        most = max(max_depth, max_tree_drafts)
+        return cls(
+            slots=slots,
+            request_slots=torch.full_like(zeros(max_requests), slots.padding),
+            depths=zeros(max_requests),
+            query_lens=zeros(max_requests),
+            hidden=None
+            if head is None
+            else zeros(max_requests, head.hidden_size, dtype=head.dtype),
+            drafts=zeros(max_requests, most, dtype=torch.int64),
+            results=zeros(max_requests, max_depth + 3),
+            sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
+            masks=GrammarMasks(max_requests * (most + 1), slots.vocab_size, device),
+            chunks=PrefillChunks.create(max_chunk_tokens, max_requests, device),
+            parents=zeros(max_requests, most) if max_tree_drafts else None,
+            paths=zeros(max_requests, max_depth + 1) if max_tree_drafts else None,
+            draft_logits=_draft_logits(slots, max_depth, head)
+            if samples_drafts and head is not None and max_depth
+            else None,
+        )
+
+    @property
+    def max_requests(self) -> int:
+        """Most requests of a step."""
+        return self.request_slots.shape[0]
+
+    @property
+    def max_depth(self) -> int:
+        """Most levels of drafts."""
+        return self.results.shape[1] - 3
+
+    @property
+    def max_drafts(self) -> int:
+        """Most drafts of a request."""
+        return self.drafts.shape[1]
+
+    def write_requests(
+        self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
+    ) -> None:
+        """Write the requests of a step: slot, depth of the drafts, drafts to verify.
+
+        The host does not wait for the device.
+        """
+        empty = [0] * (self.max_requests - len(slots))
+        padded = [*slots, *[self.slots.padding] * len(empty)]
+        query_lens = [*(count + 1 for count in num_drafts), *empty]
+        rows = torch.tensor([padded, query_lens, [*depths, *empty]], dtype=torch.int32)
+        if self.request_slots.is_cuda:
+            rows = rows.pin_memory()
+        self.request_slots.copy_(rows[0], non_blocking=True)
+        self.query_lens.copy_(rows[1], non_blocking=True)
+        self.depths.copy_(rows[2], non_blocking=True)
+
+    def write_drafts(self, drafts: Mapping[int, TextDrafts]) -> None:
+        """Write drafts found on the host, by the request's place in the step, without waiting."""
+        _write_rows(self.drafts, {at: found.token_ids for at, found in drafts.items()})
+        parents = {at: found.parents for at, found in drafts.items() if found.parents}
+        if parents:
+            assert self.parents is not None, "a step with trees has room for parents"
+            _write_rows(self.parents, parents)
+
+
+@torch.inference_mode()
+def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> DraftLogits:
+    device, vocab_size = slots.lengths.device, slots.vocab_size
+    hidden = torch.zeros(1, head.hidden_size, dtype=head.dtype, device=device)
+    shape = (slots.padding, max_depth, head.logits(hidden).shape[1])
+    mebibytes = 4 * math.prod(shape) / 2**20
+    try:
+        logits = DraftLogits.create(shape, head.target_ids, vocab_size, device)
+    except torch.OutOfMemoryError as error:
+        raise MemoryError(
+            f"num_steps={max_depth}, max_num_seqs={slots.padding}: the device has no memory left "
+            f"for the distributions of sampled drafts, {mebibytes:.0f} MiB. Lower memory_fraction, "
+            "max_num_seqs or the candidate steps, or use rejection_sample_method=coupled"
+        ) from error
+    logger.info("sampled drafts: %.0f MiB for their distributions", mebibytes)
+    return logits
+
+
+def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
+    """Write rows of `table` [B, N], padded."""
+    padded = padded_drafts(entries.values(), table.shape[1])
+    rows = [[number, *of_row] for number, of_row in zip(entries, padded, strict=True)]
+    written = sent(torch.tensor(rows, dtype=torch.int64), table.device)
+    table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))

@@ -1,0 +1,183 @@
+"""Verification of a step: draw a token at every verified position, accept drafts, advance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor
+
+from serve_spec.core.errors import BrokenLogits
+from serve_spec.log import get_logger
+from serve_spec.ops import acceptance, draw, rejection, score_edits, token_masks
+from serve_spec.ops.acceptance import AcceptedPath
+from serve_spec.parallel.group import SINGLE, TensorParallel
+from serve_spec.worker.forward import VerifiedTokens
+from serve_spec.worker.step_buffers import StepBuffers
+
+logger = get_logger(__name__)
+
+Acceptance: TypeAlias = float | Sequence[float]
+"""Forced acceptance, for load tests: an accept length ≥ 1, or chances 0..1 by position.
+
+As with SGLang's SGLANG_SIMULATE_ACC_LEN, a step runs in full, and only the number of accepted
+drafts is drawn by chance. The texts are not the model's.
+
+A length holds at every depth that can reach it: the chance p, the same at all positions, is solved
+for each number of drafts k from p + p² + ... + p^k = length - 1. Then no depth emits more than
+another, so load-test a policy that chooses the depth with a list of chances, the same for all
+depths; positions past its end have the last chance.
+"""
+
+
+class Verifier:
+    """Decides what every request of a step emits, and advances its request slot.
+
+    synthetic_acceptance: accept drafts by chance; see `Acceptance`.
+    rejection_sample_method: how sampled drafts are verified, where `buffers.draft_logits` is kept.
+    """
+
+    def __init__(
+        self,
+        max_depth: int,
+        device: torch.device,
+        synthetic_acceptance: Acceptance | None = None,
+        rejection_sample_method: str = "coupled",
+        parallel: TensorParallel = SINGLE,
+    ) -> None:
+        self.rejection_sample_method = rejection_sample_method
+        self.parallel = parallel
+        self.survival = None
+        if synthetic_acceptance is not None:
+            logger.warning(
+                "synthetic_acceptance=%s: acceptance is forced, for load tests; "
+                "no text is the model's",
+                synthetic_acceptance,
+            )
+            if max_depth:
+                self.survival = survival_table(synthetic_acceptance, max_depth).to(device)
+
+    def __call__(
+        self, tokens: VerifiedTokens, buffers: StepBuffers, *, has_drafts: bool = True
+    ) -> AcceptedPath:
+        """Edit scores, draw, accept; write `buffers.results`, `buffers.paths` and request slots.
+
+        has_drafts: False if no token can be a draft.
+        """
+        slots, layout = buffers.slots, tokens.layout
+        num_requests = layout.query_starts.shape[0] - 1
+        request_slots = buffers.request_slots[:num_requests]
+        results = buffers.results[:num_requests]
+        decided = layout.positions + 1
+        parents, depths, backs = layout.offsets - 1, layout.offsets, None
+        if tokens.parents is not None and tokens.depths is not None:
+            parents, depths, backs = tokens.parents, tokens.depths, layout.offsets - tokens.parents
+        score_edits.edit_scores(
+            tokens.logits,
+            tokens.request_slots,
+            decided,
+            tokens.token_ids,
+            depths,
+            slots.edits,
+            backs,
+        )
+        token_masks.mask_scores(tokens.logits, buffers.masks.places, buffers.masks.words)
+        drawn = draw.draw_tokens(tokens.logits, tokens.request_slots, decided, slots.params)
+        forced = self._forced(buffers, request_slots)
+        if buffers.draft_logits is not None and has_drafts:
+            forced = rejection.reject_drafts(
+                tokens.logits,
+                tokens.token_ids,
+                drawn,
+                layout.query_starts,
+                request_slots,
+                decided,
+                slots.params,
+                buffers.draft_logits,
+                self.rejection_sample_method,
+            )
+            self.parallel.broadcast(forced)
+        # Request slots advance by these draws: the same ones on every rank.
+        self.parallel.broadcast(drawn)
+        accepted = acceptance.accept_and_advance(
+            tokens.token_ids,
+            parents,
+            drawn,
+            layout.query_starts,
+            slots.recent,
+            slots.lengths,
+            request_slots,
+            results,
+            forced=forced,
+        )
+        score_edits.count_tokens(request_slots, results, slots.edits)
+        if buffers.paths is not None:
+            buffers.paths[:num_requests].copy_(accepted.path)
+        return accepted
+
+    def _forced(self, buffers: StepBuffers, request_slots: Tensor) -> Tensor | None:
+        """Return how many drafts each request accepts by chance; None: the target decides."""
+        if self.survival is None:
+            return None
+        slots = buffers.slots
+        return acceptance.forced_counts(
+            slots.params.seeds.index_select(0, request_slots),
+            slots.lengths.index_select(0, request_slots).long(),
+            buffers.depths[: len(request_slots)],
+            self.survival,
+        )
+
+
+class VerifyResult(NamedTuple):
+    """What the drawing requests of a step emit: accepted drafts, then the bonus token.
+
+    `broken_drafts`: requests, by place, with a draft of -1.
+    """
+
+    token_ids: list[list[int]]
+    broken_drafts: tuple[int, ...] = ()
+
+
+def read_results(table: list[list[int]]) -> VerifyResult:
+    """Return what a step emits from `StepBuffers.results` on the host.
+
+    Raises:
+        BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
+    """
+    token_ids = [row[2 : row[0] + 3] for row in table]
+    if any(token < 0 for tokens in token_ids for token in tokens):
+        raise BrokenLogits
+    return VerifyResult(token_ids, tuple(b for b, row in enumerate(table) if row[1]))
+
+
+def survival_table(forced: Acceptance, max_depth: int) -> Tensor:
+    """Return the chance that the first 1 .. k of n drafts are accepted: float64 [K + 1, K], row n.
+
+    forced: see `Acceptance`. K: max_depth.
+    """
+    rows = []
+    for depth in range(max_depth + 1):
+        survival = [*accumulate(draft_chances(forced, depth), lambda a, b: a * b)]
+        rows.append(survival + [0.0] * (max_depth - depth))
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def draft_chances(forced: Acceptance, depth: int) -> list[float]:
+    """Return the chance of each of `depth` drafts, given that those before it were accepted."""
+    if isinstance(forced, int | float):
+        return [_chance_for(forced, depth)] * depth
+    return [forced[min(i, len(forced) - 1)] for i in range(depth)]
+
+
+def _chance_for(accept_length: float, depth: int) -> float:
+    """Return p with 1 + p + ... + p^depth = accept_length; 1 if that is out of reach."""
+    low, high = 0.0, 1.0
+    for _ in range(60):  # halves the interval down to the last bits of a float
+        middle = (low + high) / 2
+        if sum(middle**i for i in range(depth + 1)) < accept_length:
+            low = middle
+        else:
+            high = middle
+    return high
