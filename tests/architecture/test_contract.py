@@ -66,7 +66,6 @@ MAY_IMPORT = {
 # library -> path fragments allowed to import it; every other file may not.
 CONFINED = {
     "triton": ["_triton.py"],
-    "flashinfer": ["flashinfer"],
     "ray": ["serving/"],
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
