@@ -74,6 +74,13 @@ class AttentionPlan:
     tree_len: int | None = None
     _prepared: dict[Hashable, Any] = field(default_factory=dict, init=False, repr=False)
 
+    def __post_init__(self) -> None:
+        """Check the groups."""
+        num_requests = sum(count for count, _ in self.groups)
+        assert num_requests == len(self.kv_lens), (
+            f"groups={self.groups}: {num_requests} requests, but {len(self.kv_lens)} lengths"
+        )
+
     def prepared(self, key: Hashable, prepare: Callable[[], T]) -> T:
         """Return what `prepare` returned for this key the first time."""
         if key not in self._prepared:
@@ -227,10 +234,10 @@ def _requests(plan: AttentionPlan) -> list[_Request]:
     """Return the requests that have query tokens and something to see."""
     starts, kv_lens = plan.query_starts.tolist(), plan.kv_lens.tolist()
     capacity = plan.tables.shape[1] * plan.page_size
-    requests, first = [], 0
+    requests, begin = [], 0
     for num_requests, max_query_len in plan.groups:
         is_tree = plan.tree_mask is not None and max_query_len <= MAX_TREE_ROWS
-        for index in range(first, first + num_requests):
+        for index in range(begin, begin + num_requests):
             query_len, kv_len = starts[index + 1] - starts[index], kv_lens[index]
             if query_len > 0 and kv_len > 0:
                 newest = plan.tree_len if is_tree and plan.tree_len is not None else query_len
@@ -238,7 +245,7 @@ def _requests(plan: AttentionPlan) -> list[_Request]:
                 requests.append(
                     _Request(index, starts[index], query_len, kv_len, length, newest, is_tree)
                 )
-        first += num_requests
+        begin += num_requests
     return requests
 
 

@@ -1,13 +1,17 @@
-"""Split flash decoding: every sequence's cache in shares, which a second launch sums up.
+"""Flash attention over a paged cache, its work cut on the device.
 
-A program takes one kv head of one sequence and a share of its cache. The query heads of that kv
-head times the sequence's rows are the lines of one tile, so keys and values are read once. Shares
-are cut where the lengths on the device say, and added in one order: the same bits every time.
-Another number of shares is another order, so bits depend on the number of sequences a launch is
-made for, but not on what the other ones hold.
+A tile is some query tokens of one request times the query heads of one kv head: its lines. A tile
+reads its cache once, in one or several shares. A small kernel lists the shares (items) of a forward
+before its first layer: tiles much longer than what one multiprocessor would get of an even
+distribution are cut, others are not. Every layer launches a fixed grid over the list, so that a
+CUDA graph serves every batch of its shape.
 
-That the last program of a head sums up, and not a launch of its own, was tried: at one sequence it
-took 10 to 34 µs instead of 8 to 10, for one program then reads all shares while the others rest.
+Shares of a tile are added in one order: the same bits every time. How tiles are cut, and so the
+bits, depends on all lengths of a forward.
+
+Shares are added by a launch of their own where few tiles leave most multiprocessors idle, and where
+tiles are large. Where many small tiles fill the device, that launch would cost more than the rare
+cut gains, so the program that finishes a tile last adds them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -15,7 +19,8 @@ took 10 to 34 µs instead of 8 to 10, for one program then reads all shares whil
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -23,212 +28,510 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.paged_attention import MAX_TREE_ROWS, PagedLayout
+from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
 
-# Programs that fill a device, and the most shares of one sequence's head. From half as many pairs
-# of sequence and kv head on, summing up costs more than shares gain.
+# Below half as many tiles times kv heads, tiles are cut even at short context.
 _PROGRAMS = 128
-_MAX_SPLITS = 16
+# A share of a long tile is about this many cache entries, unless that makes fewer than one or more
+# than `Tiling.max_shares` shares per multiprocessor.
+_SHARE = tl.constexpr(512)
 # Shares are multiples of this many cache entries.
 _SHARE_UNIT = tl.constexpr(16)
-# Numbers that one program sums up at once: 64 registers of each of its 128 threads.
-_MERGE_NUMBERS = 8192
+# Cutting one of many tiles into shares shorter than this costs more than it gains.
+_LONG_SHARE = 1024
 _HIDDEN = tl.constexpr(-1.0e30)
+_LOG2_E = tl.constexpr(math.log2(math.e))
 _LAST_TREE_ROW = tl.constexpr(MAX_TREE_ROWS - 1)
+# Fields of an item: request, first token, tokens, first and last cache entry, position of the first
+# token (of the first entry of its tree), the first item of its tile, shares of its tile.
+_FIELDS = tl.constexpr(8)
 
 
 @dataclass(frozen=True)
 class Tiling:
-    """How a launch is cut: shares per sequence and head, cache entries per tile, warps, stages."""
+    """How the work of a group is cut.
 
-    splits: int
+    `tokens`, `lines`: of a tile; lines are a power of two from 16. `block`: cache entries read at
+    once. `programs`: how many a multiprocessor holds. `min_share`: cache entries; `max_shares`: per
+    multiprocessor. `is_last_merging`: the last program of a tile adds its shares, instead of a
+    launch of its own.
+    """
+
+    tokens: int
+    lines: int
     block: int
     num_warps: int
     num_stages: int
+    programs: int = 1
+    min_share: int = 16
+    max_shares: int = 4
+    is_last_merging: bool = False
 
 
-def _choose_tiling(num_pairs: int, num_lines: int, dtype: torch.dtype) -> Tiling:
-    """For `num_pairs` sequences times kv heads of `num_lines` rows times query heads each.
+def _choose_tiling(
+    num_requests: int, max_query_len: int, heads: tuple[int, int], width: int, dtype: torch.dtype
+) -> Tiling:
+    """Return the tiling for so many requests; heads: query heads and kv heads.
 
-    Measured on one H200 at 512 entries of context (docs/results/kernels-h200).
+    width: of keys or values, the larger, a power of two. Blocks, warps and stages of small tiles
+    were measured on one H200 at 512 entries of context (docs/results/kernels-h200).
     """
-    splits = 1
-    if num_pairs < _PROGRAMS // 2:
-        while splits < _MAX_SPLITS and num_pairs * splits < _PROGRAMS:
-            splits *= 2
+    group = heads[0] // heads[1]
+    # Without tensor cores, or with wide heads, larger tiles do not fit into registers.
+    max_lines = 128 if dtype != torch.float32 and width <= 128 else 64
+    tokens = max(1, min(max_query_len, max_lines // group))
+    lines = max(16, triton.next_power_of_2(tokens * group))
+    num_programs = num_requests * triton.cdiv(max_query_len, tokens) * heads[1]
+    if lines > 64:
+        return Tiling(
+            tokens, lines, 64, num_warps=8, num_stages=3, min_share=_SHARE.value, max_shares=2
+        )
+    are_few = num_programs < _PROGRAMS // 2
+    programs = 1
     if dtype == torch.float32:
-        # No tensor cores: larger tiles do not fit into registers.
-        return Tiling(splits, block=16, num_warps=4 if num_lines <= 16 else 8, num_stages=2)
-    if num_lines > 64:  # rows of trees: what is summed up alone fills half of the registers
-        return Tiling(splits, block=64 if num_lines <= 128 else 32, num_warps=8, num_stages=2)
-    if num_lines > 32:
-        return Tiling(splits, block=64, num_warps=4, num_stages=3)
-    if splits == 1 and num_pairs <= _PROGRAMS:  # few programs: each has to have much under way
-        return Tiling(splits, block=128, num_warps=8 if num_lines <= 16 else 4, num_stages=3)
-    is_wide = num_lines > 16
-    if num_pairs <= 2 * _PROGRAMS:
-        return Tiling(splits, block=64, num_warps=4, num_stages=3 if is_wide else 4)
-    return Tiling(splits, block=128 if is_wide else 64, num_warps=4, num_stages=2)
+        block, warps, stages = 16, 4 if lines <= 16 else 8, 2
+    elif lines > 32:
+        block, warps, stages = 64, 4 if width <= 128 else 8, 3
+    elif are_few:
+        block, warps, stages, programs = 64, 4, 3 if lines > 16 else 4, 2
+    elif num_programs <= _PROGRAMS:  # each has to have much under way
+        block, warps, stages = 128, 4 if lines > 16 else 8, 3
+    elif num_programs <= 2 * _PROGRAMS:
+        block, warps, stages, programs = 64, 4, 3 if lines > 16 else 4, 2
+    else:
+        block, warps, stages, programs = 128 if lines > 16 else 64, 4, 2, 2
+    # Blocks of wide heads have fewer entries.
+    block = max(16, block * 128 // max(128, width))
+    tiling = Tiling(tokens, lines, block, warps, stages, programs)
+    return tiling if are_few else replace(tiling, min_share=_LONG_SHARE, is_last_merging=True)
 
 
-def paged_attention(query: Tensor, keys: Tensor, values: Tensor, layout: PagedLayout) -> Tensor:
-    """See `paged_attention.paged_attention`. head_dim: a power of two from 16 on.
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, plan: AttentionPlan, kind: AttentionKind
+) -> Tensor:
+    """See `paged_attention.paged_attention`.
 
-    A launch for every group: what holds many rows of one sequence leaves room for few sequences.
+    A launch for every group: tiles of many tokens leave room for few programs.
     """
-    out = query.new_empty(query.shape)
-    num_rows, num_kv_heads = query.shape[0], keys.shape[1]
-    if not num_rows:
+    num_tokens, num_heads, _ = query.shape
+    out = query.new_empty((num_tokens, num_heads, values.shape[2]))
+    if not num_tokens:
         return out
-    parts = tuple(layout.parts())
-    for part in parts:
-        num_sequences = part.tables.shape[0]
-        if len(parts) == 1:
-            # Those that fill the rows: others of the launch are most likely padding.
-            num_sequences = triton.cdiv(num_rows, part.max_query_len)
-        num_lines = query.shape[1] // num_kv_heads * part.max_query_len
-        tiling = _choose_tiling(num_sequences * num_kv_heads, num_lines, query.dtype)
-        _launch(query, keys, values, part, tiling, out, fills_up=part is parts[-1])
+    heads = num_heads, keys.shape[1]
+    width = triton.next_power_of_2(max(query.shape[2], values.shape[2]))
+    begin = 0
+    for num_requests, max_query_len in plan.groups:
+        group = _Group(begin, num_requests, max_query_len)
+        # Those that fill the tokens: others of a single group are most likely padding.
+        likely = num_requests
+        if len(plan.groups) == 1:
+            likely = min(likely, triton.cdiv(num_tokens, max_query_len))
+        tiling = _choose_tiling(likely, max_query_len, heads, width, query.dtype)
+        begin += num_requests
+        is_last = begin == len(plan.kv_lens)
+        _launch(query, keys, values, plan, kind, group, tiling, out, fills_up=is_last)
     return out
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Requests `first .. first + num_requests - 1` of up to `max_query_len` query tokens each."""
+
+    first: int
+    num_requests: int
+    max_query_len: int
+
+
+@dataclass(frozen=True)
+class _Work:
+    """The items of one group, all int32.
+
+    `items` [cap, 8]; `counts` [3]: items, tiles of several shares, tokens that requests own;
+    `shared`: the first item of each tile of several shares; `arrivals` [cap, kv_heads]: zeros.
+    """
+
+    items: Tensor
+    counts: Tensor
+    shared: Tensor
+    arrivals: Tensor | None
 
 
 def _launch(
     query: Tensor,
     keys: Tensor,
     values: Tensor,
-    layout: PagedLayout,
+    plan: AttentionPlan,
+    kind: AttentionKind,
+    group: _Group,
     tiling: Tiling,
     out: Tensor,
     *,
     fills_up: bool,
 ) -> None:
-    """Writes the rows of these sequences; fills_up: and those that nobody owns."""
-    num_rows, num_heads, head_dim = query.shape
-    num_sequences, num_kv_heads = layout.tables.shape[0], keys.shape[1]
-    assert query.stride()[1:] == (head_dim, 1), "the heads of a row lie side by side"
-    for dense in (keys, values, layout.tables):
+    """Write the tokens of these requests; fills_up: and those that no request owns."""
+    (num_tokens, num_heads, key_width), value_width = query.shape, values.shape[2]
+    num_kv_heads = keys.shape[1]
+    assert query.stride()[1:] == (key_width, 1), "the heads of a token lie side by side"
+    for dense in (keys, values, plan.tables):
         assert dense.is_contiguous(), "a pool's layers and page tables are dense"
-    lines = triton.next_power_of_2(num_heads // num_kv_heads * layout.max_query_len)
-    pairs, splits = num_sequences * num_kv_heads, tiling.splits
-    partials = stats = None
-    if splits > 1:
-        partials = query.new_empty((pairs, splits, lines, head_dim), dtype=torch.float32)
-        stats = query.new_empty((pairs, splits, 2, lines), dtype=torch.float32)
-    tree_len = layout.tree_len or 0  # no constant: it is another one at every level of a tree
+    has_tree = plan.tree_mask is not None and group.max_query_len <= MAX_TREE_ROWS
+    programs = max(1, _num_multiprocessors(query.device) // num_kv_heads)
+    num_tiles = min(
+        group.num_requests * triton.cdiv(group.max_query_len, tiling.tokens),
+        num_tokens // tiling.tokens + group.num_requests,
+    )
+    num_items = num_tiles + programs * tiling.max_shares
+    key = "work", kind.window, num_kv_heads, group, tiling
+    work = plan.prepared(
+        key, lambda: _plan_work(plan, kind, group, tiling, programs, num_items, num_kv_heads)
+    )
+    partial_shape = num_items, num_kv_heads, tiling.lines
+    partials = query.new_empty((*partial_shape, value_width), dtype=torch.float32)
+    stats = query.new_empty((2, *partial_shape), dtype=torch.float32)
+    scale, softcap = kind.scale_of(key_width) * _LOG2_E.value, 0.0
+    if kind.softcap is not None:
+        scale, softcap = 2.0 * scale / kind.softcap, kind.softcap * _LOG2_E.value
+    # Merging must not take the registers that attending needs.
+    merge_shares, numbers = (4, 2048) if tiling.is_last_merging else (16, 8192)
+    block_dv = max(16, triton.next_power_of_2(value_width))
+    merge_lines = max(1, min(tiling.lines, numbers // (merge_shares * block_dv)))
+    dependent = dependent_launch(query.device)
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
         "GROUP": num_heads // num_kv_heads,
-        "HEAD_DIM": head_dim,
-        "WINDOW": layout.window,
-        "SPLITS": splits,
-        "LINES": lines,
-        "DEPENDENT": dependent_launch(query.device),
+        "DV": value_width,
+        "BLOCK_DV": block_dv,
+        "LINES": tiling.lines,
+        "MERGE_SHARES": merge_shares,
+        "MERGE_LINES": merge_lines,
+        "DEPENDENT": dependent,
     }
-    launch = {"num_warps": tiling.num_warps, "launch_pdl": shape["DEPENDENT"]}
-    _attend_kernel[(num_kv_heads, splits, num_sequences)](
-        query, keys, values, layout.tables, layout.query_starts, layout.kv_lens, layout.tree_mask,
-        out, partials, stats,
-        num_rows if fills_up else 0, query.stride(0), layout.tables.stride(0), tree_len,
-        math.log2(math.e) / head_dim**0.5,
-        PAGE_SIZE=layout.page_size, BLOCK_LINES=max(lines, 16), BLOCK=tiling.block,
-        num_stages=tiling.num_stages, **shape, **launch,
+    grid = num_kv_heads, max(programs * tiling.programs, num_tiles)
+    _attend_kernel[grid](
+        query, keys, values, plan.tables[group.first :], plan.tree_mask if has_tree else None,
+        kind.sinks, work.items, work.counts, work.arrivals, out, partials, stats,
+        num_tokens if fills_up else 0, query.stride(0), plan.tables.stride(0), scale, softcap,
+        DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
+        PAGE_SIZE=plan.page_size, WINDOW=kind.window, HAS_SOFTCAP=kind.softcap is not None,
+        BLOCK=tiling.block, HAS_FREE_BLOCKS=tiling.lines > 64 and kind.window is None,
+        num_warps=tiling.num_warps, num_stages=tiling.num_stages, launch_pdl=dependent, **shape,
     )  # fmt: skip
-    if splits > 1:
-        merged = max(1, min(lines, _MERGE_NUMBERS // (splits * head_dim)))
-        _merge_kernel[(num_kv_heads, lines // merged, num_sequences)](
-            layout.query_starts, layout.kv_lens, out, partials, stats, tree_len,
-            MERGE_LINES=merged, **shape, **launch,
+    if not tiling.is_last_merging:
+        num_lines = min(tiling.tokens * shape["GROUP"], tiling.lines)
+        _merge_kernel[(num_kv_heads, triton.cdiv(num_lines, merge_lines), min(num_tiles, 16))](
+            work.items, work.counts, work.shared, out, partials, stats,
+            num_warps=4, launch_pdl=dependent, **shape,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "table_stride", "tree_len"])
-def _attend_kernel(
-    query, keys, values, tables, query_starts, kv_lens, tree_mask,
-    out, partials, stats,
-    num_rows, query_stride, table_stride, tree_len, scale,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr,
-    BLOCK_LINES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
+def _plan_work(
+    plan: AttentionPlan,
+    kind: AttentionKind,
+    group: _Group,
+    tiling: Tiling,
+    programs: int,
+    num_items: int,
+    num_kv_heads: int,
+) -> _Work:
+    """Launch the listing of up to `num_items` shares for so many `programs` per kv head."""
+    device = plan.tables.device
+    items = torch.empty((num_items, _FIELDS.value), dtype=torch.int32, device=device)
+    counts = torch.empty(3, dtype=torch.int32, device=device)
+    shared = torch.empty(num_items, dtype=torch.int32, device=device)
+    arrivals = None
+    if tiling.is_last_merging:
+        arrivals = torch.zeros((num_items, num_kv_heads), dtype=torch.int32, device=device)
+    dependent = dependent_launch(device)
+    has_tree = plan.tree_mask is not None and group.max_query_len <= MAX_TREE_ROWS
+    _plan_kernel[(group.num_requests,)](
+        plan.query_starts[group.first :], plan.kv_lens[group.first :], items, counts, shared,
+        # No constant: it is another one at every level of a tree.
+        plan.tree_len or 0, plan.tables.shape[1] * plan.page_size,
+        programs,
+        IS_TREE=has_tree, WINDOW=kind.window, TILE=tiling.tokens, MIN_SHARE=tiling.min_share,
+        MAX_SHARES=tiling.max_shares, BLOCK_ITEMS=64,
+        BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
+        DEPENDENT=dependent, num_warps=1 if group.num_requests <= 64 else 4, launch_pdl=dependent,
+    )  # fmt: skip
+    return _Work(items, counts, shared, arrivals)
+
+
+@cache
+def _num_multiprocessors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 16
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit(do_not_specialize=["tree_len", "capacity", "programs"])
+def _plan_kernel(
+    query_starts, kv_lens, items, counts, shared, tree_len, capacity, programs,
+    IS_TREE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
+    MAX_SHARES: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, BLOCK_ITEMS: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    head, split, sequence = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """List the items of one request, after those of the requests before it."""
+    request, num_requests = tl.program_id(0), tl.num_programs(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    num_owned = tl.load(query_starts + tl.num_programs(2))
-    first_row, query_len, kv_len, begin, share, num_shares = _shares(
-        query_starts, kv_lens, sequence, tree_len, WINDOW, SPLITS
+    every = tl.arange(0, BLOCK_REQUESTS)
+    is_request = every < num_requests
+    start = tl.load(query_starts + every, mask=is_request, other=0)
+    query_len = tl.load(query_starts + every + 1, mask=is_request, other=0) - start
+    kv_len = tl.load(kv_lens + every, mask=is_request, other=0)
+    num_tiles = (query_len + TILE - 1) // TILE
+    last = (num_tiles - 1) * TILE
+    _, first_seen, end_seen = _visible(
+        last, query_len - last, query_len, kv_len, tree_len, capacity, IS_TREE, WINDOW
     )
-    if split >= num_shares:
-        return
-    begin += split * share
-    end = tl.minimum(tl.minimum(begin + share, kv_len), table_stride * PAGE_SIZE)
-    end = tl.where(query_len > 0, end, begin)
+    span = tl.maximum(end_seen - first_seen, 0)  # of the longest tile
 
-    line = tl.arange(0, BLOCK_LINES)
-    dim = tl.arange(0, HEAD_DIM)
-    is_line = line < query_len * GROUP
-    row = first_row + line // GROUP
-    at = row.to(tl.int64) * query_stride + (head * GROUP + line % GROUP) * HEAD_DIM
-    q = tl.load(query + at[:, None] + dim[None, :], mask=is_line[:, None], other=0.0)
-    first_position = kv_len - tl.where(tree_len > 0, tree_len, query_len)
-    if tree_mask is None:
-        ancestors = tl.full([BLOCK_LINES], 0, tl.int64)
-        own = first_position + line // GROUP
+    fair = (tl.sum(num_tiles * span, axis=0) + programs - 1) // programs
+    share = tl.maximum(tl.minimum(fair, _SHARE), (fair + MAX_SHARES - 1) // MAX_SHARES)
+    share = tl.maximum(share, MIN_SHARE)
+    num_shares = tl.maximum((span + share // 2) // share, 1)
+    # Rounding may leave less than that to share.
+    longest = _share_length(span, num_shares)
+    num_shares = tl.maximum((span + longest - 1) // longest, 1)
+    num_items = num_tiles * num_shares
+    num_shared = tl.where(num_shares > 1, num_tiles, 0)
+    if request == 0:
+        tl.store(counts, tl.sum(num_items, axis=0))
+        tl.store(counts + 1, tl.sum(num_shared, axis=0))
+        tl.store(counts + 2, tl.load(query_starts + num_requests))
+
+    before, is_own = every < request, every == request
+    first_item = tl.sum(tl.where(before, num_items, 0), axis=0)
+    first_shared = tl.sum(tl.where(before, num_shared, 0), axis=0)
+    own_start = tl.sum(tl.where(is_own, start, 0), axis=0)
+    own_query_len = tl.sum(tl.where(is_own, query_len, 0), axis=0)
+    own_kv_len = tl.sum(tl.where(is_own, kv_len, 0), axis=0)
+    own_tiles = tl.sum(tl.where(is_own, num_tiles, 0), axis=0)
+    own_shares = tl.sum(tl.where(is_own, num_shares, 0), axis=0)
+    for first_number in range(0, own_tiles * own_shares, BLOCK_ITEMS):
+        number = first_number + tl.arange(0, BLOCK_ITEMS)
+        is_item = number < own_tiles * own_shares
+        # The last tiles see most: they go first, and the others fill the gaps.
+        first = (own_tiles - 1 - number // own_shares) * TILE
+        tokens = tl.minimum(own_query_len - first, TILE)
+        position, begin, end = _visible(
+            first, tokens, own_query_len, own_kv_len, tree_len, capacity, IS_TREE, WINDOW
+        )
+        length = _share_length(tl.maximum(end - begin, 0), own_shares)
+        begin += number % own_shares * length
+        item = first_item + number
+        tile_item = item - number % own_shares
+        field = items + item * _FIELDS
+        tl.store(field, request, mask=is_item)
+        tl.store(field + 1, own_start + first, mask=is_item)
+        tl.store(field + 2, tokens, mask=is_item)
+        tl.store(field + 3, begin, mask=is_item)
+        tl.store(field + 4, tl.minimum(begin + length, end), mask=is_item)
+        tl.store(field + 5, position, mask=is_item)
+        tl.store(field + 6, tile_item, mask=is_item)
+        tl.store(field + 7, own_shares, mask=is_item)
+        is_first = is_item & (own_shares > 1) & (item == tile_item)
+        tl.store(shared + first_shared + number // own_shares, item, mask=is_first)
+
+
+@triton.jit
+def _visible(
+    first, tokens, query_len, kv_len, tree_len, capacity,
+    IS_TREE: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Return the position of a tile's first token (of its tree), and which entries it sees."""
+    if IS_TREE:
+        position = kv_len - tl.where(tree_len > 0, tree_len, query_len) + first * 0
+        end = kv_len + first * 0
     else:
-        ancestors = tl.load(tree_mask + row, mask=is_line, other=1)
-        bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_ROW + 1)[None, :]) & 1
-        own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
+        position = kv_len - query_len + first
+        end = position + tokens
+    begin = position * 0
+    if WINDOW is not None:
+        begin = tl.maximum(position - (WINDOW - 1), 0)
+    return position, begin, tl.minimum(end, capacity)
 
-    highest = tl.full([BLOCK_LINES], _HIDDEN, tl.float32)
-    total = tl.full([BLOCK_LINES], 0.0, tl.float32)
-    mixed = tl.full([BLOCK_LINES, HEAD_DIM], 0.0, tl.float32)
-    # Page ids are loaded one tile ahead, so that the tiles themselves can be loaded several ahead.
-    table = tables + sequence.to(tl.int64) * table_stride
+
+@triton.jit
+def _share_length(span, num_shares):
+    """Return the entries of each of so many shares; the last ones may be short or empty."""
+    units = (span + (num_shares * _SHARE_UNIT - 1)) // (num_shares * _SHARE_UNIT)
+    return tl.maximum(units, 1) * _SHARE_UNIT
+
+
+@triton.jit(do_not_specialize=["num_tokens", "table_stride"])
+def _attend_kernel(
+    query, keys, values, tables, tree_mask, sinks, items, counts, arrivals,
+    out, partials, stats, num_tokens, query_stride, table_stride, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, LINES: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_FREE_BLOCKS: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    DEPENDENT: tl.constexpr,
+):  # fmt: skip
+    head = tl.program_id(0)
+    if DEPENDENT:
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+    line = tl.arange(0, LINES)
+    key_dim = tl.arange(0, BLOCK_DK)
+    first_item, num_items = tl.program_id(1), tl.load(counts)
+    # What is the same for all items is computed anew: kept, it would cost registers.
+    for item in tl.range(first_item, num_items, tl.num_programs(1), disable_licm=True):
+        fields = items + item * _FIELDS
+        request, first_token = tl.load(fields), tl.load(fields + 1)
+        num_lines = tl.load(fields + 2) * GROUP
+        begin, end = tl.load(fields + 3), tl.load(fields + 4)
+        first_position, tile_item = tl.load(fields + 5), tl.load(fields + 6)
+        num_shares = tl.load(fields + 7)
+
+        is_line = line < num_lines
+        token = first_token + line // GROUP
+        query_head = head * GROUP + line % GROUP
+        at = token.to(tl.int64) * query_stride + query_head * DK
+        is_query = is_line[:, None]
+        if DK != BLOCK_DK:
+            is_query &= (key_dim < DK)[None, :]
+        q = tl.load(query + at[:, None] + key_dim[None, :], mask=is_query, other=0.0)
+        if tree_mask is None:
+            ancestors = tl.full([LINES], 0, tl.int64)
+            own = first_position + line // GROUP
+        else:
+            ancestors = tl.load(tree_mask + token, mask=is_line, other=1)
+            bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_ROW + 1)[None, :]) & 1
+            own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
+
+        highest = tl.full([LINES], _HIDDEN, tl.float32)
+        total = tl.full([LINES], 0.0, tl.float32)
+        if sinks is not None:
+            # An entry without a value, which the first share sees.
+            is_sink = is_line & (item == tile_item)
+            sink = tl.load(sinks + query_head, mask=is_sink, other=0.0).to(tl.float32)
+            highest = tl.where(is_sink, sink * _LOG2_E, highest)
+            total = tl.where(is_sink, 1.0, total)
+        mixed = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
+        table = tables + request.to(tl.int64) * table_stride
+        if HAS_FREE_BLOCKS:
+            # Blocks that all lines see need no mask.
+            num_free = tl.minimum(end, first_position + (0 if tree_mask is not None else 1)) - begin
+            middle = begin + tl.maximum(num_free, 0) // BLOCK * BLOCK
+            highest, total, mixed = _attend(
+                q, keys, values, table, begin, middle, head, first_position, own, ancestors,
+                highest, total, mixed, scale, softcap,
+                NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, HAS_SOFTCAP, BLOCK,
+                tree_mask is not None, True,
+            )  # fmt: skip
+            begin = middle
+        highest, total, mixed = _attend(
+            q, keys, values, table, begin, end, head, first_position, own, ancestors,
+            highest, total, mixed, scale, softcap,
+            NUM_KV_HEADS, DK, DV, BLOCK_DK, BLOCK_DV, PAGE_SIZE, WINDOW, HAS_SOFTCAP, BLOCK,
+            tree_mask is not None, False,
+        )  # fmt: skip
+
+        if num_shares == 1:
+            _store_lines(
+                out, mixed, total, head, first_token, line, is_line,
+                NUM_KV_HEADS, GROUP, DV, BLOCK_DV,
+            )  # fmt: skip
+        else:
+            _store_share(
+                out, partials, stats, arrivals, highest, total, mixed, head, item, tile_item,
+                num_shares, first_token, num_lines, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES,
+                MERGE_SHARES, MERGE_LINES,
+            )  # fmt: skip
+    if num_tokens > 0:
+        # Tokens that no request owns get zeros; the programs share them out.
+        nothing = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
+        for spare in range(tl.load(counts + 2) + tl.program_id(1), num_tokens, tl.num_programs(1)):
+            _store_lines(
+                out, nothing, tl.full([LINES], 1.0, tl.float32), head, spare, line, line < GROUP,
+                NUM_KV_HEADS, GROUP, DV, BLOCK_DV,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_share(
+    out, partials, stats, arrivals, highest, total, mixed, head, item, tile_item, num_shares,
+    first_token, num_lines, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr, LINES: tl.constexpr, MERGE_SHARES: tl.constexpr,
+    MERGE_LINES: tl.constexpr,
+):  # fmt: skip
+    """Write one of several shares of a tile; with `arrivals`, the last program merges them."""
+    line, dim = tl.arange(0, LINES), tl.arange(0, BLOCK_DV)
+    is_line = line < num_lines
+    place = (item * NUM_KV_HEADS + head) * LINES
+    tl.store(stats + place * 2 + line, highest, mask=is_line)
+    tl.store(stats + place * 2 + LINES + line, total, mask=is_line)
+    part = partials + (place + line)[:, None] * DV + dim[None, :]
+    tl.store(part, mixed, mask=is_line[:, None] & (dim < DV)[None, :])
+    if arrivals is not None:
+        # All threads have stored their part before one of them counts the program.
+        tl.debug_barrier()
+        arrived = arrivals + tile_item * NUM_KV_HEADS + head
+        if tl.atomic_add(arrived, 1, sem="acq_rel") == num_shares - 1:
+            tl.atomic_xchg(arrived, 0)  # for the next layer
+            for first_line in range(0, num_lines, MERGE_LINES):
+                _merge(
+                    out, partials, stats, head, tile_item, num_shares, first_token, num_lines,
+                    first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
+                )  # fmt: skip
+
+
+@triton.jit
+def _attend(
+    q, keys, values, table, begin, end, head, first_position, own, ancestors,
+    highest, total, mixed, scale, softcap,
+    NUM_KV_HEADS: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, BLOCK: tl.constexpr,
+    IS_TREE: tl.constexpr, IS_FREE: tl.constexpr,
+):  # fmt: skip
+    """Add the entries begin .. end - 1 to a softmax. IS_FREE: whole blocks that all lines see."""
+    key_dim, value_dim = tl.arange(0, BLOCK_DK), tl.arange(0, BLOCK_DV)
+    # Page ids are loaded one block ahead, so that the blocks can be loaded several ahead.
     position = begin + tl.arange(0, BLOCK)
     page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     for _ in range(begin, end, BLOCK):
         inside = position < end
         entry = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS + head
-        entry = entry[:, None] * HEAD_DIM + dim[None, :]
-        k = tl.load(keys + entry, mask=inside[:, None], other=0.0)
-        v = tl.load(values + entry, mask=inside[:, None], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        seen = _seen(position, first_position, own, ancestors, WINDOW, tree_mask is not None)
-        scores = tl.where(seen & inside[None, :], scores, _HIDDEN)
-        higher = tl.maximum(highest, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - higher[:, None])
+        key = keys + entry[:, None] * DK + key_dim[None, :]
+        value = values + entry[:, None] * DV + value_dim[None, :]
+        if IS_FREE and DK == BLOCK_DK:
+            k = tl.load(key)
+        elif DK == BLOCK_DK:
+            k = tl.load(key, mask=inside[:, None], other=0.0)
+        else:
+            k = tl.load(key, mask=inside[:, None] & (key_dim < DK)[None, :], other=0.0)
+        if IS_FREE and DV == BLOCK_DV:
+            v = tl.load(value)
+        elif DV == BLOCK_DV:
+            v = tl.load(value, mask=inside[:, None], other=0.0)
+        else:
+            v = tl.load(value, mask=inside[:, None] & (value_dim < DV)[None, :], other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        factor = scale
+        if HAS_SOFTCAP:  # tanh(x) = 1 - 2 / (1 + exp(2x))
+            scores = softcap - 2.0 * softcap / (1.0 + tl.exp2(scores * scale))
+            factor = 1.0
+        if not IS_FREE:
+            seen = _seen(position, first_position, own, ancestors, WINDOW, IS_TREE)
+            scores = tl.where(seen & inside[None, :], scores, _HIDDEN)
+        higher = tl.maximum(highest, tl.max(scores, axis=1) * factor)
+        weights = tl.exp2(scores * factor - higher[:, None])
         fade = tl.exp2(highest - higher)
         total = total * fade + tl.sum(weights, axis=1)
         mixed = tl.dot(weights.to(v.dtype), v, mixed * fade[:, None], input_precision="ieee")
         highest = higher
         position += BLOCK
         page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
-
-    if num_shares == 1:
-        _store_lines(
-            out, mixed, total, head, first_row, line, is_line, NUM_KV_HEADS, GROUP, HEAD_DIM
-        )
-    if SPLITS > 1 and num_shares > 1:
-        pair = sequence * NUM_KV_HEADS + head
-        place = (pair * SPLITS + split) * LINES
-        tl.store(stats + place * 2 + line, highest, mask=is_line)
-        tl.store(stats + place * 2 + LINES + line, total, mask=is_line)
-        part = partials + (place + line)[:, None] * HEAD_DIM
-        tl.store(part + dim[None, :], mixed, mask=is_line[:, None])
-    if split == 0:
-        # Rows past the last sequence's get zeros; the sequences share them out.
-        nothing = tl.full([LINES, HEAD_DIM], 0.0, tl.float32)
-        spare_line = tl.arange(0, LINES)
-        for spare in range(num_owned + sequence, num_rows, tl.num_programs(2)):
-            _store_lines(
-                out, nothing, tl.full([LINES], 1.0, tl.float32), head, spare, spare_line,
-                spare_line < GROUP, NUM_KV_HEADS, GROUP, HEAD_DIM,
-            )  # fmt: skip
+    return highest, total, mixed
 
 
 @triton.jit
 def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TREE: tl.constexpr):
-    """Which positions [N] the lines [M] at positions `own` see: [M, N]."""
+    """Return which positions [N] the lines [M] at positions `own` see: [M, N]."""
     near = position[None, :] >= 0
     if WINDOW is not None:
         near &= position[None, :] > own[:, None] - WINDOW
@@ -240,79 +543,77 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
     return tl.where((draft < 0)[None, :], near, is_ancestor)
 
 
-@triton.jit(do_not_specialize=["tree_len"])
+@triton.jit
 def _merge_kernel(
-    query_starts, kv_lens, out, partials, stats, tree_len,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    WINDOW: tl.constexpr, SPLITS: tl.constexpr, LINES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    items, counts, shared, out, partials, stats,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LINES: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    head, sequence = tl.program_id(0), tl.program_id(2)
-    first_line = tl.program_id(1) * MERGE_LINES
+    head, first_line = tl.program_id(0), tl.program_id(1) * MERGE_LINES
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    first_row, query_len, _, _, _, num_shares = _shares(
-        query_starts, kv_lens, sequence, tree_len, WINDOW, SPLITS
-    )
-    if (num_shares > 1) & (first_line < query_len * GROUP):
-        pair = sequence * NUM_KV_HEADS + head
-        _merge(
-            out, partials, stats, head, pair, num_shares, first_row, query_len, first_line,
-            NUM_KV_HEADS, GROUP, HEAD_DIM, SPLITS, LINES, MERGE_LINES,
-        )  # fmt: skip
-
-
-@triton.jit
-def _shares(query_starts, kv_lens, sequence, tree_len, WINDOW: tl.constexpr, SPLITS: tl.constexpr):
-    """A sequence's first row, rows and length; first entry seen, entries per share, shares."""
-    first_row = tl.load(query_starts + sequence)
-    query_len = tl.load(query_starts + sequence + 1) - first_row
-    kv_len = tl.load(kv_lens + sequence)
-    newest = tl.where(tree_len > 0, tree_len, query_len)
-    begin = tl.maximum(kv_len - newest - (WINDOW - 1), 0) if WINDOW is not None else 0
-    # At least one entry: the first share writes rows whatever there is to see.
-    length = tl.maximum(tl.where(query_len > 0, kv_len - begin, 0), 1)
-    share = (length + (SPLITS * _SHARE_UNIT - 1)) // (SPLITS * _SHARE_UNIT) * _SHARE_UNIT
-    return first_row, query_len, kv_len, begin, share, (length + share - 1) // share
+    for number in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
+        item = tl.load(shared + number)
+        fields = items + item * _FIELDS
+        first_token, num_lines = tl.load(fields + 1), tl.load(fields + 2) * GROUP
+        if first_line < num_lines:
+            _merge(
+                out, partials, stats, head, item, tl.load(fields + 7), first_token, num_lines,
+                first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
+            )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    out, partials, stats, head, pair, num_shares, first_row, query_len, first_line,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
-    SPLITS: tl.constexpr, LINES: tl.constexpr, MERGE_LINES: tl.constexpr,
+    out, partials, stats, head, first_item, num_shares, first_token, num_lines, first_line,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
+    LINES: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Sums up MERGE_LINES lines of all shares."""
+    """Add MERGE_LINES lines of all shares of a tile."""
     line = first_line + tl.arange(0, MERGE_LINES)
-    is_line = line < query_len * GROUP
-    split = tl.arange(0, SPLITS)
-    is_part = (split < num_shares)[:, None] & is_line[None, :]
-    place = ((pair * SPLITS + split) * LINES)[:, None]
-    # The large load goes first: what comes after it waits for threads, and would hold it up.
-    part = partials + (place + line[None, :])[:, :, None] * HEAD_DIM
-    mixed = tl.load(
-        part + tl.arange(0, HEAD_DIM)[None, None, :],
-        mask=is_part[:, :, None], other=0.0,
-    )  # fmt: skip
-    statistic = stats + place * 2 + line[None, :]
-    highest = tl.load(statistic, mask=is_part, other=_HIDDEN)
-    total = tl.load(statistic + LINES, mask=is_part, other=0.0)
-    weights = tl.exp2(highest - tl.max(highest, axis=0)[None, :])
+    is_line = line < num_lines
+    dim = tl.arange(0, BLOCK_DV)
+    is_number = is_line[:, None] & (dim < DV)[None, :]
+    highest = tl.full([MERGE_LINES], _HIDDEN, tl.float32)
+    total = tl.full([MERGE_LINES], 0.0, tl.float32)
+    mixed = tl.full([MERGE_LINES, BLOCK_DV], 0.0, tl.float32)
+    for first_share in range(0, num_shares, MERGE_SHARES):
+        share = first_share + tl.arange(0, MERGE_SHARES)
+        is_part = (share < num_shares)[:, None] & is_line[None, :]
+        place = (((first_item + share) * NUM_KV_HEADS + head) * LINES)[:, None]
+        # The large load goes first: what comes after it waits for threads, and would hold it up.
+        part = partials + (place + line[None, :])[:, :, None] * DV + dim[None, None, :]
+        parts = tl.load(
+            part, mask=(share < num_shares)[:, None, None] & is_number[None, :, :], other=0.0
+        )
+        statistic = stats + place * 2 + line[None, :]
+        high = tl.load(statistic, mask=is_part, other=_HIDDEN)
+        totals = tl.load(statistic + LINES, mask=is_part, other=0.0)
+        higher = tl.maximum(highest, tl.max(high, axis=0))
+        weights = tl.exp2(high - higher[None, :])
+        fade = tl.exp2(highest - higher)
+        total = total * fade + tl.sum(totals * weights, axis=0)
+        mixed = mixed * fade[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        highest = higher
     _store_lines(
-        out, tl.sum(mixed * weights[:, :, None], axis=0), tl.sum(total * weights, axis=0),
-        head, first_row, line, is_line, NUM_KV_HEADS, GROUP, HEAD_DIM,
-    )  # fmt: skip
+        out, mixed, total, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
+    )
 
 
 @triton.jit
 def _store_lines(
-    out, mixed, total, head, first_row, line, mask,
-    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
+    out, mixed, total, head, first_token, line, mask,
+    NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Writes mixed / total to the rows and heads of these lines."""
-    row = (first_row + line // GROUP).to(tl.int64)
-    at = ((row * NUM_KV_HEADS + head) * GROUP + line % GROUP) * HEAD_DIM
-    at = at[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    """Write mixed / total to the tokens and heads of these lines."""
+    token = (first_token + line // GROUP).to(tl.int64)
+    dim = tl.arange(0, BLOCK_DV)
+    at = ((token * NUM_KV_HEADS + head) * GROUP + line % GROUP) * DV
     total = tl.where(total > 0.0, total, 1.0)
-    tl.store(out + at, mixed / total[:, None], mask=mask[:, None])
+    if DV == BLOCK_DV:
+        tl.store(out + at[:, None] + dim[None, :], mixed / total[:, None], mask=mask[:, None])
+    else:
+        is_number = mask[:, None] & (dim < DV)[None, :]
+        tl.store(out + at[:, None] + dim[None, :], mixed / total[:, None], mask=is_number)

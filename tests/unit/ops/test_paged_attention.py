@@ -1,10 +1,15 @@
-"""Attention over pages equals a softmax row by row, for the twin and its kernel."""
+"""Paged attention equals a softmax token by token: the reference and the kernel."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -13,23 +18,26 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.ops import paged_attention
-from serve_spec.ops.paged_attention import PagedLayout
+from serve_spec.ops import paged_attention as dispatched
+from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference, relative_error
 
 from serve_spec.ops import paged_attention_triton as kernel  # isort: skip
 from serve_spec.ops.paged_attention_triton import Tiling  # isort: skip
 
-TWINS = pytest.mark.parametrize(
-    "twin", [reference(paged_attention), kernel], ids=["plain", "kernel"]
-)
-# One share per head, several, and several whose sum is a launch of its own.
-TILINGS = [
-    Tiling(1, 16, 4, 2),
-    Tiling(2, 32, 4, 3),
-    Tiling(4, 16, 4, 2),
-]
+paged_attention = reference(dispatched)
+BOTH = pytest.mark.parametrize("op", [paged_attention, kernel], ids=["plain", "kernel"])
+# Query tokens per tile (0: as many as a request may have), lines per tile at least, and the rest.
+TILINGS = {
+    "merged by a launch": (0, 16, {"block": 16}),
+    "merged by the last": (0, 16, {"block": 32, "is_last_merging": True}),
+    "small tiles": (3, 16, {"block": 16}),
+    "small tiles, merged by the last": (2, 16, {"block": 16, "is_last_merging": True}),
+    "blocks without masks": (0, 128, {"block": 16}),
+    "whole tiles": (0, 16, {"block": 16, "min_share": 1 << 20}),
+}
+ALL_TILINGS = pytest.mark.parametrize("tiling", TILINGS)
 NOWHERE = 1 << 30
 """A page id past every pool."""
 
@@ -41,20 +49,23 @@ def _poisoned() -> Iterator[None]:
 
 
 class Scene:
-    """Sequences with (cache entries, rows) each, in a pool where all they lack is NaN.
+    """Requests with (cache entries, query tokens) each, in a pool where all they lack is NaN.
 
-    tree: every row but a sequence's first descends from an earlier one, at random.
+    tree: every token but a request's first descends from an earlier one, at random. widths: of keys
+    and values. sinks: of random logits. groups: see `AttentionPlan`.
     """
 
     def __init__(
         self,
         lengths: Sequence[tuple[int, int]],
         heads: tuple[int, int] = (4, 2),
-        head_dim: int = 16,
+        widths: tuple[int, int] = (16, 16),
         page_size: int = 4,
-        window: int | None = None,
+        kind: AttentionKind | None = None,
         tree: bool = False,
-        spare_rows: int = 0,
+        sinks: bool = False,
+        groups: tuple[tuple[int, int], ...] = (),
+        spare_tokens: int = 0,
         dtype: torch.dtype = torch.float32,
         seed: int = 0,
     ) -> None:
@@ -63,117 +74,177 @@ class Scene:
         width = max(1, -(-max(kv for kv, _ in lengths) // page_size))
         pages = torch.randperm(len(lengths) * width + 1, generator=generator)
         pages = pages[: len(lengths) * width].view(len(lengths), width)
-        self.lengths, self.window = lengths, window
+        self.lengths = lengths
         self.slots = (pages.unsqueeze(2) * page_size + torch.arange(page_size)).flatten(1)
-        pool = torch.full(
-            (2, (len(lengths) * width + 1) * page_size, num_kv_heads, head_dim), math.nan
-        )
+        num_slots = (len(lengths) * width + 1) * page_size
+        pools = [torch.full((num_slots, num_kv_heads, wide), math.nan) for wide in widths]
         for (kv_len, _), slots, row in zip(lengths, self.slots, pages, strict=True):
             used = max(kv_len, 0)
-            shape = (2, used, num_kv_heads, head_dim)
-            pool[:, slots[:used]] = torch.randn(shape, generator=generator)
+            for pool in pools:
+                shape = (used, *pool.shape[1:])
+                pool[slots[:used]] = torch.randn(shape, generator=generator)
             row[-(-used // page_size) :] = NOWHERE
-        starts = torch.tensor([0, *(rows for _, rows in lengths)]).cumsum(0)
-        num_rows = int(starts[-1]) + spare_rows
+        starts = torch.tensor([0, *(tokens for _, tokens in lengths)]).cumsum(0)
+        num_tokens = int(starts[-1]) + spare_tokens
         self.starts = starts.tolist()
-        self.query = torch.randn(num_rows, num_heads, head_dim, generator=generator)
+        self.query = torch.randn(num_tokens, num_heads, widths[0], generator=generator)
         self.query = self.query.to(DEVICE, dtype)
-        self.keys, self.values = pool.to(DEVICE, dtype)
+        self.keys, self.values = (pool.to(DEVICE, dtype) for pool in pools)
         self.masks = self._tree(generator) if tree else None
-        self.layout = PagedLayout(
+        self.kind = kind or AttentionKind()
+        if sinks:
+            logits = torch.randn(num_heads, generator=generator) + 2.0
+            self.kind = replace(self.kind, sinks=logits.to(DEVICE, dtype))
+        self.plan = AttentionPlan(
             tables=pages.to(DEVICE, torch.int32),
             query_starts=starts.to(DEVICE, torch.int32),
             kv_lens=torch.tensor([kv for kv, _ in lengths], dtype=torch.int32, device=DEVICE),
             page_size=page_size,
-            max_query_len=max(1, *(rows for _, rows in lengths)),
-            window=window,
+            groups=groups or ((len(lengths), max(1, *(tokens for _, tokens in lengths))),),
             tree_mask=None if self.masks is None else self.masks.to(DEVICE),
         )
 
     def _tree(self, generator: torch.Generator) -> Tensor:
         masks = [1] * len(self.query)
-        for start, (_, rows) in zip(self.starts, self.lengths, strict=False):
-            for row in range(1, rows):
-                parent = int(torch.randint(row, (1,), generator=generator))
-                masks[start + row] = masks[start + parent] | 1 << row
-        # The last bit is the sign.
-        return torch.tensor([m - (1 << 64) if m >> 63 else m for m in masks])
+        for start, (_, tokens) in zip(self.starts, self.lengths, strict=False):
+            for token in range(1, tokens):
+                parent = int(torch.randint(token, (1,), generator=generator))
+                masks[start + token] = masks[start + parent] | 1 << token
+        # 64 bits, of which the last one is the sign.
+        masks = [mask & (1 << 64) - 1 for mask in masks]
+        return torch.tensor([mask - (1 << 64) if mask >> 63 else mask for mask in masks])
 
-    def run(self, twin: Any) -> Tensor:
-        out: Tensor = twin.paged_attention(self.query, self.keys, self.values, self.layout)
+    def run(self, op: Any) -> Tensor:
+        plan = replace(self.plan)  # nothing prepared
+        out: Tensor = op.paged_attention(self.query, self.keys, self.values, plan, self.kind)
         return out
 
-    def tiled(self, tiling: Tiling) -> Tensor:
-        out = torch.empty_like(self.query)
-        kernel._launch(self.query, self.keys, self.values, self.layout, tiling, out, fills_up=True)
+    def tiled(self, name: str) -> Tensor:
+        """The kernel's results with a tiling of that name."""
+        tokens, lines, rest = TILINGS[name]
+        ((num_requests, max_query_len),) = self.plan.groups
+        tokens = min(max_query_len, tokens) if tokens else max_query_len
+        needed = tokens * self.query.shape[1] // self.keys.shape[1]
+        while lines < needed:
+            lines *= 2
+        tiling = Tiling(tokens, lines, num_warps=4, num_stages=2, **rest)
+        group = kernel._Group(0, num_requests, max_query_len)
+        out = torch.empty(*self.query.shape[:2], self.values.shape[2]).to(self.query)
+        pools, plan = (self.keys, self.values), replace(self.plan)
+        for _ in range(2):  # two layers of one forward
+            kernel._launch(self.query, *pools, plan, self.kind, group, tiling, out, fills_up=True)
         return out
 
     def check(self, out: Tensor, tolerance: float = 1e-5) -> None:
-        """Rows with something to see agree with the definition; all others are finite."""
-        assert out.shape == self.query.shape
+        """Tokens with something to see agree with the definition; all others are finite."""
+        assert out.shape == (*self.query.shape[:2], self.values.shape[2])
         assert out.dtype == self.query.dtype
         assert out.isfinite().all()
         expected = [
-            (self.starts[sequence] + row, self._row(sequence, row))
-            for sequence, (_, rows) in enumerate(self.lengths)
-            for row in range(rows)
-            if self._seen(sequence, row)
+            (self.starts[request] + token, self._token(request, token))
+            for request, (_, tokens) in enumerate(self.lengths)
+            for token in range(tokens)
+            if self._seen(request, token)
         ]
         if expected:
-            found = out[[row for row, _ in expected]].cpu()
+            found = out[[token for token, _ in expected]].cpu()
             assert relative_error(found, torch.stack([r for _, r in expected])) < tolerance
 
-    def _seen(self, sequence: int, row: int) -> list[int]:
-        kv_len, rows = self.lengths[sequence]
-        first = kv_len - rows
-        own, drafts = first + row, list(range(row + 1))
+    def _seen(self, request: int, token: int) -> list[int]:
+        kv_len, tokens = self.lengths[request]
+        first, window = kv_len - tokens, self.kind.window
+        own, drafts = first + token, list(range(token + 1))
         if self.masks is not None:
-            mask = int(self.masks[self.starts[sequence] + row])
-            drafts = [j for j in range(rows) if mask >> j & 1]
+            mask = int(self.masks[self.starts[request] + token])
+            drafts = [j for j in range(tokens) if mask >> j & 1]
             own = first + len(drafts) - 1
-        nearest = -1 if self.window is None else own - self.window
+        nearest = -1 if window is None else own - window
         seen = [position for position in range(first) if position > nearest]
         drafts = [first + j for j in drafts]
         if self.masks is None:
             drafts = [position for position in drafts if position > nearest]
         return seen + [position for position in drafts if position >= 0]
 
-    def _row(self, sequence: int, row: int) -> Tensor:
-        slots = self.slots[sequence][self._seen(sequence, row)]
-        query = self.query[self.starts[sequence] + row].cpu().double()
+    def _token(self, request: int, token: int) -> Tensor:
+        slots = self.slots[request][self._seen(request, token)]
+        query = self.query[self.starts[request] + token].cpu().double()
         group = query.shape[0] // self.keys.shape[1]
         keys = self.keys.cpu()[slots].double().repeat_interleave(group, dim=1)
         values = self.values.cpu()[slots].double().repeat_interleave(group, dim=1)
-        scores = torch.einsum("hd,lhd->hl", query, keys) / math.sqrt(query.shape[1])
-        return torch.einsum("hl,lhd->hd", scores.softmax(1), values)
+        scale = 1 / math.sqrt(query.shape[1]) if self.kind.scale is None else self.kind.scale
+        scores = torch.einsum("hd,lhd->hl", query, keys) * scale
+        if self.kind.softcap is not None:
+            scores = torch.tanh(scores / self.kind.softcap) * self.kind.softcap
+        if self.kind.sinks is not None:
+            scores = torch.cat((scores, self.kind.sinks.cpu().double().unsqueeze(1)), dim=1)
+        return torch.einsum("hl,lhd->hd", scores.softmax(1)[:, : len(slots)], values)
 
 
-@TWINS
+KINDS = {
+    "plain": AttentionKind(),
+    "window": AttentionKind(window=5),
+    "scale": AttentionKind(scale=0.7),
+    "softcap": AttentionKind(softcap=1.5),
+    "softcap, scale, window": AttentionKind(window=9, scale=0.5, softcap=2.0),
+}
+
+
+@BOTH
 @pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (3, 1)])
-def test_ragged_rows_over_scattered_pages(
-    twin: Any, heads: tuple[int, int], window: int | None, tree: bool
+def test_ragged_tokens_over_scattered_pages(
+    op: Any, heads: tuple[int, int], window: int | None, tree: bool
 ) -> None:
-    # Alone, at a page's end, at its start, within; more rows than entries before them.
+    # Alone, at a page's end, at its start, within; more tokens than entries before them.
     lengths = [(1, 1), (8, 4), (9, 1), (30, 3), (5, 4)]
-    scene = Scene(lengths, heads, window=window, tree=tree)
-    scene.check(scene.run(twin))
+    scene = Scene(lengths, heads, kind=AttentionKind(window=window), tree=tree)
+    scene.check(scene.run(op))
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
+@BOTH
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lengths", [[(30, 1), (7, 1)], [(40, 4), (9, 4)], [(70, 40), (20, 20)]])
+def test_kinds_of_layers(op: Any, lengths: list[tuple[int, int]], kind: str, sinks: bool) -> None:
+    scene = Scene(lengths, kind=KINDS[kind], sinks=sinks)
+    scene.check(scene.run(op))
+
+
+@BOTH
+@pytest.mark.parametrize("widths", [(16, 32), (32, 16), (24, 16), (48, 40)])
+@pytest.mark.parametrize("lengths", [[(30, 1), (7, 1)], [(70, 40), (20, 20)]])
+def test_keys_and_values_of_different_width(
+    op: Any, lengths: list[tuple[int, int]], widths: tuple[int, int]
+) -> None:
+    scene = Scene(lengths, widths=widths, sinks=True, kind=AttentionKind(softcap=3.0))
+    scene.check(scene.run(op))
+
+
+@ALL_TILINGS
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
 @pytest.mark.parametrize(("window", "tree"), [(None, False), (20, False), (None, True), (20, True)])
-def test_shares_of_a_cache_add_up(tiling: Tiling, window: int | None, tree: bool) -> None:
-    # Nothing to share, a share of one entry, shares of unequal length, and of many tiles.
+def test_shares_of_a_tile_add_up(tiling: str, window: int | None, tree: bool, sinks: bool) -> None:
+    # Nothing to share, a share of one entry, shares of unequal length, and of many blocks.
     lengths = [(16, 2), (17, 1), (45, 4), (140, 3)]
-    scene = Scene(lengths, page_size=8, window=window, tree=tree)
+    kind = AttentionKind(window=window)
+    scene = Scene(lengths, page_size=8, kind=kind, tree=tree, sinks=sinks)
     scene.check(scene.tiled(tiling))
 
 
-@settings(max_examples=15)
+@ALL_TILINGS
+@pytest.mark.parametrize("window", [None, 20])
+def test_chunks_are_cut_into_tiles(tiling: str, window: int | None) -> None:
+    # A first chunk, one within a prompt, its last tokens; requests that have none.
+    lengths = [(30, 30), (0, 0), (64, 20), (50, 3), (60, 0)]
+    scene = Scene(lengths, page_size=8, kind=AttentionKind(window=window), spare_tokens=5)
+    scene.check(scene.tiled(tiling))
+
+
+@settings(max_examples=25)
 @given(
     lengths=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(0, 70)).map(lambda n: (n[0] + n[1], n[0])),
+        st.tuples(st.integers(0, 9), st.integers(0, 70)).map(lambda n: (n[0] + n[1], n[0])),
         min_size=1,
         max_size=3,
     ),
@@ -181,148 +252,226 @@ def test_shares_of_a_cache_add_up(tiling: Tiling, window: int | None, tree: bool
     page_size=st.sampled_from([1, 4, 16]),
     window=st.sampled_from([None, 1, 7, 40]),
     tree=st.booleans(),
-    spare_rows=st.integers(0, 3),
-    tiling=st.sampled_from(TILINGS),
+    spare_tokens=st.integers(0, 3),
+    tiling=st.sampled_from(sorted(TILINGS)),
     seed=st.integers(0, 9),
 )
-def test_the_kernel_is_its_twin(tiling: Tiling, **shape: Any) -> None:
-    scene = Scene(**shape)
+def test_the_kernel_equals_its_reference(tiling: str, window: int | None, **shape: Any) -> None:
+    if shape["tree"] and window is not None:
+        window += max(tokens for _, tokens in shape["lengths"])
+    scene = Scene(**shape, kind=AttentionKind(window=window))
     if not len(scene.query):
         return
-    if shape["tree"] and shape["window"] is not None:
-        scene.layout = replace(scene.layout, window=shape["window"] + scene.layout.max_query_len)
-        scene.window = scene.layout.window
     scene.check(scene.run(paged_attention))
     scene.check(scene.tiled(tiling))
 
 
-@TWINS
+@BOTH
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=["bf16", "fp16"]
 )
+@pytest.mark.parametrize("lengths", [[(70, 2), (33, 1)], [(70, 40)]])
 def test_short_floats_are_summed_in_float32(
-    twin: Any, dtype: torch.dtype, tolerance: float
+    op: Any, lengths: list[tuple[int, int]], dtype: torch.dtype, tolerance: float
 ) -> None:
-    scene = Scene([(70, 2), (33, 1)], head_dim=32, page_size=16, dtype=dtype)
-    scene.check(scene.run(twin), tolerance)
+    scene = Scene(lengths, widths=(32, 32), page_size=16, dtype=dtype)
+    scene.check(scene.run(op), tolerance)
 
 
-@TWINS
-def test_padding_is_finite_and_changes_nothing(twin: Any) -> None:
+@BOTH
+def test_requests_of_many_lengths(op: Any) -> None:
+    lengths = [(300, 1), (2, 1), (520, 1), (17, 1), (40, 1), (260, 1)]
+    scene = Scene(lengths, heads=(2, 1))
+    scene.check(scene.run(op))
+
+
+@BOTH
+def test_padding_is_finite_and_changes_nothing(op: Any) -> None:
     alone = Scene([(9, 2), (20, 1)])
-    expected = alone.run(twin)
-    layout = alone.layout
-    nobody = torch.full_like(layout.tables[:1], NOWHERE)
-    alone.layout = replace(
-        layout,
-        tables=torch.cat((layout.tables, nobody, nobody)),
-        query_starts=torch.cat((layout.query_starts, layout.query_starts[-1:].expand(2))),
-        kv_lens=torch.cat((layout.kv_lens, layout.kv_lens.new_tensor([0, 1000]))),
+    expected = alone.run(op)
+    plan = alone.plan
+    padding = torch.full_like(plan.tables[:1], NOWHERE)
+    alone.plan = replace(
+        plan,
+        tables=torch.cat((plan.tables, padding, padding)),
+        query_starts=torch.cat((plan.query_starts, plan.query_starts[-1:].expand(2))),
+        kv_lens=torch.cat((plan.kv_lens, plan.kv_lens.new_tensor([0, 1000]))),
+        groups=((4, 2),),
     )
     alone.query = torch.cat((alone.query, torch.full_like(alone.query, math.nan)))
-    out = alone.run(twin)
+    out = alone.run(op)
     assert out.isfinite().all()
     assert torch.allclose(out[:3], expected, atol=1e-6)
 
 
-@TWINS
+@BOTH
 @pytest.mark.parametrize("window", [None, 3])
-def test_rows_before_the_first_entry_are_finite(twin: Any, window: int | None) -> None:
-    # Rows at positions -3, -2, -1, 0, 1; and a sequence with no entries at all.
-    scene = Scene([(2, 5), (0, 3), (11, 2)], window=window)
-    scene.check(scene.run(twin))
+@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
+def test_tokens_before_the_first_entry_are_finite(op: Any, window: int | None, sinks: bool) -> None:
+    # Tokens at positions -3, -2, -1, 0, 1; and a request with no entries at all.
+    lengths = [(2, 5), (0, 3), (11, 2), (2, 30)]
+    scene = Scene(lengths, kind=AttentionKind(window=window), sinks=sinks)
+    scene.check(scene.run(op))
 
 
-@TWINS
-def test_entries_past_the_table_are_not_seen(twin: Any) -> None:
+@BOTH
+def test_entries_past_the_table_are_not_seen(op: Any) -> None:
     scene = Scene([(12, 1)], page_size=4)
-    expected = scene.run(twin)
-    scene.layout.kv_lens.fill_(1000)
-    assert torch.allclose(scene.run(twin), expected, atol=1e-6)
+    expected = scene.run(op)
+    scene.plan.kv_lens.fill_(1000)
+    assert torch.allclose(scene.run(op), expected, atol=1e-6)
 
 
-@TWINS
-def test_queries_may_be_part_of_wider_rows(twin: Any) -> None:
-    scene = Scene([(12, 2), (5, 1)])
-    expected = scene.run(twin)
+@BOTH
+def test_queries_may_be_part_of_wider_rows(op: Any) -> None:
+    scene = Scene([(12, 2), (5, 1), (30, 20)])
+    expected = scene.run(op)
     scene.query = torch.cat((scene.query, torch.full_like(scene.query, math.nan)), dim=1)[:, :4]
-    assert torch.equal(scene.run(twin), expected)
+    assert torch.equal(scene.run(op), expected)
 
 
-@TWINS
-def test_a_tree_that_is_a_chain_is_a_chain(twin: Any) -> None:
-    scene = Scene([(23, 5), (3, 1)], window=6)
-    expected = scene.run(twin)
+@BOTH
+def test_a_tree_that_is_a_chain_is_a_chain(op: Any) -> None:
+    scene = Scene([(23, 5), (3, 1)], kind=AttentionKind(window=6))
+    expected = scene.run(op)
     masks = torch.tensor([1, 3, 7, 15, 31, 1], device=DEVICE)
-    scene.layout = replace(scene.layout, tree_mask=masks)
+    scene.plan = replace(scene.plan, tree_mask=masks)
     # A chain's drafts are all in the window of the last, as in a tree.
-    assert torch.allclose(scene.run(twin), expected, atol=1e-6)
+    assert torch.allclose(scene.run(op), expected, atol=1e-6)
 
 
-@TWINS
+@BOTH
 @pytest.mark.parametrize("window", [None, 9])
-def test_the_newest_rows_of_a_tree_see_what_they_do_beside_the_others(
-    twin: Any, window: int | None
+def test_the_newest_tokens_of_a_tree_see_what_they_do_beside_the_others(
+    op: Any, window: int | None
 ) -> None:
-    """A beam's rows come last; the tree's other entries are in the cache."""
-    scene = Scene([(23, 6), (14, 6)], window=window, tree=True)
-    expected = scene.run(twin).view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
+    """A beam's tokens come last; the tree's other entries are in the cache."""
+    scene = Scene([(23, 6), (14, 6)], kind=AttentionKind(window=window), tree=True)
+    expected = scene.run(op).view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
     scene.query = scene.query.view(2, 6, *scene.query.shape[1:])[:, 3:].flatten(0, 1)
     assert scene.masks is not None
-    scene.layout = replace(
-        scene.layout,
+    scene.plan = replace(
+        scene.plan,
         query_starts=torch.tensor([0, 3, 6], dtype=torch.int32, device=DEVICE),
-        max_query_len=3,
+        groups=((2, 3),),
         tree_mask=scene.masks.view(2, 6)[:, 3:].flatten().to(DEVICE),
         tree_len=6,
     )
-    assert torch.allclose(scene.run(twin), expected, atol=1e-6)
+    assert torch.allclose(scene.run(op), expected, atol=1e-6)
 
 
-@TWINS
-def test_the_last_row_of_a_tree_has_a_bit(twin: Any) -> None:
-    scene = Scene([(66, 64)], (1, 1), tree=True)
-    scene.check(scene.run(twin))
+@BOTH
+@pytest.mark.parametrize("heads", [(1, 1), (4, 1)])
+def test_the_last_token_of_a_tree_has_a_bit(op: Any, heads: tuple[int, int]) -> None:
+    scene = Scene([(66, 64)], heads, tree=True)
+    scene.check(scene.run(op))
 
 
-@pytest.mark.parametrize("tiling", TILINGS)
-def test_the_bits_are_the_same_every_time(tiling: Tiling) -> None:
-    scene = Scene([(40, 2), (90, 4), (3, 1)], spare_rows=2)
+@BOTH
+def test_requests_of_more_tokens_than_a_mask_has_bits_are_chains(op: Any) -> None:
+    scene = Scene([(23, 4), (90, 70)], tree=True, groups=((1, 4), (1, 70)))
+    found = scene.run(op)
+    assert scene.masks is not None
+    for index in range(66):
+        scene.masks[8 + index] = 0  # bits of entries that chains do not have
+    scene.plan = replace(scene.plan, tree_mask=scene.masks.to(DEVICE))
+    assert torch.equal(scene.run(op), found)
+    chain = Scene([(23, 4), (90, 70)])
+    assert torch.allclose(found[4:], chain.run(op)[4:], atol=1e-6)
+
+
+@ALL_TILINGS
+def test_the_bits_are_the_same_every_time(tiling: str) -> None:
+    scene = Scene([(40, 2), (90, 4), (3, 1)], spare_tokens=2)
     first = scene.tiled(tiling)
     assert torch.equal(first, scene.tiled(tiling))
 
 
-def test_the_bits_of_a_row_do_not_depend_on_its_company() -> None:
-    tiling = Tiling(4, 16, 4, 2)
-    first, second = Scene([(90, 4), (40, 2)]), Scene([(90, 4), (40, 2)])
-    second.layout.kv_lens[1] = 7
-    assert torch.equal(first.tiled(tiling)[:4], second.tiled(tiling)[:4])
+@BOTH
+def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op: Any) -> None:
+    kinds = [KINDS[name] for name in ("plain", "window", "softcap", "plain")]
+    wide = [Scene([(40, 2), (9, 1)], heads=(4, 4), kind=kind) for kind in kinds]
+    narrow = [Scene([(40, 2), (9, 1)], heads=(4, 2), kind=kind) for kind in kinds]
+    plan = wide[0].plan
+    for scene in (*wide, *narrow):
+        pools = scene.keys, scene.values
+        rows = [scene.slots[index][: 4 * 10].tolist() for index in range(2)]
+        assert rows == [wide[0].slots[index][: 4 * 10].tolist() for index in range(2)]
+        scene.check(op.paged_attention(scene.query, *pools, plan, scene.kind))
 
 
 @settings(max_examples=10)
 @given(
     narrow=st.lists(st.integers(0, 3), min_size=1, max_size=4),
-    wide=st.lists(st.integers(0, 9), min_size=1, max_size=3),
+    wide=st.lists(st.integers(0, 30), min_size=1, max_size=3),
     tree=st.booleans(),
-    spare_rows=st.integers(0, 3),
+    spare_tokens=st.integers(0, 3),
 )
-def test_groups_of_sequences_are_one_round(
-    narrow: list[int], wide: list[int], tree: bool, spare_rows: int
+def test_groups_of_requests_are_one_forward(
+    narrow: list[int], wide: list[int], tree: bool, spare_tokens: int
 ) -> None:
-    lengths = [(rows + 7 * number, rows) for number, rows in enumerate([*narrow, *wide])]
-    scene = Scene(lengths, tree=tree, spare_rows=spare_rows)
-    scene.layout = replace(scene.layout, groups=((len(narrow), 3), (len(wide), 9)))
+    lengths = [(tokens + 7 * number, tokens) for number, tokens in enumerate([*narrow, *wide])]
+    groups = ((len(narrow), 3), (len(wide), 30))
+    scene = Scene(lengths, tree=tree, spare_tokens=spare_tokens, groups=groups)
     if len(scene.query):
         scene.check(scene.run(paged_attention))
         scene.check(scene.run(kernel))
 
 
-def test_small_batches_are_split_and_large_ones_are_not() -> None:
-    splits = [kernel._choose_tiling(8 * b, 4, torch.bfloat16).splits for b in (1, 4, 8, 512)]
-    assert splits[0] > splits[1] > splits[2] == splits[3] == 1
+@pytest.mark.parametrize("is_last_merging", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "max_query_len"),
+    [([(5000, 1)], 1), ([(5000, 4), *[(100, 4)] * 15], 4), ([(300, 300), (9, 9)], 300)],
+)
+def test_work_is_cut_evenly(
+    lengths: list[tuple[int, int]], max_query_len: int, is_last_merging: bool
+) -> None:
+    """No share is much longer than what every program would get, and shares cover all tiles."""
+    programs, tokens = 16, min(max_query_len, 32)
+    tiling = Tiling(tokens, 64, 16, 4, 2, is_last_merging=is_last_merging)
+    scene = Scene(lengths, heads=(2, 1), page_size=16)
+    group = kernel._Group(0, len(lengths), max_query_len)
+    num_items = programs * 4 + sum(-(-count // tokens) for _, count in lengths)
+    work = kernel._plan_work(
+        scene.plan, AttentionKind(), group, tiling, programs, num_items, num_kv_heads=1
+    )
+    items = work.items[: int(work.counts[0])].tolist()
+    total = sum(kv_len * -(-count // tokens) for kv_len, count in lengths)
+    seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for request, first_token, _, begin, end, *_ in items:
+        seen.setdefault((request, first_token), []).append((begin, end))
+        assert end - begin <= 1.5 * total / programs + 16
+    for (request, first_token), shares in seen.items():
+        kv_len, count = lengths[request]
+        last = min(first_token - scene.starts[request] + tokens, count)
+        assert shares[0][0] == 0
+        assert all(before[1] == after[0] for before, after in pairwise(shares))
+        assert shares[-1][1] == kv_len - count + last
+    assert len(seen) == sum(-(-count // tokens) for _, count in lengths)
 
 
-def test_tensors_on_a_gpu_take_the_kernel() -> None:
+def test_small_batches_are_cut_at_short_context_and_large_ones_are_not() -> None:
+    tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 7, 8, 512)]
+    assert [tiling.min_share < 512 for tiling in tilings] == [True, True, False, False]
+    assert [tiling.is_last_merging for tiling in tilings] == [False, False, True, True]
+
+
+def test_dispatch_takes_the_op_of_the_device() -> None:
     scene = Scene([(9, 2), (20, 1)])
-    twin = kernel if DEVICE.type == "cuda" else reference(paged_attention)
-    assert torch.equal(scene.run(paged_attention), scene.run(twin))
+    op = kernel if DEVICE.type == "cuda" else paged_attention
+    assert torch.equal(scene.run(dispatched), scene.run(op))
+
+
+def test_the_kernels_compile_for_hopper_without_spilling() -> None:
+    environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.helpers.compiled_attention"]
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    kernels = [json.loads(line) for line in said.stdout.splitlines()]
+    assert {record["kernel"] for record in kernels} == {
+        "_plan_kernel",
+        "_attend_kernel",
+        "_merge_kernel",
+    }
+    for record in kernels:
+        assert not record["spills"], record
+        assert record["shared"] <= 227 * 1024, record

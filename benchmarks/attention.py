@@ -1,0 +1,120 @@
+"""Time paged attention on a GPU: decode, verification and prefill chunks.
+
+Prints one JSON line per cell: the median time of a layer, of CUDA graph replays of many layers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+
+import torch
+from torch import Tensor
+
+from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
+
+PAGE_SIZE, LAYERS, REPEATS = 16, 32, 20
+
+
+def main() -> None:
+    """Time all cells."""
+    args = _arguments()
+    for query_len in args.queries:
+        for batch in args.batches:
+            for context in args.contexts:
+                _report(args, "decode", [(context, query_len)] * batch)
+            if batch > 1:
+                lengths = [max(args.contexts), *[min(args.contexts)] * (batch - 1)]
+                _report(args, "one long", [(context, query_len) for context in lengths])
+    for before in args.before:
+        _report(args, "chunk", [(before + args.chunk, args.chunk)])
+
+
+def _report(args: argparse.Namespace, name: str, lengths: list[tuple[int, int]]) -> None:
+    """Time requests of (cache entries, query tokens) each."""
+    plan, pools = _scene(args, lengths)
+    query = torch.randn(
+        int(plan.query_starts[-1]), args.heads, args.width, device="cuda", dtype=torch.bfloat16
+    )
+    seconds = statistics.median(_replays(args, query, pools, plan)) / LAYERS
+    num_bytes = sum(kv_len for kv_len, _ in lengths) * args.kv_heads * args.width * 4
+    pairs = sum(count * (kv_len - (count - 1) / 2) for kv_len, count in lengths)
+    record = {
+        "cell": name,
+        "batch": len(lengths),
+        "query_len": lengths[0][1],
+        "context": lengths[0][0],
+        "us": round(seconds * 1e6, 2),
+        "tb_per_s": round(num_bytes / seconds / 1e12, 3),
+        "tflops": round(4 * pairs * args.heads * args.width / seconds / 1e12, 1),
+    }
+    print(json.dumps(record), flush=True)
+
+
+def _scene(
+    args: argparse.Namespace, lengths: list[tuple[int, int]]
+) -> tuple[AttentionPlan, list[Tensor]]:
+    """Return the plan and as many layers' pools as do not fit into the L2 cache together."""
+    pages = [-(-kv_len // PAGE_SIZE) for kv_len, _ in lengths]
+    order = torch.randperm(sum(pages), dtype=torch.int32)
+    tables = torch.nn.utils.rnn.pad_sequence(order.split(pages), batch_first=True)
+    starts = torch.tensor([0, *(count for _, count in lengths)]).cumsum(0)
+    plan = AttentionPlan(
+        tables=tables.cuda(),
+        query_starts=starts.int().cuda(),
+        kv_lens=torch.tensor([kv_len for kv_len, _ in lengths], dtype=torch.int32).cuda(),
+        page_size=PAGE_SIZE,
+        groups=((len(lengths), lengths[0][1]),),
+    )
+    shape = (2, len(order) * PAGE_SIZE, args.kv_heads, args.width)
+    num_pools = min(LAYERS, max(2, int(5e8 / (4 * shape[1] * shape[2] * shape[3]))))
+    pools = [torch.randn(shape, device="cuda").bfloat16() for _ in range(num_pools)]
+    return plan, pools
+
+
+def _replays(
+    args: argparse.Namespace, query: Tensor, pools: list[Tensor], plan: AttentionPlan
+) -> list[float]:
+    """Return seconds per replay of all layers, the plan's preparation included."""
+    from serve_spec.ops.paged_attention_triton import paged_attention
+
+    kind = AttentionKind(window=args.window)
+
+    def forward() -> None:
+        plan._prepared.clear()
+        for layer in range(LAYERS):
+            paged_attention(query, *pools[layer % len(pools)], plan, kind)
+
+    forward()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        forward()
+    times = []
+    for _ in range(REPEATS + 3):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) / 1e3)
+    return times[3:]
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    several = {"type": int, "nargs": "*"}
+    parser.add_argument("--batches", **several, default=[1, 4, 8, 16, 32, 64])
+    parser.add_argument("--contexts", **several, default=[256, 1000, 7680, 15000])
+    parser.add_argument("--queries", **several, default=[1, 4], help="query tokens of a request")
+    parser.add_argument("--before", **several, default=[0, 2048, 4096, 6144])
+    parser.add_argument("--chunk", type=int, default=2048, help="query tokens of a prefill chunk")
+    parser.add_argument("--heads", type=int, default=32)
+    parser.add_argument("--kv-heads", type=int, default=8)
+    parser.add_argument("--width", type=int, default=128, help="of keys and values")
+    parser.add_argument("--window", type=int, default=None)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
