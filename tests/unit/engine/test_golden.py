@@ -21,8 +21,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,127 +30,26 @@ import pytest
 import torch
 
 from serve_spec import LLM, Grammar, SamplingParams
-from tests.helpers.checkpoints import (
-    EOS_ID,
-    make_eagle,
-    make_eagle3,
-    make_target,
-    make_tokenizer,
-    read_checkpoint,
-    write_checkpoint,
+from tests.helpers.checkpoints import EOS_ID
+from tests.helpers.table import (
+    DRAFT_MODELS,
+    DRAFTING_ROWS,
+    NUM_STEPS,
+    PLAIN,
+    Answer,
+    MakeLLM,
+    Row,
+    as_texts,
+    compare,
+    llm_maker,
+    run,
 )
 
 GOLDEN = Path(__file__).parents[2] / "data" / "golden.json"
 TEMPERATURES = (0.0, 0.8)
-NUM_STEPS = 3
-# Float32 logits of other machines and of reordered sums differ by less.
-LOGPROB_TOLERANCE = 3e-4
-
-
-# Checkpoints. All weights come from fixed seeds.
-
-
-def make_checkpoints(root: Path) -> dict[str, Path]:
-    """Write a random target and a draft of every kind, each right about some tokens."""
-    target = make_target(root / "target", family="qwen3", layers=4, layer_scale=0.25)
-    config, tensors = read_checkpoint(target)
-    tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
-    write_checkpoint(target, config, tensors)
-    return {
-        "target": target,
-        "EAGLE3": make_eagle3(root / "eagle3", target, mimic=True),
-        "EAGLE": make_eagle(root / "eagle", target, mimic=True),
-        "STANDALONE": make_shallow(root / "standalone", target, num_layers=2),
-        "MEDUSA": make_medusa(root / "medusa", target, num_heads=NUM_STEPS),
-    }
-
-
-def make_shallow(directory: Path, target: Path, num_layers: int) -> Path:
-    """Write the first layers of the target as a model of its own."""
-    config, tensors = read_checkpoint(target)
-    removed = tuple(
-        f"model.layers.{i}." for i in range(num_layers, int(config["num_hidden_layers"]))
-    )
-    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(removed)}
-    make_tokenizer(directory)
-    return write_checkpoint(directory, {**config, "num_hidden_layers": num_layers}, kept)
-
-
-def make_medusa(directory: Path, target: Path, num_heads: int) -> Path:
-    """Write heads that continue the chain of likeliest tokens of a target without layers."""
-    tensors = read_checkpoint(target)[1]
-    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
-    vocab, hidden = embedding.shape
-    keys = embedding / embedding.norm(dim=1, keepdim=True)
-    following = (keys @ head.T).argmax(dim=1)
-    heads: dict[str, torch.Tensor] = {}
-    drafts = following
-    for index in range(num_heads):
-        drafts = following[drafts]
-        output = torch.zeros(vocab, hidden).index_add_(0, drafts, keys)
-        heads[f"blocks.{index}.layers.0.weight"] = torch.zeros(hidden, hidden)
-        heads[f"blocks.{index}.layers.0.bias"] = torch.zeros(hidden)
-        heads[f"lm_heads.{index}.weight"] = output
-    return write_checkpoint(directory, {"model_type": "medusa", "num_heads": num_heads}, heads)
-
-
-# Rows: drafters and shapes.
-
-
-@dataclass(frozen=True)
-class Row:
-    """A drafter, and whether it drafts a chain or a tree."""
-
-    algorithm: str
-    is_tree: bool = False
-    ngram_first: bool = False
-    method: str = "coupled"
-
-    @property
-    def name(self) -> str:
-        """Return the key of the row in the file."""
-        parts = [self.algorithm.lower(), "tree" if self.is_tree else "chain"]
-        parts += ["ngram-first"] if self.ngram_first else []
-        parts += [self.method] if self.method != "coupled" else []
-        return "none" if self.algorithm == "NONE" else "-".join(parts)
-
-    @property
-    def uses_ngrams(self) -> bool:
-        """Return whether drafts come from the text, all or some."""
-        return self.ngram_first or self.algorithm == "NGRAM"
-
-    @property
-    def keeps_texts(self) -> bool:
-        """Return whether sampled texts are those of decoding without drafts."""
-        return self.method == "coupled"
-
-    def keys(self, checkpoints: dict[str, Path]) -> dict[str, Any]:
-        """Return the configuration keys of its section."""
-        keys: dict[str, Any] = {
-            "speculative_algorithm": self.algorithm,
-            "speculative_num_steps": 0 if self.algorithm == "NONE" else NUM_STEPS,
-            "speculative_adaptive": False,
-            "speculative_draft_dtype": "float32",
-            "rejection_sample_method": self.method,
-            # auto learns from earlier rounds: drafts would depend on what else ran before.
-            "speculative_draft_sharpness": 1.0,
-        }
-        if self.algorithm in checkpoints:
-            keys["speculative_draft_model_path"] = str(checkpoints[self.algorithm])
-        if self.is_tree:
-            keys |= {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 9}
-        if self.uses_ngrams:
-            keys["speculative_ngram_min_match_window_size"] = 1
-        if self.ngram_first:
-            keys["speculative_ngram_first"] = True
-        return keys
-
-
-DRAFT_MODELS = ("EAGLE3", "EAGLE", "MEDUSA", "STANDALONE")
 ROWS = [
-    Row("NONE"),
-    *(Row(name, is_tree) for name in (*DRAFT_MODELS, "NGRAM") for is_tree in (False, True)),
-    *(Row("EAGLE3", is_tree, ngram_first=True) for is_tree in (False, True)),
+    PLAIN,
+    *DRAFTING_ROWS,
     # These verify chains only.
     *(Row(name, method=method) for name in DRAFT_MODELS for method in ("standard", "block")),
 ]
@@ -248,59 +146,6 @@ def asked_in(batch: tuple[str, ...]) -> list[Asked]:
 # Events.
 
 
-@dataclass
-class Answer:
-    """What an engine returned for a request."""
-
-    token_ids: list[int] = field(default_factory=list)
-    reason: str = ""
-    logprobs: list[Any] | None = None
-    prompt_logprobs: list[Any] | None = None
-    num_cached_tokens: int = 0
-    stats: Any = None
-
-
-BeforeStep = Callable[[LLM, int], None]
-"""Called before every step with its number."""
-
-
-def run(llm: LLM, batch: list[Asked], before_step: BeforeStep = lambda llm, n: None) -> dict:
-    """Return the answer to every request of a batch, by its key."""
-    engine = llm.engine
-    for one in batch:
-        engine.add(engine.new_sequence(one.key, one.prompt, one.params))
-    answers = {one.key: Answer() for one in batch}
-    num_steps = 0
-    while engine.has_work:
-        before_step(llm, num_steps)
-        for delta in engine.step():
-            if delta.request_id in answers:
-                add_delta(answers[delta.request_id], delta)
-        num_steps += 1
-        assert num_steps < 2000, "the engine makes no progress"
-    return answers
-
-
-def add_delta(answer: Answer, delta: Any) -> None:
-    """Append what one step returned for a request."""
-    answer.token_ids += delta.token_ids
-    if delta.logprobs is not None:
-        answer.logprobs = (answer.logprobs or []) + [compact(entry) for entry in delta.logprobs]
-    if delta.prompt_logprobs is not None:
-        answer.prompt_logprobs = [compact(entry) for entry in delta.prompt_logprobs]
-    answer.num_cached_tokens += delta.num_cached_tokens
-    if delta.finish_reason is not None:
-        answer.reason, answer.stats = delta.finish_reason.value, delta.speculation
-
-
-def compact(entry: Any) -> list[Any] | None:
-    """Return token, rank and log-probabilities, those rounded to four digits."""
-    if entry is None:
-        return None
-    top = [part for token, logprob in entry.top for part in (token, round(logprob, 4))]
-    return [entry.token_id, entry.rank, round(entry.logprob, 4), *top]
-
-
 def without_event(make: MakeLLM, row: Row) -> dict[str, Answer]:
     """Run every batch by itself, without a prefix cache."""
     llm = make(row, prefix_caching=False)
@@ -393,47 +238,7 @@ EVENTS = {
     "prefix": with_prefix_hits,
 }
 
-MakeLLM = Callable[..., LLM]
-
-
-def llm_maker(root: Path) -> MakeLLM:
-    """Return a function that builds an engine for a row."""
-    checkpoints = make_checkpoints(root)
-
-    def make(row: Row, slots: dict[str, Any] | None = None, **overrides: Any) -> LLM:
-        speculative = row.keys(checkpoints)
-        if slots is not None:
-            file = root / "slots.json"
-            file.write_text(json.dumps(slots))
-            speculative |= {
-                "speculative_adaptive": True,
-                "speculative_adaptive_strategy": "ema",
-                "speculative_adaptive_config": str(file),
-            }
-        settings = {
-            "model": {"path": str(checkpoints["target"]), "device": "cpu", "dtype": "float32"},
-            "speculative": speculative,
-            "cache": {"page_size": 4, "num_pages": 256},
-            "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
-        }
-        return LLM(settings, **{"max_model_len": 64, **overrides})
-
-    return make
-
-
 # The file.
-
-
-def golden_texts(answers: dict[str, Answer]) -> dict[str, Any]:
-    """Return what every row must return."""
-    texts: dict[str, Any] = {}
-    for key, answer in answers.items():
-        texts[key] = {"ids": answer.token_ids, "reason": answer.reason}
-        if answer.logprobs is not None:
-            texts[key]["logprobs"] = answer.logprobs
-        if answer.prompt_logprobs is not None:
-            texts[key]["prompt_logprobs"] = answer.prompt_logprobs
-    return texts
 
 
 def golden_counts(answers: dict[str, Answer]) -> dict[str, list[int]]:
@@ -453,7 +258,7 @@ def rejection_texts(answers: dict[str, Answer]) -> dict[str, list[int]]:
 def write_golden(make: MakeLLM) -> None:
     """Replace all of the file but the counts of engines that plan ahead."""
     golden: dict[str, dict[str, Any]] = {
-        "texts": golden_texts(without_event(make, ROWS[0])),
+        "texts": as_texts(without_event(make, ROWS[0])),
         "counts": {},
         "counts_ahead": {},
         "rejection": {},
@@ -528,20 +333,6 @@ def test_results_are_the_frozen_ones(
         counts = golden_counts(answers)
         if counts != golden["counts_ahead"].get(row.name):
             assert counts == golden["counts"][row.name]
-
-
-def compare(answers: dict[str, Answer], texts: dict[str, Any]) -> None:
-    """Assert that answers are the frozen ones."""
-    for key, answer in answers.items():
-        frozen = texts[key]
-        assert (key, answer.token_ids) == (key, frozen["ids"])
-        assert (key, answer.reason) == (key, frozen["reason"])
-        for name in ("logprobs", "prompt_logprobs"):
-            found, wanted = getattr(answer, name), frozen.get(name)
-            assert (found is None) == (wanted is None), key
-            for at, (one, other) in enumerate(zip(found or (), wanted or (), strict=True)):
-                expected = other and pytest.approx(other, rel=0, abs=LOGPROB_TOLERANCE)
-                assert one == expected, f"{key}: {name} at {at}"
 
 
 def test_the_frozen_drafts_are_accepted_and_rejected(golden: dict[str, Any]) -> None:

@@ -1,0 +1,286 @@
+"""What the golden and the conformance tables share: checkpoints, rows, and a loop over steps.
+
+Engines are built from configuration keys and driven through public calls alone, so that the tables
+hold for any implementation of a step. Keys in the environment, e.g. `SERVE_SPEC_MODEL__EXECUTION`,
+reach every engine.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from serve_spec import LLM, SamplingParams
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import SpeculationStats, TokenDelta
+from tests.helpers.checkpoints import (
+    make_eagle,
+    make_eagle3,
+    make_target,
+    make_tokenizer,
+    read_checkpoint,
+    write_checkpoint,
+)
+from tests.helpers.engines import checked
+
+NUM_STEPS = 3
+TREE_TOKENS = 9
+# Float32 logits of other machines and of reordered sums differ by less.
+LOGPROB_TOLERANCE = 3e-4
+
+
+# Checkpoints. All weights come from fixed seeds.
+
+
+def make_checkpoints(root: Path) -> dict[str, Path]:
+    """Write a random target and a draft of every kind, each right about some tokens."""
+    target = make_target(root / "target", family="qwen3", layers=4, layer_scale=0.25)
+    config, tensors = read_checkpoint(target)
+    tensors["lm_head.weight"] *= 2  # so that sampled texts repeat themselves, too
+    write_checkpoint(target, config, tensors)
+    return {
+        "target": target,
+        "EAGLE3": make_eagle3(root / "eagle3", target, mimic=True),
+        "EAGLE": make_eagle(root / "eagle", target, mimic=True),
+        "STANDALONE": make_shallow(root / "standalone", target, num_layers=2),
+        "MEDUSA": make_medusa(root / "medusa", target, num_heads=NUM_STEPS),
+    }
+
+
+def make_shallow(directory: Path, target: Path, num_layers: int) -> Path:
+    """Write the first layers of the target as a model of its own."""
+    config, tensors = read_checkpoint(target)
+    removed = tuple(
+        f"model.layers.{i}." for i in range(num_layers, int(config["num_hidden_layers"]))
+    )
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(removed)}
+    make_tokenizer(directory)
+    return write_checkpoint(directory, {**config, "num_hidden_layers": num_layers}, kept)
+
+
+def make_medusa(directory: Path, target: Path, num_heads: int) -> Path:
+    """Write heads that continue the chain of likeliest tokens of a target without layers."""
+    tensors = read_checkpoint(target)[1]
+    embedding, head = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+    vocab, hidden = embedding.shape
+    keys = embedding / embedding.norm(dim=1, keepdim=True)
+    following = (keys @ head.T).argmax(dim=1)
+    heads: dict[str, torch.Tensor] = {}
+    drafts = following
+    for index in range(num_heads):
+        drafts = following[drafts]
+        output = torch.zeros(vocab, hidden).index_add_(0, drafts, keys)
+        heads[f"blocks.{index}.layers.0.weight"] = torch.zeros(hidden, hidden)
+        heads[f"blocks.{index}.layers.0.bias"] = torch.zeros(hidden)
+        heads[f"lm_heads.{index}.weight"] = output
+    return write_checkpoint(directory, {"model_type": "medusa", "num_heads": num_heads}, heads)
+
+
+# Rows: drafters and shapes.
+
+
+@dataclass(frozen=True)
+class Row:
+    """A drafter, and whether it drafts a chain or a tree."""
+
+    algorithm: str
+    is_tree: bool = False
+    ngram_first: bool = False
+    method: str = "coupled"
+
+    @property
+    def name(self) -> str:
+        """Return the key of the row in the file."""
+        parts = [self.algorithm.lower(), "tree" if self.is_tree else "chain"]
+        parts += ["ngram-first"] if self.ngram_first else []
+        parts += [self.method] if self.method != "coupled" else []
+        return "none" if self.algorithm == "NONE" else "-".join(parts)
+
+    @property
+    def uses_ngrams(self) -> bool:
+        """Return whether drafts come from the text, all or some."""
+        return self.ngram_first or self.algorithm == "NGRAM"
+
+    @property
+    def keeps_texts(self) -> bool:
+        """Return whether sampled texts are those of decoding without drafts."""
+        return self.method == "coupled"
+
+    def keys(self, checkpoints: dict[str, Path]) -> dict[str, Any]:
+        """Return the configuration keys of its section."""
+        keys: dict[str, Any] = {
+            "speculative_algorithm": self.algorithm,
+            "speculative_num_steps": 0 if self.algorithm == "NONE" else NUM_STEPS,
+            "speculative_adaptive": False,
+            "speculative_draft_dtype": "float32",
+            "rejection_sample_method": self.method,
+            # auto learns from earlier rounds: drafts would depend on what else ran before.
+            "speculative_draft_sharpness": 1.0,
+        }
+        if self.algorithm in checkpoints:
+            keys["speculative_draft_model_path"] = str(checkpoints[self.algorithm])
+        if self.is_tree:
+            keys |= {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": TREE_TOKENS}
+        if self.uses_ngrams:
+            keys["speculative_ngram_min_match_window_size"] = 1
+        if self.ngram_first:
+            keys["speculative_ngram_first"] = True
+        return keys
+
+
+PLAIN = Row("NONE")
+DRAFT_MODELS = ("EAGLE3", "EAGLE", "MEDUSA", "STANDALONE")
+DRAFTING_ROWS = [
+    *(Row(name, is_tree) for name in (*DRAFT_MODELS, "NGRAM") for is_tree in (False, True)),
+    *(Row("EAGLE3", is_tree, ngram_first=True) for is_tree in (False, True)),
+]
+
+MakeLLM = Callable[..., LLM]
+
+
+def llm_maker(root: Path, device: str = "cpu") -> MakeLLM:
+    """Return a function that builds an engine for a row, which checks itself after every step."""
+    checkpoints = make_checkpoints(root)
+
+    def make(row: Row, slots: dict[str, Any] | None = None, **overrides: Any) -> LLM:
+        speculative = row.keys(checkpoints)
+        if slots is not None:
+            file = root / "slots.json"
+            file.write_text(json.dumps(slots))
+            speculative |= {
+                "speculative_adaptive": True,
+                "speculative_adaptive_strategy": "ema",
+                "speculative_adaptive_config": str(file),
+            }
+        settings = {
+            "model": {"path": str(checkpoints["target"]), "device": device, "dtype": "float32"},
+            "speculative": speculative,
+            "cache": {"page_size": 4, "num_pages": 256},
+            "scheduler": {"max_num_seqs": 16, "max_num_batched_tokens": 256},
+        }
+        return checked(LLM(settings, **{"max_model_len": 64, **overrides}))
+
+    return make
+
+
+# Requests.
+
+
+@dataclass(frozen=True)
+class Request:
+    """A prompt and what is asked for, by a name."""
+
+    key: str
+    prompt: list[int]
+    params: SamplingParams
+
+
+@dataclass
+class Answer:
+    """What an engine returned for a request."""
+
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    reason: str = ""
+    logprobs: list[TokenLogprob] | None = None
+    prompt_logprobs: Sequence[TokenLogprob | None] | None = None
+    num_cached_tokens: int = 0
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+
+    def add(self, delta: TokenDelta) -> None:
+        """Append what one step returned."""
+        self.token_ids += delta.token_ids
+        self.text += delta.text
+        if delta.logprobs is not None:
+            self.logprobs = [*(self.logprobs or ()), *delta.logprobs]
+        if delta.prompt_logprobs is not None:
+            self.prompt_logprobs = delta.prompt_logprobs
+        self.num_cached_tokens += delta.num_cached_tokens
+        if delta.finish_reason is not None:
+            assert delta.speculation is not None
+            self.reason, self.stats = delta.finish_reason.value, delta.speculation
+
+
+BeforeStep = Callable[[LLM, int], None]
+"""Called before every step with its number."""
+
+
+def nothing(llm: LLM, num_steps: int) -> None:
+    """Do nothing before a step."""
+
+
+def run(
+    llm: LLM,
+    requests: Sequence[Any],
+    before_step: BeforeStep = nothing,
+    *,
+    arrivals: Callable[[int], int] = lambda index: 0,
+) -> dict[str, Answer]:
+    """Return the answer to every request, by its key.
+
+    arrivals: the step before which the request at an index arrives.
+    """
+    engine = llm.engine
+    waiting = [(arrivals(index), request) for index, request in enumerate(requests)]
+    answers = {request.key: Answer() for request in requests}
+    num_steps = 0
+    while waiting or engine.has_work:
+        for arrival, request in [*waiting]:
+            if arrival <= num_steps:
+                waiting.remove((arrival, request))
+                engine.add(engine.new_sequence(request.key, request.prompt, request.params))
+        before_step(llm, num_steps)
+        for delta in engine.step():
+            if delta.request_id in answers:
+                answers[delta.request_id].add(delta)
+        num_steps += 1
+        assert num_steps < 2000, "the engine makes no progress"
+    return answers
+
+
+# Comparing.
+
+
+def compact(entry: TokenLogprob | None, digits: int) -> list[Any] | None:
+    """Return token, rank and rounded log-probabilities."""
+    if entry is None:
+        return None
+    top = [part for token, logprob in entry.top for part in (token, round(logprob, digits))]
+    return [entry.token_id, entry.rank, round(entry.logprob, digits), *top]
+
+
+def as_texts(answers: dict[str, Answer], digits: int = 4) -> dict[str, Any]:
+    """Return what does not depend on speculation, ready for a file."""
+    texts: dict[str, Any] = {}
+    for key, answer in answers.items():
+        texts[key] = {"ids": answer.token_ids, "reason": answer.reason}
+        for name in ("logprobs", "prompt_logprobs"):
+            if (entries := getattr(answer, name)) is not None:
+                texts[key][name] = [compact(entry, digits) for entry in entries]
+    return texts
+
+
+def compare(
+    answers: dict[str, Answer],
+    texts: dict[str, Any],
+    *,
+    tolerance: float = LOGPROB_TOLERANCE,
+    digits: int = 4,
+) -> None:
+    """Assert that answers are those of `as_texts`."""
+    for key, found in as_texts(answers, digits).items():
+        wanted = texts[key]
+        assert (key, found["ids"]) == (key, wanted["ids"])
+        assert (key, found["reason"]) == (key, wanted["reason"])
+        for name in ("logprobs", "prompt_logprobs"):
+            assert (name in found) == (name in wanted), key
+            pairs = zip(found.get(name, ()), wanted.get(name, ()), strict=True)
+            for at, (one, other) in enumerate(pairs):
+                expected = other and pytest.approx(other, rel=0, abs=tolerance)
+                assert one == expected, f"{key}: {name} at {at}"

@@ -1,0 +1,380 @@
+"""Assert that speculation changes nothing that a request asks for, whatever happens meanwhile.
+
+The table is every drafter in chains and in trees, times event. In every cell the requests of all
+features run together, and each must get what plain decoding gives it alone: text, finish reason
+and log-probabilities. Then lives drawn at random, which `tests/fuzz` draws more of.
+
+The engines are driven through public calls and configuration keys alone. To run the table with
+another configuration, set its keys in the environment, e.g. `SERVE_SPEC_MODEL__EXECUTION=lanes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+from random import Random
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serve_spec import LLM, Grammar, SamplingParams
+from serve_spec.core.request import SpeculativeOptions
+from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.lives import Lives, any_life
+from tests.helpers.table import (
+    DRAFTING_ROWS,
+    NUM_STEPS,
+    PLAIN,
+    TREE_TOKENS,
+    Answer,
+    MakeLLM,
+    Request,
+    Row,
+    as_texts,
+    compare,
+    llm_maker,
+    run,
+)
+
+MAX_MODEL_LEN = 96
+BASE: dict[str, Any] = {"max_tokens": 24, "temperature": 0.8, "ignore_eos": True}
+HOT = {"temperature": 1.5}
+PERSON = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "string", "maxLength": 6},
+        "b": {"type": "array", "items": {"enum": [1, "é", None]}, "maxItems": 3},
+    },
+    "required": ["a", "b"],
+    "additionalProperties": False,
+}
+# Every sampling parameter is in some request.
+FEATURES: dict[str, list[dict[str, Any]]] = {
+    "plain": [
+        {"max_tokens": 31},
+        {"temperature": 0.0},
+        {"top_k": 2, **HOT},
+        {"top_p": 0.3, **HOT},
+        {"min_p": 0.4, "seed": 3, **HOT},
+    ],
+    "edits": [
+        {"frequency_penalty": 1.8},
+        {"presence_penalty": 1.8, "temperature": 0.0},
+        {"repetition_penalty": 1.5, "presence_penalty": -0.5},
+        {"logit_bias": {9: 4.0, 50: 5.0, 100: -100.0}},
+        {"allowed_token_ids": [*range(40, 90)], "frequency_penalty": 0.3},
+        {"bad_token_ids": [*range(0, VOCAB, 3)], "temperature": 0.0},
+        {"min_tokens": 9, "logit_bias": {EOS_ID: 100.0}, "ignore_eos": False},
+    ],
+    "grammar": [
+        {"grammar": Grammar.regex("(ab?|b){6,}c"), "temperature": 0.0},
+        {"grammar": Grammar.json_schema(PERSON), "repetition_penalty": 1.3, "logprobs": 1},
+        {"grammar": Grammar.choice(["yes", "no", "not sure"]), **HOT},
+        {"grammar": Grammar.regex("[a-z]{9,}"), "bad_token_ids": [*b"aeiou"], "min_tokens": 12},
+        {"grammar": Grammar.regex("(ab?|b)*c"), "stop": "bb"},
+    ],
+    "logprobs": [
+        {"logprobs": 3},
+        {"logprobs": 0, "top_k": 20, "temperature": 0.0},
+        {"logprobs": 1, "frequency_penalty": 0.4, "stop_token_ids": [*range(0, VOCAB, 17)]},
+    ],
+    "prompt_logprobs": [{"prompt_logprobs": 2, "logprobs": 1}, {"prompt_logprobs": 0}],
+    "stops": [
+        {"stop": ["bca", "cc"], "allowed_token_ids": [*b"abc"], "temperature": 4.0},
+        {"stop": [chr(c) for c in range(60, 90)], "min_tokens": 3},
+        {"stop_token_ids": [*range(0, VOCAB, 7)], "min_tokens": 4},
+        {"stop_token_ids": [*range(0, VOCAB, 9)], "temperature": 0.0},
+        {"ignore_eos": False, "logit_bias": {EOS_ID: 9.0}},
+    ],
+    "caps": [
+        {"speculative": SpeculativeOptions(enabled=False)},
+        {"speculative": SpeculativeOptions(max_steps=1), "temperature": 0.0},
+        {"speculative": SpeculativeOptions(max_steps=2)},
+    ],
+}
+# The others decide how the rounds of all requests beside them are launched.
+TOGETHER = ("plain", "edits", "logprobs", "stops", "caps")
+ALL = tuple(FEATURES)
+
+
+def requests(features: Iterable[str] = ALL) -> list[Request]:
+    """Return the requests of some features."""
+    return [
+        Request(
+            f"{feature} #{index}",
+            prompt(index + 5 * [*FEATURES].index(feature)),
+            SamplingParams(**{**BASE, "seed": 40 + index, **keys}),
+        )
+        for feature in features
+        for index, keys in enumerate(FEATURES[feature])
+    ]
+
+
+def prompt(number: int) -> list[int]:
+    """Return token ids: of texts that repeat themselves, and of texts that do not."""
+    if number % 2:
+        return ([5 + number, 7, 9, 5 + number, 7, 11] * 3)[: 20 - number % 3]
+    length = (1, 2, 15, 33, 47)[number // 2 % 5]
+    return [(number + 37 * i * i + 11 * i) % 256 for i in range(length)]
+
+
+# Events.
+
+
+def without_event(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run on a fresh engine, without a prefix cache."""
+    llm = make(row, prefix_caching=False)
+    return run(llm, requests())
+
+
+def with_preemption(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with a pool that holds few requests."""
+    llm = make(row, num_pages=36, max_num_batched_tokens=64)
+    answers = run(llm, requests())
+    assert llm.engine.snapshot()["num_preemptions"] > 0, "the pool is too large to preempt"
+    return answers
+
+
+def with_aborts(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run beside requests that arrive and are aborted between steps."""
+    llm = make(row)
+    arrivals, aborts = {0: "a", 1: "b", 4: "c"}, {1: "a", 5: "b", 6: "c"}
+    longest = {"max_tokens": 48, "ignore_eos": True, "seed": 1}
+    asks: list[dict[str, Any]] = [{}, {"grammar": Grammar.regex("[ab]*")}, {"prompt_logprobs": 1}]
+
+    def arrive_or_abort(llm: LLM, num_steps: int) -> None:
+        if num_steps in arrivals:
+            params = SamplingParams(**longest, **asks[len(arrivals) - 1 - num_steps // 2])
+            name = arrivals[num_steps]
+            llm.engine.add(llm.engine.new_sequence(name, prompt(1 + 2 * num_steps), params))
+        if num_steps in aborts:
+            delta = llm.engine.abort(aborts[num_steps])
+            assert delta is not None, "the request must not have ended when it is aborted"
+            assert delta.finish_reason == "abort"
+
+    return run(llm, requests(), arrive_or_abort)
+
+
+def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with another speculation depth, tree or strategy every step or every other."""
+    llm, depths = adaptive(make, row)
+
+    def switch(llm: LLM, num_steps: int) -> None:
+        if num_steps % 5 < 3:
+            llm.engine.reconfigure(depths[(3 * (num_steps // 5) + num_steps % 5) % len(depths)])
+
+    answers = run(llm, requests(), switch)
+    used = {depth for a in answers.values() for depth in a.stats.rounds_by_num_steps}
+    assert used == set(range(NUM_STEPS + 1))
+    return answers
+
+
+def with_pauses(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with speculation switched off for ten steps, and on again."""
+    llm, _ = adaptive(make, row)
+
+    def pause(llm: LLM, num_steps: int) -> None:
+        if num_steps in (3, 18):
+            llm.engine.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 0})
+        if num_steps in (0, 13, 28):
+            llm.engine.reconfigure({"speculative_adaptive": False})
+
+    return run(llm, requests(), pause)
+
+
+def adaptive(make: MakeLLM, row: Row) -> tuple[LLM, list[dict[str, Any]]]:
+    """Return an engine that has every depth, and what to configure to choose each."""
+    slot: dict[str, Any] = {"candidate_steps": [*range(NUM_STEPS + 1)]}
+    depths: list[dict[str, Any]] = [{"speculative_num_steps": n} for n in (1, 3, 0, 2, 3)]
+    if row.is_tree:
+        slot["candidate_trees"] = [(NUM_STEPS, TREE_TOKENS), (2, 5), (1, 3)]
+        depths += [
+            {"speculative_num_steps": steps, "speculative_num_draft_tokens": tokens}
+            for steps, tokens in slot["candidate_trees"]
+        ]
+    depths = [{"speculative_adaptive": False, **depth} for depth in depths]
+    depths.insert(3, {"speculative_adaptive": True, "speculative_adaptive_strategy": "per_request"})
+    return make(row, slots={"1": slot}), depths
+
+
+def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run twice on one engine, in two orders, and return the second answers."""
+    llm = make(row, num_pages=1024)
+    run(llm, requests())
+    answers = run(llm, requests()[::-1])
+    for request in requests():
+        # The log-probabilities of a prompt need all of it to be computed.
+        is_known = len(request.prompt) > 4 and request.params.prompt_logprobs is None
+        assert (answers[request.key].num_cached_tokens > 0) == is_known
+    return answers
+
+
+def with_chunks(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run in a small batch, with prompts that take several steps, one arrival a step."""
+    llm = make(row, max_num_seqs=3, max_num_batched_tokens=19)
+    return run(llm, requests(), arrivals=lambda index: index)
+
+
+def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with requests that need only the last steps of those before them."""
+    llm = make(row, max_num_batched_tokens=48)
+    return run(llm, requests(TOGETHER), arrivals=lambda index: 4 * index)
+
+
+def with_resumption(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run what is left on another engine after a few steps, as if the first had failed."""
+    first, second = (make(row, max_num_seqs=40, num_pages=512).engine for _ in range(2))
+    answers = {request.key: Answer() for request in requests()}
+    for request in requests():
+        first.add(first.new_sequence(request.key, request.prompt, request.params))
+    for _ in range(7):
+        for delta in first.step():
+            answers[delta.request_id].add(delta)
+    for request in requests():
+        answer = answers[request.key]
+        if not answer.reason:
+            emitted = tuple(answer.token_ids)
+            sequence = second.new_sequence(request.key, request.prompt, request.params, emitted)
+            second.add(sequence)
+    while second.has_work:
+        for delta in second.step():
+            answers[delta.request_id].add(delta)
+    return answers
+
+
+EVENTS = {
+    "none": without_event,
+    "preemption": with_preemption,
+    "abort": with_aborts,
+    "depth": with_depth_switches,
+    "pause": with_pauses,
+    "prefix": with_prefix_hits,
+    "chunks": with_chunks,
+    "late": with_late_arrivals,
+    "resumption": with_resumption,
+}
+
+
+# The tests.
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+    return table_maker(tmp_path_factory, "cpu")
+
+
+def table_maker(factory: pytest.TempPathFactory, device: str) -> MakeLLM:
+    """Return a function that builds the engines of the table."""
+    make = llm_maker(factory.mktemp("conformance"), device)
+    return lambda row, **keys: make(row, **{"max_model_len": MAX_MODEL_LEN, **keys})
+
+
+@pytest.fixture(scope="module")
+def alone(make: MakeLLM) -> dict[str, Answer]:
+    """Return what plain decoding gives every request by itself."""
+    return decode_alone(make)
+
+
+def decode_alone(make: MakeLLM) -> dict[str, Answer]:
+    """Decode every request without drafts, beside no other."""
+    llm = make(PLAIN, max_num_seqs=1, prefix_caching=False)
+    answers: dict[str, Answer] = {}
+    for request in requests():
+        answers |= run(llm, [request])
+    return answers
+
+
+def cells() -> list[Any]:
+    """Return every row with every event."""
+    return [
+        pytest.param(row, event, id=f"{row.name}-{event}")
+        for row in (PLAIN, *DRAFTING_ROWS)
+        for event in EVENTS
+        if row != PLAIN or event not in ("depth", "pause")  # it has one depth
+    ]
+
+
+@pytest.mark.parametrize(("row", "event"), cells())
+def test_answers_are_those_of_plain_decoding_alone(
+    make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
+) -> None:
+    answers = EVENTS[event](make, row)
+    check(answers, alone, row, event)
+
+
+def check(
+    answers: dict[str, Answer],
+    alone: dict[str, Answer],
+    row: Row,
+    event: str,
+    *,
+    tolerance: float = 5e-5,
+) -> None:
+    """Assert that answers are the expected ones, and that their counts are consistent."""
+    assert event == "late" or set(answers) == set(alone)
+    compare(answers, as_texts(alone, digits=6), tolerance=tolerance, digits=6)
+    caps = {request.key: request.params.speculative for request in requests()}
+    for key, answer in answers.items():
+        if event != "resumption":  # each engine shows its part of the text
+            assert (key, answer.text) == (key, alone[key].text)
+        stats, options = answer.stats, caps[key]
+        cap = min(NUM_STEPS if options.max_steps is None else options.max_steps, NUM_STEPS)
+        cap = cap if options.enabled and row != PLAIN else 0
+        depths = stats.rounds_by_num_steps
+        most = sum(steps * count for steps, count in depths.items())
+        assert max(depths, default=0) <= cap, key
+        assert sum(depths.values()) == stats.num_rounds
+        assert 0 <= stats.num_correct_drafts <= most <= stats.num_draft_tokens
+        assert row.is_tree or most == stats.num_draft_tokens, key
+        most = (TREE_TOKENS - 1 if row.is_tree else cap) * stats.num_rounds
+        assert stats.num_draft_tokens <= most
+    total = [answer.stats for answer in answers.values()]
+    kept, drafted = (
+        sum(stats.num_correct_drafts for stats in total),
+        sum(stats.num_draft_tokens for stats in total),
+    )
+    assert row == PLAIN or 0 < kept < drafted, "the test needs kept and rejected drafts"
+
+
+def test_every_parameter_is_in_the_table_and_changes_an_answer(
+    make: MakeLLM, alone: dict[str, Answer]
+) -> None:
+    names = {field.name for field in fields(SamplingParams)}
+    plain = SamplingParams(**BASE, seed=99)
+    by_name: dict[str, list[Request]] = {name: [] for name in names}
+    for request in requests():
+        feature, index = request.key.split(" #")
+        for name in {*FEATURES[feature][int(index)], "seed"}:
+            params = replace(request.params, **{name: getattr(plain, name)})
+            by_name[name].append(replace(request, key=request.key, params=params))
+    assert all(by_name.values()), "a parameter is in no request"
+    llm = make(PLAIN)
+    texts = as_texts(alone)
+    unchanged = set()
+    for name, changed in by_name.items():
+        without = as_texts(run(llm, changed))
+        if all(without[request.key] == texts[request.key] for request in changed):
+            unchanged.add(name)
+    assert unchanged == {"speculative"}
+
+
+def test_the_table_has_texts_that_end_in_every_way(alone: dict[str, Answer]) -> None:
+    stopped = {key for key, answer in alone.items() if answer.reason == "stop"}
+    assert {key for key in alone if key.startswith("stops")} <= stopped
+    assert len([key for key in stopped if key.startswith("grammar")]) >= 2
+    assert len(stopped) < len(alone) / 2
+
+
+@pytest.fixture(scope="module")
+def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
+    return Lives(tmp_path_factory.mktemp("lives"))
+
+
+@settings(max_examples=12, derandomize=True, suppress_health_check=[*HealthCheck])
+@given(rng=st.randoms(use_true_random=False))
+def test_answers_in_a_random_life_are_those_of_plain_decoding_alone(
+    lives: Lives, rng: Random
+) -> None:
+    lives.check(any_life(rng))
