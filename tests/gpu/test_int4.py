@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from serve_spec.layers.int4_weight import Int4Weight, int4_works, plain_weight, quantized_groups
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
-from tests.unit.engine.test_equality import SWITCHING, prompts_and_params
+from tests.helpers.engines import (
+    MakeLLM,
+    Pair,
+    llm_maker,
+    sampled_requests,
+    switch_every_round,
+    texts,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -54,24 +60,22 @@ def test_four_bits_take_a_third_of_the_memory_of_bfloat16() -> None:
     assert held < 1.01 * weight.num_bytes
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize("draft_dtype", ["auto", "float32"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
 def test_drafts_in_int4_never_change_the_text_on_a_gpu(
-    pair: Pair, make_llm: MakeLLM, algorithm: str, draft_dtype: str, execution: str
+    pair: Pair, make_llm: MakeLLM, algorithm: str, draft_dtype: str
 ) -> None:
-    prompts, params = prompts_and_params()
+    prompts, params = sampled_requests()
     plain = texts(llm_maker(pair, "cpu")().generate(prompts, params))
     llm = make_llm(
         algorithm,
         3,
-        execution=execution,
         speculative_draft_model_quantization="int4",
         speculative_draft_dtype=draft_dtype,
         max_num_seqs=3,
         max_num_batched_tokens=19,
     )
-    switch_every_round(llm, SWITCHING)
+    switch_every_round(llm, (0, 7, 1, 0, 3, 0, 0, 7))
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == plain
     assert sum(output.speculation.num_correct_drafts for output in outputs) > 0

@@ -1,17 +1,39 @@
 """Sampled drafts on a GPU, in float32: what the CPU's eager engine says, from recorded stages."""
 
+import random
+
 import pytest
 import torch
 
+from serve_spec.core.request import SamplingParams
 from serve_spec.runtime.graphs import GraphRecorder
 from serve_spec.worker.lane_worker import LaneWorker
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round
-from tests.unit.engine.test_rejection import METHODS, STEPS, round_by_round, varied_requests
+from tests.unit.engine.test_rejection import METHODS, STEPS, round_by_round
 from tests.unit.ops import test_reject_drafts
 
 pytestmark = pytest.mark.gpu
 
 ALGORITHMS = ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"]
+
+
+def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 20 tokens; greedy, filtered and edited requests among the sampled ones."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 5, 11, 20, 16)]
+    kinds = [
+        {},
+        {"temperature": 0.0},
+        {"temperature": 0.7, "top_p": 0.9},
+        {"temperature": 1.3, "top_k": 20},
+        {"repetition_penalty": 1.4, "logit_bias": {7: 1.5}},
+        {"temperature": 0.9, "min_p": 0.02, "min_tokens": 30, "frequency_penalty": 0.3},
+    ]
+    params = [
+        SamplingParams(max_tokens=16 + 3 * i, seed=40 + i, ignore_eos=True, **kind)
+        for i, kind in enumerate(kinds)
+    ]
+    return prompts, params
 
 
 @pytest.mark.parametrize("method", METHODS)

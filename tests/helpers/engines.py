@@ -1,6 +1,7 @@
 """Tiny random pairs whose drafts are right sometimes, and engines that check themselves."""
 
 import json
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
@@ -11,7 +12,7 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import PendingRound, StepPlan
+from serve_spec.core.plan import PendingRound, RowPlan, StepPlan, StepResult
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
@@ -106,24 +107,28 @@ def llm_maker(pair: Pair, device: str) -> MakeLLM:
     return make
 
 
-def continued(
-    llm: LLM,
-    prompts: Sequence[list[int]],
-    params: Sequence[SamplingParams],
-    outputs: Sequence[RequestOutput],
-    num_emitted: int,
-) -> list[tuple[int, ...]]:
-    """What comes of requests of whose `outputs` another engine generated so many tokens."""
-    said: dict[str, list[int]] = {}
-    for i, output in enumerate(outputs):
-        emitted = output.token_ids[:num_emitted]
-        said[str(i)] = list(emitted)
-        if len(emitted) < len(output.token_ids):
-            llm.engine.add(llm.engine.new_sequence(str(i), prompts[i], params[i], emitted))
-    while llm.engine.has_work:
-        for delta in llm.engine.step():
-            said[delta.request_id] += delta.token_ids
-    return [tuple(tokens) for tokens in said.values()]
+def sampled_requests() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Return prompts of 1 to 45 tokens, greedy and sampled in one batch, some with filters."""
+    rng = random.Random(0)
+    lengths = (1, 2, 5, 11, 20, 33, 45, 16)
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in lengths]
+    filters: list[dict[str, Any]] = [
+        {},
+        {"top_k": 20},
+        {"top_p": 0.9},
+        {"min_p": 0.02, "top_k": 50},
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=16 + 2 * i,
+            temperature=(0.0, 0.7, 1.0)[i % 3],
+            seed=40 + i,
+            ignore_eos=True,
+            **filters[i % 4],
+        )
+        for i in range(len(lengths))
+    ]
+    return prompts, params
 
 
 def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
@@ -163,3 +168,16 @@ def heard_plans(llm: LLM) -> list[StepPlan]:
 
     llm.engine.worker.submit = hear  # type: ignore[method-assign]
     return plans
+
+
+def heard_rounds(llm: LLM) -> list[tuple[RowPlan, list[int]]]:
+    """What each row of every round was planned to be, and its tokens; from now on."""
+    rounds: list[tuple[RowPlan, list[int]]] = []
+    commit = llm.engine.scheduler.commit
+
+    def hear(plan: StepPlan, result: StepResult, cut: Any) -> Any:
+        rounds.extend(zip(plan.sampling_rows, result.token_ids, strict=True))
+        return commit(plan, result, cut)
+
+    llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
+    return rounds

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.draft import TextDrafts
@@ -17,7 +18,6 @@ from serve_spec.models import DraftHead, DraftOptions, Llama, load_target
 from serve_spec.models.standalone import Standalone
 from tests.helpers.engines import MakeLLM, Pair, texts
 
-EXECUTIONS = ["eager", "lanes"]
 PROMPTS = [[5, 6, 7, 5], [9, 8, 9, 8, 9]]
 PARAMS = SamplingParams(max_tokens=13, temperature=0.0, ignore_eos=True)
 
@@ -70,10 +70,9 @@ def test_every_builder_is_there(name: str) -> None:
 
 
 @pytest.mark.usefixtures("_registered")
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_model_that_is_registered_drafts(make_llm: MakeLLM, pair: Pair, execution: str) -> None:
+def test_a_model_that_is_registered_drafts(make_llm: MakeLLM, pair: Pair) -> None:
     folder = str(pair.target)
-    llm = make_llm("TWIN", 3, execution=execution, speculative_draft_model_path=folder)
+    llm = make_llm("TWIN", 3, speculative_draft_model_path=folder)
     outputs = llm.generate(PROMPTS, PARAMS)
     assert texts(outputs) == texts(make_llm().generate(PROMPTS, PARAMS))
     for output in outputs:
@@ -81,12 +80,9 @@ def test_a_model_that_is_registered_drafts(make_llm: MakeLLM, pair: Pair, execut
 
 
 @pytest.mark.usefixtures("_registered")
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("topk", [1, 2])
-def test_a_text_drafter_that_is_registered_drafts(
-    make_llm: MakeLLM, execution: str, topk: int
-) -> None:
-    llm = make_llm("STUTTER", 3, execution=execution, speculative_eagle_topk=topk)
+def test_a_text_drafter_that_is_registered_drafts(make_llm: MakeLLM, topk: int) -> None:
+    llm = make_llm("STUTTER", 3, speculative_eagle_topk=topk)
     outputs = llm.generate(PROMPTS, PARAMS)
     assert texts(outputs) == texts(make_llm().generate(PROMPTS, PARAMS))
     assert all(output.speculation.num_draft_tokens > 0 for output in outputs)
@@ -95,3 +91,22 @@ def test_a_text_drafter_that_is_registered_drafts(
 def test_a_name_that_nobody_registered_is_refused_with_those_that_are(pair: Pair) -> None:
     with pytest.raises(ConfigError, match=r"speculative_algorithm='STUTTER': use NONE or .*MEDUSA"):
         ServeSpecConfig.load({"model": {"path": str(pair.target)}}, speculative_algorithm="STUTTER")
+
+
+def test_more_drafts_than_there_are_heads_are_refused(make_llm: MakeLLM) -> None:
+    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft makes 4 at most"):
+        make_llm("MEDUSA", 5)
+
+
+def test_a_policy_that_picks_its_own_depths_picks_none_beyond_the_heads() -> None:
+    config = ServeSpecConfig.load(
+        {
+            "model": {"path": "asset:tiny/target"},
+            "speculative": {
+                "speculative_algorithm": "MEDUSA",
+                "speculative_draft_model_path": "asset:tiny/medusa",
+            },
+        }
+    ).speculative
+    assert max(PolicySettings.of(config).candidate_steps) > 4
+    assert max(PolicySettings.of(config, max_steps=4).candidate_steps) == 4

@@ -4,6 +4,7 @@ The text does not notice.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.metrics import StepStats
-from tests.helpers.engines import MakeLLM
+from tests.helpers.engines import MakeLLM, sampled_requests, texts
 
 
 class Heard:
@@ -30,10 +31,14 @@ class Heard:
         self.rounds.append(stats)
 
 
+def head_of(llm: LLM) -> Any:
+    worker: Any = llm.engine.worker
+    return getattr(worker, "eager", worker).drafter.head
+
+
 def break_draft(llm: LLM, rows: list[int], *, after: int) -> None:
     """The head gives NaN for these rows of its batch, from its `after`-th forward on."""
-    head = llm.engine.worker.eager.drafter.head if hasattr(llm.engine.worker, "eager") else None
-    head = head or llm.engine.worker.drafter.head  # type: ignore[attr-defined]
+    head = head_of(llm)
     whole, calls = head.logits, 0
 
     def broken(hidden: Tensor, step: int = 0) -> Tensor:
@@ -47,15 +52,14 @@ def break_draft(llm: LLM, rows: list[int], *, after: int) -> None:
     head.logits = broken
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize("after", [0, 1, 7])
 def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(
-    make_llm: MakeLLM, execution: str, after: int
+    make_llm: MakeLLM, after: int
 ) -> None:
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
     plain = [output.token_ids for output in make_llm().generate(prompts, params)]
-    llm = make_llm("EAGLE3", 3, execution=execution)
+    llm = make_llm("EAGLE3", 3)
     heard = llm.engine.metrics = Heard()
     break_draft(llm, [1], after=after)
     outputs = llm.generate(prompts, params)
@@ -63,6 +67,29 @@ def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(
     assert sum(stats.num_broken_drafts for stats in heard.rounds) >= 1
     assert outputs[1].speculation.num_draft_tokens < outputs[0].speculation.num_draft_tokens
     assert outputs[0].speculation.num_correct_drafts > 0
+
+
+def test_a_head_that_gives_nan_ends_trees_of_its_sequences_and_no_text(make_llm: MakeLLM) -> None:
+    prompts, params = sampled_requests()
+    plain = texts(make_llm().generate(prompts, params))
+    tree = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 10}
+    llm = make_llm("EAGLE3", 3, **tree)
+    head = head_of(llm)
+    whole, calls = head.logits, 0
+
+    def broken(hidden: Tensor, step: int = 0) -> Tensor:
+        nonlocal calls
+        calls += 1
+        logits: Tensor = whole(hidden, step)
+        logits[0] = float("nan") if 3 < calls < 7 else logits[0]
+        return logits
+
+    head.logits = broken
+    outputs = llm.generate(prompts, params)
+    assert texts(outputs) == plain
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
+    stopped = [output for output in outputs if output.speculation.rounds_by_num_steps.get(0, 0) > 2]
+    assert len(stopped) == 1
 
 
 class Misspeller:
@@ -90,13 +117,11 @@ def build_misspeller(
     return Misspeller()
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("grammar", [None, Grammar.regex("[a-z ]*")])
 def test_a_draft_that_is_no_id_of_the_target_ends_speculation_for_its_sequence(
     make_llm: MakeLLM,
     monkeypatch: pytest.MonkeyPatch,
-    execution: str,
     topk: int,
     grammar: Grammar | None,
 ) -> None:
@@ -105,7 +130,7 @@ def test_a_draft_that_is_no_id_of_the_target_ends_speculation_for_its_sequence(
     prompts = [[100, 101, 102], [101, 103, 104]]
     params = SamplingParams(max_tokens=30, seed=3, ignore_eos=True, grammar=grammar)
     plain = [output.token_ids for output in make_llm().generate(prompts, params)]
-    llm = make_llm("MISSPELL", 3, execution=execution, speculative_eagle_topk=topk)
+    llm = make_llm("MISSPELL", 3, speculative_eagle_topk=topk)
     heard = llm.engine.metrics = Heard()
     outputs = llm.generate(prompts, params)
     assert [output.token_ids for output in outputs] == plain

@@ -95,8 +95,8 @@ def test_costs_are_measured_for_ten_seconds_and_without_any_strategy_ema_decides
 
 @pytest.mark.parametrize(
     "overrides",
-    [{}, {"execution": "lanes"}, {"tensor_parallel_size": 2}],
-    ids=["eager", "lanes", "two ranks"],
+    [{}, {"tensor_parallel_size": 2}],
+    ids=["one rank", "two ranks"],
 )
 def test_an_idle_engine_measures_what_the_start_could_not_and_harms_no_prefix(
     make_llm: MakeLLM, busy_at_first: BusyAtFirst, overrides: dict[str, Any]
@@ -153,10 +153,8 @@ def with_nan(source: Path, copy: Path, name: str) -> Path:
     "overrides",
     [
         {},
-        {"execution": "lanes"},
         {"tensor_parallel_size": 2},
         {"algorithm": "EAGLE3", "num_steps": 2},
-        {"algorithm": "EAGLE3", "num_steps": 2, "execution": "lanes"},
         {"algorithm": "EAGLE3", "num_steps": 2, "synthetic_acceptance": 2.0},
         {"algorithm": "EAGLE3", "num_steps": 2, "rejection_sample_method": "standard"},
     ],
@@ -171,18 +169,14 @@ def test_a_target_whose_logits_are_nan_is_refused_at_load(
         make_llm(path=str(broken), **overrides)
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(
     make_llm: MakeLLM,
     pair: Pair,
     tmp_path: Path,
     caplog: pytest.LogCaptureFixture,
-    execution: str,
 ) -> None:
     broken = with_nan(pair.heads["EAGLE3"], tmp_path / "broken", "lm_head.weight")
-    llm = make_llm(
-        "EAGLE3", 3, speculative_draft_model_path=str(broken), execution=execution, max_num_seqs=4
-    )
+    llm = make_llm("EAGLE3", 3, speculative_draft_model_path=str(broken), max_num_seqs=4)
     warned = [r.getMessage() for r in caplog.records if "NaN" in r.getMessage()]
     (told,) = warned
     assert told.startswith(f"{broken}: draft model produced NaN logits")

@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.grammars import PARENTHESES
 from tests.helpers.lives import Lives, any_life
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -74,6 +75,8 @@ FEATURES: dict[str, list[dict[str, Any]]] = {
         {"grammar": Grammar.choice(["yes", "no", "not sure"]), **HOT},
         {"grammar": Grammar.regex("[a-z]{9,}"), "bad_token_ids": [*b"aeiou"], "min_tokens": 12},
         {"grammar": Grammar.regex("(ab?|b)*c"), "stop": "bb"},
+        {"grammar": Grammar.ebnf(PARENTHESES), "frequency_penalty": 0.4, "min_tokens": 8},
+        {"grammar": Grammar.json_object(), "bad_token_ids": [*b"abcdef"], "logprobs": 2},
     ],
     "logprobs": [
         {"logprobs": 3},
@@ -168,6 +171,7 @@ def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
     answers = run(llm, requests(), switch)
     used = {depth for a in answers.values() for depth in a.stats.rounds_by_num_steps}
     assert used == set(range(NUM_STEPS + 1))
+    assert llm.engine.snapshot()["fallback"] is None
     return answers
 
 
@@ -195,7 +199,9 @@ def adaptive(make: MakeLLM, row: Row) -> tuple[LLM, list[dict[str, Any]]]:
             for steps, tokens in slot["candidate_trees"]
         ]
     depths = [{"speculative_adaptive": False, **depth} for depth in depths]
-    depths.insert(3, {"speculative_adaptive": True, "speculative_adaptive_strategy": "per_request"})
+    for strategy in ("ema", "per_request"):
+        adapts = {"speculative_adaptive": True, "speculative_adaptive_strategy": strategy}
+        depths.insert(3, adapts)
     return make(row, slots={"1": slot}), depths
 
 
@@ -286,17 +292,17 @@ def decode_alone(make: MakeLLM) -> dict[str, Answer]:
     return answers
 
 
-def cells() -> list[Any]:
-    """Return every row with every event."""
+def cells(events: Iterable[str]) -> list[Any]:
+    """Return every row with every one of these events."""
     return [
         pytest.param(row, event, id=f"{row.name}-{event}")
         for row in (PLAIN, *DRAFTING_ROWS)
-        for event in EVENTS
+        for event in events
         if row != PLAIN or event not in ("depth", "pause")  # it has one depth
     ]
 
 
-@pytest.mark.parametrize(("row", "event"), cells())
+@pytest.mark.parametrize(("row", "event"), cells(EVENTS))
 def test_answers_are_those_of_plain_decoding_alone(
     make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
 ) -> None:

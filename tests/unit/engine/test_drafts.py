@@ -33,7 +33,6 @@ from tests.helpers.plain_heads import PlainHead
 from tests.unit.models.draft_formats import PlainWindowed, medusa_tensors
 from tests.unit.models.test_medusa import plain_logits
 
-EXECUTIONS = ["eager", "lanes"]
 STEPS = 4
 TOLERANCE = 2e-4
 Heads = Callable[[Path, Path], Path]
@@ -137,11 +136,10 @@ def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plai
     return plain, ids
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("name", EAGLE_HEADS)
 @pytest.mark.parametrize("tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"])
 def test_eagle_heads_draft_from_the_features_of_the_text(
-    pair: Pair, tmp_path: Path, execution: str, name: str, tiers: list[int]
+    pair: Pair, tmp_path: Path, name: str, tiers: list[int]
 ) -> None:
     """A prompt in pieces, then the same one found in the cache."""
     algorithm, keys = EAGLE_HEADS[name]
@@ -149,7 +147,7 @@ def test_eagle_heads_draft_from_the_features_of_the_text(
     make(tmp_path, pair.target, **keys)
     plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
     llm = llm_maker(Pair(pair.target, {algorithm: tmp_path}), "cpu")(
-        algorithm, STEPS, execution=execution, max_num_batched_tokens=16, max_num_seqs=1
+        algorithm, STEPS, max_num_batched_tokens=16, max_num_seqs=1
     )
     switch_every_round(llm, tiers, ragged=False)
     prompt = [(7 * i) % 250 for i in range(21)]
@@ -168,11 +166,10 @@ def test_eagle_heads_draft_from_the_features_of_the_text(
         assert kept < 20, "the test needs drafts that are rejected"
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"])
 @pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
-    pair: Pair, tmp_path: Path, execution: str, tiers: list[int], token_map: list[int] | None
+    pair: Pair, tmp_path: Path, tiers: list[int], token_map: list[int] | None
 ) -> None:
     rows = VOCAB if token_map is None else len(token_map)
     tensors = medusa_tensors(64, STEPS, 1, rows)
@@ -185,7 +182,7 @@ def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
         return plain_logits(tensors, torch.empty(0), last)[:count, 0]
 
     llm = llm_maker(Pair(pair.target, {"MEDUSA": tmp_path}), "cpu")(
-        "MEDUSA", STEPS, execution=execution, max_num_batched_tokens=16, max_num_seqs=1
+        "MEDUSA", STEPS, max_num_batched_tokens=16, max_num_seqs=1
     )
     switch_every_round(llm, tiers, ragged=False)
     prompt = [(7 * i) % 250 for i in range(21)]

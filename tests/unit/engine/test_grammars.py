@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from serve_spec import LLM
-from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.engines import (
     MakeLLM,
-    Pair,
     checked,
-    continued,
-    llm_maker,
-    switch_every_round,
-    texts,
 )
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of, is_of, is_valid
 from tests.helpers.plain_logprobs import close
 
-SWITCHING = (0, 7, 1, 0, 3, 0, 0, 7)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -79,18 +69,10 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.fixture(scope="module", params=["eager", "lanes"])
-def make_llm(pair: Pair, request: pytest.FixtureRequest) -> MakeLLM:
-    """Engines that know every length before a round, and engines that run ahead of the host."""
-    return partial(llm_maker(pair, "cpu"), execution=request.param)
-
-
 @pytest.fixture(scope="module")
-def off(pair: Pair) -> list[RequestOutput]:
-    """Every request alone, without speculation."""
-    prompts, params = prompts_and_params()
-    llm = llm_maker(pair, "cpu")()
-    return [llm.generate([p], q)[0] for p, q in zip(prompts, params, strict=True)]
+def off(make_llm: MakeLLM) -> list[RequestOutput]:
+    """Every request without speculation."""
+    return make_llm().generate(*prompts_and_params())
 
 
 def check(output: RequestOutput, params: SamplingParams) -> None:
@@ -119,91 +101,6 @@ def test_without_speculation_every_text_is_legal_and_some_are_complete(
     for output, params in zip(off, prompts_and_params()[1], strict=True):
         check(output, params)
     assert sum(output.token_ids[-1] == EOS_ID for output in off) > 3
-
-
-@pytest.mark.parametrize(
-    ("algorithm", "batch"),
-    [
-        ("NONE", 8),
-        ("EAGLE3", 1),
-        ("EAGLE3", 8),
-        ("EAGLE", 8),
-        ("STANDALONE", 3),
-        ("MEDUSA", 8),
-        ("NGRAM", 2),
-    ],
-)
-def test_speculation_never_changes_a_text_by_a_grammar(
-    make_llm: MakeLLM, off: list[RequestOutput], algorithm: str, batch: int
-) -> None:
-    prompts, params = prompts_and_params()
-    llm = make_llm(algorithm, 0 if algorithm == "NONE" else 4, max_num_seqs=batch)
-    outputs = llm.generate(prompts, params)
-    close(outputs, off)
-    assert llm.engine.worker.grammars.num_followed == 0, "who has left is forgotten"
-    kept = [output.speculation.num_correct_drafts for output in outputs]
-    assert algorithm == "NONE" or sum(kept) - kept[2] > 0, "some drafts must be kept by grammar"
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "MEDUSA", "NGRAM"])
-def test_nothing_that_happens_to_a_request_changes_its_text_by_a_grammar(
-    make_llm: MakeLLM, off: list[RequestOutput], algorithm: str
-) -> None:
-    """Another tier every round, ragged depths, prompts in pieces, and too few pages."""
-    prompts, params = prompts_and_params()
-    llm = make_llm(algorithm, 3, num_pages=28, max_model_len=112, max_num_batched_tokens=19)
-    switch_every_round(llm, (0, 4, 1, 0, 3) if algorithm == "MEDUSA" else SWITCHING)
-    close(llm.generate(prompts, params), off)
-    assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"])
-def test_drafts_that_branch_change_no_text_by_a_grammar(
-    make_llm: MakeLLM, off: list[RequestOutput], algorithm: str
-) -> None:
-    prompts, params = prompts_and_params()
-    llm = make_llm(
-        algorithm, 3, speculative_eagle_topk=3, speculative_num_draft_tokens=11, max_num_seqs=6
-    )
-    outputs = llm.generate(prompts, params)
-    close(outputs, off)
-    kept = [output.speculation.num_correct_drafts for output in outputs]
-    assert sum(kept) - kept[2] > 0, "some drafts must be kept by grammar"
-    switch_every_round(llm, (0, DraftShape(3, 9, 3), 2, DraftShape(2, 5, 3)))
-    close(llm.generate(prompts, params), off)
-
-
-def test_rounds_that_lanes_can_not_run_change_no_text_by_a_grammar(
-    make_llm: MakeLLM, off: list[RequestOutput]
-) -> None:
-    """Whoever asks for the log-probabilities of a prompt takes all others along to the host."""
-    prompts, params = prompts_and_params()
-    llm = make_llm("EAGLE3", 3, max_num_seqs=3)
-    asking = [replace(p, prompt_logprobs=0 if i > 2 else None) for i, p in enumerate(params)]
-    outputs = llm.generate(prompts, asking)
-    close([replace(output, prompt_logprobs=None) for output in outputs], off)
-
-
-def test_who_has_no_grammar_keeps_its_text_beside_and_after_others(
-    make_llm: MakeLLM, pair: Pair
-) -> None:
-    prompts, params = prompts_and_params()
-    free = [replace(p, grammar=None) for p in params]
-    alone = texts(llm_maker(pair, "cpu")().generate(prompts, free))
-    llm = make_llm("EAGLE3", 3, max_num_seqs=3)
-    mixed = [q for i, q in enumerate(params) for q in (q, free[i])]
-    twice = [p for p in prompts for _ in range(2)]
-    assert texts(llm.generate(twice, mixed)[1::2]) == alone
-
-
-@pytest.mark.parametrize("algorithm", ["NONE", "EAGLE3"])
-@pytest.mark.parametrize("num_emitted", [1, 4, 15])
-def test_what_another_engine_generated_counts(
-    make_llm: MakeLLM, off: list[RequestOutput], algorithm: str, num_emitted: int
-) -> None:
-    prompts, params = prompts_and_params()
-    llm = make_llm(algorithm, 0 if algorithm == "NONE" else 3)
-    assert continued(llm, prompts, params, off, num_emitted) == texts(off)
 
 
 def test_an_aborted_request_leaves_nothing_behind(
@@ -274,57 +171,12 @@ def test_a_text_that_becomes_too_much_for_the_limits_ends_and_others_go_on(
     assert len(other.text) == 60
 
 
-@pytest.fixture(scope="module")
-def engines(make_llm: MakeLLM) -> list[LLM]:
-    """Small pools and batches, so that requests of any kind meet, wait and give way."""
-    room = {"num_pages": 40, "max_num_seqs": 3, "max_num_batched_tokens": 24}
-    llms = [make_llm(), make_llm("EAGLE3", 3, **room), make_llm("NGRAM", 7, **room)]
-    for llm in llms[1:]:
-        switch_every_round(llm, SWITCHING)
-    return llms
-
-
-requests = st.lists(
-    st.tuples(
-        st.lists(st.integers(0, 255), min_size=1, max_size=20),
-        st.builds(
-            SamplingParams,
-            max_tokens=st.integers(8, 16),
-            temperature=st.sampled_from([0.0, 0.8, 1.3]),
-            top_p=st.sampled_from([1.0, 0.9]),
-            frequency_penalty=st.sampled_from([0.0, 0.7]),
-            bad_token_ids=st.lists(st.integers(40, 120), max_size=9),
-            min_tokens=st.sampled_from([0, 3, 8]),
-            seed=st.integers(0, 1000),
-            logprobs=st.sampled_from([None, 2]),
-            ignore_eos=st.booleans(),
-            grammar=st.sampled_from(GRAMMARS),
-        ),
-    ),
-    min_size=1,
-    max_size=4,
-)
-
-
-@settings(max_examples=5, deadline=None, derandomize=True)
-@given(batch=requests)
-def test_any_requests_together_get_the_text_they_get_alone_without_speculation(
-    engines: list[LLM], batch: list[tuple[list[int], SamplingParams]]
-) -> None:
-    prompts, params = [p for p, _ in batch], [q for _, q in batch]
-    plainly, *on = engines
-    off = [plainly.generate([p], q)[0] for p, q in batch]
-    for llm in on:
-        close(llm.generate(prompts, params), off)
-
-
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE", "NGRAM"])
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 def test_trained_drafts_of_the_shipped_model_write_valid_json(
-    shipped_off: list[RequestOutput], algorithm: str, execution: str
+    shipped_off: list[RequestOutput], algorithm: str
 ) -> None:
     """A vocabulary with merges, where most of a text's tokens are drawn among few."""
-    outputs = shipped(algorithm, 3, execution).generate(*shipped_requests())
+    outputs = shipped(algorithm, 3).generate(*shipped_requests())
     close(outputs, shipped_off)
     kept = sum(output.speculation.num_correct_drafts for output in outputs)
     assert kept > 0 or algorithm == "NGRAM", "such short texts hardly repeat themselves"
@@ -350,7 +202,7 @@ def shipped_requests() -> tuple[list[str], list[SamplingParams]]:
     return ["def main(x):\n    return"] * len(params), params
 
 
-def shipped(algorithm: str, num_steps: int, execution: str) -> LLM:
+def shipped(algorithm: str, num_steps: int) -> LLM:
     speculative: dict[str, Any] = {
         "speculative_algorithm": algorithm,
         "speculative_num_steps": num_steps,
@@ -362,12 +214,12 @@ def shipped(algorithm: str, num_steps: int, execution: str) -> LLM:
     model = {"path": "asset:tiny/target", "device": "cpu", "dtype": "float32"}
     cache = {"page_size": 16, "num_pages": 64}
     settings_ = {"model": model, "speculative": speculative, "cache": cache}
-    return checked(LLM(settings_, execution=execution, max_model_len=128, max_num_seqs=4))
+    return checked(LLM(settings_, max_model_len=128, max_num_seqs=4))
 
 
 @pytest.fixture(scope="module")
 def shipped_off() -> list[RequestOutput]:
-    outputs = shipped("NONE", 0, "eager").generate(*shipped_requests())
+    outputs = shipped("NONE", 0).generate(*shipped_requests())
     for output, params in zip(outputs, shipped_requests()[1], strict=True):
         assert output.finish_reason is FinishReason.STOP
         assert params.grammar is not None
@@ -376,15 +228,14 @@ def shipped_off() -> list[RequestOutput]:
     return outputs
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize("method", ["standard", "block"])
 def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(
-    pair: Pair, method: str, execution: str
+    make_llm: MakeLLM, method: str
 ) -> None:
     """They are others than without speculation, so that validity is what is left to ask."""
     prompts, params = prompts_and_params()
     hot = [replace(p, temperature=1.0) for p in params]
-    llm = llm_maker(pair, "cpu")("EAGLE3", 4, rejection_sample_method=method, execution=execution)
+    llm = make_llm("EAGLE3", 4, rejection_sample_method=method)
     outputs = llm.generate(prompts, hot)
     for output, asked in zip(outputs, hot, strict=True):
         check(output, asked)

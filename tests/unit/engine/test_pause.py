@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_spec.verify import verifier
 
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import StepPlan, StepResult
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
-from serve_spec.verify import verifier
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
 GREEDY = SamplingParams(max_tokens=1060, temperature=0, ignore_eos=True)
@@ -49,15 +49,12 @@ def run(llm: LLM, steps_at: Callable[[int], int]) -> tuple[Scheduled, list[int]]
     return controller, list(llm.generate([[5, 6, 7, 8]], GREEDY)[0].token_ids)
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
-def test_a_pause_of_a_thousand_rounds_is_forgotten(
-    tmp_path: Path, algorithm: str, execution: str
-) -> None:
+def test_a_pause_of_a_thousand_rounds_is_forgotten(tmp_path: Path, algorithm: str) -> None:
     """From the end of the pause on, every round keeps what an engine that never paused keeps."""
     end = 1010
     pair = make_pair(tmp_path, max_position_embeddings=2048, num_hidden_layers=4)
-    llm = llm_maker(pair, "cpu")(algorithm, 3, max_model_len=1080, execution=execution)
+    llm = llm_maker(pair, "cpu")(algorithm, 3, max_model_len=1080)
     # Both arrive at length `end` exactly: the second draws single tokens for a while before it.
     paused, text = run(llm, lambda length: 0 if length < end else 3)
     steady, same_text = run(llm, lambda length: 0 if end - 12 < length < end else 3)

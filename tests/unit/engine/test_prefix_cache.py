@@ -11,10 +11,9 @@ from torch import Tensor
 
 from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
+from tests.helpers.engines import MakeLLM, switch_every_round
 
 ALGORITHMS = ["NONE", "NGRAM", "EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"]
-EXECUTIONS = ["eager", "lanes"]
 SWITCHING = (0, 3, 0, 0, 1, 3)
 PAGE = 4
 
@@ -40,48 +39,9 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-@pytest.fixture(scope="module")
-def plain(pair: Pair) -> list[tuple[int, ...]]:
-    """The text of every request, alone, without speculation or a cache."""
-    llm = llm_maker(pair, "cpu")(prefix_caching=False)
-    prompts, params = prompts_and_params()
-    return [texts(llm.generate([p], q))[0] for p, q in zip(prompts, params, strict=True)]
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("num_pages", [512, 36])
-def test_what_others_left_in_the_cache_never_changes_a_text(
-    make_llm: MakeLLM,
-    plain: list[tuple[int, ...]],
-    algorithm: str,
-    execution: str,
-    num_pages: int,
-) -> None:
-    """Tier changes every round, in three orders; with few pages, preemptions and evictions."""
-    num_steps = 0 if algorithm == "NONE" else 3
-    llm = make_llm(algorithm, num_steps, execution=execution, num_pages=num_pages, max_num_seqs=5)
-    if num_steps:
-        switch_every_round(llm, SWITCHING)
-    prompts, params = prompts_and_params()
-    for order in (range(10), range(9, -1, -1), range(0, 30, 3)):
-        at = [i % 10 for i in order]
-        outputs = llm.generate([prompts[i] for i in at], [params[i] for i in at])
-        assert texts(outputs) == [plain[i] for i in at]
-    assert sum(output.num_cached_tokens for output in outputs) > 100
-    cache = llm.engine.scheduler.cache
-    assert cache.num_free_pages == num_pages
-    if num_pages == 36:
-        assert cache.tree.num_evicted > 10
-        assert llm.engine.scheduler.num_preemptions > 0
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(
-    make_llm: MakeLLM, execution: str
-) -> None:
+def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm: MakeLLM) -> None:
     """Some pages have no draft entries yet, for they were computed without drafts."""
-    llm = make_llm("STANDALONE", 3, execution=execution)
+    llm = make_llm("STANDALONE", 3)
     prompts, params = prompts_and_params()
     greedy = [replace(p, temperature=0.0, frequency_penalty=0.0) for p in params]
     switch_every_round(llm, [0, 0, 0, 3, 0, 2], ragged=False)
@@ -93,13 +53,12 @@ def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(
             assert output.num_cached_tokens > 0
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"])
-def test_a_hit_costs_no_draft(make_llm: MakeLLM, algorithm: str, execution: str) -> None:
+def test_a_hit_costs_no_draft(make_llm: MakeLLM, algorithm: str) -> None:
     """A prompt found in the cache is drafted after as if it had been computed."""
     prompts, params = prompts_and_params()
-    hot = make_llm(algorithm, 3, execution=execution)
-    cold = make_llm(algorithm, 3, execution=execution, prefix_caching=False)
+    hot = make_llm(algorithm, 3)
+    cold = make_llm(algorithm, 3, prefix_caching=False)
     kept = 0
     for prompt, param in zip(prompts, params, strict=True):
         found, computed = hot.generate([prompt], param)[0], cold.generate([prompt], param)[0]
@@ -152,11 +111,10 @@ def test_every_page_known_holds_what_computing_its_text_anew_gives(
         fresh.engine.abort(seq.request_id)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_log_probabilities_of_a_prompt_are_computed_whatever_is_known_of_it(
-    make_llm: MakeLLM, execution: str
+    make_llm: MakeLLM,
 ) -> None:
-    llm = make_llm("EAGLE3", 3, execution=execution)
+    llm = make_llm("EAGLE3", 3)
     prompt = prompts_and_params()[0][0]
     params = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=1, logprobs=1)
     first, second = (llm.generate([prompt], params)[0] for _ in range(2))

@@ -426,7 +426,9 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
         draft = [2 * true_draft_ms(size, tree.num_steps) for size in costs.batch_sizes]
         assert np.array(tree.draft_ms) == pytest.approx(np.array([draft, draft]))
         for context, found in zip(costs.contexts, tree.verify_ms, strict=True):
-            verify = [true_verify_ms(size, tree.num_draft_tokens, context) for size in costs.batch_sizes]
+            verify = [
+                true_verify_ms(size, tree.num_draft_tokens, context) for size in costs.batch_sizes
+            ]
             assert found == pytest.approx(verify, rel=1e-4)
     branched = [plan for plan in worker.plans if not plan.shape.is_chain]
     assert {plan.shape for plan in branched} == set(TREES)

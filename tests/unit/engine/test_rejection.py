@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
-from functools import partial
 
 import pytest
 import torch
@@ -13,17 +11,11 @@ from scipy import stats
 from serve_spec import LLM
 from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
 from serve_spec.ops.rejection import DraftLogits
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, switch_every_round, texts
+from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
 METHODS = ["standard", "block"]
 ALGORITHMS = ["EAGLE3", "EAGLE", "MEDUSA", "STANDALONE"]
 STEPS = 4
-
-
-@pytest.fixture(scope="module", params=["eager", "lanes"])
-def make_llm(pair: Pair, request: pytest.FixtureRequest) -> MakeLLM:
-    """Engines that judge on the host's word, and engines that judge on the device's own."""
-    return partial(llm_maker(pair, "cpu"), execution=request.param)
 
 
 def requests(temperature: float, count: int = 6) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -45,13 +37,6 @@ def round_by_round(
     """
     llm.engine._plan_ahead = lambda before: None  # type: ignore[method-assign]
     return llm.generate(prompts, params)
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_greedy_texts_are_what_they_were(make_llm: MakeLLM, algorithm: str, method: str) -> None:
-    llm = make_llm(algorithm, STEPS, rejection_sample_method=method)
-    assert texts(llm.generate(*requests(0.0))) == texts(make_llm().generate(*requests(0.0)))
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -80,16 +65,6 @@ def test_a_request_that_never_drafts_has_the_text_of_its_seed(
 ) -> None:
     llm = make_llm("EAGLE3", 0, rejection_sample_method=method)
     assert texts(llm.generate(*requests(1.0))) == texts(make_llm().generate(*requests(1.0)))
-
-
-def test_greedy_requests_do_not_notice_sampled_ones_in_their_batch(make_llm: MakeLLM) -> None:
-    prompts, greedy = requests(0.0)
-    _, sampled = requests(1.3)
-    params = [(greedy, sampled)[i % 2][i] for i in range(len(prompts))]
-    llm = make_llm("EAGLE3", STEPS, rejection_sample_method="block")
-    assert texts(llm.generate(prompts, params))[::2] == texts(
-        make_llm().generate(prompts[::2], greedy[::2])
-    )
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -145,67 +120,12 @@ def test_a_text_that_goes_on_in_another_engine_is_as_long_as_asked(make_llm: Mak
     assert len(tokens) == params[0].max_tokens - 3
 
 
-def varied_requests() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Prompts of 1 to 20 tokens; greedy, filtered and edited requests among the sampled ones."""
-    rng = random.Random(0)
-    prompts = [[rng.randrange(256) for _ in range(n)] for n in (1, 2, 5, 11, 20, 16)]
-    kinds = [
-        {},
-        {"temperature": 0.0},
-        {"temperature": 0.7, "top_p": 0.9},
-        {"temperature": 1.3, "top_k": 20},
-        {"repetition_penalty": 1.4, "logit_bias": {7: 1.5}},
-        {"temperature": 0.9, "min_p": 0.02, "min_tokens": 30, "frequency_penalty": 0.3},
-    ]
-    params = [
-        SamplingParams(max_tokens=16 + 3 * i, seed=40 + i, ignore_eos=True, **kind)
-        for i, kind in enumerate(kinds)
-    ]
-    return prompts, params
-
-
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("tiers", [[STEPS], [0, 4, 2, 4, 1]])
-def test_rounds_on_lanes_say_what_eager_rounds_say(
-    pair: Pair, algorithm: str, method: str, tiers: list[int]
-) -> None:
-    """Token for token: the same drafts, coins and replacements, in rounds that begin alike."""
-    found = {}
-    for execution in ("eager", "lanes"):
-        llm = llm_maker(pair, "cpu")(
-            algorithm, STEPS, rejection_sample_method=method, execution=execution
-        )
-        switch_every_round(llm, tiers)
-        outputs = round_by_round(llm, *varied_requests())
-        assert llm.engine.worker.execution == execution
-        found[execution] = [
-            (output.token_ids, output.speculation.num_correct_drafts) for output in outputs
-        ]
-    assert found["lanes"] == found["eager"]
-    assert sum(kept for _, kept in found["lanes"]) > 0
-
-
-def test_lanes_keep_sampled_drafts_without_the_host(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    llm = llm_maker(pair, "cpu")(
-        "EAGLE3", STEPS, rejection_sample_method="block", execution="lanes"
-    )
-    worker = llm.engine.worker
-    monkeypatch.setattr(worker.eager, "submit", lambda plan: pytest.fail("eager round"))
-    outputs = llm.generate(*varied_requests())
-    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
-
-
 def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lower(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def create(*args: object) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     monkeypatch.setattr(DraftLogits, "create", create)
     with pytest.raises(MemoryError, match=r"num_steps=4, max_num_seqs=8: .* MiB.*coupled"):
-        llm_maker(pair, "cpu")(
-            "EAGLE3", STEPS, rejection_sample_method="block", execution="lanes", max_num_seqs=8
-        )
+        make_llm("EAGLE3", 4, rejection_sample_method="block", execution="lanes", max_num_seqs=8)

@@ -35,10 +35,9 @@ class SharpnessEveryRound(SwitchingController):
         assert verified.is_sampled == [True] * len(verified.row_steps)
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 @pytest.mark.parametrize(("tier", "topk"), [(STEPS, 1), (DraftShape(2, 6, 2), 2)])
 def test_each_round_drafts_at_the_sharpness_of_its_plan(
-    make_llm: MakeLLM, execution: str, tier: int | DraftShape, topk: int
+    make_llm: MakeLLM, tier: int | DraftShape, topk: int
 ) -> None:
     """The target is its own draft: at sharpness 1 it knows every token, at 0.2 it does not.
 
@@ -48,7 +47,7 @@ def test_each_round_drafts_at_the_sharpness_of_its_plan(
     params = [
         SamplingParams(max_tokens=40, temperature=1.0, seed=i, ignore_eos=True) for i in range(4)
     ]
-    llm = make_llm("STANDALONE", STEPS, execution=execution, speculative_eagle_topk=topk)
+    llm = make_llm("STANDALONE", STEPS, speculative_eagle_topk=topk)
     controller = SharpnessEveryRound(tier)
     llm.engine.worker.init_states(controller.shapes)
     llm.engine.controller = controller  # type: ignore[assignment]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,14 +12,13 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.int4_weight import int4_works
 from serve_spec.layers.int8_weight import int8_works
-from tests.helpers.checkpoints import VOCAB, read_checkpoint, write_checkpoint
-from tests.helpers.engines import MakeLLM, Pair, switch_every_round, texts
+from tests.helpers.checkpoints import VOCAB
+from tests.helpers.engines import MakeLLM, Pair, heard_rounds, switch_every_round, texts
+from tests.helpers.lives import with_vocabulary
 
-EXECUTIONS = ["eager", "lanes"]
 STEPS = 3
 INTEGERS = [
     pytest.param(
@@ -43,11 +41,10 @@ def prompts_and_params(
     return prompts, params
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_every_draft_of_the_target_itself_is_kept(make_llm: MakeLLM, execution: str) -> None:
+def test_every_draft_of_the_target_itself_is_kept(make_llm: MakeLLM) -> None:
     """Prompts of one token and of many: the draft reads all of a text, its first token, too."""
     request = prompts_and_params((0.0,))
-    outputs = make_llm("STANDALONE", STEPS, execution=execution).generate(*request)
+    outputs = make_llm("STANDALONE", STEPS).generate(*request)
     assert texts(outputs) == texts(make_llm().generate(*request))
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens
@@ -55,12 +52,11 @@ def test_every_draft_of_the_target_itself_is_kept(make_llm: MakeLLM, execution: 
         assert output.speculation.num_rounds == 20 / (STEPS + 1)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_after_rounds_without_drafts_and_preemption_it_goes_on_reading_where_it_was(
-    make_llm: MakeLLM, execution: str
+    make_llm: MakeLLM,
 ) -> None:
     request = prompts_and_params((0.0,))
-    llm = make_llm("STANDALONE", STEPS, execution=execution, num_pages=32, max_num_seqs=6)
+    llm = make_llm("STANDALONE", STEPS, num_pages=32, max_num_seqs=6)
     switch_every_round(llm, [0, 3, 0, 0, 2], ragged=False)
     outputs = llm.generate(*request)
     assert llm.engine.scheduler.num_preemptions > 0, "the pool must be too small for the batch"
@@ -71,9 +67,8 @@ def test_after_rounds_without_drafts_and_preemption_it_goes_on_reading_where_it_
 
 @pytest.mark.parametrize("text_first", [False, True])
 @pytest.mark.parametrize("tiers", [[7, 3, 7, 1], [DraftShape(3, 21, 3), 5, DraftShape(2, 12, 3)]])
-@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_rows_that_draft_less_than_others_leave_the_entries_of_others_alone(
-    make_llm: MakeLLM, execution: str, tiers: list[int | DraftShape], text_first: bool
+    make_llm: MakeLLM, tiers: list[int | DraftShape], text_first: bool
 ) -> None:
     """Pages go from sequence to sequence all the time, for the pool is small."""
     rng = random.Random(1)
@@ -85,54 +80,23 @@ def test_rows_that_draft_less_than_others_leave_the_entries_of_others_alone(
     keys: dict[str, Any] = {"num_pages": 60, "max_num_seqs": 6, "prefix_caching": False}
     if text_first:
         keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
-    llm = make_llm("STANDALONE", 7, execution=execution, speculative_eagle_topk=3, **keys)
+    llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, **keys)
     switch_every_round(llm, tiers)
-    by_model: list[tuple[RowPlan, int]] = []
-    commit = llm.engine.scheduler.commit
-
-    def hear(plan: StepPlan, result: Any, cut: Any) -> Any:
-        rows = zip(plan.sampling_rows, result.token_ids, strict=True)
-        by_model.extend((row, len(tokens) - 1) for row, tokens in rows if row.model_steps)
-        return commit(plan, result, cut)
-
-    llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
+    rounds = heard_rounds(llm)
     llm.generate(prompts, params)
-    whole = [pair for pair in by_model if pair[0].tree_drafts in {0, 3, 12, 21}]
+    whole = [
+        (row.num_steps, len(tokens) - 1)
+        for row, tokens in rounds
+        if row.model_steps and row.tree_drafts in {0, 3, 12, 21}  # others lack room
+    ]
     assert len(whole) > 20
-    assert all(kept == row.num_steps for row, kept in whole), "but for trees that lack room"
+    assert all(num_steps == kept for num_steps, kept in whole)
 
 
-@pytest.mark.parametrize("execution", EXECUTIONS)
-def test_drafts_at_another_temperature_never_change_the_text(
-    make_llm: MakeLLM, execution: str
-) -> None:
-    request = prompts_and_params((0.7, 1.0))
-    llm = make_llm("STANDALONE", 5, execution=execution, speculative_draft_sharpness=0.5)
-    outputs = llm.generate(*request)
-    assert texts(outputs) == texts(make_llm().generate(*request))
-    correct = sum(output.speculation.num_correct_drafts for output in outputs)
-    drafted = sum(output.speculation.num_draft_tokens for output in outputs)
-    assert 0 < correct < drafted, "the test needs kept and rejected drafts"
-
-
-def with_vocabulary(pair: Pair, directory: Path, size: int) -> Path:
-    """The target, with more rows for ids that nobody uses, or without its last ones."""
-    config, tensors = read_checkpoint(pair.target)
-    for name in ("model.embed_tokens.weight", "lm_head.weight"):
-        if name in tensors:
-            rows = tensors[name][:size]
-            more = torch.ones(size - len(rows), rows.shape[1])
-            tensors[name] = torch.cat([rows, more])
-    write_checkpoint(directory, {**config, "vocab_size": size}, tensors)
-    shutil.copy(pair.target / "tokenizer.json", directory)
-    return directory
-
-
-@pytest.mark.parametrize("execution", EXECUTIONS)
 @pytest.mark.parametrize("topk", [1, 2])
 @pytest.mark.parametrize("size", [260, 270, VOCAB + 3, VOCAB + 64])
 def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
-    make_llm: MakeLLM, pair: Pair, tmp_path: Path, execution: str, topk: int, size: int
+    make_llm: MakeLLM, pair: Pair, tmp_path: Path, topk: int, size: int
 ) -> None:
     """Texts in which tokens come that a shorter one lacks; of any other every draft is kept."""
     prompts, params = prompts_and_params((0.0, 0.9))
@@ -142,7 +106,6 @@ def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
     llm = make_llm(
         "STANDALONE",
         STEPS,
-        execution=execution,
         speculative_draft_model_path=folder,
         speculative_eagle_topk=topk,
         speculative_draft_sharpness=1.0,
@@ -162,15 +125,13 @@ def test_a_vocabulary_that_is_padded_otherwise_is_no_other_vocabulary(
 
 
 @pytest.mark.parametrize("integers", INTEGERS)
-@pytest.mark.parametrize("execution", EXECUTIONS)
 def test_a_copy_of_the_target_in_integers_never_changes_the_text(
-    make_llm: MakeLLM, execution: str, integers: str
+    make_llm: MakeLLM, integers: str
 ) -> None:
     request = prompts_and_params((0.0, 0.8))
     llm = make_llm(
         "STANDALONE",
         STEPS,
-        execution=execution,
         speculative_draft_model_quantization=integers,
         num_pages=32,
         max_num_seqs=6,

@@ -18,6 +18,9 @@ from typing import Any
 
 import pytest
 import torch
+from serve_spec.drafters.base import Proposal
+from serve_spec.drafters.eagle import EagleDrafter
+from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from torch import Tensor
 
 from serve_spec import LLM
@@ -25,9 +28,6 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
-from serve_spec.drafters.base import Proposal
-from serve_spec.drafters.eagle import EagleDrafter
-from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from serve_spec.engine import build
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.follower import follow
@@ -117,37 +117,24 @@ def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "size", "execution"),
-    [("EAGLE3", 2, "eager"), ("EAGLE3", 2, "lanes"), ("EAGLE", 2, "lanes"), ("EAGLE", 4, "eager")],
-)
+@pytest.mark.parametrize(("algorithm", "size"), [("EAGLE3", 2), ("EAGLE", 4)])
 def test_any_number_of_ranks_says_what_one_says(
-    threads: None, make: MakeLLM, plain: Texts, algorithm: str, size: int, execution: str
+    threads: None, make: MakeLLM, plain: Texts, algorithm: str, size: int
 ) -> None:
-    llm = stressed(make, algorithm, tensor_parallel_size=size, execution=execution)
-    assert texts(llm) == plain
+    """Also from the pages that rank 0 finds."""
+    llm = stressed(make, algorithm, tensor_parallel_size=size)
+    assert [texts(llm) for _ in range(2)] == [plain] * 2
     counters = llm.engine.counters
     assert 0 < counters.num_correct_drafts < counters.num_draft_tokens
+    assert counters.num_prefix_hit_tokens > 0
     assert llm.engine.scheduler.num_preemptions > 0
     llm.shutdown()
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
-def test_ranks_begin_with_the_pages_that_rank_0_finds(
-    threads: None, make: MakeLLM, plain: Texts, execution: str
-) -> None:
-    llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)
-    assert [texts(llm) for _ in range(2)] == [plain] * 2
-    assert llm.engine.counters.num_prefix_hit_tokens > 0
-    llm.shutdown()
-
-
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 def test_any_number_of_ranks_verifies_the_trees_of_the_first(
     threads: None,
     make: MakeLLM,
     plain: Texts,
-    execution: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where another rank's children are others."""
@@ -159,7 +146,7 @@ def test_any_number_of_ranks_verifies_the_trees_of_the_first(
 
     monkeypatch.setattr(draw, "likeliest_children", others)
     monkeypatch.setattr(sampling, "likeliest_children", others)
-    llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2, execution=execution)
+    llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2)
     switch_every_round(llm, [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3)])
     assert texts(llm) == plain
     counters = llm.engine.counters
@@ -167,9 +154,8 @@ def test_any_number_of_ranks_verifies_the_trees_of_the_first(
     llm.shutdown()
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 def test_any_number_of_ranks_tells_the_log_probabilities_of_one(
-    threads: None, make: MakeLLM, execution: str
+    threads: None, make: MakeLLM
 ) -> None:
     """Each rank has some columns of the logits only; four do not divide the vocabulary."""
     prompts, params = requests()
@@ -178,19 +164,17 @@ def test_any_number_of_ranks_tells_the_log_probabilities_of_one(
         for i, p in enumerate(params)
     ]
     one = make().generate(prompts, asking)
-    llm = stressed(make, "EAGLE", tensor_parallel_size=4, execution=execution)
+    llm = stressed(make, "EAGLE", tensor_parallel_size=4)
     close(llm.generate(prompts, asking), one)
     assert llm.engine.counters.num_correct_drafts > 0
     assert llm.engine.scheduler.num_preemptions > 0
     llm.shutdown()
 
 
-@pytest.mark.parametrize("execution", ["eager", "lanes"])
 def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     threads: None,
     make: MakeLLM,
     plain: Texts,
-    execution: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Worse than any rounding: followers draft and draw what nobody would."""
@@ -211,7 +195,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     monkeypatch.setattr(EagleDrafter, "propose", propose_otherwise)
     monkeypatch.setattr(EagleLaneDrafter, "draft", draft_otherwise)
     monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
-    llm = stressed(make, "EAGLE3", tensor_parallel_size=2, execution=execution)
+    llm = stressed(make, "EAGLE3", tensor_parallel_size=2)
     assert texts(llm) == plain
     assert llm.engine.counters.num_correct_drafts > 0
     llm.shutdown()

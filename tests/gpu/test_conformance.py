@@ -1,0 +1,25 @@
+"""A part of the conformance table on a GPU, in float32: answers are those of a CPU."""
+
+import pytest
+
+from tests.helpers.table import LOGPROB_TOLERANCE, Answer, MakeLLM, Row
+from tests.unit.engine.test_conformance import EVENTS, cells, check, decode_alone, table_maker
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    return decode_alone(table_maker(tmp_path_factory, "cpu"))
+
+
+@pytest.fixture(scope="module")
+def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
+    return table_maker(tmp_path_factory, "cuda")
+
+
+@pytest.mark.parametrize(("row", "event"), cells(["preemption", "depth", "prefix"]))
+def test_answers_are_those_of_plain_decoding_on_a_cpu(
+    make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
+) -> None:
+    check(EVENTS[event](make, row), alone, row, event, tolerance=LOGPROB_TOLERANCE)

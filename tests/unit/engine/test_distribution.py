@@ -1,0 +1,300 @@
+"""Tokens and log-probabilities are those of the plain model's distribution, edited as asked."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from serve_spec import LLM
+from serve_spec.core.errors import InvalidRequest
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
+from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.engines import MakeLLM, Pair
+from tests.helpers.plain_edits import edited
+from tests.helpers.plain_logprobs import CLOSE, Distribution, PlainLogprobs, processed
+
+FILTERS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02, "top_k": 50}, {}]
+EDITS: list[dict[str, object]] = [
+    {"repetition_penalty": 1.3},
+    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
+    {"logit_bias": {7: 4.0, 100: -100.0, 200: 2.5}},
+    {},
+    {"allowed_token_ids": [*range(40, 90)], "frequency_penalty": 0.3},
+    {"bad_token_ids": [*range(0, 256, 3)], "repetition_penalty": 0.8},
+    {"logit_bias": {EOS_ID: 100.0}, "min_tokens": 9},
+    {"presence_penalty": 2.0, "repetition_penalty": 1.1, "logit_bias": {3: 5.0}},
+]
+AS_THE_MODEL_GIVES = SamplingParams(temperature=1.0)
+
+
+def span(start: int, end: int) -> list[int]:
+    return list(range(start, end))
+
+
+def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Every filter and every edit at every temperature; one request in five asks for no more."""
+    rng = random.Random(0)
+    lengths = [1, 2, 5, 11, 20, 33, 45, 16]
+    prompts = [[rng.randrange(256) for _ in range(n)] for n in lengths]
+    params = [
+        SamplingParams(
+            max_tokens=16 + 2 * i,
+            temperature=(0.0, 0.7, 1.0)[i % 3],
+            seed=40 + i,
+            ignore_eos=bool(i % 2),
+            logprobs=(0, 5, 20, 1, None)[i % 5],
+            prompt_logprobs=(None, 2, 0)[i % 3],
+            **FILTERS[i % 5],
+            **edits,
+        )
+        for all_edits in ([{}] * len(EDITS), EDITS)
+        for i, edits in enumerate(all_edits)
+    ]
+    return prompts * 2, params
+
+
+@pytest.fixture(scope="module")
+def plain(pair: Pair) -> PlainLogprobs:
+    return PlainLogprobs(pair.target)
+
+
+@pytest.fixture(scope="module")
+def off(make_llm: MakeLLM) -> list[RequestOutput]:
+    """Every request without speculation."""
+    return make_llm(max_num_seqs=16).generate(*prompts_and_params())
+
+
+def agrees(entry: TokenLogprob, token: int, expected: Distribution, num_top: int) -> None:
+    """Whether an entry says what the distribution says of this token."""
+    assert entry.token_id == token
+    assert entry.logprob == pytest.approx(expected[token], **CLOSE)
+    assert entry.rank == list(expected).index(token) + 1
+    assert [t for t, _ in entry.top] == list(expected)[:num_top]
+    for other, logprob in entry.top:
+        assert logprob == pytest.approx(expected[other], **CLOSE)
+
+
+def check(output: RequestOutput, params: SamplingParams, plain: PlainLogprobs) -> None:
+    """Whether every token is one that the plain distribution could give, and what is told its.
+
+    At temperature 0 that is one token.
+    """
+    prompt, tokens = list(output.prompt_token_ids), list(output.token_ids)
+    rows = plain.logits(prompt + tokens)[len(prompt) - 1 : -1]
+    assert (output.logprobs is None) == (params.logprobs is None)
+    for i, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        scores = edited(row, prompt, tokens[:i], params, [EOS_ID])
+        expected = processed(scores, params)
+        assert token in expected
+        if params.is_greedy:
+            assert max(scores) - scores[token] < 1e-4
+        if output.logprobs is not None:
+            assert params.logprobs is not None
+            agrees(output.logprobs[i], token, expected, min(params.logprobs, len(expected)))
+    assert output.logprobs is None or len(output.logprobs) == len(tokens)
+    assert (output.prompt_logprobs is None) == (params.prompt_logprobs is None)
+    if output.prompt_logprobs is not None:
+        assert params.prompt_logprobs is not None
+        first, *rest = output.prompt_logprobs
+        assert first is None
+        of_prompt = plain(prompt, AS_THE_MODEL_GIVES)[:-1]
+        for entry, token, expected in zip(rest, prompt[1:], of_prompt, strict=True):
+            assert entry is not None
+            agrees(entry, token, expected, params.prompt_logprobs)
+
+
+def test_without_speculation_tokens_and_log_probabilities_are_the_plain_ones(
+    off: list[RequestOutput], plain: PlainLogprobs
+) -> None:
+    for output, params in zip(off, prompts_and_params()[1], strict=True):
+        check(output, params, plain)
+
+
+def test_asking_never_changes_a_text_and_who_does_not_ask_gets_nothing(
+    make_llm: MakeLLM, off: list[RequestOutput]
+) -> None:
+    prompts, params = prompts_and_params()
+    silent = [replace(p, logprobs=None, prompt_logprobs=None) for p in params]
+    unasked = make_llm("EAGLE3", 3).generate(prompts, silent)
+    assert [o.token_ids for o in off] == [o.token_ids for o in unasked]
+    assert all(o.logprobs is None and o.prompt_logprobs is None for o in unasked)
+
+
+@pytest.fixture(scope="module")
+def drafting(make_llm: MakeLLM) -> LLM:
+    return make_llm("EAGLE3", 3, num_pages=40, max_num_seqs=3, max_num_batched_tokens=24)
+
+
+token_ids = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6)
+requests = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, 255), min_size=1, max_size=20),
+        st.builds(
+            SamplingParams,
+            max_tokens=st.integers(8, 14),
+            temperature=st.sampled_from([0.0, 0.3, 0.8, 1.3, 1.7]),
+            top_k=st.sampled_from([-1, 1, 3, 40]),
+            top_p=st.sampled_from([1.0, 0.9, 0.4]),
+            min_p=st.sampled_from([0.0, 0.05]),
+            frequency_penalty=st.sampled_from([0.0, 0.0, 0.7, 2.0, -1.0]),
+            presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -0.4]),
+            repetition_penalty=st.sampled_from([1.0, 1.0, 1.4, 0.7]),
+            logit_bias=st.dictionaries(
+                st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 3.0, 6.5]), max_size=4
+            ),
+            allowed_token_ids=st.none() | token_ids.map(lambda ids: [*ids, 5, 77]),
+            bad_token_ids=st.lists(st.integers(80, VOCAB - 1), max_size=6),
+            min_tokens=st.sampled_from([0, 0, 3, 8]),
+            stop_token_ids=st.lists(st.integers(80, VOCAB - 1), max_size=3),
+            seed=st.integers(0, 1000),
+            logprobs=st.sampled_from([None, 0, 1, 20]),
+            prompt_logprobs=st.sampled_from([None, 0, 3]),
+        ),
+    ),
+    min_size=1,
+    max_size=4,
+)
+
+
+@settings(
+    max_examples=24,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(requests)
+def test_any_requests_together_get_tokens_of_the_plain_distribution(
+    drafting: LLM, plain: PlainLogprobs, batch: list[tuple[list[int], SamplingParams]]
+) -> None:
+    params = [q for _, q in batch]
+    for output, asked in zip(drafting.generate([p for p, _ in batch], params), params, strict=True):
+        check(output, asked, plain)
+
+
+def test_tokens_that_a_stop_cuts_off_have_no_log_probabilities(
+    make_llm: MakeLLM, off: list[RequestOutput], plain: PlainLogprobs
+) -> None:
+    prompts, params = prompts_and_params()
+    stopping = [
+        replace(p, stop_token_ids=(output.token_ids[4],), logprobs=1, min_tokens=0)
+        for p, output in zip(params, off, strict=True)
+    ]
+    for output, asked in zip(
+        make_llm("EAGLE3", 7).generate(prompts, stopping), stopping, strict=True
+    ):
+        assert len(output.token_ids) <= 5
+        check(output, asked, plain)
+
+
+def test_deltas_carry_theirs_and_the_first_one_the_prompts(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3)
+    params = SamplingParams(max_tokens=20, seed=3, logprobs=2, prompt_logprobs=0, ignore_eos=True)
+    llm.engine.add(llm.engine.new_sequence("a", [7, 8, 9], params))
+    deltas = []
+    while llm.engine.has_work:
+        deltas += llm.engine.step()
+    assert len(deltas) > 1
+    for delta in deltas:
+        assert delta.logprobs is not None
+        assert [entry.token_id for entry in delta.logprobs] == list(delta.token_ids)
+    first, *rest = deltas
+    assert first.prompt_logprobs is not None
+    assert [e and e.token_id for e in first.prompt_logprobs] == [None, 8, 9]
+    assert all(delta.prompt_logprobs is None for delta in rest)
+
+
+def test_forced_acceptance_tells_of_the_tokens_it_emits(
+    make_llm: MakeLLM, plain: PlainLogprobs
+) -> None:
+    """Such a text is nobody's, but each of its tokens has its place in the plain distribution."""
+    llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.9])
+    params = SamplingParams(max_tokens=24, seed=5, logprobs=3, ignore_eos=True)
+    output = llm.generate([[1, 2, 3]], params)[0]
+    assert output.speculation.accept_length > 2
+    check(output, params, plain)
+
+
+def test_every_token_is_allowed_and_none_is_bad(make_llm: MakeLLM) -> None:
+    params = SamplingParams(
+        max_tokens=30,
+        temperature=1.5,
+        seed=1,
+        ignore_eos=True,
+        allowed_token_ids=span(60, 70),
+        bad_token_ids=span(64, 68),
+    )
+    outputs = make_llm("EAGLE3", 7).generate(prompts_and_params()[0], params)
+    assert {t for output in outputs for t in output.token_ids} == {60, 61, 62, 63, 68, 69}
+
+
+@pytest.mark.parametrize("min_tokens", [0, 1, 6])
+@pytest.mark.parametrize("end", [{}, {"stop_token_ids": (80,), "ignore_eos": True}])
+def test_a_text_that_wants_to_end_ends_right_after_min_tokens(
+    make_llm: MakeLLM, min_tokens: int, end: dict[str, object]
+) -> None:
+    wanted = 80 if end else EOS_ID
+    params = SamplingParams(
+        max_tokens=30, temperature=0.0, logit_bias={wanted: 100.0}, min_tokens=min_tokens, **end
+    )
+    for output in make_llm("EAGLE3", 7).generate([[1, 2, 3], [9] * 30], params):
+        assert output.token_ids.index(wanted) == len(output.token_ids) - 1 == min_tokens
+        assert output.finish_reason is FinishReason.STOP
+
+
+def test_no_stop_string_ends_a_text_before_min_tokens(make_llm: MakeLLM) -> None:
+    params = SamplingParams(
+        max_tokens=30, temperature=0.0, allowed_token_ids=[ord("a")], stop="aa", min_tokens=7
+    )
+    output = make_llm("EAGLE3", 7).generate([[1, 2, 3]], params)[0]
+    assert (output.text, len(output.token_ids)) == ("a" * 6, 8)
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("logit_bias", {"logit_bias": {VOCAB: 1.0}}),
+        ("logit_bias", {"logit_bias": {-1: 1.0}}),
+        ("bad_token_ids", {"bad_token_ids": [3, VOCAB]}),
+        ("allowed_token_ids", {"allowed_token_ids": [3, -1]}),
+        ("allowed_token_ids", {"allowed_token_ids": [3], "bad_token_ids": [3]}),
+        ("allowed_token_ids", {"allowed_token_ids": [EOS_ID], "min_tokens": 1}),
+        ("bad_token_ids", {"bad_token_ids": span(0, VOCAB)}),
+        (
+            "bad_token_ids",
+            {"bad_token_ids": span(0, EOS_ID) + span(EOS_ID + 1, VOCAB), "min_tokens": 1},
+        ),
+    ],
+)
+def test_edits_that_no_vocabulary_can_serve_are_refused_by_name(
+    make_llm: MakeLLM, field: str, params: dict[str, object]
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        make_llm().generate([[1]], SamplingParams(**params))
+    assert refusal.value.field == field
+
+
+def test_stop_tokens_of_another_vocabulary_hold_nothing_back(make_llm: MakeLLM) -> None:
+    params = SamplingParams(min_tokens=2, stop_token_ids=(VOCAB + 7, 2**40), seed=0)
+    assert len(make_llm().generate([[1]], params)[0].token_ids) >= 2
+
+
+def test_extreme_edits_leave_scores_from_which_a_token_can_be_drawn(make_llm: MakeLLM) -> None:
+    extremes = [
+        {"repetition_penalty": penalty, "logit_bias": dict.fromkeys(range(VOCAB), bias)}
+        for penalty in (0.01, 100)
+        for bias in (-100, 100)
+    ]
+    params = [
+        SamplingParams(temperature=t, seed=1, frequency_penalty=-2, ignore_eos=True, **edits)
+        for t in (2e-5, 100)
+        for edits in extremes
+    ]
+    outputs = make_llm("EAGLE3", 3).generate([[1, 2]] * len(params), params)
+    assert all(len(output.token_ids) == 16 for output in outputs)
+    assert torch.tensor([o.token_ids for o in outputs]).max() < VOCAB
