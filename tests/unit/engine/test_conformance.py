@@ -219,14 +219,14 @@ def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
 
 def with_chunks(make: MakeLLM, row: Row) -> dict[str, Answer]:
     """Run in a small batch, with prompts that take several steps, one arrival a step."""
-    llm = make(row, max_num_seqs=3, max_num_batched_tokens=19)
+    llm = make(row, max_num_seqs=5, max_num_batched_tokens=19)
     return run(llm, requests(), arrivals=lambda index: index)
 
 
 def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run with requests that need only the last steps of those before them."""
+    """Run with requests that arrive while others are at any place of their texts."""
     llm = make(row, max_num_batched_tokens=48)
-    return run(llm, requests(TOGETHER), arrivals=lambda index: 4 * index)
+    return run(llm, requests(TOGETHER), arrivals=lambda index: 2 * index)
 
 
 def with_resumption(make: MakeLLM, row: Row) -> dict[str, Answer]:

@@ -13,7 +13,7 @@ from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.layers.linear import Linear
 from serve_spec.models import draft, load_draft, load_target
 from serve_spec.models.draft import DraftWeights, own_matrices
-from tests.helpers.engines import make_pair
+from tests.helpers.engines import MakeLLM, make_pair, sampled_requests, texts
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -97,3 +97,13 @@ def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says
     assert [list(m.parts) for m in plain] == [["lm_head"]]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert f"1 of {len(own_matrices(head, target))} draft matrices stay as they are" in warning
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
+def test_a_draft_of_lower_precision_than_its_target_never_changes_the_text(
+    make_llm: MakeLLM, algorithm: str
+) -> None:
+    request = sampled_requests()
+    outputs = make_llm(algorithm, 3, speculative_draft_dtype="bfloat16").generate(*request)
+    assert texts(outputs) == texts(make_llm().generate(*request))
+    assert sum(output.speculation.num_correct_drafts for output in outputs) > 0
