@@ -2,8 +2,15 @@
 
 import pytest
 
-from tests.helpers.table import LOGPROB_TOLERANCE, Answer, MakeLLM, Row
-from tests.unit.engine.test_conformance import EVENTS, cells, check, decode_alone, table_maker
+from tests.helpers.table import DRAFT_MODELS, LOGPROB_TOLERANCE, Answer, MakeLLM, Row, run
+from tests.unit.engine.test_conformance import (
+    EVENTS,
+    cells,
+    check,
+    decode_alone,
+    requests,
+    table_maker,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -23,3 +30,13 @@ def test_answers_are_those_of_plain_decoding_on_a_cpu(
     make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
 ) -> None:
     check(EVENTS[event](make, row), alone, row, event, tolerance=LOGPROB_TOLERANCE)
+
+
+@pytest.mark.parametrize("algorithm", DRAFT_MODELS)
+def test_so_are_those_of_large_trees(
+    make: MakeLLM, alone: dict[str, Answer], algorithm: str
+) -> None:
+    row = Row(algorithm, is_tree=True)
+    llm = make(row, speculative_eagle_topk=8, speculative_num_draft_tokens=32)
+    answers = run(llm, requests())
+    check(answers, alone, row, "none", tolerance=LOGPROB_TOLERANCE, tree_tokens=32)

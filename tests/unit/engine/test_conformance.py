@@ -317,6 +317,7 @@ def check(
     event: str,
     *,
     tolerance: float = 5e-5,
+    tree_tokens: int = TREE_TOKENS,
 ) -> None:
     """Assert that answers are the expected ones, and that their counts are consistent."""
     assert event == "late" or set(answers) == set(alone)
@@ -334,7 +335,7 @@ def check(
         assert sum(depths.values()) == stats.num_rounds
         assert 0 <= stats.num_correct_drafts <= most <= stats.num_draft_tokens
         assert row.is_tree or most == stats.num_draft_tokens, key
-        most = (TREE_TOKENS - 1 if row.is_tree else cap) * stats.num_rounds
+        most = (tree_tokens - 1 if row.is_tree else cap) * stats.num_rounds
         assert stats.num_draft_tokens <= most
     total = [answer.stats for answer in answers.values()]
     kept, drafted = (

@@ -239,6 +239,7 @@ def test_texts_of_sampled_drafts_judged_by_rejection_are_of_the_grammar(
     outputs = llm.generate(prompts, hot)
     for output, asked in zip(outputs, hot, strict=True):
         check(output, asked)
+    assert llm.engine.worker.grammars.num_followed == 0, "requests that ended are forgotten"
     kept = [output.speculation.num_correct_drafts for output in outputs]
     assert sum(kept) - kept[2] > 0
 

@@ -132,6 +132,21 @@ def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm: MakeLLM) -> 
     assert (rounds, correct) == (5 * len(prompts), 19 * len(prompts))
 
 
+def test_trees_are_drafted_beside_prompts(make_llm: MakeLLM) -> None:
+    """In rounds that are planned ahead."""
+    sizes = {"execution": "lanes", "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    llm = with_trees(make_llm, "EAGLE3", (3, 2, 6), **sizes)
+    seen = Rounds(llm)
+    llm.generate(*sampled_requests())
+    mixed = [
+        plan
+        for plan in seen.plans
+        if any(row.tree_drafts for row in plan.rows) and not all(row.is_decode for row in plan.rows)
+    ]
+    assert len(mixed) > 3
+    assert any(plan.follows for plan in mixed)
+
+
 @pytest.mark.parametrize("wanted", [1.0, 3.0])
 def test_forced_acceptance_goes_along_first_children(make_llm: MakeLLM, wanted: float) -> None:
     prompts, params = sampled_requests()
