@@ -108,5 +108,5 @@ def test_a_policy_that_picks_its_own_depths_picks_none_beyond_the_heads() -> Non
             },
         }
     ).speculative
-    assert max(PolicySettings.of(config).candidate_steps) > 4
-    assert max(PolicySettings.of(config, max_steps=4).candidate_steps) == 4
+    assert PolicySettings.of(config).max_depth > 4
+    assert PolicySettings.of(config, max_steps=4).max_depth == 4
