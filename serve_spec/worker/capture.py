@@ -120,8 +120,9 @@ class CapturedShapes:
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
         ordered = sorted(wanted, key=lambda s: (not s.is_chain, s.size, s.depth), reverse=True)
+        captures = self._recorder.captures
         with torch.inference_mode():
-            for shape in tqdm(ordered, "draft shapes", leave=False):
+            for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
                 with self._reported(shape):
                     self.states[shape] = self._state(shape)
             with self._reported(None):
@@ -130,7 +131,7 @@ class CapturedShapes:
                     for trees in ((True, False) if has_trees else (False,))
                 }
                 self.extend_chunks = self._extend_chunks_stage()
-        if self._recorder.captures:
+        if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
 
     @property

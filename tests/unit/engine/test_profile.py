@@ -31,7 +31,7 @@ class FakeWorker:
     vocab_size = 50
 
     def __init__(self, tiers: Sequence[int] = range(8), noise: Sequence[float] = (1.0,)) -> None:
-        self.tiers = dict.fromkeys(map(DraftShape.chain, tiers))
+        self.states = dict.fromkeys(map(DraftShape.chain, tiers))
         self.now = 1000.0
         self.plans: list[StepPlan] = []
         self._noise = itertools.cycle(noise)
