@@ -9,21 +9,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from serve_spec.core.draft import TextDrafts
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import StepPlan
+from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM, heard_plans, heard_rounds, switch_every_round, texts
-from tests.unit.drafters.test_ngram import num_kept as num_on_path
 
 BRANCHING = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
 CHAIN: dict[str, Any] = {"speculative_ngram_min_match_window_size": 1}
 TREE = {**CHAIN, **BRANCHING}
 FIRST = {"speculative_ngram_first": True}
 SHAPES = pytest.mark.parametrize("shape", [CHAIN, TREE], ids=["chain", "tree"])
-# Those of these engines that plan a round before the one before it has ended.
-AHEAD = {"execution": "lanes"}
+AHEAD = {"async_scheduling": True}
 
 
 def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -43,6 +40,18 @@ def sources(plan: StepPlan) -> set[str]:
 
 def num_kept(outputs: Sequence[RequestOutput]) -> int:
     return sum(output.speculation.num_correct_drafts for output in outputs)
+
+
+def num_on_path(row: RowPlan, future: list[int]) -> int:
+    """Drafts of a row's tree that a text of this future keeps."""
+    node, kept = 0, 0
+    for token in future:
+        drafts = enumerate(zip(row.draft_ids, row.draft_parents, strict=True), start=1)
+        node = next((number for number, draft in drafts if draft == (token, node)), -1)
+        if node < 0:
+            break
+        kept += 1
+    return kept
 
 
 @SHAPES
@@ -148,8 +157,7 @@ def test_a_round_keeps_the_branch_that_the_text_goes_along(make_llm: MakeLLM) ->
     llm.generate([[5, 7, 9, 11]] * 4, params)
     branched = [(row, tokens) for row, tokens in rounds if row.tree_drafts > row.num_steps]
     for row, tokens in branched:
-        tree = TextDrafts(row.draft_ids, row.draft_parents)
-        assert num_on_path(tree, tokens) == len(tokens) - 1
+        assert num_on_path(row, tokens) == len(tokens) - 1
     assert {0, 1, 2} <= {len(tokens) - 1 for _, tokens in branched}
     kept = [(row.draft_ids[: len(tokens) - 1], tuple(tokens[:-1])) for row, tokens in branched]
     assert any(first != branch for first, branch in kept), "the first branch is not always it"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,7 +11,6 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import PendingRound, StepPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
-from serve_spec.worker.eagle import DraftModel
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
 GREEDY = SamplingParams(max_tokens=1060, temperature=0, ignore_eos=True)
@@ -66,24 +66,20 @@ def test_a_pause_of_a_thousand_rounds_is_forgotten(tmp_path: Path, algorithm: st
     assert sum(correct for _, correct in after.values()) > 0, "drafts must be right sometimes"
 
 
-def test_without_drafts_no_draft_stage_runs_and_no_page_is_reserved_ahead(
+def test_without_steps_nothing_drafts_or_reserves_ahead(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     llm = make_llm("EAGLE3", 3)
-
-    def no_call(*args: object) -> None:
-        raise AssertionError("a step without drafts asked the draft model")
-
-    for stage in ("extend", "extend_chunks", "draft"):
-        monkeypatch.setattr(DraftModel, stage, no_call)
-    submit, page_size = llm.engine.worker.submit, llm.engine.scheduler.cache.page_size
+    worker: Any = llm.engine.worker
+    submit, page_size = worker.submit, llm.engine.scheduler.cache.page_size
 
     def check_pages(plan: StepPlan) -> PendingRound:
         for row in plan.rows:
             assert len(row.page_ids) == -(-row.length // page_size), "pages for drafts that are not"
         return submit(plan)
 
-    monkeypatch.setattr(llm.engine.worker, "submit", check_pages)
+    monkeypatch.setattr(worker, "_draft", lambda *args: pytest.fail("a step without drafts"))
+    monkeypatch.setattr(worker, "submit", check_pages)
     llm.engine.controller = Scheduled(lambda length: 0)  # type: ignore[assignment]
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
     outputs = llm.generate([[1, 2, 3], [4, 5]], params)

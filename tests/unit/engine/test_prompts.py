@@ -7,26 +7,25 @@ from typing import Any
 import pytest
 
 from serve_spec.core.request import SamplingParams
-from serve_spec.worker.capture import WIDE_EXTEND
 from tests.helpers.engines import MakeLLM
 
 
-def test_new_requests_do_not_widen_the_draft_extend_of_the_whole_batch(
+def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is left of a prompt's entries is one, and those of the step in flight."""
+    """What is left of a prompt's entries is one, and those of the round under way."""
     num_steps = 3
     llm = make_llm("EAGLE3", num_steps, async_scheduling=True, max_num_seqs=3)
     worker: Any = llm.engine.worker
     extend_for, widths = worker.captured.extend_for, []
 
-    def noted(num_missing: int, num_requests: int) -> Any:
-        widths.append(num_missing)
-        return extend_for(num_missing, num_requests)
+    def noted(backlog: int, batch_size: int) -> Any:
+        widths.append(backlog)
+        return extend_for(backlog, batch_size)
 
     monkeypatch.setattr(worker.captured, "extend_for", noted)
     prompts = [[(37 * i * i + n) % 256 for i in range(n)] for n in (17, 18, 33, 47, 30)]
-    assert min(map(len, prompts)) > WIDE_EXTEND
+    assert min(map(len, prompts)) > worker.captured.max_extend
     params = [
         SamplingParams(max_tokens=12 + 7 * (i % 3), temperature=0.4 * (i % 3), seed=i)
         for i in range(len(prompts))
@@ -45,6 +44,7 @@ def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
     prompt = [(37 * i * i) % 256 for i in range(15)]
     plain = make_llm().generate([prompt], params)[0]
     engine = make_llm(algorithm, 2, max_num_seqs=3, max_num_batched_tokens=24 - num_left).engine
+    monkeypatch.setattr(engine, "_plan_ahead", lambda before: None)
     engine.add(seq := engine.new_sequence("a", prompt, params))
     said: list[int] = []
     while engine.has_work:

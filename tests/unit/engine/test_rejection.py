@@ -128,4 +128,6 @@ def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lo
 
     monkeypatch.setattr(DraftLogits, "create", create)
     with pytest.raises(MemoryError, match=r"num_steps=4, max_num_seqs=8: .* MiB.*coupled"):
-        make_llm("EAGLE3", 4, rejection_sample_method="block", execution="lanes", max_num_seqs=8)
+        make_llm(
+            "EAGLE3", 4, rejection_sample_method="block", async_scheduling=True, max_num_seqs=8
+        )

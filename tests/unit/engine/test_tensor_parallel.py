@@ -18,9 +18,6 @@ from typing import Any
 
 import pytest
 import torch
-from serve_spec.drafters.base import Proposal
-from serve_spec.drafters.eagle import EagleDrafter
-from serve_spec.drafters.eagle_lanes import EagleLaneDrafter
 from torch import Tensor
 
 from serve_spec import LLM
@@ -35,6 +32,8 @@ from serve_spec.engine.loop import EngineLoop
 from serve_spec.ops import draw, rejection, sampling
 from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
+from serve_spec.worker.eagle import DraftModel
+from serve_spec.worker.step_buffers import StepBuffers
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
 from tests.helpers.plain_logprobs import close
 
@@ -182,18 +181,13 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     def spoiled(tokens: Tensor) -> Tensor:
         return (tokens + 1) % 256 if is_follower() else tokens
 
-    propose, draft, drawn = EagleDrafter.propose, EagleLaneDrafter.draft, draw.draw_tokens
+    draft, drawn = DraftModel.draft, draw.draw_tokens
 
-    def draft_otherwise(self: EagleLaneDrafter, round: Any, *sizes: int) -> None:
-        draft(self, round, *sizes)
-        round.drafts.copy_(spoiled(round.drafts))
+    def draft_otherwise(self: DraftModel, buffers: StepBuffers, *sizes: Any) -> None:
+        draft(self, buffers, *sizes)
+        buffers.drafts.copy_(spoiled(buffers.drafts))
 
-    def propose_otherwise(*args: Any) -> Proposal:
-        proposal = propose(*args)
-        return replace(proposal, token_ids=spoiled(proposal.token_ids))
-
-    monkeypatch.setattr(EagleDrafter, "propose", propose_otherwise)
-    monkeypatch.setattr(EagleLaneDrafter, "draft", draft_otherwise)
+    monkeypatch.setattr(DraftModel, "draft", draft_otherwise)
     monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
     llm = stressed(make, "EAGLE3", tensor_parallel_size=2)
     assert texts(llm) == plain
@@ -205,7 +199,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
 def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
     threads: None, make: MakeLLM, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On lanes; followers would lose all of them, and replace them by nonsense."""
+    """Followers would lose all of them, and replace them by nonsense."""
     reject = rejection.reject_drafts
 
     def reject_otherwise(*args: Any) -> Tensor:
@@ -222,7 +216,7 @@ def test_ranks_keep_the_sampled_drafts_that_rank_0_keeps(
             "EAGLE3",
             3,
             tensor_parallel_size=size,
-            execution="lanes",
+            async_scheduling=True,
             rejection_sample_method=method,
         )
         monkeypatch.setattr(llm.engine, "_plan_ahead", lambda before: None)

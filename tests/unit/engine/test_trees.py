@@ -134,7 +134,7 @@ def test_a_model_that_drafts_for_itself_keeps_every_level(make_llm: MakeLLM) -> 
 
 def test_trees_are_drafted_beside_prompts(make_llm: MakeLLM) -> None:
     """In rounds that are planned ahead."""
-    sizes = {"execution": "lanes", "max_num_seqs": 3, "max_num_batched_tokens": 48}
+    sizes = {"async_scheduling": True, "max_num_seqs": 3, "max_num_batched_tokens": 48}
     llm = with_trees(make_llm, "EAGLE3", (3, 2, 6), **sizes)
     seen = Rounds(llm)
     llm.generate(*sampled_requests())
