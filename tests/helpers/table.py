@@ -1,8 +1,8 @@
 """What the golden and the conformance tables share: checkpoints, rows, and a loop over steps.
 
 Engines are built from configuration keys and driven through public calls alone, so that the tables
-hold for any implementation of a step. Keys in the environment, e.g. `SERVE_SPEC_MODEL__ASYNC_SCHEDULING`,
-reach every engine.
+hold for any implementation of a step. Keys in the environment reach every engine:
+`SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`.
 """
 
 from __future__ import annotations

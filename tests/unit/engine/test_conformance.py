@@ -5,7 +5,8 @@ features run together, and each must get what plain decoding gives it alone: tex
 and log-probabilities. Then lives drawn at random, which `tests/fuzz` draws more of.
 
 The engines are driven through public calls and configuration keys alone. To run the table with
-another configuration, set its keys in the environment, e.g. `SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`.
+another configuration, set its keys in the environment:
+`SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`.
 """
 
 from __future__ import annotations
