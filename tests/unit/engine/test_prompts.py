@@ -37,14 +37,14 @@ def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NONE"])
 @pytest.mark.parametrize("num_left", [0, 1, 2])
 def test_a_text_whose_last_token_alone_is_left_to_compute_goes_on_from_it(
-    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch, algorithm: str, num_left: int
+    make_llm: MakeLLM, algorithm: str, num_left: int
 ) -> None:
     """A preempted text of a piece and so many tokens more; one is what decoding begins with."""
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     prompt = [(37 * i * i) % 256 for i in range(15)]
     plain = make_llm().generate([prompt], params)[0]
-    engine = make_llm(algorithm, 2, max_num_seqs=3, max_num_batched_tokens=24 - num_left).engine
-    monkeypatch.setattr(engine, "_plan_ahead", lambda before: None)
+    sizes = {"max_num_seqs": 3, "max_num_batched_tokens": 24 - num_left}
+    engine = make_llm(algorithm, 2, async_scheduling=False, **sizes).engine
     engine.add(seq := engine.new_sequence("a", prompt, params))
     said: list[int] = []
     while engine.has_work:

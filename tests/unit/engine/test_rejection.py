@@ -8,8 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from serve_spec import LLM
-from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
+from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.ops.rejection import DraftLogits
 from tests.helpers.engines import MakeLLM, switch_every_round, texts
 
@@ -25,18 +24,6 @@ def requests(temperature: float, count: int = 6) -> tuple[list[list[int]], list[
         for i in range(count)
     ]
     return prompts, params
-
-
-def round_by_round(
-    llm: LLM, prompts: list[list[int]], params: list[SamplingParams]
-) -> list[RequestOutput]:
-    """What comes of these when each round is planned with the one before it known.
-
-    Ahead of the host they are planned from bounds: past the end of a text, and so that they begin
-    and end elsewhere, on which depends what a seed gives.
-    """
-    llm.engine._plan_ahead = lambda before: None  # type: ignore[method-assign]
-    return llm.generate(prompts, params)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -71,8 +58,8 @@ def test_a_request_that_never_drafts_has_the_text_of_its_seed(
 def test_a_draft_that_is_the_target_is_always_kept(make_llm: MakeLLM, method: str) -> None:
     """Its law is the target's, but for the last bits: what drafts are judged by is what they were
     drawn from. One draft in some hundreds of thousands is lost to rounding."""
-    llm = make_llm("STANDALONE", STEPS, rejection_sample_method=method)
-    outputs = round_by_round(llm, *requests(1.0))
+    llm = make_llm("STANDALONE", STEPS, rejection_sample_method=method, async_scheduling=False)
+    outputs = llm.generate(*requests(1.0))
     for output in outputs:
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 
@@ -128,6 +115,4 @@ def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lo
 
     monkeypatch.setattr(DraftLogits, "create", create)
     with pytest.raises(MemoryError, match=r"num_steps=4, max_num_seqs=8: .* MiB.*coupled"):
-        make_llm(
-            "EAGLE3", 4, rejection_sample_method="block", async_scheduling=True, max_num_seqs=8
-        )
+        make_llm("EAGLE3", 4, rejection_sample_method="block", max_num_seqs=8)
