@@ -51,7 +51,7 @@ def test_no_strategy_changes_a_text_or_keeps_a_request(
     assert [output.token_ids for output in outputs] == plain
     snapshot = json.loads(json.dumps(llm.engine.snapshot()))
     assert snapshot["fallback"] is None
-    names = {str(tree) for tree in llm.engine.worker.tiers if not tree.is_chain}
+    names = {str(tree) for tree in llm.engine.worker.states if not tree.is_chain}
     assert names == set(snapshot.get("candidate_trees", ()))
     assert bool(names) == bool(trees)
     if trees and snapshot["strategy"] != "goodput":  # that one may find that chains are better
