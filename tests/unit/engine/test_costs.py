@@ -348,7 +348,7 @@ def test_the_key_says_what_really_runs(make_llm: MakeLLM) -> None:
     assert len({key.target, key.draft}) == 2
     assert key.code == code_version()
     assert serve_spec.__version__ in key.code
-    assert key.attention_backend == "torch"
+    assert key.attention_backend == "paged"
     off = make_llm()
     plain = cost_key(off.config, off.engine.worker)
     assert (plain.draft, plain.draft_dtype) == ("", "")

@@ -151,7 +151,7 @@ def test_a_dead_engine_tells_every_stream_and_the_health_check(
     def explode(plan: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(loop._engine.worker, "execute", explode)
+    monkeypatch.setattr(loop._engine.worker, "submit", explode)
 
     async def scenario() -> None:
         stream = await loop.submit(PROMPT, params(), "1")

@@ -74,10 +74,10 @@ def computed(llm: LLM, page: int) -> dict[str, Tensor]:
     at = slice(page * PAGE, (page + 1) * PAGE)
     target, drafter = llm.engine.worker.target, llm.engine.worker.drafter  # type: ignore[attr-defined]
     return {
-        "target keys": target.pool.keys[:, at],
-        "target values": target.pool.values[:, at],
-        "draft keys": drafter.pool.keys[:, at],
-        "draft values": drafter.pool.values[:, at],
+        "target keys": torch.stack([kept[at] for kept in target.pool.keys]),
+        "target values": torch.stack([kept[at] for kept in target.pool.values]),
+        "draft keys": torch.stack([kept[at] for kept in drafter.pool.keys]),
+        "draft values": torch.stack([kept[at] for kept in drafter.pool.values]),
         "features": drafter.features.features[at],
     }
 

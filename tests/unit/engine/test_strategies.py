@@ -12,6 +12,7 @@ from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
+from serve_spec.worker.graphs import NoRecorder
 from tests.helpers.engines import MakeLLM, heard_plans, texts
 
 STRATEGIES: list[dict[str, Any]] = [
@@ -64,16 +65,17 @@ def test_no_strategy_changes_a_text_or_keeps_a_request(
         assert not policy._speculators
 
 
-def test_ema_pads_a_batch_to_the_next_recorded_size_where_there_are_recordings(
-    make_llm: MakeLLM, tmp_path: Path
+def test_ema_pads_a_batch_to_the_next_captured_size(
+    make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five rows are of the slot from 8 on there, also after a live change; four are not."""
+    monkeypatch.setattr(build, "_captures_graphs", lambda *args: True)
+    monkeypatch.setattr(build, "GraphRecorder", lambda device: NoRecorder())
     slots = tmp_path / "slots.json"
     slots.write_text('{"1": {"candidate_steps": [3]}, "8": {"candidate_steps": [1]}}')
     llm = make_llm(
         "EAGLE3",
         3,
-        async_scheduling=True,
         max_num_seqs=16,
         speculative_adaptive=True,
         speculative_adaptive_strategy="ema",
