@@ -1,7 +1,7 @@
 """How sharp drafts are drawn: their temperature over the request's, learnt while they are made.
 
 A coupled draft takes its argmax under the target's own noise at temperature sharpness · T
-(`ops/sampling.py`). No sharpness changes a text, so each may be tried at any time; what differs is
+(`ops/draw.py`). No sharpness changes a text, so each may be tried at any time; what differs is
 how many drafts are kept, by a few in a hundred. Most rounds use the best one known, and a bounded
 share tries the others in turn. One that surely keeps more takes over.
 

@@ -39,7 +39,7 @@ class RowPlan(NamedTuple):
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities the
     row is to tell; each is decided by the row of the position before it.
     `draft_ids` are the drafts that the host found in the text; no draft model is asked. Those of a
-    tree follow their `draft_parents`, as in `DraftTrees`.
+    tree follow their `draft_parents`: the draft before each, counted from 1; 0 is the root.
     `edited` is there for rows that draw and whose request edits scores, unless the row follows one
     that is under way: then the tokens before it are known to the device alone.
     `generated_ids` are the committed tokens after the prompt, of rows that draw by a grammar; no

@@ -40,20 +40,6 @@ class AcceptedPath(NamedTuple):
     path: Tensor
 
 
-def accept_chain(draft_ids: Tensor, drawn_ids: Tensor, num_steps: Tensor) -> Tensor:
-    """Number of correct drafts per row.
-
-    draft_ids: [B, K] drafts, padded past `num_steps`; drawn_ids: [B, K+1], column i drawn at the
-    row of draft i-1 (column 0 at the root); num_steps: [B]. Returns int64 [B], 0..num_steps.
-
-        drafts [5 8 2]   drawn [5 8 9 4]   -> 2 correct; emitted 5 8 9
-    """
-    depth = draft_ids.shape[1]
-    steps = num_steps.new_ones(depth).cumsum(0)
-    equal = (draft_ids == drawn_ids[:, :depth]) & (steps <= num_steps.unsqueeze(1))
-    return equal.long().cumprod(dim=1).sum(dim=1)
-
-
 @has_kernel
 def accept_path(
     row_tokens: Tensor,
@@ -156,7 +142,7 @@ def pack_verdicts(row_tokens: Tensor, accepted: AcceptedPath, query_starts: Tens
 
 @has_kernel
 def forced_counts(seeds: Tensor, positions: Tensor, num_steps: Tensor, survival: Tensor) -> Tensor:
-    """Drafts kept by chance, for `forced`: `SyntheticVerdict.num_correct_drafts` on the device.
+    """Return how many drafts of each sequence are kept by chance, for `forced`.
 
     seeds: int32 [B, 2]; positions: int64 [B], what the root's draw decides; num_steps: int32 [B].
     survival: float64 [K+1, K]; row n holds the chances that the first 1, 2, ... n of n drafts are

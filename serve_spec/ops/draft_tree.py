@@ -95,8 +95,8 @@ def choose_drafts(
 
     num_steps, num_draft_tokens: [B], the levels of each sequence that count, and how many drafts
     are wanted, no more than those levels have, at most `width`.
-    Returns token ids int64 [B, width] and parents int32 [B, width] as in `core.draft.DraftTrees`;
-    what stands past `num_draft_tokens` is anything valid.
+    Returns token ids int64 [B, width] and parents int32 [B, width], the draft before each, counted
+    from 1, 0 for the root; what stands past `num_draft_tokens` is anything valid.
     """
     token_ids = torch.cat([level.token_ids for level in levels], dim=1)
     parents = torch.cat([level.parents for level in levels], dim=1)
@@ -131,7 +131,7 @@ def likeliest_children(
     the target will draw there is then told by these, not by probabilities alone. (Ranked by those,
     trees kept 10 to 15% less of the shipped pair's drafts at temperature 0.7.)
     Equal scores rank by column, so that the first child is the draft of a chain.
-    target_ids: as in `sampling.sample_coupled`. Returns int64 and float32 [R, topk]; the ids of a
+    target_ids: as in `draw.draw_drafts`. Returns int64 and float32 [R, topk]; the ids of a
     row that holds a NaN, or nothing finite, are -1, and so are those of children scored -inf.
     """
     left, best, children = scores.clone(), [], []

@@ -1,12 +1,18 @@
-"""The sampling law for rows whose parameters live on the device.
+"""Sampling: one ordered pipeline from logits to a token, the same for plain and verified positions.
 
-`ops/sampling.py` states the law for parameters known to the host. Here the parameters, seeds and
-positions of a round are tensors, so that a round can be prepared, and replayed, without asking the
-device anything. The tokens are the same. (Only the kernels ask nothing: the functions here look at
-the parameters to leave out sorts and noise that no row needs.)
+    edits → grammar masks → temperature → top-k, top-p, min-p (jointly, on the tempered
+    distribution) → argmax(score + noise)
 
-A row that no token can be drawn from says so with token -1 instead of an arbitrary one: its logits
-hold a NaN or plus infinity, or nothing above minus infinity.
+The logits here are edited (`ops/score_edits.py`) and masked (`ops/token_masks.py`) already. A token
+depends on them, on its request's parameters and on (seed, position) alone: never on the other
+requests of the batch. Greedy requests take the argmax; ties go to the smallest token id.
+
+Parameters, seeds and positions are tensors, so that a step can be prepared and replayed without
+asking the device anything. (The kernels ask nothing; the functions here look at the parameters to
+leave out sorts and noise that no request needs.)
+
+Token -1 means that no token can be drawn: the logits hold a NaN or plus infinity, or nothing above
+minus infinity.
 """
 
 from __future__ import annotations
@@ -49,7 +55,9 @@ def draw_tokens(
     *,
     num_ids: int | None = None,
 ) -> Tensor:
-    """The token each row draws: `sample` of `ops/sampling.py`.
+    """Return the token each row draws: the likeliest if greedy, else argmax(log p + noise).
+
+    p: the tempered, filtered distribution. A filtered token scores -inf and is never drawn.
 
     logits: [T, V], any float dtype, read as float32; columns from `num_ids` on are never drawn.
     owners: int32 [T], the sequence of each row, -1 for padding, which draws 0.
@@ -70,7 +78,11 @@ def draw_drafts(
     *,
     num_ids: int | None = None,
 ) -> Tensor:
-    """The token each draft row proposes: `sample_coupled` of `ops/sampling.py`, without filters.
+    """Return the token each draft row proposes, under the target's own noise, without filters.
+
+    That is argmax(log q / τ + noise), τ = sharpness · temperature, with the noise that decides the
+    same position of the target. Any choice keeps the output exact; this one is likely accepted
+    (Gumbel coupling, arXiv 2408.07978; τ slightly below the temperature measured better).
 
     sharpness: float32 [1], the drafts' temperature over their requests'.
     target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same.
@@ -91,7 +103,7 @@ def sample_drafts(
     params: DrawParams,
     target_ids: Tensor | None = None,
 ) -> Tensor:
-    """The token each draft row draws from its own distribution: `drafters.draws.SampledDraws`.
+    """Return the token each draft row draws from its own distribution, for rejection sampling.
 
     roots: int64 [T], the position that each row's round decides first; the noise is that of
     `Stream.DRAFT`, by draft id. Everything else as for `draw_drafts`. Returns target ids, or -1.
@@ -115,7 +127,7 @@ def draw_children(
 ) -> tuple[Tensor, Tensor]:
     """The topk best of what `draw_drafts` takes the largest of, and how likely each is.
 
-    Returns int64 and float32 [T, topk]: `sampling.sample_children`.
+    Returns int64 and float32 [T, topk]; see `draft_tree.likeliest_children`.
     """
     rows = params.of(owners)
     scores = tempered(logits, rows.inverse_temperature / sharpness)
@@ -149,10 +161,11 @@ def processed_scores(logits: Tensor, rows: DrawParams, *, has_filters: bool) -> 
 
 
 def survivors(scores: Tensor, rows: DrawParams) -> Tensor:
-    """Which tokens of tempered scores [T, V] the filters of their rows keep: `filter_scores`.
+    """Return which tokens of tempered scores [T, V] the filters of their rows keep.
 
-    rank < top_k, mass of the likelier tokens < top_p, p ≥ min_p · max p, all on softmax(scores);
-    the likeliest token always survives, and every token of a greedy row. Returns bool [T, V].
+    rank < top_k, mass of the likelier tokens < top_p, p ≥ min_p · max p, all on softmax(scores).
+    Equal scores rank by token id. The likeliest token always survives, and every token of a greedy
+    row. Returns bool [T, V].
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
@@ -174,7 +187,7 @@ def tempered(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
 
 
 def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
-    """`row_keys` of `ops/noise.py` for seeds and positions on the device, the same bits.
+    """Return two 32-bit key words per row, for `gumbel_noise` and `uniform_noise`.
 
     seeds: int32 [R, 2], low and high word; positions: int64 [R]. Returns int32 [R, 2].
     """
@@ -186,9 +199,11 @@ def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def stream_seeds_of(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
-    """Seeds [R, 2] whose `row_keys_of` are `stream_keys` of `ops/noise.py`, the same bits.
+    """Return seeds [R, 2] whose noise is that of another stream, new in every round.
 
     seeds: int32 [R, 2]; roots: int64 [R], the position that each row's round decides first.
+    Whether a block of drafts is kept depends on the noise of all its positions: the next round
+    must not see it again.
     """
     low, high = seeds.unbind(1)
     low = mix_words(low ^ mix_words(roots.to(torch.int32)))

@@ -23,7 +23,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from serve_spec.ops.acceptance import accept_chain
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draw import (
     DrawParams,
@@ -111,7 +110,10 @@ class DraftLogits(NamedTuple):
         vocab_size: int,
         device: torch.device,
     ) -> DraftLogits:
-        """Room for [N, K, Vd] logits; target_ids and vocab_size: see `over_target_ids`."""
+        """Return room for [N, K, Vd] logits of drafts for a target of `vocab_size` tokens.
+
+        target_ids: int64 [Vd], the target's id of each draft id; None where they are the same.
+        """
         if target_ids is None:
             target_ids = torch.arange(min(shape[2], vocab_size), device=device)
         numbers = torch.arange(len(target_ids), dtype=torch.int32, device=device)
@@ -149,7 +151,8 @@ def reject_drafts(
     drafts = row_tokens[rows[:, 1:]].where(column[:-1] < counts.unsqueeze(1), -1)
     # A chain ends before a draft that is none, as if no more had been asked for.
     steps = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
-    kept = accept_chain(drafts, drawn[rows], steps)
+    equal = (drafts == drawn[rows[:, :-1]]) & (column[:-1] < steps.unsqueeze(1))
+    kept = equal.long().cumprod(dim=1).sum(dim=1)
     sampled = ((params.inverse_temperature[lanes.long()] > 0) & (steps > 0)).nonzero().flatten()
     if len(sampled):
         rows, drafts, steps, lanes = (x[sampled] for x in (rows, drafts, steps, lanes))
@@ -216,19 +219,6 @@ def leftover(
     return target.where(is_target.unsqueeze(1), left)
 
 
-def over_target_ids(probs: Tensor, target_ids: Tensor | None, vocab_size: int) -> Tensor:
-    """Draft laws [B, K, Vd] over the target's ids, [B, K, vocab_size]: 0 where no draft id is.
-
-    target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same. NaN,
-    of rows that gave no draft, becomes 0.
-    """
-    probs = probs.nan_to_num(0.0)
-    if target_ids is None:
-        return torch.nn.functional.pad(probs, (0, vocab_size - probs.shape[2]))
-    spread = probs.new_zeros(*probs.shape[:2], vocab_size)
-    return spread.index_add_(2, target_ids, probs)
-
-
 def _ratios(drafts: Tensor, draft_probs: Tensor, target_probs: Tensor) -> Tensor:
     """p(x) / q(x) of every draft, [B, K]; 0 where q is, as of padding."""
     at = drafts.clamp(min=0).unsqueeze(2)
@@ -249,6 +239,9 @@ def _laws(logits: Tensor, rows: DrawParams) -> Tensor:
 
 
 def _over_draft_ids(probs: Tensor, draft_ids: Tensor) -> Tensor:
-    """`over_target_ids`, by the draft's id of each target id: [B, K, Vd] -> [B, K, V]."""
+    """Return draft distributions over target ids, [B, K, Vd] -> [B, K, V], 0 without a draft id.
+
+    draft_ids: see `DraftLogits`. NaN, of tokens that gave no draft, becomes 0.
+    """
     probs = probs.nan_to_num(0.0)
     return probs[:, :, draft_ids.clamp(min=0)].where(draft_ids >= 0, 0.0)

@@ -2,7 +2,7 @@
 
     logit bias → penalties (repetition, then frequency and presence) → masks
 
-What follows (temperature, filters, noise) is `ops/sampling.py`. Penalties count what was generated
+What follows (temperature, filters, noise) is `ops/draw.py`. Penalties count what was generated
 up to a row: the committed tokens, of which a table keeps count, and the drafts on the row's own
 path, which in a chain are the rows before it. So an edited row is a function of its logits, the
 request and the text before it: the same for plain decoding and for every verified row.

@@ -69,8 +69,9 @@ class Grammars:
     ) -> RoundMasks:
         """Masks of every draw of a round's sampling rows.
 
-        drafts: of each row at least those that are verified. parents: see `DraftTrees`; None where
-        no drafts branch. keeps_all: drafts that can not be drawn, too, and those behind them.
+        drafts: of each row at least those that are verified. parents: the draft before each,
+        counted from 1, 0 for the root; None if no drafts branch. keeps_all: also drafts
+        that cannot be drawn, and those after them.
         """
         nodes = [
             self._nodes(row, tokens[: row.num_draft_tokens], above)
@@ -104,8 +105,10 @@ class Grammars:
     def _nodes(
         self, row: RowPlan, drafts: Sequence[int], parents: Sequence[int] | None
     ) -> list[Node]:
-        """Of a row's root, and of each of its drafts; parents: as in `DraftTrees`, of no fewer
-        drafts, or None for a chain."""
+        """Return the nodes of a request's root and of each of its drafts.
+
+        parents: see `round_masks`; of at least as many drafts, or None for a chain.
+        """
         grammar = row.params.grammar
         if grammar is None:
             return [Node(is_legal=True)] * (len(drafts) + 1)
