@@ -1,33 +1,24 @@
-"""Draws with parameters on the device: the sampling law itself, and its kernels."""
+"""Sampling: against plain numbers one row at a time, by its distribution, and its kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import draw as dispatched
 from serve_spec.ops.dispatch import reference_of
-from serve_spec.ops.draw import (
-    DrawParams,
-    perturbed_scores,
-    row_keys_of,
-    survivors,
-)
-from serve_spec.ops.noise import row_keys, seed_words
-from serve_spec.ops.sampling import (
-    SamplingRows,
-    filter_scores,
-    sample,
-    sample_children,
-    sample_coupled,
-)
+from serve_spec.ops.draw import DrawParams, perturbed_scores, survivors, tempered
 from tests.helpers.memory import poisoned_memory
+from tests.helpers.plain_logprobs import processed
+from tests.helpers.plain_sampling import assert_largest, draft_values, draw_params, values
 from tests.helpers.triton import DEVICE
 
 from serve_spec.ops import draw_triton  # isort: skip
@@ -49,8 +40,12 @@ MIX = [
     SamplingParams(temperature=1.0, top_k=1),
 ]
 
+Draw = Callable[..., Tensor]
+DRAW = pytest.mark.parametrize(
+    "draw", [draw_tokens, draw_triton.draw_tokens], ids=["reference", "kernel"]
+)
 CHILDREN = pytest.mark.parametrize(
-    "twin", [draw_children, draw_triton.draw_children], ids=["plain", "kernel"]
+    "children", [draw_children, draw_triton.draw_children], ids=["reference", "kernel"]
 )
 
 seeds = st.integers(-(2**63), 2**63 - 1)
@@ -61,23 +56,6 @@ sampling_params = st.builds(
     top_p=st.sampled_from([1.0, 0.9, 0.5, 0.01]),
     min_p=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
 )
-
-
-def draw_params(
-    params: list[SamplingParams], seeds: list[int], device: torch.device = CPU
-) -> DrawParams:
-    """The parameters of sequences as tensors, filters of greedy ones included."""
-    numbers = [
-        (0.0 if p.is_greedy else 1 / p.temperature, p.top_k, p.top_p, p.min_p) for p in params
-    ]
-    inverse, top_k, top_p, min_p = zip(*numbers, strict=True)
-    return DrawParams(
-        torch.tensor(inverse, dtype=torch.float32, device=device),
-        torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32, device=device),
-        torch.tensor(top_k, dtype=torch.int32, device=device),
-        torch.tensor(top_p, dtype=torch.float32, device=device),
-        torch.tensor(min_p, dtype=torch.float32, device=device),
-    )
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
@@ -92,61 +70,80 @@ def mixed_round(num_rows: int, device: torch.device = CPU) -> tuple[Tensor, Tens
     return owners.to(device), positions.to(device), params
 
 
-@given(st.lists(st.tuples(seeds, st.integers(0, 2**40)), min_size=1, max_size=5))
-def test_keys_made_on_the_device_have_the_hosts_bits(rows: list[tuple[int, int]]) -> None:
-    row_seeds, positions = (list(column) for column in zip(*rows, strict=True))
-    words = torch.tensor([seed_words(seed) for seed in row_seeds], dtype=torch.int32)
-    found = row_keys_of(words.to(DEVICE), torch.tensor(positions).to(DEVICE))
-    assert torch.equal(found.cpu(), row_keys(row_seeds, positions))
-
-
 @settings(max_examples=50)
 @given(st.lists(st.tuples(sampling_params, seeds), min_size=1, max_size=6), st.booleans())
-def test_draws_are_those_of_the_sampling_law(
+def test_a_token_is_the_likeliest_after_filters_and_noise(
     rows: list[tuple[SamplingParams, int]], has_ties: bool
 ) -> None:
     params, row_seeds = (list(column) for column in zip(*rows, strict=True))
     logits = randn(len(rows), 60) * 3
     logits = logits.round() if has_ties else logits
-    positions = list(range(90, 90 + len(rows)))
-    expected = sample(logits, SamplingRows.create(params, row_seeds, positions, 60, CPU))
-    found = draw_tokens(
-        logits,
-        torch.arange(len(rows), dtype=torch.int32),
-        torch.tensor(positions),
-        draw_params(params, row_seeds),
-    )
-    assert torch.equal(found, expected)
+    owners = torch.arange(len(rows), dtype=torch.int32)
+    found = draw_tokens(logits, owners, owners.long() + 90, draw_params(params, row_seeds, CPU))
+    numbers = [
+        values(logits[r].tolist(), params[r], row_seeds[r], 90 + r) for r in range(len(rows))
+    ]
+    assert_largest(found.tolist(), numbers)
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 1.7])
+def test_tokens_follow_the_tempered_distribution(temperature: float) -> None:
+    """Chi-square over 200k draws from 12 tokens; a correct one fails one seed in 10,000."""
+    logits, draws = randn(12) * 1.5, 200_000
+    params = draw_params([SamplingParams(temperature=temperature)], [3], CPU)
+    owners = torch.zeros(draws, dtype=torch.int32)
+    found = draw_tokens(logits.expand(draws, -1), owners, torch.arange(draws), params)
+    expected = (logits.double() / temperature).softmax(0) * draws
+    expected *= draws / expected.sum()
+    assert stats.chisquare(found.bincount(minlength=12), expected).pvalue > 1e-4
 
 
 @settings(max_examples=50)
 @given(sampling_params, st.booleans())
-def test_the_filters_keep_what_the_law_keeps(params: SamplingParams, has_ties: bool) -> None:
-    scores = randn(4, 50) * 2
-    scores = scores.round() if has_ties else scores
-    kept = survivors(scores, draw_params([params] * 4, [0] * 4))
-    expected = torch.isfinite(filter_scores(scores, [params] * 4))
-    assert torch.equal(kept, torch.ones_like(kept) if params.is_greedy else expected)
+def test_filters_keep_what_a_loop_over_the_sorted_tokens_keeps(
+    params: SamplingParams, has_ties: bool
+) -> None:
+    logits = randn(4, 50) * 2
+    logits = logits.round() if has_ties else logits
+    rows = draw_params([params] * 4, [0] * 4, CPU)
+    kept = survivors(tempered(logits, rows.inverse_temperature), rows)
+    for of_row, row in zip(kept, logits.double().tolist(), strict=True):
+        expected = range(50) if params.is_greedy else sorted(processed(row, params))
+        assert of_row.nonzero().flatten().tolist() == [*expected]
+
+
+def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
+    logits = randn(4, 50, seed=5)
+    params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 1e-300, 1e-40, 1e-6)]
+    owners = torch.arange(4, dtype=torch.int32)
+    found = draw_tokens(logits, owners, owners.long(), draw_params(params, [1, 2, 3, 4], CPU))
+    assert torch.equal(found, logits.argmax(-1))
 
 
 @pytest.mark.parametrize("is_reduced", [False, True])
-@pytest.mark.parametrize("sharpness", [0.7, 1.3])
-def test_drafts_are_those_of_the_coupled_law(is_reduced: bool, sharpness: float) -> None:
-    params = [SamplingParams(temperature=t, top_k=2) for t in (0.0, 0.7, 1.0, 1.6)] * 6
-    logits, row_seeds = randn(24, 40) * 2, list(range(24))
+@pytest.mark.parametrize("sharpness", [0.7, 1.0, 1.3])
+def test_drafts_read_the_noise_that_decides_their_position(
+    is_reduced: bool, sharpness: float
+) -> None:
+    """So a draft with the target's own logits, at its temperature, is what the target draws."""
+    params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 6
+    logits, owners = randn(24, 40) * 2, torch.arange(24, dtype=torch.int32)
     target_ids = torch.arange(40) * 3 + 1 if is_reduced else None
-    width = 160 if is_reduced else 40
-    rows = SamplingRows.create(params, row_seeds, [8] * 24, width, CPU, sharpness)
-    expected = sample_coupled(logits, rows, torch.arange(24), target_ids)
-    owners = torch.arange(24, dtype=torch.int32)
-    tensors = draw_params(params, row_seeds)
+    rows, positions = draw_params(params, [*range(24)], CPU), torch.full((24,), 8)
     at = torch.tensor([sharpness])
-    found = draw_drafts(logits, owners, torch.full((24,), 8), tensors, at, target_ids)
-    assert torch.equal(found, expected)
+    found = draw_drafts(logits, owners, positions, rows, at, target_ids)
+    draft_ids = found if target_ids is None else (found - 1) // 3
+    ids = None if target_ids is None else target_ids.tolist()
+    numbers = [draft_values(logits[r].tolist(), params[r], r, 8, sharpness, ids) for r in range(24)]
+    assert_largest(draft_ids.tolist(), numbers)
+    if sharpness == 1:
+        spread = torch.full((24, 160), -1e9)
+        spread[:, torch.arange(40) if target_ids is None else target_ids] = logits
+        assert torch.equal(found, draw_tokens(spread, owners, positions, rows))
 
 
 def assert_same_draws(found: Tensor, expected: Tensor, values: Tensor) -> None:
-    """Equal tokens, or a near tie: logarithms differ in their last places between the twins.
+    """Equal tokens, or a near tie: logarithms differ in their last places between the two.
 
     values: float32 [T, V], what the draws took the largest of.
     """
@@ -158,7 +155,7 @@ def assert_same_draws(found: Tensor, expected: Tensor, values: Tensor) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("num_ids", [None, VOCAB - 300])
-def test_the_kernel_draws_what_the_law_draws(dtype: torch.dtype, num_ids: int | None) -> None:
+def test_the_kernel_draws_what_the_reference_draws(dtype: torch.dtype, num_ids: int | None) -> None:
     owners, positions, params = mixed_round(19, DEVICE)
     logits = (randn(19, VOCAB, seed=1) * 2.5).to(dtype).to(DEVICE)
     expected = draw_tokens(logits, owners, positions, params, num_ids=num_ids)
@@ -170,7 +167,7 @@ def test_the_kernel_draws_what_the_law_draws(dtype: torch.dtype, num_ids: int | 
 
 
 @pytest.mark.parametrize(("is_reduced", "sharpness"), [(False, 0.85), (True, 0.85), (False, 1.4)])
-def test_the_kernel_drafts_what_the_law_drafts(is_reduced: bool, sharpness: float) -> None:
+def test_the_kernel_drafts_what_the_reference_drafts(is_reduced: bool, sharpness: float) -> None:
     owners, positions, params = mixed_round(18, DEVICE)
     logits = (randn(18, VOCAB, seed=2) * 2).to(DEVICE)
     target_ids = torch.arange(VOCAB, device=DEVICE) * 5 + 2 if is_reduced else None
@@ -190,18 +187,18 @@ def test_a_strided_view_of_padded_logits_is_read_where_it_is() -> None:
     assert torch.equal(whole, view)
 
 
-def test_a_row_is_drawn_alike_alone_and_among_many() -> None:
+@DRAW
+def test_a_row_is_drawn_alike_alone_and_among_many(draw: Draw) -> None:
     """Many rows are cut into other chunks than one; padding is enough to make them many."""
     few, many, vocab = 9, 400, 1400
     assert draw_triton._choose_chunk(1, vocab) != draw_triton._choose_chunk(many, vocab)
     owners, positions, params = mixed_round(few, DEVICE)
     logits = (randn(few, vocab, seed=4) * 2).to(DEVICE)
     alone = [
-        draw_triton.draw_tokens(logits[r : r + 1], owners[r : r + 1], positions[r : r + 1], params)
-        for r in range(few)
+        draw(logits[r : r + 1], owners[r : r + 1], positions[r : r + 1], params) for r in range(few)
     ]
     padding = torch.arange(few, many, device=DEVICE)
-    together = draw_triton.draw_tokens(
+    together = draw(
         torch.cat([logits, logits[:1].expand(many - few, -1)]),
         torch.cat([owners, torch.full_like(padding, -1, dtype=torch.int32)]),
         torch.cat([positions, padding]),
@@ -210,14 +207,14 @@ def test_a_row_is_drawn_alike_alone_and_among_many() -> None:
     assert together[:few].tolist() == torch.cat(alone).tolist()
 
 
-@pytest.mark.parametrize("draw", [draw_tokens, draw_triton.draw_tokens])
+@DRAW
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: object, value: float) -> None:
+def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: Draw, value: float) -> None:
     owners, positions, params = mixed_round(18, DEVICE)
     logits = randn(18, 200).to(DEVICE)
     logits[3:9, 170] = value
     logits[12:, :] = float("-inf")
-    found = draw(logits, owners, positions, params)  # type: ignore[operator]
+    found = draw(logits, owners, positions, params)
     broken = torch.zeros(18, dtype=torch.bool)
     broken[3:9], broken[12:] = True, True
     assert (found.cpu() == -1).tolist() == (broken & (owners.cpu() >= 0)).tolist()
@@ -232,13 +229,13 @@ def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: object, value: floa
     assert (drafts == -1).tolist() == (found == -1).tolist()
 
 
-@pytest.mark.parametrize("draw", [draw_tokens, draw_triton.draw_tokens])
-def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(draw: object) -> None:
+@DRAW
+def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(draw: Draw) -> None:
     logits = torch.zeros(2, VOCAB, device=DEVICE)
     logits[:, [700, 1200, 1450]] = 4.0
     owners = torch.tensor([0, -1], dtype=torch.int32, device=DEVICE)
     params = draw_params([SamplingParams(temperature=0.0)], [0], DEVICE)
-    found = draw(logits, owners, torch.zeros_like(owners).long(), params)  # type: ignore[operator]
+    found = draw(logits, owners, torch.zeros_like(owners).long(), params)
     assert found.tolist() == [700, 0]
 
 
@@ -264,7 +261,7 @@ def test_filters_that_leave_one_token_draw_the_likeliest() -> None:
 def test_no_filtered_token_is_ever_drawn(
     filters: dict[str, float],
 ) -> None:
-    """Over many positions: the tokens the law draws, and none that a filter removes."""
+    """Over many positions: the tokens the reference draws, and none that a filter removes."""
     rows = 24 if DEVICE.type == "cpu" else 3000
     logits = (randn(1, 64, seed=6) * 1.5).to(DEVICE).expand(rows, -1)
     one = SamplingParams(**filters)  # type: ignore[arg-type]
@@ -274,41 +271,44 @@ def test_no_filtered_token_is_ever_drawn(
     expected = draw_tokens(logits, owners, positions, params)
     found = draw_triton.draw_tokens(logits, owners, positions, params)
     assert_same_draws(found, expected, perturbed_scores(logits, owners, positions, params))
-    kept = torch.isfinite(filter_scores(logits[:1], [one]))[0].nonzero().flatten().tolist()
-    assert set(found.tolist()) <= set(kept)
+    assert set(found.tolist()) <= set(processed(logits[0].double().tolist(), one))
 
 
 @CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_children_are_those_of_the_sampling_law_the_first_of_them_the_chains(
-    twin: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool
+def test_children_are_the_likeliest_drafts_and_the_first_is_the_chains(
+    children: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool
 ) -> None:
     width = 700 if is_reduced else VOCAB
-    target_ids = torch.arange(3, 3 + 2 * width, 2) if is_reduced else None
-    on_device = None if target_ids is None else target_ids.to(DEVICE)
-    logits = randn(len(MIX), width, seed=4) * 3
-    positions, row_seeds = [90 + 7 * i for i in range(len(MIX))], [5 - i for i in range(len(MIX))]
-    rows = SamplingRows.create(MIX, row_seeds, positions, VOCAB, CPU, 0.85)
-    index = torch.arange(len(MIX))
-    ids, likely = sample_children(logits, rows, index, target_ids, 4)
-    assert torch.equal(ids[:, 0], sample_coupled(logits, rows, index, target_ids))
-    found = twin(
+    ids = [*range(3, 3 + 2 * width, 2)] if is_reduced else [*range(width)]
+    target_ids = torch.tensor(ids, device=DEVICE) if is_reduced else None
+    logits, row_seeds = randn(len(MIX), width, seed=4) * 3, [5 - i for i in range(len(MIX))]
+    owners = torch.arange(len(MIX), dtype=torch.int32, device=DEVICE)
+    arguments = (
         logits.to(DEVICE),
-        index.to(DEVICE, torch.int32),
-        torch.tensor(positions, device=DEVICE),
+        owners,
+        owners.long() * 7 + 90,
         draw_params(MIX, row_seeds, DEVICE),
         torch.tensor([0.85], device=DEVICE),
-        on_device,
-        4,
+        target_ids,
     )
-    assert torch.equal(found[0].cpu(), ids)
-    torch.testing.assert_close(found[1].cpu(), likely, rtol=1e-4, atol=1e-4)
+    found, likely = children(*arguments, 4)
+    assert torch.equal(found[:, 0], draw_drafts(*arguments))
+    for r, params in enumerate(MIX):
+        row = logits[r].tolist()
+        numbers = draft_values(
+            row, params, row_seeds[r], 90 + 7 * r, 0.85, ids if is_reduced else None
+        )
+        best = np.argsort(-numbers, kind="stable")[:4]
+        assert found[r].tolist() == [ids[v] for v in best]
+        expected = numbers[best] - np.logaddexp.reduce(numbers)
+        np.testing.assert_allclose(likely[r].cpu(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("num_rows", "width", "topk"), [(1, VOCAB, 1), (7, 1027, 5), (9, 40, 10)])
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_the_kernel_ranks_children_as_the_law_does(
+def test_the_kernel_ranks_children_as_the_reference_does(
     dtype: torch.dtype, num_rows: int, width: int, topk: int, is_reduced: bool
 ) -> None:
     """Equal scores, also across chunks; the last chunk of 1027 holds fewer than are wanted."""
@@ -346,7 +346,7 @@ def test_children_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyP
 
 @CHILDREN
 def test_where_fewer_tokens_are_possible_the_other_children_are_none(
-    twin: Callable[..., tuple[Tensor, Tensor]],
+    children: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
     """Those that there are have all of the probability; the first chunk has none."""
     owners, positions, params = mixed_round(4, DEVICE)
@@ -354,7 +354,7 @@ def test_where_fewer_tokens_are_possible_the_other_children_are_none(
     possible = [1030, 1100, 1400]
     logits[:, possible] = torch.tensor([-1.0, 0.5, -1.0], device=DEVICE)
     at = torch.ones(1, device=DEVICE)
-    ids, likely = twin(logits, owners, positions, params, at, None, 6)
+    ids, likely = children(logits, owners, positions, params, at, None, 6)
     assert ids[1].tolist() == [1100, 1030, 1400, -1, -1, -1], "a greedy row ranks equals by id"
     assert [sorted(row) for row in ids[:, :3].tolist()] == [possible] * 4
     assert (ids[:, 3:] == -1).all()
@@ -363,13 +363,13 @@ def test_where_fewer_tokens_are_possible_the_other_children_are_none(
 
 @CHILDREN
 def test_a_row_that_holds_no_number_has_no_children(
-    twin: Callable[..., tuple[Tensor, Tensor]],
+    children: Callable[..., tuple[Tensor, Tensor]],
 ) -> None:
     logits = randn(4, VOCAB)
     logits[1, 1200] = float("nan")
     logits[2] = float("-inf")
     logits[3, 30] = float("inf")
-    ids, likely = twin(
+    ids, likely = children(
         logits.to(DEVICE),
         torch.tensor([0, 1, 1, 0], dtype=torch.int32, device=DEVICE),
         torch.tensor([4, 5, 6, 7], device=DEVICE),

@@ -12,9 +12,10 @@ from torch import Tensor
 
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import logprobs
+from serve_spec.ops.draw import draw_tokens
 from serve_spec.ops.logprobs import score_rows, score_tokens
-from serve_spec.ops.sampling import SamplingRows, draw_params, sample
 from tests.helpers.plain_logprobs import processed
+from tests.helpers.plain_sampling import draw_params
 
 CPU = torch.device("cpu")
 VOCAB = 40
@@ -43,8 +44,9 @@ def test_a_drawn_token_has_its_place_in_the_distribution_it_was_drawn_from(
 ) -> None:
     count = len(params)
     logits = torch.randn(count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    rows = SamplingRows.create(params, [seed + r for r in range(count)], [7] * count, VOCAB, CPU)
-    tokens = sample(logits, rows)
+    rows = draw_params(params, [seed + r for r in range(count)], CPU)
+    owners = torch.arange(count, dtype=torch.int32)
+    tokens = draw_tokens(logits, owners, torch.full((count,), 7), rows)
     table = scored(logits, tokens, params, num_top)
     floats = table.view(torch.float32)
     for r, row_params in enumerate(params):

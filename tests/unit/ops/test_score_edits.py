@@ -1,9 +1,10 @@
-"""Score edits: the plain loop's, and the kernels those of the law."""
+"""Score edits against a plain loop: reference and kernels."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from serve_spec.core.plan import EditedText, RowPlan
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import score_edits
 from serve_spec.ops.score_edits import ScoreEdits
-from serve_spec.runtime.score_edits import write_edits
+from serve_spec.worker.request_slots import write_edits
 from tests.helpers.plain_edits import edited
 from tests.helpers.triton import DEVICE, reference
 
@@ -23,7 +24,7 @@ from serve_spec.ops import score_edits_triton  # isort: skip
 
 CPU = torch.device("cpu")
 VOCAB = 40
-WAYS = [reference(score_edits), score_edits_triton]
+BOTH = [reference(score_edits), score_edits_triton]
 
 ids = st.lists(st.integers(0, VOCAB - 1), max_size=6)
 sampling_params = st.builds(
@@ -51,10 +52,10 @@ sequences = st.lists(
 
 
 def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) -> ScoreEdits:
-    """The edits of sequences as a worker on lanes keeps them; the last place stays empty."""
+    """Return the edits of requests as a worker keeps them; the last slot stays empty."""
     edits = ScoreEdits.create(len(rows) + 1, VOCAB, DEVICE)
     for field in edits[1:]:
-        field.fill_(99)  # whoever had the place before
+        field.fill_(99)  # what requests before left
     for place, (params, prompt, generated, _) in enumerate(rows):
         text = tuple(prompt + generated)
         known = EditedText(len(prompt), text, tuple(params.stop_token_ids))
@@ -63,13 +64,13 @@ def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) ->
     return edits
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ops", BOTH)
 @settings(max_examples=15, deadline=None)
 @given(sequences, st.integers(0, 2**32))
 def test_a_row_is_edited_by_the_text_before_it_and_the_drafts_on_its_path(
-    way: object, rows: list[tuple[SamplingParams, list[int], list[int], list[int]]], seed: int
+    ops: Any, rows: list[tuple[SamplingParams, list[int], list[int], list[int]]], seed: int
 ) -> None:
-    """Beside rows of nobody, and of a sequence that edits nothing."""
+    """Beside padding, and a request that edits nothing."""
     num_rows = sum(len(drafts) + 1 for *_, drafts in rows) + 2
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
@@ -88,7 +89,7 @@ def test_a_row_is_edited_by_the_text_before_it_and_the_drafts_on_its_path(
     token_ids += [-1, 3]
     depths += [0, 0]
     found = logits.to(DEVICE)
-    way.edit_scores(  # type: ignore[attr-defined]
+    ops.edit_scores(
         found,
         torch.tensor(owners, dtype=torch.int32, device=DEVICE),
         torch.tensor(positions, device=DEVICE),
@@ -100,11 +101,11 @@ def test_a_row_is_edited_by_the_text_before_it_and_the_drafts_on_its_path(
     assert torch.equal(found[-2:].cpu(), logits[-2:])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("ops", BOTH)
 @settings(max_examples=8, deadline=None)
 @given(sequences, st.data(), st.integers(0, 2**32))
 def test_a_row_of_a_tree_is_edited_by_the_drafts_on_its_path_alone(
-    way: object,
+    ops: Any,
     rows: list[tuple[SamplingParams, list[int], list[int], list[int]]],
     data: st.DataObject,
     seed: int,
@@ -128,18 +129,16 @@ def test_a_row_of_a_tree_is_edited_by_the_drafts_on_its_path_alone(
     owners, positions, token_ids, depths, backs = by_column.unbind(0)
     found = logits.to(DEVICE)
     owners, depths, backs = (x.to(torch.int32) for x in (owners, depths, backs))
-    way.edit_scores(  # type: ignore[attr-defined]
-        found, owners, positions, token_ids, depths, table(rows), backs
-    )
+    ops.edit_scores(found, owners, positions, token_ids, depths, table(rows), backs)
     torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_draft_without_a_token_counts_for_nothing(way: object) -> None:
+@pytest.mark.parametrize("ops", BOTH)
+def test_a_draft_without_a_token_counts_for_nothing(ops: Any) -> None:
     rows = [(SamplingParams(frequency_penalty=2.0), [1], [2], [5, 6])]
     found = [torch.zeros(3, VOCAB, device=DEVICE) for _ in range(2)]
     for logits, drafts in zip(found, ([5, 6], [5, -1]), strict=True):
-        way.edit_scores(  # type: ignore[attr-defined]
+        ops.edit_scores(
             logits,
             torch.zeros(3, dtype=torch.int32, device=DEVICE),
             torch.arange(2, 5, device=DEVICE),
@@ -171,7 +170,7 @@ def wide_round(device: torch.device) -> tuple[Tensor, ...]:
     return tuple(tensor.to(device) for tensor in tensors)
 
 
-def test_the_kernel_edits_to_the_last_bit_as_the_law_does() -> None:
+def test_the_kernel_edits_to_the_last_bit_as_the_reference_does() -> None:
     expected, *inputs = wide_round(CPU)
     found, *on_device = wide_round(DEVICE)
     reference(score_edits).edit_scores(expected, *inputs[:4], ScoreEdits(*inputs[4:]))
@@ -179,26 +178,26 @@ def test_the_kernel_edits_to_the_last_bit_as_the_law_does() -> None:
     assert torch.equal(found.cpu(), expected)
 
 
-@pytest.mark.parametrize("count", [way.count_tokens for way in WAYS])
+@pytest.mark.parametrize("count", [ops.count_tokens for ops in BOTH])
 @settings(max_examples=40, deadline=None)
 @given(
     st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=4),
     st.data(),
 )
-def test_what_a_round_emits_is_counted_for_sequences_that_edit(
+def test_emitted_tokens_are_counted_for_requests_that_edit(
     count: Callable[[Tensor, Tensor, ScoreEdits], None],
     emitted: list[list[int]],
     data: st.DataObject,
 ) -> None:
-    """Verdicts hold old tokens behind those of the round."""
+    """Results hold old tokens after those of the step."""
     members = data.draw(st.permutations(range(5)))[: len(emitted)]
     is_on = data.draw(st.lists(st.booleans(), min_size=5, max_size=5))
     edits = ScoreEdits.create(5, VOCAB, DEVICE)
     edits.is_on.copy_(torch.tensor(is_on))
-    verdicts = [[len(t) - 1, 0, *t, *[7] * (5 - len(t))] for t in emitted]
+    results = [[len(t) - 1, 0, *t, *[7] * (5 - len(t))] for t in emitted]
     count(
         torch.tensor(members, dtype=torch.int32, device=DEVICE),
-        torch.tensor(verdicts, dtype=torch.int32, device=DEVICE),
+        torch.tensor(results, dtype=torch.int32, device=DEVICE),
         edits,
     )
     expected = torch.zeros(5, VOCAB, dtype=torch.int32)
