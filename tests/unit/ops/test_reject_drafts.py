@@ -1,4 +1,4 @@
-"""Sampled drafts on the device: drawn and judged as on the host, by the law and its kernels."""
+"""Rejection sampling against plain numbers one chain at a time: reference and kernels."""
 
 from __future__ import annotations
 
@@ -6,19 +6,26 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from serve_spec.core.draft import DraftChain, DraftLaws
 from serve_spec.core.request import SamplingParams
-from serve_spec.drafters.draws import SampledDraws
 from serve_spec.ops import acceptance, draw, rejection
-from serve_spec.ops.noise import Stream, seed_words, stream_keys
+from serve_spec.ops.noise import Stream
 from serve_spec.ops.rejection import DraftLogits
-from serve_spec.ops.sampling import SamplingRows, draw_params
-from serve_spec.verify.rejection import RejectionVerdict
 from tests.helpers.memory import poisoned_memory
+from tests.helpers.plain_sampling import (
+    assert_largest,
+    coin,
+    draw_params,
+    gumbel,
+    processed,
+    softmax,
+    stream_key,
+    verify_chain,
+)
 from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import draw_triton, rejection_triton  # isort: skip
@@ -37,14 +44,17 @@ MIX = [
     SamplingParams(temperature=1.0, top_p=1e-6),
 ]
 METHODS = pytest.mark.parametrize("method", ["standard", "block"])
-TWINS = pytest.mark.parametrize(
-    "twin", [reference(rejection), rejection_triton], ids=["plain", "kernel"]
+BOTH = pytest.mark.parametrize(
+    "ops", [reference(rejection), rejection_triton], ids=["reference", "kernel"]
 )
 
 
 @dataclass
-class Round:
-    """Drafts of sequences on lanes of their own, the last one first, drawn from laws near p."""
+class Batch:
+    """Chains of requests in slots of their own, the last one first; drafts are near the target.
+
+    counts: drafts of each request; -1 for one that has left.
+    """
 
     counts: list[int]
     depth: int
@@ -59,7 +69,7 @@ class Round:
     @classmethod
     def of(
         cls, counts: list[int], depth: int, noise: float = 0.7, num_draft_ids: int = VOCAB
-    ) -> Round:
+    ) -> Batch:
         generator = torch.Generator().manual_seed(depth)
         size = len(counts)
         params = [MIX[b % len(MIX)] for b in range(size)]
@@ -71,186 +81,205 @@ class Round:
         near = base[:, :depth] if target_ids is None else base[:, :depth, target_ids]
         near = near + noise * torch.randn(near.shape, generator=generator)
         logits = torch.cat([base[b, : n + 1] for b, n in enumerate(counts) if n >= 0])
-        draws = SampledDraws(rows_of(params, seeds, lengths, [depth] * size),
-            [b * (depth + 1) for b in range(size)], depth, target_ids, CPU)  # fmt: skip
-        drafts = [draws.draw(near[:, i], torch.arange(size), i) for i in range(depth)]
-        return cls(counts, depth, params, seeds, lengths, logits, near, target_ids,
-            torch.stack(drafts, dim=1))  # fmt: skip
+        rows, owners = draw_params(params, seeds, CPU), torch.arange(size, dtype=torch.int32)
+        roots = torch.tensor(lengths)
+        drafts = [
+            reference(draw).sample_drafts(near[:, i], owners, roots + i, roots, rows, target_ids)
+            for i in range(depth)
+        ]
+        drafted = torch.stack(drafts, dim=1)
+        return cls(counts, depth, params, seeds, lengths, logits, near, target_ids, drafted)
 
-    def judged_by_the_host(self, method: str) -> list[list[int]]:
-        """What sequences that have rows emit."""
-        there = [b for b, n in enumerate(self.counts) if n >= 0]
-        counts = [self.counts[b] for b in there]
-        rows = rows_of(*([of[b] for b in there] for of in self.known), counts)
-        drafting = [b for b in there if self.counts[b]]
-        inverse = torch.tensor([1 / (self.params[b].temperature or 1.0) for b in drafting])
-        scores = self.draft_logits[drafting] * inverse.view(-1, 1, 1)
-        laws = DraftLaws(scores, self.target_ids)
-        chain = DraftChain(self.drafts[there], tuple(counts), laws)
-        return RejectionVerdict(method)(self.logits, chain, rows).token_ids
+    def expected(self, method: str) -> list[list[int]]:
+        """Return what the requests that have not left emit."""
+        emitted, first = [], 0
+        drawn = self._drawn.tolist()
+        for b, count in enumerate(self.counts):
+            if count < 0:
+                continue
+            tokens = self.drafts[b, :count].tolist()
+            tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+            draws = drawn[first : first + count + 1]
+            kept, rejected = 0, None
+            if self.params[b].is_greedy:
+                while kept < len(tokens) and tokens[kept] == draws[kept]:
+                    kept += 1
+            elif tokens:
+                kept, rejected = self._verify(method, b, tokens, self.logits[first:])
+            emitted.append([*tokens[:kept], draws[kept] if rejected is None else rejected])
+            first += count + 1
+        return emitted
+
+    def _verify(
+        self, method: str, b: int, tokens: list[int], logits: Tensor
+    ) -> tuple[int, int | None]:
+        params, seed, root = self.params[b], self.seeds[b], self.lengths[b]
+        ids = range(VOCAB) if self.target_ids is None else self.target_ids.tolist()
+        draft_probs = np.zeros((len(tokens), VOCAB))
+        for i, row in enumerate(draft_probs):
+            scores = self.draft_logits[b, i].double().numpy() / params.temperature
+            row[list(ids)] = softmax(scores)
+        return verify_chain(
+            method,
+            tokens,
+            [*draft_probs],
+            [softmax(processed(row.tolist(), params)) for row in logits[: len(tokens) + 1]],
+            [coin(stream_key(Stream.ACCEPT, seed, root, root + i)) for i in range(len(tokens))],
+            stream_key(Stream.RECOVER, seed, root, root),
+        )
 
     @property
-    def known(self) -> tuple[list[SamplingParams], list[int], list[int]]:
-        return self.params, self.seeds, self.lengths
+    def _rows(self) -> list[tuple[int, int]]:
+        return [(b, i) for b, n in enumerate(self.counts) for i in range(n + 1)]
 
-    def judged_on_lanes(self, method: str, twin: Any, num_padding: int = 3) -> list[list[int]]:
-        """The same, over the static tensors of a round."""
+    @property
+    def _drawn(self) -> Tensor:
+        """The target's draw at every position."""
+        owners = torch.tensor([b for b, _ in self._rows], dtype=torch.int32)
+        positions = torch.tensor([self.lengths[b] + i for b, i in self._rows])
+        rows = draw_params(self.params, self.seeds, CPU)
+        return reference(draw).draw_tokens(self.logits, owners, positions, rows)
+
+    def emitted(self, method: str, ops: Any, num_padding: int = 3) -> list[list[int]]:
+        """Return what the code under test makes of the batch."""
         size = len(self.counts)
         params = draw_params(self.params[::-1], self.seeds[::-1], DEVICE)
-        lanes = torch.arange(size - 1, -1, -1, dtype=torch.int32, device=DEVICE)
+        slots = torch.arange(size - 1, -1, -1, dtype=torch.int32, device=DEVICE)
         lens = torch.tensor([n + 1 for n in self.counts], dtype=torch.int32)
         starts = torch.nn.functional.pad(lens.cumsum(0), (1, 0)).to(torch.int32).to(DEVICE)
-        rows = [(b, i) for b, n in enumerate(self.counts) for i in range(n + 1)]
         padding = [0] * num_padding
-        tokens = [int(self.drafts[b, i - 1]) if i else 5 for b, i in rows] + padding
-        positions = torch.tensor([self.lengths[b] + i for b, i in rows] + padding).to(DEVICE)
-        owners = torch.tensor([size - 1 - b for b, _ in rows] + [-1] * num_padding)
-        owners = owners.to(torch.int32).to(DEVICE)
-        parents = torch.tensor([i - 1 for _, i in rows] + padding, dtype=torch.int32).to(DEVICE)
+        tokens = [int(self.drafts[b, i - 1]) if i else 5 for b, i in self._rows] + padding
+        positions = torch.tensor([self.lengths[b] + i for b, i in self._rows] + padding).to(DEVICE)
+        parents = torch.tensor([i - 1 for _, i in self._rows] + padding, dtype=torch.int32)
         logits = torch.cat([self.logits, self.logits[:1].expand(num_padding, -1)]).to(DEVICE)
         row_tokens = torch.tensor(tokens).to(DEVICE)
         shape = size + 2, self.depth, self.draft_logits.shape[2]
         ids = None if self.target_ids is None else self.target_ids.to(DEVICE)
         drafted = DraftLogits.create(shape, ids, VOCAB, DEVICE)
         drafted.logits.fill_(float("nan"))[:size] = self.draft_logits.to(DEVICE)
-        drawn = reference(draw).draw_tokens(logits, owners, positions, params)
+        drawn = torch.cat([self._drawn, torch.tensor(padding, dtype=torch.int64)]).to(DEVICE)
         with poisoned_memory():
-            forced = twin.reject_drafts(
-                logits, row_tokens, drawn, starts, lanes, positions, params, drafted, method
+            forced = ops.reject_drafts(
+                logits, row_tokens, drawn, starts, slots, positions, params, drafted, method
             )
         accepted = reference(acceptance).accept_path(
-            row_tokens, parents, drawn, starts, self.depth, forced
+            row_tokens, parents.to(DEVICE), drawn, starts, self.depth, forced
         )
-        emitted = zip(accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
+        found = zip(accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
         there = (n >= 0 for n in self.counts)
-        return [row[: kept + 1] for (row, kept), is_in in zip(emitted, there, strict=True) if is_in]
-
-
-def rows_of(
-    params: list[SamplingParams], seeds: list[int], lengths: list[int], counts: list[int]
-) -> SamplingRows:
-    at = [(b, i) for b, n in enumerate(counts) for i in range(n + 1)]
-    return SamplingRows.create(
-        [params[b] for b, _ in at],
-        [seeds[b] for b, _ in at],
-        [lengths[b] + i for b, i in at],
-        VOCAB,
-        CPU,
-    )
+        return [row[: kept + 1] for (row, kept), is_in in zip(found, there, strict=True) if is_in]
 
 
 def ragged(depth: int, size: int = 18) -> list[int]:
-    """Rows with all drafts, with fewer, with none, and (-1) sequences that have left."""
+    """Return counts of requests with all drafts, fewer, none, and of some that have left."""
     return [[depth, 0, max(0, depth - 1), 1, depth, -1, depth][b % 7] for b in range(size)]
 
 
-@pytest.mark.parametrize("stream", Stream)
-def test_keys_of_a_stream_made_on_the_device_have_the_hosts_bits(stream: Stream) -> None:
-    seeds, roots = [0, -1, 2**63 - 1, -7 * 2**40, 5], [1, 2**31 + 3, 900, 17, 4]
-    positions = [root + i for i, root in enumerate(roots)]
-    words = torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32, device=DEVICE)
-    made = draw.stream_seeds_of(stream, words, torch.tensor(roots, device=DEVICE))
-    found = draw.row_keys_of(made, torch.tensor(positions, device=DEVICE))
-    assert torch.equal(found.cpu(), stream_keys(stream, seeds, roots, positions))
-
-
-@pytest.mark.parametrize("twin", [reference(draw), draw_triton], ids=["plain", "kernel"])
+@pytest.mark.parametrize("ops", [reference(draw), draw_triton], ids=["reference", "kernel"])
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_sampled_drafts_are_the_hosts(twin: Any, is_reduced: bool) -> None:
-    """And a row that no token can be drawn from says so."""
+def test_sampled_drafts_have_noise_of_their_own(ops: Any, is_reduced: bool) -> None:
+    """And a row from which no token can be drawn gives -1."""
     depth, size = 3, 20
-    num_ids = 1300 if is_reduced else VOCAB
-    made = Round.of([depth] * size, depth, num_draft_ids=num_ids)
+    made = Batch.of([depth] * size, depth, num_draft_ids=1300 if is_reduced else VOCAB)
     params = draw_params(made.params, made.seeds, DEVICE)
     ids = None if made.target_ids is None else made.target_ids.to(DEVICE)
     owners = torch.arange(size, dtype=torch.int32, device=DEVICE)
     owners[4] = -1
     roots = torch.tensor(made.lengths, device=DEVICE)
+    draft_id = {v: i for i, v in enumerate([*range(VOCAB)] if ids is None else ids.tolist())}
     for step in range(depth):
         logits = made.draft_logits[:, step].to(DEVICE)
         logits[7, 3] = float("nan")
         with poisoned_memory():
-            found = twin.sample_drafts(logits, owners, roots + step, roots, params, ids)
-        expected = made.drafts[:, step].clone()
-        expected[4], expected[7] = 0, -1
-        assert found.tolist() == expected.tolist()
+            found = ops.sample_drafts(logits, owners, roots + step, roots, params, ids).tolist()
+        assert (found[4], found[7]) == (0, -1)
+        whole = [b for b in range(size) if b not in (4, 7)]
+        numbers = []
+        for b in whole:
+            row, root = made.params[b], made.lengths[b]
+            key = stream_key(Stream.DRAFT, made.seeds[b], root, root + step)
+            scores = made.draft_logits[b, step].double().numpy()
+            is_random = not row.is_greedy
+            scale = 1 / row.temperature if is_random else 1.0
+            numbers.append(scores * scale + is_random * gumbel(key, len(scores)))
+        assert_largest([draft_id[found[b]] for b in whole], numbers)
 
 
-@TWINS
+@BOTH
 @METHODS
 @pytest.mark.parametrize(("depth", "num_draft_ids"), [(1, VOCAB), (2, 1300), (5, VOCAB)])
-def test_lanes_judge_as_the_host_does(
-    twin: Any, method: str, depth: int, num_draft_ids: int
+def test_drafts_are_accepted_by_their_probabilities(
+    ops: Any, method: str, depth: int, num_draft_ids: int
 ) -> None:
-    """Ragged chains, greedy ones and those of filtered laws among them."""
-    made = Round.of(ragged(depth), depth, num_draft_ids=num_draft_ids)
-    expected = made.judged_by_the_host(method)
-    assert made.judged_on_lanes(method, twin) == expected
+    """Ragged chains, greedy ones and those of filtered distributions among them."""
+    made = Batch.of(ragged(depth), depth, num_draft_ids=num_draft_ids)
+    expected = made.expected(method)
+    assert made.emitted(method, ops) == expected
     kept = [len(tokens) - 1 for tokens in expected]
     counts = [n for n in made.counts if n >= 0]
-    assert 0 < sum(kept) < sum(counts), "the test needs kept and lost drafts"
+    assert 0 < sum(kept) < sum(counts), "the test needs accepted and rejected drafts"
 
 
-@TWINS
+@BOTH
 @METHODS
-def test_chains_end_before_a_draft_that_is_no_token(twin: Any, method: str) -> None:
-    made = Round.of([4] * 9, 4, noise=0.0)
+def test_chains_end_before_a_draft_that_is_no_token(ops: Any, method: str) -> None:
+    made = Batch.of([4] * 9, 4, noise=0.0)
     for b in range(0, 9, 2):
         made.drafts[b, b % 4] = -1
         made.draft_logits[b, b % 4] = float("nan")
-    expected = made.judged_by_the_host(method)
-    assert made.judged_on_lanes(method, twin) == expected
+    expected = made.expected(method)
+    assert made.emitted(method, ops) == expected
     assert max(map(len, expected[::2])) > 1
 
 
-@TWINS
+@BOTH
 @METHODS
 def test_where_filters_end_among_equal_scores_the_smallest_ids_are_left(
-    twin: Any, method: str
+    ops: Any, method: str
 ) -> None:
     """Scores of a few values only: every cut is among equals."""
-    made = Round.of(ragged(2), 2)
+    made = Batch.of(ragged(2), 2)
     made.logits = (made.logits * 0.7).round() * 2
-    assert made.judged_on_lanes(method, twin) == made.judged_by_the_host(method)
+    assert made.emitted(method, ops) == made.expected(method)
 
 
-@TWINS
+@BOTH
 @METHODS
-def test_a_draft_that_is_the_target_is_kept_on_lanes_too(twin: Any, method: str) -> None:
-    made = Round.of([3] * 9, 3, noise=0.0)
-    kept = [len(tokens) - 1 for tokens in made.judged_on_lanes(method, twin)]
+def test_drafts_from_the_targets_own_distribution_are_accepted(ops: Any, method: str) -> None:
+    made = Batch.of([3] * 9, 3, noise=0.0)
+    kept = [len(tokens) - 1 for tokens in made.emitted(method, ops)]
     sampled = [n for n, p in zip(kept, made.params, strict=True) if not p.filters]
     assert sampled == [3] * len(sampled)
 
 
-@TWINS
+@BOTH
 @METHODS
-def test_a_target_that_gives_nan_is_said_to_be_broken_on_lanes_too(twin: Any, method: str) -> None:
-    made = Round.of([2] * 9, 2)
+def test_a_target_that_gives_nan_draws_no_token(ops: Any, method: str) -> None:
+    made = Batch.of([2] * 9, 2)
     made.logits[:, 40] = float("nan")
-    assert [tokens[-1] for tokens in made.judged_on_lanes(method, twin)] == [-1] * 9
+    assert [tokens[-1] for tokens in made.emitted(method, ops)] == [-1] * 9
 
 
-@TWINS
+@BOTH
 @METHODS
-def test_how_a_chain_is_judged_does_not_depend_on_the_others(twin: Any, method: str) -> None:
-    whole = Round.of(ragged(2), 2)
-    together = whole.judged_on_lanes(method, twin)
+def test_a_chain_is_verified_alike_alone_and_in_any_batch(ops: Any, method: str) -> None:
+    whole = Batch.of(ragged(2), 2)
+    together = whole.emitted(method, ops)
     there = [b for b, n in enumerate(whole.counts) if n >= 0]
     first = 0
     for number, b in enumerate(there[:5]):
         rows = whole.counts[b] + 1
-        alone = Round(
-            [whole.counts[b]], 2, *([of[b]] for of in whole.known),
+        alone = Batch(
+            [whole.counts[b]], 2, [whole.params[b]], [whole.seeds[b]], [whole.lengths[b]],
             whole.logits[first : first + rows], whole.draft_logits[b : b + 1], None,
             whole.drafts[b : b + 1],
         )  # fmt: skip
-        assert alone.judged_on_lanes(method, twin, num_padding=0) == together[number : number + 1]
+        assert alone.emitted(method, ops, num_padding=0) == together[number : number + 1]
         first += rows
 
 
 @pytest.mark.parametrize("has_ties", [False, True])
-def test_laws_end_where_their_filters_do(has_ties: bool) -> None:
+def test_distributions_end_where_their_filters_do(has_ties: bool) -> None:
     """Also at scores of 0, which no number halved gets to."""
     rng, size, vocab = random.Random(1), 40, 700
     params = [
@@ -267,12 +296,12 @@ def test_laws_end_where_their_filters_do(has_ties: bool) -> None:
     logits[5, 100:] = float("-inf")
     on_device = draw_params(params, [0] * size, DEVICE)
     starts = torch.arange(0, 2 * size + 1, 2, dtype=torch.int32, device=DEVICE)
-    lanes = torch.arange(size, dtype=torch.int32, device=DEVICE)
+    slots = torch.arange(size, dtype=torch.int32, device=DEVICE)
     tops, totals, cuts = (torch.full((size, 3), float("nan"), device=DEVICE) for _ in range(3))
     cut_ids = torch.zeros(size, 3, dtype=torch.int32, device=DEVICE)
     rejection_triton._law_kernel[(3, size)](
-        *(tops, totals, cuts, cut_ids, logits, vocab, starts, lanes),
-        *(on_device.inverse_temperature, logits, lanes),
+        *(tops, totals, cuts, cut_ids, logits, vocab, starts, slots),
+        *(on_device.inverse_temperature, logits, slots),
         *(on_device.top_k, on_device.top_p, on_device.min_p),
         DEPTH=1,
         NUM_IDS=vocab,
@@ -281,7 +310,7 @@ def test_laws_end_where_their_filters_do(has_ties: bool) -> None:
         CUT_BLOCK=256,
         DEPENDENT=False,
     )
-    rows = on_device.of(lanes.repeat_interleave(2))
+    rows = on_device.of(slots.repeat_interleave(2))
     scores = draw.tempered(logits, rows.inverse_temperature)
     ids = torch.arange(vocab, device=DEVICE)
     cut, cut_id = cuts[:, :2].reshape(-1, 1), cut_ids[:, :2].reshape(-1, 1)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.ops.rejection import RULES, leftover, over_target_ids
+from serve_spec.ops.rejection import RULES, leftover
 
 VOCAB = 3
 
@@ -157,11 +157,3 @@ def test_a_law_that_is_not_the_drafts_own_is_found_out() -> None:
     wrong.chains = lambda: (drafts, chance, *Tree.chains(wrong)[2:])  # type: ignore[method-assign]
     law, _ = emitted_law(wrong, "standard")
     assert total_variation(law, tree.joint()) > 0.01
-
-
-def test_laws_over_draft_ids_are_spread_over_the_targets() -> None:
-    probs = torch.tensor([[[0.25, 0.75], [float("nan"), float("nan")]]])
-    spread = over_target_ids(probs, torch.tensor([3, 1]), 5)
-    assert spread.tolist() == [[[0, 0.75, 0, 0.25, 0], [0] * 5]]
-    assert over_target_ids(probs, None, 3).tolist() == [[[0.25, 0.75, 0], [0] * 3]]
-    assert over_target_ids(torch.tensor([[[0.5, 0.5, 0.0]]]), None, 2).tolist() == [[[0.5, 0.5]]]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.drafters import corpus as module
-from serve_spec.drafters.corpus import Corpus, load_corpus
-from serve_spec.drafters.ngram import NgramDrafter
+from serve_spec.worker import corpus as module
+from serve_spec.worker.corpus import Corpus, load_corpus
+from serve_spec.worker.ngram import NgramDrafter
 
 TEXTS = st.lists(st.integers(0, 3), max_size=60)
 MAX_MATCH = 4

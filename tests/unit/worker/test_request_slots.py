@@ -1,0 +1,139 @@
+"""Request slots hold what a step needs, and are sent only what they cannot know."""
+
+import random
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.request import SamplingParams
+from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT
+from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots, RequestStates
+
+
+def make_slots() -> RequestSlots:
+    return RequestSlots.create(4, 64, 99, 300, torch.device("cpu"))
+
+
+def row(slot: int, tokens: list[int], pages: list[int], made: int = 0, **params: Any) -> RowPlan:
+    """Return the plan of a decode of a text of which the draft has `made` KV entries."""
+    return RowPlan(
+        request_id=f"in {slot}",
+        token_ids=(tokens[-1],),
+        start=len(tokens) - 1,
+        samples=True,
+        page_ids=tuple(pages),
+        params=SamplingParams(**params),
+        seed=2**63 + 5,
+        is_decode=True,
+        draft_start=made,
+        catch_up_ids=tuple(tokens[made + 1 :]),
+        lane=slot,
+    )
+
+
+def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters() -> None:
+    slots = make_slots()
+    text = list(range(100, 120))
+    params = {"temperature": 0.5, "top_k": 7, "top_p": 0.9, "min_p": 0.1}
+    RequestStates(slots).sync([row(2, text, [4, 8], made=15, **params)])
+    assert slots.lengths[2] == 20
+    assert slots.draft_lengths[2] == 15
+    assert slots.recent[2, 16:20].tolist() == text[16:20]
+    assert slots.pages[2, :3].tolist() == [4, 8, 99]
+    found = [field[2] for field in slots.params]
+    assert found[0] == 2.0
+    assert found[1].tolist() == [5, -(2**31)]
+    assert found[2] == 7
+    torch.testing.assert_close(torch.stack(found[3:]), torch.tensor([0.9, 0.1]))
+
+
+def test_greedy_requests_have_no_temperature_to_divide_by() -> None:
+    slots = make_slots()
+    RequestStates(slots).sync([row(0, [1, 2, 3], [0], temperature=0.0)])
+    assert slots.params.inverse_temperature[0] == 0
+
+
+def test_a_known_request_is_not_written_over() -> None:
+    """Its slot is ahead of the host while a step is in flight."""
+    slots = make_slots()
+    states = RequestStates(slots)
+    known = row(1, [1, 2, 3], [5])
+    states.sync([known])
+    slots.lengths[1], slots.recent[1, 3] = 4, 77
+    states.sync([known])
+    assert slots.lengths[1] == 4
+    assert slots.recent[1, 3] == 77
+
+
+def test_a_forgotten_request_is_sent_again() -> None:
+    slots = make_slots()
+    states = RequestStates(slots)
+    states.sync([row(1, [1, 2, 3], [5])])
+    later = row(1, [1, 2, 3, 4, 5], [6], made=3)
+    states.forget([later])
+    states.sync([later])
+    assert slots.lengths[1] == 5
+    assert slots.pages[1, 0] == 6
+
+
+def test_another_request_takes_over_a_slot() -> None:
+    slots = make_slots()
+    states = RequestStates(slots)
+    states.sync([row(1, [1, 2, 3], [5])])
+    states.sync([row(1, [9, 8], [7])._replace(request_id="another")])
+    assert slots.lengths[1] == 2
+    assert slots.recent[1, 1] == 8
+
+
+def test_of_more_missing_tokens_than_are_kept_the_newest_stay() -> None:
+    slots = make_slots()
+    text = list(range(200))
+    RequestStates(slots).sync([row(0, text, list(range(13)))])
+    newest = [slots.recent[0, p % RING_TOKENS] for p in range(200 - RING_TOKENS, 200)]
+    assert newest == text[-RING_TOKENS:]
+
+
+@settings(max_examples=50)
+@given(st.integers(0, 2**32))
+def test_pages_follow_growth_and_returned_pages(seed: int) -> None:
+    rng = random.Random(seed)
+    slots = make_slots()
+    states = RequestStates(slots)
+    free = list(range(100, 112))  # few, so that returned ones come back, at any place
+    pages = [free.pop()]
+    for _ in range(20):
+        kept = rng.randint(1, len(pages))
+        free += pages[kept:]
+        del pages[kept:]
+        rng.shuffle(free)
+        pages += [free.pop() for _ in range(rng.randint(0, min(4, len(free))))]
+        states.sync([row(3, [1, 2], pages)])
+        assert slots.pages[3, : len(pages)].tolist() == pages
+
+
+def test_a_request_brings_its_score_edits_and_the_next_one_without_any_ends_them() -> None:
+    slots = make_slots()
+    states = RequestStates(slots)
+    editing = row(1, [7, 8, 7], [5], frequency_penalty=1.5, min_tokens=2, bad_token_ids=(4,))
+    states.sync([editing._replace(edited=EditedText(2, (7, 8, 7), held_ids=(9,)))])
+    edits = slots.edits
+    assert edits.is_on.tolist() == [0, 1, 0, 0, 0]
+    assert (edits.frequency[1], edits.repetition[1], edits.min_lengths[1]) == (1.5, 1.0, 4)
+    assert edits.marks[1, [7, 8, 9]].tolist() == [IN_PROMPT + GENERATED_ONCE, IN_PROMPT, HELD_BACK]
+    assert edits.marks[1].count_nonzero() == 3
+    assert edits.bias[1].nonzero().tolist() == [[4]]
+    states.sync([row(1, [9, 8], [7])._replace(request_id="another")])
+    assert edits.is_on.tolist() == [0] * 5
+
+
+def test_what_a_slot_counts_of_a_known_request_is_not_written_over() -> None:
+    slots = make_slots()
+    states = RequestStates(slots)
+    known = row(1, [7, 8], [5], presence_penalty=1.0)
+    states.sync([known._replace(edited=EditedText(2, (7, 8)))])
+    slots.edits.marks[1, 7] += GENERATED_ONCE
+    states.sync([known])
+    assert slots.edits.marks[1, 7] == IN_PROMPT + GENERATED_ONCE
