@@ -2,11 +2,12 @@
 
 Where this departs from the first floor plan, and why:
 
-- `engine` also reaches `attention`, `drafters` and `runtime`: `engine/build.py` is where the parts
-  of a process are put together, so that `worker` receives them instead of choosing them.
-- `drafters` reaches `kvcache`: a drafter owns its pool and reads the target's features by slot.
-- `verify` and `engine` reach `parallel`: draws that stay on the device are taken over from rank 0,
-  and the engine starts and ends the other ranks.
+- `engine` reaches `kvcache` and `models`: `engine/build.py` puts the parts of a process together.
+  So `worker` receives them instead of choosing them.
+- `models` reaches `ops`: a shape says how each layer attends.
+- `worker` reaches `kvcache`: it reads keys, values and the target's features by slot.
+- `worker` and `engine` reach `parallel`: all ranks use the draws of rank 0, and the engine starts
+  and ends the other ranks.
 - `metrics` reaches `core`: a round's figures name the shape that was drafted.
 - `bench` reaches `serving`: `bench online` reads a Serve file as `serve-spec serve` does.
 - `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
@@ -40,22 +41,13 @@ MAY_IMPORT = {
     "adaptive": ["config", "core"],
     "kvcache": ["core", "ops"],
     "layers": ["core", "ops", "parallel"],
-    "verify": ["core", "ops", "parallel", "runtime"],
-    "attention": ["core", "ops", "kvcache"],
-    "models": ["core", "config", "parallel", "layers"],
+    "models": ["core", "config", "parallel", "ops", "layers"],
     "scheduler": ["core", "config", "kvcache"],
     "structured": ["core"],
-    "runtime": [
-        "core", "config", "parallel", "ops", "kvcache", "attention", "models", "structured",
-    ],
-    "drafters": ["core", "config", "ops", "kvcache", "attention", "models", "runtime"],
-    "worker": [
-        "core", "config", "parallel", "ops", "kvcache", "runtime", "drafters", "verify",
-        "structured",
-    ],
+    "worker": ["core", "config", "parallel", "ops", "kvcache", "models", "structured"],
     "engine": [
-        "core", "config", "metrics", "adaptive", "attention", "drafters", "kvcache", "models",
-        "parallel", "runtime", "scheduler", "structured", "worker",
+        "core", "config", "metrics", "adaptive", "kvcache", "models", "parallel", "scheduler",
+        "structured", "worker",
     ],
     "serving": ["core", "config", "metrics", "adaptive", "worker", "engine"],
     "bench": ["core", "config", "metrics", "adaptive", "engine", "scheduler", "serving"],

@@ -15,7 +15,7 @@ from serve_spec.models import Llama, ModelShape, load_draft, load_target
 from serve_spec.models.compiling import compile_layers
 from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.eagle3 import Eagle3, Eagle3FirstLayer
-from serve_spec.runtime.graphs import row_counts
+from serve_spec.worker.graphs import token_counts
 from tests.helpers.checkpoints import make_eagle3
 
 BACKEND = "eager"  # traces and guards like any other, and needs no C++ compiler
@@ -62,7 +62,7 @@ def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target
     layer = own_target.layers[1]
     assert isinstance(layer, DecoderLayer)
     found = []
-    for num_rows in reversed(row_counts(512)):
+    for num_rows in reversed(token_counts(512)):
         run_regions(layer, num_rows)
         found.append(num_compiled())
     assert found == [2] * (len(found) - 1) + [REGIONS_BY_ROWS]

@@ -1,7 +1,8 @@
-"""Tiers are recorded once, share what they can, and say what they need where it does not fit."""
+"""Draft shapes are captured once, share what they can, and name what does not fit."""
 
 import logging
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
 
@@ -9,23 +10,36 @@ import pytest
 import torch
 
 from serve_spec import LLM
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.runtime.graphs import PlainRecorder, Run
-from serve_spec.worker.lane_worker import LaneWorker
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.request import SamplingParams
+from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND, CapturedShapes
+from serve_spec.worker.graphs import Run, StepSize
+from serve_spec.worker.worker import SpecWorker
 from tests.helpers.engines import Pair, llm_maker, make_pair, switch_every_round
 
+TREES = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
 
-class SmallDevice(PlainRecorder):
-    """Has room for so many stages."""
 
-    def __init__(self, room: int) -> None:
-        super().__init__()
+class FakeRecorder:
+    """Captures stages without CUDA, as long as there is room: each runs as it is at its size."""
+
+    captures = True
+
+    def __init__(self, room: int = 10_000) -> None:
+        self.num_captured = 0
         self.room = room
 
-    def record(self, stage: Run) -> Run:
-        if self.num_recorded == self.room:
+    def start_over(self) -> None:
+        pass
+
+    def capture(self, run: Run) -> Run:
+        if self.num_captured == self.room:
             raise torch.OutOfMemoryError("no memory")
-        return super().record(stage)
+        self.num_captured += 1
+        return run
+
+    def milliseconds(self, run: Run) -> float:
+        return 0.0
 
 
 @pytest.fixture(scope="module")
@@ -33,123 +47,151 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     return make_pair(tmp_path_factory.mktemp("pair"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def llm(pair: Pair) -> LLM:
-    return llm_maker(pair, "cpu")("EAGLE3", 3, execution="lanes", max_num_seqs=8)
+    return llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=8, speculative_eagle_topk=3)
 
 
 def chains(*depths: int) -> list[DraftShape]:
     return list(map(DraftShape.chain, depths))
 
 
-def worker_of(llm: LLM) -> LaneWorker:
-    return cast(LaneWorker, llm.engine.worker)
+def captured(llm: LLM, shapes: Iterable[DraftShape], room: int = 10_000) -> CapturedShapes:
+    """Capture the shapes of an engine again, with a fake recorder."""
+    worker = cast(SpecWorker, llm.engine.worker)
+    worker.recorder = FakeRecorder(room)
+    worker.init_states(shapes)
+    return worker.captured
 
 
-def test_a_device_too_small_is_told_what_each_tier_takes_and_what_to_leave_out(llm: LLM) -> None:
-    worker = worker_of(llm)
-    whole = worker.recorder
-    room = worker.recorded.report[0].num_stages + 2
-    worker.recorder = SmallDevice(room)
-    told = r"num_steps=1, max_num_seqs=8: .*tier 1: 2 stages, .* MiB.*before: tier 3: \d+ stages"
-    with pytest.raises(MemoryError, match=told + ".*leave 1 out of the candidate steps"):
-        worker.init_states(chains(1, 3))
-    worker.recorder = whole
-    worker.init_states(chains(3))
-
-
-def test_after_the_start_nothing_is_recorded_whatever_is_chosen(llm: LLM) -> None:
-    worker = worker_of(llm)
-    worker.init_states(chains(0, 1, 2, 3))
-    before = worker.recorder.num_recorded
-    for batch_size in range(1, 9):
-        for num_steps in range(4):
-            tier = worker.recorded.tier_for(num_steps, batch_size)
-            assert tier.shape.depth == num_steps
-            assert tier.stages is not None
-            assert tier.stages.verify.padded(batch_size * (num_steps + 1)) > 0
-    llm.generate([[1, 2, 3]] * 3)
-    assert worker.recorder.num_recorded == before
-
-
-def test_trees_are_recorded_for_every_batch_size_before_the_first_request(pair: Pair) -> None:
-    llm = llm_maker(pair, "cpu")(
-        "EAGLE3", 2, execution="lanes", max_num_seqs=5, speculative_eagle_topk=3
-    )
-    worker = worker_of(llm)
-    shapes = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
-    worker.init_states([*chains(0, 2), *shapes])
-    assert set(worker.tiers) >= set(shapes)
-    for shape in shapes:
-        stages = worker.tiers[shape].stages
-        assert stages is not None
-        assert stages.draft.padded(5) == 5
-        assert stages.verify.padded(5 * (shape.size + 1)) > 0
-    # A deeper tree leaves more behind than the deepest chain makes up.
-    assert worker.recorded.extend_for(5, 5).padded(5) == 5
-    switch_every_round(llm, [*shapes, 2, 0])
-    before = worker.recorder.num_recorded
-    llm.generate([[1, 2, 3]] * 5)
-    assert worker.recorder.num_recorded == before
-
-
-def test_trees_a_device_has_no_room_for_are_named_with_the_way_out(pair: Pair) -> None:
-    llm = llm_maker(pair, "cpu")("EAGLE3", 2, execution="lanes", speculative_eagle_topk=3)
-    worker = worker_of(llm)
-    worker.recorder = SmallDevice(4)
+def test_a_device_too_small_is_told_what_each_shape_takes_and_what_to_leave_out(llm: LLM) -> None:
+    room = captured(llm, chains(1, 3)).report[0].num_stages + 2
+    message = r"num_steps=1, max_num_seqs=8: .*shape 1: 2 stages, .* MiB.*before: shape 3: \d+ "
+    with pytest.raises(MemoryError, match=message + ".*leave 1 out of the candidate steps"):
+        captured(llm, chains(1, 3), room)
     with pytest.raises(MemoryError, match=r"num_draft_tokens=13, num_steps=4.*topk=1\)"):
-        worker.init_states([*chains(0, 2), DraftShape(4, 12, 3)])
+        captured(llm, [*chains(0, 2), *TREES], 4)
+    chains_alone = sum(taken.num_stages for taken in captured(llm, chains(1)).report[:-1])
+    with pytest.raises(MemoryError, match=r"^max_num_batched_tokens=\d+: .*prompts: 0 stages"):
+        captured(llm, chains(1), chains_alone)
 
 
-def test_tiers_of_one_width_share_the_stages_of_their_verification(llm: LLM) -> None:
-    """2 and 3 drafts make rows of up to four; alone, tier 2 records no more of them."""
-    worker = worker_of(llm)
-    worker.init_states(chains(2, 3))
-    by_steps = {tier.shape and tier.shape.depth: tier.num_stages for tier in worker.recorded.report}
-    num_batch_sizes = 4  # 1, 2, 4, 8: a catch-up and a draft stage for each
-    assert by_steps[2] == 2 * num_batch_sizes
+def test_nothing_is_captured_after_the_start_whatever_shape_is_chosen(llm: LLM) -> None:
+    shapes = [*chains(0, 1, 2, 3), *TREES]
+    switch_every_round(llm, [3, 0, TREES[0], 2, TREES[1], 1])
+    found = captured(llm, shapes)
+    recorder = cast(SpecWorker, llm.engine.worker).recorder
+    before = recorder.num_captured
+    assert sum(taken.num_stages for taken in found.report) == before
+    for shape in shapes:
+        for batch_size in range(1, 9):
+            state = found.state_for(shape, batch_size)
+            assert state.shape == shape
+            tokens = batch_size * (shape.size + 1)
+            drafting = StepSize(batch_size, batch_size)
+            for stage, size in (
+                (state.verify, StepSize(tokens, batch_size)),
+                (state.draft, drafting),
+                (state.extend, drafting),
+            ):
+                if stage is None:
+                    assert not shape.depth
+                    continue
+                padded = stage.padded(size)
+                assert padded in stage.sizes
+                assert size.tokens <= padded.tokens
+                assert size.requests <= padded.requests
+    llm.generate([[1, 2, 3]] * 5)
+    assert recorder.num_captured == before
 
 
-def test_a_tier_no_policy_chooses_for_large_batches_is_recorded_for_small_ones(
-    tmp_path: Path,
+def test_padded_steps_emit_what_exact_ones_do(llm: LLM) -> None:
+    """Captured sizes have padding requests and tokens; steps without captures have none."""
+    prompts = [[1, 2, 3, 4 + i] * (1 + 3 * i) for i in range(5)]
+    params = [SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24) for i in range(5)]
+    turns = [3, 0, TREES[0], 2, TREES[1], 1]
+    switch_every_round(llm, turns)
+    exact = [output.token_ids for output in llm.generate(prompts, params)]
+    switch_every_round(llm, turns)
+    captured(llm, [*chains(0, 1, 2, 3), *TREES])
+    assert [output.token_ids for output in llm.generate(prompts, params)] == exact
+
+
+def test_draft_extend_takes_the_narrowest_captured_stage_that_makes_the_missing_entries(
+    llm: LLM,
 ) -> None:
-    pair = make_pair(tmp_path)
+    found = captured(llm, chains(0, 1, 3))
+    assert found.max_extend == WIDE_EXTEND
+    narrow = {length: found.extend_for(length, 8) for length in range(1, WIDE_EXTEND + 1)}
+    assert narrow[1] is narrow[2] is found.states[DraftShape.chain(1)].extend
+    assert narrow[3] is narrow[4] is found.states[DraftShape.chain(3)].extend
+    assert len({id(narrow[length]) for length in range(5, WIDE_EXTEND + 1)}) == 1
+    assert narrow[5] not in (narrow[1], narrow[3])
+
+
+def test_steps_that_compute_prompts_run_captured_up_to_a_number_of_tokens(llm: LLM) -> None:
+    found = captured(llm, [*chains(2), *TREES])
+    assert found.mixed(PLAIN) is found.mixed(DraftShape.chain(2))
+    assert found.mixed(TREES[0]) is not found.mixed(PLAIN)
+    assert found.extend_chunks is not None
+    for stage in (found.mixed(PLAIN), found.mixed(TREES[0]), found.extend_chunks):
+        largest = stage.sizes[-1]
+        assert largest.tokens <= MAX_CAPTURED_PROMPT_TOKENS
+        for size in (StepSize(1, 1, 1), StepSize(20, 8, 3), StepSize(largest.tokens, 8, 8)):
+            assert stage.padded(size) in stage.sizes
+        too_large = StepSize(largest.tokens + 1, 1, 1)
+        assert stage.padded(too_large) == too_large
+
+
+def test_shapes_of_similar_width_share_their_verification(llm: LLM) -> None:
+    """Both 2 and 3 drafts verify up to four tokens: depth 2 captures no verification of its own."""
+    report = captured(llm, chains(2, 3)).report
+    num_stages = {taken.shape and taken.shape.depth: taken.num_stages for taken in report}
+    num_batch_sizes = 4  # 1, 2, 4, 8: a draft extend and a draft stage for each
+    assert num_stages[2] == 2 * num_batch_sizes
+
+
+def test_a_size_slower_than_a_larger_one_is_left_out(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([5.0, 9.0, 4.0, 3.0] + [1.0] * 100)
+    monkeypatch.setattr(FakeRecorder, "milliseconds", lambda *_: next(times))
+    sizes = captured(llm, chains(0)).states[PLAIN].verify.sizes
+    assert [size.tokens for size in sizes] == [1, 2, 8]
+
+
+def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones(
+    pair: Pair, tmp_path: Path
+) -> None:
     slots = tmp_path / "slots.json"
     slots.write_text('{"1": {"candidate_steps": [1, 2, 3]}, "4": {"candidate_steps": [1]}}')
     llm = llm_maker(pair, "cpu")(
         "EAGLE3",
         3,
-        execution="lanes",
         max_num_seqs=8,
         speculative_adaptive=True,
         speculative_adaptive_strategy="ema",
         speculative_adaptive_config=slots,
     )
+    found = captured(llm, llm.engine.worker.states)
     largest = {
-        shape.depth: tier.stages.draft.sizes[-1]
-        for shape, tier in worker_of(llm).tiers.items()
-        if shape.depth and tier.stages is not None
+        shape.depth: state.draft.sizes[-1].requests
+        for shape, state in found.states.items()
+        if state.draft is not None
     }
-    # The deepest stands in for all, so it is recorded for every size.
+    # The deepest stands in for all, so it is captured for every size.
     assert largest == {1: 8, 2: 3, 3: 8}
-    recorded = worker_of(llm).recorded
-    assert [recorded.tier_for(2, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
+    chain = DraftShape.chain(2)
+    assert [found.state_for(chain, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
 
 
-def test_what_recording_took_is_told_tier_by_tier(
-    pair: Pair, caplog: pytest.LogCaptureFixture
+def test_the_log_says_what_capturing_took_shape_by_shape(
+    llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     logger = logging.getLogger("serve_spec")
-    before = logger.level
-    logger.addHandler(caplog.handler)
-    logger.setLevel(logging.INFO)
-    try:
-        llm = llm_maker(pair, "cpu")("EAGLE3", 3, execution="lanes", max_num_seqs=4)
-    finally:
-        logger.removeHandler(caplog.handler)
-        logger.setLevel(before)
-    (told,) = {r.getMessage() for r in caplog.records if "recorded: " in r.getMessage()}
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO, "serve_spec"):
+        captured(llm, chains(3))
+    (message,) = {r.getMessage() for r in caplog.records if "captured: " in r.getMessage()}
     what = r"\d+ stages, \d+ MiB, \d+\.\d s"
-    assert re.search(rf"tier 3: {what}; .*tier 0: {what}; .*prompts: {what}", told)
-    report = worker_of(llm).recorded.report
-    assert sum(tier.num_stages for tier in report) == worker_of(llm).recorder.num_recorded
+    assert re.search(rf"shape 3: {what}; .*shape 0: {what}; .*prompts: {what}", message)

@@ -1,32 +1,127 @@
-"""The verdict on sampled drafts with its real noise: two positions, over rounds, and its power."""
+"""Verification of steps whose target, and draft, know the last token alone: the real operations."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import accumulate
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from serve_spec.core.draft import DraftChain, DraftLaws
+from serve_spec.core.draft import TextDrafts
+from serve_spec.core.plan import EditedText, RowPlan
 from serve_spec.core.request import SamplingParams
-from serve_spec.drafters.draws import SampledDraws
-from serve_spec.ops.noise import Stream, StreamKeys, row_keys, stream_keys
-from serve_spec.ops.sampling import SamplingRows, filter_scores
-from serve_spec.verify.rejection import RejectionVerdict
-from serve_spec.verify.verifier import judge
+from serve_spec.ops import draw, rejection
+from serve_spec.ops.acceptance import forced_counts
+from serve_spec.ops.noise import Stream, seed_words
+from serve_spec.ops.rejection import DraftLogits
+from serve_spec.worker.forward import run_target
+from serve_spec.worker.graphs import StepSize
+from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots, write_edits
+from serve_spec.worker.step_buffers import StepBuffers
+from serve_spec.worker.verify import (
+    Acceptance,
+    Verifier,
+    VerifyResult,
+    draft_chances,
+    read_results,
+    survival_table,
+)
+from tests.helpers.plain_edits import edited
+from tests.helpers.plain_sampling import draw_params, processed, softmax
 
-VOCAB, DRAWS, START = 6, 8_000, 0
 CPU = torch.device("cpu")
+VOCAB, START, MAX_DEPTH = 6, 0, 3
 FALSE_ALARM = 1e-6
-SAMPLED = SamplingParams(temperature=1.0)
+SAMPLED, GREEDY = SamplingParams(temperature=1.0), SamplingParams(temperature=0.0)
+METHODS = ["standard", "block"]
+REJECTION = pytest.mark.parametrize("method", METHODS)
+
+streams = draw.stream_seeds_of
 
 
-def laws(noise: float, *, is_markov: bool = True) -> tuple[Tensor, Tensor]:
-    """Logits of a target by the token before [V, V], and those of a draft, off by `noise`.
+class Requests:
+    """Requests in slots of their own, after a text of `START` alone.
+
+    target: logits by the last token [V, V]. method: how drafts are drawn and verified.
+    """
+
+    def __init__(
+        self,
+        target: Tensor,
+        params: Sequence[SamplingParams],
+        seeds: Sequence[int] | None = None,
+        method: str = "coupled",
+        target_ids: Tensor | None = None,
+        synthetic_acceptance: Acceptance | None = None,
+    ) -> None:
+        count, vocab = len(params), target.shape[1]
+        slots = RequestSlots.create(count, 1, 0, vocab, CPU)
+        slots.recent.fill_(START)
+        known = draw_params(params, range(count) if seeds is None else seeds, CPU)
+        for field, values in zip(slots.params, known, strict=True):
+            field[:-1] = values
+        self.buffers = StepBuffers.create(slots, MAX_DEPTH, None, 1)
+        if method != "coupled":
+            num_ids = vocab if target_ids is None else len(target_ids)
+            logits = DraftLogits.create((count, MAX_DEPTH, num_ids), target_ids, vocab, CPU)
+            self.buffers = replace(self.buffers, draft_logits=logits)
+        self.target_ids = target_ids
+        self.verifier = Verifier(MAX_DEPTH, CPU, synthetic_acceptance, method)
+        self._target: Any = SimpleNamespace(
+            model=SimpleNamespace(
+                forward=lambda ids, *_: SimpleNamespace(hidden=ids, features=None),
+                logits=lambda hidden: target[hidden].clone(),
+            ),
+            pool=SimpleNamespace(page_size=1 << 20, scratch_slot=0),
+            kinds=(),
+            capture=None,
+            features=None,
+        )
+
+    def draft(self, draft: Tensor, depth: int) -> None:
+        """Draft chains from a draft [V, V] as the configured method does."""
+        buffers, slots = self.buffers, self.buffers.slots
+        owners = torch.arange(buffers.max_requests, dtype=torch.int32)
+        roots = slots.lengths[:-1].long()
+        last = slots.recent[owners.long(), (roots - 1) % RING_TOKENS].long()
+        for step in range(depth):
+            logits = draft[last] if self.target_ids is None else draft[last][:, self.target_ids]
+            arguments = logits, owners, roots + step
+            if buffers.draft_logits is None:
+                sharpness = buffers.sharpness
+                last = draw.draw_drafts(*arguments, slots.params, sharpness, self.target_ids)
+            else:
+                buffers.draft_logits.logits[:, step] = logits
+                last = draw.sample_drafts(*arguments, roots, slots.params, self.target_ids)
+            buffers.drafts[:, step] = last
+
+    def verify(self, counts: Sequence[int], drafts: Sequence[Sequence[int]] = ()) -> VerifyResult:
+        """Verify so many drafts of each request, by default those of `draft`."""
+        self.buffers.write_requests([*range(len(counts))], counts, counts)
+        if drafts:
+            self.buffers.write_drafts({b: TextDrafts((*ids,)) for b, ids in enumerate(drafts)})
+        size = StepSize(sum(counts) + len(counts), len(counts))
+        tokens = run_target(self._target, self.buffers, size, MAX_DEPTH + 1)
+        self.verifier(tokens, self.buffers)
+        self.logits = tokens.logits
+        return read_results(self.buffers.results.tolist())
+
+
+def markov(noise: float, *, is_markov: bool = True, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Return logits by the token before [V, V] of a target, and of a draft that is off by `noise`.
 
     is_markov: False: both are the same after every token.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     target = torch.randn(VOCAB, VOCAB, generator=generator) * 1.5
     draft = target + noise * torch.randn(VOCAB, VOCAB, generator=generator)
     if is_markov:
@@ -34,77 +129,59 @@ def laws(noise: float, *, is_markov: bool = True) -> tuple[Tensor, Tensor]:
     return target[:1].repeat(VOCAB, 1), draft[:1].repeat(VOCAB, 1)
 
 
-def round_of(
-    method: str,
-    target: Tensor,
-    draft: Tensor,
-    params: SamplingParams,
-    texts: list[list[int]],
-    seeds: list[int],
-    depth: int,
-    keys_of: StreamKeys,
-    target_ids: Tensor | None = None,
-) -> list[list[int]]:
-    """What every request emits in one round of `depth` drafts after its text; all of one length."""
-    position, count = len(texts[0]) - 1, len(texts)
-    sampling = SamplingRows.create(
-        [params] * (count * (depth + 1)),
-        [seed for seed in seeds for _ in range(depth + 1)],
-        [position + i for _ in seeds for i in range(depth + 1)],
-        VOCAB,
-        CPU,
-    )
-    roots = [b * (depth + 1) for b in range(count)]
-    draws = SampledDraws(sampling, roots, depth, target_ids, CPU, keys_of)
-    contexts = [torch.tensor([text[-1] for text in texts])]
-    for step in range(depth):
-        logits = draft[contexts[-1]]
-        logits = logits if target_ids is None else logits[:, target_ids]
-        contexts.append(draws.draw(logits, torch.arange(count), step))
-    context = torch.stack(contexts, dim=1)
-    chain = DraftChain(context[:, 1:], (depth,) * count, draws.laws)
-    verdict = RejectionVerdict(method, keys_of)
-    return verdict(target[context].reshape(-1, VOCAB), chain, sampling).token_ids
-
-
 def emitted_pairs(
     method: str,
     noise: float = 1.0,
     params: SamplingParams = SAMPLED,
-    keys_of: StreamKeys = stream_keys,
     target_ids: Tensor | None = None,
     *,
     is_markov: bool = True,
+    draws: int = 8_000,
+    seed: int = 0,
 ) -> tuple[float, float]:
-    """p-value of the target's joint law of the first two tokens of many requests; share of first
-    drafts kept.
+    """Return the p-value of the target's joint distribution of the first two tokens of many
+    requests, and the share of first drafts accepted.
 
-    Two drafts in the first round, one in the second, which begins wherever the first one ended.
+    Two drafts in the first round, one in the second, which begins where the first one ended.
     """
-    target, draft = laws(noise, is_markov=is_markov)
-    seeds = [7 * seed for seed in range(DRAWS)]
-    arguments = method, target, draft, params
-    texts = [[START, *tokens] for tokens in round_of(
-        *arguments, [[START]] * DRAWS, seeds, 2, keys_of, target_ids
-    )]  # fmt: skip
-    short = [b for b, text in enumerate(texts) if len(text) == 2]
-    again = round_of(
-        *arguments, [texts[b] for b in short], [seeds[b] for b in short], 1, keys_of, target_ids
-    )
-    for b, tokens in zip(short, again, strict=True):
-        texts[b] += tokens
-    first, second = torch.tensor([text[1:3] for text in texts]).unbind(1)
-    counts = (first * VOCAB + second).bincount(minlength=VOCAB**2)
-    scores = filter_scores(target.double() / params.temperature, [params] * VOCAB)
-    law = scores.softmax(dim=1)
-    expected = (law[START].unsqueeze(1) * law).flatten() * DRAWS
+    target, draft = markov(noise, is_markov=is_markov, seed=seed)
+    seeds = [7 * seed for seed in range(draws)]
+    requests = Requests(target, [params] * draws, seeds, method, target_ids)
+    texts: list[list[int]] = [[] for _ in range(draws)]
+    kept = 0
+    for depth in (2, 1):
+        requests.draft(draft, depth)
+        for text, tokens in zip(texts, requests.verify([depth] * draws).token_ids, strict=True):
+            kept += depth == 2 and len(tokens) > 1
+            text += tokens
+    counts = np.bincount([first * VOCAB + second for first, second, *_ in texts], None, VOCAB**2)
+    law = np.stack([softmax(processed(row.tolist(), params)) for row in target])
+    expected = (law[START][:, None] * law).flatten() * draws
     assert not counts[expected == 0].any(), "what filters remove is never emitted"
     likely = expected > 0
-    found = stats.chisquare(counts[likely].numpy(), expected[likely].numpy(), sum_check=False)
-    return float(found.pvalue), 1 - len(short) / DRAWS
+    found = stats.chisquare(counts[likely], expected[likely], sum_check=False)
+    return float(found.pvalue), kept / draws
 
 
-@pytest.mark.parametrize("method", ["standard", "block"])
+@pytest.mark.parametrize(("temperature", "noise"), [(0.7, 3.0), (1.0, 0.3)])
+def test_two_tokens_verified_with_coupled_drafts_follow_the_targets_joint_distribution(
+    temperature: float, noise: float
+) -> None:
+    """Chi-square over 100k pairs, a good and a poor draft; fails by chance once in 10,000 seeds."""
+    params = SamplingParams(temperature=temperature)
+    p_value, kept = emitted_pairs("coupled", noise, params, draws=100_000)
+    assert p_value > 1e-4
+    assert 0.1 < kept < 0.95, "both ways out of a round must be taken often"
+
+
+def test_a_coupled_draft_is_accepted_more_often_than_an_independent_one() -> None:
+    target, draft = markov(0.3, seed=1)
+    _, kept = emitted_pairs("coupled", 0.3, seed=1)
+    independent = (target[START].softmax(0) * draft[START].softmax(0)).sum().item()
+    assert kept > independent + 0.2
+
+
+@REJECTION
 @pytest.mark.parametrize(
     ("noise", "is_markov", "params"),
     [
@@ -113,7 +190,7 @@ def emitted_pairs(
         (1.0, True, SamplingParams(temperature=0.7, top_k=4)),
     ],
 )
-def test_two_emitted_tokens_follow_the_targets_joint_law(
+def test_two_tokens_verified_by_rejection_follow_the_targets_joint_distribution(
     method: str, noise: float, is_markov: bool, params: SamplingParams
 ) -> None:
     """Chi-square over 8,000 pairs; a right rule fails one choice of seeds in a million."""
@@ -122,33 +199,26 @@ def test_two_emitted_tokens_follow_the_targets_joint_law(
     assert 0.1 < kept < 0.95, "both ways out of a round must be taken often"
 
 
-@pytest.mark.parametrize("method", ["standard", "block"])
-def test_so_they_do_where_the_draft_knows_half_of_the_tokens(method: str) -> None:
+@pytest.mark.parametrize("method", ["coupled", *METHODS])
+def test_they_also_do_if_the_draft_knows_half_of_the_tokens(method: str) -> None:
     """As above: one in a million."""
     p_value, _ = emitted_pairs(method, target_ids=torch.tensor([4, 0, 3]))
     assert p_value > FALSE_ALARM
 
 
-def shared_noise(
-    stream: Stream, seeds: list[int], roots: list[int], positions: list[int]
-) -> Tensor:
-    """What is drawn in place of a draft sees the noise that the draft was drawn with."""
-    stream = Stream.DRAFT if stream is Stream.RECOVER else stream
-    return stream_keys(stream, seeds, roots, positions)
+def shared_noise(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
+    """What replaces a draft sees the noise that the draft was drawn with."""
+    return streams(Stream.DRAFT if stream is Stream.RECOVER else stream, seeds, roots)
 
 
-def noise_of_every_round(
-    stream: Stream, seeds: list[int], roots: list[int], positions: list[int]
-) -> Tensor:
-    """Noise by position alone: what judged a block is seen again in the round after it."""
-    return stream_keys(stream, seeds, [0] * len(seeds), positions)
+def noise_of_every_round(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
+    """Noise depends on the position alone: the next round sees that of the last one again."""
+    return streams(stream, seeds, torch.zeros_like(roots))
 
 
-def noise_of_the_law(
-    stream: Stream, seeds: list[int], roots: list[int], positions: list[int]
-) -> Tensor:
-    """One noise for everything."""
-    return row_keys(seeds, positions)
+def noise_of_the_target(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
+    """Everything sees the noise of the target's own draws."""
+    return seeds
 
 
 @pytest.mark.parametrize(
@@ -157,59 +227,186 @@ def noise_of_the_law(
         ("standard", shared_noise),
         ("block", shared_noise),
         ("block", noise_of_every_round),
-        ("standard", noise_of_the_law),
-        ("block", noise_of_the_law),
+        ("standard", noise_of_the_target),
+        ("block", noise_of_the_target),
     ],
 )
-def test_the_same_test_finds_out_noise_that_is_used_twice(method: str, wrong: StreamKeys) -> None:
-    """Were it not exact, the tests above would fail: these laws are the ones they look at."""
-    p_value, _ = emitted_pairs(method, 3.0, keys_of=wrong, is_markov=False)
+def test_the_same_test_finds_out_noise_that_is_used_twice(
+    monkeypatch: pytest.MonkeyPatch, method: str, wrong: Callable[..., Tensor]
+) -> None:
+    """Were it not exact, the tests above would fail: they look at these distributions."""
+    for module in (draw, rejection):
+        monkeypatch.setattr(module, "stream_seeds_of", wrong)
+    p_value, _ = emitted_pairs(method, 3.0, is_markov=False)
     assert p_value < FALSE_ALARM
 
 
-def test_sampled_drafts_are_kept_more_often_than_any_others() -> None:
+def test_sampled_drafts_are_accepted_more_often_than_any_others() -> None:
     """1 - TV of the first position, within five standard errors."""
-    target, draft = laws(1.0)
-    p, q = target[START].softmax(0), draft[START].softmax(0)
+    target, draft = markov(1.0)
     _, kept = emitted_pairs("standard")
-    overlap = float(torch.minimum(p, q).sum())
-    assert abs(kept - overlap) < 5 * (overlap * (1 - overlap) / DRAWS) ** 0.5
+    overlap = float(torch.minimum(target[START].softmax(0), draft[START].softmax(0)).sum())
+    assert abs(kept - overlap) < 5 * (overlap * (1 - overlap) / 8_000) ** 0.5
 
 
-def test_greedy_rows_and_rows_without_drafts_are_judged_as_ever() -> None:
-    """And neither they nor broken drafts change what others of the batch emit."""
-    target, draft = laws(1.0)
-    params = [SamplingParams(temperature=t) for t in (0.0, 1.0, 1.0, 1.0)]
-    steps = (2, 0, 2, 2)
-    rows = [b for b, count in enumerate(steps) for _ in range(count + 1)]
-    sampling = SamplingRows.create(
-        [params[b] for b in rows],
-        [b % 3 for b in rows],  # rows 0 and 3 share a seed
-        [5 + i for count in steps for i in range(count + 1)],
-        VOCAB,
-        CPU,
-    )
-    tokens = torch.tensor([[1, 2], [0, 0], [3, -1], [3, 4]])
-    scores = draft[torch.tensor([[0, 1], [0, 3], [0, 3]])]
-    scores[1, 1] = float("nan")
-    chain = DraftChain(tokens, steps, DraftLaws(scores, None))
-    logits = target[torch.tensor([START, 1, 2, START, START, 3, 0, START, 3, 4])]
-    walked, found = (
-        judge(logits, chain, sampling),
-        RejectionVerdict("block")(logits, chain, sampling),
-    )
-    assert found.token_ids[:2] == walked.token_ids[:2]
+def test_greedy_requests_and_those_without_drafts_are_verified_as_without_rejection() -> None:
+    """Neither they nor broken drafts change what others of the batch emit."""
+    target, draft = markov(1.0)
+    params, seeds = [GREEDY, SAMPLED, SAMPLED, SAMPLED], [0, 1, 2, 0]
+    counts, drafts = [2, 0, 2, 2], [[1, 2], [0, 0], [3, -1], [3, 4]]
+
+    def verified(method: str, at: Sequence[int]) -> VerifyResult:
+        requests = Requests(target, [params[b] for b in at], [seeds[b] for b in at], method)
+        if requests.buffers.draft_logits is not None:
+            logits = requests.buffers.draft_logits.logits
+            for place, b in enumerate(at):
+                logits[place, :2] = draft[[START, 3]]
+                logits[place, 1] += float("nan") if drafts[b][1] < 0 else 0
+        return requests.verify([counts[b] for b in at], [drafts[b] for b in at])
+
+    found = verified("block", range(4))
+    assert found.token_ids[:2] == verified("coupled", range(4)).token_ids[:2]
     assert found.broken_drafts == (2,)
     assert all(0 <= token < VOCAB for row in found.token_ids for token in row)
     assert len(found.token_ids[2]) <= 2
-    alone = SamplingRows.create(params[3:] * 3, [0] * 3, [5, 6, 7], VOCAB, CPU)
-    only = DraftChain(tokens[3:], (2,), DraftLaws(scores[2:], None))
-    assert RejectionVerdict("block")(logits[-3:], only, alone).token_ids[0] == found.token_ids[3]
+    assert verified("block", [3]).token_ids[0] == found.token_ids[3]
 
 
-@pytest.mark.parametrize("method", ["standard", "block"])
-def test_a_target_that_gives_nan_is_said_to_be_broken(method: str) -> None:
-    target, draft = laws(1.0)
+@pytest.mark.parametrize("method", ["coupled", *METHODS])
+def test_a_target_that_gives_nan_is_reported_as_broken(method: str) -> None:
+    target, draft = markov(1.0)
     target[:, 2] = float("nan")
+    requests = Requests(target, [SAMPLED] * 3, [1, 2, 3], method)
+    requests.draft(draft, 2)
     with pytest.raises(RuntimeError, match="check the checkpoint"):
-        round_of(method, target, draft, SAMPLED, [[START]] * 3, [1, 2, 3], 2, stream_keys)
+        requests.verify([2] * 3)
+
+
+EDITING = [
+    SamplingParams(frequency_penalty=0.5, min_tokens=6, stop_token_ids=(3, 5), temperature=0.0),
+    GREEDY,
+    SamplingParams(repetition_penalty=1.4, logit_bias={2: 3.0}, temperature=0.0),
+    SamplingParams(bad_token_ids=(1, 4), min_tokens=2, stop_token_ids=(9,), temperature=0.0),
+]
+
+
+@settings(max_examples=8)
+@given(
+    st.lists(st.lists(st.integers(0, 29), max_size=3), min_size=4, max_size=4),
+    st.integers(0, 2**32),
+)
+def test_scores_are_edited_by_the_request_and_the_drafts_before_them(
+    drafts: list[list[int]], seed: int
+) -> None:
+    target = torch.randn(30, 30, generator=torch.Generator().manual_seed(seed)) * 5
+    requests = Requests(target, EDITING)
+    texts = [[7, 3, 3, 0], [1, 0], [9, 2, 4, 2, 0], [5, 0]]
+    slots = requests.buffers.slots
+    for b, (params, text) in enumerate(zip(EDITING, texts, strict=True)):
+        slots.lengths[b] = len(text)
+        slots.recent[b, : len(text)] = torch.tensor(text, dtype=torch.int32)
+        known = EditedText(len(text) - 1, tuple(text), tuple(params.stop_token_ids))
+        if params.edits_scores:
+            row = RowPlan("a", (0,), len(text) - 1, True, (), params, 0, edited=known)
+            write_edits(slots.edits, b, row)
+    requests.verify([*map(len, drafts)], drafts)
+    expected = []
+    for params, text, drafted in zip(EDITING, texts, drafts, strict=True):
+        for depth, token in enumerate([0, *drafted]):
+            before = [0, *drafted[:depth]]
+            expected.append(edited(target[token].tolist(), text[:-1], before, params))
+    torch.testing.assert_close(requests.logits, torch.tensor(expected), rtol=1e-5, atol=2e-5)
+
+
+acceptances = st.one_of(st.floats(1, 9), st.lists(st.floats(0, 1), min_size=1, max_size=8))
+
+
+def forced(
+    acceptance: Acceptance, num_steps: Sequence[int], seeds: Sequence[int] | None = None
+) -> list[int]:
+    """Return how many drafts are accepted of requests with these seeds at position 100."""
+    seeds = range(len(num_steps)) if seeds is None else seeds
+    words = torch.tensor([seed_words(seed) for seed in seeds], dtype=torch.int32)
+    steps = torch.tensor(num_steps, dtype=torch.int32)
+    at = torch.full((len(num_steps),), 100)
+    found: list[int] = forced_counts(words, at, steps, survival_table(acceptance, 8)).tolist()
+    return found
+
+
+@given(st.integers(1, 8), st.floats(0, 1))
+def test_a_length_within_reach_is_met_at_every_depth_by_one_chance(
+    num_steps: int, share: float
+) -> None:
+    length = 1 + share * num_steps
+    chances = draft_chances(length, num_steps)
+    assert len(set(chances)) == 1
+    mean = 1 + sum(accumulate(chances, lambda a, b: a * b))
+    assert mean == pytest.approx(length, abs=1e-9)
+
+
+@given(st.integers(1, 8), st.floats(0, 5))
+def test_a_depth_that_cannot_reach_the_length_accepts_every_draft(
+    num_steps: int, more: float
+) -> None:
+    assert forced(num_steps + 1 + more, [num_steps] * 5) == [num_steps] * 5
+
+
+def test_a_list_is_the_same_at_every_depth_and_its_last_chance_goes_on() -> None:
+    assert draft_chances([0.8, 0.6], 1) == [0.8]
+    assert draft_chances([0.8, 0.6], 4) == [0.8, 0.6, 0.6, 0.6]
+
+
+@pytest.mark.parametrize("num_steps", [2, 3, 7])
+def test_the_mean_over_many_requests_is_the_length_asked_for(num_steps: int) -> None:
+    """Five standard errors of a count within 0..num_steps."""
+    mean = 1 + sum(forced(2.5, [num_steps] * 20_000)) / 20_000
+    assert mean == pytest.approx(2.5, abs=5 * num_steps / 2 / 20_000**0.5)
+
+
+def test_of_the_requests_that_reach_a_position_the_asked_share_is_accepted() -> None:
+    counts = forced([0.9, 0.5, 0.2], [3] * 20_000)
+    for position, chance in enumerate([0.9, 0.5, 0.2]):
+        reached = [count for count in counts if count >= position]
+        share = sum(count > position for count in reached) / len(reached)
+        assert share == pytest.approx(chance, abs=5 * 0.5 / len(reached) ** 0.5)
+
+
+@given(acceptances, st.lists(st.integers(0, 8), min_size=1, max_size=10))
+def test_forced_acceptancedepends_on_the_request_alone_and_never_exceeds_its_drafts(
+    acceptance: Acceptance, num_steps: list[int]
+) -> None:
+    together = forced(acceptance, num_steps)
+    assert together == [forced(acceptance, [n], [seed])[0] for seed, n in enumerate(num_steps)]
+    assert all(0 <= count <= steps for count, steps in zip(together, num_steps, strict=True))
+
+
+def test_forced_acceptancediffers_by_seed_and_from_round_to_round() -> None:
+    target, _ = markov(1.0)
+    requests = Requests(target, [GREEDY] * 50, synthetic_acceptance=[0.6])
+    lengths = [
+        [len(tokens) for tokens in requests.verify([3] * 50, [[1, 2, 3]] * 50).token_ids]
+        for _ in range(2)
+    ]
+    assert len(set(lengths[0])) == 4
+    assert lengths[0] != lengths[1]
+
+
+def test_a_request_emits_the_drafts_it_is_forced_to_and_then_the_targets_draw() -> None:
+    target, _ = markov(1.0)
+    drafts = [1, 2, 3]
+    requests = Requests(target, [GREEDY] * 6, synthetic_acceptance=[0.6])
+    emitted = requests.verify([3, 0, 2, 3, 3, 1], [drafts] * 6).token_ids
+    for tokens in emitted:
+        kept = len(tokens) - 1
+        assert tokens == [*drafts[:kept], int(target[[START, *drafts][kept]].argmax())]
+    assert len({len(tokens) for tokens in emitted}) > 1, "the requests of this test differ"
+
+
+@pytest.mark.parametrize("acceptance", [4.0, [1.0], None])
+def test_a_round_without_drafts_is_decided_by_the_target(acceptance: Acceptance | None) -> None:
+    target, _ = markov(1.0)
+    found, plain = (
+        Requests(target, [SAMPLED] * 5, synthetic_acceptance=asked).verify([0] * 5)
+        for asked in (acceptance, None)
+    )
+    assert found == plain
