@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.core.round import most_tree_drafts
+from serve_spec.core.draft_shape import most_drafts
 from serve_spec.ops import draft_tree
 from serve_spec.ops.acceptance import tree_masks
 from serve_spec.ops.draft_tree import choose_drafts, grow_beam, likeliest_children, root_beam
@@ -93,7 +93,7 @@ def sizes(draw: st.DrawFn) -> tuple[int, list[int], list[int]]:
     """topk, and the levels and drafts of a few sequences."""
     topk = draw(st.integers(1, 4))
     steps = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
-    return topk, steps, [draw(st.integers(1, most_tree_drafts(topk, n))) for n in steps]
+    return topk, steps, [draw(st.integers(1, most_drafts(topk, n))) for n in steps]
 
 
 @settings(max_examples=80, deadline=None)
@@ -127,7 +127,7 @@ def test_where_no_beam_is_cut_no_other_tree_is_likelier(
     topk: int, data: st.DataObject, seed: int
 ) -> None:
     """Two levels: the beam of the first one is all of it."""
-    count = data.draw(st.integers(1, most_tree_drafts(topk, 2)))
+    count = data.draw(st.integers(1, most_drafts(topk, 2)))
     likely = likelihoods(topk, seed, ties=False)
 
     def score(path: Path) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import EditedText, RowPlan
 from serve_spec.core.request import SamplingParams
@@ -29,7 +30,7 @@ def row(
         page_ids=(),
         params=given,
         seed=0,
-        num_steps=num_steps,
+        shape=DraftShape.chain(num_steps),
         edited=EditedText(3, held_ids=held) if given.edits_scores else None,
         generated_ids=generated if given.grammar else (),
     )
