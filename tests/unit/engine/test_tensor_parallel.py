@@ -29,7 +29,7 @@ from serve_spec.engine import build
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.follower import follow
 from serve_spec.engine.loop import EngineLoop
-from serve_spec.ops import draw, rejection, sampling
+from serve_spec.ops import draw, rejection
 from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
 from serve_spec.worker.eagle import DraftModel
@@ -137,14 +137,13 @@ def test_any_number_of_ranks_verifies_the_trees_of_the_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also where another rank's children are others."""
-    own = draw.likeliest_children, sampling.likeliest_children
+    own = draw.likeliest_children
 
     def others(scores: Tensor, topk: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
-        children, likely = own[0](scores, topk, ids)
+        children, likely = own(scores, topk, ids)
         return (children.flip(1), likely) if is_follower() else (children, likely)
 
     monkeypatch.setattr(draw, "likeliest_children", others)
-    monkeypatch.setattr(sampling, "likeliest_children", others)
     llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2)
     switch_every_round(llm, [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3)])
     assert texts(llm) == plain
