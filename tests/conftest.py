@@ -1,6 +1,8 @@
 """What every test shares: one thread, a cache of its own, no clock that could fail a test."""
 
+import asyncio
 import atexit
+import inspect
 import os
 import shutil
 import sys
@@ -23,6 +25,16 @@ settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
 
 _exit_status = pytest.StashKey[int]()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run a test that is a coroutine function, in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    names = pyfuncitem._fixtureinfo.argnames
+    asyncio.run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:

@@ -97,66 +97,58 @@ def rss_mb() -> dict[str, float]:
     return {name: round(count * 4096 / 2**20, 1) for name, count in pages.items()}
 
 
-def test_texts_that_are_far_too_long_are_refused_and_stop_nobody(url: str) -> None:
+async def test_texts_that_are_far_too_long_are_refused_and_stop_nobody(url: str) -> None:
     """Point 1: 24 prompts and 3 chats of 7.9 MB."""
     text = "def f(x): return x\n" * (7_900_000 // 19)
     chat = {"messages": [{"role": "user", "content": text}]}
     before = pids()
-
-    async def scenario() -> None:
-        async with watching(url) as watch, client_at(url, ATTACKER) as client:
-            (alone,) = await statuses(client, COMPLETIONS, [{"prompt": text}])
-            (alone_chat,) = await statuses(client, CHAT, [chat])
-            prompts = await statuses(client, COMPLETIONS, [{"prompt": text}] * 24)
-            chats = await statuses(client, CHAT, [chat] * 3)
-            await asyncio.sleep(1)
-        answers = [alone, alone_chat, *prompts, *chats]
-        show(
-            "long texts",
-            alone_s=round(alone[1], 2),
-            alone_chat_s=round(alone_chat[1], 2),
-            slowest_s=round(max(s for _, s in answers), 2),
-            gap_s=round(watch.longest_gap_s, 2),
-            health_s=round(max(watch.health_s), 2),
-        )
-        assert {status for status, _ in answers} == {413}
-        assert max(alone[1], alone_chat[1]) < 1.0
-        # 213 MB pass through the proxy at once; the engines do not notice, two cores do.
-        assert watch.longest_gap_s < 3.0
-        assert watch.errors == []
-        assert len(watch.texts) == 1
-
-    asyncio.run(scenario())
+    async with watching(url) as watch, client_at(url, ATTACKER) as client:
+        (alone,) = await statuses(client, COMPLETIONS, [{"prompt": text}])
+        (alone_chat,) = await statuses(client, CHAT, [chat])
+        prompts = await statuses(client, COMPLETIONS, [{"prompt": text}] * 24)
+        chats = await statuses(client, CHAT, [chat] * 3)
+        await asyncio.sleep(1)
+    answers = [alone, alone_chat, *prompts, *chats]
+    show(
+        "long texts",
+        alone_s=round(alone[1], 2),
+        alone_chat_s=round(alone_chat[1], 2),
+        slowest_s=round(max(s for _, s in answers), 2),
+        gap_s=round(watch.longest_gap_s, 2),
+        health_s=round(max(watch.health_s), 2),
+    )
+    assert {status for status, _ in answers} == {413}
+    assert max(alone[1], alone_chat[1]) < 1.0
+    # 213 MB pass through the proxy at once; the engines do not notice, two cores do.
+    assert watch.longest_gap_s < 3.0
+    assert watch.errors == []
+    assert len(watch.texts) == 1
     assert pids() == before, "no replica was replaced"
 
 
-def test_two_large_requests_leave_room_for_others(url: str) -> None:
+async def test_two_large_requests_leave_room_for_others(url: str) -> None:
     """Point 4: 4 prompts, n = 96, twice; everybody else is served meanwhile."""
     prompts = [f"def f{i}(x):" for i in range(4)]
     large = {"prompt": prompts, "n": 96, "max_tokens": 400, "ignore_eos": True}
-
-    async def scenario() -> None:
-        async with client_at(url, HOG) as hog, client_at(url, BYSTANDER) as client:
-            hogs = [asyncio.create_task(hog.post(COMPLETIONS, json=large)) for _ in range(2)]
-            while (await router(client))["in_flight"] < MAX_SEQS:
-                await asyncio.sleep(0.05)
-            took = []
-            for _ in range(5):
-                ((status, seconds),) = await statuses(
-                    client, COMPLETIONS, [{"prompt": "x = ", "max_tokens": 4}]
-                )
-                assert status == 200
-                took.append(seconds)
-            state = await router(client)
-            show("starvation", others_s=[round(s, 2) for s in took], router=state)
-            refused = [task.result().status_code for task in hogs if task.done()]
-            assert refused == [429], "both would not fit into one client's share of the queue"
-            assert state["num_clients"] == 1
-            for task in hogs:
-                task.cancel()
-            await asyncio.gather(*hogs, return_exceptions=True)
-
-    asyncio.run(scenario())
+    async with client_at(url, HOG) as hog, client_at(url, BYSTANDER) as client:
+        hogs = [asyncio.create_task(hog.post(COMPLETIONS, json=large)) for _ in range(2)]
+        while (await router(client))["in_flight"] < MAX_SEQS:
+            await asyncio.sleep(0.05)
+        took = []
+        for _ in range(5):
+            ((status, seconds),) = await statuses(
+                client, COMPLETIONS, [{"prompt": "x = ", "max_tokens": 4}]
+            )
+            assert status == 200
+            took.append(seconds)
+        state = await router(client)
+        show("starvation", others_s=[round(s, 2) for s in took], router=state)
+        refused = [task.result().status_code for task in hogs if task.done()]
+        assert refused == [429], "both would not fit into one client's share of the queue"
+        assert state["num_clients"] == 1
+        for task in hogs:
+            task.cancel()
+        await asyncio.gather(*hogs, return_exceptions=True)
     eventually(held, holds_nothing)
 
 
@@ -167,41 +159,35 @@ async def router(client: Any) -> dict[str, Any]:
 LONG = {"max_tokens": 600, "temperature": 0, "ignore_eos": True}
 
 
-def test_requests_that_wait_move_to_the_replica_that_comes_back(url: str) -> None:
+async def test_requests_that_wait_move_to_the_replica_that_comes_back(url: str) -> None:
     """Point 5: a replica dies under load; the dead one leaves, the new one gets the waiting."""
     before = pids()
     victim = next(iter(before))
-
-    async def scenario() -> None:
-        async with client_at(url, BYSTANDER) as client:
-            bodies = [{"prompt": f"def f{i}(x):", **LONG} for i in range(2 * MAX_SEQS)]
-            running = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
-            while sum((await router(client))["replica_batch_sizes"].values()) < 2 * MAX_SEQS:
-                await asyncio.sleep(0.05)
-            kill(before[victim])
-            died = time.monotonic()
-            while victim in await shown(client):
-                await asyncio.sleep(0.1)
-            left_s = time.monotonic() - died
-            withdrawn = (await router(client))["num_withdrawn"]
-            while True:
-                sizes = (await router(client))["replica_batch_sizes"]
-                names = set(await asyncio.to_thread(pids)) - set(before)
-                if any(sizes.get(name) for name in names):
-                    break
-                assert not all(task.done() for task in running), "nothing has moved"
-                await asyncio.sleep(0.1)
-            moved_s = time.monotonic() - died
-            num_moved = (await router(client))["num_withdrawn"] - withdrawn
-            answers = await asyncio.gather(*running)
-            show(
-                "dead replica", left_s=round(left_s, 2), moved_s=round(moved_s, 2), moved=num_moved
-            )
-            assert {answer.status_code for answer in answers} == {200}
-            assert left_s < 5.0
-            assert num_moved > 0
-
-    asyncio.run(scenario())
+    async with client_at(url, BYSTANDER) as client:
+        bodies = [{"prompt": f"def f{i}(x):", **LONG} for i in range(2 * MAX_SEQS)]
+        running = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
+        while sum((await router(client))["replica_batch_sizes"].values()) < 2 * MAX_SEQS:
+            await asyncio.sleep(0.05)
+        kill(before[victim])
+        died = time.monotonic()
+        while victim in await shown(client):
+            await asyncio.sleep(0.1)
+        left_s = time.monotonic() - died
+        withdrawn = (await router(client))["num_withdrawn"]
+        while True:
+            sizes = (await router(client))["replica_batch_sizes"]
+            names = set(await asyncio.to_thread(pids)) - set(before)
+            if any(sizes.get(name) for name in names):
+                break
+            assert not all(task.done() for task in running), "nothing has moved"
+            await asyncio.sleep(0.1)
+        moved_s = time.monotonic() - died
+        num_moved = (await router(client))["num_withdrawn"] - withdrawn
+        answers = await asyncio.gather(*running)
+        show("dead replica", left_s=round(left_s, 2), moved_s=round(moved_s, 2), moved=num_moved)
+        assert {answer.status_code for answer in answers} == {200}
+        assert left_s < 5.0
+        assert num_moved > 0
     eventually(lambda: len(pids()), lambda count: count == 2)
     eventually(held, holds_nothing)
 
@@ -211,39 +197,35 @@ async def shown(client: Any) -> set[str]:
     return {state["replica"] for state in states}
 
 
-def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url: str) -> None:
+async def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url: str) -> None:
     """Point 3: a process that is stopped; nothing that it could do itself helps."""
     eventually(lambda: len(server_info(url)["internal_states"]), lambda count: count == 2)
     before = pids()
     victim = next(iter(before))
-
-    async def scenario() -> None:
-        async with client_at(url, BYSTANDER) as client:
-            bodies = [{"prompt": f"def f{i}(x):", **LONG} for i in range(8)]
-            running = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
-            while not (await router(client))["replica_batch_sizes"].get(victim):
-                await asyncio.sleep(0.05)
-            os.kill(before[victim], signal.SIGSTOP)
-            stopped = time.monotonic()
-            answers = await asyncio.gather(*running)
-            answered_s = time.monotonic() - stopped
-            assert {answer.status_code for answer in answers} == {200}
-            resumes = [a.json()["usage"]["speculation"]["num_resumes"] for a in answers]
-            assert set(resumes) == {0, 1}
-            while Path(f"/proc/{before[victim]}").exists():
-                await asyncio.sleep(0.1)
-                assert time.monotonic() - stopped < 60
-            ended_s = time.monotonic() - stopped
-            show("stuck replica", answered_s=round(answered_s, 1), ended_s=round(ended_s, 1))
-            # It counts as unhealthy once it has been silent for so long.
-            assert ended_s - STALL_TIMEOUT_S < 10.0
-
-    asyncio.run(scenario())
+    async with client_at(url, BYSTANDER) as client:
+        bodies = [{"prompt": f"def f{i}(x):", **LONG} for i in range(8)]
+        running = [asyncio.create_task(client.post(COMPLETIONS, json=body)) for body in bodies]
+        while not (await router(client))["replica_batch_sizes"].get(victim):
+            await asyncio.sleep(0.05)
+        os.kill(before[victim], signal.SIGSTOP)
+        stopped = time.monotonic()
+        answers = await asyncio.gather(*running)
+        answered_s = time.monotonic() - stopped
+        assert {answer.status_code for answer in answers} == {200}
+        resumes = [a.json()["usage"]["speculation"]["num_resumes"] for a in answers]
+        assert set(resumes) == {0, 1}
+        while Path(f"/proc/{before[victim]}").exists():
+            await asyncio.sleep(0.1)
+            assert time.monotonic() - stopped < 60
+        ended_s = time.monotonic() - stopped
+        show("stuck replica", answered_s=round(answered_s, 1), ended_s=round(ended_s, 1))
+        # It counts as unhealthy once it has been silent for so long.
+        assert ended_s - STALL_TIMEOUT_S < 10.0
     eventually(lambda: len(pids()), lambda count: count == 2)
     eventually(held, holds_nothing)
 
 
-def test_slow_connections_are_closed(url: str) -> None:
+async def test_slow_connections_are_closed(url: str) -> None:
     """Point 7: 200 heads and 100 bodies that never end."""
     body = head(COMPLETIONS, 10_000) + b'{"prompt": "'
     kinds = {
@@ -252,69 +234,58 @@ def test_slow_connections_are_closed(url: str) -> None:
         "stuck body": (body, b""),
         "slow body": (body, b"a"),
     }
-
-    async def scenario() -> None:
-        async with watching(url) as watch:
-            heard = await asyncio.gather(
-                *(
-                    until_closed(url, start, drip, every_s=0.2, most_s=30)
-                    for kind, (start, drip) in kinds.items()
-                    for _ in range(100 if "head" in kind else 50)
-                )
+    async with watching(url) as watch:
+        heard = await asyncio.gather(
+            *(
+                until_closed(url, start, drip, every_s=0.2, most_s=30)
+                for kind, (start, drip) in kinds.items()
+                for _ in range(100 if "head" in kind else 50)
             )
-        show("slow connections", num=len(heard), gap_s=round(watch.longest_gap_s, 2))
-        assert b"open" not in heard
-        # A client that goes on sending may lose the answer to the closed connection.
-        assert sum(answer.startswith(b"HTTP/1.1 408") for answer in heard) >= 50
-        assert watch.errors == []
-        assert watch.longest_gap_s < 1.0
+        )
+    show("slow connections", num=len(heard), gap_s=round(watch.longest_gap_s, 2))
+    assert b"open" not in heard
+    # A client that goes on sending may lose the answer to the closed connection.
+    assert sum(answer.startswith(b"HTTP/1.1 408") for answer in heard) >= 50
+    assert watch.errors == []
+    assert watch.longest_gap_s < 1.0
 
-    asyncio.run(scenario())
 
-
-def test_expensive_nothings_are_cheap_or_refused(url: str) -> None:
+async def test_expensive_nothings_are_cheap_or_refused(url: str) -> None:
     """Point 8."""
     cheap = {"prompt": [5] * 900, "echo": True, "logprobs": 20, "max_tokens": 0, "n": 64}
     refused = [
         {"prompt": "a", "stop": ["x" * 400_000] * 16},
         {"prompt": "a", "stop_token_ids": [1] * 990_000},
     ]
-
-    async def scenario() -> None:
-        async with watching(url) as watch, client_at(url, ATTACKER) as client:
-            ((status, seconds),) = await statuses(client, COMPLETIONS, [cheap])
-            answers = await statuses(client, COMPLETIONS, refused)
-        show("nothings", seconds=round(seconds, 1), gap_s=round(watch.longest_gap_s, 2))
-        assert status == 200
-        assert [status for status, _ in answers] == [400, 400]
-        assert watch.errors == []
-
-    asyncio.run(scenario())
+    async with watching(url) as watch, client_at(url, ATTACKER) as client:
+        ((status, seconds),) = await statuses(client, COMPLETIONS, [cheap])
+        answers = await statuses(client, COMPLETIONS, refused)
+    show("nothings", seconds=round(seconds, 1), gap_s=round(watch.longest_gap_s, 2))
+    assert status == 200
+    assert [status for status, _ in answers] == [400, 400]
+    assert watch.errors == []
 
 
-def test_a_thousand_hostile_requests_leave_nothing_behind(url: str) -> None:
-    async def scenario() -> None:
-        half, flood = Flood(500, seed=2), Flood(500, seed=3)
-        async with watching(url) as watch:
-            await half.send(url)
-            before = rss_mb()
-            await flood.send(url)
-        after = rss_mb()
-        grown = {name: round(after[name] - before[name], 1) for name in before}
-        show(
-            "flood",
-            statuses=dict(sorted((half.statuses + flood.statuses).items())),
-            gap_s=round(watch.longest_gap_s, 2),
-            streams=len(watch.gaps_s),
-            rss_mb=after,
-            grown_mb=grown,
-        )
-        assert [*half.bad, *flood.bad] == []
-        assert 599 not in half.statuses + flood.statuses
-        assert watch.errors == []
-        assert watch.longest_gap_s < 1.0
-        assert max(grown.values()) < 50, "memory is flat"
-
-    asyncio.run(scenario())
+async def test_a_thousand_hostile_requests_leave_nothing_behind(url: str) -> None:
+    half, flood = Flood(500, seed=2), Flood(500, seed=3)
+    async with watching(url) as watch:
+        await half.send(url)
+        before = rss_mb()
+        await flood.send(url)
+    after = rss_mb()
+    grown = {name: round(after[name] - before[name], 1) for name in before}
+    show(
+        "flood",
+        statuses=dict(sorted((half.statuses + flood.statuses).items())),
+        gap_s=round(watch.longest_gap_s, 2),
+        streams=len(watch.gaps_s),
+        rss_mb=after,
+        grown_mb=grown,
+    )
+    assert [*half.bad, *flood.bad] == []
+    assert 599 not in half.statuses + flood.statuses
+    assert watch.errors == []
+    assert watch.longest_gap_s < 1.0
+    assert max(grown.values()) < 50, "memory is flat"
     eventually(held, holds_nothing)
     assert server_info(url)["router"]["in_flight"] == 0

@@ -209,7 +209,7 @@ def test_a_wrong_user_config_disturbs_nobody(fleet: Deployment, offline: Any) ->
     assert pids() == before, "nobody was started anew"
 
 
-def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
+async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
     fleet: Deployment, settings: dict[str, Any], offline: Any
 ) -> None:
     before = set(pids().values())
@@ -225,12 +225,9 @@ def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
         finally:
             done.set()
 
-    async def scenario() -> None:
-        done = asyncio.Event()
-        # Busy all the while: whichever replica is told to go has streams.
-        await asyncio.gather(keep_asking(fleet.url, offline[LONG], done), update(done))
-
-    asyncio.run(scenario())
+    done = asyncio.Event()
+    # Busy all the while: whichever replica is told to go has streams.
+    await asyncio.gather(keep_asking(fleet.url, offline[LONG], done), update(done))
     assert len(pids()) == 2
     assert said(all_streams(fleet.url, SHORT)) == offline[SHORT]
 

@@ -65,111 +65,90 @@ class Caller:
             await self.task
 
 
-def test_turns_come_in_order_of_arrival_and_never_too_many_at_once() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=2, max_queued=10)
-        callers = [Caller(door) for _ in range(5)]
+async def test_turns_come_in_order_of_arrival_and_never_too_many_at_once() -> None:
+    door = Admission(max_in_flight=2, max_queued=10)
+    callers = [Caller(door) for _ in range(5)]
+    await settle()
+    for gone in range(5):
+        assert [c.inside for c in callers[gone : gone + 3]] == [True, True, False][: 5 - gone]
+        assert (door.in_flight, door.queue_len) == (min(2, 5 - gone), max(0, 3 - gone))
+        await callers[gone].leave()
         await settle()
-        for gone in range(5):
-            assert [c.inside for c in callers[gone : gone + 3]] == [True, True, False][: 5 - gone]
-            assert (door.in_flight, door.queue_len) == (min(2, 5 - gone), max(0, 3 - gone))
-            await callers[gone].leave()
-            await settle()
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
+    assert (door.in_flight, door.queue_len) == (0, 0)
 
 
-def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=1, max_queued=2)
-        callers = [Caller(door) for _ in range(3)]
+async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> None:
+    door = Admission(max_in_flight=1, max_queued=2)
+    callers = [Caller(door) for _ in range(3)]
+    await settle()
+    with pytest.raises(ApiError, match="2 wait already") as caught:
+        async with door.slot(far()):
+            pytest.fail("there is no room")
+    assert caught.value.status == 429
+    assert int(caught.value.headers()["Retry-After"]) >= 1
+    assert door.snapshot()["num_rejected"] == 1
+    for caller in callers:
+        await caller.leave()
+    async with door.slot(far()):  # and now there is
+        pass
+
+
+async def test_a_burst_that_fits_is_not_rejected() -> None:
+    door = Admission(max_in_flight=8, max_queued=8)
+    callers = [Caller(door) for _ in range(16)]
+    await settle()
+    assert (door.in_flight, door.queue_len) == (8, 8)
+    for caller in callers:
+        await caller.leave()
+
+
+async def test_a_caller_who_gives_up_leaves_no_gap() -> None:
+    door = Admission(max_in_flight=1, max_queued=5)
+    first, second, third = (Caller(door) for _ in range(3))
+    await settle()
+    await second.give_up()
+    assert door.queue_len == 1
+    await first.leave()
+    await settle()
+    assert third.inside
+    await third.leave()
+    assert door.in_flight == 0
+
+
+async def test_a_turn_that_comes_as_its_caller_gives_up_goes_to_the_next() -> None:
+    door = Admission(max_in_flight=1, max_queued=5)
+    first, second, third = (Caller(door) for _ in range(3))
+    await settle()
+    await first.leave()  # the turn is the second's, who has not run since ...
+    second.task.cancel()  # ... and now gives up
+    await settle()
+    assert third.inside
+    await third.leave()
+    assert (door.in_flight, door.queue_len) == (0, 0)
+
+
+async def test_a_caller_who_gives_up_just_before_a_turn_comes_does_not_take_it() -> None:
+    door = Admission(max_in_flight=1, max_queued=5)
+    async with AsyncExitStack() as held:
+        await held.enter_async_context(door.slot(far()))
+        second, third = Caller(door), Caller(door)
         await settle()
-        with pytest.raises(ApiError, match="2 wait already") as caught:
-            async with door.slot(far()):
-                pytest.fail("there is no room")
-        assert caught.value.status == 429
-        assert int(caught.value.headers()["Retry-After"]) >= 1
-        assert door.snapshot()["num_rejected"] == 1
-        for caller in callers:
-            await caller.leave()
-        async with door.slot(far()):  # and now there is
-            pass
-
-    asyncio.run(scenario())
+        second.task.cancel()  # it has not run yet when the place becomes free
+    await settle()
+    assert third.inside
+    assert door.in_flight == 1
+    await third.leave()
 
 
-def test_a_burst_that_fits_is_not_rejected() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=8)
-        callers = [Caller(door) for _ in range(16)]
-        await settle()
-        assert (door.in_flight, door.queue_len) == (8, 8)
-        for caller in callers:
-            await caller.leave()
-
-    asyncio.run(scenario())
-
-
-def test_a_caller_who_gives_up_leaves_no_gap() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=1, max_queued=5)
-        first, second, third = (Caller(door) for _ in range(3))
-        await settle()
-        await second.give_up()
-        assert door.queue_len == 1
-        await first.leave()
-        await settle()
-        assert third.inside
-        await third.leave()
-        assert door.in_flight == 0
-
-    asyncio.run(scenario())
-
-
-def test_a_turn_that_comes_as_its_caller_gives_up_goes_to_the_next() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=1, max_queued=5)
-        first, second, third = (Caller(door) for _ in range(3))
-        await settle()
-        await first.leave()  # the turn is the second's, who has not run since ...
-        second.task.cancel()  # ... and now gives up
-        await settle()
-        assert third.inside
-        await third.leave()
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
-
-
-def test_a_caller_who_gives_up_just_before_a_turn_comes_does_not_take_it() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=1, max_queued=5)
-        async with AsyncExitStack() as held:
-            await held.enter_async_context(door.slot(far()))
-            second, third = Caller(door), Caller(door)
-            await settle()
-            second.task.cancel()  # it has not run yet when the place becomes free
-        await settle()
-        assert third.inside
-        assert door.in_flight == 1
-        await third.leave()
-
-    asyncio.run(scenario())
-
-
-def test_a_deadline_that_passes_in_the_queue_frees_the_place() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=1, max_queued=1)
-        first = Caller(door)
-        await settle()
-        with pytest.raises(TimeoutError):
-            async with door.slot(asyncio.get_running_loop().time()):
-                pytest.fail("the deadline has passed")
-        assert door.queue_len == 0
-        await first.leave()
-
-    asyncio.run(scenario())
+async def test_a_deadline_that_passes_in_the_queue_frees_the_place() -> None:
+    door = Admission(max_in_flight=1, max_queued=1)
+    first = Caller(door)
+    await settle()
+    with pytest.raises(TimeoutError):
+        async with door.slot(asyncio.get_running_loop().time()):
+            pytest.fail("the deadline has passed")
+    assert door.queue_len == 0
+    await first.leave()
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,142 +160,121 @@ def inside(callers: list[Caller]) -> int:
     return sum(caller.inside for caller in callers)
 
 
-def test_a_free_place_goes_to_the_client_that_holds_the_fewest() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=4, max_queued=20)
-        many = [Caller(door, "many") for _ in range(10)]
+async def test_a_free_place_goes_to_the_client_that_holds_the_fewest() -> None:
+    door = Admission(max_in_flight=4, max_queued=20)
+    many = [Caller(door, "many") for _ in range(10)]
+    await settle()
+    few = [Caller(door, "few") for _ in range(3)]
+    await settle()
+    assert (inside(many), inside(few)) == (4, 0), "nobody has to leave: a share of 1"
+    for gone in range(4):
+        await many[gone].leave()
         await settle()
-        few = [Caller(door, "few") for _ in range(3)]
-        await settle()
-        assert (inside(many), inside(few)) == (4, 0), "nobody has to leave: a share of 1"
-        for gone in range(4):
-            await many[gone].leave()
-            await settle()
-        assert (inside(many), inside(few)) == (2, 2)
-        for caller in (*many, *few):
-            caller.may_leave()
-        await asyncio.gather(*(caller.task for caller in (*many, *few)))
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
+    assert (inside(many), inside(few)) == (2, 2)
+    for caller in (*many, *few):
+        caller.may_leave()
+    await asyncio.gather(*(caller.task for caller in (*many, *few)))
+    assert (door.in_flight, door.queue_len) == (0, 0)
 
 
-def test_a_client_above_its_share_gives_places_back_while_others_wait(
+async def test_a_client_above_its_share_gives_places_back_while_others_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     impatient(monkeypatch)
-
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
-        many = [Caller(door, "many") for _ in range(20)]
-        await settle()
-        assert inside(many) == 8, "alone it may have them all"
-        few = [Caller(door, "few") for _ in range(2)]
-        await asyncio.sleep(0.01)
-        assert (inside(many), inside(few)) == (6, 2), "as many as others want"
-        assert [c.num_withdrawn for c in many[:8]] == [0] * 6 + [1] * 2, "the newest"
-        more = [Caller(door, "more") for _ in range(9)]
-        await asyncio.sleep(0.01)
-        assert inside(many) == 4, "never below its share"
-        assert (inside(few), inside(more)) == (2, 2)
-        for caller in more:
-            await caller.leave()
-        await asyncio.sleep(0.01)
-        assert (inside(many), inside(few)) == (6, 2)
-        assert [c.inside for c in many[5:9]] == [True, False, False, False]
-        for caller in (*many, *few):
-            caller.may_leave()
-        await asyncio.gather(*(caller.task for caller in (*many, *few)))
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
+    door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
+    many = [Caller(door, "many") for _ in range(20)]
+    await settle()
+    assert inside(many) == 8, "alone it may have them all"
+    few = [Caller(door, "few") for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert (inside(many), inside(few)) == (6, 2), "as many as others want"
+    assert [c.num_withdrawn for c in many[:8]] == [0] * 6 + [1] * 2, "the newest"
+    more = [Caller(door, "more") for _ in range(9)]
+    await asyncio.sleep(0.01)
+    assert inside(many) == 4, "never below its share"
+    assert (inside(few), inside(more)) == (2, 2)
+    for caller in more:
+        await caller.leave()
+    await asyncio.sleep(0.01)
+    assert (inside(many), inside(few)) == (6, 2)
+    assert [c.inside for c in many[5:9]] == [True, False, False, False]
+    for caller in (*many, *few):
+        caller.may_leave()
+    await asyncio.gather(*(caller.task for caller in (*many, *few)))
+    assert (door.in_flight, door.queue_len) == (0, 0)
 
 
-def test_what_waits_inside_a_replica_comes_back_behind_the_others(
+async def test_what_waits_inside_a_replica_comes_back_behind_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     impatient(monkeypatch)
+    door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
+    running = [Caller(door, "many") for _ in range(6)]
+    waiting = [Caller(door, "many", begins=False) for _ in range(2)]
+    await settle()
+    other = Caller(door, "other")
+    await asyncio.sleep(0.01)
+    assert other.inside
+    assert [c.num_withdrawn for c in running] == [0] * 5 + [1], "one place to run in"
+    assert [c.num_withdrawn for c in waiting] == [1, 1], "all that would come before it"
+    assert inside(running) + inside(waiting) == 7
+    for caller in (*running, *waiting, other):
+        caller.may_leave()
+    await asyncio.gather(*(caller.task for caller in (*running, *waiting, other)))
+    assert (door.in_flight, door.queue_len) == (0, 0)
 
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=40, max_client_share=0.5)
-        running = [Caller(door, "many") for _ in range(6)]
-        waiting = [Caller(door, "many", begins=False) for _ in range(2)]
+
+async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait() -> None:
+    door = Admission(max_in_flight=4, max_queued=10, max_client_share=0.5)
+    door.refuse_if_full("many", 9)  # 4 run, 5 wait
+    with pytest.raises(ApiError) as caught:
+        door.refuse_if_full("many", 10)
+    assert caught.value.status == 429
+    many = [Caller(door, "many") for _ in range(9)]
+    await settle()
+    with pytest.raises(ApiError, match="of this client"):
+        door.refuse_if_full("many")
+    for client in "abcde":
+        many.append(Caller(door, client))
         await settle()
-        other = Caller(door, "other")
-        await asyncio.sleep(0.01)
-        assert other.inside
-        assert [c.num_withdrawn for c in running] == [0] * 5 + [1], "one place to run in"
-        assert [c.num_withdrawn for c in waiting] == [1, 1], "all that would come before it"
-        assert inside(running) + inside(waiting) == 7
-        for caller in (*running, *waiting, other):
-            caller.may_leave()
-        await asyncio.gather(*(caller.task for caller in (*running, *waiting, other)))
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
+    with pytest.raises(ApiError, match="10 wait already"):
+        door.refuse_if_full("f")
+    for caller in many:
+        caller.may_leave()
+    await asyncio.gather(*(caller.task for caller in many))
 
 
-def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=4, max_queued=10, max_client_share=0.5)
-        door.refuse_if_full("many", 9)  # 4 run, 5 wait
-        with pytest.raises(ApiError) as caught:
-            door.refuse_if_full("many", 10)
-        assert caught.value.status == 429
-        many = [Caller(door, "many") for _ in range(9)]
-        await settle()
-        with pytest.raises(ApiError, match="of this client"):
-            door.refuse_if_full("many")
-        for client in "abcde":
-            many.append(Caller(door, client))
-            await settle()
-        with pytest.raises(ApiError, match="10 wait already"):
-            door.refuse_if_full("f")
-        for caller in many:
-            caller.may_leave()
-        await asyncio.gather(*(caller.task for caller in many))
-
-    asyncio.run(scenario())
-
-
-def test_batch_sizes_are_counted_as_they_grow() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=8, max_queued=8)
-        callers = [Caller(door) for _ in range(5)]
-        await settle()
-        # In flight after each hand-over: 1, 2, 3, 4, 5; keys are upper bounds.
-        assert door.snapshot()["batch_size_histogram"] == {"1": 1, "2": 1, "4": 2, "8": 1}
-        for caller in callers:
-            await caller.leave()
-
-    asyncio.run(scenario())
+async def test_batch_sizes_are_counted_as_they_grow() -> None:
+    door = Admission(max_in_flight=8, max_queued=8)
+    callers = [Caller(door) for _ in range(5)]
+    await settle()
+    # In flight after each hand-over: 1, 2, 3, 4, 5; keys are upper bounds.
+    assert door.snapshot()["batch_size_histogram"] == {"1": 1, "2": 1, "4": 2, "8": 1}
+    for caller in callers:
+        await caller.leave()
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_after_any_coming_and_going_every_place_is_free_again(
+async def test_after_any_coming_and_going_every_place_is_free_again(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     impatient(monkeypatch)
-
-    async def scenario() -> None:
-        rng = random.Random(seed)
-        door = Admission(max_in_flight=4, max_queued=6, max_client_share=0.5)
-        callers: list[Caller] = []
-        for _ in range(300):
-            action = rng.random()
-            if action < 0.5:
-                callers.append(Caller(door, rng.choice("abc")))
-            elif callers:
-                caller = callers.pop(rng.randrange(len(callers)))
-                caller.task.cancel() if action < 0.75 else caller.may_leave()
-            if rng.random() < 0.5:
-                await asyncio.sleep(0)
-            assert 0 <= door.in_flight <= 4
-            assert door.queue_len <= 6 + door.num_withdrawn, "who gave a place back may wait"
-        for caller in callers:
-            caller.may_leave()
-        others = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.gather(*others, return_exceptions=True)
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
+    rng = random.Random(seed)
+    door = Admission(max_in_flight=4, max_queued=6, max_client_share=0.5)
+    callers: list[Caller] = []
+    for _ in range(300):
+        action = rng.random()
+        if action < 0.5:
+            callers.append(Caller(door, rng.choice("abc")))
+        elif callers:
+            caller = callers.pop(rng.randrange(len(callers)))
+            caller.task.cancel() if action < 0.75 else caller.may_leave()
+        if rng.random() < 0.5:
+            await asyncio.sleep(0)
+        assert 0 <= door.in_flight <= 4
+        assert door.queue_len <= 6 + door.num_withdrawn, "who gave a place back may wait"
+    for caller in callers:
+        caller.may_leave()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    await asyncio.gather(*others, return_exceptions=True)
+    assert (door.in_flight, door.queue_len) == (0, 0)

@@ -349,64 +349,56 @@ class TestApiKeys:
         assert answer.status_code == 200
 
 
-def test_a_full_queue_is_a_429_with_retry_after(config: ServeSpecConfig) -> None:
+async def test_a_full_queue_is_a_429_with_retry_after(config: ServeSpecConfig) -> None:
     server = Server(config, max_in_flight=1)
-
-    async def scenario() -> httpx.Response:
-        transport = httpx.ASGITransport(server.app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            held = [
-                asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "hold on"}))
-                for _ in range(2)
-            ]
-            while server.door.in_flight + server.door.queue_len < 2:
-                await asyncio.sleep(0)
-            answer = await client.post(COMPLETIONS, json={"prompt": "a"})
-            for task in held:
-                task.cancel()
-            await asyncio.gather(*held, return_exceptions=True)
-        assert (server.door.in_flight, server.door.queue_len) == (0, 0)
-        return answer
-
-    answer = asyncio.run(scenario())
+    transport = httpx.ASGITransport(server.app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+        held = [
+            asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "hold on"}))
+            for _ in range(2)
+        ]
+        while server.door.in_flight + server.door.queue_len < 2:
+            await asyncio.sleep(0)
+        answer = await client.post(COMPLETIONS, json={"prompt": "a"})
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+    assert (server.door.in_flight, server.door.queue_len) == (0, 0)
+    answer = answer
     assert error_of(answer, 429)["type"] == "rate_limit_error"
     assert int(answer.headers["retry-after"]) >= 1
 
 
-def test_a_client_that_leaves_a_stream_frees_its_turn_and_its_engine(server: Server) -> None:
+async def test_a_client_that_leaves_a_stream_frees_its_turn_and_its_engine(server: Server) -> None:
     """Speaks ASGI itself, because httpx waits for the end of a stream."""
+    gone, first_chunk = asyncio.Event(), asyncio.Event()
+    inbox = [json.dumps({"prompt": "hold on", "stream": True, "max_tokens": 9}).encode()]
 
-    async def scenario() -> None:
-        gone, first_chunk = asyncio.Event(), asyncio.Event()
-        inbox = [json.dumps({"prompt": "hold on", "stream": True, "max_tokens": 9}).encode()]
+    async def receive() -> dict[str, Any]:
+        if inbox:
+            return {"type": "http.request", "body": inbox.pop()}
+        await gone.wait()
+        return {"type": "http.disconnect"}
 
-        async def receive() -> dict[str, Any]:
-            if inbox:
-                return {"type": "http.request", "body": inbox.pop()}
-            await gone.wait()
-            return {"type": "http.disconnect"}
+    async def send(message: dict[str, Any]) -> None:
+        if message.get("body"):
+            first_chunk.set()
 
-        async def send(message: dict[str, Any]) -> None:
-            if message.get("body"):
-                first_chunk.set()
-
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.1"},
-            "method": "POST",
-            "path": COMPLETIONS,
-            "raw_path": COMPLETIONS.encode(),
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json")],
-        }
-        call = asyncio.create_task(server.app(scope, receive, send))  # type: ignore[arg-type]
-        await first_chunk.wait()
-        assert (server.door.in_flight, len(server.loop.streams)) == (1, 1)
-        gone.set()
-        await call
-        assert (server.door.in_flight, len(server.loop.streams)) == (0, 0)
-
-    asyncio.run(scenario())
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.1"},
+        "method": "POST",
+        "path": COMPLETIONS,
+        "raw_path": COMPLETIONS.encode(),
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    call = asyncio.create_task(server.app(scope, receive, send))  # type: ignore[arg-type]
+    await first_chunk.wait()
+    assert (server.door.in_flight, len(server.loop.streams)) == (1, 1)
+    gone.set()
+    await call
+    assert (server.door.in_flight, len(server.loop.streams)) == (0, 0)
 
 
 def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None:

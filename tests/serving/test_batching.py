@@ -123,221 +123,182 @@ async def together(wire: Wire, *names: str) -> tuple[Batcher, list[Listener]]:
     return door, listeners
 
 
-def test_requests_wait_for_company_until_the_batch_is_full() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire)
-        listeners = [Listener(door, named(name)) for name in "ab"]
-        await settle()
-        assert not wire.sent
-        listeners += [Listener(door, named(name)) for name in "cd"]
-        await settle()
-        assert wire.names() == [["a", "b", "c"]]
-        assert wire.sent[0].sender == "router"
-        for listener in listeners:
-            await listener.leave()
-
-    run(scenario())
+async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
+    wire = Wire()
+    door = batcher(wire)
+    listeners = [Listener(door, named(name)) for name in "ab"]
+    await settle()
+    assert not wire.sent
+    listeners += [Listener(door, named(name)) for name in "cd"]
+    await settle()
+    assert wire.names() == [["a", "b", "c"]]
+    assert wire.sent[0].sender == "router"
+    for listener in listeners:
+        await listener.leave()
 
 
 @pytest.mark.parametrize(
     ("names", "shares"),
     [("a", ["a"]), ("ab", ["a", "b"]), ("abcdefgh", ["adg", "beh", "cf"])],
 )
-def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
+async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
     names: str, shares: list[str]
 ) -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=len(names), num_shares=3)
-        listeners = [Listener(door, named(name)) for name in names]
-        await settle()
-        assert wire.names() == [list(share) for share in shares]
-        assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)  # type: ignore[attr-defined]
-        for listener in listeners:
-            await listener.leave()
-
-    run(scenario())
-
-
-def test_nobody_waits_for_company_for_ever() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        listener = Listener(batcher(wire, batch_wait_s=0.001), named("a"))
-        while not wire.sent:
-            await asyncio.sleep(0.001)
-        assert wire.names() == [["a"]]
+    wire = Wire()
+    door = batcher(wire, max_batch_size=len(names), num_shares=3)
+    listeners = [Listener(door, named(name)) for name in names]
+    await settle()
+    assert wire.names() == [list(share) for share in shares]
+    assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)  # type: ignore[attr-defined]
+    for listener in listeners:
         await listener.leave()
 
-    run(scenario())
 
-
-def test_those_of_one_moment_travel_together_without_any_wait() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, batch_wait_s=0.0)
-        listeners = [Listener(door, named(name)) for name in "ab"]
+async def test_nobody_waits_for_company_for_ever() -> None:
+    wire = Wire()
+    listener = Listener(batcher(wire, batch_wait_s=0.001), named("a"))
+    while not wire.sent:
         await asyncio.sleep(0.001)
-        assert wire.names() == [["a", "b"]]
-        for listener in listeners:
-            await listener.leave()
-
-    run(scenario())
+    assert wire.names() == [["a"]]
+    await listener.leave()
 
 
-def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=2, group_of=lambda asked: asked.prompt)
-        asked = [
-            named("a", "x"),
-            named("b", "y"),
-            named("c", "x"),
-            replace(named("d", "y"), avoid=frozenset({"r1"})),
-            named("e", "y"),
-        ]
-        listeners = [Listener(door, one) for one in asked]
-        await settle()
-        assert wire.names() == [["a", "c"], ["b", "e"]]
-        for listener in listeners:
-            await listener.leave()
-
-    run(scenario())
+async def test_those_of_one_moment_travel_together_without_any_wait() -> None:
+    wire = Wire()
+    door = batcher(wire, batch_wait_s=0.0)
+    listeners = [Listener(door, named(name)) for name in "ab"]
+    await asyncio.sleep(0.001)
+    assert wire.names() == [["a", "b"]]
+    for listener in listeners:
+        await listener.leave()
 
 
-def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        _, (a, b) = await together(wire, "a", "b")
-        wire.say(text("a", "1"), text("b", "x"))
-        await settle()
-        assert (a.text, b.text) == ("1", "x"), "before the other has anything more to say"
-        wire.say(text("b", "y"), text("a", "2", last=True))
-        await settle()
-        assert (a.text, b.text) == ("12", "xy")
-        assert a.task.done()
-        wire.say(text("b", "z", last=True))
-        await settle()
-        assert b.text == "xyz"
-        assert b.task.done()
-
-    run(scenario())
+async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
+    wire = Wire()
+    door = batcher(wire, max_batch_size=2, group_of=lambda asked: asked.prompt)
+    asked = [
+        named("a", "x"),
+        named("b", "y"),
+        named("c", "x"),
+        replace(named("d", "y"), avoid=frozenset({"r1"})),
+        named("e", "y"),
+    ]
+    listeners = [Listener(door, one) for one in asked]
+    await settle()
+    assert wire.names() == [["a", "c"], ["b", "e"]]
+    for listener in listeners:
+        await listener.leave()
 
 
-def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door, (a, b) = await together(wire, "a", "b")
-        await a.leave()
-        await settle()
-        assert wire.cancelled == [Cancellation("r1", ("a",))]
-        assert (wire.sent[0].num_open, wire.closed) == (1, [])
-        assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
-        wire.say(("a", TokenDelta("a", (), "", FinishReason.ABORT)), text("b", "x", last=True))
-        await settle()
-        assert b.text == "x"
-
-    run(scenario())
-
-
-def test_who_leaves_before_it_is_known_where_it_runs_is_ended_there_as_soon_as_it_is() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=2)
-        a, b = (Listener(door, named(name)) for name in "ab")
-        await settle()
-        await a.leave()
-        await settle()
-        assert not wire.cancelled
-        wire.accept(replica="r7")
-        await settle()
-        assert wire.cancelled == [Cancellation("r7", ("a",))]
-        await b.leave()
-
-    run(scenario())
+async def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
+    wire = Wire()
+    _, (a, b) = await together(wire, "a", "b")
+    wire.say(text("a", "1"), text("b", "x"))
+    await settle()
+    assert (a.text, b.text) == ("1", "x"), "before the other has anything more to say"
+    wire.say(text("b", "y"), text("a", "2", last=True))
+    await settle()
+    assert (a.text, b.text) == ("12", "xy")
+    assert a.task.done()
+    wire.say(text("b", "z", last=True))
+    await settle()
+    assert b.text == "xyz"
+    assert b.task.done()
 
 
-def test_when_the_last_listener_leaves_the_whole_submission_ends() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door, (a, b) = await together(wire, "a", "b")
-        await a.leave()
-        await b.leave()
-        await settle()
-        assert wire.closed == wire.sent
-        assert door.snapshot()["replica_batch_sizes"] == {"r1": 0}
+async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
+    wire = Wire()
+    door, (a, b) = await together(wire, "a", "b")
+    await a.leave()
+    await settle()
+    assert wire.cancelled == [Cancellation("r1", ("a",))]
+    assert (wire.sent[0].num_open, wire.closed) == (1, [])
+    assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
+    wire.say(("a", TokenDelta("a", (), "", FinishReason.ABORT)), text("b", "x", last=True))
+    await settle()
+    assert b.text == "x"
 
-    run(scenario())
+
+async def test_who_leaves_before_it_is_known_where_it_runs_is_ended_there_once_it_is() -> None:
+    wire = Wire()
+    door = batcher(wire, max_batch_size=2)
+    a, b = (Listener(door, named(name)) for name in "ab")
+    await settle()
+    await a.leave()
+    await settle()
+    assert not wire.cancelled
+    wire.accept(replica="r7")
+    await settle()
+    assert wire.cancelled == [Cancellation("r7", ("a",))]
+    await b.leave()
 
 
-def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, batch_wait_s=0.01)
-        a = Listener(door, named("a"))
-        await settle()
-        await a.leave()
-        b, c, d = (Listener(door, named(name)) for name in "bcd")
-        await settle()
-        assert wire.names() == [["b", "c", "d"]]
-        for listener in (b, c, d):
-            await listener.leave()
+async def test_when_the_last_listener_leaves_the_whole_submission_ends() -> None:
+    wire = Wire()
+    door, (a, b) = await together(wire, "a", "b")
+    await a.leave()
+    await b.leave()
+    await settle()
+    assert wire.closed == wire.sent
+    assert door.snapshot()["replica_batch_sizes"] == {"r1": 0}
 
-    run(scenario())
+
+async def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
+    wire = Wire()
+    door = batcher(wire, batch_wait_s=0.01)
+    a = Listener(door, named("a"))
+    await settle()
+    await a.leave()
+    b, c, d = (Listener(door, named(name)) for name in "bcd")
+    await settle()
+    assert wire.names() == [["b", "c", "d"]]
+    for listener in (b, c, d):
+        await listener.leave()
 
 
 @pytest.mark.parametrize("accepted", [False, True])
-def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it(
+async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it(
     accepted: bool,
 ) -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=2)
-        a, b = (Listener(door, named(name)) for name in "ab")
-        await settle()
-        if accepted:
-            wire.accept()
-            wire.say(text("a", "1", last=True))
-        gone = no_replica("gone")
-        wire.lines[0].put_nowait(gone)
-        await settle()
-        assert (a.heard[-1] is gone) == (not accepted)
-        assert b.heard[-1] is gone
-        assert door.num_interrupted == 2 - accepted
-
-    run(scenario())
+    wire = Wire()
+    door = batcher(wire, max_batch_size=2)
+    a, b = (Listener(door, named(name)) for name in "ab")
+    await settle()
+    if accepted:
+        wire.accept()
+        wire.say(text("a", "1", last=True))
+    gone = no_replica("gone")
+    wire.lines[0].put_nowait(gone)
+    await settle()
+    assert (a.heard[-1] is gone) == (not accepted)
+    assert b.heard[-1] is gone
+    assert door.num_interrupted == 2 - accepted
 
 
-def test_a_request_that_another_replica_takes_over_is_counted_once_it_has_been_taken() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=1)
-        fresh = Listener(door, named("a"))
-        again = Listener(door, replace(named("b"), is_resumption=True))
-        await settle()
-        assert door.num_resumed == 0
-        wire.accept(0)
-        wire.accept(1)
-        await settle()
-        assert door.num_resumed == 1
-        for listener in (fresh, again):
-            await listener.leave()
-
-    run(scenario())
+async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been_taken() -> None:
+    wire = Wire()
+    door = batcher(wire, max_batch_size=1)
+    fresh = Listener(door, named("a"))
+    again = Listener(door, replace(named("b"), is_resumption=True))
+    await settle()
+    assert door.num_resumed == 0
+    wire.accept(0)
+    wire.accept(1)
+    await settle()
+    assert door.num_resumed == 1
+    for listener in (fresh, again):
+        await listener.leave()
 
 
-def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        _, (a,) = await together(wire, "a")
-        wire.lines[0].put_nowait(None)
-        await settle()
-        assert a.heard[-1].status == 500
-
-    run(scenario())
+async def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
+    wire = Wire()
+    _, (a,) = await together(wire, "a")
+    wire.lines[0].put_nowait(None)
+    await settle()
+    assert a.heard[-1].status == 500
 
 
-def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -> None:
+async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -> None:
     """Serve cancels whatever was called in the context of a request whose client has left."""
     parent: ContextVar[str | None] = ContextVar("parent", default=None)
     parents: list[str | None] = []
@@ -350,51 +311,42 @@ def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -> None
         async def cancel(self, cancellation: Cancellation) -> None:
             parents.append(parent.get())
 
-    async def scenario() -> None:
-        parent.set("a request")
-        _, (a, b) = await together(Contextual(), "a", "b")
-        await a.leave()
-        await settle()
-        await b.leave()
-
-    run(scenario())
+    parent.set("a request")
+    _, (a, b) = await together(Contextual(), "a", "b")
+    await a.leave()
+    await settle()
+    await b.leave()
     assert parents == [None, None]
 
 
-def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door, (a,) = await together(wire, "a")
-        (courier,) = door._couriers
-        courier.task.cancel()
-        await settle()
-        assert a.heard[-1].status == 500
-
-    run(scenario())
+async def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -> None:
+    wire = Wire()
+    door, (a,) = await together(wire, "a")
+    (courier,) = door._couriers
+    courier.task.cancel()
+    await settle()
+    assert a.heard[-1].status == 500
 
 
-def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=3)
-        listeners = [Listener(door, named(name)) for name in "abcdef"]
-        await settle()
-        wire.accept(0)
-        wire.accept(1)
-        await settle()
-        assert door.snapshot() == {
-            "num_interrupted": 0,
-            "num_resumed": 0,
-            "num_withdrawn": 0,
-            "submission_size": 3,
-            "submission_size_histogram": {"4": 2},
-            "replica_batch_sizes": {"r1": 6},
-            "replica_batch_size_histograms": {"r1": {"4": 1, "8": 1}},
-        }
-        for listener in listeners:
-            await listener.leave()
-
-    run(scenario())
+async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
+    wire = Wire()
+    door = batcher(wire, max_batch_size=3)
+    listeners = [Listener(door, named(name)) for name in "abcdef"]
+    await settle()
+    wire.accept(0)
+    wire.accept(1)
+    await settle()
+    assert door.snapshot() == {
+        "num_interrupted": 0,
+        "num_resumed": 0,
+        "num_withdrawn": 0,
+        "submission_size": 3,
+        "submission_size_histogram": {"4": 2},
+        "replica_batch_sizes": {"r1": 6},
+        "replica_batch_size_histograms": {"r1": {"4": 1, "8": 1}},
+    }
+    for listener in listeners:
+        await listener.leave()
 
 
 @settings(deadline=None, max_examples=60)
@@ -434,50 +386,46 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
 
 
 @pytest.mark.parametrize("when", ["collected", "handed over", "begun", "ended"])
-def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(when: str) -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=2)
-        taken = Listener(door, named("a"))
+async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(
+    when: str,
+) -> None:
+    wire = Wire()
+    door = batcher(wire, max_batch_size=2)
+    taken = Listener(door, named("a"))
+    await settle()
+    if when != "collected":
+        other = Listener(door, named("b"))
         await settle()
-        if when != "collected":
-            other = Listener(door, named("b"))
-            await settle()
-            wire.accept()
-        if when in ("begun", "ended"):
-            wire.say(text("a", "x"), text("b", "y"))
-        if when == "ended":
-            wire.say(text("a", "z", last=True))
-        await settle()
-        door.withdraw("a")
-        door.withdraw("a")  # harmless
-        await settle()
-        await taken.task
-        assert taken.text == {"begun": "x", "ended": "xz"}.get(when, "")
-        assert (taken.heard[-1] == Withdrawn()) == (when != "ended")
-        assert door.num_withdrawn == (when != "ended")
-        if when != "collected":
-            wire.say(text("b", "y", last=True))
-            await other.task
-            assert other.text.endswith("y"), "the other one goes on"
-            assert [c.request_ids for c in wire.cancelled] == [("a",)] * (when != "ended")
+        wire.accept()
+    if when in ("begun", "ended"):
+        wire.say(text("a", "x"), text("b", "y"))
+    if when == "ended":
+        wire.say(text("a", "z", last=True))
+    await settle()
+    door.withdraw("a")
+    door.withdraw("a")  # harmless
+    await settle()
+    await taken.task
+    assert taken.text == {"begun": "x", "ended": "xz"}.get(when, "")
+    assert (taken.heard[-1] == Withdrawn()) == (when != "ended")
+    assert door.num_withdrawn == (when != "ended")
+    if when != "collected":
+        wire.say(text("b", "y", last=True))
+        await other.task
+        assert other.text.endswith("y"), "the other one goes on"
+        assert [c.request_ids for c in wire.cancelled] == [("a",)] * (when != "ended")
 
-    run(scenario())
 
-
-def test_requests_without_a_token_are_named_by_replica_oldest_first() -> None:
-    async def scenario() -> None:
-        wire = Wire()
-        door = batcher(wire, max_batch_size=1)
-        listeners = [Listener(door, named(name)) for name in "abcd"]
-        await settle()
-        for index, replica in enumerate(["r1", "r2", "r1"]):
-            wire.accept(index, replica)
-        wire.say(text("b", "x"), index=1)
-        await settle()
-        assert door.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
-        assert door.not_begun(FAR_S) == {}
-        for listener in listeners:
-            await listener.leave()
-
-    run(scenario())
+async def test_requests_without_a_token_are_named_by_replica_oldest_first() -> None:
+    wire = Wire()
+    door = batcher(wire, max_batch_size=1)
+    listeners = [Listener(door, named(name)) for name in "abcd"]
+    await settle()
+    for index, replica in enumerate(["r1", "r2", "r1"]):
+        wire.accept(index, replica)
+    wire.say(text("b", "x"), index=1)
+    await settle()
+    assert door.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
+    assert door.not_begun(FAR_S) == {}
+    for listener in listeners:
+        await listener.leave()

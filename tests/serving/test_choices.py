@@ -91,38 +91,29 @@ def test_every_stream_is_heard_whole_and_in_order(shapes: list[tuple[int, int]])
     asyncio.run(scenario())
 
 
-def test_all_streams_have_begun_before_the_first_item_is_heard() -> None:
-    async def scenario() -> None:
-        streams = Streams()
-        async with aclosing(interleaved([streams.make(i, 3) for i in range(4)])) as items:
-            await anext(items)
-            assert streams.begun == [0, 1, 2, 3]
-
-    asyncio.run(scenario())
+async def test_all_streams_have_begun_before_the_first_item_is_heard() -> None:
+    streams = Streams()
+    async with aclosing(interleaved([streams.make(i, 3) for i in range(4)])) as items:
+        await anext(items)
+        assert streams.begun == [0, 1, 2, 3]
 
 
-def test_one_that_fails_ends_the_others() -> None:
-    async def scenario() -> None:
-        streams = Streams()
-        made = [
-            streams.make(0, 10**6, pause=1),
-            streams.make(1, 2, error=ValueError("boom")),
-        ]
-        with pytest.raises(ValueError, match="boom"):
-            async for _ in interleaved(made):
-                pass
-        assert sorted(streams.closed) == [0, 1]
-
-    asyncio.run(scenario())
+async def test_one_that_fails_ends_the_others() -> None:
+    streams = Streams()
+    made = [
+        streams.make(0, 10**6, pause=1),
+        streams.make(1, 2, error=ValueError("boom")),
+    ]
+    with pytest.raises(ValueError, match="boom"):
+        async for _ in interleaved(made):
+            pass
+    assert sorted(streams.closed) == [0, 1]
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_who_stops_listening_closes_them_all(count: int) -> None:
-    async def scenario() -> None:
-        streams = Streams()
-        made = [streams.make(i, 10**6, pause=1) for i in range(count)]
-        async with aclosing(interleaved(made)) as items:
-            await anext(items)
-        assert sorted(streams.closed) == list(range(count))
-
-    asyncio.run(scenario())
+async def test_who_stops_listening_closes_them_all(count: int) -> None:
+    streams = Streams()
+    made = [streams.make(i, 10**6, pause=1) for i in range(count)]
+    async with aclosing(interleaved(made)) as items:
+        await anext(items)
+    assert sorted(streams.closed) == list(range(count))

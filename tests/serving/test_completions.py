@@ -82,43 +82,33 @@ def test_a_round_that_completes_no_text_sends_nothing_but_counts() -> None:
     assert done == "[DONE]"
 
 
-def test_a_round_that_completes_no_text_still_sends_its_log_probabilities() -> None:
+async def test_a_round_that_completes_no_text_still_sends_its_log_probabilities() -> None:
     entries = [TokenLogprob(token, -1.0, 1) for token in (0xC3, 0xA9)]
     half = delta("", 0xC3)._replace(logprobs=(entries[0],))
     whole = delta("é", 0xA9, finish=FinishReason.LENGTH)._replace(logprobs=(entries[1],))
-
-    async def scenario() -> list[Any]:
-        form = CompletionFormat(HEAD, spell=lambda token: Spelling(bytes([token])))
-        items: list[Any] = [ACCEPTED, half, whole]
-        async with runner(ScriptedFleet(items), open_door()).run([request()]) as answer:
-            return [decoded(f) async for f in stream_frames(answer, form, "trace")]
-
-    first, last, *_ = asyncio.run(scenario())
+    form = CompletionFormat(HEAD, spell=lambda token: Spelling(bytes([token])))
+    items: list[Any] = [ACCEPTED, half, whole]
+    async with runner(ScriptedFleet(items), open_door()).run([request()]) as answer:
+        first, last, *_ = [decoded(f) async for f in stream_frames(answer, form, "trace")]
     shown = [chunk["choices"][0]["logprobs"]["tokens"] for chunk in (first, last)]
     assert shown == [["bytes:\\xc3"], ["bytes:\\xa9"]]
     assert [chunk["choices"][0]["text"] for chunk in (first, last)] == ["", "é"]
 
 
-def test_where_only_prompts_are_wanted_nothing_is_generated_for_all_the_caller_knows() -> None:
-    async def scenario() -> Any:
-        asked, loop = several(2, max_tokens=1), FakeLoop()
-        held = runner(LoopFleet(loop), open_door()).run(asked, is_prompt_only=True)
-        async with held as answer:
-            return await whole_answer(answer, CompletionFormat(HEAD, [Echo("x"), Echo("y")]))
-
-    answer = asyncio.run(scenario())
+async def test_where_only_prompts_are_wanted_nothing_is_generated_as_far_as_callers_know() -> None:
+    asked, loop = several(2, max_tokens=1), FakeLoop()
+    held = runner(LoopFleet(loop), open_door()).run(asked, is_prompt_only=True)
+    async with held as answer:
+        answer = await whole_answer(answer, CompletionFormat(HEAD, [Echo("x"), Echo("y")]))
     assert [choice["text"] for choice in answer["choices"]] == ["x", "y"]
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
     assert (answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (0, 3)
 
 
-def test_without_stream_the_pieces_are_one_text() -> None:
-    async def scenario() -> Any:
-        fleet = LoopFleet(FakeLoop())
-        async with runner(fleet, open_door()).run([request("a b c", max_tokens=5)]) as completion:
-            return await whole_answer(completion, FORM)
-
-    answer = asyncio.run(scenario())
+async def test_without_stream_the_pieces_are_one_text() -> None:
+    fleet = LoopFleet(FakeLoop())
+    async with runner(fleet, open_door()).run([request("a b c", max_tokens=5)]) as completion:
+        answer = await whole_answer(completion, FORM)
     assert answer["choices"][0]["text"] == "a b c a b "
     assert answer["choices"][0]["finish_reason"] == "length"
     assert answer["usage"]["total_tokens"] == 8
@@ -139,18 +129,15 @@ def test_without_stream_the_pieces_are_one_text() -> None:
     ],
     ids=str,
 )
-def test_what_fails_before_the_first_token_sets_the_status(
+async def test_what_fails_before_the_first_token_sets_the_status(
     items: list[Any], status: int, param: str | None
 ) -> None:
-    async def scenario() -> None:
-        fleet, door = ScriptedFleet(items), open_door()
-        with pytest.raises(ApiError) as caught:
-            async with runner(fleet, door).run([request()]):
-                pytest.fail("there is no first token")
-        assert (caught.value.status, caught.value.param) == (status, param)
-        assert (fleet.num_open, door.in_flight) == (0, 0)
-
-    asyncio.run(scenario())
+    fleet, door = ScriptedFleet(items), open_door()
+    with pytest.raises(ApiError) as caught:
+        async with runner(fleet, door).run([request()]):
+            pytest.fail("there is no first token")
+    assert (caught.value.status, caught.value.param) == (status, param)
+    assert (fleet.num_open, door.in_flight) == (0, 0)
 
 
 def test_a_defect_in_the_middle_is_an_error_frame_too() -> None:
@@ -170,17 +157,14 @@ def test_what_fails_on_every_replica_is_an_error_frame_and_no_done(end: Any) -> 
     assert set(last["error"]) == {"message", "type", "param", "code"}
 
 
-def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:
-    async def scenario() -> None:
-        door = Admission(max_in_flight=1, max_queued=4)
-        async with door.slot(asyncio.get_running_loop().time() + 3600):
-            late = runner(LoopFleet(FakeLoop()), door, 0).run([request()])
-            with pytest.raises(ApiError, match="request_timeout_s=0") as caught:
-                await late.__aenter__()
-            assert caught.value.status == 408
-            assert door.in_flight == 1
-
-    asyncio.run(scenario())
+async def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:
+    door = Admission(max_in_flight=1, max_queued=4)
+    async with door.slot(asyncio.get_running_loop().time() + 3600):
+        late = runner(LoopFleet(FakeLoop()), door, 0).run([request()])
+        with pytest.raises(ApiError, match="request_timeout_s=0") as caught:
+            await late.__aenter__()
+        assert caught.value.status == 408
+        assert door.in_flight == 1
 
 
 def test_a_deadline_in_the_middle_is_an_error_frame_and_ends_the_request() -> None:
@@ -190,26 +174,23 @@ def test_a_deadline_in_the_middle_is_an_error_frame_and_ends_the_request() -> No
     assert not loop.streams
 
 
-def test_a_caller_who_leaves_frees_turn_and_engine() -> None:
-    async def scenario() -> None:
-        loop, door = FakeLoop(), open_door()
-        started = asyncio.Event()
+async def test_a_caller_who_leaves_frees_turn_and_engine() -> None:
+    loop, door = FakeLoop(), open_door()
+    started = asyncio.Event()
 
-        async def listen() -> None:
-            listening = runner(LoopFleet(loop), door).run([request("hold on", max_tokens=9)])
-            async with listening as completion:
-                async for _ in completion.deltas():
-                    started.set()
+    async def listen() -> None:
+        listening = runner(LoopFleet(loop), door).run([request("hold on", max_tokens=9)])
+        async with listening as completion:
+            async for _ in completion.deltas():
+                started.set()
 
-        task = asyncio.create_task(listen())
-        await started.wait()
-        assert (door.in_flight, len(loop.streams)) == (1, 1)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (door.in_flight, len(loop.streams)) == (0, 0)
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(listen())
+    await started.wait()
+    assert (door.in_flight, len(loop.streams)) == (1, 1)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (door.in_flight, len(loop.streams)) == (0, 0)
 
 
 class Choices:
@@ -298,34 +279,27 @@ class Line:
         pass
 
 
-def test_choices_of_one_request_travel_together() -> None:
-    async def scenario() -> None:
-        line = Line()
-        batcher: Any = Batcher(line, "me", batch_wait_s=0, max_batch_size=8)
-        task = asyncio.create_task(choose(batcher, several(3)))
-        while not line.sent:
-            await asyncio.sleep(0)
-        (submission,) = line.sent
-        assert [r.request_id for r in submission.requests] == [f"cmpl-1-{i}-1" for i in range(3)]
-        task.cancel()
-        await asyncio.gather(task, return_exceptions=True)
-
-    asyncio.run(scenario())
+async def test_choices_of_one_request_travel_together() -> None:
+    line = Line()
+    batcher: Any = Batcher(line, "me", batch_wait_s=0, max_batch_size=8)
+    task = asyncio.create_task(choose(batcher, several(3)))
+    while not line.sent:
+        await asyncio.sleep(0)
+    (submission,) = line.sent
+    assert [r.request_id for r in submission.requests] == [f"cmpl-1-{i}-1" for i in range(3)]
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
-def test_more_choices_than_turns_take_turns() -> None:
+async def test_more_choices_than_turns_take_turns() -> None:
     """And the first of them is heard before the last has begun."""
-
-    async def scenario() -> None:
-        loop, door = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
-        asked = several(3, max_tokens=4)
-        async with runner(LoopFleet(loop), door).run(asked) as answer:
-            assert door.queue_len > 0
-            whole = await whole_answer(answer, FORM)
-        assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
-        assert (door.in_flight, door.queue_len) == (0, 0)
-
-    asyncio.run(scenario())
+    loop, door = FakeLoop(), Admission(max_in_flight=1, max_queued=4)
+    asked = several(3, max_tokens=4)
+    async with runner(LoopFleet(loop), door).run(asked) as answer:
+        assert door.queue_len > 0
+        whole = await whole_answer(answer, FORM)
+    assert [choice["text"] for choice in whole["choices"]] == ["a b c a "] * 3
+    assert (door.in_flight, door.queue_len) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -335,30 +309,24 @@ def test_more_choices_than_turns_take_turns() -> None:
         (("hold on", "a " * 100), 413, "prompt"),
     ],
 )
-def test_one_choice_that_fails_at_once_is_the_answer_to_all(
+async def test_one_choice_that_fails_at_once_is_the_answer_to_all(
     prompts: tuple[str, ...], status: int, param: str | None
 ) -> None:
-    async def scenario() -> None:
-        loop, door = FakeLoop(), open_door()
-        with pytest.raises(ApiError) as caught:
-            async with runner(LoopFleet(loop), door).run(several(1, prompts, max_tokens=9), 2):
-                pytest.fail("one of them has no first token")
-        assert (caught.value.status, caught.value.param) == (status, param)
-        assert (len(loop.streams), door.in_flight) == (0, 0)
-
-    asyncio.run(scenario())
+    loop, door = FakeLoop(), open_door()
+    with pytest.raises(ApiError) as caught:
+        async with runner(LoopFleet(loop), door).run(several(1, prompts, max_tokens=9), 2):
+            pytest.fail("one of them has no first token")
+    assert (caught.value.status, caught.value.param) == (status, param)
+    assert (len(loop.streams), door.in_flight) == (0, 0)
 
 
-def test_one_choice_that_breaks_off_ends_the_stream_with_one_error() -> None:
-    async def scenario() -> list[Any]:
-        loop, door = FakeLoop(), open_door()
-        asked = several(1, ("hold on", "break"), max_tokens=9)
-        async with runner(LoopFleet(loop), door).run(asked, 2) as answer:
-            lines = [decoded(f) async for f in stream_frames(answer, FORM, "trace")]
-        assert (len(loop.streams), door.in_flight) == (0, 0)
-        return lines
-
-    *_, last = lines = asyncio.run(scenario())
+async def test_one_choice_that_breaks_off_ends_the_stream_with_one_error() -> None:
+    loop, door = FakeLoop(), open_door()
+    asked = several(1, ("hold on", "break"), max_tokens=9)
+    async with runner(LoopFleet(loop), door).run(asked, 2) as answer:
+        lines = [decoded(f) async for f in stream_frames(answer, FORM, "trace")]
+    assert (len(loop.streams), door.in_flight) == (0, 0)
+    *_, last = lines = lines
     assert list(last) == ["error"]
     assert sum("error" in line for line in lines) == 1
 
@@ -375,36 +343,32 @@ def test_one_deadline_covers_all_choices() -> None:
     assert asyncio.run(scenario())[-1]["error"]["code"] == "request_timeout"
 
 
-def test_a_caller_who_leaves_ends_all_choices() -> None:
-    async def scenario() -> None:
-        loop, door = FakeLoop(), open_door()
-        started = asyncio.Event()
+async def test_a_caller_who_leaves_ends_all_choices() -> None:
+    loop, door = FakeLoop(), open_door()
+    started = asyncio.Event()
 
-        async def listen() -> None:
-            asked = several(3, ("hold on",), max_tokens=9)
-            async with runner(LoopFleet(loop), door).run(asked) as answer:
-                started.set()
-                async for _ in answer.deltas():
-                    pass
+    async def listen() -> None:
+        asked = several(3, ("hold on",), max_tokens=9)
+        async with runner(LoopFleet(loop), door).run(asked) as answer:
+            started.set()
+            async for _ in answer.deltas():
+                pass
 
-        task = asyncio.create_task(listen())
-        await started.wait()
-        assert (door.in_flight, len(loop.streams)) == (3, 3)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert (door.in_flight, len(loop.streams)) == (0, 0)
-
-    asyncio.run(scenario())
+    task = asyncio.create_task(listen())
+    await started.wait()
+    assert (door.in_flight, len(loop.streams)) == (3, 3)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert (door.in_flight, len(loop.streams)) == (0, 0)
 
 
-def test_a_chat_stream_gives_every_choice_a_role_then_text_then_a_reason() -> None:
-    async def scenario() -> list[Any]:
-        fleet = LoopFleet(FakeLoop())
-        async with runner(fleet, open_door()).run(several(2, max_tokens=3)) as answer:
-            return [decoded(f) async for f in stream_frames(answer, ChatFormat(HEAD), "trace")]
-
-    *chunks, last, done = asyncio.run(scenario())
+async def test_a_chat_stream_gives_every_choice_a_role_then_text_then_a_reason() -> None:
+    fleet = LoopFleet(FakeLoop())
+    async with runner(fleet, open_door()).run(several(2, max_tokens=3)) as answer:
+        *chunks, last, done = [
+            decoded(f) async for f in stream_frames(answer, ChatFormat(HEAD), "trace")
+        ]
     for index in range(2):
         mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
         assert mine[0]["delta"] == {"role": "assistant", "content": ""}

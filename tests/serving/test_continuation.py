@@ -73,19 +73,15 @@ def engine_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineLoop
     ids=lambda edits: next(iter(edits)),
 )
 @pytest.mark.parametrize("num_emitted", [1, 5])
-def test_what_another_replica_generated_counts_as_generated(
+async def test_what_another_replica_generated_counts_as_generated(
     engine_loop: EngineLoop, edits: dict[str, object], num_emitted: int
 ) -> None:
     params = SamplingParams(max_tokens=20, seed=4, **edits)  # type: ignore[arg-type]
-
-    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
-        stream = await engine_loop.submit(PROMPT, params, "whole")
-        whole = [delta async for delta in stream]
-        emitted = [token for delta in whole for token in delta.token_ids][:num_emitted]
-        request = GenerateRequest("rest", "trace", PROMPT, params, tuple(emitted))
-        return whole, [delta async for delta in await continue_request(engine_loop, request)]
-
-    whole, rest = asyncio.run(scenario())
+    stream = await engine_loop.submit(PROMPT, params, "whole")
+    whole = [delta async for delta in stream]
+    emitted = [token for delta in whole for token in delta.token_ids][:num_emitted]
+    request = GenerateRequest("rest", "trace", PROMPT, params, tuple(emitted))
+    whole, rest = whole, [delta async for delta in await continue_request(engine_loop, request)]
     tokens, later = ([t for d in deltas for t in d.token_ids] for deltas in (whole, rest))
     assert later == tokens[num_emitted:]
     assert rest[-1].finish_reason == whole[-1].finish_reason

@@ -163,20 +163,16 @@ def test_the_next_submission_knows_what_replicas_said_with_their_answers(
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-def test_an_answer_that_nobody_waits_for_is_cancelled(fleet: Any, num_read: int) -> None:
+async def test_an_answer_that_nobody_waits_for_is_cancelled(fleet: Any, num_read: int) -> None:
     responses = Responses(lists([ACCEPTED, delta("a", 1)]), endless=True)
-
-    async def scenario() -> None:
-        async with aclosing(fleet(responses).generate(request())) as items:
-            for _ in range(num_read):
-                await anext(items)
-        await asyncio.sleep(0)
-
-    asyncio.run(scenario())
+    async with aclosing(fleet(responses).generate(request())) as items:
+        for _ in range(num_read):
+            await anext(items)
+    await asyncio.sleep(0)
     assert responses.num_cancels == 1
 
 
-def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
+async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
     fleet: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
     class CancelledByServe(Responses):
@@ -186,16 +182,13 @@ def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
             except asyncio.CancelledError:
                 raise RequestCancelledError("id") from None
 
-    async def scenario() -> None:
-        built = fleet(CancelledByServe([], endless=True))
-        waiting = asyncio.ensure_future(anext(built.generate(request())))
-        await asyncio.sleep(0.01)
-        waiting.cancel()
-        await asyncio.wait({waiting})
-        await asyncio.sleep(0.01)
-        gc.collect()  # what nobody has read is logged here
-
-    asyncio.run(scenario())
+    built = fleet(CancelledByServe([], endless=True))
+    waiting = asyncio.ensure_future(anext(built.generate(request())))
+    await asyncio.sleep(0.01)
+    waiting.cancel()
+    await asyncio.wait({waiting})
+    await asyncio.sleep(0.01)
+    gc.collect()  # what nobody has read is logged here
     assert caplog.text == ""
 
 
@@ -211,42 +204,35 @@ def test_waiting_ends_when_no_replica_is_left(fleet: Any, monkeypatch: pytest.Mo
     assert responses.num_cancels == 1
 
 
-def test_a_submission_and_the_end_of_one_request_are_calls_of_the_replica(fleet: Any) -> None:
-    async def scenario() -> list[Any]:
-        built = fleet(Responses(lists([ACCEPTED])))
-        assert [items async for items in built.send(Submission("router", [request()]))] == [
-            [(ID, ACCEPTED)]
-        ]
-        await built.cancel(Cancellation("there", (ID,)))
-        return built._handle.calls
-
-    (first, submission), (second, cancellation) = asyncio.run(scenario())
+async def test_a_submission_and_the_end_of_one_request_are_calls_of_the_replica(fleet: Any) -> None:
+    built = fleet(Responses(lists([ACCEPTED])))
+    assert [items async for items in built.send(Submission("router", [request()]))] == [
+        [(ID, ACCEPTED)]
+    ]
+    await built.cancel(Cancellation("there", (ID,)))
+    (first, submission), (second, cancellation) = built._handle.calls
     assert (first, submission.requests) == ("generate", [request()])
     assert (second, cancellation) == ("cancel", Cancellation("there", (ID,)))
 
 
-def test_a_silent_replica_loses_its_requests_and_is_avoided_until_it_speaks(
+async def test_a_silent_replica_loses_its_requests_and_is_avoided_until_it_speaks(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
     config = ServeSpecConfig.load(config, stall_timeout_s=0.01)
     handle = Handle(Responses(lists([ACCEPTED]), endless=True))
-
-    async def scenario() -> None:
-        fleet = RayFleet(handle, "app", "router", config)
-        fleet.start()
-        items = fleet.generate(request())
-        assert await anext(items) == ACCEPTED
-        with pytest.raises(ReplicaLost, match="there does not answer") as caught:
-            await anext(items)
-        assert caught.value.replica == "there"
-        assert handle.responses.num_cancels == 1
-        for _ in range(2):
-            handle.responses.items = lists([ACCEPTED, delta("b", 1, finish=FinishReason.STOP)])
-            assert [item async for item in fleet.generate(request())]
-        assert handle.avoided == [set(), {"there"}, set()], "the last one after it has spoken"
-
-    asyncio.run(scenario())
+    fleet = RayFleet(handle, "app", "router", config)
+    fleet.start()
+    items = fleet.generate(request())
+    assert await anext(items) == ACCEPTED
+    with pytest.raises(ReplicaLost, match="there does not answer") as caught:
+        await anext(items)
+    assert caught.value.replica == "there"
+    assert handle.responses.num_cancels == 1
+    for _ in range(2):
+        handle.responses.items = lists([ACCEPTED, delta("b", 1, finish=FinishReason.STOP)])
+        assert [item async for item in fleet.generate(request())]
+    assert handle.avoided == [set(), {"there"}, set()], "the last one after it has spoken"
 
 
 def test_how_many_replicas_know_their_costs_is_known_unless_nobody_answers(

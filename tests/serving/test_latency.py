@@ -98,22 +98,18 @@ def test_every_request_ends_in_one_outcome_and_its_items_pass_unchanged(
     assert ended == [outcome]
 
 
-def test_the_door_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
+async def test_the_door_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
     async def answers() -> AsyncGenerator[ReplicaItem, None]:
         yield LAST
 
     seen: list[Reading] = []
-
-    async def scenario() -> None:
-        ARRIVED.set(98.0)
-        async for _ in timed(answers(), seen.append):
-            pass
-
-    asyncio.run(scenario())
+    ARRIVED.set(98.0)
+    async for _ in timed(answers(), seen.append):
+        pass
     assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)
 
 
-def test_leaving_early_closes_what_was_listened_to() -> None:
+async def test_leaving_early_closes_what_was_listened_to() -> None:
     closed = []
 
     async def answers() -> AsyncGenerator[ReplicaItem, None]:
@@ -123,9 +119,6 @@ def test_leaving_early_closes_what_was_listened_to() -> None:
         finally:
             closed.append(True)
 
-    async def scenario() -> None:
-        async with aclosing(timed(answers(), lambda reading: None)) as stream:
-            await anext(stream)
-
-    asyncio.run(scenario())
+    async with aclosing(timed(answers(), lambda reading: None)) as stream:
+        await anext(stream)
     assert closed

@@ -16,19 +16,16 @@ def say(outbox: Outbox, name: str, token: int, *, last: bool = False) -> None:
     outbox.put(name, TokenDelta(name, (token,), "", FinishReason.LENGTH if last else None))
 
 
-def test_what_one_round_brings_is_one_list_and_leaves_at_once() -> None:
-    async def scenario() -> None:
-        outbox = Outbox(2)
-        lists = aiter(outbox)
-        for last in (False, True):
-            for name in ("a", "b"):
-                say(outbox, name, 1, last=last)
-            items = await anext(lists)
-            assert [name for name, _ in items] == ["a", "b"]
-        assert outbox.num_open == 0
-        assert await anext(lists, None) is None
-
-    asyncio.run(scenario())
+async def test_what_one_round_brings_is_one_list_and_leaves_at_once() -> None:
+    outbox = Outbox(2)
+    lists = aiter(outbox)
+    for last in (False, True):
+        for name in ("a", "b"):
+            say(outbox, name, 1, last=last)
+        items = await anext(lists)
+        assert [name for name, _ in items] == ["a", "b"]
+    assert outbox.num_open == 0
+    assert await anext(lists, None) is None
 
 
 @settings(deadline=None, max_examples=50)
@@ -61,15 +58,12 @@ def test_nothing_is_lost_or_out_of_order_however_slow_the_reader(
     asyncio.run(scenario())
 
 
-def test_a_closed_one_ends_at_once_and_says_no_more() -> None:
-    async def scenario() -> None:
-        outbox = Outbox(1)
-        lists = aiter(outbox)
-        waiting = asyncio.ensure_future(anext(lists, None))
-        await asyncio.sleep(0)
-        say(outbox, "a", 1)
-        outbox.close()
-        assert await waiting is None
-        assert outbox.num_open == 1
-
-    asyncio.run(scenario())
+async def test_a_closed_one_ends_at_once_and_says_no_more() -> None:
+    outbox = Outbox(1)
+    lists = aiter(outbox)
+    waiting = asyncio.ensure_future(anext(lists, None))
+    await asyncio.sleep(0)
+    say(outbox, "a", 1)
+    outbox.close()
+    assert await waiting is None
+    assert outbox.num_open == 1

@@ -105,19 +105,16 @@ def test_a_connection_without_whole_headers_is_closed(port: int, parts: list[byt
     assert asyncio.run(exchange(port, *parts)) == b""
 
 
-def test_the_headers_of_a_second_request_are_limited_from_their_first_byte(port: int) -> None:
-    async def scenario() -> tuple[bytes, bytes]:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(GET + b"\r\n")
-        first = await reader.readuntil(b"answer")
-        await asyncio.sleep(1.5 * LIMIT_S)  # idle between two requests, within the keep-alive limit
-        writer.write(GET)
-        async with asyncio.timeout(SOON_S):
-            rest = await reader.read()
-        writer.close()
-        return first, rest
-
-    first, rest = asyncio.run(scenario())
+async def test_the_headers_of_a_second_request_are_limited_from_their_first_byte(port: int) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(GET + b"\r\n")
+    first = await reader.readuntil(b"answer")
+    await asyncio.sleep(1.5 * LIMIT_S)  # idle between two requests, within the keep-alive limit
+    writer.write(GET)
+    async with asyncio.timeout(SOON_S):
+        rest = await reader.read()
+    writer.close()
+    first, rest = first, rest
     assert first.startswith(b"HTTP/1.1 200")
     assert rest == b""
 
@@ -170,21 +167,18 @@ def serve_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
             yield int(url.rpartition(":")[2])
 
 
-def test_serve_ends_slow_connections_and_answers_the_others(serve_port: int) -> None:
-    async def scenario() -> tuple[list[bytes], list[bytes], httpx.Response]:
-        slow_headers = [exchange(serve_port, *trickle(GET * 9)) for _ in range(50)]
-        slow_body = [HEAD % 500 + b"\r\n", *trickle(b"x" * 400)]
-        slow_bodies = [exchange(serve_port, *slow_body) for _ in range(50)]
-        slow = asyncio.gather(asyncio.gather(*slow_headers), asyncio.gather(*slow_bodies))
-        await asyncio.sleep(LIMIT_S / 4)
-        async with httpx.AsyncClient(timeout=SOON_S) as client:
-            url = f"http://127.0.0.1:{serve_port}/v1/completions"
-            headers = {"content-type": "application/json"}
-            answer = await client.post(url, content=BODY, headers=headers)
-        headers_heard, bodies_heard = await slow
-        return headers_heard, bodies_heard, answer
-
-    headers_heard, bodies_heard, answer = asyncio.run(scenario())
+async def test_serve_ends_slow_connections_and_answers_the_others(serve_port: int) -> None:
+    slow_headers = [exchange(serve_port, *trickle(GET * 9)) for _ in range(50)]
+    slow_body = [HEAD % 500 + b"\r\n", *trickle(b"x" * 400)]
+    slow_bodies = [exchange(serve_port, *slow_body) for _ in range(50)]
+    slow = asyncio.gather(asyncio.gather(*slow_headers), asyncio.gather(*slow_bodies))
+    await asyncio.sleep(LIMIT_S / 4)
+    async with httpx.AsyncClient(timeout=SOON_S) as client:
+        url = f"http://127.0.0.1:{serve_port}/v1/completions"
+        headers = {"content-type": "application/json"}
+        answer = await client.post(url, content=BODY, headers=headers)
+    headers_heard, bodies_heard = await slow
+    headers_heard, bodies_heard, answer = headers_heard, bodies_heard, answer
     assert answer.status_code == 200
     assert headers_heard == [b""] * 50
     for heard in bodies_heard:

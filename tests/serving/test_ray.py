@@ -183,27 +183,25 @@ def test_a_client_that_leaves_frees_its_pages_streaming_or_not(client: httpx.Cli
     eventually(lambda: info(client), idle)
 
 
-def test_a_full_queue_sends_away_with_429_and_keeps_its_promises(client: httpx.Client) -> None:
+async def test_a_full_queue_answers_429_and_keeps_its_promises(
+    client: httpx.Client,
+) -> None:
     url = str(client.base_url)
-
-    async def scenario() -> httpx.Response:
-        async with httpx.AsyncClient(base_url=url, timeout=60) as crowd:
-            held = [
-                asyncio.create_task(crowd.post(COMPLETIONS, json=HOLD | {"stream": False}))
-                for _ in range(MAX_ONGOING + MAX_QUEUED)
-            ]
-            await asyncio.to_thread(
-                eventually,
-                lambda: info(client)["router"],
-                lambda r: (r["in_flight"], r["queue_len"]) == (MAX_ONGOING, MAX_QUEUED),
-            )
-            rejected = await crowd.post(COMPLETIONS, json={"prompt": "a"})
-            for task in held:
-                task.cancel()
-            await asyncio.gather(*held, return_exceptions=True)
-        return rejected
-
-    rejected = asyncio.run(scenario())
+    async with httpx.AsyncClient(base_url=url, timeout=60) as crowd:
+        held = [
+            asyncio.create_task(crowd.post(COMPLETIONS, json=HOLD | {"stream": False}))
+            for _ in range(MAX_ONGOING + MAX_QUEUED)
+        ]
+        await asyncio.to_thread(
+            eventually,
+            lambda: info(client)["router"],
+            lambda r: (r["in_flight"], r["queue_len"]) == (MAX_ONGOING, MAX_QUEUED),
+        )
+        rejected = await crowd.post(COMPLETIONS, json={"prompt": "a"})
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+    rejected = rejected
     assert rejected.status_code == 429
     assert int(rejected.headers["retry-after"]) >= 1
     assert rejected.json()["error"]["type"] == "rate_limit_error"
@@ -211,17 +209,14 @@ def test_a_full_queue_sends_away_with_429_and_keeps_its_promises(client: httpx.C
     assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
 
 
-def test_a_burst_that_fits_is_served_in_full(client: httpx.Client) -> None:
-    async def scenario() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as crowd:
-            return await asyncio.gather(
-                *(
-                    crowd.post(COMPLETIONS, json={"prompt": f"p{i}", "max_tokens": 4})
-                    for i in range(MAX_ONGOING + MAX_QUEUED)
-                )
+async def test_a_burst_that_fits_is_served_in_full(client: httpx.Client) -> None:
+    async with httpx.AsyncClient(base_url=client.base_url, timeout=60) as crowd:
+        answers = await asyncio.gather(
+            *(
+                crowd.post(COMPLETIONS, json={"prompt": f"p{i}", "max_tokens": 4})
+                for i in range(MAX_ONGOING + MAX_QUEUED)
             )
-
-    answers = asyncio.run(scenario())
+        )
     assert [(a.status_code, a.text) for a in answers if a.status_code != 200] == []
     texts = [answer.json()["choices"][0]["text"] for answer in answers]
     assert texts == [f"p{i} " * 4 for i in range(MAX_ONGOING + MAX_QUEUED)]

@@ -68,7 +68,7 @@ def test_gauges_are_set_and_counters_grow_by_what_is_new() -> None:
     }  # fmt: skip
 
 
-def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telemetry, "_EXPORT_INTERVAL_S", 0.001)
     looks = 0
 
@@ -77,12 +77,9 @@ def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) ->
         looks += 1
         raise RuntimeError("boom")
 
-    async def scenario() -> None:
-        DoorTelemetry(CONTEXT, broken)
-        while looks < 3:
-            await asyncio.sleep(0.001)
-
-    asyncio.run(scenario())
+    DoorTelemetry(CONTEXT, broken)
+    while looks < 3:
+        await asyncio.sleep(0.001)
 
 
 def test_replicas_of_one_pair_have_one_name(config: ServeSpecConfig) -> None:

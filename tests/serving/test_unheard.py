@@ -14,40 +14,37 @@ from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.unheard import close_unheard
 
 
-def test_what_nobody_hears_is_closed_and_what_somebody_hears_is_not() -> None:
-    async def scenario() -> None:
-        outboxes = {Outbox(1): "lost", Outbox(2): "here", Outbox(3): "lost"}
-        lost, here, _ = outboxes
-        living = {"lost", "here"}
-        looks: asyncio.Queue[str] = asyncio.Queue()
-        loop = asyncio.get_running_loop()
+async def test_what_nobody_hears_is_closed_and_what_somebody_hears_is_not() -> None:
+    outboxes = {Outbox(1): "lost", Outbox(2): "here", Outbox(3): "lost"}
+    lost, here, _ = outboxes
+    living = {"lost", "here"}
+    looks: asyncio.Queue[str] = asyncio.Queue()
+    loop = asyncio.get_running_loop()
 
-        def is_there(sender: str) -> bool:
-            loop.call_soon_threadsafe(looks.put_nowait, sender)
-            return sender in living
+    def is_there(sender: str) -> bool:
+        loop.call_soon_threadsafe(looks.put_nowait, sender)
+        return sender in living
 
-        async def listen(outbox: Outbox) -> None:
-            async for _ in outbox:
-                raise AssertionError("nothing has been said")
-            del outboxes[outbox]
+    async def listen(outbox: Outbox) -> None:
+        async for _ in outbox:
+            raise AssertionError("nothing has been said")
+        del outboxes[outbox]
 
-        watch = asyncio.create_task(close_unheard(outboxes, is_there, look_every_s=0))
-        listeners = [asyncio.create_task(listen(outbox)) for outbox in list(outboxes)]
-        for _ in range(4):
-            await looks.get()
-        assert not any(listener.done() for listener in listeners)
-        living.remove("lost")
-        await listeners[0]
-        await listeners[2]
-        for _ in range(4):
-            await looks.get()
-        assert not listeners[1].done()
-        assert list(outboxes) == [here]
-        assert lost.num_open == 1, "unsaid"
-        for task in (watch, listeners[1]):
-            task.cancel()
-
-    asyncio.run(scenario())
+    watch = asyncio.create_task(close_unheard(outboxes, is_there, look_every_s=0))
+    listeners = [asyncio.create_task(listen(outbox)) for outbox in list(outboxes)]
+    for _ in range(4):
+        await looks.get()
+    assert not any(listener.done() for listener in listeners)
+    living.remove("lost")
+    await listeners[0]
+    await listeners[2]
+    for _ in range(4):
+        await looks.get()
+    assert not listeners[1].done()
+    assert list(outboxes) == [here]
+    assert lost.num_open == 1, "unsaid"
+    for task in (watch, listeners[1]):
+        task.cancel()
 
 
 def raiser(error: Exception | None) -> Callable[..., object]:
