@@ -284,7 +284,7 @@ def test_routing_stats_and_snapshot_are_plain_data(run: Any) -> None:
 def test_a_new_replica_starts_from_what_the_fleet_knows(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PolicySettings, "candidate_steps", (0, 1, 2))
+    monkeypatch.setattr(PolicySettings, "max_depth", 2)
     monkeypatch.setattr(DeafStats, "known", [0.8, 0.7])
 
     async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
@@ -296,7 +296,7 @@ def test_a_new_replica_starts_from_what_the_fleet_knows(
 def test_a_replica_to_which_nobody_answers_starts_cold(
     run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(PolicySettings, "candidate_steps", (0, 1, 2))
+    monkeypatch.setattr(PolicySettings, "max_depth", 2)
 
     async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
         assert loop.accept_rates is None

@@ -122,7 +122,7 @@ class Choosy(FakeLoop):
 def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(telemetry.PolicySettings, "candidate_steps", (0, 1))
+    monkeypatch.setattr(telemetry.PolicySettings, "max_depth", 1)
     start_warm(config, Choosy(), Stats([2.0]))  # type: ignore[arg-type]
 
 
