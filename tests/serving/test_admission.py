@@ -65,6 +65,14 @@ class Caller:
             await self.task
 
 
+async def empty(door: Admission, *callers: Caller) -> None:
+    """All callers leave as soon as they can; and nothing is left behind."""
+    for caller in callers:
+        caller.may_leave()
+    await asyncio.gather(*(caller.task for caller in callers))
+    assert (door.in_flight, door.queue_len) == (0, 0)
+
+
 async def test_turns_come_in_order_of_arrival_and_never_too_many_at_once() -> None:
     door = Admission(max_in_flight=2, max_queued=10)
     callers = [Caller(door) for _ in range(5)]
@@ -87,8 +95,7 @@ async def test_a_full_queue_sends_away_with_429_and_a_time_to_come_back() -> Non
     assert caught.value.status == 429
     assert int(caught.value.headers()["Retry-After"]) >= 1
     assert door.snapshot()["num_rejected"] == 1
-    for caller in callers:
-        await caller.leave()
+    await empty(door, *callers)
     async with door.slot(far()):  # and now there is
         pass
 
@@ -98,8 +105,7 @@ async def test_a_burst_that_fits_is_not_rejected() -> None:
     callers = [Caller(door) for _ in range(16)]
     await settle()
     assert (door.in_flight, door.queue_len) == (8, 8)
-    for caller in callers:
-        await caller.leave()
+    await empty(door, *callers)
 
 
 async def test_a_caller_who_gives_up_leaves_no_gap() -> None:
@@ -111,8 +117,7 @@ async def test_a_caller_who_gives_up_leaves_no_gap() -> None:
     await first.leave()
     await settle()
     assert third.inside
-    await third.leave()
-    assert door.in_flight == 0
+    await empty(door, third)
 
 
 async def test_a_turn_that_comes_as_its_caller_gives_up_goes_to_the_next() -> None:
@@ -123,8 +128,7 @@ async def test_a_turn_that_comes_as_its_caller_gives_up_goes_to_the_next() -> No
     second.task.cancel()  # ... and now gives up
     await settle()
     assert third.inside
-    await third.leave()
-    assert (door.in_flight, door.queue_len) == (0, 0)
+    await empty(door, third)
 
 
 async def test_a_caller_who_gives_up_just_before_a_turn_comes_does_not_take_it() -> None:
@@ -171,10 +175,7 @@ async def test_a_free_place_goes_to_the_client_that_holds_the_fewest() -> None:
         await many[gone].leave()
         await settle()
     assert (inside(many), inside(few)) == (2, 2)
-    for caller in (*many, *few):
-        caller.may_leave()
-    await asyncio.gather(*(caller.task for caller in (*many, *few)))
-    assert (door.in_flight, door.queue_len) == (0, 0)
+    await empty(door, *many, *few)
 
 
 async def test_a_client_above_its_share_gives_places_back_while_others_wait(
@@ -198,10 +199,7 @@ async def test_a_client_above_its_share_gives_places_back_while_others_wait(
     await asyncio.sleep(0.01)
     assert (inside(many), inside(few)) == (6, 2)
     assert [c.inside for c in many[5:9]] == [True, False, False, False]
-    for caller in (*many, *few):
-        caller.may_leave()
-    await asyncio.gather(*(caller.task for caller in (*many, *few)))
-    assert (door.in_flight, door.queue_len) == (0, 0)
+    await empty(door, *many, *few)
 
 
 async def test_what_waits_inside_a_replica_comes_back_behind_the_others(
@@ -218,10 +216,7 @@ async def test_what_waits_inside_a_replica_comes_back_behind_the_others(
     assert [c.num_withdrawn for c in running] == [0] * 5 + [1], "one place to run in"
     assert [c.num_withdrawn for c in waiting] == [1, 1], "all that would come before it"
     assert inside(running) + inside(waiting) == 7
-    for caller in (*running, *waiting, other):
-        caller.may_leave()
-    await asyncio.gather(*(caller.task for caller in (*running, *waiting, other)))
-    assert (door.in_flight, door.queue_len) == (0, 0)
+    await empty(door, *running, *waiting, other)
 
 
 async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_to_wait() -> None:
@@ -239,9 +234,7 @@ async def test_a_request_of_many_choices_counts_as_many_and_leaves_others_room_t
         await settle()
     with pytest.raises(ApiError, match="10 wait already"):
         door.refuse_if_full("f")
-    for caller in many:
-        caller.may_leave()
-    await asyncio.gather(*(caller.task for caller in many))
+    await empty(door, *many)
 
 
 async def test_batch_sizes_are_counted_as_they_grow() -> None:
@@ -250,8 +243,7 @@ async def test_batch_sizes_are_counted_as_they_grow() -> None:
     await settle()
     # In flight after each hand-over: 1, 2, 3, 4, 5; keys are upper bounds.
     assert door.snapshot()["batch_size_histogram"] == {"1": 1, "2": 1, "4": 2, "8": 1}
-    for caller in callers:
-        await caller.leave()
+    await empty(door, *callers)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -103,38 +103,38 @@ def batcher(wire: Wire, **options: Any) -> Batcher:
     return Batcher(wire, "router", **{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
 
 
-def run(scenario: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(scenario)
-
-
 async def settle() -> None:
     """Lets every task that can run now run."""
     for _ in range(20):
         await asyncio.sleep(0)
 
 
-async def together(wire: Wire, *names: str) -> tuple[Batcher, list[Listener]]:
-    """One submission of these requests, accepted by replica r1."""
-    door = batcher(wire, max_batch_size=len(names))
+async def asking(
+    names: str, wire: Wire | None = None, **options: Any
+) -> tuple[Wire, Batcher, list[Listener]]:
+    """Requests of one letter each, as far as they get by themselves."""
+    wire = wire or Wire()
+    door = batcher(wire, **options)
     listeners = [Listener(door, named(name)) for name in names]
     await settle()
+    return wire, door, listeners
+
+
+async def together(names: str, wire: Wire | None = None) -> tuple[Wire, Batcher, list[Listener]]:
+    """One submission of these requests, accepted by replica r1."""
+    wire, door, listeners = await asking(names, wire, max_batch_size=len(names))
     wire.accept()
     await settle()
-    return door, listeners
+    return wire, door, listeners
 
 
 async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
-    wire = Wire()
-    door = batcher(wire)
-    listeners = [Listener(door, named(name)) for name in "ab"]
-    await settle()
+    wire, door, listeners = await asking("ab")
     assert not wire.sent
     listeners += [Listener(door, named(name)) for name in "cd"]
     await settle()
     assert wire.names() == [["a", "b", "c"]]
     assert wire.sent[0].sender == "router"
-    for listener in listeners:
-        await listener.leave()
 
 
 @pytest.mark.parametrize(
@@ -144,33 +144,22 @@ async def test_requests_wait_for_company_until_the_batch_is_full() -> None:
 async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
     names: str, shares: list[str]
 ) -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=len(names), num_shares=3)
-    listeners = [Listener(door, named(name)) for name in names]
-    await settle()
+    wire, door, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
     assert wire.names() == [list(share) for share in shares]
     assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)  # type: ignore[attr-defined]
-    for listener in listeners:
-        await listener.leave()
 
 
 async def test_nobody_waits_for_company_for_ever() -> None:
-    wire = Wire()
-    listener = Listener(batcher(wire, batch_wait_s=0.001), named("a"))
+    wire, _, _ = await asking("a", batch_wait_s=0.001)
     while not wire.sent:
         await asyncio.sleep(0.001)
     assert wire.names() == [["a"]]
-    await listener.leave()
 
 
 async def test_those_of_one_moment_travel_together_without_any_wait() -> None:
-    wire = Wire()
-    door = batcher(wire, batch_wait_s=0.0)
-    listeners = [Listener(door, named(name)) for name in "ab"]
+    wire, _, _ = await asking("ab", batch_wait_s=0.0)
     await asyncio.sleep(0.001)
     assert wire.names() == [["a", "b"]]
-    for listener in listeners:
-        await listener.leave()
 
 
 async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apart() -> None:
@@ -183,16 +172,13 @@ async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apa
         replace(named("d", "y"), avoid=frozenset({"r1"})),
         named("e", "y"),
     ]
-    listeners = [Listener(door, one) for one in asked]
+    _waiting = [Listener(door, one) for one in asked]
     await settle()
     assert wire.names() == [["a", "c"], ["b", "e"]]
-    for listener in listeners:
-        await listener.leave()
 
 
 async def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
-    wire = Wire()
-    _, (a, b) = await together(wire, "a", "b")
+    wire, _, (a, b) = await together("ab")
     wire.say(text("a", "1"), text("b", "x"))
     await settle()
     assert (a.text, b.text) == ("1", "x"), "before the other has anything more to say"
@@ -207,8 +193,7 @@ async def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
 
 
 async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
-    wire = Wire()
-    door, (a, b) = await together(wire, "a", "b")
+    wire, door, (a, b) = await together("ab")
     await a.leave()
     await settle()
     assert wire.cancelled == [Cancellation("r1", ("a",))]
@@ -220,22 +205,17 @@ async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
 
 
 async def test_who_leaves_before_it_is_known_where_it_runs_is_ended_there_once_it_is() -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=2)
-    a, b = (Listener(door, named(name)) for name in "ab")
-    await settle()
+    wire, _door, (a, _b) = await asking("ab", max_batch_size=2)
     await a.leave()
     await settle()
     assert not wire.cancelled
     wire.accept(replica="r7")
     await settle()
     assert wire.cancelled == [Cancellation("r7", ("a",))]
-    await b.leave()
 
 
 async def test_when_the_last_listener_leaves_the_whole_submission_ends() -> None:
-    wire = Wire()
-    door, (a, b) = await together(wire, "a", "b")
+    wire, door, (a, b) = await together("ab")
     await a.leave()
     await b.leave()
     await settle()
@@ -244,26 +224,18 @@ async def test_when_the_last_listener_leaves_the_whole_submission_ends() -> None
 
 
 async def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
-    wire = Wire()
-    door = batcher(wire, batch_wait_s=0.01)
-    a = Listener(door, named("a"))
-    await settle()
+    wire, door, (a,) = await asking("a", batch_wait_s=0.01)
     await a.leave()
-    b, c, d = (Listener(door, named(name)) for name in "bcd")
+    _rest = [Listener(door, named(name)) for name in "bcd"]
     await settle()
     assert wire.names() == [["b", "c", "d"]]
-    for listener in (b, c, d):
-        await listener.leave()
 
 
 @pytest.mark.parametrize("accepted", [False, True])
 async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_of_it(
     accepted: bool,
 ) -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=2)
-    a, b = (Listener(door, named(name)) for name in "ab")
-    await settle()
+    wire, door, (a, b) = await asking("ab", max_batch_size=2)
     if accepted:
         wire.accept()
         wire.say(text("a", "1", last=True))
@@ -276,23 +248,18 @@ async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_
 
 
 async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been_taken() -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=1)
-    fresh = Listener(door, named("a"))
-    again = Listener(door, replace(named("b"), is_resumption=True))
+    wire, door, _fresh = await asking("a", max_batch_size=1)
+    _again = Listener(door, replace(named("b"), is_resumption=True))
     await settle()
     assert door.num_resumed == 0
     wire.accept(0)
     wire.accept(1)
     await settle()
     assert door.num_resumed == 1
-    for listener in (fresh, again):
-        await listener.leave()
 
 
 async def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
-    wire = Wire()
-    _, (a,) = await together(wire, "a")
+    wire, _, (a,) = await together("a")
     wire.lines[0].put_nowait(None)
     await settle()
     assert a.heard[-1].status == 500
@@ -312,7 +279,7 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
             parents.append(parent.get())
 
     parent.set("a request")
-    _, (a, b) = await together(Contextual(), "a", "b")
+    _, _, (a, b) = await together("ab", Contextual())
     await a.leave()
     await settle()
     await b.leave()
@@ -320,8 +287,7 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
 
 
 async def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -> None:
-    wire = Wire()
-    door, (a,) = await together(wire, "a")
+    _wire, door, (a,) = await together("a")
     (courier,) = door._couriers
     courier.task.cancel()
     await settle()
@@ -329,10 +295,7 @@ async def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -
 
 
 async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=3)
-    listeners = [Listener(door, named(name)) for name in "abcdef"]
-    await settle()
+    wire, door, _listeners = await asking("abcdef", max_batch_size=3)
     wire.accept(0)
     wire.accept(1)
     await settle()
@@ -345,8 +308,6 @@ async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
         "replica_batch_sizes": {"r1": 6},
         "replica_batch_size_histograms": {"r1": {"4": 1, "8": 1}},
     }
-    for listener in listeners:
-        await listener.leave()
 
 
 @settings(deadline=None, max_examples=60)
@@ -355,9 +316,8 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
     """Items arrive in any interleaving; some leave; nobody hears a word of somebody else's."""
 
     async def scenario() -> None:
-        wire = Wire()
-        names = [f"n{i}" for i in range(data.draw(st.integers(1, 5)))]
-        _, listeners = await together(wire, *names)
+        names = "abcde"[: data.draw(st.integers(1, 5))]
+        wire, _, listeners = await together(names)
         words = {name: data.draw(st.integers(1, 4)) for name in names}
         spoken = dict.fromkeys(names, 0)
         left: set[str] = set()
@@ -382,17 +342,14 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
             assert name in left or (listener.text == whole and is_last(listener.heard[-1]))
         assert wire.sent[0].num_open == 0
 
-    run(scenario())
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize("when", ["collected", "handed over", "begun", "ended"])
 async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_heard(
     when: str,
 ) -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=2)
-    taken = Listener(door, named("a"))
-    await settle()
+    wire, door, (taken,) = await asking("a", max_batch_size=2)
     if when != "collected":
         other = Listener(door, named("b"))
         await settle()
@@ -417,15 +374,10 @@ async def test_a_request_is_taken_back_wherever_it_is_and_what_came_before_is_he
 
 
 async def test_requests_without_a_token_are_named_by_replica_oldest_first() -> None:
-    wire = Wire()
-    door = batcher(wire, max_batch_size=1)
-    listeners = [Listener(door, named(name)) for name in "abcd"]
-    await settle()
+    wire, door, _listeners = await asking("abcd", max_batch_size=1)
     for index, replica in enumerate(["r1", "r2", "r1"]):
         wire.accept(index, replica)
     wire.say(text("b", "x"), index=1)
     await settle()
     assert door.not_begun(0.0) == {"r1": ["a", "c"]}, "d is nowhere yet"
     assert door.not_begun(FAR_S) == {}
-    for listener in listeners:
-        await listener.leave()

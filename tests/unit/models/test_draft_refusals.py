@@ -25,107 +25,105 @@ from tests.unit.models.draft_formats import medusa_tensors
 Change = Callable[[dict[str, Tensor]], object]
 
 
-def refusal(
-    directory: Path, target: Llama, algorithm: str, options: DraftOptions | None = None
-) -> str:
-    with pytest.raises(CheckpointError) as error:
-        load_draft(directory, target, algorithm, options)
-    return str(error.value)
+def add(name: str, *shape: int) -> Change:
+    """Add a tensor of ones."""
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
 
 
-def rewrite(directory: Path, change: Change) -> None:
-    config, tensors = read_checkpoint(directory)
-    change(tensors)
-    write_checkpoint(directory, config, tensors, pickle=(directory / "pytorch_model.bin").exists())
+MAKERS: dict[str, Callable[..., Path]] = {"EAGLE3": make_eagle3, "EAGLE": make_eagle}
 
 
-def assert_names(message: str, *words: str) -> None:
-    for word in words:
-        assert word in message
+class Head:
+    """A folder for a head, and the target that it is loaded for."""
+
+    def __init__(self, folder: Path, target_dir: Path, target: Llama) -> None:
+        self.folder, self.target_dir, self.target = folder, target_dir, target
+
+    def make(
+        self,
+        family: str = "EAGLE3",
+        change: Change | None = None,
+        config: dict[str, Any] | None = None,
+        target_dir: Path | None = None,
+        **made: Any,
+    ) -> None:
+        """Write a head, then change its tensors and its config."""
+        MAKERS[family](self.folder, target_dir or self.target_dir, **made)
+        written, tensors = read_checkpoint(self.folder)
+        if change is not None:
+            change(tensors)
+        is_pickle = (self.folder / "pytorch_model.bin").exists()
+        write_checkpoint(self.folder, {**written, **(config or {})}, tensors, pickle=is_pickle)
+
+    def load(self, family: str = "EAGLE3", options: DraftOptions | None = None) -> Any:
+        return load_draft(self.folder, self.target, family, options)
+
+    def is_refused(
+        self, *words: str, family: str = "EAGLE3", options: DraftOptions | None = None
+    ) -> None:
+        """Check that loading it fails and says why, in these words."""
+        with pytest.raises(CheckpointError) as error:
+            self.load(family, options)
+        assert [word for word in words if word not in str(error.value)] == [], error.value
 
 
-@pytest.mark.parametrize(
-    ("make", "asked", "held"), [(make_eagle3, "EAGLE", "EAGLE3"), (make_eagle, "EAGLE3", "EAGLE")]
-)
-def test_the_other_eagle_is_told_apart(
-    tmp_path: Path,
-    target_dir: Path,
-    target: Llama,
-    make: Callable[..., Path],
-    asked: str,
-    held: str,
-) -> None:
+@pytest.fixture
+def head(tmp_path: Path, target_dir: Path, target: Llama) -> Head:
+    return Head(tmp_path / "head", target_dir, target)
+
+
+@pytest.mark.parametrize(("held", "asked"), [("EAGLE3", "EAGLE"), ("EAGLE", "EAGLE3")])
+def test_the_other_eagle_is_told_apart(head: Head, held: str, asked: str) -> None:
     # The names in its config mean nothing: official EAGLE-3 heads call themselves LlamaForCausalLM.
-    make(tmp_path, target_dir, architectures=["LlamaForCausalLM"])
-    message = refusal(tmp_path, target, asked)
-    assert_names(
-        message, f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
-    )
+    head.make(held, architectures=["LlamaForCausalLM"])
+    told = f"is of family {held} by its tensors", f"{asked!r}", f"set it to {held!r}"
+    head.is_refused(*told, family=asked)
 
 
 @pytest.mark.parametrize("key", ["intermediate_size", "num_attention_heads", "head_dim"])
-@pytest.mark.parametrize(
-    ("make", "algorithm"),
-    [(make_eagle3, "EAGLE3"), (make_eagle, "EAGLE"), (make_target, "STANDALONE")],
-)
+@pytest.mark.parametrize("family", ["EAGLE3", "EAGLE", "STANDALONE"])
 def test_absurd_sizes_of_a_config_are_refused_by_key_before_memory_is_taken(
-    tmp_path: Path,
-    target_dir: Path,
-    target: Llama,
-    make: Callable[..., Path],
-    algorithm: str,
-    key: str,
+    head: Head, family: str, key: str
 ) -> None:
-    make(tmp_path / "draft", *[] if make is make_target else [target_dir])
-    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    head.make(family) if family in MAKERS else make_target(head.folder)
+    file = head.folder / "config.json"
+    config = json.loads(file.read_text())
     head_dim = config["hidden_size"] // config["num_attention_heads"]
     config |= {"head_dim": head_dim, key: 10**9 * (2 if key == "num_attention_heads" else 1)}
-    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
-    message = refusal(tmp_path / "draft", target, algorithm)
-    assert_names(message, f"{tmp_path}/draft/config.json: ", key, "correct config.json")
+    file.write_text(json.dumps(config))
+    head.is_refused(f"{file}: ", key, "correct config.json", family=family)
 
 
 @pytest.mark.parametrize("algorithm", ["NGRAM", "NONE", "EAGLE9"])
-def test_algorithms_without_a_head_are_refused(
-    tmp_path: Path, target: Llama, algorithm: str
-) -> None:
+def test_algorithms_without_a_head_are_refused(head: Head, algorithm: str) -> None:
     with pytest.raises(ValueError, match=f"speculative_algorithm='{algorithm}'.*EAGLE3"):
-        load_draft(tmp_path, target, algorithm)
+        head.load(algorithm)
 
 
 @pytest.mark.parametrize("name", ["medusa_lm_head.safetensors", "model.safetensors"])
-def test_medusa_heads_are_no_eagle_whatever_their_file_is_called(
-    tmp_path: Path, target: Llama, name: str
-) -> None:
-    write_checkpoint(tmp_path, {}, medusa_tensors(32, 2))
-    (tmp_path / "model.safetensors").rename(tmp_path / name)
-    message = refusal(tmp_path, target, "EAGLE")
-    assert_names(message, "MEDUSA", "blocks.0.layers.0.weight", "'EAGLE'")
+def test_medusa_heads_are_no_eagle_whatever_their_file_is_called(head: Head, name: str) -> None:
+    write_checkpoint(head.folder, {}, medusa_tensors(32, 2))
+    (head.folder / "model.safetensors").rename(head.folder / name)
+    head.is_refused("MEDUSA", "blocks.0.layers.0.weight", "'EAGLE'", family="EAGLE")
 
 
-def test_a_config_that_says_medusa_does_not_make_it_so(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle(tmp_path, target_dir, model_type="medusa", medusa_num_heads=2)
-    assert load_draft(tmp_path, target, "EAGLE").hidden_size == 32
+def test_a_config_that_says_medusa_does_not_make_it_so(head: Head) -> None:
+    head.make("EAGLE", model_type="medusa", medusa_num_heads=2)
+    assert head.load("EAGLE").hidden_size == 32
 
 
-def test_a_whole_model_is_no_head(tmp_path: Path, target: Llama) -> None:
-    make_target(tmp_path, "llama2", hidden=32, layers=2)
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, "STANDALONE", "model.embed_tokens.weight", "'EAGLE3'")
+def test_a_whole_model_is_no_head(head: Head) -> None:
+    make_target(head.folder, "llama2", hidden=32, layers=2)
+    head.is_refused("STANDALONE", "model.embed_tokens.weight", "'EAGLE3'")
 
 
-def test_tensors_of_no_known_family_are_refused_with_their_names(
-    tmp_path: Path, target: Llama
-) -> None:
-    write_checkpoint(tmp_path, {}, {"adapter.weight": torch.ones(2)})
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, str(tmp_path), "neither", "fc.weight", "adapter.weight")
+def test_tensors_of_no_known_family_are_refused_with_their_names(head: Head) -> None:
+    write_checkpoint(head.folder, {}, {"adapter.weight": torch.ones(2)})
+    head.is_refused(str(head.folder), "neither", "fc.weight", "adapter.weight")
 
 
-def test_an_empty_directory_is_refused(tmp_path: Path, target: Llama) -> None:
-    assert_names(refusal(tmp_path, target, "EAGLE3"), "config.json does not exist")
+def test_an_empty_directory_is_refused(head: Head) -> None:
+    head.is_refused("config.json does not exist")
 
 
 @pytest.mark.parametrize(
@@ -134,31 +132,26 @@ def test_an_empty_directory_is_refused(tmp_path: Path, target: Llama) -> None:
         (lambda t: t.pop("fc.weight"), ["missing fc.weight"]),
         (lambda t: t.pop("lm_head.weight"), ["missing lm_head.weight"]),
         (lambda t: t.pop("midlayer.mlp.up_proj.weight"), ["missing layers.0.mlp.up_proj.weight"]),
-        (lambda t: t.update({"adapter.weight": torch.ones(2)}), ["surplus adapter.weight"]),
+        (add("adapter.weight", 2), ["surplus adapter.weight"]),
+        (add("norm.weight", 31), ["norm.weight", "[31]", "expected [32]"]),
         (
-            lambda t: t.update({"norm.weight": torch.ones(31)}),
-            ["norm.weight", "[31]", "expected [32]"],
-        ),
-        (
-            lambda t: t.update({"layers.0.hidden_norm.weight": torch.ones(32)}),
+            add("layers.0.hidden_norm.weight", 32),
             ["layers.0.hidden_norm.weight", "midlayer.hidden_norm.weight", "keep one"],
         ),
+        (add("layers.2.input_layernorm.weight", 32), ["missing layers.1"]),
+        (add("input_norm.weight", 32), ["input_norm.weight", "[32]", "expected [96]"]),
         (
-            lambda t: t.update({"layers.2.input_layernorm.weight": torch.ones(32)}),
-            ["missing layers.1"],
-        ),
-        (
-            lambda t: t.update({"input_norm.weight": torch.ones(32)}),
-            ["input_norm.weight", "[32]", "expected [96]"],
+            lambda t: (
+                [add("input_norm.weight", 96)(t)]
+                + [add(f"fc_norm.{index}.weight", 32)(t) for index in range(3)]
+            ),
+            ["input_norm", "fc_norm", "one of them"],
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    tmp_path: Path, target_dir: Path, target: Llama, change: Change, words: list[str]
-) -> None:
-    make_eagle3(tmp_path, target_dir)
-    rewrite(tmp_path, change)
-    assert_names(refusal(tmp_path, target, "EAGLE3"), *words)
+def test_tensors_that_do_not_fit_are_named(head: Head, change: Change, words: list[str]) -> None:
+    head.make(change=change)
+    head.is_refused(*words)
 
 
 @pytest.mark.parametrize(
@@ -166,99 +159,72 @@ def test_tensors_that_do_not_fit_are_named(
     [
         (lambda t: t.pop("layers.0.mlp.down_proj.weight"), ["missing layers.0.mlp.down_proj"]),
         (lambda t: [t.pop(n) for n in list(t) if "layers" in n], ["missing layers.0"]),
-        (lambda t: t.update({"norm.weight": torch.ones(32)}), ["surplus norm.weight"]),
-        (lambda t: t.update({"fc.bias": torch.ones(3)}), ["fc.bias", "[3]", "expected [32]"]),
-        (
-            lambda t: t.update({"embed_tokens.weight": torch.ones(99, 32)}),
-            ["embed_tokens.weight", "[99, 32]", "[288, 32]"],
-        ),
+        (add("norm.weight", 32), ["surplus norm.weight"]),
+        (add("fc.bias", 3), ["fc.bias", "[3]", "expected [32]"]),
+        (add("embed_tokens.weight", 99, 32), ["embed_tokens.weight", "[99, 32]", "[288, 32]"]),
     ],
 )
 def test_tensors_of_an_eagle_head_that_do_not_fit_are_named(
-    tmp_path: Path, target_dir: Path, target: Llama, change: Change, words: list[str]
+    head: Head, change: Change, words: list[str]
 ) -> None:
-    make_eagle(tmp_path, target_dir)
-    rewrite(tmp_path, change)
-    assert_names(refusal(tmp_path, target, "EAGLE"), *words)
+    head.make("EAGLE", change=change)
+    head.is_refused(*words, family="EAGLE")
 
 
-@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
-def test_a_head_for_another_vocabulary_is_refused(
-    tmp_path: Path, target: Llama, make: Callable[..., Path]
+@pytest.mark.parametrize("family", MAKERS)
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        ({"hidden": 32, "vocab": 400}, ["vocab_size=400", "288"]),
+        ({"hidden": 64}, ["hidden_size=64", "32"]),
+    ],
+    ids=["vocabulary", "width"],
+)
+def test_a_head_for_another_target_is_refused(
+    head: Head, tmp_path: Path, family: str, other: dict[str, int], words: list[str]
 ) -> None:
-    other = make_target(tmp_path / "other", "llama2", hidden=32, layers=8, vocab=400)
-    make(tmp_path / "head", other)
-    algorithm = "EAGLE" if make is make_eagle else "EAGLE3"
-    message = refusal(tmp_path / "head", target, algorithm)
-    assert_names(message, "vocab_size=400", "288", "trained for this target")
+    head.make(family, target_dir=make_target(tmp_path / "other", "llama2", layers=8, **other))
+    head.is_refused(*words, "trained for this target", family=family)
 
 
-@pytest.mark.parametrize("make", [make_eagle, make_eagle3])
-def test_a_head_for_a_wider_target_is_refused(
-    tmp_path: Path, target: Llama, make: Callable[..., Path]
-) -> None:
-    other = make_target(tmp_path / "other", "llama2", hidden=64, layers=8)
-    make(tmp_path / "head", other)
-    algorithm = "EAGLE" if make is make_eagle else "EAGLE3"
-    message = refusal(tmp_path / "head", target, algorithm)
-    assert_names(message, "hidden_size=64", "32", "trained for this target")
+def test_a_thin_head_without_an_embedding_of_its_own_is_refused(head: Head) -> None:
+    head.make(hidden_size=16, head_dim=8)
+    head.is_refused("embed_tokens.weight is missing", "hidden_size=16", "32")
 
 
-def test_a_thin_head_without_an_embedding_of_its_own_is_refused(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle3(tmp_path, target_dir, hidden_size=16, head_dim=8)
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, "embed_tokens.weight is missing", "hidden_size=16", "32")
+KEY = "eagle_aux_hidden_state_layer_ids"
 
 
-def test_an_fc_for_features_of_another_width_is_refused(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=[1, 4])
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, "fc.weight", "width 96", "2 x 32 = 64")
+def test_an_fc_for_features_of_another_width_is_refused(head: Head) -> None:
+    head.make(**{KEY: [1, 4]})
+    head.is_refused("fc.weight", "width 96", "2 x 32 = 64")
 
 
 @pytest.mark.parametrize("ids", ["1,4,5", [1.0, 4.0, 5.0], [True, 4, 5], {"low": 1}, 0])
-def test_layer_ids_that_are_none_are_refused(
-    tmp_path: Path, target_dir: Path, target: Llama, ids: object
-) -> None:
-    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, f"eagle_aux_hidden_state_layer_ids={ids!r}", "list of integers")
+def test_layer_ids_that_are_none_are_refused(head: Head, ids: object) -> None:
+    head.make(**{KEY: ids})
+    head.is_refused(f"{KEY}={ids!r}", "list of integers")
     # Who knows better says so, and then no one asks the config.
     options = DraftOptions(aux_layer_ids=(2, 4, 5))
-    assert load_draft(tmp_path, target, "EAGLE3", options).capture == FeatureCapture((2, 4, 5))
+    assert head.load(options=options).capture == FeatureCapture((2, 4, 5))
 
 
-def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle3(tmp_path, target_dir)
-    message = refusal(tmp_path, target, "EAGLE3", DraftOptions(aux_layer_ids=(2, 4, 9)))
-    assert_names(message, "speculative_draft_aux_layer_ids=[2, 4, 9]", "0 .. 8")
+def test_layers_that_a_user_names_outside_the_target_are_refused_as_his(head: Head) -> None:
+    head.make()
+    options = DraftOptions(aux_layer_ids=(2, 4, 9))
+    head.is_refused("speculative_draft_aux_layer_ids=[2, 4, 9]", "0 .. 8", options=options)
 
 
-def test_layer_ids_given_twice_have_to_agree(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
+def test_layer_ids_given_twice_have_to_agree(head: Head) -> None:
     # SGLang reads the nested ones, vLLM those at the top: one of them captures the wrong layers.
-    nested = {"eagle_aux_hidden_state_layer_ids": [1, 3, 4]}
-    make_eagle3(
-        tmp_path, target_dir, eagle_config=nested, eagle_aux_hidden_state_layer_ids=[2, 4, 5]
-    )
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, "[2, 4, 5] at the top", "[1, 3, 4] in eagle_config", "remove one")
+    head.make(**{KEY: [2, 4, 5], "eagle_config": {KEY: [1, 3, 4]}})
+    head.is_refused("[2, 4, 5] at the top", "[1, 3, 4] in eagle_config", "remove one")
 
 
 @pytest.mark.parametrize("ids", [[4, 5, 11], [-3, 4, 5]])
-def test_captured_layers_outside_the_target_are_refused(
-    tmp_path: Path, target_dir: Path, target: Llama, ids: list[int]
-) -> None:
-    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
-    message = refusal(tmp_path, target, "EAGLE3")
-    assert_names(message, "eagle_aux_hidden_state_layer_ids", str(ids), "0 .. 8", "draft_aux")
+def test_captured_layers_outside_the_target_are_refused(head: Head, ids: list[int]) -> None:
+    head.make(**{KEY: ids})
+    head.is_refused(KEY, str(ids), "0 .. 8", "draft_aux")
 
 
 @pytest.mark.parametrize(
@@ -275,29 +241,23 @@ def test_captured_layers_outside_the_target_are_refused(
     ],
 )
 def test_id_maps_that_contradict_each_other_are_refused(
-    tmp_path: Path, target_dir: Path, target: Llama, change: Change, words: list[str]
+    head: Head, change: Change, words: list[str]
 ) -> None:
-    make_eagle3(tmp_path, target_dir, draft_vocab=100)
-    rewrite(tmp_path, change)
-    assert_names(refusal(tmp_path, target, "EAGLE3"), *words)
+    head.make(change=change, draft_vocab=100)
+    head.is_refused(*words)
 
 
 def test_draft_ids_whose_padding_is_not_last_are_refused(tmp_path: Path) -> None:
     padded = make_target(tmp_path / "t", "llama2", hidden=32, layers=8, serve_spec_num_ids=280)
-    make_eagle3(tmp_path / "head", padded, draft_vocab=200)
-    ids = torch.arange(88, 288).flip(0)
-    rewrite(tmp_path / "head", lambda t: [t.update(d2t=ids - torch.arange(200)), t.pop("t2d")])
-    message = refusal(tmp_path / "head", load_target(padded, torch.float32), "EAGLE3")
-    assert_names(message, "num_ids=280", "padding has to come last")
+    head = Head(tmp_path / "head", padded, load_target(padded, torch.float32))
+    ids = torch.arange(88, 288).flip(0) - torch.arange(200)
+    head.make(change=lambda t: [t.update(d2t=ids), t.pop("t2d")], draft_vocab=200)
+    head.is_refused("num_ids=280", "padding has to come last")
 
 
-def test_a_draft_vocabulary_at_odds_with_the_lm_head_is_refused(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle3(tmp_path, target_dir, draft_vocab=100)
-    config, tensors = read_checkpoint(tmp_path)
-    write_checkpoint(tmp_path, {**config, "draft_vocab_size": 64}, tensors)
-    assert_names(refusal(tmp_path, target, "EAGLE3"), "draft_vocab_size=64", "100 rows")
+def test_a_draft_vocabulary_at_odds_with_the_lm_head_is_refused(head: Head) -> None:
+    head.make(draft_vocab=100, config={"draft_vocab_size": 64})
+    head.is_refused("draft_vocab_size=64", "100 rows")
 
 
 @pytest.mark.parametrize(
@@ -316,26 +276,15 @@ def test_a_draft_vocabulary_at_odds_with_the_lm_head_is_refused(
     ],
 )
 def test_configs_that_are_not_computed_are_refused(
-    tmp_path: Path, target_dir: Path, target: Llama, config: dict[str, Any], words: list[str]
+    head: Head, config: dict[str, Any], words: list[str]
 ) -> None:
-    make_eagle3(tmp_path, target_dir)
-    written, tensors = read_checkpoint(tmp_path)
-    write_checkpoint(tmp_path, {**written, **config}, tensors)
-    assert_names(refusal(tmp_path, target, "EAGLE3"), *words)
+    head.make(config=config)
+    head.is_refused(*words)
 
 
-def test_two_kinds_of_norms_before_fc_exclude_each_other(
-    tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    make_eagle3(tmp_path, target_dir)
-    norms = {f"fc_norm.{index}.weight": torch.ones(32) for index in range(3)}
-    rewrite(tmp_path, lambda t: t.update({"input_norm.weight": torch.ones(96), **norms}))
-    assert_names(refusal(tmp_path, target, "EAGLE3"), "input_norm", "fc_norm", "one of them")
-
-
-def test_a_wrapped_config_is_unwrapped(tmp_path: Path, target_dir: Path, target: Llama) -> None:
-    make_eagle(tmp_path, target_dir)
-    config, tensors = read_checkpoint(tmp_path)
+def test_a_wrapped_config_is_unwrapped(head: Head) -> None:
+    head.make("EAGLE")
+    config, tensors = read_checkpoint(head.folder)
     wrapped = {"model_type": "eagle", "model": {**config, "eagle_fc_bias": True}}
-    write_checkpoint(tmp_path, wrapped, tensors, pickle=True)
-    assert load_draft(tmp_path, target, "EAGLE").hidden_size == 32
+    write_checkpoint(head.folder, wrapped, tensors, pickle=True)
+    assert head.load("EAGLE").hidden_size == 32
