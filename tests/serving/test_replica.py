@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -29,7 +29,7 @@ from serve_spec.serving.stats_actor import StatsUnavailable
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import request
 
-Scenario = Callable[[EngineReplica, FakeLoop], Coroutine[Any, Any, None]]
+Start = Callable[[], tuple[EngineReplica, FakeLoop]]
 
 
 class DeafStats:
@@ -53,8 +53,8 @@ class DeafStats:
 
 
 @pytest.fixture
-def run(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[Scenario], None]:
-    """Runs a scenario on a replica and its fake engine."""
+def start(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Starts a replica with a fake engine in the event loop that runs."""
     context = SimpleNamespace(
         replica_id=SimpleNamespace(unique_id="r1"),
         rank=SimpleNamespace(rank=0),
@@ -67,15 +67,11 @@ def run(config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch) -> Callable[[S
     monkeypatch.setattr(module, "ReplicaActors", lambda app_name, deployment: routers)
     config = ServeSpecConfig.load(config, push_interval_s=0.001)
 
-    def go(scenario: Scenario) -> None:
-        async def play() -> None:
-            replica = EngineReplica(config, "tests.serving.fake_engine:FakeLoop")
-            await scenario(replica, replica._loop)
-            replica.__del__()
+    def start_one() -> tuple[EngineReplica, FakeLoop]:
+        replica = EngineReplica(config, "tests.serving.fake_engine:FakeLoop")
+        return replica, replica._loop
 
-        asyncio.run(play())
-
-    return go
+    return start_one
 
 
 def submission(*prompts: str, **params: Any) -> Submission:
@@ -91,23 +87,20 @@ async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]
     return [item async for items, _ in answer for _, item in items]
 
 
-def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_BEAT_S", 0.001)
     monkeypatch.setattr(module, "_FAREWELL_S", 0.0)
     has_ended = asyncio.Event()
     monkeypatch.setattr(module, "_end_process", has_ended.set)
-
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        news = [n async for n in take(replica.generate(submission("hold a")), 5)]
-        assert any(not items for items, _ in news), "it says that it is alive"
-        loop.knobs["sick"] = True
-        rest = replica.generate(submission("hold b"))
-        assert [is_last(item) async for items, _ in rest for _, item in items] == [False] * 2
-        await has_ended.wait()
-
-    run(scenario)
+    replica, loop = start()
+    news = [n async for n in take(replica.generate(submission("hold a")), 5)]
+    assert any(not items for items, _ in news), "it says that it is alive"
+    loop.knobs["sick"] = True
+    rest = replica.generate(submission("hold b"))
+    assert [is_last(item) async for items, _ in rest for _, item in items] == [False] * 2
+    await has_ended.wait()
 
 
 async def take(news: Any, count: int) -> Any:
@@ -117,207 +110,179 @@ async def take(news: Any, count: int) -> Any:
             yield await anext(news)
 
 
-def test_a_request_is_accepted_then_answered_round_by_round(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        accepted, *deltas = await items(replica, "a b c", max_tokens=5)
-        assert accepted == Accepted(3, "r1")
-        assert all(isinstance(d, TokenDelta) for d in deltas)
-        assert [d.finish_reason for d in deltas] == [None, None, FinishReason.LENGTH]
-
-    run(scenario)
+async def test_a_request_is_accepted_then_answered_round_by_round(start: Start) -> None:
+    replica, _ = start()
+    accepted, *deltas = await items(replica, "a b c", max_tokens=5)
+    assert accepted == Accepted(3, "r1")
+    assert all(isinstance(d, TokenDelta) for d in deltas)
+    assert [d.finish_reason for d in deltas] == [None, None, FinishReason.LENGTH]
 
 
-def test_refusals_and_failures_are_values_and_end_the_request(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        (refused,) = await items(replica, "a " * 100)
-        assert isinstance(refused, Refused)
-        assert refused.error.too_long
-        (failed,) = await items(replica, "fail")
-        assert failed == Failed("the engine thread died: boom", replica="r1")
-        (full,) = await items(replica, "full")
-        assert full.overloaded
-        *_, broken = await items(replica, "break", max_tokens=9)
-        assert isinstance(broken, Failed)
-        assert not loop.streams
-
-    run(scenario)
+async def test_refusals_and_failures_are_values_and_end_the_request(start: Start) -> None:
+    replica, loop = start()
+    (refused,) = await items(replica, "a " * 100)
+    assert isinstance(refused, Refused)
+    assert refused.error.too_long
+    (failed,) = await items(replica, "fail")
+    assert failed == Failed("the engine thread died: boom", replica="r1")
+    (full,) = await items(replica, "full")
+    assert full.overloaded
+    *_, broken = await items(replica, "break", max_tokens=9)
+    assert isinstance(broken, Failed)
+    assert not loop.streams
 
 
-def test_closing_the_answer_cancels_its_requests_in_the_engine(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
-        async with aclosing(answer):
-            await anext(answer)
-            assert len(loop.streams) == 2
-            assert replica.record_routing_stats()["rows"] == {"router": 2}
-        assert not loop.streams
-        assert replica.record_routing_stats()["rows"] == {}
-
-    run(scenario)
+async def test_closing_the_answer_cancels_its_requests_in_the_engine(start: Start) -> None:
+    replica, loop = start()
+    answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
+    async with aclosing(answer):
+        await anext(answer)
+        assert len(loop.streams) == 2
+        assert replica.record_routing_stats()["rows"] == {"router": 2}
+    assert not loop.streams
+    assert replica.record_routing_stats()["rows"] == {}
 
 
-def test_a_router_hears_with_an_answer_how_many_requests_of_whom_are_there_if_it_is_news(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_router_hears_with_an_answer_how_many_requests_of_whom_are_there_if_it_is_news(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        monkeypatch.setattr(module, "_NEWS_AGE_S", 1e9)
-        answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
-        async with aclosing(answer):
-            _, rows = await anext(answer)
-            assert rows is not None
-            assert (rows.replica, rows.by_sender) == ("r1", {"router": 2})
-            assert rows.time_s <= replica.record_routing_stats()["time_s"]
-            other = replace(submission("a b c", max_tokens=5), sender="other")
-            (_, first), *rest = [news async for news in replica.generate(other)]
-            assert first is not None
-            assert first.by_sender == {"router": 2, "other": 1}
-            assert rest
-            assert all(rows is None for _, rows in rest), "it has just been told"
-            monkeypatch.setattr(module, "_NEWS_AGE_S", 0.0)
-            again = replace(submission("a b c", max_tokens=5), sender="other")
-            assert all([rows is not None async for _, rows in replica.generate(again)])
-
-    run(scenario)
+    replica, _ = start()
+    monkeypatch.setattr(module, "_NEWS_AGE_S", 1e9)
+    answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
+    async with aclosing(answer):
+        _, rows = await anext(answer)
+        assert rows is not None
+        assert (rows.replica, rows.by_sender) == ("r1", {"router": 2})
+        assert rows.time_s <= replica.record_routing_stats()["time_s"]
+        other = replace(submission("a b c", max_tokens=5), sender="other")
+        (_, first), *rest = [news async for news in replica.generate(other)]
+        assert first is not None
+        assert first.by_sender == {"router": 2, "other": 1}
+        assert rest
+        assert all(rows is None for _, rows in rest), "it has just been told"
+        monkeypatch.setattr(module, "_NEWS_AGE_S", 0.0)
+        again = replace(submission("a b c", max_tokens=5), sender="other")
+        assert all([rows is not None async for _, rows in replica.generate(again)])
 
 
-def test_requests_of_a_submission_answer_side_by_side_and_end_alone(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        prompts = "a b c", "hold on", "full", "x"
-        said: dict[str, list[Any]] = {f"r{i}": [] for i in range(4)}
-        async for items, _ in replica.generate(submission(*prompts, max_tokens=5)):
-            for request_id, item in items:
-                said[request_id].append(item)
-            if all(is_last(said[name][-1]) for name in ("r0", "r2", "r3") if said[name]) and (
-                replica.record_routing_stats()["rows"] == {"router": 1}
-            ):
-                await replica.cancel(Cancellation("r1", ("r1",)))
-        texts = {
-            name: "".join(d.text for d in items if isinstance(d, TokenDelta))
-            for name, items in said.items()
-        }
-        assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
-        assert said["r1"][-1].finish_reason is FinishReason.ABORT
-        assert said["r2"][-1].overloaded
-        assert not loop.streams
-
-    run(scenario)
+async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start: Start) -> None:
+    replica, loop = start()
+    prompts = "a b c", "hold on", "full", "x"
+    said: dict[str, list[Any]] = {f"r{i}": [] for i in range(4)}
+    async for items, _ in replica.generate(submission(*prompts, max_tokens=5)):
+        for request_id, item in items:
+            said[request_id].append(item)
+        if all(is_last(said[name][-1]) for name in ("r0", "r2", "r3") if said[name]) and (
+            replica.record_routing_stats()["rows"] == {"router": 1}
+        ):
+            await replica.cancel(Cancellation("r1", ("r1",)))
+    texts = {
+        name: "".join(d.text for d in items if isinstance(d, TokenDelta))
+        for name, items in said.items()
+    }
+    assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
+    assert said["r1"][-1].finish_reason is FinishReason.ABORT
+    assert said["r2"][-1].overloaded
+    assert not loop.streams
 
 
-def test_a_request_that_another_replica_began_goes_on_where_it_was(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        whole = await items(replica, "a b c", max_tokens=7)
-        emitted = tuple(token for d in whole[1:3] for token in d.token_ids)
-        begun = submission("a b c", max_tokens=7)
-        begun.requests = [replace(begun.requests[0], emitted=emitted)]
-        answer = [item async for items, _ in replica.generate(begun) for _, item in items]
-        assert answer[0] == whole[0], "the prompt is as long as it was"
-        assert [(d.token_ids, d.text) for d in answer[1:]] == [
-            (d.token_ids, d.text) for d in whole[3:]
-        ]
-
-    run(scenario)
+async def test_a_request_that_another_replica_began_goes_on_where_it_was(start: Start) -> None:
+    replica, _ = start()
+    whole = await items(replica, "a b c", max_tokens=7)
+    emitted = tuple(token for d in whole[1:3] for token in d.token_ids)
+    begun = submission("a b c", max_tokens=7)
+    begun.requests = [replace(begun.requests[0], emitted=emitted)]
+    answer = [item async for items, _ in replica.generate(begun) for _, item in items]
+    assert answer[0] == whole[0], "the prompt is as long as it was"
+    assert [(d.token_ids, d.text) for d in answer[1:]] == [(d.token_ids, d.text) for d in whole[3:]]
 
 
-def test_cancelling_the_listener_cancels_the_request_in_the_engine(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        listener = asyncio.create_task(items(replica, "hold on", max_tokens=9))
-        while not loop.streams:
-            await asyncio.sleep(0)
-        listener.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await listener
-        assert not loop.streams
-
-    run(scenario)
+async def test_cancelling_the_listener_cancels_the_request_in_the_engine(start: Start) -> None:
+    replica, loop = start()
+    listener = asyncio.create_task(items(replica, "hold on", max_tokens=9))
+    while not loop.streams:
+        await asyncio.sleep(0)
+    listener.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await listener
+    assert not loop.streams
 
 
-def test_health_is_the_engine_s_health_and_knobs_reach_the_engine(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
+async def test_health_is_the_engine_s_health_and_knobs_reach_the_engine(start: Start) -> None:
+    replica, _ = start()
+    await replica.check_health()
+    await replica.reconfigure({"sick": True})
+    with pytest.raises(RuntimeError, match="sick"):
         await replica.check_health()
-        await replica.reconfigure({"sick": True})
-        with pytest.raises(RuntimeError, match="sick"):
-            await replica.check_health()
-
-    run(scenario)
 
 
-def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        with pytest.raises(ConfigError, match="typo: unknown key"):
-            await replica.reconfigure({"typo": True})
-        await replica.reconfigure({"min_dwell_rounds": 3})
-        await replica.check_health()
+async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(
+    start: Start,
+) -> None:
+    replica, loop = start()
+    with pytest.raises(ConfigError, match="typo: unknown key"):
         await replica.reconfigure({"typo": True})
-        assert loop.knobs == {"min_dwell_rounds": 3}
-        assert (await replica.snapshot())["refused_user_config"] == "typo: unknown key"
-        await replica.check_health()
-        await replica.reconfigure({"min_dwell_rounds": 4})
-        assert loop.knobs == {"min_dwell_rounds": 4}
-        assert (await replica.snapshot())["refused_user_config"] is None
-
-    run(scenario)
-
-
-def test_a_lost_stats_actor_stops_neither_reports_nor_requests(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        before = DeafStats.reports
-        while DeafStats.reports < before + 3:
-            await asyncio.sleep(0.001)
-        assert len(await items(replica, "a", max_tokens=2)) == 2
-
-    run(scenario)
+    await replica.reconfigure({"min_dwell_rounds": 3})
+    await replica.check_health()
+    await replica.reconfigure({"typo": True})
+    assert loop.knobs == {"min_dwell_rounds": 3}
+    assert (await replica.snapshot())["refused_user_config"] == "typo: unknown key"
+    await replica.check_health()
+    await replica.reconfigure({"min_dwell_rounds": 4})
+    assert loop.knobs == {"min_dwell_rounds": 4}
+    assert (await replica.snapshot())["refused_user_config"] is None
 
 
-def test_routing_stats_and_snapshot_are_plain_data(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        assert (await replica.snapshot())["replica"] == "r1"
-        stats = replica.record_routing_stats()
-        assert stats["speculative_num_steps"] == 3
-        assert stats["kv"] == {"free_pages": 100, "total_pages": 100}
-        assert stats["is_healthy"]
-        await replica.reconfigure({"sick": True})
-        assert not replica.record_routing_stats()["is_healthy"]
-
-    run(scenario)
+async def test_a_lost_stats_actor_stops_neither_reports_nor_requests(start: Start) -> None:
+    replica, _ = start()
+    before = DeafStats.reports
+    while DeafStats.reports < before + 3:
+        await asyncio.sleep(0.001)
+    assert len(await items(replica, "a", max_tokens=2)) == 2
 
 
-def test_a_new_replica_starts_from_what_the_fleet_knows(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+async def test_routing_stats_and_snapshot_are_plain_data(start: Start) -> None:
+    replica, _ = start()
+    assert (await replica.snapshot())["replica"] == "r1"
+    stats = replica.record_routing_stats()
+    assert stats["speculative_num_steps"] == 3
+    assert stats["kv"] == {"free_pages": 100, "total_pages": 100}
+    assert stats["is_healthy"]
+    await replica.reconfigure({"sick": True})
+    assert not replica.record_routing_stats()["is_healthy"]
+
+
+async def test_a_new_replica_starts_from_what_the_fleet_knows(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PolicySettings, "max_depth", 2)
     monkeypatch.setattr(DeafStats, "known", [0.8, 0.7])
-
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        assert loop.accept_rates == [0.8, 0.7]
-
-    run(scenario)
+    _, loop = start()
+    assert loop.accept_rates == [0.8, 0.7]
 
 
-def test_a_replica_to_which_nobody_answers_starts_cold(
-    run: Any, monkeypatch: pytest.MonkeyPatch
+async def test_a_replica_to_which_nobody_answers_starts_cold(
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PolicySettings, "max_depth", 2)
-
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        assert loop.accept_rates is None
-        assert len(await items(replica, "a", max_tokens=2)) == 2
-
-    run(scenario)
+    replica, loop = start()
+    assert loop.accept_rates is None
+    assert len(await items(replica, "a", max_tokens=2)) == 2
 
 
-def test_autoscaling_hears_of_requests_not_of_the_calls_that_brought_them(run: Any) -> None:
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
-        async with aclosing(replica.generate(submission("hold on", "hold it"))) as answer:
-            await anext(answer)
-            assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}
-
-    run(scenario)
+async def test_autoscaling_hears_of_requests_not_of_the_calls_that_brought_them(
+    start: Start,
+) -> None:
+    replica, _ = start()
+    assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
+    async with aclosing(replica.generate(submission("hold on", "hold it"))) as answer:
+        await anext(answer)
+        assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_an_engine_of_several_ranks_puts_them_where_the_replica_says(
-    run: Any, monkeypatch: pytest.MonkeyPatch, config: ServeSpecConfig, size: int
+async def test_an_engine_of_several_ranks_puts_them_where_the_replica_says(
+    start: Start, monkeypatch: pytest.MonkeyPatch, config: ServeSpecConfig, size: int
 ) -> None:
     given: dict[str, Any] = {}
 
@@ -329,10 +294,6 @@ def test_an_engine_of_several_ranks_puts_them_where_the_replica_says(
     monkeypatch.setattr(module, "ActorLauncher", lambda config: config.model.tensor_parallel_size)
     monkeypatch.setattr(module, "_import", lambda path: RankedLoop)
     load = ServeSpecConfig.load
-
-    async def scenario(replica: EngineReplica, loop: FakeLoop) -> None:
-        sized = load(config, tensor_parallel_size=size)
-        EngineReplica(sized, "tests.serving.fake_engine:FakeLoop").__del__()
-        assert given == ({} if size == 1 else {"launcher": 2})
-
-    run(scenario)
+    sized = load(config, tensor_parallel_size=size)
+    EngineReplica(sized, "tests.serving.fake_engine:FakeLoop").__del__()
+    assert given == ({} if size == 1 else {"launcher": 2})
