@@ -155,36 +155,6 @@ def test_speculation_shows_in_usage_and_never_in_the_text(server: Server) -> Non
     assert without["usage"]["speculation"]["num_draft_tokens"] == 0
 
 
-def test_a_stream_adds_up_to_the_whole_text(server: Server) -> None:
-    body = {"prompt": "import os", "max_tokens": 24, "temperature": 0.8, "seed": 5}
-    whole = server.complete(**body)["choices"][0]["text"]
-    url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body | {"stream": True}, timeout=120) as stream:
-        lines = [line.removeprefix("data: ") for line in stream.iter_lines() if line]
-    assert lines.pop() == "[DONE]"
-    assert "".join(json.loads(line)["choices"][0]["text"] for line in lines) == whole
-
-
-def test_a_client_that_leaves_frees_its_pages(server: Server) -> None:
-    body = {"prompt": "abc", "max_tokens": 250, "ignore_eos": True, "stream": True}
-    url = f"{server.url}/v1/completions"
-    with httpx.stream("POST", url, json=body, timeout=120) as stream:
-        lines = stream.iter_lines()  # kept: httpx closes the stream with its iterator
-        next(lines)
-
-    def all_free(info: dict[str, Any]) -> bool:
-        states = info["internal_states"]
-        kv = [state["kv"] for state in states]
-        return (
-            info["router"]["in_flight"] == 0
-            and all(state["num_running"] == 0 for state in states)
-            and bool(kv)
-            and all(pages["free_pages"] == pages["total_pages"] for pages in kv)
-        )
-
-    eventually(server.info, all_free)
-
-
 @pytest.mark.parametrize(
     ("body", "status", "param"),
     [

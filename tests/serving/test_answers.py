@@ -136,12 +136,6 @@ def test_in_a_stream_offsets_go_on_where_the_choice_was_left() -> None:
     assert [s["text_offset"] if s else None for s in shown] == [[0], [0], [1]]
 
 
-@pytest.mark.parametrize("form", FORMATS)
-def test_log_probabilities_that_nobody_asked_for_are_null(form: Any) -> None:
-    for answer in every_answer(form(head())):
-        assert all(choice["logprobs"] is None for choice in answer["choices"])
-
-
 def test_the_official_client_reads_log_probabilities() -> None:
     choices = [[scored("a", FinishReason.STOP)]]
     whole = Completion.model_validate(CompletionFormat(head(), spell=spell).whole(choices, COUNTS))

@@ -18,7 +18,6 @@ from serve_spec.engine.spelling import Spelling
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import AnswerHead, ChatFormat, CompletionFormat, Usage
 from serve_spec.serving.batching import Batcher
-from serve_spec.serving.choice_text import Echo
 from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import CompletionRunner, stream_frames, whole_answer
 from serve_spec.serving.errors import ApiError, no_replica
@@ -93,25 +92,6 @@ async def test_a_round_that_completes_no_text_still_sends_its_log_probabilities(
     shown = [chunk["choices"][0]["logprobs"]["tokens"] for chunk in (first, last)]
     assert shown == [["bytes:\\xc3"], ["bytes:\\xa9"]]
     assert [chunk["choices"][0]["text"] for chunk in (first, last)] == ["", "é"]
-
-
-async def test_where_only_prompts_are_wanted_nothing_is_generated_as_far_as_callers_know() -> None:
-    asked, loop = several(2, max_tokens=1), FakeLoop()
-    held = runner(LoopFleet(loop), open_door()).run(asked, is_prompt_only=True)
-    async with held as answer:
-        answer = await whole_answer(answer, CompletionFormat(HEAD, [Echo("x"), Echo("y")]))
-    assert [choice["text"] for choice in answer["choices"]] == ["x", "y"]
-    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
-    assert (answer["usage"]["completion_tokens"], answer["usage"]["total_tokens"]) == (0, 3)
-
-
-async def test_without_stream_the_pieces_are_one_text() -> None:
-    fleet = LoopFleet(FakeLoop())
-    async with runner(fleet, open_door()).run([request("a b c", max_tokens=5)]) as completion:
-        answer = await whole_answer(completion, FORM)
-    assert answer["choices"][0]["text"] == "a b c a b "
-    assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["total_tokens"] == 8
 
 
 @pytest.mark.parametrize(

@@ -32,28 +32,29 @@ def test_every_shipped_deployment_is_strictly_valid_and_names_what_exists(file: 
         assert (ROOT / app["args"]["config"]).is_file()
 
 
+Spoil = Callable[[dict[str, Any]], None]
+
+
+def engines(**options: Any) -> Spoil:
+    """Give the engine replicas these options."""
+    entry = {"name": "EngineReplica", **options}
+    return lambda d: d["applications"][0].update(deployments=[entry])
+
+
 @pytest.mark.parametrize(
     ("spoil", "named"),
     [
         (lambda d: d.update(http_option={}), "http_options"),
         (lambda d: d["http_options"].update(prt=1), "http_options.port"),
         (lambda d: d["applications"][0].update(import_pth="x"), "import_path"),
-        (
-            lambda d: d["applications"][0].update(
-                deployments=[{"name": "EngineReplica", "max_queued_request": 2}]
-            ),
-            "max_queued_requests",
-        ),
-        (
-            lambda d: d["applications"][0].update(
-                deployments=[{"name": "EngineReplica", "ray_actor_options": {"num_cpu": 2}}]
-            ),
-            "ray_actor_options.num_cpus",
-        ),
+        (engines(max_queued_request=2), "max_queued_requests"),
+        (engines(ray_actor_options={"num_cpu": 2}), "ray_actor_options.num_cpus"),
+        (engines(num_replicas="some"), "num_replicas"),
+        (engines(autoscaling_config={"upscale_delay": 2}), "upscale_delay_s"),
     ],
 )
 def test_a_misspelt_key_is_refused_at_every_level(
-    tiny: dict[str, Any], spoil: Callable[[dict[str, Any]], None], named: str
+    tiny: dict[str, Any], spoil: Spoil, named: str
 ) -> None:
     spoil(tiny)
     with pytest.raises(ConfigError, match=named):

@@ -217,7 +217,7 @@ DEEP = "[" * 900 + "]" * 900
 @pytest.mark.parametrize(
     "content",
     [
-        b"",
+        *(b"", b"{", b"[1]", b'"text"', b"null", b"\xff", b'{"prompt": "a"} x'),
         b"\xff\xfe",
         b"\xef\xbb\xbf{}",
         b'{"prompt": "\xff"}',

@@ -236,25 +236,6 @@ def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> No
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "param"),
-    [
-        (COMPLETIONS, {"prompt": "a", "logprobs": 21}, "logprobs"),
-        (COMPLETIONS, {"prompt": "a", "logprobs": True}, "logprobs"),
-        (COMPLETIONS, {"prompt": "a", "max_tokens": 0, "logprobs": 1}, "max_tokens"),
-        (CHAT, {"messages": MESSAGES, "logprobs": 5}, "logprobs"),
-        (CHAT, {"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        (CHAT, {"messages": MESSAGES, "top_logprobs": 2}, "top_logprobs"),
-    ],
-    ids=str,
-)
-def test_what_can_not_be_reported_is_refused_by_the_client_s_own_field(
-    lawful: ServeSpecConfig, path: str, body: dict[str, Any], param: str
-) -> None:
-    answer = ask(lawful, FleetOfMortals(), path, body)
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
-
-
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """A random pair that drafts three tokens a round."""

@@ -16,7 +16,6 @@ import pytest
 from serve_spec.metrics import METRICS
 from serve_spec.serving.ray_metrics import LABELS, exported_names
 from tests.serving.cluster import eventually, local_serve
-from tests.serving.reporting_engine import RATES
 
 ENGINE = "tests.serving.reporting_engine:ReportingLoop"
 COMPLETIONS = "/v1/completions"
@@ -90,24 +89,6 @@ def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> Non
     assert 'deployment="EngineReplica"' in text
     assert re.search(r'ray_serve_spec_batch_size{[^}]*replica="0"', text)
     assert re.search(r'first_tokens_total{[^}]*measured_at="door"[^}]*} 1', text)
-
-
-def test_a_replica_that_starts_later_starts_from_what_the_fleet_knows(
-    url: str, model: Path
-) -> None:
-    """The fake engine says what it was started from, and tells others its own acceptance."""
-
-    def started_from() -> list[Any]:
-        found = httpx.get(url + "/server_info", timeout=30).json()["internal_states"]
-        return [state["started_from"] for state in found]
-
-    def knows(answer: httpx.Response) -> bool:
-        return bool(answer.json()["fleet"]["acceptance"])
-
-    assert eventually(started_from, bool) == [None]
-    eventually(lambda: httpx.get(url + "/status.json", timeout=30), knows)
-    deploy(model, max_queued_requests=7)
-    assert eventually(started_from, any)[-1] == RATES
 
 
 def test_the_page_and_its_figures_come_through_serve(url: str) -> None:

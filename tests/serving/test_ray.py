@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -76,15 +75,6 @@ def idle(info: dict[str, Any]) -> bool:
     )
 
 
-def test_the_official_client_completes(api: openai.OpenAI) -> None:
-    answer = api.completions.create(model="fake", prompt="a b c", max_tokens=5, temperature=0)
-    assert answer.choices[0].text == "a b c a b "
-    assert answer.choices[0].finish_reason == "length"
-    assert answer.usage is not None
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 5)
-    assert answer.usage.to_dict()["speculation"]["num_rounds"] == 3  # type: ignore[index]
-
-
 def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
     chunks = list(
         api.completions.create(
@@ -109,30 +99,11 @@ def test_the_official_client_chats(api: openai.OpenAI) -> None:
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 10)
 
 
-def test_the_official_client_streams_several_choices(api: openai.OpenAI) -> None:
-    texts = [""] * 3
-    for chunk in api.chat.completions.create(
-        model="fake",
-        messages=[{"role": "developer", "content": "a"}, {"role": "user", "content": "b"}],
-        max_tokens=4,
-        n=3,
-        stream=True,
-    ):
-        for choice in chunk.choices:
-            texts[choice.index] += choice.delta.content or ""
-    assert texts == ["a b a b "] * 3
-
-
 def test_a_list_of_prompts_travels_as_one_submission(client: httpx.Client) -> None:
     body = {"prompt": ["p0", "p1", "p2", "p3"], "max_tokens": 3}
     answer = client.post(COMPLETIONS, json=body).raise_for_status().json()
     assert [choice["text"] for choice in answer["choices"]] == [f"p{i} " * 3 for i in range(4)]
     assert info(client)["router"]["submission_size"] == 4
-
-
-def test_the_official_client_lists_models(api: openai.OpenAI) -> None:
-    assert [model.id for model in api.models.list()] == ["fake"]
-    assert api.models.retrieve("fake").id == "fake"
 
 
 def test_the_official_client_understands_our_errors(api: openai.OpenAI) -> None:
@@ -181,32 +152,6 @@ def test_a_client_that_leaves_frees_its_pages_streaming_or_not(client: httpx.Cli
     with pytest.raises(httpx.ReadTimeout):
         client.post(COMPLETIONS, json=HOLD | {"stream": False}, timeout=0.5)
     eventually(lambda: info(client), idle)
-
-
-async def test_a_full_queue_answers_429_and_keeps_its_promises(
-    client: httpx.Client,
-) -> None:
-    url = str(client.base_url)
-    async with httpx.AsyncClient(base_url=url, timeout=60) as crowd:
-        held = [
-            asyncio.create_task(crowd.post(COMPLETIONS, json=HOLD | {"stream": False}))
-            for _ in range(MAX_ONGOING + MAX_QUEUED)
-        ]
-        await asyncio.to_thread(
-            eventually,
-            lambda: info(client)["router"],
-            lambda r: (r["in_flight"], r["queue_len"]) == (MAX_ONGOING, MAX_QUEUED),
-        )
-        rejected = await crowd.post(COMPLETIONS, json={"prompt": "a"})
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-    rejected = rejected
-    assert rejected.status_code == 429
-    assert int(rejected.headers["retry-after"]) >= 1
-    assert rejected.json()["error"]["type"] == "rate_limit_error"
-    eventually(lambda: info(client), idle)
-    assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
 
 
 async def test_a_burst_that_fits_is_served_in_full(client: httpx.Client) -> None:
@@ -290,15 +235,6 @@ def test_all_choices_outlive_their_replica(client: httpx.Client) -> None:
     eventually(lambda: info(client), idle)
 
 
-def test_a_client_that_leaves_ends_all_its_choices(client: httpx.Client) -> None:
-    body = {"prompt": ["hold on", "hold it"], "max_tokens": 9, "stream": True}
-    with client.stream("POST", COMPLETIONS, json=body) as stream:
-        lines = stream.iter_lines()
-        next(lines)
-        eventually(lambda: info(client), lambda i: i["internal_states"][0]["num_running"] == 2)
-    eventually(lambda: info(client), idle)
-
-
 def text_of(line: str) -> str:
     return str(json.loads(line.removeprefix("data: "))["choices"][0]["text"])
 
@@ -314,12 +250,3 @@ def test_of_an_application_that_is_taken_down_nothing_is_left(url: str) -> None:
     assert left()
     serve.delete("other")
     eventually(left, lambda actors: not actors)
-
-
-def test_the_builder_is_found_under_the_documented_import_path() -> None:
-    from ray._common.utils import import_attr
-
-    import serve_spec.serving.app
-
-    assert import_attr("serve_spec.serving:build_app") is serve_spec.serving.app.build_app
-    assert Path(serve_spec.serving.app.__file__).is_file()
