@@ -14,7 +14,6 @@ from serve_spec.core.plan import RowPlan, StepPlan
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM, heard_plans, heard_rounds, switch_every_round, texts
-from tests.unit.worker.test_ngram import num_kept as num_on_path
 
 BRANCHING = {"speculative_eagle_topk": 3, "speculative_num_draft_tokens": 11}
 CHAIN: dict[str, Any] = {"speculative_ngram_min_match_window_size": 1}
