@@ -64,73 +64,42 @@ def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) ->
     return edits
 
 
+@pytest.mark.parametrize("is_tree", [False, True])
 @pytest.mark.parametrize("ops", BOTH)
-@settings(max_examples=15, deadline=None)
-@given(sequences, st.integers(0, 2**32))
-def test_a_row_is_edited_by_the_text_before_it_and_the_drafts_on_its_path(
-    ops: Any, rows: list[tuple[SamplingParams, list[int], list[int], list[int]]], seed: int
-) -> None:
-    """Beside padding, and a request that edits nothing."""
-    num_rows = sum(len(drafts) + 1 for *_, drafts in rows) + 2
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
-    owners, positions, token_ids, depths, expected = [], [], [], [], []
-    for place, (params, prompt, generated, drafts) in enumerate(rows):
-        text = prompt + generated
-        for depth in range(len(drafts) + 1):
-            owners.append(place)
-            positions.append(len(text) + depth)
-            token_ids.append([text[-1], *drafts][depth])
-            depths.append(depth)
-            row = logits[len(owners) - 1].tolist()
-            expected.append(edited(row, prompt, generated + drafts[:depth], params))
-    owners += [-1, len(rows)]
-    positions += [0, 1000]
-    token_ids += [-1, 3]
-    depths += [0, 0]
-    found = logits.to(DEVICE)
-    ops.edit_scores(
-        found,
-        torch.tensor(owners, dtype=torch.int32, device=DEVICE),
-        torch.tensor(positions, device=DEVICE),
-        torch.tensor(token_ids, device=DEVICE),
-        torch.tensor(depths, dtype=torch.int32, device=DEVICE),
-        table(rows),
-    )
-    torch.testing.assert_close(found[:-2].cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
-    assert torch.equal(found[-2:].cpu(), logits[-2:])
-
-
-@pytest.mark.parametrize("ops", BOTH)
-@settings(max_examples=8, deadline=None)
-@given(sequences, st.data(), st.integers(0, 2**32))
-def test_a_row_of_a_tree_is_edited_by_the_drafts_on_its_path_alone(
+@settings(max_examples=12, deadline=None)
+@given(rows=sequences, data=st.data(), seed=st.integers(0, 2**32))
+def test_scores_are_edited_by_the_text_and_the_drafts_on_their_path_alone(
     ops: Any,
     rows: list[tuple[SamplingParams, list[int], list[int], list[int]]],
     data: st.DataObject,
     seed: int,
+    is_tree: bool,
 ) -> None:
-    num_rows = sum(len(drafts) + 1 for *_, drafts in rows)
-    generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(num_rows, VOCAB, generator=generator) * 5
+    """Beside padding, and a request that edits nothing."""
+    num_rows = sum(len(drafts) + 1 for *_, drafts in rows) + 2
+    logits = torch.randn(num_rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 5
     columns: list[tuple[int, int, int, int, int]] = []
     expected = []
     for place, (params, prompt, generated, drafts) in enumerate(rows):
         text, paths = prompt + generated, [list[int]()]
         for offset, token in enumerate([text[-1], *drafts]):
-            parent = data.draw(st.integers(0, offset - 1)) if offset else 0
+            parent = max(offset - 1, 0)
+            if is_tree:
+                parent = data.draw(st.integers(0, parent))
             if offset:
                 paths.append([*paths[parent], token])
             depth = len(paths[offset])
             columns.append((place, len(text) + depth, token, depth, offset - parent))
             row = logits[len(columns) - 1].tolist()
             expected.append(edited(row, prompt, generated + paths[offset], params))
-    by_column = torch.tensor(columns, device=DEVICE).t().contiguous()
-    owners, positions, token_ids, depths, backs = by_column.unbind(0)
-    found = logits.to(DEVICE)
+    columns += [(-1, 0, -1, 0, 0), (len(rows), 1000, 3, 0, 0)]
+    owners, positions, token_ids, depths, backs = torch.tensor(columns, device=DEVICE).t().unbind()
     owners, depths, backs = (x.to(torch.int32) for x in (owners, depths, backs))
-    ops.edit_scores(found, owners, positions, token_ids, depths, table(rows), backs)
-    torch.testing.assert_close(found.cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
+    arguments = owners, positions.contiguous(), token_ids.contiguous(), depths, table(rows)
+    found = logits.to(DEVICE)
+    ops.edit_scores(found, *arguments, backs if is_tree else None)
+    torch.testing.assert_close(found[:-2].cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
+    assert torch.equal(found[-2:].cpu(), logits[-2:])
 
 
 @pytest.mark.parametrize("ops", BOTH)
