@@ -14,6 +14,7 @@ holds a draft, and `parents` names the row before it. In a chain that is row i -
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -62,21 +63,38 @@ def accept_path(
 
     Of several children that fit, the one of the smallest offset is taken.
     """
-    offsets, rows, inside = _rows_of(query_starts, len(row_tokens))
-    tokens = row_tokens[rows].where(inside & (offsets > 0), -1)
-    above = parents[rows]
-    draws = drawn[rows]
-    going = inside[:, 0]
-    path = [torch.zeros_like(query_starts[1:], dtype=torch.int64)]
-    kept = path[0]
-    for step in range(max_depth):
-        current = path[-1].unsqueeze(1)
-        fits = (above == current) & (tokens >= 0)
-        fits &= tokens == draws.gather(1, current) if forced is None else step < forced.unsqueeze(1)
-        going = going & fits.any(dim=1)
-        kept = kept + going
-        path.append(fits.long().argmax(dim=1).where(going, path[-1]))
-    return _emitted(tokens, draws, torch.stack(path, dim=1), kept, inside[:, :1])
+    tokens, above, draws = row_tokens.tolist(), parents.tolist(), drawn.tolist()
+    counts = None if forced is None else forced.tolist()
+    emitted, paths = [], []
+    for b, (first, end) in enumerate(pairwise(query_starts.tolist())):
+        at = slice(first, end)
+        count = None if counts is None else counts[b]
+        path = _walk(tokens[at], above[at], draws[at], max_depth, count)
+        kept = [tokens[first + row] for row in path[1:]]
+        padding = [0] * (max_depth + 1 - len(path))
+        emitted.append([*kept, *(draws[first + row] for row in path[-1:]), *padding])
+        paths.append([len(path[1:]), *path, *padding])
+    found = torch.tensor(paths, dtype=torch.int32).to(drawn.device)
+    return AcceptedPath(torch.tensor(emitted).to(drawn.device), found[:, 0], found[:, 1:])
+
+
+def _walk(
+    tokens: list[int], parents: list[int], draws: list[int], max_depth: int, forced: int | None
+) -> list[int]:
+    """The rows of one sequence that are kept, the root first; none without rows."""
+    path = [0][: len(tokens)]
+    while path and len(path) <= max_depth:
+        here = path[-1]
+        if forced is not None and len(path) > forced:
+            break
+        for row in range(here + 1, len(tokens)):
+            fits = forced is not None or tokens[row] == draws[here]
+            if fits and parents[row] == here and tokens[row] >= 0:
+                path.append(row)
+                break
+        else:
+            break
+    return path
 
 
 @has_kernel
@@ -115,17 +133,19 @@ def advance_lanes(
     A draw of -1 (no token could be drawn) is kept as 0: the next round may already be running with
     it, and must not look up a token that does not exist. The read-back says -1.
     """
-    has_rows = query_starts[1:] > query_starts[:-1]
-    lanes = lanes.long().where(has_rows, 0)
-    emitted = (accepted.num_correct + 1).where(has_rows, 0)
-    column = torch.arange(accepted.token_ids.shape[1], device=recent.device)
-    at = (lengths[lanes].unsqueeze(1) + column) & (recent.shape[1] - 1)
-    lane = lanes.unsqueeze(1).expand_as(at)
-    # Adding the difference, not assigning: sequences without rows share lane 0 with its owner.
-    change = accepted.token_ids.clamp(min=0).to(torch.int32) - recent[lane, at]
-    change = change.where(column < emitted.unsqueeze(1), 0)
-    recent.index_put_((lane, at), change, accumulate=True)
-    lengths.index_add_(0, lanes, emitted.to(lengths.dtype))
+    members, known, starts = lanes.tolist(), lengths.tolist(), query_starts.tolist()
+    rows = zip(members, accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
+    entries, grown = [], []
+    for (lane, tokens, kept), first, end in zip(rows, starts, starts[1:], strict=False):
+        if end > first:
+            new = enumerate(tokens[: kept + 1], known[lane])
+            entries += [(lane, at % recent.shape[1], max(token, 0)) for at, token in new]
+            grown.append((lane, kept + 1))
+    if entries:
+        lane, column, token = torch.tensor(entries).to(recent.device).unbind(1)
+        recent.index_put_((lane, column), token.to(recent.dtype))
+        lane, count = torch.tensor(grown).to(recent.device).unbind(1)
+        lengths.index_add_(0, lane, count.to(lengths.dtype))
 
 
 def pack_verdicts(row_tokens: Tensor, accepted: AcceptedPath, query_starts: Tensor) -> Tensor:
@@ -134,10 +154,14 @@ def pack_verdicts(row_tokens: Tensor, accepted: AcceptedPath, query_starts: Tens
     flags: bit 0 is set where a draft of the sequence was -1. tokens: as in `AcceptedPath`, with -1
     where no token could be drawn.
     """
-    offsets, rows, inside = _rows_of(query_starts, len(row_tokens))
-    broken = (inside & (offsets > 0) & (row_tokens[rows] < 0)).any(dim=1)
-    head = torch.stack([accepted.num_correct, broken.to(torch.int32)], dim=1)
-    return torch.cat([head, accepted.token_ids.to(torch.int32)], dim=1)
+    tokens = row_tokens.tolist()
+    broken = [
+        int(any(token < 0 for token in tokens[first + 1 : end]))
+        for first, end in pairwise(query_starts.tolist())
+    ]
+    rows = zip(accepted.num_correct.tolist(), broken, accepted.token_ids.tolist(), strict=True)
+    packed = [[kept, flags, *token_ids] for kept, flags, token_ids in rows]
+    return torch.tensor(packed, dtype=torch.int32).to(row_tokens.device)
 
 
 @has_kernel
@@ -187,19 +211,3 @@ def _rows_of(query_starts: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tenso
     rows = query_starts[:-1].long().unsqueeze(1) + offsets
     inside = rows < query_starts[1:].unsqueeze(1)
     return offsets, rows.clamp(max=num_rows - 1), inside
-
-
-def _emitted(
-    tokens: Tensor, draws: Tensor, path: Tensor, kept: Tensor, has_rows: Tensor
-) -> AcceptedPath:
-    """Kept drafts, then the draw of the last kept row. path: [B, D+1], its last row repeated."""
-    column = torch.arange(path.shape[1], device=path.device)
-    kept_column = kept.unsqueeze(1)
-    drafts = tokens.gather(1, path).roll(-1, dims=1)
-    final = draws.gather(1, path[:, -1:])
-    token_ids = drafts.where(column < kept_column, final.where(column == kept_column, 0))
-    return AcceptedPath(
-        token_ids=token_ids.where(has_rows, 0),
-        num_correct=kept.to(torch.int32),
-        path=path.where(column <= kept_column, 0).to(torch.int32),
-    )

@@ -19,12 +19,16 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draft_tree import likeliest_children
-from serve_spec.ops.noise import Stream, gumbel_noise, mix_words
+from serve_spec.ops.layout import on_host
+from serve_spec.ops.noise import Stream, gumbel_noise, known_noise, mix_words
+
+_WORD = 0xFFFFFFFF
 
 
 class DrawParams(NamedTuple):
@@ -43,7 +47,19 @@ class DrawParams(NamedTuple):
 
     def of(self, owners: Tensor) -> DrawParams:
         """The parameters of rows [T] that belong to sequences `owners` (-1: any)."""
-        return DrawParams(*(field[owners.clamp(min=0).long()] for field in self))
+        index = owners.clamp(min=0)
+        return DrawParams(*(field.index_select(0, index) for field in self))
+
+    @property
+    def has_filters(self) -> bool:
+        """Whether any of the sequences has filters. The host waits for the device."""
+        columns = (self.top_k.tolist(), self.top_p.tolist(), self.min_p.tolist())
+        return any(k > 0 or p < 1.0 or m > 0.0 for k, p, m in zip(*columns, strict=True))
+
+    @property
+    def is_random(self) -> list[bool]:
+        """Which of the sequences draw at random. The host waits for the device."""
+        return [inverse > 0 for inverse in self.inverse_temperature.tolist()]
 
 
 @has_kernel
@@ -144,8 +160,7 @@ def perturbed_scores(
 ) -> Tensor:
     """What `draw_tokens` takes the largest of: float32 [T, num_ids], -inf where filtered."""
     rows = params.of(owners)
-    has_filters = ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any()
-    scores = processed_scores(logits[:, :num_ids], rows, has_filters=bool(has_filters))
+    scores = processed_scores(logits[:, :num_ids], rows, has_filters=rows.has_filters)
     return _with_noise(scores, rows, positions, None)
 
 
@@ -215,15 +230,24 @@ def _with_noise(
     scores: Tensor, rows: DrawParams, positions: Tensor, target_ids: Tensor | None
 ) -> Tensor:
     """Adds to the scores of random rows the noise of their tokens' target ids."""
-    if not (rows.inverse_temperature > 0).any():
+    is_random = rows.is_random
+    if not any(is_random):
         return scores
-    keys = row_keys_of(rows.seeds, positions)
-    if target_ids is None:
-        noise = gumbel_noise(keys, scores.shape[1])
-    else:
-        ids = target_ids[: scores.shape[1]]
-        noise = gumbel_noise(keys, int(ids.max()) + 1)[:, ids]
-    return scores + noise * _is_random(rows)
+    width = scores.shape[1] if target_ids is None else int(target_ids[: scores.shape[1]].max()) + 1
+    none = scores.new_zeros(width)
+    noise = torch.stack(
+        [
+            known_noise(low & _WORD | high << 32, position, width, scores.device)[:width]
+            if random
+            else none
+            for random, (low, high), position in zip(
+                is_random, rows.seeds.tolist(), positions.tolist(), strict=True
+            )
+        ]
+    )
+    if target_ids is not None:
+        noise = noise.index_select(1, target_ids[: scores.shape[1]])
+    return scores + noise
 
 
 def _is_random(rows: DrawParams) -> Tensor:
@@ -233,8 +257,11 @@ def _is_random(rows: DrawParams) -> Tensor:
 
 def _likeliest(values: Tensor, owners: Tensor) -> Tensor:
     """Column of the largest value, the first of equals; -1 without one, 0 for padding."""
-    best, choice = values.amax(dim=-1), values.argmax(dim=-1)
-    return choice.where(best.isfinite(), -1).where(owners >= 0, 0)
+    scores = on_host(values)
+    choice = scores.argmax(axis=1)
+    choice[~np.isfinite(scores[np.arange(len(scores)), choice])] = -1
+    choice[on_host(owners) < 0] = 0
+    return torch.from_numpy(choice).to(values.device)
 
 
 def _over_target_ids(choice: Tensor, owners: Tensor, target_ids: Tensor | None) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,8 @@ class RowLayout(NamedTuple):
 
     def first(self, num_rows: int, num_sequences: int) -> RowLayout:
         """The first rows, as if the others, of which none is theirs, were padding."""
+        if len(self.owners) == num_rows and len(self.query_starts) == num_sequences + 1:
+            return self
         return RowLayout(
             self.owners[:num_rows],
             self.offsets[:num_rows],
@@ -56,26 +59,23 @@ def lay_out_rows(
     Padding, rows at positions below `first_valid[b]` and rows past the table get `scratch_slot`,
     which nobody reads: they are computed, and harm nothing. Positions below 0 become 0.
     """
-    ends = query_lens.cumsum(0).clamp(max=num_rows).to(torch.int32)
-    query_starts = torch.cat([ends.new_zeros(1), ends])
-    rows = torch.arange(num_rows, dtype=torch.int32, device=ends.device)
-    owners = torch.searchsorted(ends, rows, right=True)
-    has_owner = owners < len(ends)
-    owners = owners.clamp(max=len(ends) - 1)
-    offsets = rows - query_starts[owners]
-    positions = starts[owners].long() + offsets
-    page = positions.clamp(min=0) // page_size
-    is_valid = has_owner & (positions >= first_valid[owners].clamp(min=0))
-    is_valid &= page < tables.shape[1]
-    positions = positions.clamp(min=0).where(has_owner, 0)
-    slots = tables[owners, page.clamp(max=tables.shape[1] - 1)].long() * page_size
-    return RowLayout(
-        owners=owners.to(torch.int32).where(has_owner, -1),
-        offsets=offsets.where(has_owner, 0),
-        positions=positions,
-        slots=(slots + positions % page_size).where(is_valid, scratch_slot),
-        query_starts=query_starts,
-    )
+    lens, begin, valid, pages = map(on_host, (query_lens, starts, first_valid, tables))
+    query_starts = np.zeros(len(lens) + 1, np.int32)
+    np.minimum(lens.cumsum(), num_rows, out=query_starts[1:], casting="unsafe")
+    owned = int(query_starts[-1])
+    owners, offsets = np.full(num_rows, -1, np.int32), np.zeros(num_rows, np.int32)
+    positions, slots = np.zeros(num_rows, np.int64), np.full(num_rows, scratch_slot, np.int64)
+    owner = np.arange(len(lens)).repeat(lens)[:owned]
+    owners[:owned] = owner
+    offsets[:owned] = np.arange(owned) - query_starts[owner]
+    position = begin[owner] + offsets[:owned]
+    positions[:owned] = np.maximum(position, 0)
+    page = positions[:owned] // page_size
+    is_valid = (position >= np.maximum(valid, 0)[owner]) & (page < pages.shape[1])
+    slot = pages[owner, np.minimum(page, pages.shape[1] - 1)] * page_size
+    np.copyto(slots[:owned], slot + positions[:owned] % page_size, where=is_valid)
+    columns = owners, offsets, positions, slots, query_starts
+    return RowLayout(*(torch.from_numpy(x).to(query_lens.device) for x in columns))
 
 
 @has_kernel
@@ -85,5 +85,13 @@ def ring_tokens(recent: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
     recent: int32 [L, W], the last tokens of each lane, that of position p in column p mod W, W a
     power of two. Returns int64 [T].
     """
-    tokens = recent[lanes.clamp(min=0).long(), positions & (recent.shape[1] - 1)]
-    return tokens.long().where(lanes >= 0, 0)
+    ring, row, at = map(on_host, (recent, lanes, positions))
+    tokens = ring[row, at & (ring.shape[1] - 1)].astype(np.int64)
+    tokens[row < 0] = 0
+    return torch.from_numpy(tokens).to(recent.device)
+
+
+def on_host(x: Tensor) -> np.ndarray:
+    """The same numbers on the host, in the tensor's own memory if it is there: numpy is several
+    times faster than torch on a few numbers."""
+    return x.cpu().numpy()

@@ -13,6 +13,7 @@ arithmetic, the same bits on every device; the logarithms may differ in the last
 from __future__ import annotations
 
 from enum import IntEnum
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -53,6 +54,25 @@ def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     high, low = (bits >> 16) & 0xFFFF, bits & 0xFFFF
     uniform = high.to(torch.float32) * 2.0**-16 + (low.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp_(max=1.0 - 2.0**-24)))
+
+
+def known_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
+    """`gumbel_noise` of a seed's position, float32 [V or more].
+
+    The newest are kept: drafts and verification read the same, over vocabularies of their own.
+    """
+    width = -(-vocab_size // 1024) * 1024
+    return _noise_of_block(seed, position // _BLOCK, width, device)[position % _BLOCK]
+
+
+_BLOCK = 4
+
+
+@lru_cache(maxsize=128)
+def _noise_of_block(seed: int, block: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
+    """The noise of `_BLOCK` positions, made at once: the text will come to all of them."""
+    positions = [*range(block * _BLOCK, (block + 1) * _BLOCK)]
+    return gumbel_noise(row_keys([seed] * _BLOCK, positions).to(device), width).unbind()
 
 
 def mix_words(x: Tensor) -> Tensor:

@@ -234,8 +234,7 @@ def _won(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
 
 def _laws(logits: Tensor, rows: DrawParams) -> Tensor:
     """What rows draw from: probabilities [T, V]."""
-    has_filters = ((rows.top_k > 0) | (rows.top_p < 1.0) | (rows.min_p > 0.0)).any()
-    return processed_scores(logits, rows, has_filters=bool(has_filters)).softmax(dim=-1)
+    return processed_scores(logits, rows, has_filters=rows.has_filters).softmax(dim=-1)
 
 
 def _over_draft_ids(probs: Tensor, draft_ids: Tensor) -> Tensor:

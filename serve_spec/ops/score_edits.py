@@ -77,6 +77,8 @@ def edit_scores(
     depths: int32 [T], how many of the rows up to and with this one are drafts on its path.
     backs: int32 [T], how many rows before each draft the one is that it follows; None: one.
     """
+    if not any(edits.is_on.index_select(0, owners.clamp(min=0)).tolist()):
+        return
     is_on = (owners >= 0) & (edits.is_on[owners.clamp(min=0).long()] > 0)
     for owner in owners[is_on].unique().tolist():
         rows = (owners == owner).nonzero().squeeze(1)
@@ -103,6 +105,8 @@ def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
     members: int32 [B], which sequence each is, no one that edits twice.
     verdicts: int32 [B, K + 3], drafts kept, flags, then the tokens; see `ops.acceptance`.
     """
+    if not any(edits.is_on.index_select(0, members).tolist()):
+        return
     tokens = verdicts[:, 2:]
     column = torch.arange(tokens.shape[1], device=tokens.device)
     emitted = (column <= verdicts[:, :1]) & (tokens >= 0)

@@ -20,6 +20,8 @@ def mask_scores(logits: Tensor, places: Tensor, words: Tensor) -> None:
     words: int32 [M, ceil(V / 32)], one bit per token id, the lowest first.
     """
     places = places[: len(logits)]
+    if max(places.tolist(), default=-1) < 0:
+        return
     rows = (places >= 0).nonzero().squeeze(1)
     ids = torch.arange(logits.shape[1], device=logits.device)
     bits = words[places[rows].long()][:, ids >> 5] >> (ids & 31).to(torch.int32) & 1
