@@ -37,9 +37,9 @@ from serve_spec.bench.adaptive.arms import make_arms
 from serve_spec.bench.configuration import add_configuration, configured
 from serve_spec.bench.report import environment, write_row
 from serve_spec.bench.waves import Wave, figures, run_wave, with_room
+from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
 from serve_spec.layers.linear import Linear
-from serve_spec.metrics import StepStats
 from serve_spec.ops import draw
 from serve_spec.ops.draw import DrawParams
 
@@ -65,16 +65,16 @@ class Bench:
         """Return a policy of one depth."""
         return make_arms(self.controller, [num_steps], [])[-1].controller
 
-    def run(self, batch_size: int, *groups: Variants) -> dict[str, list[StepStats]]:
+    def run(self, batch_size: int, *groups: Variants) -> dict[str, list[StepRecord]]:
         """Return the rounds of every variant; the variants of a group take turns in one batch."""
-        measured: dict[str, list[StepStats]] = {name: [] for group in groups for name in group}
+        measured: dict[str, list[StepRecord]] = {name: [] for group in groups for name in group}
         for seed in range(self.args.repetitions):
             for group in random.Random(seed).sample(groups, len(groups)):
                 for name, rounds in self.wave(batch_size, seed, group).items():
                     measured[name] += rounds
         return measured
 
-    def wave(self, batch_size: int, seed: int, group: Variants) -> dict[str, list[StepStats]]:
+    def wave(self, batch_size: int, seed: int, group: Variants) -> dict[str, list[StepRecord]]:
         """Return the rounds of one batch; the seed -1 is for one that is not counted."""
         wave = Wave(batch_size, self.args.prompt_tokens, self.args.output_tokens, seed)
         return run_wave(self.llm.engine, wave, self.fixed(0), group)
@@ -186,7 +186,7 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
         for name, mine in measured.items():
             row = figures(mine)
             over_plain = row["tokens_per_second"] / plain
-            counts = Counter(steps for r in mine for steps in r.live_steps)
+            counts = Counter(steps for r in mine for steps in r.row_steps)
             yield {
                 "batch_size": batch_size,
                 "variant": name,
@@ -200,8 +200,8 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
             }
 
 
-def _expected_speed(rounds: Sequence[StepStats], acceptance: Acceptance | None) -> float:
-    tokens = sum(expected_tokens(acceptance, k) for r in rounds for k in r.live_steps)
+def _expected_speed(rounds: Sequence[StepRecord], acceptance: Acceptance | None) -> float:
+    tokens = sum(expected_tokens(acceptance, k) for r in rounds for k in r.row_steps)
     return tokens / sum(r.step_ms for r in rounds) * 1e3
 
 
@@ -217,7 +217,7 @@ def switch(bench: Bench) -> Iterator[dict[str, Any]]:
     before = torch.cuda.memory_allocated()
     measured = bench.run(batch_size, variants)
     alone, alternating = (
-        fmean(median(r.step_ms for r in measured[name] if r.num_steps == k) for k, name in names)
+        fmean(median(r.step_ms for r in measured[name] if r.shape.depth == k) for k, name in names)
         for names in ([(k, str(k)) for k in fixed], [(k, "both") for k in fixed])
     )
     yield {

@@ -28,8 +28,8 @@ from serve_spec.bench.report import environment, write_row
 from serve_spec.bench.waves import Wave, figures, run_wave, with_room
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import torch_dtype
+from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
-from serve_spec.metrics import StepStats
 from serve_spec.models import ModelShape
 from serve_spec.parallel.group import SINGLE, TensorParallel, join, store_server
 from serve_spec.parallel.line import LOOPBACK, Address
@@ -128,7 +128,7 @@ def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
     """Time rounds of every size, in turns; `scaling` is speed over one rank's, per rank."""
     llms = {size: LLM(config, tensor_parallel_size=size) for size in args.sizes}
     for batch_size in args.batch_sizes:
-        measured: dict[tuple[str, int], list[StepStats]] = {}
+        measured: dict[tuple[str, int], list[StepRecord]] = {}
         for seed in range(-1, args.repetitions):  # -1: warm-up
             wave = Wave(batch_size, args.prompt_tokens, args.output_tokens, seed)
             for size in random.Random(seed).sample(args.sizes, len(args.sizes)):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepRecord
 
 
 @dataclass(frozen=True)
@@ -24,66 +24,6 @@ class Metric:
     buckets: tuple[float, ...] = ()
 
 
-@dataclass(frozen=True)
-class StepStats:
-    """One executed round.
-
-    Rows and tokens count decoding only, except `num_prefill_tokens`. A row may draft less than the
-    `shape`. Times in milliseconds, measured around the whole phase; 0 where the clock was broken.
-    """
-
-    shape: DraftShape
-    batch_size: int
-    num_draft_tokens: int
-    num_correct_drafts: int
-    num_output_tokens: int
-    num_prefill_tokens: int
-    draft_ms: float
-    verify_ms: float
-    step_ms: float
-    num_running_seqs: int
-    num_waiting_seqs: int
-    num_used_pages: int
-    num_pages: int
-    switch_reason: str | None = None
-    """Why the tier differs from that of the round before; None when it does not."""
-    accept_lengths: tuple[int, ...] = field(default=(), repr=False)
-    """Tokens each decoding row emitted."""
-    live_steps: tuple[int, ...] = field(default=(), repr=False)
-    """Drafts verified by each decoding row that goes on after the round."""
-    live_correct_drafts: tuple[int, ...] = field(default=(), repr=False)
-    """Drafts the target kept of each of them. Rows that ended are not among these two columns:
-    what is drafted past a stop says nothing about the text."""
-    is_probe: bool = False
-    """Taken to learn something, not because it pays."""
-    predicted_ms: float | None = None
-    """What the policy expected of the round; None where it knows no costs."""
-    slot: str | None = None
-    """Batch-size slot of a policy that keeps an average per slot."""
-    ema_accept_length: float | None = None
-    """That average when the round was chosen: correct drafts per row, as SGLang names it."""
-    speedup: float | None = None
-    """Measured speed of drafting over plain rounds of this batch size, before this round."""
-    num_broken_drafts: int = 0
-    """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
-    idle_ms: float = 0.0
-    """What the device waited between the round before and this one, where that is known."""
-    num_prefix_query_tokens: int = 0
-    """Of requests that were admitted since the round before: the tokens they came with,"""
-    num_prefix_hit_tokens: int = 0
-    """and those of them that the cache held."""
-
-    @property
-    def decodes_only(self) -> bool:
-        """Whether its times are those of decoding: measured, and no prompt shared the round."""
-        return self.batch_size > 0 and self.num_prefill_tokens == 0 and self.step_ms > 0
-
-    @property
-    def overhead_ratio(self) -> float:
-        """Share of drafting in the time of both models, 0..1."""
-        return self.draft_ms / (self.draft_ms + self.verify_ms) if self.draft_ms else 0.0
-
-
 def batch_size_bucket(batch_size: int) -> int:
     """The power of two at or below `batch_size` ≥ 1: sizes that are compared with each other."""
     return 1 << (batch_size.bit_length() - 1)
@@ -92,7 +32,7 @@ def batch_size_bucket(batch_size: int) -> int:
 class MetricsSink(Protocol):
     """Takes one round's figures. Must not block the engine and must not raise."""
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Records a round."""
         ...
 
@@ -100,7 +40,7 @@ class MetricsSink(Protocol):
 class NullSink:
     """Keeps nothing: the offline API, tests."""
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Drops the round."""
 
 
@@ -338,53 +278,53 @@ class Reading:
     labels: dict[str, str] = field(default_factory=dict)
 
 
-def readings(stats: StepStats) -> Iterator[Reading]:
+def readings(record: StepRecord) -> Iterator[Reading]:
     """What one round adds. Counters get no zeros: several exporters refuse them."""
-    yield Reading(STEP_MS, stats.step_ms)
-    if stats.idle_ms:
-        yield Reading(IDLE_MS, stats.idle_ms)
-    if stats.num_broken_drafts:
-        yield Reading(BROKEN_DRAFTS, stats.num_broken_drafts)
-    yield Reading(RUNNING_SEQS, stats.num_running_seqs)
-    yield Reading(WAITING_SEQS, stats.num_waiting_seqs)
-    yield Reading(KV_USAGE, stats.num_used_pages / stats.num_pages)
-    yield Reading(KV_PAGES, stats.num_used_pages, {"state": "used"})
-    yield Reading(KV_PAGES, stats.num_pages - stats.num_used_pages, {"state": "free"})
-    if stats.num_prefill_tokens:
-        yield Reading(PREFILL_TOKENS, stats.num_prefill_tokens)
-    if stats.num_prefix_query_tokens:
-        yield Reading(PREFIX_QUERY_TOKENS, stats.num_prefix_query_tokens)
-    if stats.num_prefix_hit_tokens:
-        yield Reading(PREFIX_HIT_TOKENS, stats.num_prefix_hit_tokens)
-    if stats.batch_size:
-        yield from _decode_readings(stats)
-        yield from _position_readings(stats)
-        yield from _policy_readings(stats)
+    yield Reading(STEP_MS, record.step_ms)
+    if record.idle_ms:
+        yield Reading(IDLE_MS, record.idle_ms)
+    if record.num_broken_drafts:
+        yield Reading(BROKEN_DRAFTS, record.num_broken_drafts)
+    yield Reading(RUNNING_SEQS, record.num_running_seqs)
+    yield Reading(WAITING_SEQS, record.num_waiting_seqs)
+    yield Reading(KV_USAGE, record.num_used_pages / record.num_pages)
+    yield Reading(KV_PAGES, record.num_used_pages, {"state": "used"})
+    yield Reading(KV_PAGES, record.num_pages - record.num_used_pages, {"state": "free"})
+    if record.num_prefill_tokens:
+        yield Reading(PREFILL_TOKENS, record.num_prefill_tokens)
+    if record.num_prefix_query_tokens:
+        yield Reading(PREFIX_QUERY_TOKENS, record.num_prefix_query_tokens)
+    if record.num_prefix_hit_tokens:
+        yield Reading(PREFIX_HIT_TOKENS, record.num_prefix_hit_tokens)
+    if record.batch_size:
+        yield from _decode_readings(record)
+        yield from _position_readings(record)
+        yield from _policy_readings(record)
 
 
-def _decode_readings(stats: StepStats) -> Iterator[Reading]:
-    yield Reading(NUM_STEPS, stats.shape.depth)
-    yield Reading(BATCH_SIZE, stats.batch_size)
-    yield Reading(ROUNDS, 1, {"num_steps": str(stats.shape)})
-    bucket = batch_size_bucket(stats.batch_size)
+def _decode_readings(record: StepRecord) -> Iterator[Reading]:
+    yield Reading(NUM_STEPS, record.shape.depth)
+    yield Reading(BATCH_SIZE, record.batch_size)
+    yield Reading(ROUNDS, 1, {"num_steps": str(record.shape)})
+    bucket = batch_size_bucket(record.batch_size)
     yield Reading(BATCH_SIZE_ROUNDS, 1, {"batch_size": str(bucket)})
-    yield Reading(VERIFY_MS, stats.verify_ms)
-    if stats.switch_reason is not None:
-        yield Reading(SWITCHES, 1, {"reason": stats.switch_reason})
-    if stats.num_draft_tokens:
-        yield Reading(DRAFT_TOKENS, stats.num_draft_tokens)
-        yield Reading(DRAFT_MS, stats.draft_ms)
-    if stats.num_correct_drafts:
-        yield Reading(CORRECT_DRAFTS, stats.num_correct_drafts)
-    if stats.num_output_tokens:
-        yield Reading(OUTPUT_TOKENS, stats.num_output_tokens)
-    for length, num_rows in Counter(stats.accept_lengths).items():
+    yield Reading(VERIFY_MS, record.verify_ms)
+    if record.switch_reason is not None:
+        yield Reading(SWITCHES, 1, {"reason": record.switch_reason})
+    if record.num_draft_tokens:
+        yield Reading(DRAFT_TOKENS, record.num_draft_tokens)
+        yield Reading(DRAFT_MS, record.draft_ms)
+    if record.num_correct_drafts:
+        yield Reading(CORRECT_DRAFTS, record.num_correct_drafts)
+    if record.num_output_tokens:
+        yield Reading(OUTPUT_TOKENS, record.num_output_tokens)
+    for length, num_rows in Counter(record.accept_lengths).items():
         yield Reading(ACCEPT_LENGTH_ROWS, num_rows, {"accept_length": str(length)})
 
 
-def _position_readings(stats: StepStats) -> Iterator[Reading]:
-    rows = Counter(zip(stats.live_steps, stats.live_correct_drafts, strict=True))
-    for position in range(1, max(stats.live_steps, default=0) + 1):
+def _position_readings(record: StepRecord) -> Iterator[Reading]:
+    rows = Counter(zip(record.row_steps, record.row_correct_drafts, strict=True))
+    for position in range(1, max(record.row_steps, default=0) + 1):
         label = {"position": str(position)}
         drafted = {row: n for row, n in rows.items() if row[0] >= position}
         reached = sum(n for (_, correct), n in drafted.items() if correct >= position - 1)
@@ -396,15 +336,16 @@ def _position_readings(stats: StepStats) -> Iterator[Reading]:
             yield Reading(POSITION_ACCEPTED, accepted, label)
 
 
-def _policy_readings(stats: StepStats) -> Iterator[Reading]:
-    if stats.is_probe:
+def _policy_readings(record: StepRecord) -> Iterator[Reading]:
+    notes = record.notes
+    if notes.is_probe:
         yield Reading(PROBE_ROUNDS, 1)
-    if stats.slot is not None and stats.ema_accept_length is not None:
-        yield Reading(EMA_ACCEPT_LENGTH, stats.ema_accept_length, {"slot": stats.slot})
-    if stats.speedup is not None:
-        bucket = batch_size_bucket(stats.batch_size)
-        yield Reading(SPEEDUP, stats.speedup, {"batch_size": str(bucket)})
-    if stats.decodes_only:
-        yield Reading(OVERHEAD, stats.overhead_ratio)
-        if stats.predicted_ms is not None:
-            yield Reading(PREDICTED_MS, stats.predicted_ms)
+    if notes.slot is not None and notes.ema_accept_length is not None:
+        yield Reading(EMA_ACCEPT_LENGTH, notes.ema_accept_length, {"slot": notes.slot})
+    if record.speedup is not None:
+        bucket = batch_size_bucket(record.batch_size)
+        yield Reading(SPEEDUP, record.speedup, {"batch_size": str(bucket)})
+    if record.decodes_only:
+        yield Reading(OVERHEAD, record.overhead_ratio)
+        if notes.predicted_ms is not None:
+            yield Reading(PREDICTED_MS, notes.predicted_ms)

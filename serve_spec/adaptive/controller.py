@@ -25,7 +25,8 @@ from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import DraftColumns, StepRecord
+from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, DecodeBatch, RoundSteps
 
 FALLBACK_ROUNDS = 1024
 """Rounds without drafts before a policy that failed is tried anew."""
@@ -264,10 +265,9 @@ class AdaptiveController:
         """The tier of the next round and each row's share of it, asked before drafting.
 
         Prefill rows are not in the batch: counting them would let one arriving prompt flip the
-        tier. An empty batch gets 0 steps and is not a round; nor is there anything to choose where
-        nothing may be drafted.
+        tier. An empty batch gets 0 steps and is not a round.
         """
-        if not batch.size or not batch.may_draft:
+        if not batch.size:
             self.switch_reason, self.notes = None, NO_NOTES
             return RoundSteps(PLAIN)
         steps = self._sharpened(self._guarded_choice(batch), batch)
@@ -282,18 +282,18 @@ class AdaptiveController:
         self._rounds_by_shape[steps.shape] += 1
         return steps
 
-    def on_verify_complete(self, verified: VerifiedRound) -> None:
-        """Learns from one verified round.
+    def on_verify_complete(self, record: StepRecord) -> None:
+        """Learns from one step.
 
         Raises:
             ValueError: a row kept more drafts than it had.
         """
-        rows = verified.model_rows
-        counters = self._positions if verified.shape.is_chain else self._levels[verified.shape]
-        counters.observe(rows.num_correct_drafts, rows.row_steps)
-        self._learn_sharpness(rows)
+        drafts = record.model_drafts
+        counters = self._positions if record.shape.is_chain else self._levels[record.shape]
+        counters.observe(drafts.row_correct_drafts, drafts.row_steps)
+        self._learn_sharpness(record, drafts)
         try:
-            self._policy.observe(verified)
+            self._policy.observe(record)
         except BadMeasurement as error:
             if self._costs_are_rough:
                 self._costs, self._costs_are_rough = None, False
@@ -391,14 +391,14 @@ class AdaptiveController:
         is_as_told = steps.draft_sharpness == sharpness
         return steps if is_as_told else replace(steps, draft_sharpness=sharpness)
 
-    def _learn_sharpness(self, verified: VerifiedRound) -> None:
-        at = [row for row, is_sampled in enumerate(verified.is_sampled) if is_sampled]
+    def _learn_sharpness(self, record: StepRecord, drafts: DraftColumns) -> None:
+        at = [row for row, is_sampled in enumerate(record.is_sampled) if is_sampled]
         if not at:
             return
         self._sharpness.observe(
-            verified.draft_sharpness,
-            [verified.row_steps[row] for row in at],
-            [verified.num_correct_drafts[row] for row in at],
+            record.draft_sharpness,
+            [drafts.row_steps[row] for row in at],
+            [drafts.row_correct_drafts[row] for row in at],
         )
 
     def _guarded_choice(self, batch: DecodeBatch) -> RoundSteps:

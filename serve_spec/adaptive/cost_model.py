@@ -27,7 +27,7 @@ from serve_spec.adaptive.objective import STAIRS_PER_DRAFT
 from serve_spec.adaptive.prompt_costs import PromptExcess
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.record import StepTimes
 
 GAIN = 0.05
 """Exponent of one round's ratio in its factor, once its bucket is known."""
@@ -197,11 +197,11 @@ class CostModel:
 
     def observe(self, *, draft_ms: float, verify_ms: float, round_ms: float, **shape: Any) -> bool:
         """`observe_alike` of one round."""
-        return self.observe_alike([RoundTimes(draft_ms, verify_ms, round_ms)], **shape)[0]
+        return self.observe_alike([StepTimes(draft_ms, verify_ms, round_ms)], **shape)[0]
 
     def observe_alike(
         self,
-        times: Sequence[RoundTimes],
+        times: Sequence[StepTimes],
         *,
         shape: DraftShape,
         batch_size: int,
@@ -238,9 +238,9 @@ class CostModel:
         bucket = _bucket(batch_size)
         if num_prompt_rows:
             table_ms = float(self._table_prompt_ms(num_prompt_rows, context, num_rows))
-            usable = [0.0 < took.round_ms <= ABSURD_RATIO * (whole + table_ms) for took in times]
+            usable = [0.0 < took.step_ms <= ABSURD_RATIO * (whole + table_ms) for took in times]
             for took in self._taken(times, usable):
-                excess_ms = took.round_ms - whole - num_entries * self.entry_ms - table_ms
+                excess_ms = took.step_ms - whole - num_entries * self.entry_ms - table_ms
                 # One round that a prompt of another kind shared says at most so much.
                 excess_ms = min(max(excess_ms, -whole), whole)
                 self._prompt_excess.learn(bucket, excess_ms, drafts=num_drafts > 0)
@@ -255,7 +255,7 @@ class CostModel:
             _are_parts_of_a_round(took)
             and (not num_made or _is_near(took.draft_ms, draft, _NEGLIGIBLE_MS))
             and _is_near(took.verify_ms, verify)
-            and took.round_ms <= ABSURD_RATIO * whole
+            and took.step_ms <= ABSURD_RATIO * whole
             for took in times
         ]
         taken = self._taken(times, usable)
@@ -263,7 +263,7 @@ class CostModel:
             return usable
         num_rounds = len(taken)
         self._num_rounds += num_rounds
-        host_ms = sum(max(0.0, t.round_ms - t.draft_ms - t.verify_ms) for t in taken) / num_rounds
+        host_ms = sum(max(0.0, t.step_ms - t.draft_ms - t.verify_ms) for t in taken) / num_rounds
         self._learn_host(bucket, host_ms, num_rounds)
         if not shape.is_chain:
             change = num_made / num_drafting - self._tree_drafts[shape]
@@ -285,7 +285,7 @@ class CostModel:
         self._drift = _clipped(self._drift + drift_gain * _mean_log(ratios))
         return usable
 
-    def _taken(self, times: Sequence[RoundTimes], usable: Sequence[bool]) -> list[RoundTimes]:
+    def _taken(self, times: Sequence[StepTimes], usable: Sequence[bool]) -> list[StepTimes]:
         """Those that are usable; the others are counted."""
         taken = [took for took, is_usable in zip(times, usable, strict=True) if is_usable]
         self._num_refused += len(times) - len(taken)
@@ -573,12 +573,12 @@ def _clipped(log_factor: float) -> float:
     return min(max(log_factor, -_LARGEST_LOG), _LARGEST_LOG)
 
 
-def _are_parts_of_a_round(times: RoundTimes) -> bool:
+def _are_parts_of_a_round(times: StepTimes) -> bool:
     """Whether these are times at all, and the stages not longer than the whole."""
     stages = times.draft_ms, times.verify_ms
-    if not all(math.isfinite(ms) and ms >= 0 for ms in (*stages, times.round_ms)):
+    if not all(math.isfinite(ms) and ms >= 0 for ms in (*stages, times.step_ms)):
         return False
-    return sum(stages) <= times.round_ms * _CLOCKS_DIFFER + _CLOCKS_DIFFER_MS
+    return sum(stages) <= times.step_ms * _CLOCKS_DIFFER + _CLOCKS_DIFFER_MS
 
 
 def _is_near(measured: float, predicted: float, slack: float = 0.0) -> bool:

@@ -8,7 +8,8 @@ from serve_spec.adaptive.guard import GuardedSlot
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
 
 
 class EmaPolicy:
@@ -51,20 +52,20 @@ class EmaPolicy:
         tree = self._trees.get(key, {}).get(depth)
         return RoundSteps(tree or DraftShape.chain(depth), notes=notes)
 
-    def observe(self, verified: VerifiedRound) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Feeds the slot of the batch that was verified.
 
         Only rows that drafted the tier's full depth count: a row clamped to 1 draft shows at most
         1 correct one, and would read as failure at tier 7. So would a result of a tier that the
         slot has left meanwhile; it changes neither average nor count.
         """
-        guarded = self._guarded[self.params.slot_key(verified.batch_size)]
-        depth = verified.shape.depth
+        guarded = self._guarded[self.params.slot_key(record.num_planned_seqs)]
+        depth = record.shape.depth
         if depth != guarded.slot.current_steps:
             self._num_stale_rounds += 1
             return
-        rows = verified.model_rows  # drafts from texts fare differently, and are not chosen here
-        columns = zip(rows.row_steps, rows.num_correct_drafts, strict=True)
+        drafts = record.model_drafts  # those from texts fare differently, and are not chosen here
+        columns = zip(drafts.row_steps, drafts.row_correct_drafts, strict=True)
         guarded.update([correct for steps, correct in columns if steps == depth])
 
     def forget(self, request_id: str) -> None:

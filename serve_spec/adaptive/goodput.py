@@ -37,13 +37,8 @@ from serve_spec.adaptive.step_costs import step_costs
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.adaptive.text_first import TextFirst
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import (
-    DecodeBatch,
-    RoundNotes,
-    RoundSteps,
-    RoundTimes,
-    VerifiedRound,
-)
+from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
 
 DEFAULT_MAX_STEPS = 7
 LEAVE_OFF_GAIN = 1.02
@@ -98,8 +93,8 @@ MAX_BAD_TIMES = 8
 """Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
 
 
-_Timed: TypeAlias = tuple[VerifiedRound, RoundTimes]
-_Round = TypeVar("_Round", VerifiedRound, _Timed)
+_Timed: TypeAlias = tuple[StepRecord, StepTimes]
+_Round = TypeVar("_Round", StepRecord, _Timed)
 
 
 @dataclass
@@ -213,7 +208,7 @@ class GoodputPolicy:
         """Of the plan, where it may draft trees."""
         self._was_plain = True
         """Whether the newest round was."""
-        self._to_learn: list[VerifiedRound] = []
+        self._to_learn: list[StepRecord] = []
         self._num_expected = 0
         """Of these, the first so many turned out as their plan expected."""
         self._left: set[str] = set()
@@ -312,42 +307,42 @@ class GoodputPolicy:
             return RoundSteps(PLAIN, row_steps, notes)
         return RoundSteps(shape, row_steps, notes)
 
-    def observe(self, verified: VerifiedRound) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
 
         Raises:
             BadMeasurement: too many times in a row can not be those of a round.
         """
-        if not verified.shape.is_chain and verified.shape not in self.shapes:
+        if not record.shape.is_chain and record.shape not in self.shapes:
             return  # the policy before this one asked for it
-        self._to_learn.append(self._with_own_times(verified))
-        if verified.num_draft_tokens:
+        self._to_learn.append(self._with_own_times(record))
+        if record.num_planned_drafts:
             self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
-        due = self._plan_rounds + (verified.batch_size // PLAN_ROWS) ** 2
+        due = self._plan_rounds + (record.num_planned_seqs // PLAN_ROWS) ** 2
         num_rounds = len(self._to_learn)
         if num_rounds - self._num_expected < due:
             return
-        if num_rounds >= MOST_PROLONGED * due or self._is_surprised(verified):
+        if num_rounds >= MOST_PROLONGED * due or self._is_surprised(record):
             self._learn()
         else:
             self._num_expected = num_rounds
 
-    def _with_own_times(self, verified: VerifiedRound) -> VerifiedRound:
+    def _with_own_times(self, record: StepRecord) -> StepRecord:
         """The round, without its times where they say nothing of rounds of its kind.
 
         One that was launched ahead takes as long as the host takes for the one before it, if that
         is longer than what the device takes; and drafts give the host more to do.
         """
-        is_plain, times = verified.is_plain, verified.times
+        is_plain, times = record.is_plain, record.times
         is_first, self._was_plain = is_plain != self._was_plain, is_plain
-        if not (is_first and verified.follows) or times is None:
-            return verified
-        clock = self._range(verified.batch_size)[1].clock
+        if not (is_first and record.follows) or times is None:
+            return record
+        clock = self._range(record.num_planned_seqs)[1].clock
         if is_plain:
             clock.baseline_rounds = LONG_BASELINE_ROUNDS if _waits(times) else 1
-        return verified if clock.baseline_rounds == 1 else replace(verified, times=None)
+        return record if clock.baseline_rounds == 1 else replace(record, times=None)
 
-    def _is_surprised(self, newest: VerifiedRound) -> bool:
+    def _is_surprised(self, newest: StepRecord) -> bool:
         """Whether the rounds of a plan are no longer, or never were, what it expected."""
         if self._plan is None or self._shape == PLAIN or self._rounds_at_tier < SETTLED_ROUNDS:
             return True
@@ -356,15 +351,15 @@ class GoodputPolicy:
         if any(map(_is_from_text, self._to_learn)):
             return True  # how long a text repeats itself is not in the plan
         # Measured, too: what the guard is not told cannot close it.
-        speedup = self._range(newest.batch_size)[1].guard.speedup
+        speedup = self._range(newest.num_planned_seqs)[1].guard.speedup
         if speedup is None or speedup < LEAVE_OFF_GAIN:
             return True
         choice = self._plan.choice
         kept = [
             correct
-            for verified in self._to_learn
-            if verified.shape == choice.shape
-            for correct in verified.num_correct_drafts
+            for record in self._to_learn
+            if record.shape == choice.shape
+            for correct in record.row_correct_drafts
         ]
         if not kept:
             return True
@@ -381,16 +376,16 @@ class GoodputPolicy:
         self._num_expected = 0
         passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
         rounds = [each for place, each in enumerate(rounds) if place not in passed]
-        newest = rounds[-max(1, LEARNED_ROWS // rounds[-1].batch_size) :]
-        self.survival.observe_rounds([verified.model_rows for verified in newest])
-        of_texts = [verified for verified in newest if verified.is_from_text]
+        newest = rounds[-max(1, LEARNED_ROWS // rounds[-1].num_planned_seqs) :]
+        self.survival.observe_rounds([record.model_drafts for record in newest])
+        of_texts = [record for record in newest if record.is_from_text]
         if of_texts:
             self.text.observe_rounds(of_texts)
         for request_id in left:  # some of these rounds were its own
             self.survival.forget(request_id)
             self.text.forget(request_id)
-        for verified in rounds:
-            self.prompts.observe(verified)
+        for record in rounds:
+            self.prompts.observe(record)
         self._learn_times([(each, each.times) for each in rounds if each.times is not None])
 
     def _learn_times(self, timed: Sequence[_Timed]) -> None:
@@ -398,13 +393,13 @@ class GoodputPolicy:
         unpriced |= _all_but_newest(timed, PRICED_ROUNDS, lambda each: _is_alone(each, drafts=True))
         priced = [each for place, each in enumerate(timed) if place not in unpriced]
         usable = iter(self._learn_costs(priced))
-        for place, (verified, times) in enumerate(timed):
-            context = verified.num_tokens / verified.batch_size
-            unit_ms = self.costs.table_off_ms(verified.batch_size, context, verified.num_sampled)
-            is_near = 0.0 < times.round_ms <= ABSURD_RATIO * unit_ms
+        for place, (record, times) in enumerate(timed):
+            context = record.num_tokens / record.num_planned_seqs
+            unit_ms = self.costs.table_off_ms(record.num_planned_seqs, context, record.num_sampled)
+            is_near = 0.0 < times.step_ms <= ABSURD_RATIO * unit_ms
             if is_near if place in unpriced else next(usable):
                 self._num_bad_times = 0
-                self._learn_speed(verified, times.round_ms, unit_ms)
+                self._learn_speed(record, times.step_ms, unit_ms)
                 continue
             self._num_bad_times += 1
             if self._num_bad_times >= MAX_BAD_TIMES:
@@ -421,38 +416,38 @@ class GoodputPolicy:
 
         for (_, shape), alike in groupby(timed, kind):
             rounds, times = zip(*alike, strict=True)
-            context = rounds[0].num_tokens / rounds[0].batch_size
+            context = rounds[0].num_tokens / rounds[0].num_planned_seqs
             usable += self.costs.observe_alike(times, context=context, **shape)
         return usable
 
-    def _cost_shape(self, verified: VerifiedRound) -> dict[str, Any]:
+    def _cost_shape(self, record: StepRecord) -> dict[str, Any]:
         """What decides a round's costs, beside its context: see `CostModel.observe_alike`."""
-        shape, usual = verified.shape, verified.num_drafting * (self.max_steps + 1)
-        made_up_for_more = verified.num_catch_up > usual  # a prompt, or a pause
+        shape, usual = record.shape, record.num_drafting * (self.max_steps + 1)
+        made_up_for_more = record.num_catch_up > usual  # a prompt, or a pause
         return {
-            "batch_size": verified.batch_size,
-            "shape": DraftShape.chain(verified.deepest) if shape.is_chain else shape,
-            "num_rows": verified.batch_size + verified.num_draft_tokens,
-            "num_drafting": verified.num_drafting,
-            "num_sampled": verified.num_sampled,
-            "num_entries": verified.num_catch_up if made_up_for_more else 0,
-            "num_text_drafts": verified.num_text_drafts,
-            "num_prompt_rows": verified.num_prompt_rows,
+            "batch_size": record.num_planned_seqs,
+            "shape": DraftShape.chain(record.deepest) if shape.is_chain else shape,
+            "num_rows": record.num_planned_seqs + record.num_planned_drafts,
+            "num_drafting": record.num_drafting,
+            "num_sampled": record.num_sampled,
+            "num_entries": record.num_catch_up if made_up_for_more else 0,
+            "num_text_drafts": record.num_text_drafts,
+            "num_prompt_rows": record.num_prefill_tokens,
         }
 
-    def _learn_speed(self, verified: VerifiedRound, round_ms: float, unit_ms: float) -> None:
+    def _learn_speed(self, record: StepRecord, round_ms: float, unit_ms: float) -> None:
         self.budget.pass_time(round_ms)
-        if verified.num_prompt_rows:
+        if record.num_prefill_tokens:
             return
-        here = self._range(verified.batch_size)[1]
-        here.rounds_of[verified.shape] += 1
+        here = self._range(record.num_planned_seqs)[1]
+        here.rounds_of[record.shape] += 1
         guard = here.guard
-        if verified.is_plain:
+        if record.is_plain:
             guard.observe_off(round_ms, unit_ms)
         elif (
-            self._shape != PLAIN or verified.num_text_drafts
+            self._shape != PLAIN or record.num_text_drafts
         ):  # of a trial it is known that it is slower
-            guard.observe(verified.num_output_tokens, verified.batch_size, round_ms, unit_ms)
+            guard.observe(record.num_output_tokens, record.num_planned_seqs, round_ms, unit_ms)
 
     def forget(self, request_id: str) -> None:
         """Drops a request's acceptance, also from rounds that are still to be learned from."""
@@ -701,23 +696,23 @@ class GoodputPolicy:
             self._shape, self._tier_reason, self._rounds_at_tier = shallower, Reason.PROBE, 0
 
 
-def _waits(times: RoundTimes) -> bool:
+def _waits(times: StepTimes) -> bool:
     """Whether the device waited for the host."""
-    idle_ms = times.round_ms - times.draft_ms - times.verify_ms
-    return idle_ms > WAITS_SHARE * times.round_ms
+    idle_ms = times.step_ms - times.draft_ms - times.verify_ms
+    return idle_ms > WAITS_SHARE * times.step_ms
 
 
-def _is_from_text(verified: VerifiedRound) -> bool:
-    return any(verified.is_from_text)
+def _is_from_text(record: StepRecord) -> bool:
+    return any(record.is_from_text)
 
 
-def _has_drafts(verified: VerifiedRound) -> bool:
-    return verified.num_draft_tokens > 0
+def _has_drafts(record: StepRecord) -> bool:
+    return record.num_planned_drafts > 0
 
 
 def _is_alone(timed: _Timed, *, drafts: bool) -> bool:
     """Whether a round says what one takes without prompts; those with some are few enough."""
-    return not timed[0].num_prompt_rows and _has_drafts(timed[0]) == drafts
+    return not timed[0].num_prefill_tokens and _has_drafts(timed[0]) == drafts
 
 
 def _all_but_newest(

@@ -5,7 +5,8 @@ from __future__ import annotations
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.speculator import INITIAL_STEPS, AdaptiveSpeculator
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 
 DEFAULT_MAX_STEPS = 8
 
@@ -31,13 +32,11 @@ class PerRequestPolicy:
         ]
         return RoundSteps(self._tree or DraftShape.chain(max(row_steps)), row_steps)
 
-    def observe(self, verified: VerifiedRound) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Tells each sequence what became of the model's drafts; without them it learns nothing."""
-        of_model = verified.model_rows
-        rows = zip(
-            of_model.request_ids, of_model.row_steps, of_model.num_correct_drafts, strict=True
-        )
-        for request_id, steps, correct in rows:
+        request_ids, row_steps, row_correct_drafts, _ = record.model_drafts
+        columns = zip(request_ids, row_steps, row_correct_drafts, strict=True)
+        for request_id, steps, correct in columns:
             if steps:
                 speculator = self._speculators.get(request_id) or self._new(request_id)
                 speculator.update(steps, correct)

@@ -6,7 +6,8 @@ from enum import StrEnum
 from typing import Protocol
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 
 
 class Reason(StrEnum):
@@ -50,8 +51,8 @@ class StepPolicy(Protocol):
         """The next round's shape and, where rows differ, each row's levels; batch.size ≥ 1."""
         ...
 
-    def observe(self, verified: VerifiedRound) -> None:
-        """Learns from one verified round.
+    def observe(self, record: StepRecord) -> None:
+        """Learns from one step.
 
         Raises:
             BadMeasurement: the clock is broken, or what reads it.
@@ -78,7 +79,7 @@ class StaticPolicy:
         """Return the one shape."""
         return RoundSteps(self.shapes[0])
 
-    def observe(self, verified: VerifiedRound) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Learns nothing."""
 
     def forget(self, request_id: str) -> None:

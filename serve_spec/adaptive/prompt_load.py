@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 
 from serve_spec.adaptive.objective import Counts, Floats, Menu, from_zero
-from serve_spec.core.round import VerifiedRound
+from serve_spec.core.record import StepRecord
 
 _REMEMBERED = 64
 """Requests that the means are over, about."""
@@ -41,13 +41,13 @@ class PromptLoad:
         self._num_rows = 0.0
         self._num_tokens = 0.0
 
-    def observe(self, verified: VerifiedRound) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Counts the requests that ended in a round."""
-        if verified.num_ended:
-            kept = max(0.0, 1.0 - verified.num_ended / _REMEMBERED)
-            self._num_ended = kept * self._num_ended + verified.num_ended
-            self._num_rows = kept * self._num_rows + verified.num_ended_prompt_rows
-            self._num_tokens = kept * self._num_tokens + verified.num_ended_tokens
+        if record.num_ended:
+            kept = max(0.0, 1.0 - record.num_ended / _REMEMBERED)
+            self._num_ended = kept * self._num_ended + record.num_ended
+            self._num_rows = kept * self._num_rows + record.num_ended_prompt_rows
+            self._num_tokens = kept * self._num_tokens + record.num_ended_tokens
 
     @property
     def is_known(self) -> bool:

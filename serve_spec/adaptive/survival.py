@@ -24,13 +24,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import chain, groupby, repeat
-from typing import NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.adaptive.observations import Indices, Observations
 from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.record import DraftColumns
 
 Floats: TypeAlias = NDArray[np.float64]
 Numbers = TypeVar("Numbers", float, Floats)
@@ -91,31 +92,6 @@ _TWO_ERRORS = 2 * math.sqrt(2 * 0.25) / 1.5
 _EVEN_RATE = np.array([0.5])
 _UNKNOWN = 0
 """The slot of every request that never drafted: no trials, ever."""
-
-
-class DraftedRound(Protocol):
-    """What became of a round's drafts, an entry per row in every column.
-
-    Of trees, `row_steps` are levels. Chains are alike, whatever their depth.
-    """
-
-    @property
-    def request_ids(self) -> Sequence[str]: ...
-    @property
-    def row_steps(self) -> Sequence[int]: ...
-    @property
-    def num_correct_drafts(self) -> Sequence[int]: ...
-    @property
-    def shape(self) -> DraftShape: ...
-
-
-class DraftColumns(NamedTuple):
-    """See `DraftedRound`."""
-
-    request_ids: Sequence[str]
-    row_steps: Sequence[int]
-    num_correct_drafts: Sequence[int]
-    shape: DraftShape = PLAIN
 
 
 class SurvivalEstimator:
@@ -213,7 +189,7 @@ class SurvivalEstimator:
         """`observe_rounds` of one round, column by column."""
         self.observe_rounds([DraftColumns(request_ids, row_steps, num_correct_drafts, shape)])
 
-    def observe_rounds(self, rounds: Sequence[DraftedRound]) -> None:
+    def observe_rounds(self, rounds: Sequence[DraftColumns]) -> None:
         """Learns verified rounds, the oldest first.
 
         A row of 0 steps teaches nothing; what is known of its request ages by one token. Rounds in
@@ -229,7 +205,7 @@ class SurvivalEstimator:
             _refuse_uneven(each)
             self._arm(each.shape)
         steps = list(chain.from_iterable(each.row_steps for each in rounds))
-        correct = list(chain.from_iterable(each.num_correct_drafts for each in rounds))
+        correct = list(chain.from_iterable(each.row_correct_drafts for each in rounds))
         codes = self._observations.codes(steps, correct)
         for (arm, has_drafts), run in groupby(rounds, self._kind):
             alike = list(run)
@@ -240,12 +216,12 @@ class SurvivalEstimator:
                 self._learn_plain(alike, codes[:num_rows])
             codes = codes[num_rows:]
 
-    def _kind(self, shown: DraftedRound) -> tuple[int, bool]:
+    def _kind(self, shown: DraftColumns) -> tuple[int, bool]:
         """What a round drafted, if anything."""
         has_drafts = any(shown.row_steps)
         return self._arm(shown.shape) if has_drafts else 0, has_drafts
 
-    def _learn_drafts(self, rounds: Sequence[DraftedRound], codes: Indices, arm: int) -> None:
+    def _learn_drafts(self, rounds: Sequence[DraftColumns], codes: Indices, arm: int) -> None:
         request_ids, shown = self._by_request(rounds, codes)
         slots = self._slots(request_ids)
         self._admit(request_ids, slots, shown)
@@ -271,7 +247,7 @@ class SurvivalEstimator:
         counts = np.bincount((shown + of_round).ravel(), minlength=num_rounds * num_codes)
         return counts.reshape(num_rounds, num_codes).astype(np.float64)
 
-    def _learn_plain(self, rounds: Sequence[DraftedRound], codes: Indices) -> None:
+    def _learn_plain(self, rounds: Sequence[DraftColumns], codes: Indices) -> None:
         if self._slot_of:
             request_ids, shown = self._by_request(rounds, codes)
             slots = self._slots(request_ids)
@@ -279,7 +255,7 @@ class SurvivalEstimator:
         self._weigh_less(len(rounds))
 
     def _by_request(
-        self, rounds: Sequence[DraftedRound], codes: Indices
+        self, rounds: Sequence[DraftColumns], codes: Indices
     ) -> tuple[Sequence[str], Indices]:
         """Every request of some rounds, and its code in each, [rounds, requests]."""
         request_ids = rounds[0].request_ids
@@ -465,8 +441,8 @@ class SurvivalEstimator:
         return np.concatenate([self._rates[None], branched_rates])
 
 
-def _refuse_uneven(shown: DraftedRound) -> None:
-    lengths = [len(shown.request_ids), len(shown.row_steps), len(shown.num_correct_drafts)]
+def _refuse_uneven(shown: DraftColumns) -> None:
+    lengths = [len(shown.request_ids), len(shown.row_steps), len(shown.row_correct_drafts)]
     if min(lengths) < max(lengths):
         raise ValueError(f"lengths={lengths}: give every column one entry per row")
     if len(set(shown.request_ids)) < lengths[0]:

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from serve_spec.adaptive.objective import Counts, Floats, RoundCosts
-from serve_spec.adaptive.survival import DraftColumns, SurvivalEstimator
-from serve_spec.core.round import DecodeBatch, VerifiedRound
+from serve_spec.adaptive.survival import SurvivalEstimator
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch
 
 FIRST_RATE = 0.85
 """Expected of a draft from a text that nobody has verified one of: worth a try, also beside a
@@ -70,9 +71,9 @@ class TextFirst:
             wanted[passed_over[0]] = min(most, RETRY_STEPS)
         return wanted
 
-    def observe_rounds(self, rounds: Sequence[VerifiedRound]) -> None:
+    def observe_rounds(self, rounds: Sequence[StepRecord]) -> None:
         """Learns from the rows that drafted from their texts, the oldest round first."""
-        self.survival.observe_rounds(list(map(_of_texts, rounds)))
+        self.survival.observe_rounds([record.text_drafts for record in rounds])
 
     def forget(self, request_id: str) -> None:
         """Drops a request."""
@@ -81,17 +82,6 @@ class TextFirst:
     def snapshot(self) -> dict[str, object] | None:
         """What is known of drafts from texts, JSON-able; None before the first."""
         return self.survival.snapshot() if self.survival.pooled_trials.any() else None
-
-
-def _of_texts(verified: VerifiedRound) -> DraftColumns:
-    """The round as if only rows that drafted from their text had drafted, in chains."""
-    kept, flags = verified.num_correct_drafts, verified.is_from_text
-    if not any(flags):
-        none = [0] * len(verified.row_steps)
-        return DraftColumns(verified.request_ids, none, none)
-    counts = zip(verified.row_steps, kept, flags, strict=True)
-    rows = [(k, m) if is_from_text else (0, 0) for k, m, is_from_text in counts]
-    return DraftColumns(verified.request_ids, [k for k, _ in rows], [m for _, m in rows])
 
 
 def text_steps(

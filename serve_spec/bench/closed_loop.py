@@ -9,9 +9,9 @@ from itertools import islice
 
 from serve_spec.bench.phases import TextRequest
 from serve_spec.bench.waves import heard_rounds
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.engine.engine import SpecEngine
-from serve_spec.metrics import StepStats
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,7 @@ class MeasuredRound:
 
     ms: float
     """Wall time, policy and texts included."""
-    stats: StepStats
+    record: StepRecord
 
 
 @dataclass
@@ -34,7 +34,7 @@ class PhaseRun:
     @property
     def decode_rounds(self) -> list[MeasuredRound]:
         """Rounds with decode rows, whether or not prompts shared them."""
-        return [r for r in self.rounds if r.stats.batch_size]
+        return [r for r in self.rounds if r.record.batch_size]
 
     @property
     def wall_ms(self) -> float:
@@ -49,13 +49,13 @@ class PhaseRun:
     @property
     def num_decode_tokens(self) -> int:
         """Without the first of each text, which its prompt's round draws."""
-        return sum(r.stats.num_output_tokens for r in self.rounds)
+        return sum(r.record.num_output_tokens for r in self.rounds)
 
 
 def prompt_ms_per_token(runs: Iterable[PhaseRun]) -> float:
     """What a prompt token takes, by the rounds that computed nothing but prompts."""
-    alone = [r for run in runs for r in run.rounds if not r.stats.batch_size]
-    return sum(r.ms for r in alone) / sum(r.stats.num_prefill_tokens for r in alone)
+    alone = [r for run in runs for r in run.rounds if not r.record.batch_size]
+    return sum(r.ms for r in alone) / sum(r.record.num_prefill_tokens for r in alone)
 
 
 class ClosedLoop:
@@ -91,7 +91,7 @@ class ClosedLoop:
                 self._run(self.engine.step, heard)
             self._run(self.engine.drain, heard)
 
-    def _run(self, step: Callable[[], list[TokenDelta]], heard: list[StepStats]) -> None:
+    def _run(self, step: Callable[[], list[TokenDelta]], heard: list[StepRecord]) -> None:
         started = time.perf_counter()
         deltas = step()
         ms = (time.perf_counter() - started) * 1e3

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean, harmonic_mean
 
-from serve_spec.metrics import StepStats
+from serve_spec.core.record import StepRecord
 
 SETTLE_ROUNDS = 2
 """The first full rounds of a batch are not counted: drafts catch up over the prompts there."""
@@ -26,7 +26,7 @@ class FullBatches:
     """Of every request."""
     round_ms: list[float] = field(default_factory=list)
 
-    def add(self, rounds: Sequence[StepStats]) -> None:
+    def add(self, rounds: Sequence[StepRecord]) -> None:
         """Adds the rounds of a batch that started together; of a smaller one, none counts."""
         full = [r for r in rounds if r.decodes_only and r.batch_size == self.batch_size]
         counted = full[SETTLE_ROUNDS:]

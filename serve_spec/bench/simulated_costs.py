@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, TreeCosts
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.record import StepTimes
 
 
 class RoundShape(NamedTuple):
@@ -62,7 +62,7 @@ _NO_MACHINE = CostKey(
     code="recorded",
 )
 
-RoundCosts = Callable[[RoundShape], RoundTimes]
+RoundCosts = Callable[[RoundShape], StepTimes]
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class GridCosts:
     """What each row of a request that samples adds."""
     prefill_ms_per_token: float = 0.0
 
-    def __call__(self, shape: RoundShape) -> RoundTimes:
+    def __call__(self, shape: RoundShape) -> StepTimes:
         """Milliseconds of a round."""
         verify_ms, draft_ms = 0.0, 0.0
         if shape.batch_size:
@@ -91,7 +91,7 @@ class GridCosts:
         verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
         for step, rows in enumerate(shape.drafting, start=1):
             draft_ms += self._step(rows * shape.draft.topk, step)
-        return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+        return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
     @cache  # noqa: B019 - lives as long as the table, which is a constant
     def _verify(self, batch_size: int, num_rows: int) -> float:
@@ -117,14 +117,14 @@ class RowCosts:
     draft_row_ms: float
     prefill_ms_per_token: float = 0.0
 
-    def __call__(self, shape: RoundShape) -> RoundTimes:
+    def __call__(self, shape: RoundShape) -> StepTimes:
         """Milliseconds of a round."""
         verify_ms = self._verify(shape.num_rows) if shape.batch_size else 0.0
         verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
         draft_ms = sum(
             self.draft_step_ms + self.draft_row_ms * n * shape.draft.topk for n in shape.drafting
         )
-        return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+        return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
     @cache  # noqa: B019
     def _verify(self, num_rows: int) -> float:
@@ -138,11 +138,11 @@ def noisy(costs: RoundCosts, spread: float, seed: int = 0) -> RoundCosts:
     """
     rng = random.Random(seed)
 
-    def measured(shape: RoundShape) -> RoundTimes:
+    def measured(shape: RoundShape) -> StepTimes:
         times = costs(shape)
         draft_ms = times.draft_ms * math.exp(rng.gauss(0, spread))
         verify_ms = times.verify_ms * math.exp(rng.gauss(0, spread))
-        return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+        return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
 
     return measured
 
@@ -155,7 +155,7 @@ def recorded_table(
 ) -> CostTable:
     """The table that a profile would write on a machine where rounds cost `costs`."""
 
-    def branched(tree: DraftShape, size: int) -> RoundTimes:
+    def branched(tree: DraftShape, size: int) -> StepTimes:
         return costs(RoundShape(size, (size,) * tree.depth, size * 128, 0, 0, 0, tree))
 
     times = [

@@ -19,9 +19,10 @@ from serve_spec.bench.report import table
 from serve_spec.bench.simulated_costs import RoundCosts, RoundShape
 from serve_spec.bench.trace import TraceSet
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 
-OnRound = Callable[[DecodeBatch, RoundSteps, VerifiedRound], None]
+OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 
 
 @dataclass
@@ -59,16 +60,16 @@ class PhaseReport:
         """Share of the decoding time that rounds run to learn took."""
         return self.probe_ms / self.decode_ms
 
-    def count(self, verified: VerifiedRound, decode_ms: float, *, probing: bool) -> None:
+    def count(self, record: StepRecord, decode_ms: float) -> None:
         """Adds one round with decode rows."""
         self.num_rounds += 1
-        self.num_rows += verified.batch_size
-        self.num_draft_tokens += verified.num_draft_tokens
-        self.num_output_tokens += verified.num_output_tokens
+        self.num_rows += record.batch_size
+        self.num_draft_tokens += record.num_draft_tokens
+        self.num_output_tokens += record.num_output_tokens
         self.decode_ms += decode_ms
-        self.num_probe_rounds += probing
-        self.probe_ms += decode_ms * probing
-        self.rounds_by_shape[verified.shape] += 1
+        self.num_probe_rounds += record.notes.is_probe
+        self.probe_ms += decode_ms * record.notes.is_probe
+        self.rounds_by_shape[record.shape] += 1
 
 
 class ControllerPolicy:
@@ -164,7 +165,7 @@ class Simulator:
                 return report
             if entering:
                 shape = RoundShape(0, (), 0, 0, 0, sum(row.length for row in entering))
-                report.prompt_ms += self.costs(shape).round_ms
+                report.prompt_ms += self.costs(shape).step_ms
             if rows:
                 rows = self._round(rows, entering, report)
             for row in entering:  # the prompt's round draws the first token
@@ -217,25 +218,25 @@ class Simulator:
         )
         times = self.costs(shape)
         live = self._commit(rows, kept)
-        verified = VerifiedRound(
+        record = StepRecord(
             shape=steps.shape,
-            batch_size=shape.batch_size,
+            request_ids=tuple([batch.request_ids[i] for i in live]),
+            row_steps=tuple([row_steps[i] for i in live]),
+            row_correct_drafts=tuple([kept[i] for i in live]),
+            accept_lengths=tuple([count + 1 for count in kept]),
+            num_draft_tokens=shape.num_rows - shape.batch_size,
             num_tokens=shape.num_tokens,
             num_sampled=shape.num_sampled,
-            request_ids=[batch.request_ids[i] for i in live],
-            row_steps=[row_steps[i] for i in live],
-            num_correct_drafts=[kept[i] for i in live],
             num_drafting=shape.drafting[0] if shape.drafting else 0,
             deepest=shape.num_steps,
-            num_draft_tokens=shape.num_rows - shape.batch_size,
-            num_output_tokens=len(rows) + sum(kept),
             num_catch_up=shape.num_catch_up,
             times=None if entering else times,
+            notes=steps.notes,
         )
-        self.policy.observe(verified)
-        report.count(verified, times.round_ms, probing=steps.notes.is_probe)
+        self.policy.observe(record)
+        report.count(record, times.step_ms)
         if self._on_round is not None:
-            self._on_round(batch, steps, verified)
+            self._on_round(batch, steps, record)
         return [rows[i] for i in live]
 
     def _batch(self, rows: list[_Row], entering: list[_Row]) -> DecodeBatch:

@@ -18,10 +18,10 @@ import numpy as np
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.config import ConfigError, ServeSpecConfig
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence as TextSequence
 from serve_spec.engine.engine import SpecEngine
-from serve_spec.metrics import StepStats
 
 SETTLE_ROUNDS = 4
 """Not counted after a change of arm: rounds the arm before left under way, then a catch-up."""
@@ -70,9 +70,9 @@ def with_room(config: ServeSpecConfig, largest: Wave, max_steps: int) -> ServeSp
 
 
 @contextmanager
-def heard_rounds(engine: SpecEngine) -> Iterator[list[StepStats]]:
+def heard_rounds(engine: SpecEngine) -> Iterator[list[StepRecord]]:
     """The rounds run inside; metrics and policy are put back after it."""
-    heard: list[StepStats] = []
+    heard: list[StepRecord] = []
     sink, controller = engine.metrics, engine.controller
     engine.metrics = _Listener(heard)
     try:
@@ -86,7 +86,7 @@ def run_wave(
     wave: Wave,
     plain: AdaptiveController,
     arms: Arms,
-) -> dict[str, list[StepStats]]:
+) -> dict[str, list[StepRecord]]:
     """The full rounds of every arm, once its turn has settled. The engine must be idle.
 
     Prompts run under `plain`, then arms take turns, in an order the wave's seed decides, until
@@ -103,7 +103,7 @@ def run_wave(
         for shape in controller.shapes
     )
     order = random.Random(wave.seed).sample(list(arms), len(arms))
-    rounds: dict[str, list[StepStats]] = {name: [] for name in arms}
+    rounds: dict[str, list[StepRecord]] = {name: [] for name in arms}
     with heard_rounds(engine) as heard:
         try:
             _start(engine, sequences, plain)
@@ -125,7 +125,7 @@ def run_wave(
     raise AssertionError("turns have no end")
 
 
-def figures(rounds: Sequence[StepStats]) -> dict[str, Any]:
+def figures(rounds: Sequence[StepRecord]) -> dict[str, Any]:
     """Medians with spread, in milliseconds; tokens per second over all of them together."""
     low, middle, high = np.percentile([r.step_ms for r in rounds], (10, 50, 90))
     tokens = sum(r.num_output_tokens for r in rounds)
@@ -186,11 +186,11 @@ def _nears_end(sequences: Sequence[TextSequence], deepest: int) -> bool:
     return min(seq.num_remaining for seq in sequences) <= 2 * (deepest + 1)
 
 
-def _is_full(stats: StepStats, wave: Wave) -> bool:
-    return stats.decodes_only and stats.batch_size == wave.batch_size
+def _is_full(record: StepRecord, wave: Wave) -> bool:
+    return record.decodes_only and record.batch_size == wave.batch_size
 
 
-def _complete(rounds: dict[str, list[StepStats]], wave: Wave) -> dict[str, list[StepStats]]:
+def _complete(rounds: dict[str, list[StepRecord]], wave: Wave) -> dict[str, list[StepRecord]]:
     missing = [name for name, mine in rounds.items() if not mine]
     if missing:
         raise ConfigError(
@@ -202,7 +202,7 @@ def _complete(rounds: dict[str, list[StepStats]], wave: Wave) -> dict[str, list[
 
 @dataclass(frozen=True)
 class _Listener:
-    heard: list[StepStats]
+    heard: list[StepRecord]
 
-    def observe(self, stats: StepStats) -> None:
-        self.heard.append(stats)
+    def observe(self, record: StepRecord) -> None:
+        self.heard.append(record)

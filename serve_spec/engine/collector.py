@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.metrics import StepStats, batch_size_bucket
+from serve_spec.core.record import StepRecord
+from serve_spec.metrics import batch_size_bucket
 
 WINDOW_ROUNDS = 1024
 WINDOW_S = 60.0
@@ -39,19 +40,19 @@ class RoundSums:
     verify_ms: float = 0.0
     step_ms: float = 0.0
 
-    def add(self, stats: StepStats) -> None:
+    def add(self, record: StepRecord) -> None:
         """Counts one round."""
         self.rounds += 1
-        self.rows += stats.batch_size
-        self.output_tokens += stats.num_output_tokens
-        self.draft_tokens += stats.num_draft_tokens
-        self.correct_drafts += stats.num_correct_drafts
-        self.probe_rounds += stats.is_probe
-        self.busy_ms += stats.step_ms
-        if stats.decodes_only:
-            self.draft_ms += stats.draft_ms
-            self.verify_ms += stats.verify_ms
-            self.step_ms += stats.step_ms
+        self.rows += record.batch_size
+        self.output_tokens += record.num_output_tokens
+        self.draft_tokens += record.num_draft_tokens
+        self.correct_drafts += record.num_correct_drafts
+        self.probe_rounds += record.notes.is_probe
+        self.busy_ms += record.step_ms
+        if record.decodes_only:
+            self.draft_ms += record.draft_ms
+            self.verify_ms += record.verify_ms
+            self.step_ms += record.step_ms
 
     def snapshot(self) -> dict[str, object]:
         """The sums as rates and shares; None where there is nothing to divide by."""
@@ -75,11 +76,11 @@ class RecentSpeed:
         self._rounds: deque[tuple[int, float, float]] = deque(maxlen=SPEED_ROUNDS)
         self._tokens, self._ms, self._row_ms = 0, 0.0, 0.0
 
-    def add(self, stats: StepStats) -> None:
+    def add(self, record: StepRecord) -> None:
         """Counts one round; the oldest makes room."""
         if len(self._rounds) == SPEED_ROUNDS:
             self._sum(*self._rounds[0], sign=-1)
-        entry = stats.num_output_tokens, stats.step_ms, stats.step_ms * stats.batch_size
+        entry = record.num_output_tokens, record.step_ms, record.step_ms * record.batch_size
         self._rounds.append(entry)
         self._sum(*entry, sign=1)
 
@@ -106,13 +107,13 @@ class BucketSpeed:
         self.by_shape: dict[DraftShape, RecentSpeed] = {}
         self.drafting = RecentSpeed()
 
-    def add(self, stats: StepStats) -> None:
+    def add(self, record: StepRecord) -> None:
         """Counts one round without prompts."""
-        if stats.num_draft_tokens:
-            self.drafting.add(stats)
-        elif stats.shape.depth:
+        if record.num_draft_tokens:
+            self.drafting.add(record)
+        elif record.shape.depth:
             return
-        self.by_shape.setdefault(stats.shape, RecentSpeed()).add(stats)
+        self.by_shape.setdefault(record.shape, RecentSpeed()).add(record)
 
     @property
     def plain_tokens_per_row_ms(self) -> float | None:
@@ -150,20 +151,20 @@ class MetricsCollector:
     def __init__(self, window_rounds: int = WINDOW_ROUNDS, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
         self._clock_ms = 0.0
-        self._window: deque[tuple[float, StepStats]] = deque(maxlen=window_rounds)
+        self._window: deque[tuple[float, StepRecord]] = deque(maxlen=window_rounds)
         self._since_start = RoundSums()
         self._buckets: dict[int, BucketSpeed] = {}
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Records a round. One that decodes nothing only passes time."""
-        self._clock_ms += stats.step_ms
+        self._clock_ms += record.step_ms
         # Before the window: a reader that sees the round there finds its bucket.
-        if stats.decodes_only:
-            bucket = batch_size_bucket(stats.batch_size)
-            self._buckets.setdefault(bucket, BucketSpeed()).add(stats)
-        if stats.batch_size:
-            self._window.append((self._clock_ms, stats))
-            self._since_start.add(stats)
+        if record.decodes_only:
+            bucket = batch_size_bucket(record.batch_size)
+            self._buckets.setdefault(bucket, BucketSpeed()).add(record)
+        if record.batch_size:
+            self._window.append((self._clock_ms, record))
+            self._since_start.add(record)
         while self._window and self._window[0][0] < self._clock_ms - self.window_s * 1e3:
             self._window.popleft()
 
@@ -185,7 +186,7 @@ class MetricsCollector:
         Means weigh every draft (row, millisecond) alike; a p50 is over rounds.
         """
         # One call in C each, so the engine's thread can not change them half way through.
-        rounds = [stats for _, stats in tuple(self._window)]
+        rounds = [record for _, record in tuple(self._window)]
         buckets = self._buckets.copy()
         return {
             "effective_speedup": _rounded(_speedup(rounds, buckets)),
@@ -195,12 +196,12 @@ class MetricsCollector:
         }
 
 
-def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
+def _window_snapshot(rounds: list[StepRecord]) -> dict[str, object]:
     sums = RoundSums()
-    for stats in rounds:
-        sums.add(stats)
-    pure = [stats for stats in rounds if stats.decodes_only]
-    shapes = sorted({stats.shape for stats in pure})
+    for record in rounds:
+        sums.add(record)
+    pure = [record for record in rounds if record.decodes_only]
+    shapes = sorted({record.shape for record in pure})
     return {
         **sums.snapshot(),
         "accept_rate_p50": _median(
@@ -214,7 +215,7 @@ def _window_snapshot(rounds: list[StepStats]) -> dict[str, object]:
     }
 
 
-def _shape_times(rounds: list[StepStats]) -> dict[str, object]:
+def _shape_times(rounds: list[StepRecord]) -> dict[str, object]:
     """Return the milliseconds of one shape's rounds without prompts."""
     times = {
         "draft_ms": [s.draft_ms for s in rounds],
@@ -228,20 +229,20 @@ def _shape_times(rounds: list[StepStats]) -> dict[str, object]:
     return {"rounds": len(rounds), **summary}
 
 
-def _measured_to_predicted(pure: list[StepStats]) -> float | None:
-    foreseen = [(s.step_ms, s.predicted_ms) for s in pure if s.predicted_ms is not None]
+def _measured_to_predicted(pure: list[StepRecord]) -> float | None:
+    foreseen = [(s.step_ms, s.notes.predicted_ms) for s in pure if s.notes.predicted_ms is not None]
     return _ratio(sum(ms for ms, _ in foreseen), sum(predicted for _, predicted in foreseen))
 
 
-def _speedup(rounds: list[StepStats], buckets: dict[int, BucketSpeed]) -> float | None:
+def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float | None:
     drafting_ms = plain_ms = 0.0
-    for stats in rounds:
-        if not (stats.decodes_only and stats.num_draft_tokens):
+    for record in rounds:
+        if not (record.decodes_only and record.num_draft_tokens):
             continue
-        plain = buckets[batch_size_bucket(stats.batch_size)].plain_tokens_per_row_ms
+        plain = buckets[batch_size_bucket(record.batch_size)].plain_tokens_per_row_ms
         if plain:
-            drafting_ms += stats.step_ms
-            plain_ms += stats.num_output_tokens / (plain * stats.batch_size)
+            drafting_ms += record.step_ms
+            plain_ms += record.num_output_tokens / (plain * record.batch_size)
     return plain_ms / drafting_ms if drafting_ms else None
 
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 import secrets
 import time
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.adaptive.policy import Reason
 from serve_spec.core.errors import InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.core.round import NO_NOTES, RoundNotes, RoundTimes, VerifiedRound
+from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.costs import UNUSED, CostSource
@@ -23,7 +22,7 @@ from serve_spec.engine.garbage import restore_collector
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
-from serve_spec.metrics import MetricsSink, NullSink, StepStats
+from serve_spec.metrics import MetricsSink, NullSink
 from serve_spec.parallel.followers import Followers
 from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
 from serve_spec.worker.worker import Worker
@@ -50,17 +49,17 @@ class EngineCounters:
         """Tokens per decoding row and round."""
         return self.num_decode_tokens / self.num_decode_rows if self.num_decode_rows else 1.0
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Adds one executed round."""
         self.num_steps_executed += 1
-        self.num_decode_rows += len(stats.accept_lengths)
-        self.num_decode_tokens += stats.num_output_tokens
-        self.num_draft_tokens += stats.num_draft_tokens
-        self.num_correct_drafts += stats.num_correct_drafts
-        self.num_prefix_query_tokens += stats.num_prefix_query_tokens
-        self.num_prefix_hit_tokens += stats.num_prefix_hit_tokens
-        self.draft_ms += stats.draft_ms
-        self.verify_ms += stats.verify_ms
+        self.num_decode_rows += record.batch_size
+        self.num_decode_tokens += record.num_output_tokens
+        self.num_draft_tokens += record.num_draft_tokens
+        self.num_correct_drafts += record.num_correct_drafts
+        self.num_prefix_query_tokens += record.num_prefix_query_tokens
+        self.num_prefix_hit_tokens += record.num_prefix_hit_tokens
+        self.draft_ms += record.draft_ms
+        self.verify_ms += record.verify_ms
 
 
 @dataclass(frozen=True)
@@ -71,7 +70,7 @@ class _Flight:
     pending: PendingRound
     started: float
     """When nothing but this round was left to be done, in s."""
-    switch_reason: Reason | None
+    switch_reason: str | None
     notes: RoundNotes
 
 
@@ -139,9 +138,8 @@ class SpecEngine:
         """Wait for a step, commit it, learn from it."""
         result = flight.pending.result()
         committed = self.scheduler.commit(flight.plan, result, self._cut)
-        round_ms = self._round_ms(flight)
-        self._learn(flight.plan, result, committed, round_ms)
-        self._report(flight, result, committed, round_ms)
+        step_ms = self._step_ms(flight)
+        self._report(self._record(flight, result, committed, step_ms))
         deltas = [self._delta(row, result) for row in committed]
         self._tail_s = time.perf_counter() - self._settled_at
         return deltas
@@ -338,9 +336,10 @@ class SpecEngine:
         if plan is None:
             return None
         reason, notes = self.controller.switch_reason, self.controller.notes
-        return _Flight(plan, self.worker.submit(plan), started, reason, notes)
+        pending = self.worker.submit(plan)
+        return _Flight(plan, pending, started, reason and reason.value, notes)
 
-    def _round_ms(self, flight: _Flight) -> float:
+    def _step_ms(self, flight: _Flight) -> float:
         """Wall time of a round that is settled now: since its start, or its predecessor's end.
 
         With what a round is planned, learned from and reported in, for no other runs meanwhile
@@ -352,85 +351,64 @@ class SpecEngine:
         self._settled_at = now
         return (now - since) * 1e3
 
-    def _learn(
-        self, plan: StepPlan, result: StepResult, committed: list[CommittedRow], round_ms: float
-    ) -> None:
-        decoded = [row for row in committed if row.was_decoding]
-        if not decoded:
-            return
+    def _record(
+        self, flight: _Flight, result: StepResult, committed: list[CommittedRow], step_ms: float
+    ) -> StepRecord:
+        """Return what became of a step. One pass per column: hundreds of requests may decode."""
+        plan, scheduler, cache = flight.plan, self.scheduler, self.scheduler.cache
         planned = plan.decode_rows
-        live = [row for row in decoded if not row.seq.finished]
-        ended = [row.seq for row in committed if row.seq.finished]
-        has_model, has_texts = self.scheduler.has_draft_model, self.scheduler.texts is not None
+        decoded = [each for each in committed if each.row.is_decode]
+        live = [each for each in decoded if not each.seq.finished]
+        ended = [each.seq for each in committed if each.seq.finished]
+        has_model, has_texts = scheduler.has_draft_model, scheduler.texts is not None
         drafted = [row.model_steps if has_model else row.num_steps for row in planned]
-        verified = VerifiedRound(
+        num_drafts = sum([each.row.num_draft_tokens for each in decoded])
+        prefix = scheduler.take_prefix_counts()
+        return StepRecord(
             shape=plan.shape,
-            batch_size=len(planned),
-            num_tokens=sum(len(row.seq) - len(row.token_ids) for row in decoded),
-            num_sampled=sum(not row.params.is_greedy for row in planned),
-            request_ids=[row.seq.request_id for row in live],
-            row_steps=[row.num_steps for row in live],
-            num_correct_drafts=[row.num_judged_correct for row in live],
-            num_drafting=sum(steps > 0 for steps in drafted),
-            deepest=max(drafted),
-            num_draft_tokens=sum(row.num_draft_tokens for row in planned),
-            num_output_tokens=sum(len(row.token_ids) for row in decoded),
-            num_catch_up=sum(len(row.catch_up_ids) for row in planned if row.model_steps),
-            times=RoundTimes(result.draft_ms, result.verify_ms, round_ms),
-            draft_sharpness=plan.draft_sharpness,
-            is_sampled=[not row.seq.params.is_greedy for row in live],
-            is_from_text=[row.is_from_text for row in live] if has_texts and has_model else (),
-            num_text_drafts=sum(len(row.draft_ids) for row in planned) if has_model else 0,
-            num_prompt_rows=plan.num_prefill_tokens,
+            request_ids=tuple([each.seq.request_id for each in live]),
+            row_steps=tuple([each.row.num_steps for each in live]),
+            row_correct_drafts=tuple([each.num_correct_drafts for each in live]),
+            is_sampled=tuple([not each.row.params.is_greedy for each in live]),
+            is_from_text=tuple([bool(each.row.draft_ids) for each in live])
+            if has_texts and has_model
+            else (),
+            accept_lengths=tuple([len(each.token_ids) for each in decoded]),
+            num_draft_tokens=num_drafts,
+            num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
+            num_stale_seqs=len(planned) - len(decoded),
+            num_stale_drafts=sum([row.num_draft_tokens for row in planned]) - num_drafts,
+            num_sampled=sum([not row.params.is_greedy for row in planned]),
+            num_drafting=sum([steps > 0 for steps in drafted]),
+            deepest=max(drafted, default=0),
+            num_text_drafts=sum([len(row.draft_ids) for row in planned]) if has_model else 0,
+            num_catch_up=sum([len(row.catch_up_ids) for row in planned if row.model_steps]),
+            num_prefill_tokens=plan.num_prefill_tokens,
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
+            times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
+            draft_sharpness=plan.draft_sharpness,
             follows=plan.follows,
             was_postponed=plan.was_postponed,
-        )
-        self.controller.on_verify_complete(verified)
-
-    def _report(
-        self, flight: _Flight, result: StepResult, committed: list[CommittedRow], step_ms: float
-    ) -> None:
-        plan = flight.plan
-        decoded = [row for row in committed if row.was_decoding]
-        live = [row for row in decoded if not row.seq.finished]
-        cache = self.scheduler.cache
-        prefix = self.scheduler.take_prefix_counts()
-        reason = flight.switch_reason if decoded else None
-        notes = flight.notes if decoded else NO_NOTES
-        stats = StepStats(
-            shape=plan.shape,
-            batch_size=len(decoded),
-            num_draft_tokens=sum(row.num_draft_tokens for row in decoded),
-            num_correct_drafts=sum(len(row.token_ids) - 1 for row in decoded),
-            num_output_tokens=sum(len(row.token_ids) for row in decoded),
-            num_prefill_tokens=plan.num_prefill_tokens,
-            draft_ms=_measured(result.draft_ms),
-            verify_ms=_measured(result.verify_ms),
-            step_ms=_measured(step_ms),
-            num_running_seqs=len(self.scheduler.running),
-            num_waiting_seqs=len(self.scheduler.waiting),
-            num_used_pages=cache.num_pages - cache.num_free_pages,
-            num_pages=cache.num_pages,
-            switch_reason=None if reason is None else reason.value,
-            accept_lengths=tuple(len(row.token_ids) for row in decoded),
-            live_steps=tuple(row.num_steps for row in live),
-            live_correct_drafts=tuple(row.num_judged_correct for row in live),
-            is_probe=notes.is_probe,
-            predicted_ms=notes.predicted_ms,
-            slot=notes.slot,
-            ema_accept_length=notes.ema_accept_length,
+            notes=flight.notes if decoded else NO_NOTES,
+            switch_reason=flight.switch_reason if decoded else None,
             speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
-            idle_ms=_measured(result.idle_ms),
+            num_running_seqs=len(scheduler.running),
+            num_waiting_seqs=len(scheduler.waiting),
+            num_used_pages=cache.num_pages - cache.num_free_pages,
+            num_pages=cache.num_pages,
             num_prefix_query_tokens=prefix.num_query_tokens,
             num_prefix_hit_tokens=prefix.num_hit_tokens,
         )
-        self.counters.observe(stats)
-        self.collector.observe(stats)
-        self.metrics.observe(stats)
+
+    def _report(self, record: StepRecord) -> None:
+        if record.batch_size:
+            self.controller.on_verify_complete(record)
+        self.counters.observe(record)
+        self.collector.observe(record)
+        self.metrics.observe(record)
 
     def _delta(self, row: CommittedRow, result: StepResult) -> TokenDelta:
         seq = row.seq
@@ -453,9 +431,3 @@ class SpecEngine:
             prompt_logprobs=(None, *seq.prompt_logprobs) if wants_prompt else None,
             num_cached_tokens=(seq.num_cached_tokens or 0) if is_first else 0,
         )
-
-
-def _measured(ms: float) -> float:
-    """0 for what no clock measures: one such time would spoil every sum there is. (The policy is
-    told as it is: it has to know that its clock is broken.)"""
-    return ms if 0.0 <= ms < math.inf else 0.0

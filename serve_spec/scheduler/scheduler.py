@@ -49,20 +49,15 @@ class PrefixCounts:
 
 
 class CommittedRow(NamedTuple):
-    """What a round did to one sequence: the tokens it really gained and the drafts among them.
+    """What a step did to one sequence, as planned in `row`: the tokens it gained.
 
-    `num_judged_correct` is what the target kept of `num_steps` drafts, one after the other, before
-    any stop cut the run; `num_draft_tokens` were verified, more in a tree. `is_from_text`: they
-    were found in the text, where a model would have drafted others.
+    The target kept `num_correct_drafts` of its drafts, some of them past the end of the text.
     """
 
     seq: Sequence
+    row: RowPlan
     token_ids: list[int]
-    num_steps: int
-    num_draft_tokens: int
-    num_judged_correct: int
-    was_decoding: bool
-    is_from_text: bool = False
+    num_correct_drafts: int
 
 
 class Scheduler:
@@ -426,15 +421,7 @@ class Scheduler:
         elif not row.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
             # A prompt is computed, or the draft has caught up with it. Texts follow when they end.
             self.cache.publish(seq)
-        return CommittedRow(
-            seq,
-            kept,
-            row.num_steps,
-            row.num_draft_tokens,
-            len(tokens) - 1,
-            row.is_decode,
-            is_from_text=bool(row.draft_ids) and self.has_draft_model,
-        )
+        return CommittedRow(seq, row, kept, len(tokens) - 1)
 
     def _return_pages(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Gives back what rejected drafts leave, but not what a round under way writes to.

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from ray.util import metrics as ray_metrics
 
+from serve_spec.core.record import StepRecord
 from serve_spec.metrics import (
     FORCED_ACCEPTANCE,
     LAST_REASON,
@@ -20,7 +21,6 @@ from serve_spec.metrics import (
     SLOT,
     Metric,
     Reading,
-    StepStats,
 )
 from serve_spec.metrics import readings as round_readings
 from serve_spec.serving.snapshots import Snapshot, number, section
@@ -85,16 +85,16 @@ class RoundSink:
 
     def __init__(self, metrics: RayMetrics) -> None:
         self._metrics = metrics
-        self._waiting: deque[StepStats] = deque(maxlen=_MOST_WAITING)
+        self._waiting: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Keeps a round for the next `flush`; where nobody flushes, the oldest are dropped."""
-        self._waiting.append(stats)
+        self._waiting.append(record)
 
     def flush(self) -> None:
         """Records what waits: counters added up, of gauges the newest value."""
         waiting = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        for reading in merged(reading for stats in waiting for reading in round_readings(stats)):
+        for reading in merged(reading for record in waiting for reading in round_readings(record)):
             self._metrics.record(reading)
 
 

@@ -13,8 +13,9 @@ import torch
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import PendingRound, RowPlan, StepPlan, StepResult
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
 MakeLLM = Callable[..., LLM]
@@ -75,8 +76,8 @@ class SwitchingController:
         row_steps = [shape.depth - (self._num_rounds + i) % 3 for i in range(batch.size)]
         return RoundSteps(shape, [max(0, steps) for steps in row_steps])
 
-    def on_verify_complete(self, verified: VerifiedRound) -> None:
-        rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
+    def on_verify_complete(self, verified: StepRecord) -> None:
+        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
         assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
 
     def forget(self, request_id: str) -> None:

@@ -1,9 +1,12 @@
 """Rounds as a policy sees them, without an engine."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundTimes, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch
 
 
 def decode_batch(
@@ -14,7 +17,6 @@ def decode_batch(
     sampled: bool = False,
     max_draft_tokens: int = 100_000,
     first: int = 0,
-    may_draft: bool = True,
 ) -> DecodeBatch:
     """`size` rows named by number from `first`, alike in everything."""
     return DecodeBatch(
@@ -23,37 +25,35 @@ def decode_batch(
         num_tokens=size * context,
         num_sampled=size * sampled,
         max_draft_tokens=max_draft_tokens,
-        may_draft=may_draft,
     )
 
 
 def verified_round(
-    num_correct_drafts: Sequence[int],
+    row_correct_drafts: Sequence[int],
     batch_size: int,
     num_steps: int,
     *,
     row_steps: Sequence[int] | None = None,
-    times: RoundTimes | None = None,
     context: int = 128,
-) -> VerifiedRound:
-    """The result of a round whose live rows are the first `len(num_correct_drafts)` of it.
+    **fields: Any,
+) -> StepRecord:
+    """The record of a step after which the first `len(row_correct_drafts)` requests go on.
 
-    Without `row_steps` every row drafted the whole tier.
+    Without `row_steps` each of them drafted `num_steps`; the others emitted one token each.
     """
-    live = len(num_correct_drafts)
+    live = len(row_correct_drafts)
     steps = [num_steps] * live if row_steps is None else list(row_steps)
-    return VerifiedRound(
+    emitted = [kept + 1 for kept in row_correct_drafts]
+    record = StepRecord(
         shape=DraftShape.chain(num_steps),
-        batch_size=batch_size,
-        num_tokens=batch_size * context,
-        num_sampled=0,
         request_ids=[str(i) for i in range(live)],
         row_steps=steps,
-        num_correct_drafts=list(num_correct_drafts),
+        row_correct_drafts=list(row_correct_drafts),
+        accept_lengths=[*emitted, *[1] * (batch_size - live)],
+        num_draft_tokens=sum(steps),
+        num_tokens=batch_size * context,
         num_drafting=sum(k > 0 for k in steps),
         deepest=max(steps, default=0),
-        num_draft_tokens=sum(steps),
-        num_output_tokens=batch_size + sum(num_correct_drafts),
-        num_catch_up=0,
-        times=times,
+        num_pages=20,
     )
+    return replace(record, **fields)

@@ -2,54 +2,36 @@
 
 from __future__ import annotations
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepTimes
 from serve_spec.core.request import SamplingParams
-from serve_spec.metrics import StepStats
+from serve_spec.core.round import RoundNotes
+from tests.helpers.rounds import verified_round
 from tests.serving.fake_engine import FakeLoop, FakeStream
 
 RATES = [0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2]
 """What it reports of acceptance, by position."""
 
-ROUND = StepStats(
-    shape=DraftShape.chain(3),
+ROUND = verified_round(
+    [3, 1],
     batch_size=2,
-    num_draft_tokens=6,
-    num_correct_drafts=4,
-    num_output_tokens=6,
-    num_prefill_tokens=0,
-    draft_ms=1.0,
-    verify_ms=2.0,
-    step_ms=4.0,
+    num_steps=3,
+    times=StepTimes(1.0, 2.0, 4.0, idle_ms=0.2),
     num_running_seqs=3,
     num_waiting_seqs=1,
     num_used_pages=5,
-    num_pages=20,
     switch_reason="gain",
-    accept_lengths=(4, 2),
-    live_steps=(3, 3),
-    live_correct_drafts=(3, 1),
-    is_probe=True,
-    predicted_ms=3.5,
-    slot="1",
-    ema_accept_length=2.5,
+    notes=RoundNotes(is_probe=True, predicted_ms=3.5, slot="1", ema_accept_length=2.5),
     speedup=1.5,
     num_broken_drafts=1,
-    idle_ms=0.2,
 )
-PREFILL = StepStats(
-    shape=DraftShape.chain(0),
+PREFILL = verified_round(
+    [],
     batch_size=0,
-    num_draft_tokens=0,
-    num_correct_drafts=0,
-    num_output_tokens=0,
+    num_steps=0,
+    times=StepTimes(0.0, 2.0, 3.0),
     num_prefill_tokens=7,
-    draft_ms=0.0,
-    verify_ms=2.0,
-    step_ms=3.0,
     num_running_seqs=1,
-    num_waiting_seqs=0,
     num_used_pages=1,
-    num_pages=20,
     num_prefix_query_tokens=7,
     num_prefix_hit_tokens=4,
 )

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepTimes
 from serve_spec.metrics import (
     BATCH_SIZE,
     FORCED_ACCEPTANCE,
@@ -18,7 +18,6 @@ from serve_spec.metrics import (
     ROUNDS,
     STEP_MS,
     Reading,
-    StepStats,
 )
 from serve_spec.serving.ray_metrics import (
     LABELS,
@@ -28,23 +27,9 @@ from serve_spec.serving.ray_metrics import (
     exported_names,
     merged,
 )
+from tests.helpers.rounds import verified_round
 
-ROUND = StepStats(
-    shape=DraftShape.chain(2),
-    batch_size=1,
-    num_draft_tokens=2,
-    num_correct_drafts=1,
-    num_output_tokens=2,
-    num_prefill_tokens=0,
-    draft_ms=1.0,
-    verify_ms=2.0,
-    step_ms=3.5,
-    num_running_seqs=1,
-    num_waiting_seqs=0,
-    num_used_pages=1,
-    num_pages=4,
-    accept_lengths=(2,),
-)
+ROUND = verified_round([1], batch_size=1, num_steps=2, times=StepTimes(1.0, 2.0, 3.5))
 
 
 class Recorder(RayMetrics):

@@ -8,60 +8,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.metrics import METRICS, ROUND_METRICS, StepStats, batch_size_bucket, readings
+from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.round import RoundNotes
+from serve_spec.metrics import METRICS, ROUND_METRICS, batch_size_bucket, readings
+from tests.helpers.rounds import verified_round
 
-ROUND = StepStats(
-    shape=DraftShape.chain(3),
+ROUND = verified_round(
+    [3, 1],
     batch_size=2,
-    num_draft_tokens=6,
-    num_correct_drafts=4,
-    num_output_tokens=6,
+    num_steps=3,
+    times=StepTimes(1.0, 2.0, 4.0, idle_ms=0.2),
     num_prefill_tokens=5,
-    draft_ms=1.0,
-    verify_ms=2.0,
-    step_ms=4.0,
     num_running_seqs=3,
     num_waiting_seqs=1,
     num_used_pages=5,
-    num_pages=20,
     switch_reason="gain",
-    accept_lengths=(4, 2),
-    live_steps=(3, 3),
-    live_correct_drafts=(3, 1),
-    is_probe=True,
-    slot="1",
-    ema_accept_length=2.5,
+    notes=RoundNotes(is_probe=True, slot="1", ema_accept_length=2.5),
     speedup=1.5,
     num_broken_drafts=1,
-    idle_ms=0.2,
     num_prefix_query_tokens=9,
     num_prefix_hit_tokens=4,
 )
 # What is said of a round's time is said only where no prompt shared it.
-PURE = replace(ROUND, num_prefill_tokens=0, predicted_ms=3.5)
-IDLE = replace(
-    ROUND,
-    shape=DraftShape.chain(0),
-    batch_size=0,
-    num_draft_tokens=0,
-    num_correct_drafts=0,
-    num_output_tokens=0,
-    num_prefill_tokens=0,
-    draft_ms=0.0,
-    switch_reason=None,
-    accept_lengths=(),
-    live_steps=(),
-    live_correct_drafts=(),
-    is_probe=False,
-    slot=None,
-    ema_accept_length=None,
-    speedup=None,
-    num_broken_drafts=0,
-    idle_ms=0.0,
-    num_prefix_query_tokens=0,
-    num_prefix_hit_tokens=0,
-)
+PURE = replace(ROUND, num_prefill_tokens=0, notes=replace(ROUND.notes, predicted_ms=3.5))
+IDLE = verified_round([], batch_size=0, num_steps=0, times=StepTimes(0.0, 2.0, 4.0))
 
 
 def test_names_are_unique_and_say_their_unit() -> None:
@@ -82,19 +52,19 @@ def test_full_rounds_with_and_without_prompts_feed_every_metric_with_its_labels(
 
 
 def test_rows_are_counted_by_the_tokens_they_emitted() -> None:
-    stats = replace(ROUND, accept_lengths=(4, 2, 4))
+    record = replace(ROUND, accept_lengths=(4, 2, 4))
     found = {
         reading.labels["accept_length"]: reading.value
-        for reading in readings(stats)
+        for reading in readings(record)
         if reading.metric.name == "serve_spec_accept_length_rows"
     }
     assert found == {"4": 2, "2": 1}
 
 
 def test_a_counter_is_never_given_zero() -> None:
-    plain = replace(ROUND, shape=DraftShape.chain(0), num_draft_tokens=0, live_steps=(0, 0))
-    for stats in (ROUND, PURE, IDLE, replace(plain, live_correct_drafts=(0, 0))):
-        for reading in readings(stats):
+    plain = verified_round([0, 0], batch_size=2, num_steps=0, times=ROUND.times)
+    for record in (ROUND, PURE, IDLE, plain):
+        for reading in readings(record):
             assert reading.metric.kind != "counter" or reading.value > 0
 
 
@@ -109,17 +79,17 @@ def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone() -> None
     }
 
 
-def by_position(stats: StepStats, metric: str) -> dict[str, float]:
+def by_position(record: StepRecord, metric: str) -> dict[str, float]:
     name = f"serve_spec_position_{metric}_tokens"
-    return {r.labels["position"]: r.value for r in readings(stats) if r.metric.name == name}
+    return {r.labels["position"]: r.value for r in readings(record) if r.metric.name == name}
 
 
 def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
     """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
-    stats = replace(ROUND, live_steps=(3, 3, 1), live_correct_drafts=(3, 1, 0))
-    assert by_position(stats, "drafted") == {"1": 3, "2": 2, "3": 2}
-    assert by_position(stats, "reached") == {"1": 3, "2": 2, "3": 1}
-    assert by_position(stats, "accepted") == {"1": 2, "2": 1, "3": 1}
+    record = replace(ROUND, row_steps=(3, 3, 1), row_correct_drafts=(3, 1, 0))
+    assert by_position(record, "drafted") == {"1": 3, "2": 2, "3": 2}
+    assert by_position(record, "reached") == {"1": 3, "2": 2, "3": 1}
+    assert by_position(record, "accepted") == {"1": 2, "2": 1, "3": 1}
 
 
 row = st.integers(0, 8).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(0, steps)))
@@ -130,9 +100,9 @@ def test_positions_add_up_to_drafts_and_what_was_kept_opens_the_next(
     rows: list[tuple[int, int]],
 ) -> None:
     steps, correct = tuple(s for s, _ in rows), tuple(c for _, c in rows)
-    stats = replace(ROUND, live_steps=steps, live_correct_drafts=correct)
+    record = replace(ROUND, row_steps=steps, row_correct_drafts=correct)
     drafted, reached, accepted = (
-        by_position(stats, name) for name in ("drafted", "reached", "accepted")
+        by_position(record, name) for name in ("drafted", "reached", "accepted")
     )
     assert sum(drafted.values()) == sum(steps)
     assert sum(accepted.values()) == sum(correct)
@@ -145,7 +115,7 @@ def test_positions_add_up_to_drafts_and_what_was_kept_opens_the_next(
 @pytest.mark.parametrize(("batch_size", "bucket"), [(1, 1), (2, 2), (3, 2), (8, 8), (255, 128)])
 def test_a_bucket_is_the_power_of_two_at_or_below(batch_size: int, bucket: int) -> None:
     assert batch_size_bucket(batch_size) == bucket
-    found = readings(replace(PURE, batch_size=batch_size))
+    found = readings(replace(PURE, accept_lengths=[1] * batch_size))
     labels = {r.labels["batch_size"] for r in found if "batch_size" in r.labels}
     assert labels == {str(bucket)}
 
@@ -160,5 +130,5 @@ def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:
 
 
 def test_a_round_without_drafts_has_no_overhead() -> None:
-    assert replace(PURE, draft_ms=0.0).overhead_ratio == 0.0
-    assert replace(PURE, draft_ms=0.0, verify_ms=0.0).overhead_ratio == 0.0
+    assert replace(PURE, times=StepTimes(0.0, 2.0, 4.0)).overhead_ratio == 0.0
+    assert replace(PURE, times=StepTimes(0.0, 0.0, 4.0)).overhead_ratio == 0.0

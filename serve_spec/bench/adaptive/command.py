@@ -225,7 +225,7 @@ def _warm_up(
             for arm in (deepest, off):
                 engine.controller = copy.deepcopy(arm.controller)
                 run = run_phase(engine, requests, batch_size, phase.lengths)
-        plain_ms[batch_size] = median(r.ms for r in run.rounds if r.stats.decodes_only)
+        plain_ms[batch_size] = median(r.ms for r in run.rounds if r.record.decodes_only)
     return plain_ms
 
 

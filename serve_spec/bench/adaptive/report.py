@@ -90,23 +90,23 @@ def measure(run: PhaseRun, prompt_ms_per_token: float) -> Measurement:
         the time of prompts is taken out of the rounds that they share with decode rows.
     """
     rounds = run.decode_rounds
-    alone = [r for r in rounds if r.stats.decodes_only]
-    prompt_ms = prompt_ms_per_token * sum(r.stats.num_prefill_tokens for r in rounds)
+    alone = [r for r in rounds if r.record.decodes_only]
+    prompt_ms = prompt_ms_per_token * sum(r.record.num_prefill_tokens for r in rounds)
     ms_by_steps: defaultdict[int, float] = defaultdict(float)
     for r in rounds:
-        ms_by_steps[r.stats.shape.depth] += r.ms
+        ms_by_steps[r.record.shape.depth] += r.ms
     ms = sum(ms_by_steps.values())
     return Measurement(
         tokens_per_second=run.num_decode_tokens / (ms - prompt_ms) * 1e3,
         wall_tokens_per_second=run.num_tokens / run.wall_ms * 1e3,
         ms_per_round=_mean(r.ms for r in alone),
-        draft_ms_per_round=_mean(r.stats.draft_ms for r in alone),
-        verify_ms_per_round=_mean(r.stats.verify_ms for r in alone),
-        accept_length=run.num_decode_tokens / sum(r.stats.batch_size for r in rounds),
-        rounds_by_num_steps=dict(sorted(Counter(r.stats.shape.depth for r in rounds).items())),
+        draft_ms_per_round=_mean(r.record.draft_ms for r in alone),
+        verify_ms_per_round=_mean(r.record.verify_ms for r in alone),
+        accept_length=run.num_decode_tokens / sum(r.record.batch_size for r in rounds),
+        rounds_by_num_steps=dict(sorted(Counter(r.record.shape.depth for r in rounds).items())),
         time_by_num_steps={steps: part / ms for steps, part in sorted(ms_by_steps.items())},
-        switches=dict(Counter(r.stats.switch_reason for r in rounds if r.stats.switch_reason)),
-        probe_share=sum(r.ms for r in rounds if r.stats.is_probe) / ms,
+        switches=dict(Counter(r.record.switch_reason for r in rounds if r.record.switch_reason)),
+        probe_share=sum(r.ms for r in rounds if r.record.notes.is_probe) / ms,
         full_rounds=_full_rounds(rounds),
         over_predicted=_over_predicted(alone),
         series=_series(rounds),
@@ -119,11 +119,11 @@ def _mean(values: Iterable[float]) -> float | None:
 
 
 def _full_rounds(rounds: Sequence[MeasuredRound]) -> list[dict[str, float]]:
-    enough = FULL_SHARE * max(r.stats.batch_size for r in rounds)
+    enough = FULL_SHARE * max(r.record.batch_size for r in rounds)
     by_tokens: defaultdict[int, list[float]] = defaultdict(list)
     for r in rounds:
-        if r.stats.batch_size >= enough:
-            count = r.stats.num_prefill_tokens
+        if r.record.batch_size >= enough:
+            count = r.record.num_prefill_tokens
             by_tokens[1 << (count - 1).bit_length() if count else 0].append(r.ms)
     return [
         {"prompt_tokens": count, "rounds": len(ms), "ms": fmean(ms)}
@@ -135,9 +135,9 @@ def _over_predicted(rounds: Iterable[MeasuredRound]) -> dict[int, float]:
     measured: defaultdict[int, float] = defaultdict(float)
     predicted: defaultdict[int, float] = defaultdict(float)
     for r in rounds:
-        if r.stats.predicted_ms is not None:
-            measured[r.stats.shape.depth] += r.stats.step_ms
-            predicted[r.stats.shape.depth] += r.stats.predicted_ms
+        if r.record.notes.predicted_ms is not None:
+            measured[r.record.shape.depth] += r.record.step_ms
+            predicted[r.record.shape.depth] += r.record.notes.predicted_ms
     return {steps: measured[steps] / ms for steps, ms in sorted(predicted.items())}
 
 
@@ -149,13 +149,13 @@ def _series(rounds: Sequence[MeasuredRound]) -> dict[str, list[float]]:
     now_ms = 0.0
     for piece in pieces:
         ms = sum(r.ms for r in piece)
-        num_rows = sum(r.stats.batch_size for r in piece)
-        num_tokens = sum(r.stats.num_output_tokens for r in piece)
+        num_rows = sum(r.record.batch_size for r in piece)
+        num_tokens = sum(r.record.num_output_tokens for r in piece)
         now_ms += ms
         columns["ms"].append(round(now_ms, 3))
         columns["batch_size"].append(round(num_rows / len(piece), 2))
         columns["steps_per_row"].append(
-            round(sum(r.stats.num_draft_tokens for r in piece) / num_rows, 3)
+            round(sum(r.record.num_draft_tokens for r in piece) / num_rows, 3)
         )
         columns["tokens_per_second"].append(round(num_tokens / ms * 1e3, 1))
     return dict(columns)

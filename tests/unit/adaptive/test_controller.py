@@ -315,11 +315,11 @@ def test_a_changed_tier_is_returned_once_and_used_by_the_next_round() -> None:
     assert told(made, [7, 7], 2, 7) is None
 
 
-def test_a_round_that_may_not_draft_is_no_decision() -> None:
+def test_an_empty_batch_is_no_decision() -> None:
     target = controller(TWO_SLOTS)
     assert choose(target, 4) == 3
     counts = target.snapshot()
-    assert target.choose_steps(decode_batch(4, may_draft=False)).shape.depth == 0
+    assert target.choose_steps(decode_batch(0)).shape.depth == 0
     assert target.switch_reason is None
     assert target.snapshot() == counts
     assert choose(target, 4) == 3

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serve_spec.adaptive.cost_model import GAIN, LARGEST_FACTOR, CostModel
 from serve_spec.config.cost_table import CostTable, TreeCosts
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.record import StepTimes
 from tests.helpers.costs import KEY
 
 SIZES, STEPS, CONTEXTS = (1, 2, 4, 8, 16), (0, 1, 2, 3, 5, 7), (128, 512)
@@ -707,7 +707,7 @@ def test_rounds_alike_teach_at_once_what_they_teach_one_by_one(
         for _ in range(known_rounds):
             run(costs, 4, 3)
     draft, verify = draft_ms(4, 3, 128) * slower, verify_ms(4, 3, 128) * slower
-    times = RoundTimes(draft, verify, draft + verify + 0.5)
+    times = StepTimes(draft, verify, draft + verify + 0.5)
     assert together.observe_alike([times] * 8, **round_of(4, 3)) == [True] * 8
     for _ in range(8):
         run(alone, 4, 3, slower=slower, host=0.5)
@@ -719,8 +719,8 @@ def test_rounds_alike_teach_at_once_what_they_teach_one_by_one(
 
 def test_of_rounds_alike_those_that_can_not_be_are_left_out() -> None:
     draft, verify = draft_ms(4, 3, 128), verify_ms(4, 3, 128)
-    good = RoundTimes(draft, verify, draft + verify)
-    absurd = RoundTimes(draft, verify, 1e9)
+    good = StepTimes(draft, verify, draft + verify)
+    absurd = StepTimes(draft, verify, 1e9)
     some, none = model(), model()
     assert some.observe_alike([good, absurd, good], **round_of(4, 3)) == [True, False, True]
     none.observe_alike([good, good], **round_of(4, 3))

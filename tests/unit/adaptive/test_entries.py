@@ -16,7 +16,8 @@ from serve_spec.adaptive.objective import Floats, RoundCosts
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundTimes
+from serve_spec.core.record import StepTimes
+from serve_spec.core.round import DecodeBatch
 from tests.helpers.rounds import decode_batch, verified_round
 
 OFF_MS = 10.0
@@ -152,7 +153,7 @@ def test_what_an_entry_takes_is_learned_from_rounds_that_catch_up() -> None:
     usual = CostModel(table)
     for _ in range(40):
         draft_ms = float(usual.draft_curve(2, 128)[3]) + 0.2 * 100
-        times = RoundTimes(draft_ms, 20.0, draft_ms + 20.0)
+        times = StepTimes(draft_ms, 20.0, draft_ms + 20.0)
         verified = verified_round([1, 1], 2, 3, times=times)
         policy.observe(replace(verified, num_catch_up=100))
     assert policy.costs.entry_ms == pytest.approx(0.2, rel=0.05)
@@ -178,7 +179,7 @@ def test_a_broken_clock_teaches_nothing_about_entries() -> None:
 def test_a_probe_pays_for_the_prompt_it_makes_up_for() -> None:
     policy = policy_that_knows_entries(0.5)
     batch = rows([200] * 4, [30] * 4)
-    plain = RoundTimes(0.0, 20.0, 20.0)
+    plain = StepTimes(0.0, 20.0, 20.0)
     for _ in range(4000):
         steps = policy.choose(batch)
         if any(steps.row_steps or ()):

@@ -32,7 +32,8 @@ from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes
+from serve_spec.core.record import StepTimes
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
 
 TABLE = recorded_table(TWO_CPU_CORES)
@@ -158,7 +159,7 @@ def test_under_constant_input_the_tier_settles(
     assert switches <= len(settled) / 40
 
 
-def times_of(row_steps: list[int], size: int, costs: RoundCosts = TWO_CPU_CORES) -> RoundTimes:
+def times_of(row_steps: list[int], size: int, costs: RoundCosts = TWO_CPU_CORES) -> StepTimes:
     """What a recorded machine takes for a round of these drafts."""
     drafting = tuple(sum(k > depth for k in row_steps) for depth in range(max(row_steps)))
     return costs(RoundShape(size, drafting, size * 128, 0, 0, 0))
@@ -305,11 +306,11 @@ def test_prompts_that_come_the_sooner_the_faster_requests_end_are_weighed() -> N
 def test_rounds_with_prompts_teach_what_prompts_add_and_nothing_of_rounds_without() -> None:
     size, policy = 16, goodput(GPU_TABLE)
     alone = times_of([1] * size, size, GPU_8B)
-    slow = RoundTimes(alone.draft_ms, alone.verify_ms + 20.0, alone.round_ms + 20.0)
-    for steps, times in ((1, slow), (0, RoundTimes(0.0, slow.verify_ms, slow.round_ms))):
+    slow = StepTimes(alone.draft_ms, alone.verify_ms + 20.0, alone.step_ms + 20.0)
+    for steps, times in ((1, slow), (0, StepTimes(0.0, slow.verify_ms, slow.step_ms))):
         heard = verified_round([steps] * size, size, steps, times=times)
         for _ in range(40):
-            policy.observe(replace(heard, num_prompt_rows=64))
+            policy.observe(replace(heard, num_prefill_tokens=64))
     told = policy.snapshot()
     fresh = goodput(GPU_TABLE).snapshot()
     assert {kind: list(by) for kind, by in told["costs"].pop("prompt_excess_ms").items()} == {
@@ -341,7 +342,7 @@ def test_where_every_round_computes_prompts_drafts_that_slow_them_down_are_given
             kept = [min((row + turn) % 3, k) for row, k in enumerate(row_steps)]
             times = times_of(row_steps, size, GPU_8B)
             more = slowed_ms * any(row_steps)
-            times = RoundTimes(times.draft_ms, times.verify_ms + more, times.round_ms + more)
+            times = StepTimes(times.draft_ms, times.verify_ms + more, times.step_ms + more)
             heard = verified_round(kept, size, max(row_steps), row_steps=row_steps, times=times)
             policy.observe(replace(heard, **load))
             chosen.append(max(row_steps))
@@ -443,7 +444,7 @@ def test_times_that_are_none_teach_nothing_and_are_reported_when_they_do_not_end
 ) -> None:
     policy = goodput()
     before = policy.costs.snapshot()
-    bad_round = verified_round([1], 1, 3, times=RoundTimes(3.0, 8.0, bad))
+    bad_round = verified_round([1], 1, 3, times=StepTimes(3.0, 8.0, bad))
     for _ in range(MAX_BAD_TIMES - 1):
         policy.choose(decode_batch(1))
         policy.observe(bad_round)
@@ -458,7 +459,7 @@ def controller(said: list[str], **keys: object) -> AdaptiveController:
     return AdaptiveController(PolicySettings(DraftShape.chain(2), **keys), TABLE, said.append)  # type: ignore[arg-type]
 
 
-def play(made: AdaptiveController, size: int, times: RoundTimes) -> int:
+def play(made: AdaptiveController, size: int, times: StepTimes) -> int:
     """One round in which nothing is kept and that takes `times`; its tier."""
     steps = made.choose_steps(decode_batch(size))
     row_steps = list(steps.row_steps or [steps.shape.depth] * size)
@@ -469,20 +470,20 @@ def play(made: AdaptiveController, size: int, times: RoundTimes) -> int:
 
 
 UNUSABLE_TIMES = {
-    "not a number": RoundTimes(1.0, 5.0, math.nan),
-    "no draft time": RoundTimes(math.nan, 5.0, 8.0),
-    "no verify time": RoundTimes(1.0, math.nan, 8.0),
-    "endless": RoundTimes(1.0, 5.0, math.inf),
-    "the clock went back": RoundTimes(1.0, 5.0, -8.0),
-    "the device's clock went back": RoundTimes(1.0, -5.0, 8.0),
-    "the clock jumped": RoundTimes(1.0, 5.0, 3.6e6),
-    "both clocks jumped": RoundTimes(3.6e6, 3.6e6, 7.2e6),
-    "no time at all": RoundTimes(0.0, 0.0, 0.0),
+    "not a number": StepTimes(1.0, 5.0, math.nan),
+    "no draft time": StepTimes(math.nan, 5.0, 8.0),
+    "no verify time": StepTimes(1.0, math.nan, 8.0),
+    "endless": StepTimes(1.0, 5.0, math.inf),
+    "the clock went back": StepTimes(1.0, 5.0, -8.0),
+    "the device's clock went back": StepTimes(1.0, -5.0, 8.0),
+    "the clock jumped": StepTimes(1.0, 5.0, 3.6e6),
+    "both clocks jumped": StepTimes(3.6e6, 3.6e6, 7.2e6),
+    "no time at all": StepTimes(0.0, 0.0, 0.0),
 }
 
 
 @pytest.mark.parametrize("times", UNUSABLE_TIMES.values(), ids=UNUSABLE_TIMES)
-def test_a_broken_clock_ends_in_a_fixed_tier_said_once(times: RoundTimes) -> None:
+def test_a_broken_clock_ends_in_a_fixed_tier_said_once(times: StepTimes) -> None:
     said: list[str] = []
     made = controller(said)
     for _ in range(3 * MAX_BAD_TIMES):
@@ -530,9 +531,9 @@ def test_costs_of_another_machine_end_in_a_fixed_tier_said_once(
     foreign = times_table(factor)
     made = AdaptiveController(PolicySettings(DraftShape.chain(2)), foreign, said.append)
     for _ in range(num_rounds):
-        play(made, 2, RoundTimes(1.6, 8.0, 9.8))
+        play(made, 2, StepTimes(1.6, 8.0, 9.8))
     assert len(said) == 1
-    assert play(made, 2, RoundTimes(1.6, 8.0, 9.8)) == 0
+    assert play(made, 2, StepTimes(1.6, 8.0, 9.8)) == 0
 
 
 def test_a_clock_that_recovers_gets_its_policy_back() -> None:
@@ -543,7 +544,7 @@ def test_a_clock_that_recovers_gets_its_policy_back() -> None:
         steps = made.choose_steps(decode_batch(1))
         tiers.append(made.snapshot()["last_reason"])
         row_steps = list(steps.row_steps or [steps.shape.depth])
-        times = times_of(row_steps, 1) if n > 50 else RoundTimes(1.0, 5.0, math.nan)
+        times = times_of(row_steps, 1) if n > 50 else StepTimes(1.0, 5.0, math.nan)
         made.on_verify_complete(
             verified_round([0], 1, steps.shape.depth, row_steps=row_steps, times=times)
         )
@@ -561,7 +562,7 @@ def test_a_single_hiccup_changes_nothing() -> None:
         row_steps = list(steps.row_steps or [steps.shape.depth] * 2)
         times = times_of(row_steps, 2)
         if n % 20 == 7:
-            times = RoundTimes(times.draft_ms, 5000.0, 5000.0 + times.round_ms)
+            times = StepTimes(times.draft_ms, 5000.0, 5000.0 + times.step_ms)
         made.on_verify_complete(
             verified_round([0, 0], 2, steps.shape.depth, row_steps=row_steps, times=times)
         )
@@ -593,7 +594,7 @@ def test_rough_costs_that_rounds_contradict_make_way_for_ema(factor: float) -> N
         PolicySettings(DraftShape.chain(2)), times_table(factor), said.append, costs_are_rough=True
     )
     for _ in range(MOST_PLAN_ROUNDS + 1):
-        play(made, 2, RoundTimes(1.6, 8.0, 9.8))
+        play(made, 2, StepTimes(1.6, 8.0, 9.8))
     assert made.snapshot()["strategy"] == "ema"
     assert made.snapshot()["fallback"] is None
     assert not said

@@ -13,20 +13,20 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.record import StepTimes
 from tests.helpers.rounds import decode_batch, verified_round
 
 SIZE = 4
 
 
-def on_device(row_steps: list[int]) -> RoundTimes:
+def on_device(row_steps: list[int]) -> StepTimes:
     """What the stages take."""
     drafting = tuple(sum(k >= step for k in row_steps) for step in range(1, max(row_steps) + 1))
     times = TWO_CPU_CORES(RoundShape(SIZE, drafting, 128 * SIZE, 0, 0, 0))
-    return replace(times, round_ms=times.draft_ms + times.verify_ms)
+    return replace(times, step_ms=times.draft_ms + times.verify_ms)
 
 
-PLAIN_MS = on_device([0] * SIZE).round_ms
+PLAIN_MS = on_device([0] * SIZE).step_ms
 
 
 class Engine:
@@ -50,13 +50,13 @@ class Engine:
             steps = self.policy.choose(decode_batch(SIZE))
             row_steps = list(steps.row_steps or [steps.shape.depth] * SIZE)
             times = on_device(row_steps)
-            times = replace(times, round_ms=max(times.round_ms, self._host_ms))
+            times = replace(times, step_ms=max(times.step_ms, self._host_ms))
             self._host_ms = self.host_after_drafts if any(row_steps) else 0.0
             kept = [min(1, k) for k in row_steps]
             told = verified_round(kept, SIZE, max(row_steps), row_steps=row_steps, times=times)
             self.policy.observe(replace(told, follows=self.is_ahead))
             self.reasons.append(self.policy.last_reason)
-            self.round_ms.append(times.round_ms)
+            self.round_ms.append(times.step_ms)
             self.tokens.append(1 + sum(kept) / SIZE)
 
     @property
@@ -127,7 +127,7 @@ def test_rounds_that_waited_for_drafts_that_were_not_there_count_for_speculation
     engine = Engine(0.0)
     engine.policy.choose(decode_batch(SIZE))
     plain = verified_round([0] * SIZE, SIZE, 0, times=on_device([0] * SIZE))
-    longer = replace(on_device([0] * SIZE), round_ms=1.4 * PLAIN_MS)
+    longer = replace(on_device([0] * SIZE), step_ms=1.4 * PLAIN_MS)
     waited = replace(plain, shape=DraftShape.chain(1), times=longer, was_postponed=True)
     for _ in range(200):
         engine.policy.observe(plain)

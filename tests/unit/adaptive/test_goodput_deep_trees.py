@@ -24,7 +24,7 @@ from serve_spec.bench.simulated_costs import RoundShape, interpolate, recorded_t
 from serve_spec.bench.simulator import PhaseReport, Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.record import StepTimes
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "deep_tree_traces.json")
 SHALLOW, DEEP = TRACES.trees
@@ -32,13 +32,13 @@ TREE_MS = {SHALLOW: (0.87, 4.72), DEEP: (1.62, 5.49)}
 ORDERS = list(permutations(range(len(TRACES.traces))))
 
 
-def costs(shape: RoundShape) -> RoundTimes:
+def costs(shape: RoundShape) -> StepTimes:
     """Of batch 1."""
     draft_ms = 0.08 + 0.157 * shape.num_steps if shape.num_steps else 0.0
     verify_ms = interpolate((0, 3, 7), (4.33, 4.40, 4.54), shape.num_steps)
     if not shape.draft.is_chain:
         draft_ms, verify_ms = TREE_MS[shape.draft]
-    return RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms + 0.06)
+    return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms + 0.06)
 
 
 def goodput(expected_rate: float | None = None) -> GoodputPolicy:

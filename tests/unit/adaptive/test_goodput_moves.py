@@ -27,7 +27,7 @@ from serve_spec.adaptive.goodput import (
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable
-from serve_spec.core.round import RoundTimes
+from serve_spec.core.record import StepTimes
 from tests.helpers.costs import KEY
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -169,7 +169,7 @@ def waits_for_a_lesson(num_rounds: int, *, turns_at: int | None = None) -> list[
     for n in range(num_rounds):
         (num_steps,) = target.choose(decode_batch(1)).row_steps or [0]
         round_ms = OFF_MS * TOKENS[num_steps] / (1.0, 1.2, 1.1)[num_steps]
-        times = RoundTimes(round_ms - OFF_MS, OFF_MS, round_ms)
+        times = StepTimes(round_ms - OFF_MS, OFF_MS, round_ms)
         kept = min(num_steps, n % 2 if turns_at is None or n < turns_at else 0)
         told = verified_round([kept], 1, num_steps, row_steps=[num_steps], times=times)
         target.observe(told)
@@ -218,7 +218,7 @@ def test_one_draft_less_is_tried_once_as_the_table_may_have_it_too_dear(
         (num_steps,) = target.choose(decode_batch(1)).row_steps or [0]
         draft_ms = OFF_MS * TOKENS[num_steps] / with_plain_verification[num_steps] - OFF_MS
         verify_ms = OFF_MS + 2.0 * (num_steps == 2)
-        times = RoundTimes(draft_ms, verify_ms, draft_ms + verify_ms)
+        times = StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
         kept = min(num_steps, (0, 1, 0, 2)[n % 4])
         told = verified_round([kept], 1, num_steps, row_steps=[num_steps], times=times)
         target.observe(told)
@@ -249,9 +249,9 @@ def test_where_estimates_promise_and_measured_speed_denies_speculation_is_off_fo
         row_steps = list(steps.row_steps or [steps.shape.depth])
         (num_steps,) = row_steps
         round_ms = OFF_MS * TOKENS[num_steps] / [1.0, 1.3, 1.5][num_steps]
-        times = RoundTimes(round_ms - OFF_MS, OFF_MS, round_ms)
+        times = StepTimes(round_ms - OFF_MS, OFF_MS, round_ms)
         told = verified_round(row_steps, 1, num_steps, row_steps=row_steps, times=times)
-        target.observe(replace(told, num_output_tokens=1))
+        target.observe(replace(told, accept_lengths=[1]))
         assert num_steps == 0 or target.last_reason is not Reason.GUARD
     closed = [len(list(run)) for reason, run in groupby(reasons) if reason is Reason.GUARD]
     assert closed[0] >= FIRST_CLOSED_ROUNDS

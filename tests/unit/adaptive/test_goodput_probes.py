@@ -26,7 +26,8 @@ from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.draft_shape import PLAIN
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
 
 
@@ -54,7 +55,7 @@ class Account:
         self.num_probes = 0
         self.worst_share = 0.0
 
-    def on_round(self, batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
+    def on_round(self, batch: DecodeBatch, steps: RoundSteps, verified: StepRecord) -> None:
         assert steps.row_steps is None or len(steps.row_steps) == batch.size
         ms = round_ms(batch, steps.row_steps or [steps.shape.depth] * batch.size)
         self.total_ms += ms
@@ -89,7 +90,7 @@ def round_ms(batch: DecodeBatch, row_steps: Sequence[int]) -> float:
     steps = [min(k, most) for k, most in zip(row_steps, batch.max_steps, strict=True)]
     drafting = tuple(sum(k >= step for k in steps) for step in range(1, max(steps) + 1))
     shape = RoundShape(batch.size, drafting, batch.num_tokens, batch.num_sampled, 0, 0)
-    return TWO_CPU_CORES(shape).round_ms
+    return TWO_CPU_CORES(shape).step_ms
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,8 @@ from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, RoundCosts, 
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.draft_shape import PLAIN
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
 
 DATA = Path(__file__).parents[2] / "data"
@@ -41,7 +42,7 @@ def answers(
     policy = kind(CostModel(table), trees=trees, min_dwell_rounds=8, initial_steps=3)
     told: list[Asked] = []
 
-    def on_round(batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
+    def on_round(batch: DecodeBatch, steps: RoundSteps, verified: StepRecord) -> None:
         row_steps = list(steps.row_steps or [steps.shape.depth] * batch.size)
         told.append((steps.shape, row_steps, policy.last_reason))
 

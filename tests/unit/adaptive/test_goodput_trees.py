@@ -20,7 +20,8 @@ from serve_spec.bench.simulator import Comparison, ControllerPolicy, Simulator, 
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "tree_traces.json")
@@ -90,10 +91,10 @@ class Watched:
 
     def __init__(self, policy: GoodputPolicy) -> None:
         self.policy = policy
-        self.rounds: list[tuple[DecodeBatch, RoundSteps, VerifiedRound, Reason]] = []
+        self.rounds: list[tuple[DecodeBatch, RoundSteps, StepRecord, Reason]] = []
 
     def run(self, *phases: Phase, traces: TraceSet = TRACES, **limits: int) -> None:
-        def on_round(batch: DecodeBatch, steps: RoundSteps, verified: VerifiedRound) -> None:
+        def on_round(batch: DecodeBatch, steps: RoundSteps, verified: StepRecord) -> None:
             self.rounds.append((batch, steps, verified, reasons.pop()))
 
         reasons: list[Reason] = []
@@ -151,7 +152,7 @@ def test_trees_give_way_to_chains_beside_prompts_and_where_drafts_are_scarce() -
     assert not policy.choose(decode_batch(1, first=900)).shape.is_chain
 
 
-def from_text(verified: VerifiedRound) -> VerifiedRound:
+def from_text(verified: StepRecord) -> StepRecord:
     """The same drafts, found in texts."""
     drafts = {"num_drafting": 0, "deepest": 0, "num_text_drafts": verified.num_draft_tokens}
     return replace(verified, is_from_text=[True], **drafts)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -17,7 +16,8 @@ from serve_spec.adaptive.survival import (
     PLAIN_TRIALS,
     SurvivalEstimator,
 )
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import DraftColumns
 
 MAX_STEPS = 5
 RATES = np.array([0.8, 0.6, 0.7, 0.5, 0.6])
@@ -48,18 +48,8 @@ def learned(rounds: Sequence[Sequence[Row]]) -> SurvivalEstimator:
     return estimator
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """A round, column by column."""
-
-    request_ids: Sequence[str]
-    row_steps: Sequence[int]
-    num_correct_drafts: Sequence[int]
-    shape: DraftShape = PLAIN
-
-    @classmethod
-    def of(cls, rows: Sequence[Row]) -> Drafted:
-        return cls([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
+def columns(rows: Sequence[Row]) -> DraftColumns:
+    return DraftColumns([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
 
 
 def mean_rates(
@@ -76,7 +66,7 @@ def mean_rates(
     for _ in range(600):
         kept = np.cumprod(rng.random((batch_size, len(rates))) < rates, axis=1).sum(axis=1)
         row_steps = [steps(rng) for _ in request_ids]
-        rounds.append(Drafted(request_ids, row_steps, np.minimum(kept, row_steps).tolist()))
+        rounds.append(DraftColumns(request_ids, row_steps, np.minimum(kept, row_steps).tolist()))
         if len(rounds) == rounds_at_once:
             estimator.observe_rounds(rounds)
             seen.append(estimator.pooled_rates)
@@ -128,7 +118,7 @@ def test_pooled_rates_find_the_truth_whatever_depth_they_are_learned_at(
 def test_rounds_learned_together_count_as_they_would_one_by_one(rounds: list[list[Row]]) -> None:
     """Requests come and go between them, and some rounds are plain."""
     together, alone = SurvivalEstimator(MAX_STEPS), learned(rounds)
-    together.observe_rounds([Drafted.of(rows) for rows in rounds])
+    together.observe_rounds([columns(rows) for rows in rounds])
     assert together.pooled_trials == pytest.approx(alone.pooled_trials)
     assert together.num_requests == alone.num_requests
 
@@ -138,10 +128,10 @@ def test_what_requests_are_beside_each_other_does_not_depend_on_how_rounds_are_l
     rounds: list[list[Row]],
 ) -> None:
     together, alone = SurvivalEstimator(MAX_STEPS), learned(rounds)
-    together.observe_rounds([Drafted.of(rows) for rows in rounds])
+    together.observe_rounds([columns(rows) for rows in rounds])
     usual = [[(f"usual {n}", MAX_STEPS, n % (MAX_STEPS + 1)) for n in range(60)]] * 300
     for estimator in (together, alone):  # the rates of all are forgotten, and then the same
-        estimator.observe_rounds([Drafted.of(rows) for rows in usual])
+        estimator.observe_rounds([columns(rows) for rows in usual])
     survival = [estimator.survival("abcdef") for estimator in (together, alone)]
     assert survival[0] == pytest.approx(survival[1], abs=1e-6)
 

@@ -14,7 +14,8 @@ from serve_spec.adaptive.objective import Floats, RoundCosts
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.text_first import RETRY_FOUND, RETRY_STEPS, TextFirst, text_steps
-from serve_spec.core.round import DecodeBatch, VerifiedRound
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import DecodeBatch
 from tests.helpers.rounds import decode_batch, verified_round
 
 DEPTH = 4
@@ -78,7 +79,7 @@ def test_a_row_goes_by_its_text_only_where_that_is_faster_than_the_models_trees_
     assert beside_trees == (beside_chains if fastest >= of_tree else 0)
 
 
-def lesson(correct: int, batch: DecodeBatch, *, from_text: bool) -> VerifiedRound:
+def lesson(correct: int, batch: DecodeBatch, *, from_text: bool) -> StepRecord:
     rows = batch.size
     verified = verified_round([correct] * rows, rows, DEPTH)
     return replace(verified, is_from_text=[from_text] * rows)

@@ -16,7 +16,7 @@ from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import judge
 from serve_spec.core.draft_shape import PLAIN, DraftShape, most_drafts
-from serve_spec.core.round import VerifiedRound
+from serve_spec.core.record import StepRecord
 from tests.helpers.rounds import decode_batch, verified_round
 
 TOPK = 4
@@ -126,9 +126,7 @@ def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
     assert controller.snapshot()["fallback"] is None
 
 
-def of_trees(
-    levels: list[int], tree: DraftShape, batch_size: int, missed: int = 0
-) -> VerifiedRound:
+def of_trees(levels: list[int], tree: DraftShape, batch_size: int, missed: int = 0) -> StepRecord:
     """A round of trees in which every level is kept, but for the last `missed`."""
     kept = [max(0, steps - missed) for steps in levels]
     plain = verified_round(kept, batch_size, tree.depth, row_steps=levels)

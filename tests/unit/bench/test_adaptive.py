@@ -30,7 +30,9 @@ from serve_spec.bench.closed_loop import MeasuredRound, PhaseRun, prompt_ms_per_
 from serve_spec.bench.command import main
 from serve_spec.bench.phases import Phase
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.metrics import StepStats
+from serve_spec.core.record import StepTimes
+from serve_spec.core.round import RoundNotes
+from tests.helpers.rounds import verified_round
 from tests.unit.bench.configs import write_config
 
 PHASES = [Phase("predictable", 1, 4, 64), Phase("mixture", 4, 8, 100), Phase("heated", 2, 2, 70)]
@@ -205,23 +207,21 @@ def test_only_fixed_depths_are_given_up_and_never_off() -> None:
     assert [arm.name for arm in arms if _is_hopeless(arm, 0, arms)] == ["K=1"]
 
 
-def measured_round(ms: float, batch_size: int, drafts: int, tokens: int, prompt: int = 0):  # type: ignore[no-untyped-def]
-    stats = StepStats(
-        shape=DraftShape.chain(drafts),
-        batch_size=batch_size,
-        num_draft_tokens=drafts * batch_size,
-        num_correct_drafts=tokens - batch_size,
-        num_output_tokens=tokens,
-        num_prefill_tokens=prompt,
-        draft_ms=ms / 4,
-        verify_ms=ms / 2,
-        step_ms=ms,
-        num_running_seqs=batch_size,
-        num_waiting_seqs=0,
-        num_used_pages=1,
-        num_pages=2,
+def measured_round(
+    ms: float, batch_size: int, drafts: int, tokens: int, prompt: int = 0
+) -> MeasuredRound:
+    kept = [tokens - batch_size][:batch_size]
+    return MeasuredRound(
+        ms,
+        verified_round(
+            kept,
+            batch_size,
+            drafts,
+            num_draft_tokens=drafts * batch_size,
+            num_prefill_tokens=prompt,
+            times=StepTimes(ms / 4, ms / 2, ms),
+        ),
     )
-    return MeasuredRound(ms, stats)
 
 
 ROUNDS = st.builds(
@@ -247,12 +247,12 @@ def test_speed_of_decoding_does_not_depend_on_the_prompts_and_their_price(
     rounds: list[MeasuredRound],
 ) -> None:
     """Each round takes its own time, and 2 ms for every prompt token that shares it."""
-    shared = [replace(r, ms=r.ms + 2.0 * r.stats.num_prefill_tokens) for r in rounds]
+    shared = [replace(r, ms=r.ms + 2.0 * r.record.num_prefill_tokens) for r in rounds]
     run = a_run(shared)
     prompt_ms = prompt_ms_per_token([run])
     assert prompt_ms == pytest.approx(2.0)
     figures = measure(run, prompt_ms)
-    ms, tokens = sum(r.ms for r in rounds), sum(r.stats.num_output_tokens for r in rounds)
+    ms, tokens = sum(r.ms for r in rounds), sum(r.record.num_output_tokens for r in rounds)
     assert figures.tokens_per_second == pytest.approx(tokens / ms * 1e3)
     assert figures.tokens_per_second == pytest.approx(
         measure(a_run(shared, prompt_tokens=900), 2.0).tokens_per_second
@@ -264,7 +264,7 @@ def test_every_round_with_decode_rows_is_counted_and_prompts_spoil_no_mean(
     rounds: list[MeasuredRound],
 ) -> None:
     figures = measure(a_run(rounds), 2.0)
-    alone = [r.ms for r in rounds if not r.stats.num_prefill_tokens]
+    alone = [r.ms for r in rounds if not r.record.num_prefill_tokens]
     assert sum(figures.rounds_by_num_steps.values()) == len(rounds)
     assert sum(figures.time_by_num_steps.values()) == pytest.approx(1)
     if alone:
@@ -277,8 +277,8 @@ def test_every_round_with_decode_rows_is_counted_and_prompts_spoil_no_mean(
 def test_rounds_of_a_full_batch_are_told_apart_by_the_prompts_that_share_them(
     rounds: list[MeasuredRound],
 ) -> None:
-    most = max(r.stats.batch_size for r in rounds)
-    full = [r for r in rounds if r.stats.batch_size >= FULL_SHARE * most]
+    most = max(r.record.batch_size for r in rounds)
+    full = [r for r in rounds if r.record.batch_size >= FULL_SHARE * most]
     told = measure(a_run(rounds), 2.0).full_rounds
     assert sum(each["rounds"] for each in told) == len(full)
     assert sum(each["rounds"] * each["ms"] for each in told) == pytest.approx(
@@ -287,7 +287,7 @@ def test_rounds_of_a_full_batch_are_told_apart_by_the_prompts_that_share_them(
     for each in told:
         upto = each["prompt_tokens"]
         assert each["rounds"] == sum(
-            upto / 2 < r.stats.num_prefill_tokens <= upto or r.stats.num_prefill_tokens == upto
+            upto / 2 < r.record.num_prefill_tokens <= upto or r.record.num_prefill_tokens == upto
             for r in full
         )
 
@@ -413,5 +413,6 @@ def test_what_a_policy_expected_is_compared_with_rounds_that_no_prompt_shared() 
         (99.0, 1, None, 0),
     ):
         r = measured_round(ms, 2, drafts, 4, prompt)
-        rounds.append(replace(r, stats=replace(r.stats, predicted_ms=predicted_ms)))
+        notes = RoundNotes(predicted_ms=predicted_ms)
+        rounds.append(replace(r, record=replace(r.record, notes=notes)))
     assert measure(a_run(rounds), 2.0).over_predicted == {0: 1.25, 3: 60 / 48}

@@ -7,31 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.bench.full_batches import SETTLE_ROUNDS, FullBatches
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.metrics import StepStats
+from serve_spec.core.record import StepRecord, StepTimes
+from tests.helpers.rounds import verified_round
 
 
-def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepStats:
+def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepRecord:
     """A round in which the requests emit `tokens`."""
-    return StepStats(
-        shape=DraftShape.chain(3),
-        batch_size=len(tokens),
-        num_draft_tokens=3 * len(tokens),
-        num_correct_drafts=sum(tokens) - len(tokens),
-        num_output_tokens=sum(tokens),
-        num_prefill_tokens=prompt,
-        draft_ms=1.0,
-        verify_ms=2.0,
-        step_ms=ms,
-        num_running_seqs=len(tokens),
-        num_waiting_seqs=0,
-        num_used_pages=1,
-        num_pages=2,
-        accept_lengths=tuple(tokens),
-    )
+    kept = [count - 1 for count in tokens]
+    times = StepTimes(1.0, 2.0, ms)
+    return verified_round(kept, len(tokens), 3, times=times, num_prefill_tokens=prompt)
 
 
-def settled(size: int) -> list[StepStats]:
+def settled(size: int) -> list[StepRecord]:
     """The rounds that are not counted."""
     return [a_round([9] * size, ms=1000.0)] * SETTLE_ROUNDS
 

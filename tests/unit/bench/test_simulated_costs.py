@@ -37,7 +37,7 @@ def test_a_grid_says_what_was_measured_where_it_was_measured(
     times = TWO_CPU_CORES(round_of(batch_size, (batch_size,) * num_steps))
     assert times.draft_ms == pytest.approx(draft_ms)
     assert times.verify_ms == pytest.approx(verify_ms)
-    assert times.round_ms == times.draft_ms + times.verify_ms
+    assert times.step_ms == times.draft_ms + times.verify_ms
 
 
 @given(COSTS, st.integers(1, 64), st.integers(0, 7), st.data())
@@ -60,8 +60,8 @@ def test_prompts_and_sampling_only_add(
     plain = costs(round_of(batch_size, (batch_size,) * num_steps))
     sampled = costs(round_of(batch_size, (batch_size,) * num_steps, num_sampled=batch_size))
     shape = round_of(batch_size, ())._replace(num_prefill_tokens=num_prompt_tokens)
-    assert sampled.round_ms >= plain.round_ms
-    assert costs(shape).round_ms > costs(round_of(batch_size, ())).round_ms
+    assert sampled.step_ms >= plain.step_ms
+    assert costs(shape).step_ms > costs(round_of(batch_size, ())).step_ms
 
 
 @given(
@@ -85,8 +85,8 @@ def test_rows_that_stop_early_cost_the_steps_they_take() -> None:
 def test_noise_is_the_same_every_time_and_has_no_side() -> None:
     shape = round_of(4, (4, 4))
     first, second = noisy(GPU_8B, 0.2, seed=3), noisy(GPU_8B, 0.2, seed=3)
-    times = [first(shape).round_ms for _ in range(400)]
-    assert times == [second(shape).round_ms for _ in range(400)]
+    times = [first(shape).step_ms for _ in range(400)]
+    assert times == [second(shape).step_ms for _ in range(400)]
     assert any(a != b for a, b in pairwise(times))
-    exact = GPU_8B(shape).round_ms
+    exact = GPU_8B(shape).step_ms
     assert sorted(times)[200] == pytest.approx(exact, rel=0.05)

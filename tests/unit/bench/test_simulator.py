@@ -36,7 +36,8 @@ from serve_spec.bench.simulator import (
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.round import DecodeBatch, RoundSteps, RoundTimes, VerifiedRound
+from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.scheduler.rows import fair_steps
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
@@ -69,8 +70,8 @@ class RandomPolicy:
         row_steps = [self.numbers[(at + i) % len(self.numbers)] for i in range(batch.size)]
         return RoundSteps(DraftShape.chain(7), row_steps)
 
-    def observe(self, verified: VerifiedRound) -> None:
-        rows = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
+    def observe(self, verified: StepRecord) -> None:
+        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
         assert all(0 <= correct <= steps for correct, steps in rows)
 
     def forget(self, request_id: str) -> None:
@@ -82,9 +83,9 @@ class RandomPolicy:
 
 def rounds_of(
     policy: StepPolicy, phase: Phase, costs: RoundCosts = TWO_CPU_CORES, **limits: int
-) -> tuple[PhaseReport, list[tuple[DecodeBatch, RoundSteps, VerifiedRound]]]:
+) -> tuple[PhaseReport, list[tuple[DecodeBatch, RoundSteps, StepRecord]]]:
     """A phase and all its rounds."""
-    rounds: list[tuple[DecodeBatch, RoundSteps, VerifiedRound]] = []
+    rounds: list[tuple[DecodeBatch, RoundSteps, StepRecord]] = []
     simulator = Simulator(
         policy, TRACES, costs, on_round=lambda *told: rounds.append(told), **limits
     )
@@ -114,9 +115,9 @@ def test_the_best_fixed_depth_is_what_brute_force_says() -> None:
     """At constant costs per round and step, the one with the least rounds · cost."""
     flat_ms, step_ms = 5.0, 0.7
 
-    def costs(shape: RoundShape) -> RoundTimes:
+    def costs(shape: RoundShape) -> StepTimes:
         draft_ms = step_ms * shape.depth
-        return RoundTimes(draft_ms, flat_ms, flat_ms + draft_ms)
+        return StepTimes(draft_ms, flat_ms, flat_ms + draft_ms)
 
     phase = Phase("heated", 1, 16, 100)
     compared = compare({}, [phase], TRACES, costs, static_steps=range(8))
@@ -192,7 +193,7 @@ def test_drafts_give_way_where_the_token_budget_is_small() -> None:
 def test_rounds_that_prompts_share_carry_no_time_and_prompts_are_not_decoding() -> None:
     told: list[RoundShape] = []
 
-    def costs(shape: RoundShape) -> RoundTimes:
+    def costs(shape: RoundShape) -> StepTimes:
         told.append(shape)
         return TWO_CPU_CORES(shape)
 
@@ -200,9 +201,9 @@ def test_rounds_that_prompts_share_carry_no_time_and_prompts_are_not_decoding() 
     assert any(verified.times is None for _, _, verified in rounds)
     assert any(verified.times is not None for _, _, verified in rounds)
     decoding = [shape for shape in told if shape.batch_size]
-    assert report.decode_ms == pytest.approx(sum(TWO_CPU_CORES(s).round_ms for s in decoding))
+    assert report.decode_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in decoding))
     prompts = [shape for shape in told if not shape.batch_size]
-    assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).round_ms for s in prompts))
+    assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in prompts))
     traces = {kind: TRACES.of(kind)[0].num_prompt_tokens for kind in PHASES[1].kinds}
     asked = sum(traces[PHASES[1].kind(i)] for i in range(PHASES[1].num_requests))
     assert sum(shape.num_prefill_tokens for shape in prompts) == asked
@@ -210,7 +211,7 @@ def test_rounds_that_prompts_share_carry_no_time_and_prompts_are_not_decoding() 
 
 def test_every_change_of_tier_is_a_switch_with_its_reason() -> None:
     simulator = Simulator(ema(), TRACES, TWO_CPU_CORES, on_round=lambda *told: tiers.append(told))
-    tiers: list[tuple[DecodeBatch, RoundSteps, VerifiedRound]] = []
+    tiers: list[tuple[DecodeBatch, RoundSteps, StepRecord]] = []
     reports = [simulator.run(phase) for phase in PHASES]
     changes = [a[1].shape != b[1].shape for a, b in pairwise(tiers)]
     switches = sum((report.switches for report in reports), Counter[Reason]())

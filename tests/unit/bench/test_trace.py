@@ -84,9 +84,9 @@ def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
 ) -> None:
     run = run_phase(make("EAGLE3", num_steps).engine, requests(), batch_size, NUM_TOKENS)
     measured = [
-        (r.stats.batch_size, r.stats.num_draft_tokens, r.stats.num_output_tokens)
+        (r.record.batch_size, r.record.num_draft_tokens, r.record.num_output_tokens)
         for r in run.rounds
-        if r.stats.batch_size
+        if r.record.batch_size
     ]
     replayed: list[tuple[int, int, int]] = []
     simulator = Simulator(
@@ -153,9 +153,9 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
     """There, trees have fewer levels, which is not what was recorded."""
     run = run_phase(branching(make), requests()[:batch_size], batch_size, NUM_TOKENS)
     measured = [
-        (r.stats.num_draft_tokens, r.stats.num_output_tokens)
+        (r.record.num_draft_tokens, r.record.num_output_tokens)
         for r in run.rounds
-        if not r.stats.shape.is_chain
+        if not r.record.shape.is_chain
     ]
     replayed: list[tuple[int, int]] = []
     simulator = Simulator(

@@ -68,10 +68,10 @@ def controller(name: str):  # type: ignore[no-untyped-def]
 def shapes(run: PhaseRun) -> list[tuple[int, int, int, int]]:
     return [
         (
-            r.stats.shape.depth,
-            r.stats.batch_size,
-            r.stats.num_draft_tokens,
-            r.stats.num_output_tokens,
+            r.record.shape.depth,
+            r.record.batch_size,
+            r.record.num_draft_tokens,
+            r.record.num_output_tokens,
         )
         for r in run.rounds
     ]
@@ -175,7 +175,7 @@ def test_a_loop_runs_under_its_own_controller_where_all_share_an_engine(
     loops = [ClosedLoop(shared, requests(), BATCH_SIZE, LENGTHS) for _ in POLICIES]
     run_in_turns(loops, [controller(name) for name in POLICIES], 1, random.Random(0))
     for loop, steps in zip(loops, POLICIES.values(), strict=True):
-        used = {r.stats.shape.depth for r in loop.run.decode_rounds}
+        used = {r.record.shape.depth for r in loop.run.decode_rounds}
         assert used == set(steps)
 
 

@@ -35,7 +35,7 @@ def test_a_round_is_counted_for_the_arm_whose_turn_it_is_and_only_if_it_is_full(
         for stats in rounds[name]:
             assert stats.decodes_only
             assert stats.num_draft_tokens == num_steps * WAVE.batch_size
-            assert stats.live_steps == (num_steps,) * WAVE.batch_size
+            assert stats.row_steps == (num_steps,) * WAVE.batch_size
 
 
 def test_the_controllers_of_an_arm_take_turns_every_round(llm: LLM) -> None:

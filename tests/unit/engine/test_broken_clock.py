@@ -16,9 +16,10 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build, engine
-from serve_spec.metrics import StepStats, readings
+from serve_spec.metrics import readings
 from tests.helpers.engines import MakeLLM, texts
 
 Law = Callable[[float, int], float]
@@ -38,7 +39,7 @@ CLOCKS: dict[str, Law] = {
 class Exporter:
     """Takes what an exporter would."""
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepRecord) -> None:
         for reading in readings(stats):
             assert 0.0 <= reading.value < math.inf, reading.metric.name
 

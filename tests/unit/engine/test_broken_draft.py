@@ -16,8 +16,8 @@ from serve_spec.config.algorithms import ALGORITHMS, Algorithm
 from serve_spec.core.draft import TextDrafts
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM, sampled_requests, texts
 
 
@@ -25,9 +25,9 @@ class Heard:
     """Keeps what the engine reports."""
 
     def __init__(self) -> None:
-        self.rounds: list[StepStats] = []
+        self.rounds: list[StepRecord] = []
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepRecord) -> None:
         self.rounds.append(stats)
 
 

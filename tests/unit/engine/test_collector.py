@@ -3,47 +3,39 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.request import SamplingParams
+from serve_spec.core.round import RoundNotes
 from serve_spec.engine.collector import SPEED_ROUNDS, MetricsCollector
-from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
+from tests.helpers.rounds import verified_round
 
 
-def decode_round(num_steps: int = 0, correct: int = 0, rows: int = 1, **fields: Any) -> StepStats:
-    """`rows` rows of `num_steps` drafts each, `correct` of them kept in each; 10 ms."""
-    return replace(
-        StepStats(
-            shape=DraftShape.chain(num_steps),
-            batch_size=rows,
-            num_draft_tokens=rows * num_steps,
-            num_correct_drafts=rows * correct,
-            num_output_tokens=rows * (correct + 1),
-            num_prefill_tokens=0,
-            draft_ms=1.0 * num_steps,
-            verify_ms=5.0,
-            step_ms=10.0,
-            num_running_seqs=rows,
-            num_waiting_seqs=0,
-            num_used_pages=1,
-            num_pages=10,
-            accept_lengths=(correct + 1,) * rows,
-        ),
-        **fields,
-    )
+def decode_round(
+    num_steps: int = 0,
+    correct: int = 0,
+    rows: int = 1,
+    *,
+    step_ms: float = 10.0,
+    draft_ms: float | None = None,
+    verify_ms: float = 5.0,
+    **fields: Any,
+) -> StepRecord:
+    """`rows` requests of `num_steps` drafts each, `correct` of them kept in each."""
+    times = StepTimes(num_steps if draft_ms is None else draft_ms, verify_ms, step_ms)
+    return verified_round([correct] * rows, rows, num_steps, times=times, **fields)
 
 
 PREFILL = decode_round(rows=0, num_prefill_tokens=100)
 
 
-def fed(*rounds: StepStats, **window: Any) -> MetricsCollector:
+def fed(*rounds: StepRecord, **window: Any) -> MetricsCollector:
     collector = MetricsCollector(**window)
     for stats in rounds:
         collector.observe(stats)
@@ -147,10 +139,10 @@ def test_an_old_speed_is_forgotten() -> None:
 
 def test_shares_of_probes_and_the_error_of_predictions_are_shown() -> None:
     collector = fed(
-        decode_round(3, 1, is_probe=True),
-        decode_round(3, 1, predicted_ms=8.0),
-        decode_round(3, 1, predicted_ms=12.0),
-        decode_round(3, 1, predicted_ms=1.0, num_prefill_tokens=9),
+        decode_round(3, 1, notes=RoundNotes(is_probe=True)),
+        decode_round(3, 1, notes=RoundNotes(predicted_ms=8.0)),
+        decode_round(3, 1, notes=RoundNotes(predicted_ms=12.0)),
+        decode_round(3, 1, notes=RoundNotes(predicted_ms=1.0), num_prefill_tokens=9),
     )
     window = view(collector)["window"]
     assert window["probe_share"] == 0.25
@@ -170,7 +162,7 @@ ROUNDS = st.builds(
 @settings(max_examples=50)
 @given(st.lists(ROUNDS, max_size=40), st.integers(1, 10), st.integers(1, 40).map(lambda n: n / 4))
 def test_the_window_holds_the_last_rounds_within_both_of_its_bounds(
-    rounds: list[StepStats], window_rounds: int, window_s: float
+    rounds: list[StepRecord], window_rounds: int, window_s: float
 ) -> None:
     window = view(fed(*rounds, window_rounds=window_rounds, window_s=window_s))["window"]
     age_ms, recent = 0.0, []

@@ -3,9 +3,9 @@
 import pytest
 
 from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
-from serve_spec.metrics import StepStats
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
 from tests.helpers.engines import MakeLLM
 
 
@@ -17,13 +17,13 @@ class RecordingController:
     notes = NO_NOTES
 
     def __init__(self) -> None:
-        self.told: list[VerifiedRound] = []
+        self.told: list[StepRecord] = []
         self.left: list[str] = []
 
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         return RoundSteps(DraftShape.chain(3))
 
-    def on_verify_complete(self, verified: VerifiedRound) -> None:
+    def on_verify_complete(self, verified: StepRecord) -> None:
         self.told.append(verified)
 
     def forget(self, request_id: str) -> None:
@@ -37,9 +37,9 @@ class RecordingSink:
     """Keeps every round's figures."""
 
     def __init__(self) -> None:
-        self.rounds: list[StepStats] = []
+        self.rounds: list[StepRecord] = []
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepRecord) -> None:
         self.rounds.append(stats)
 
 
@@ -98,10 +98,10 @@ def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(
     llm.engine.add(llm.engine.new_sequence("1", [4, 5, 6], params))
     llm.engine.step()
     llm.engine.step()
-    assert [told.num_prompt_rows for told in controller.told[-2:]] == [3, 0]
+    assert [told.num_prefill_tokens for told in controller.told[-2:]] == [3, 0]
     for told in controller.told:
         assert told.times is not None
-        assert 0 < told.times.draft_ms + told.times.verify_ms <= told.times.round_ms
+        assert 0 < told.times.draft_ms + told.times.verify_ms <= told.times.step_ms
 
 
 def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: MakeLLM) -> None:

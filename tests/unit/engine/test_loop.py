@@ -12,11 +12,11 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine import build, costs
 from serve_spec.engine.loop import EngineLoop, TokenStream
 from serve_spec.engine.profile import Measurement, measure_costs
-from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM, Pair
 
 PROMPT = [10, 20, 30]
@@ -200,10 +200,10 @@ def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
 
 
 def test_rounds_are_reported_to_whoever_asked(loop: EngineLoop) -> None:
-    seen: list[StepStats] = []
+    seen: list[StepRecord] = []
 
     class Sink:
-        def observe(self, stats: StepStats) -> None:
+        def observe(self, stats: StepRecord) -> None:
             seen.append(stats)
 
     loop.report_to(Sink())

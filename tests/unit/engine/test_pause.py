@@ -9,8 +9,9 @@ import pytest
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import PendingRound, StepPlan
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 
 GREEDY = SamplingParams(max_tokens=1060, temperature=0, ignore_eos=True)
@@ -30,8 +31,8 @@ class Scheduled:
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         return RoundSteps(DraftShape.chain(self.steps_at(batch.num_tokens)))
 
-    def on_verify_complete(self, verified: VerifiedRound) -> None:
-        for steps, correct in zip(verified.row_steps, verified.num_correct_drafts, strict=True):
+    def on_verify_complete(self, verified: StepRecord) -> None:
+        for steps, correct in zip(verified.row_steps, verified.row_correct_drafts, strict=True):
             self.kept[verified.num_tokens] = (steps, correct)
 
     def forget(self, request_id: str) -> None:

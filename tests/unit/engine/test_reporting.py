@@ -17,10 +17,10 @@ from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import RoundNotes, RoundSteps
+from serve_spec.core.round import NO_NOTES, RoundNotes, RoundSteps
 from serve_spec.engine import engine
-from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM
 from tests.helpers.rounds import decode_batch, verified_round
 
@@ -31,9 +31,9 @@ class Rounds:
     """Keeps every round's figures."""
 
     def __init__(self) -> None:
-        self.seen: list[StepStats] = []
+        self.seen: list[StepRecord] = []
 
-    def observe(self, stats: StepStats) -> None:
+    def observe(self, stats: StepRecord) -> None:
         self.seen.append(stats)
 
 
@@ -57,7 +57,7 @@ class Ticking:
         return timed
 
 
-def generate(llm: LLM, *max_tokens: int) -> list[StepStats]:
+def generate(llm: LLM, *max_tokens: int) -> list[StepRecord]:
     """The rounds of one request per given length."""
     llm.engine.metrics = sink = Rounds()
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in max_tokens]
@@ -68,11 +68,11 @@ def generate(llm: LLM, *max_tokens: int) -> list[StepStats]:
 def test_rows_that_end_are_not_among_the_live_ones(make_llm: MakeLLM) -> None:
     rounds = generate(make_llm("EAGLE3", 3), 9, 30, 30)
     last = max(i for i, stats in enumerate(rounds) if stats.batch_size == 3)
-    assert len(rounds[last].live_steps) == 2
-    assert rounds[-1].live_steps == ()
+    assert len(rounds[last].row_steps) == 2
+    assert rounds[-1].row_steps == ()
     for stats in rounds:
-        assert len(stats.live_steps) == len(stats.live_correct_drafts)
-        columns = zip(stats.live_correct_drafts, stats.live_steps, strict=True)
+        assert len(stats.row_steps) == len(stats.row_correct_drafts)
+        columns = zip(stats.row_correct_drafts, stats.row_steps, strict=True)
         assert all(0 <= correct <= steps <= 3 for correct, steps in columns)
 
 
@@ -82,7 +82,7 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     """By a clock that ticks when it is read, and whenever a plan is made or a text handed out."""
     llm, clock = make_llm("EAGLE3", 3), Ticking()
     monkeypatch.setattr(engine, "time", clock)
-    for worked in ("_plan", "_learn", "_delta"):
+    for worked in ("_plan", "_record", "_delta"):
         monkeypatch.setattr(llm.engine, worked, clock.takes_a_second(getattr(llm.engine, worked)))
     llm.engine.metrics = sink = Rounds()
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
@@ -104,8 +104,8 @@ def test_the_live_rows_are_those_the_position_counts_are_made_of(make_llm: MakeL
     llm = make_llm("EAGLE3", 3)
     rounds = generate(llm, 40, 40, 40)
     shown = llm.engine.snapshot()
-    assert shown["learned_draft_tokens"] == sum(sum(s.live_steps) for s in rounds)
-    assert shown["learned_correct_drafts"] == sum(sum(s.live_correct_drafts) for s in rounds)
+    assert shown["learned_draft_tokens"] == sum(sum(s.row_steps) for s in rounds)
+    assert shown["learned_correct_drafts"] == sum(sum(s.row_correct_drafts) for s in rounds)
 
 
 def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_path: Path) -> None:
@@ -119,13 +119,13 @@ def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_p
         speculative_adaptive_config=str(slots),
     )
     decoding = [stats for stats in generate(llm, 30, 30, 60) if stats.batch_size]
-    assert {(s.slot, s.batch_size >= 3) for s in decoding} == {("3", True), ("1", False)}
-    averages = [s.ema_accept_length for s in decoding if s.slot == "3"]
+    assert {(s.notes.slot, s.batch_size >= 3) for s in decoding} == {("3", True), ("1", False)}
+    averages = [s.notes.ema_accept_length for s in decoding if s.notes.slot == "3"]
     assert averages[0] == 2.0, "three steps less one, before anything was learned"
     assert len(set(averages)) > 3
     prefill = generate(llm, 10)[0]
     assert prefill.batch_size == 0
-    assert (prefill.slot, prefill.ema_accept_length) == (None, None), "no slot chose this round"
+    assert prefill.notes == NO_NOTES, "no slot chose this round"
 
 
 @pytest.mark.parametrize("num_correct", [0, 1])

@@ -8,8 +8,9 @@ from itertools import cycle
 import pytest
 
 from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DecodeBatch, RoundSteps, VerifiedRound
+from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.engines import MakeLLM, SwitchingController, texts
 
 STEPS = 4
@@ -28,11 +29,11 @@ class SharpnessEveryRound(SwitchingController):
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         return replace(super().choose_steps(batch), draft_sharpness=next(self._sharpnesses))
 
-    def on_verify_complete(self, verified: VerifiedRound) -> None:
+    def on_verify_complete(self, verified: StepRecord) -> None:
         sharpness, drafted = verified.draft_sharpness, sum(verified.row_steps)
         self.drafted[sharpness] += drafted
-        self.lost[sharpness] += drafted - sum(verified.num_correct_drafts)
-        assert verified.is_sampled == [True] * len(verified.row_steps)
+        self.lost[sharpness] += drafted - sum(verified.row_correct_drafts)
+        assert verified.is_sampled == (True,) * len(verified.row_steps)
 
 
 @pytest.mark.parametrize(("tier", "topk"), [(STEPS, 1), (DraftShape(2, 6, 2), 2)])

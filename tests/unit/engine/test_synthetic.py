@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from serve_spec import LLM
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
 from serve_spec.engine import command
-from serve_spec.metrics import StepStats
 from tests.helpers.engines import MakeLLM, Pair
 
 PROMPTS = [[i, *range(20, 35)] for i in range(8)]
@@ -24,8 +24,8 @@ class LiveRows:
     def __init__(self) -> None:
         self.rows: list[tuple[int, int]] = []
 
-    def observe(self, stats: StepStats) -> None:
-        self.rows += zip(stats.live_steps, stats.live_correct_drafts, strict=True)
+    def observe(self, stats: StepRecord) -> None:
+        self.rows += zip(stats.row_steps, stats.row_correct_drafts, strict=True)
 
 
 def params(seed: int = 1, **more: Any) -> list[SamplingParams]:

@@ -10,8 +10,8 @@ import pytest
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import StepPlan
+from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams
-from serve_spec.core.round import VerifiedRound
 from tests.helpers.engines import MakeLLM, sampled_requests, texts
 
 
@@ -54,7 +54,7 @@ class Rounds:
 
     def __init__(self, llm: LLM) -> None:
         self.plans: list[StepPlan] = []
-        self.verified: list[VerifiedRound] = []
+        self.verified: list[StepRecord] = []
         engine = llm.engine
         submit, learn = engine.worker.submit, engine.controller.on_verify_complete
 
@@ -62,7 +62,7 @@ class Rounds:
             self.plans.append(plan)
             return submit(plan)
 
-        def tell(verified: VerifiedRound) -> None:
+        def tell(verified: StepRecord) -> None:
             self.verified.append(verified)
             learn(verified)
 
@@ -84,7 +84,7 @@ def test_a_round_keeps_within_its_budget_and_a_policy_is_told_what_became_of_it(
     assert min(sizes) < 12 == max(sizes), "the test needs rounds that are short of room"
     assert all(row.num_steps <= row.tree_drafts for plan in trees for row in plan.rows)
     for verified in seen.verified:
-        kept = zip(verified.num_correct_drafts, verified.row_steps, strict=True)
+        kept = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
         assert all(correct <= levels <= 3 for correct, levels in kept)
         assert verified.num_draft_tokens >= sum(verified.row_steps)
     assert any(not verified.shape.is_chain for verified in seen.verified)

@@ -1,0 +1,195 @@
+"""What became of a step: `StepPlan` -> `StepResult` -> `StepRecord`.
+
+The engine makes one record per step. The policy learns from it, counters and metrics add it up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, RoundNotes
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Milliseconds of a step as the clock gave them, which may be broken: NaN, or negative."""
+
+    draft_ms: float
+    verify_ms: float
+    step_ms: float
+    """The whole step, with the host's share."""
+    idle_ms: float = 0.0
+    """How long the device waited before the step, where that is known."""
+
+
+class DraftColumns(NamedTuple):
+    """What some requests drafted in a step of one shape, and how much of it the target kept."""
+
+    request_ids: Sequence[str]
+    row_steps: Sequence[int]
+    row_correct_drafts: Sequence[int]
+    shape: DraftShape = PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    """What became of a step.
+
+    The columns from `request_ids` to `is_from_text` hold the decoding requests that go on after
+    the step: what is drafted past a stop says nothing about the text. `accept_lengths` and the
+    sums are over all decoding requests. Requests that ended while the step was in flight count
+    among `num_planned_seqs` and `num_planned_drafts` alone: the step took time for them.
+    """
+
+    shape: DraftShape
+    """What was drafted, which need not be the active shape any more."""
+    request_ids: Sequence[str] = ()
+    row_steps: Sequence[int] = ()
+    """Drafts verified of each; of trees, levels."""
+    row_correct_drafts: Sequence[int] = ()
+    """Drafts the target kept of each, before any stop."""
+    is_sampled: Sequence[bool] = ()
+    """Which of them sample; empty if unknown."""
+    is_from_text: Sequence[bool] = ()
+    """Whose drafts were found in the text; empty if there is one source of drafts only."""
+    accept_lengths: Sequence[int] = ()
+    """Tokens each decoding request emitted."""
+    num_draft_tokens: int = 0
+    """Drafts verified, those from texts included."""
+    num_tokens: int = 0
+    """Context tokens of all decoding requests, before the step."""
+    num_stale_seqs: int = 0
+    """Planned decoding requests that ended while the step was in flight,"""
+    num_stale_drafts: int = 0
+    """and their drafts."""
+    num_sampled: int = 0
+    """Planned decoding requests that sample."""
+    num_drafting: int = 0
+    """Those for which a model drafted, or, without a model, that drafted."""
+    deepest: int = 0
+    """Most drafts any of these drafted."""
+    num_text_drafts: int = 0
+    """Drafts from texts, beside a model."""
+    num_catch_up: int = 0
+    """Draft entries made up before drafting: a few per request, or all of a prompt."""
+    num_prefill_tokens: int = 0
+    """Prompt tokens computed: with any, the times are not those of decoding alone."""
+    num_ended: int = 0
+    """Requests that ended in this step,"""
+    num_ended_prompt_rows: int = 0
+    """the prompt tokens that were computed for them,"""
+    num_ended_tokens: int = 0
+    """and the tokens they emitted."""
+    times: StepTimes | None = None
+    """None if not measured."""
+    draft_sharpness: float = DRAFT_SHARPNESS
+    """Temperature of sampled drafts over their request's."""
+    follows: bool = False
+    """It was launched while the step before it ran, so that its time may be what the host took
+    for that one."""
+    was_postponed: bool = False
+    """It was not, because the outcome of that one decides what there is to draft: the time the
+    device waited is the price of drafts, whether or not there are any."""
+    notes: RoundNotes = NO_NOTES
+    """What the policy expected."""
+    switch_reason: str | None = None
+    """Why the shape differs from that of the step before; None if it does not."""
+    speedup: float | None = None
+    """Measured speed of drafting over plain steps of this batch size, before this step."""
+    num_broken_drafts: int = 0
+    """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
+    num_running_seqs: int = 0
+    num_waiting_seqs: int = 0
+    num_used_pages: int = 0
+    num_pages: int = 0
+    num_prefix_query_tokens: int = 0
+    """Tokens of the requests admitted since the step before,"""
+    num_prefix_hit_tokens: int = 0
+    """and those of them that the cache held."""
+
+    @property
+    def batch_size(self) -> int:
+        """Decoding requests."""
+        return len(self.accept_lengths)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens they emitted."""
+        return sum(self.accept_lengths)
+
+    @property
+    def num_correct_drafts(self) -> int:
+        """Drafts among these."""
+        return sum(self.accept_lengths) - len(self.accept_lengths)
+
+    @property
+    def num_planned_seqs(self) -> int:
+        """Decoding requests that were computed."""
+        return len(self.accept_lengths) + self.num_stale_seqs
+
+    @property
+    def num_planned_drafts(self) -> int:
+        """Drafts that were computed."""
+        return self.num_draft_tokens + self.num_stale_drafts
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether nothing was drafted, nor waited for."""
+        return not (self.num_planned_drafts or self.was_postponed)
+
+    @property
+    def draft_ms(self) -> float:
+        """Time of drafting; this and the next three are 0 if no clock measured them."""
+        return 0.0 if self.times is None else _measured(self.times.draft_ms)
+
+    @property
+    def verify_ms(self) -> float:
+        """Time of the target."""
+        return 0.0 if self.times is None else _measured(self.times.verify_ms)
+
+    @property
+    def step_ms(self) -> float:
+        """Time of the step."""
+        return 0.0 if self.times is None else _measured(self.times.step_ms)
+
+    @property
+    def idle_ms(self) -> float:
+        """How long the device waited before it."""
+        return 0.0 if self.times is None else _measured(self.times.idle_ms)
+
+    @property
+    def decodes_only(self) -> bool:
+        """Whether its times are those of decoding: measured, and no prompt shared the step."""
+        return self.batch_size > 0 and self.num_prefill_tokens == 0 and self.step_ms > 0
+
+    @property
+    def overhead_ratio(self) -> float:
+        """Share of drafting in the time of both models, 0..1."""
+        return self.draft_ms / (self.draft_ms + self.verify_ms) if self.draft_ms else 0.0
+
+    @property
+    def model_drafts(self) -> DraftColumns:
+        """The columns of drafts from models; requests that drafted from their text have none."""
+        if any(self.is_from_text):
+            return self._drafts(self.shape, from_text=False)
+        return DraftColumns(self.request_ids, self.row_steps, self.row_correct_drafts, self.shape)
+
+    @property
+    def text_drafts(self) -> DraftColumns:
+        """The columns of drafts from texts, as chains; other requests have none."""
+        return self._drafts(PLAIN, from_text=True)
+
+    def _drafts(self, shape: DraftShape, *, from_text: bool) -> DraftColumns:
+        flags = self.is_from_text or [False] * len(self.row_steps)
+        columns = zip(self.row_steps, self.row_correct_drafts, flags, strict=True)
+        drafts = [(k, m) if flag == from_text else (0, 0) for k, m, flag in columns]
+        return DraftColumns(self.request_ids, [k for k, _ in drafts], [m for _, m in drafts], shape)
+
+
+def _measured(ms: float) -> float:
+    """Return 0 for what is no time: one such would spoil every sum."""
+    return ms if 0.0 <= ms < math.inf else 0.0
