@@ -79,7 +79,6 @@ def serving(file: Path) -> Iterator[Server]:
 
 
 def _until_ready(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
     lines = []
     for line in process.stdout:
         lines.append(line)

@@ -89,4 +89,4 @@ def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(
     snapshot = llm.engine.snapshot()
     assert snapshot["strategy"] == "goodput"
     assert snapshot["fallback"] is None
-    assert set(snapshot["predicted_goodput"]) == {str(steps) for steps in range(8)}  # type: ignore[call-overload]
+    assert set(snapshot["predicted_goodput"]) == {str(steps) for steps in range(8)}

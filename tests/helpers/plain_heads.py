@@ -96,6 +96,7 @@ class PlainHead:
         key, value = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (key, value))
         scores = torch.einsum("qhd,khd->hqk", query, key) / math.sqrt(query.shape[2])
         future = torch.ones(len(x), len(x)).triu(1).bool()
+        future |= torch.ones(len(x), len(x)).tril(-self.config.get("window", len(x))).bool()
         weights = scores.masked_fill(future, -math.inf).softmax(dim=-1)
         out = torch.einsum("hqk,khd->qhd", weights, value)
         return self._linear(prefix + "o_proj", out.flatten(1))

@@ -48,7 +48,7 @@ class Overlay:
     @property
     def app(self) -> dict[str, Any]:
         (app,) = self.deploy_file["applications"]
-        return app  # type: ignore[no-any-return]
+        return app
 
     def of_kind(self, kind: str) -> list[Document]:
         return [document for document in self.documents if document["kind"] == kind]

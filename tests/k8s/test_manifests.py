@@ -22,7 +22,7 @@ WRITABLE = {"/tmp", "/home/serve", "/dev/shm"}
 
 
 def mebibytes(quantity: str) -> int:
-    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()  # type: ignore[union-attr]
+    number, unit = re.fullmatch(r"(\d+)(Mi|Gi)", quantity).groups()
     return int(number) * {"Mi": 1, "Gi": 1024}[unit]
 
 

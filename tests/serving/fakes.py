@@ -122,7 +122,7 @@ class FleetOfMortals:
 
 def request(prompt: str = "a b", **params: object) -> GenerateRequest:
     """A request for a fleet."""
-    return GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))  # type: ignore[arg-type]
+    return GenerateRequest("cmpl-1", "trace", prompt, SamplingParams(**params))
 
 
 def delta(text: str, *ids: int, finish: FinishReason | None = None) -> TokenDelta:

@@ -94,7 +94,7 @@ class LawfulLoop:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         assert params.seed is not None, "the router fixes the seed"
         sequence = Sequence(request_id, params, [*ids, *emitted], len(ids), params.seed)
-        text = OutputText(self.tokenizer, sequence, () if params.ignore_eos else (EOS,))  # type: ignore[arg-type]
+        text = OutputText(self.tokenizer, sequence, () if params.ignore_eos else (EOS,))
         return LawfulStream(sequence, text, random.Random(self.replica), self.cancelled)
 
     def cancel(self, request_id: str) -> None:

@@ -139,14 +139,11 @@ def test_in_a_stream_offsets_go_on_where_the_choice_was_left() -> None:
 def test_the_official_client_reads_log_probabilities() -> None:
     choices = [[scored("a", FinishReason.STOP)]]
     whole = Completion.model_validate(CompletionFormat(head(), spell=spell).whole(choices, COUNTS))
-    assert whole.choices[0].logprobs is not None
     assert whole.choices[0].logprobs.top_logprobs == [{"z": -2.0, "a": -1.0}]
     form = ChatFormat(head(), spell)
     chat = ChatCompletion.model_validate(form.whole(choices, COUNTS))
     chunk = ChatCompletionChunk.model_validate(form.chunk(0, *choices[0]))
     for logprobs in (chat.choices[0].logprobs, chunk.choices[0].logprobs):
-        assert logprobs is not None
-        assert logprobs.content is not None
         assert [(t.token, t.bytes, t.logprob) for t in logprobs.content] == [("a", [97], -1.0)]
         assert [t.token for t in logprobs.content[0].top_logprobs] == ["z"]
 

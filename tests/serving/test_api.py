@@ -79,8 +79,7 @@ def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
     assert list(body) == ["error"]
     assert set(body["error"]) == {"message", "type", "param", "code"}
     assert isinstance(body["error"]["message"], str)
-    error: dict[str, Any] = body["error"]
-    return error
+    return body["error"]
 
 
 def test_a_completion_has_the_fields_of_the_openai_api(server: Server) -> None:
@@ -363,7 +362,7 @@ async def test_a_client_that_leaves_a_stream_frees_its_turn_and_its_engine(serve
         "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
     }
-    call = asyncio.create_task(server.app(scope, receive, send))  # type: ignore[arg-type]
+    call = asyncio.create_task(server.app(scope, receive, send))
     await first_chunk.wait()
     assert (server.door.in_flight, len(server.loop.streams)) == (1, 1)
     gone.set()

@@ -18,24 +18,14 @@ def context(reported: list[float] | None, target: float = 48, now: int = 2) -> A
     replicas = [ReplicaID(str(i), deployment_id=DEPLOYMENT) for i in range(len(reported or []))]
     by_replica = dict(zip(replicas, reported or [], strict=True))
     return AutoscalingContext(
-        deployment_id=DEPLOYMENT,
-        deployment_name=DEPLOYMENT.name,
-        app_name=DEPLOYMENT.app_name,
-        current_num_replicas=now,
-        target_num_replicas=now,
-        running_replicas=replicas,
-        total_num_requests=1.0,
-        total_queued_requests=0.0,
-        aggregated_metrics={} if reported is None else {NUM_REQUESTS: by_replica},
-        raw_metrics={},
-        capacity_adjusted_min_replicas=1,
-        capacity_adjusted_max_replicas=64,
-        policy_state={},
-        last_scale_up_time=None,
-        last_scale_down_time=None,
-        current_time=0.0,
+        deployment_id=DEPLOYMENT, deployment_name=DEPLOYMENT.name, app_name=DEPLOYMENT.app_name,
+        current_num_replicas=now, target_num_replicas=now, running_replicas=replicas,
+        total_num_requests=1.0, total_queued_requests=0.0,
+        aggregated_metrics={} if reported is None else {NUM_REQUESTS: by_replica}, raw_metrics={},
+        capacity_adjusted_min_replicas=1, capacity_adjusted_max_replicas=64, policy_state={},
+        last_scale_up_time=None, last_scale_down_time=None, current_time=0.0,
         config=AutoscalingConfig(max_replicas=64, target_ongoing_requests=target),
-    )
+    )  # fmt: skip
 
 
 @given(st.lists(st.floats(0, 1000), min_size=1, max_size=16), st.floats(1, 100))

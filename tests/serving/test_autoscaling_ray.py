@@ -62,7 +62,6 @@ def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Cl
         from ray.serve.schema import ServeDeploySchema
 
         serve_client = _get_global_client()
-        assert serve_client is not None
         serve_client.deploy_apps(ServeDeploySchema.model_validate({"applications": [app]}))
         eventually(lambda: client.get("/health").status_code, lambda said: said == 200, WITHIN_S)
         yield client

@@ -146,7 +146,7 @@ async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
 ) -> None:
     wire, door, _listeners = await asking(names, max_batch_size=len(names), num_shares=3)
     assert wire.names() == [list(share) for share in shares]
-    assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)  # type: ignore[attr-defined]
+    assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)
 
 
 async def test_nobody_waits_for_company_for_ever() -> None:

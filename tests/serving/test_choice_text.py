@@ -52,10 +52,8 @@ def test_in_any_pieces_it_says_what_it_says_at_once(
     texts = []
     for piece in deltas:
         said, shown = choice.next([piece])
-        assert shown is not None
         texts.append(said)
         pieces = shown if pieces is None else joined(pieces, shown)
-    assert whole is not None
     assert ("".join(texts), pieces) == (whole_text, whole)
     assert whole_text == (prompt if echoed else "") + text
     begins = [whole_text.encode()[:i].decode(errors="ignore") for i in range(len(whole["tokens"]))]
@@ -73,6 +71,5 @@ def test_a_prompt_without_an_answer_is_said_alone() -> None:
     scored = delta("")._replace(prompt_logprobs=prompt_entries(b"ab", 0))
     text, shown = ChoiceText(Echo("ab", [97, 98]), spell).next([scored])
     assert text == "ab"
-    assert shown is not None
     assert shown["tokens"] == ["a", "b"]
     assert shown["token_logprobs"][0] is None

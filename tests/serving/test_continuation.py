@@ -76,7 +76,7 @@ def engine_loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineLoop
 async def test_what_another_replica_generated_counts_as_generated(
     engine_loop: EngineLoop, edits: dict[str, object], num_emitted: int
 ) -> None:
-    params = SamplingParams(max_tokens=20, seed=4, **edits)  # type: ignore[arg-type]
+    params = SamplingParams(max_tokens=20, seed=4, **edits)
     stream = await engine_loop.submit(PROMPT, params, "whole")
     whole = [delta async for delta in stream]
     emitted = [token for delta in whole for token in delta.token_ids][:num_emitted]

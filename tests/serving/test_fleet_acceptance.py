@@ -41,7 +41,6 @@ def test_a_prior_weighs_replicas_by_their_trials(known: FleetAcceptance) -> None
 def test_an_estimator_can_start_from_every_prior(known: FleetAcceptance) -> None:
     known.report("a", snapshot([1.0, 0.0, 0.5]), 0)
     prior = known.prior(PAIR, 3, 0)
-    assert prior is not None
     rates = SurvivalEstimator(3, prior).pooled_rates
     assert rates[0] > 0.99
     assert rates[1] < 0.01

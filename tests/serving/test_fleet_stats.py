@@ -27,15 +27,11 @@ def stats() -> FleetStats:
 
 
 def fleet(stats: FleetStats, now_s: float = 0) -> dict[str, Any]:
-    result = stats.view(now_s)["fleet"]
-    assert isinstance(result, dict)
-    return result
+    return stats.view(now_s)["fleet"]
 
 
 def states(stats: FleetStats, now_s: float = 0) -> list[dict[str, Any]]:
-    result = stats.view(now_s)["internal_states"]
-    assert isinstance(result, list)
-    return result
+    return stats.view(now_s)["internal_states"]
 
 
 def test_sizes_and_counts_are_sums_over_replicas(stats: FleetStats) -> None:

@@ -43,18 +43,12 @@ VOCABULARY = frozenset(WORDS.values()) | set(range(256))
 class GuardedLoop(FakeLoop):
     """The fake engine with what the real one refuses."""
 
-    async def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        emitted: tuple[int, ...] = (),
-    ) -> FakeStream:
+    async def submit(self, prompt: Any, params: SamplingParams, *rest: Any) -> FakeStream:
         if not isinstance(prompt, str) and not VOCABULARY.issuperset(prompt):
             raise InvalidRequest("prompt", "ids", "use ids of the vocabulary")
         if params.max_tokens >= MAX_MODEL_LEN:
             raise InvalidRequest("max_tokens", params.max_tokens, "ask for less")
-        return await super().submit(prompt, params, request_id, emitted)
+        return await super().submit(prompt, params, *rest)
 
 
 class Server:

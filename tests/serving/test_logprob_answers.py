@@ -271,7 +271,7 @@ def test_http_says_of_a_real_model_what_the_engine_says_offline(
     params = SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=3, **sampling)
     expected = offline.generate(PROMPTS, params)
     body = {"prompt": PROMPTS, "max_tokens": 12, "logprobs": 3, "echo": True, "stream": stream}
-    fleet: Any = LoopFleet(engine)  # type: ignore[arg-type]
+    fleet: Any = LoopFleet(engine)
     answer = ask(offline.config, fleet, COMPLETIONS, body | sampling)
     choices = put_together(answer, 2) if stream else answer.json()["choices"]
     for prompt, choice, output in zip(PROMPTS, choices, expected, strict=True):
@@ -293,7 +293,7 @@ def test_a_chat_says_of_a_real_model_what_the_engine_says_offline(
     offline: LLM, engine: EngineLoop
 ) -> None:
     body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
-    fleet: Any = LoopFleet(engine)  # type: ignore[arg-type]
+    fleet: Any = LoopFleet(engine)
     answer = ask(offline.config, fleet, CHAT, {**body, "top_logprobs": 4}).json()
     content = answer["choices"][0]["logprobs"]["content"]
     chat = ChatRequest.model_validate({"messages": MESSAGES})

@@ -202,5 +202,5 @@ def test_a_cluster_without_the_callback_is_warned_about(
     monkeypatch.delenv(proxy.CALLBACK_VARIABLE, raising=False)
     monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
     with pytest.raises(Exception, match=r"(?i)replica"):  # there is no Serve around it
-        Router(None, None)  # type: ignore[arg-type]
+        Router(None, None)
     assert proxy.CALLBACK in caplog.text

@@ -86,7 +86,6 @@ def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
         )
     )
     assert "".join(c.choices[0].text for c in chunks if c.choices) == "<7> <8> <7> "
-    assert chunks[-1].usage is not None
     assert chunks[-1].usage.total_tokens == 5
 
 
@@ -95,7 +94,6 @@ def test_the_official_client_chats(api: openai.OpenAI) -> None:
         model="fake", messages=[{"role": "user", "content": "a b c"}], max_completion_tokens=5, n=2
     )
     assert [choice.message.content for choice in answer.choices] == ["a b c a b "] * 2
-    assert answer.usage is not None
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 10)
 
 

@@ -31,7 +31,7 @@ class Serve:
         # Serve's own constructor needs a running controller.
         self.router = SubmissionRouter.__new__(SubmissionRouter)
         places = {"num_places": 100, "max_rows": max_rows}
-        self.router.initialize_state(policy=policy, load_factor=1.25, **places)  # type: ignore[arg-type]
+        self.router.initialize_state(policy=policy, load_factor=1.25, **places)
         self.replicas = {r.replica_id.unique_id: r for r in replicas}
         self.num_calls = 0
 
@@ -42,7 +42,7 @@ class Serve:
             metadata=SimpleNamespace(internal_request_id=f"call{self.num_calls}"),
             routing_context=SimpleNamespace(should_backoff=False),
         )
-        ranks = asyncio.run(self.router.choose_replicas(list(self.replicas.values()), pending))  # type: ignore[arg-type]
+        ranks = asyncio.run(self.router.choose_replicas(list(self.replicas.values()), pending))
         assert pending.routing_context.should_backoff, "or Serve asks again without a pause"
         return [r.replica_id.unique_id for rank in ranks for r in rank], pending
 

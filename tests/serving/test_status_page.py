@@ -203,7 +203,6 @@ def dump(url: str, tmp_path: Path, virtual_ms: int) -> str:
 def last_values(page: str, chart: str) -> list[float | None]:
     """The last point of every line of a chart."""
     found = re.search(rf'id="{chart}"[^>]*data-last="([^"]*)"', page)
-    assert found is not None
     values: list[float | None] = json.loads(found[1])
     return values
 
@@ -217,7 +216,7 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(
         later = dump(url, tmp_path, virtual_ms=9000)
     assert page.count("<canvas") == 7
     points = {
-        chart: int(re.search(rf'id="{chart}"[^>]*data-points="(\d+)"', page)[1])  # type: ignore[index]
+        chart: int(re.search(rf'id="{chart}"[^>]*data-points="(\d+)"', page)[1])
         for chart in ("throughput", "batch", "tier", "length", "positions", "breakeven", "needed")
     }
     assert points["positions"] == 3
@@ -232,7 +231,7 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(
 
     def switches(text: str) -> int:
         table = text.index('id="switches"')
-        return int(re.search(r"gain</td><td>(\d+)", text[table:])[1])  # type: ignore[index]
+        return int(re.search(r"gain</td><td>(\d+)", text[table:])[1])
 
     assert switches(later) > switches(page)
     assert "as of" in later

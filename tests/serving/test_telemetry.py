@@ -32,7 +32,7 @@ def exports(*doors: dict[str, Any]) -> list[dict[str, float]]:
             )
             found[-1][key] = reading.value
 
-        door._metrics.record = keep  # type: ignore[method-assign]
+        door._metrics.record = keep
         for _ in doors:
             found.append({})
             await door.export()
@@ -123,10 +123,10 @@ def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry.PolicySettings, "max_depth", 1)
-    start_warm(config, Choosy(), Stats([2.0]))  # type: ignore[arg-type]
+    start_warm(config, Choosy(), Stats([2.0]))
 
 
 def test_an_engine_that_never_drafts_asks_nobody(config: ServeSpecConfig) -> None:
     engine = FakeLoop()
-    start_warm(config, engine, Stats([0.5]))  # type: ignore[arg-type]
+    start_warm(config, engine, Stats([0.5]))
     assert engine.accept_rates is None

@@ -35,7 +35,6 @@ def test_every_leaf_key_name_is_unique_over_all_sections() -> None:
 def test_every_key_describes_itself() -> None:
     sections = {name: base.section_model(f) for name, f in ServeSpecConfig.model_fields.items()}
     for name, section in sections.items():
-        assert section is not None
         for key, field in section.model_fields.items():
             assert field.description, f"{name}.{key} needs a description"
 
@@ -123,9 +122,9 @@ def test_api_keys_are_stripped_and_none_is_empty(minimal: dict[str, Any]) -> Non
 def test_a_configuration_never_changes(minimal: dict[str, Any]) -> None:
     config = ServeSpecConfig.load(minimal)
     with pytest.raises(ValidationError, match="frozen"):
-        config.cache.page_size = 32  # type: ignore[misc]
+        config.cache.page_size = 32
     with pytest.raises(ValidationError, match="frozen"):
-        config.cache = config.cache  # type: ignore[misc]
+        config.cache = config.cache
 
 
 def test_file_environment_and_keywords_win_in_this_order(

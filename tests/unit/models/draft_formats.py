@@ -7,7 +7,6 @@ and the plain recomputation (`PlainHead`) reads the official one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -115,30 +114,6 @@ def official_medusa_names(tensors: Mapping[str, Tensor], prefix: str = "") -> di
         else:
             renamed[f"{prefix}{parts[1]}.{num_blocks}.weight"] = tensor
     return renamed
-
-
-class PlainWindowed(PlainHead):
-    """A plain head whose layers see the last `window` entries only, the present one included."""
-
-    def __init__(self, directory: Path, target_dir: Path, window: int, **switches: Any) -> None:
-        super().__init__(directory, target_dir, **switches)
-        self.window = window
-
-    def _attention(self, prefix: str, x: Tensor) -> Tensor:
-        heads, kv_heads = self.config["num_attention_heads"], self.config["num_key_value_heads"]
-        query = self._rotate(self._heads(prefix, "q", x, heads))
-        key = self._rotate(self._heads(prefix, "k", x, kv_heads))
-        value = self._heads(prefix, "v", x, kv_heads)
-        rows = []
-        for row in range(len(x)):
-            seen = slice(max(0, row + 1 - self.window), row + 1)
-            by_head = []
-            for head in range(heads):
-                kv_head = head // (heads // kv_heads)
-                scores = key[seen, kv_head] @ query[row, head] / math.sqrt(query.shape[2])
-                by_head.append(scores.softmax(dim=0) @ value[seen, kv_head])
-            rows.append(torch.cat(by_head))
-        return self._linear(prefix + "o_proj", torch.stack(rows))
 
 
 def assert_computes(

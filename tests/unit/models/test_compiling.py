@@ -60,7 +60,6 @@ def run_regions(layer: DecoderLayer | Eagle3FirstLayer, num_rows: int) -> list[T
 def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target: Llama) -> None:
     compile_layers(own_target, BACKEND)
     layer = own_target.layers[1]
-    assert isinstance(layer, DecoderLayer)
     found = []
     for num_rows in reversed(token_counts(512)):
         run_regions(layer, num_rows)
@@ -71,7 +70,6 @@ def test_a_layer_is_compiled_for_one_row_and_for_more_and_never_again(own_target
 def test_layers_that_are_alike_share_what_is_compiled(own_target: Llama) -> None:
     compile_layers(own_target, BACKEND)
     for layer in own_target.layers:
-        assert isinstance(layer, DecoderLayer)
         for num_rows in (7, 1, 30):
             run_regions(layer, num_rows)
     assert num_compiled() == REGIONS_BY_ROWS
@@ -83,7 +81,6 @@ def test_a_batch_as_high_as_the_layer_is_wide_is_compiled_once_more_at_most(
     """Equal sizes look like one to the compiler when it first meets them."""
     compile_layers(own_target, BACKEND)
     layer = own_target.layers[1]
-    assert isinstance(layer, DecoderLayer)
     for num_rows in (own_target.shape.hidden_size, 5, 6, 100, 31):
         run_regions(layer, num_rows)
     assert num_compiled() <= REGIONS_BY_ROWS
@@ -99,7 +96,6 @@ def test_on_a_gpu_the_compiler_is_shown_the_plain_laws_and_not_our_kernels(
             model = Llama(shape)
         compile_layers(model, BACKEND)
         layer = model.layers[1]
-        assert isinstance(layer, DecoderLayer)
         for num_rows in (40, 1, 7):
             assert all(x.is_cuda for x in run_regions(layer, num_rows))
     assert num_compiled() == REGIONS_BY_ROWS
@@ -115,7 +111,6 @@ def test_compiled_regions_compute_what_is_written(
     pick: Callable[[Llama, Eagle3], DecoderLayer | Eagle3FirstLayer],
 ) -> None:
     head = load_draft(make_eagle3(tmp_path, target_dir), own_target, "EAGLE3")
-    assert isinstance(head, Eagle3)
     layer = pick(own_target, head)
     written = run_regions(layer, num_rows)
     for model in (own_target, head):

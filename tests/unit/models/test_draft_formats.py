@@ -25,7 +25,6 @@ from tests.helpers.checkpoints import (
 )
 from tests.helpers.plain_heads import PlainHead
 from tests.unit.models.draft_formats import (
-    PlainWindowed,
     as_speculators,
     as_wrapped,
     assert_computes,
@@ -96,7 +95,7 @@ def test_a_speculators_head_with_an_input_norm_and_a_window_computes_what_its_tr
     as_speculators(official, tmp_path / "speculators", layers=window, **flags)
     head = load_draft(tmp_path / "speculators", target, "EAGLE3")
     assert head.shape.sliding_window == 5
-    assert_computes(head, PlainWindowed(official, target_dir, 5, **flags))
+    assert_computes(head, PlainHead(official, target_dir, window=5, **flags))
 
 
 def test_a_speculators_head_of_qwen3_layers_takes_their_norms_and_class_defaults(

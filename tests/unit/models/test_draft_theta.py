@@ -30,7 +30,7 @@ from serve_spec.models.theta_probe import (
 from tests.helpers.checkpoints import make_eagle, make_eagle3
 from tests.helpers.paged import PagedSequences
 from tests.helpers.plain_heads import PlainHead
-from tests.unit.models.draft_formats import PlainWindowed, assert_computes
+from tests.unit.models.draft_formats import assert_computes
 
 IDS = torch.randint(0, 288, (150,), generator=torch.Generator().manual_seed(1))
 SHIPPED = ASSETS / "tiny"
@@ -60,7 +60,6 @@ def plain_overlap(head: Any, plain: PlainHead, target: Llama) -> float:
     """What the measure means: float64, a paged pool for the target, one softmax for all rows."""
     ctx = PagedSequences(target.shape, 1, len(IDS)).extend([(0, len(IDS))])
     hidden, features = target.forward(IDS, ctx, head.capture)
-    assert features is not None
     _, logits = plain.unroll(IDS[1:], features[:-1])
     p = target.logits(hidden[1:]).double().softmax(dim=1)
     if head.target_ids is not None:
@@ -90,7 +89,7 @@ def test_the_measure_knows_windows(tmp_path: Path, target_dir: Path, target: Lla
     window = {"sliding_window": 7, "layer_types": ["sliding_attention"]}
     make_eagle3(tmp_path, target_dir, **window)
     head: Any = load_draft(tmp_path, target, "EAGLE3")
-    expected = plain_overlap(head, PlainWindowed(tmp_path, target_dir, 7), target)
+    expected = plain_overlap(head, PlainHead(tmp_path, target_dir, window=7), target)
     assert math.isclose(overlap_measure(head, target, IDS)(), expected, rel_tol=1e-4)
 
 

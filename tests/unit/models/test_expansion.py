@@ -117,15 +117,12 @@ def test_captured_features_are_copies_of_the_bases(
     moved = None if layers is None else tuple(moved_layer(k, 8, size.num_layers) for k in layers)
     _, expected = forward(load_target(target_dir, torch.float32), FeatureCapture(layers))
     _, found = forward(large, FeatureCapture(moved))
-    assert expected is not None
-    assert found is not None
     assert close(found, copies(expected, size.hidden_factor, len(layers or (0,))))
 
 
 def draft(head: DraftHead, target: Llama, steps: int = 5) -> tuple[list[int], Tensor, Tensor]:
     """Drafts after `IDS`, greedy, as the drafter makes them: target ids, logits, hidden states."""
     _, features = forward(target, head.capture)
-    assert features is not None
     sequences = PagedSequences(head.shape, 1, len(IDS) + steps)
     # Any next tokens will do for the entries; the last one is 5.
     tokens = torch.cat((IDS[1:], torch.tensor([5])))
@@ -196,7 +193,6 @@ def test_a_draft_vocabulary_grows_less_than_the_targets_if_asked(
     large_target = expanded(target_dir, size, tmp_path / "target")
     expand_draft(str(base), shape, size, tmp_path / "head", noise=1.0, seed=0)
     head = load_draft(tmp_path / "head", large_target, "EAGLE3")
-    assert head.target_ids is not None
     assert head.target_ids.shape == (500,)
     assert (head.target_ids[:100] < VOCAB).all()
     assert (head.target_ids[100:] >= VOCAB).all()
@@ -236,7 +232,6 @@ def test_every_rank_keeps_its_part_of_one_and_the_same_tensor(
     checkpoint = open_weights(tmp_path)
     shapes = {key: torch.empty(0) for key in checkpoint.shapes if key != name}
     checkpoint.load_into({name: Shard(part, 1, 32, 128)}, read_elsewhere=shapes)
-    assert isinstance(entire, Tensor)
     assert torch.equal(part, entire[:, 32:64])
 
 

@@ -30,15 +30,18 @@ from tests.helpers.plain_heads import PlainHead
 
 TOLERANCE = 2e-5
 Tensors = dict[str, Tensor]
+LEGACY = ("low", "mid", "high")
 
 
-def ones(*shape: int) -> Tensor:
-    return 1.0 + 0.3 * torch.randn(shape, generator=torch.Generator().manual_seed(5))
+def add_ones(size: int, *names: str) -> Callable[[Tensors], None]:
+    """Adds tensors about one to a file."""
+    ones = 1.0 + 0.3 * torch.randn(size, generator=torch.Generator().manual_seed(5))
+    return lambda file: file.update({name: ones.clone() for name in names})
 
 
-def add(**tensors: Tensor) -> Callable[[Tensors], None]:
-    """Adds tensors to a file; `__` in a keyword stands for a dot."""
-    return lambda file: file.update({k.replace("__", "."): v for k, v in tensors.items()})
+def add_idle_maps(file: Tensors) -> None:
+    file["d2t"] = torch.zeros(288, dtype=torch.int64)
+    file["t2d"] = torch.zeros(288, dtype=torch.bool)
 
 
 def with_prefix(file: Tensors) -> None:
@@ -62,40 +65,14 @@ EAGLE3: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "grouped_heads": ({"num_key_value_heads": 2}, None),
     "wide_heads": ({"head_dim": 16}, None),
     "config_theta": ({"rope_theta": 300.0}, None),
-    "input_norm": ({"norm_before_fc": True}, add(input_norm__weight=ones(96))),
-    "fc_norm": (
-        {"fc_norm": True},
-        add(fc_norm__0__weight=ones(32), fc_norm__1__weight=ones(32), fc_norm__2__weight=ones(32)),
-    ),
-    "legacy_fc_norm": (
-        {},
-        add(
-            aux_norm_low__weight=ones(32),
-            aux_norm_mid__weight=ones(32),
-            aux_norm_high__weight=ones(32),
-        ),
-    ),
-    "qkv_bias": (
-        {},
-        add(
-            midlayer__self_attn__q_proj__bias=ones(32),
-            midlayer__self_attn__k_proj__bias=ones(32),
-            midlayer__self_attn__v_proj__bias=ones(32),
-        ),
-    ),
-    "qk_norm": (
-        {},
-        add(
-            midlayer__self_attn__q_norm__weight=ones(8),
-            midlayer__self_attn__k_norm__weight=ones(8),
-        ),
-    ),
+    "input_norm": ({"norm_before_fc": True}, add_ones(96, "input_norm.weight")),
+    "fc_norm": ({"fc_norm": True}, add_ones(32, *(f"fc_norm.{i}.weight" for i in range(3)))),
+    "legacy_fc_norm": ({}, add_ones(32, *(f"aux_norm_{at}.weight" for at in LEGACY))),
+    "qkv_bias": ({}, add_ones(32, *(f"midlayer.self_attn.{p}_proj.bias" for p in "qkv"))),
+    "qk_norm": ({}, add_ones(8, *(f"midlayer.self_attn.{p}_norm.weight" for p in "qk"))),
     # A published config says 40 layers over a file of one; files carry maps that map nothing.
     "lying_config": ({"num_hidden_layers": 40, "tie_word_embeddings": True}, None),
-    "idle_maps": (
-        {},
-        add(d2t=torch.zeros(288, dtype=torch.int64), t2d=torch.zeros(288, dtype=torch.bool)),
-    ),
+    "idle_maps": ({}, add_idle_maps),
 }
 EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "plain": ({}, None),
@@ -103,7 +80,7 @@ EAGLE: dict[str, tuple[dict[str, Any], Callable[[Tensors], object] | None]] = {
     "no_embedding": ({"own_embedding": False}, None),
     "two_layers": ({"num_layers": 2}, None),
     "grouped_heads": ({"num_key_value_heads": 1}, None),
-    "input_norm": ({}, add(layers__0__input_layernorm__weight=ones(32))),
+    "input_norm": ({}, add_ones(32, "layers.0.input_layernorm.weight")),
     "config_theta": ({"rope_theta": 500000.0}, None),
 }
 
@@ -203,8 +180,7 @@ def test_rows_that_are_not_asked_for_leave_the_same_entries(
     assert found.shape == expected.shape
     if sum(asked):
         assert_close(found, expected)
-    for entries, all_entries in zip(some.pool.tensors, whole.pool.tensors, strict=True):
-        assert torch.equal(entries, all_entries)
+    assert all(map(torch.equal, some.pool.tensors, whole.pool.tensors))
 
 
 @pytest.mark.parametrize("case", ["EAGLE3:plain", "EAGLE:plain", "EAGLE:two_layers"])
@@ -239,7 +215,6 @@ def test_draft_ids_are_mapped_to_target_ids(
     make_eagle3(tmp_path, target_dir, draft_vocab=100)
     head = load_draft(tmp_path, target, "EAGLE3")
     reached = read_checkpoint(tmp_path)[1]["t2d"].nonzero().view(-1)
-    assert head.target_ids is not None
     assert torch.equal(head.target_ids, reached)
     assert head.logits(torch.zeros(2, 32)).shape == (2, 100)
 
@@ -251,7 +226,6 @@ def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path: Path) -> N
     for seed in range(4):
         make_eagle3(tmp_path / "head", padded, draft_vocab=200, seed=seed)
         head = load_draft(tmp_path / "head", target, "EAGLE3")
-        assert head.target_ids is not None
         is_padding = head.target_ids >= 280
         assert is_padding.any(), "the test needs ids of the padding"
         logits = head.logits(torch.ones(2, 32))
@@ -347,7 +321,6 @@ def test_a_mimic_head_agrees_with_a_shallow_target_sometimes(
     ids = torch.randint(0, 288, (300,), generator=torch.Generator().manual_seed(2))
     ctx = PagedSequences(target.shape, 1, 300).extend([(0, 300)])
     hidden, features = target.forward(ids, ctx, head.capture)
-    assert features is not None
     ctx = PagedSequences(head.shape, 1, 299).extend([(0, 299)])
     drafted = head.logits(head.forward(ids[1:], head.encode(features[:-1]), ctx)).argmax(dim=1)
     agreement = (drafted == target.logits(hidden[1:]).argmax(dim=1)).float().mean()

@@ -173,6 +173,4 @@ def test_bfloat16_stays_close_to_float32(target: Llama, target_dir: Path) -> Non
 
 def _features(model: Llama, ids: Tensor, capture: FeatureCapture) -> Tensor:
     ctx = PagedSequences(model.shape, 1, len(ids)).extend([(0, len(ids))])
-    features = model.forward(ids, ctx, capture).features
-    assert features is not None
-    return features
+    return model.forward(ids, ctx, capture).features
