@@ -18,13 +18,11 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
+from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
 from tests.serving.conftest import MODEL
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
 from tests.serving.texts import WORDS, word_tokenizer, write_text_files
-
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 
 
 class Server:
@@ -41,12 +39,7 @@ class Server:
         return create_api(self._config, self.fleet, self.door)
 
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                return await client.request(method, path, **options)
-
-        return asyncio.run(send())
+        return send(self.app, method, path, **options)
 
     def complete(self, prompt: Any = "a b c", **body: Any) -> httpx.Response:
         return self.ask("POST", COMPLETIONS, json={"prompt": prompt, **body})
@@ -60,15 +53,6 @@ class Server:
 def server(config: ServeSpecConfig) -> Server:
     write_text_files(config.model.path, tokenizer=word_tokenizer())
     return Server(config)
-
-
-def events_of(answer: httpx.Response) -> list[Any]:
-    """The chunks of a stream, which is complete."""
-    assert answer.headers["content-type"].startswith("text/event-stream")
-    events = [line for line in answer.text.split("\n\n") if line]
-    assert all(event.startswith("data: ") for event in events)
-    assert events[-1] == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events[:-1]]
 
 
 def error_of(answer: httpx.Response, status: int) -> dict[str, Any]:
@@ -105,7 +89,7 @@ def test_prompts_and_choices_are_counted_by_one_index(server: Server) -> None:
 def test_choices_of_a_stream_are_told_apart_by_their_index(server: Server) -> None:
     include = {"include_usage": True}
     answer = server.complete(["a b", "c"], n=2, max_tokens=3, stream=True, stream_options=include)
-    *chunks, last = events_of(answer)
+    *chunks, last = chunks_of(answer)
     texts = [""] * 4
     for chunk in chunks:
         (choice,) = chunk["choices"]
@@ -119,7 +103,7 @@ def test_choices_of_a_stream_are_told_apart_by_their_index(server: Server) -> No
 def test_an_echo_says_the_prompt_first(server: Server, prompt: Any) -> None:
     answer = server.complete(prompt, echo=True, max_tokens=2)
     assert answer.json()["choices"][0]["text"] == "a ba b "
-    chunks = events_of(server.complete(prompt, echo=True, max_tokens=2, stream=True))
+    chunks = chunks_of(server.complete(prompt, echo=True, max_tokens=2, stream=True))
     assert [chunk["choices"][0]["text"] for chunk in chunks] == ["a ba b "]
 
 
@@ -143,7 +127,7 @@ def test_a_chat_has_the_fields_of_the_openai_api(server: Server) -> None:
 
 
 def test_a_chat_stream_is_chunks_of_a_chat(server: Server) -> None:
-    role, *chunks = events_of(server.chat(max_tokens=3, stream=True))
+    role, *chunks = chunks_of(server.chat(max_tokens=3, stream=True))
     assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert {chunk["object"] for chunk in [role, *chunks]} == {"chat.completion.chunk"}
     assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == ["a b ", "c "]
@@ -301,13 +285,8 @@ class TestApiKeys:
         assert server.ask("GET", "/health", headers=headers).status_code == 200
 
     def test_health_stays_open_below_a_route_prefix(self, server: Server) -> None:
-        async def send() -> list[int]:
-            transport = httpx.ASGITransport(server.app, root_path="/llm")
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                paths = ("/llm/health", "/llm/v1/models")
-                return [(await client.get(path)).status_code for path in paths]
-
-        assert asyncio.run(send()) == [200, 401]
+        for path, status in (("/llm/health", 200), ("/llm/v1/models", 401)):
+            assert send(server.app, "GET", path, root_path="/llm").status_code == status
 
     def test_the_key_is_asked_for_before_the_body_is_read(self, server: Server) -> None:
         error_of(server.ask("POST", COMPLETIONS, content=b"{"), 401)
@@ -379,8 +358,7 @@ def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None
     }
     server = Server(ServeSpecConfig.load({"model": model, "speculative": speculative}))
     assert server.complete().json()["synthetic_acceptance"] is True
-    frames = server.complete(stream=True).text.split("\n\n")
-    chunks = [json.loads(f.removeprefix("data: ")) for f in frames if f.startswith("data: {")]
+    chunks = chunks_of(server.complete(stream=True))
     assert chunks
     assert all(chunk["synthetic_acceptance"] is True for chunk in chunks)
     assert "synthetic_acceptance" not in Server(config).complete().json()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -16,9 +15,9 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
+from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
 from tests.serving.fakes import LoopFleet
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 # Random models like space.
 SAID = {"max_tokens": 60, "seed": 3, "bad_token_ids": [*b"\t\n "]}
 SANE: dict[str, dict[str, Any]] = {
@@ -52,15 +51,10 @@ def loop(config: ServeSpecConfig) -> Iterator[EngineLoop]:
 
 
 def ask(config: ServeSpecConfig, loop: EngineLoop, path: str, **fields: Any) -> httpx.Response:
-    async def send() -> httpx.Response:
-        fleet: Any = LoopFleet(loop)
-        app = create_api(config, fleet, Admission(max_in_flight=8, max_queued=8))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            body = json.dumps({**SANE[path], **fields})
-            return await client.post(path, content=body, headers=JSON)
-
-    return asyncio.run(send())
+    app = create_api(config, LoopFleet(loop), Admission(max_in_flight=8, max_queued=8))
+    # Not `json=`: half a surrogate pair is no UTF-8.
+    body = json.dumps({**SANE[path], **fields})
+    return send(app, "POST", path, content=body, headers=JSON)
 
 
 def in_format(schema: object) -> dict[str, Any]:
@@ -95,8 +89,7 @@ def test_every_choice_is_json_of_the_schema(
 @pytest.mark.parametrize("path", SANE)
 def test_a_stream_says_the_same(config: ServeSpecConfig, loop: EngineLoop, path: str) -> None:
     whole = ask(config, loop, path, guided_json=SCHEMA).json()["choices"][0]
-    lines = ask(config, loop, path, guided_json=SCHEMA, stream=True).text.splitlines()
-    chunks = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    chunks = chunks_of(ask(config, loop, path, guided_json=SCHEMA, stream=True))
     pieces = [choice for chunk in chunks for choice in chunk["choices"]]
     assert said(whole) == "".join(
         piece["text"] if "text" in piece else piece["delta"].get("content", "") for piece in pieces

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -31,12 +30,12 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from tests.serving.asgi import CHAT, COMPLETIONS, send
 from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop, FakeStream
 from tests.serving.fakes import LoopFleet
 from tests.serving.texts import WORDS, word_tokenizer, write_text_files
 
 MAX_BODY_BYTES = RouterConfig().max_body_bytes
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 VOCABULARY = frozenset(WORDS.values()) | set(range(256))
 
 
@@ -64,13 +63,8 @@ class Server:
     def post(self, path: str, content: Any, **headers: str) -> httpx.Response:
         """Sends bytes as they are, as JSON unless told otherwise."""
 
-        async def send() -> httpx.Response:
-            transport = httpx.ASGITransport(self.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-                sent = {"content-type": "application/json"} | headers
-                return await client.post(path, content=content, headers=sent)
-
-        return asyncio.run(send())
+        sent = {"content-type": "application/json"} | headers
+        return send(self.app, "POST", path, content=content, headers=sent)
 
     @property
     def is_idle(self) -> bool:

@@ -24,30 +24,18 @@ from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest
 from tests.helpers.checkpoints import make_tokenizer
 from tests.helpers.engines import llm_maker, make_pair
+from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import FleetOfMortals, LoopFleet
 from tests.serving.lawful_logprobs import entries_of, prompt_entries
 from tests.serving.texts import write_text_files
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 TINY = 1e-4
 
 
 def ask(config: ServeSpecConfig, fleet: Any, path: str, body: dict[str, Any]) -> httpx.Response:
-    async def send() -> httpx.Response:
-        app = create_api(config, fleet, Admission(max_in_flight=64, max_queued=64))
-        transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.post(path, json=body)
-
-    return asyncio.run(send())
-
-
-def chunks_of(answer: httpx.Response) -> list[Any]:
-    """The chunks of a stream, which is complete."""
-    *events, last = [line for line in answer.text.split("\n\n") if line]
-    assert last == "data: [DONE]"
-    return [json.loads(event.removeprefix("data: ")) for event in events]
+    app = create_api(config, fleet, Admission(max_in_flight=64, max_queued=64))
+    return send(app, "POST", path, json=body)
 
 
 def put_together(answer: httpx.Response, num_choices: int) -> list[dict[str, Any]]:

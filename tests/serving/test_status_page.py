@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import shutil
@@ -25,6 +24,7 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.status_page import OPEN_PATHS
+from tests.serving.asgi import send
 from tests.serving.cluster import free_port
 from tests.serving.fakes import ScriptedFleet
 
@@ -112,13 +112,7 @@ def served(config: ServeSpecConfig) -> Iterator[str]:
 
 def ask(config: ServeSpecConfig, path: str, root_path: str = "") -> httpx.Response:
     app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
-
-    async def send() -> httpx.Response:
-        transport = httpx.ASGITransport(app, root_path=root_path)
-        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            return await client.get(path)
-
-    return asyncio.run(send())
+    return send(app, "GET", path, root_path=root_path)
 
 
 class Links(HTMLParser):

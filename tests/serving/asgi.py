@@ -1,0 +1,33 @@
+"""Requests to an app in this process, without a server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+def send(
+    app: FastAPI, method: str, path: str, *, root_path: str = "", **options: Any
+) -> httpx.Response:
+    """Return the answer; what the app raises is its own answer of 500."""
+
+    async def ask() -> httpx.Response:
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False, root_path=root_path)
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            return await client.request(method, path, **options)
+
+    return asyncio.run(ask())
+
+
+def chunks_of(answer: httpx.Response) -> list[Any]:
+    """Return the chunks of a stream, which is complete."""
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    *events, last = [line for line in answer.text.split("\n\n") if line]
+    assert last == "data: [DONE]"
+    return [json.loads(event.removeprefix("data: ")) for event in events]
