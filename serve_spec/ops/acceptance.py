@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
-from serve_spec.ops.draw import row_keys_of
+from serve_spec.ops.noise import row_keys_of
 
 MAX_ROWS = 64
 """Rows a sequence may verify in one round: the bits of a tree mask."""

@@ -26,7 +26,14 @@ from torch import Tensor
 from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.layout import on_host
-from serve_spec.ops.noise import Stream, gumbel_noise, known_noise, mix_words
+from serve_spec.ops.noise import (
+    MAX_KNOWN,
+    Stream,
+    gumbel_noise,
+    known_noise,
+    row_keys_of,
+    stream_seeds_of,
+)
 
 _WORD = 0xFFFFFFFF
 
@@ -201,31 +208,6 @@ def tempered(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
     return logits.float() * scale.unsqueeze(1)
 
 
-def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
-    """Return two 32-bit key words per row, for `gumbel_noise` and `uniform_noise`.
-
-    seeds: int32 [R, 2], low and high word; positions: int64 [R]. Returns int32 [R, 2].
-    """
-    low, high = seeds.unbind(1)
-    # Constants are 0x9E3779B9 and 0x85EBCA6B as signed words.
-    first = mix_words(low ^ mix_words(positions.to(torch.int32)))
-    second = mix_words(first ^ mix_words(high ^ -1640531527) ^ -2048144789)
-    return torch.stack([first, second], dim=1)
-
-
-def stream_seeds_of(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
-    """Return seeds [R, 2] whose noise is that of another stream, new in every round.
-
-    seeds: int32 [R, 2]; roots: int64 [R], the position that each row's round decides first.
-    Whether a block of drafts is kept depends on the noise of all its positions: the next round
-    must not see it again.
-    """
-    low, high = seeds.unbind(1)
-    low = mix_words(low ^ mix_words(roots.to(torch.int32)))
-    high = mix_words(low ^ high ^ mix_words(torch.full_like(low, stream)))
-    return torch.stack([mix_words(low ^ high ^ -2048144789), high], dim=1)  # 0x85EBCA6B
-
-
 def _with_noise(
     scores: Tensor, rows: DrawParams, positions: Tensor, target_ids: Tensor | None
 ) -> Tensor:
@@ -234,17 +216,20 @@ def _with_noise(
     if not any(is_random):
         return scores
     width = scores.shape[1] if target_ids is None else int(target_ids[: scores.shape[1]].max()) + 1
-    none = scores.new_zeros(width)
-    noise = torch.stack(
-        [
-            known_noise(low & _WORD | high << 32, position, width, scores.device)[:width]
-            if random
-            else none
-            for random, (low, high), position in zip(
-                is_random, rows.seeds.tolist(), positions.tolist(), strict=True
-            )
-        ]
-    )
+    if len(is_random) > MAX_KNOWN:
+        noise = gumbel_noise(row_keys_of(rows.seeds, positions), width)
+        noise = noise * (rows.inverse_temperature > 0).unsqueeze(1)
+    else:
+        none = scores.new_zeros(width)
+        drawn = zip(is_random, rows.seeds.tolist(), positions.tolist(), strict=True)
+        noise = torch.stack(
+            [
+                known_noise(low & _WORD | high << 32, position, width, scores.device)[:width]
+                if random
+                else none
+                for random, (low, high), position in drawn
+            ]
+        )
     if target_ids is not None:
         noise = noise.index_select(1, target_ids[: scores.shape[1]])
     return scores + noise

@@ -33,6 +33,31 @@ class Stream(IntEnum):
     RECOVER = 3
 
 
+def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
+    """Return two 32-bit key words per row, for `gumbel_noise` and `uniform_noise`.
+
+    seeds: int32 [R, 2], low and high word; positions: int64 [R]. Returns int32 [R, 2].
+    """
+    low, high = seeds.unbind(1)
+    # Constants are 0x9E3779B9 and 0x85EBCA6B as signed words.
+    first = mix_words(low ^ mix_words(positions.to(torch.int32)))
+    second = mix_words(first ^ mix_words(high ^ -1640531527) ^ -2048144789)
+    return torch.stack([first, second], dim=1)
+
+
+def stream_seeds_of(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
+    """Return seeds [R, 2] whose noise is that of another stream, new in every round.
+
+    seeds: int32 [R, 2]; roots: int64 [R], the position that each row's round decides first.
+    Whether a block of drafts is kept depends on the noise of all its positions: the next round
+    must not see it again.
+    """
+    low, high = seeds.unbind(1)
+    low = mix_words(low ^ mix_words(roots.to(torch.int32)))
+    high = mix_words(low ^ high ^ mix_words(torch.full_like(low, stream)))
+    return torch.stack([mix_words(low ^ high ^ -2048144789), high], dim=1)  # 0x85EBCA6B
+
+
 def uniform_noise(keys: Tensor) -> Tensor:
     """One number in (0, 1) for every row; int32 [R, 2] -> float64 [R]."""
     return keys[:, 1].double() * 2.0**-32 + (0.5 + 2.0**-33)
@@ -41,7 +66,7 @@ def uniform_noise(keys: Tensor) -> Tensor:
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
     """Standard Gumbel noise for every (row, token id).
 
-    keys: int32 [R, 2] from `draw.row_keys_of`, on the device to compute on. Returns float32 [R, V].
+    keys: int32 [R, 2] from `row_keys_of`, on the device to compute on. Returns float32 [R, V].
 
     The uniform is v = (h + 0.5) / 2^32 and the noise -log(-log1p(-v)): small v, where the winners
     live, keeps full relative precision in float32 (values up to 22.9), and v is kept below 1 so
@@ -66,13 +91,16 @@ def known_noise(seed: int, position: int, vocab_size: int, device: torch.device)
 
 
 _BLOCK = 4
+MAX_KNOWN = 64
+"""Requests whose newest noise is kept; with more, making it anew costs less than looking it up."""
 
 
-@lru_cache(maxsize=128)
+@lru_cache(maxsize=MAX_KNOWN)
 def _noise_of_block(seed: int, block: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
     """The noise of `_BLOCK` positions, made at once: the text will come to all of them."""
-    positions = [*range(block * _BLOCK, (block + 1) * _BLOCK)]
-    return gumbel_noise(row_keys([seed] * _BLOCK, positions).to(device), width).unbind()
+    positions = torch.arange(block * _BLOCK, (block + 1) * _BLOCK)
+    seeds = torch.tensor([seed_words(seed)] * _BLOCK, dtype=torch.int32)
+    return gumbel_noise(row_keys_of(seeds, positions).to(device), width).unbind()
 
 
 def mix_words(x: Tensor) -> Tensor:

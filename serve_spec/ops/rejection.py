@@ -27,11 +27,15 @@ from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draw import (
     DrawParams,
     processed_scores,
-    row_keys_of,
-    stream_seeds_of,
     tempered,
 )
-from serve_spec.ops.noise import Stream, gumbel_noise, uniform_noise
+from serve_spec.ops.noise import (
+    Stream,
+    gumbel_noise,
+    row_keys_of,
+    stream_seeds_of,
+    uniform_noise,
+)
 
 ChancesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """(drafts, draft_probs, target_probs, num_steps) -> chances, weights."""

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from serve_spec.ops.draw import row_keys_of, stream_seeds_of
-from serve_spec.ops.noise import Stream, gumbel_noise, seed_words
+from serve_spec.ops.noise import Stream, gumbel_noise, row_keys_of, seed_words, stream_seeds_of
 from tests.helpers.plain_sampling import gumbel, row_key, stream_key
 from tests.helpers.triton import DEVICE
 
