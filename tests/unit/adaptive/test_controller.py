@@ -175,7 +175,7 @@ def test_known_mistake_2_a_round_without_live_rows_teaches_nothing() -> None:
 def test_known_mistake_2_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it() -> None:
     """Near its end, or capped by its request: all it drafted was kept, and reads as almost none."""
     made = controller(TWO_SLOTS, num_steps=7)
-    whole, cut = [7] * 2, [1] * 6
+    whole, cut = [7] * 2, [1] * 5
     for _ in range(3):
         made.on_verify_complete(verified_round(whole + cut, 7, 7, row_steps=whole + cut))
     assert slot(made, "1")["ema_accept_len"] == 7.0

@@ -327,7 +327,7 @@ def test_where_every_round_computes_prompts_drafts_that_slow_them_down_are_given
     """The table alone says that they pay, and no round without prompts tells otherwise."""
     size, prompt_rows = 48, 64
     load = {
-        "num_prompt_rows": prompt_rows,
+        "num_prefill_tokens": prompt_rows,
         "num_ended": 1,
         "num_ended_prompt_rows": prompt_rows,
         "num_ended_tokens": size,

@@ -116,7 +116,7 @@ def test_the_best_fixed_depth_is_what_brute_force_says() -> None:
     flat_ms, step_ms = 5.0, 0.7
 
     def costs(shape: RoundShape) -> StepTimes:
-        draft_ms = step_ms * shape.depth
+        draft_ms = step_ms * shape.num_steps
         return StepTimes(draft_ms, flat_ms, flat_ms + draft_ms)
 
     phase = Phase("heated", 1, 16, 100)

@@ -72,7 +72,7 @@ def test_a_recorded_count_is_what_a_round_of_the_engine_keeps_there(
         for measured in run_phase(engine, [request], 1, NUM_TOKENS).decode_rounds:
             usable = min(DEPTH, NUM_TOKENS - num_out - 1)
             kept = min(usable, trace.num_correct_drafts[num_out - 1])
-            assert measured.stats.accept_lengths == (kept + 1,)
+            assert measured.record.accept_lengths == (kept + 1,)
             num_out += kept + 1
         assert num_out == NUM_TOKENS
 
