@@ -5,6 +5,8 @@ num_draft_tokens     drafts the target verified, root excluded (K for a full cha
                      `speculative_num_draft_tokens` alone counts the root too
 num_correct_drafts   drafts the target accepted, without root and bonus token: 0..K
 accept_length        tokens emitted: num_correct_drafts + 1
+row_steps            a column, one entry per request: the drafts of each (of trees, levels)
+row_correct_drafts   a column: those the target kept, before any stop
 bonus token          the token drawn after the last accepted draft
 accept_rate          chance that one draft is accepted, 0..1
 shape                depth, size and topk of what a request drafts: a chain or a tree

@@ -8,7 +8,7 @@ Where this departs from the first floor plan, and why:
 - `worker` reaches `kvcache`: it reads keys, values and the target's features by slot.
 - `worker` and `engine` reach `parallel`: all ranks use the draws of rank 0, and the engine starts
   and ends the other ranks.
-- `metrics` reaches `core`: a round's figures name the shape that was drafted.
+- `metrics` reaches `core`: what it reports is read off a `StepRecord`.
 - `bench` reaches `serving`: `bench online` reads a Serve file as `serve-spec serve` does.
 - `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
 - Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).

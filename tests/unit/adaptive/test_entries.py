@@ -154,8 +154,7 @@ def test_what_an_entry_takes_is_learned_from_rounds_that_catch_up() -> None:
     for _ in range(40):
         draft_ms = float(usual.draft_curve(2, 128)[3]) + 0.2 * 100
         times = StepTimes(draft_ms, 20.0, draft_ms + 20.0)
-        verified = verified_round([1, 1], 2, 3, times=times)
-        policy.observe(replace(verified, num_catch_up=100))
+        policy.observe(verified_round([1, 1], 2, 3, times=times, num_catch_up=100))
     assert policy.costs.entry_ms == pytest.approx(0.2, rel=0.05)
     assert policy.costs.snapshot()["draft_factors"] == {}, "of other rounds it says nothing"
 

@@ -224,7 +224,7 @@ def test_a_round_of_a_tree_that_nobody_here_asked_for_teaches_nothing() -> None:
     policy = goodput(trees={})
     before = policy.snapshot()
     for _ in range(20):
-        policy.observe(replace(verified_round([3], 1, 4), shape=DraftShape(4, 9, 4)))
+        policy.observe(verified_round([3], 1, 4, shape=DraftShape(4, 9, 4)))
     assert policy.snapshot() == before
 
 

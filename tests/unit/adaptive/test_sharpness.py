@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -134,9 +133,10 @@ def test_only_what_a_model_drafts_for_sampled_rows_is_learned_from(
     learning = controller()
     for _ in range(100 * PROBE_EVERY_ROUNDS):
         sharpness = learning.choose_steps(decode_batch(2, sampled=True)).draft_sharpness
-        verified = verified_round([3 if sharpness == 1.0 else 0, 3], 2, 3)
-        told = replace(
-            verified,
+        told = verified_round(
+            [3 if sharpness == 1.0 else 0, 3],
+            2,
+            3,
             draft_sharpness=sharpness,
             is_sampled=[is_sampled, False],
             is_from_text=[is_from_text, False],

@@ -81,8 +81,7 @@ def test_a_row_goes_by_its_text_only_where_that_is_faster_than_the_models_trees_
 
 def lesson(correct: int, batch: DecodeBatch, *, from_text: bool) -> StepRecord:
     rows = batch.size
-    verified = verified_round([correct] * rows, rows, DEPTH)
-    return replace(verified, is_from_text=[from_text] * rows)
+    return verified_round([correct] * rows, rows, DEPTH, is_from_text=[from_text] * rows)
 
 
 def test_a_request_whose_text_misleads_goes_over_to_the_model_and_others_do_not() -> None:
@@ -90,8 +89,7 @@ def test_a_request_whose_text_misleads_goes_over_to_the_model_and_others_do_not(
     model = survival(*[[0.6] * DEPTH] * size)
     for _ in range(20):
         kept = [0, *[DEPTH] * (size - 1)]
-        verified = verified_round(kept, size, DEPTH)
-        first.observe_rounds([replace(verified, is_from_text=[True] * size)])
+        first.observe_rounds([verified_round(kept, size, DEPTH, is_from_text=[True] * size)])
     batch = with_text(decode_batch(size))
     first.plan(batch.request_ids, model, costs(size))
     steps = first.steps(batch, DEPTH, never)

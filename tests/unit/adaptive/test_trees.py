@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +128,10 @@ def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
 def of_trees(levels: list[int], tree: DraftShape, batch_size: int, missed: int = 0) -> StepRecord:
     """A round of trees in which every level is kept, but for the last `missed`."""
     kept = [max(0, steps - missed) for steps in levels]
-    plain = verified_round(kept, batch_size, tree.depth, row_steps=levels)
-    return replace(plain, shape=tree, num_draft_tokens=batch_size * tree.size)
+    num_drafts = batch_size * tree.size
+    return verified_round(
+        kept, batch_size, tree.depth, row_steps=levels, shape=tree, num_draft_tokens=num_drafts
+    )
 
 
 def test_figures_of_trees_stand_beside_those_of_chains() -> None:
