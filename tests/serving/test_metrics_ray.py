@@ -1,4 +1,4 @@
-"""What a real Ray exports, asked at the Prometheus endpoint of its node; and a fleet that teaches.
+"""What a real Ray exports, asked at the Prometheus endpoint of its node.
 
 One application for all of it: a router, a replica, and a fake engine that reports rounds.
 """
@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -32,16 +31,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(model: Path) -> Iterator[str]:
-    with local_serve(num_cpus=4) as url:
-        deploy(model)
-        yield url
-
-
-def deploy(model: Path, **changes: Any) -> None:
-    from ray import serve
-
-    from serve_spec.serving import build_app
-
     config = {
         "model": {"path": str(model)},
         "speculative": {
@@ -51,7 +40,13 @@ def deploy(model: Path, **changes: Any) -> None:
         "stats": {"push_interval_s": 0.2},
         "replica": {"graceful_shutdown_timeout_s": 1.0},
     }
-    serve.run(build_app({"config": config, "engine_loop": ENGINE, **changes}), name="app")
+    with local_serve(num_cpus=4) as url:
+        from ray import serve
+
+        from serve_spec.serving import build_app
+
+        serve.run(build_app({"config": config, "engine_loop": ENGINE}), name="app")
+        yield url
 
 
 def exported() -> str:

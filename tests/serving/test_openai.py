@@ -79,42 +79,21 @@ def test_null_means_the_default_for_every_optional_field() -> None:
 
 
 def test_every_sampling_field_reaches_the_engine() -> None:
-    body = parse(
-        max_tokens=5,
-        temperature=0,
-        top_p=0.5,
-        top_k=7,
-        min_p=0.1,
-        frequency_penalty=-1,
-        presence_penalty=0.5,
-        repetition_penalty=1.2,
-        logit_bias={"5": -100, "0": 1.5},
-        allowed_token_ids=[0, 5, 7],
-        bad_token_ids=[7],
-        min_tokens=2,
-        seed=-3,
-        stop=["x", "yz"],
-        stop_token_ids=[1, 2],
-        ignore_eos=True,
-        speculative={"enabled": False, "max_steps": 2},
-    )
+    numbers: dict[str, Any] = {
+        "max_tokens": 5, "temperature": 0, "top_p": 0.5, "top_k": 7, "min_p": 0.1,
+        "frequency_penalty": -1, "presence_penalty": 0.5, "repetition_penalty": 1.2,
+        "min_tokens": 2, "seed": -3, "ignore_eos": True,
+    }  # fmt: skip
+    lists: dict[str, Any] = {
+        "allowed_token_ids": [0, 5, 7], "bad_token_ids": [7], "stop": ["x", "yz"],
+        "stop_token_ids": [1, 2],
+    }  # fmt: skip
+    asked = {"enabled": False, "max_steps": 2}
+    body = parse(**numbers, **lists, logit_bias={"5": -100, "0": 1.5}, speculative=asked)
     assert body.sampling_params() == SamplingParams(
-        max_tokens=5,
-        temperature=0,
-        top_k=7,
-        top_p=0.5,
-        min_p=0.1,
-        frequency_penalty=-1,
-        presence_penalty=0.5,
-        repetition_penalty=1.2,
+        **numbers,
+        **{name: tuple(values) for name, values in lists.items()},
         logit_bias={5: -100.0, 0: 1.5},
-        allowed_token_ids=(0, 5, 7),
-        bad_token_ids=(7,),
-        min_tokens=2,
-        seed=-3,
-        stop=("x", "yz"),
-        stop_token_ids=(1, 2),
-        ignore_eos=True,
         speculative=SpeculativeOptions(enabled=False, max_steps=2),
     )
 

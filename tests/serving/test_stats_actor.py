@@ -94,13 +94,6 @@ def test_every_report_counts_with_the_time_it_came(clocks: Clocks, num_reports: 
     assert status["history"]["time_s"][-1] == status["history"]["batch_size"][-1]
 
 
-def test_a_goodbye_comes_after_the_reports_before_it(clocks: Clocks) -> None:
-    actor = SpecStats(stale_after_s=15, history_s=60)
-    report(actor, "a", batch_size=3)
-    actor.forget("a")
-    assert batch_size(actor.view()) == 0
-
-
 def test_it_ends_when_nobody_has_reported_for_as_long_as_it_remembers(clocks: Clocks) -> None:
     actors: list[SpecStats] = []
     has_begun, has_ended = threading.Event(), threading.Event()

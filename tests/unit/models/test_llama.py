@@ -86,23 +86,21 @@ def assert_same_logits(found: list[Tensor], expected: list[Tensor]) -> None:
         assert (ours - theirs).abs().max() <= TOLERANCE
 
 
-@every_family
-def test_a_whole_prompt_gives_transformers_logits(pair: Pair) -> None:
-    rounds = [[(index, length)] for index, length in enumerate(LENGTHS)]
-    assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
+ROUNDS: dict[str, list[Pieces]] = {
+    "whole prompts": [[(index, length)] for index, length in enumerate(LENGTHS)],
+    "chunks": [[(0, 33)], [(1, 2), (0, 20)], [(0, 37), (2, 20)], [(1, 3), (2, 1)]],
+    "token by token": [
+        [(0, 60), (2, 9)],
+        *[[(0, 1), (1, 1), (2, 1)]] * 5,
+        *[[(0, 1), (2, 1)]] * 7,
+        *[[(0, 1)]] * 18,
+    ],
+}
 
 
 @every_family
-def test_prompts_cut_into_chunks_give_transformers_logits(pair: Pair) -> None:
-    rounds: list[Pieces] = [[(0, 33)], [(1, 2), (0, 20)], [(0, 37), (2, 20)], [(1, 3), (2, 1)]]
-    assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
-
-
-@every_family
-def test_decoding_token_by_token_gives_transformers_logits(pair: Pair) -> None:
-    rounds: list[Pieces] = [[(0, 60), (2, 9)]]
-    rounds += [[(0, 1), (1, 1), (2, 1)] for _ in range(5)]
-    rounds += [[(0, 1), (2, 1)] for _ in range(7)] + [[(0, 1)] for _ in range(18)]
+@pytest.mark.parametrize("rounds", ROUNDS.values(), ids=ROUNDS)
+def test_prompts_in_any_pieces_give_transformers_logits(pair: Pair, rounds: list[Pieces]) -> None:
     assert_same_logits(run(pair.ours, pair.tokens, rounds), pair.logits)
 
 
