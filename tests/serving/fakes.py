@@ -15,7 +15,29 @@ from tests.serving.fake_engine import FakeLoop
 from tests.serving.lawful_engine import LawfulLoop
 
 
-class LoopFleet:
+class QuietFleet:
+    """A fleet that says nothing of itself, and takes nothing back."""
+
+    def withdraw(self, request_id: str) -> None:
+        """Nothing is withdrawn here."""
+
+    def batching(self) -> dict[str, object]:
+        return {"submission_size_histogram": {}}
+
+    async def num_healthy(self) -> int | None:
+        return 1
+
+    async def costs(self) -> dict[str, int]:
+        return {}
+
+    async def stats(self) -> dict[str, object]:
+        return {}
+
+    async def status(self) -> dict[str, object]:
+        return {}
+
+
+class LoopFleet(QuietFleet):
     """What `RayFleet` and `EngineReplica` do together, without Ray between them."""
 
     def __init__(self, loop: FakeLoop, num_replicas: int | None = 1) -> None:
@@ -35,12 +57,6 @@ class LoopFleet:
         finally:
             self.loop.cancel(request.request_id)
 
-    def withdraw(self, request_id: str) -> None:
-        """Nothing is withdrawn here."""
-
-    def batching(self) -> dict[str, object]:
-        return {"submission_size_histogram": {}}
-
     async def num_healthy(self) -> int | None:
         return self.num_replicas
 
@@ -56,7 +72,7 @@ class LoopFleet:
         return stats.status(0.0)
 
 
-class ScriptedFleet:
+class ScriptedFleet(QuietFleet):
     """Answers every request with the same items; an exception among them is raised."""
 
     def __init__(self, items: Iterable[ReplicaItem | Exception]) -> None:
@@ -76,33 +92,12 @@ class ScriptedFleet:
         finally:
             self.num_open -= 1
 
-    def withdraw(self, request_id: str) -> None:
-        """Nothing is withdrawn here."""
 
-    def batching(self) -> dict[str, object]:
-        return {}
-
-    async def num_healthy(self) -> int | None:
-        return 1
-
-    async def costs(self) -> dict[str, int]:
-        return {}
-
-    async def stats(self) -> dict[str, object]:
-        return {}
-
-    async def status(self) -> dict[str, object]:
-        return {}
-
-
-class FleetOfMortals:
+class FleetOfMortals(QuietFleet):
     """Lawful engines. A request's first one dies after `life` items; the second one lives."""
 
     def __init__(self, life: float = float("inf")) -> None:
         self.life = life
-
-    def withdraw(self, request_id: str) -> None:
-        """Nothing is withdrawn here."""
 
     async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         loop = LawfulLoop(int(asked.request_id.split("-")[-2]))
