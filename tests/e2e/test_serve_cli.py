@@ -184,30 +184,6 @@ def test_a_new_user_config_changes_the_policy_of_running_replicas(
     assert {stream.usage["speculation"]["num_draft_tokens"] for stream in streams} == {0}
 
 
-def test_a_wrong_user_config_disturbs_nobody(fleet: Deployment, offline: Any) -> None:
-    before = pids()
-    (engines,) = (d for d in fleet.app["deployments"] if d["name"] == "EngineReplica")
-    right = engines.pop("user_config")
-
-    def refusals() -> list[str | None]:
-        states = httpx.get(f"{fleet.url}/server_info", timeout=60).json()["internal_states"]
-        return [state["refused_user_config"] for state in states]
-
-    async def update(streams: list[Stream], _: httpx.AsyncClient) -> None:
-        await under_way(streams)
-        engines["user_config"] = {"speculative_adaptive_strategy": "goodputt"}
-        await asyncio.to_thread(serve, "deploy", fleet.save())
-
-    assert said(all_streams(fleet.url, LONG, update)) == offline[LONG]
-    (why,) = set(eventually(refusals, all))
-    assert why.startswith("speculative_adaptive_strategy='goodputt'")
-    engines["user_config"] = right
-    serve("deploy", fleet.save())
-    eventually(refusals, lambda said: not any(said))
-    eventually(is_settled, bool)
-    assert pids() == before, "nobody was started anew"
-
-
 async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
     fleet: Deployment, settings: dict[str, Any], offline: Any
 ) -> None:

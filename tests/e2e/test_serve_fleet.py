@@ -22,7 +22,6 @@ from tests.e2e.fleet import (
     holds_nothing,
     kill,
     params,
-    pid_of,
     pids,
     router_state,
     said,
@@ -41,22 +40,6 @@ def url(settings: dict[str, Any], offline: object) -> Iterator[str]:
 
         serve.run(build_app({"config": settings}), name="fleet", route_prefix="/")
         yield url
-
-
-def stats_actor() -> Any:
-    import ray
-
-    return ray.get_actor("SpecStats", namespace="fleet")
-
-
-def stats_pid() -> int | None:
-    """None while it is away."""
-    from ray.exceptions import RayError
-
-    try:
-        return pid_of(stats_actor())
-    except (RayError, ValueError):
-        return None
 
 
 def num_decoded(url: str) -> int:
@@ -101,31 +84,6 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url: str, offline:
         lambda health: health.get("healthy_replicas") == 2,
     )
     assert said(all_streams(url, SHORT)) == offline[SHORT]
-
-
-def test_without_the_stats_actor_nothing_is_missed_but_statistics(url: str, offline: Any) -> None:
-    before = stats_pid()
-    assert before is not None
-    num_interrupted = server_info(url)["router"]["num_interrupted"]
-    seen_meanwhile: list[Any] = []
-
-    async def murder(streams: list[Stream], client: httpx.AsyncClient) -> None:
-        await under_way(streams)
-        kill(before)
-        answer = (await client.get("/server_info")).raise_for_status()
-        seen_meanwhile.append(answer.json()["internal_states"])
-
-    streams = all_streams(url, LONG, murder)
-    assert said(streams) == offline[LONG]
-    assert {stream.num_resumes for stream in streams} == {0}
-    assert server_info(url)["router"]["num_interrupted"] == num_interrupted
-    assert seen_meanwhile, "who asks gets an answer"
-    eventually(stats_pid, lambda pid: pid not in (None, before))
-    # Nobody had to tell it: the replicas report.
-    eventually(
-        lambda: server_info(url)["fleet"],
-        lambda fleet: fleet["num_replicas"] == 2 and fleet["counters"]["decode_tokens"] > 0,
-    )
 
 
 def test_clients_that_leave_in_the_middle_of_a_batch_free_their_pages_alone(

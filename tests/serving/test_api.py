@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from functools import cached_property
 from typing import Any
 
@@ -158,6 +158,16 @@ def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server, path:
     answer = server.ask("GET", path)
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
+
+
+def test_a_body_that_does_not_arrive_in_time_is_a_408(config: ServeSpecConfig) -> None:
+    async def endless() -> AsyncIterator[bytes]:
+        yield b"{"
+        await asyncio.Event().wait()
+
+    server = Server(ServeSpecConfig.load(config, body_timeout_s=0.05))
+    answer = server.ask("POST", COMPLETIONS, content=endless())
+    assert error_of(answer, 408)["code"] == "body_timeout"
 
 
 def test_a_missing_prompt_is_a_400_that_names_it(server: Server) -> None:

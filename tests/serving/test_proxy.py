@@ -1,9 +1,8 @@
-"""Connections that send too slowly end; others do not notice. The last tests run a real Serve."""
+"""Connections that send too slowly end; others do not notice."""
 
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 import subprocess
@@ -13,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import httpx
 import pytest
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -21,13 +19,11 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_spec.config import ConfigError
 from serve_spec.serving import proxy
-from tests.serving.cluster import eventually, local_serve
-from tests.serving.texts import word_tokenizer, write_text_files
+from tests.serving.cluster import eventually
 
 LIMIT_S = 1.0
 # Far above what a limit of a second takes on a busy machine, far below any other limit.
 SOON_S = 20.0
-BODY = json.dumps({"prompt": "a b", "max_tokens": 4}).encode()
 HEAD = (
     b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
     b"content-length: %d\r\n"
@@ -139,59 +135,6 @@ def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch: pytest.M
 def test_the_proxy_imports_no_torch() -> None:
     program = "import sys, serve_spec.serving.proxy; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
-
-
-@pytest.fixture(scope="module")
-def serve_port(tmp_path_factory: pytest.TempPathFactory) -> Iterator[int]:
-    model = tmp_path_factory.mktemp("models") / "fake"
-    write_text_files(model, tokenizer=word_tokenizer())
-    limits = {
-        proxy.HEADER_TIMEOUT_VARIABLE: str(LIMIT_S),
-        "SERVE_SPEC_ROUTER__BODY_TIMEOUT_S": str(LIMIT_S),
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in limits.items():
-            patch.setenv(name, value)
-        with local_serve(num_cpus=4) as url:
-            from ray import serve
-
-            from serve_spec.serving import build_app
-
-            args = {
-                "config": {"model": {"path": str(model)}},
-                "engine_loop": "tests.serving.fake_engine:FakeLoop",
-                "num_cpus": 0.1,
-                "graceful_shutdown_timeout_s": 0.0,
-            }
-            serve.run(build_app(args), name="fake", route_prefix="/")
-            yield int(url.rpartition(":")[2])
-
-
-async def test_serve_ends_slow_connections_and_answers_the_others(serve_port: int) -> None:
-    slow_headers = [exchange(serve_port, *trickle(GET * 9)) for _ in range(50)]
-    slow_body = [HEAD % 500 + b"\r\n", *trickle(b"x" * 400)]
-    slow_bodies = [exchange(serve_port, *slow_body) for _ in range(50)]
-    slow = asyncio.gather(asyncio.gather(*slow_headers), asyncio.gather(*slow_bodies))
-    await asyncio.sleep(LIMIT_S / 4)
-    async with httpx.AsyncClient(timeout=SOON_S) as client:
-        url = f"http://127.0.0.1:{serve_port}/v1/completions"
-        headers = {"content-type": "application/json"}
-        answer = await client.post(url, content=BODY, headers=headers)
-    headers_heard, bodies_heard = await slow
-    headers_heard, bodies_heard, answer = headers_heard, bodies_heard, answer
-    assert answer.status_code == 200
-    assert headers_heard == [b""] * 50
-    for heard in bodies_heard:
-        head, _, body = heard.partition(b"\r\n\r\n")
-        assert head.startswith(b"HTTP/1.1 408")
-        assert json.loads(body)["error"]["code"] == "body_timeout"
-
-
-def test_a_request_id_that_is_not_utf8_is_answered(serve_port: int) -> None:
-    head = HEAD % len(BODY) + b"x-request-id: caf\xe9\r\nconnection: close\r\n\r\n"
-    heard = asyncio.run(exchange(serve_port, head + BODY))
-    assert heard.startswith(b"HTTP/1.1 200")
-    assert "x-request-id: café\r\n".encode() in heard
 
 
 def test_a_cluster_without_the_callback_is_warned_about(
