@@ -163,6 +163,14 @@ class CapturedShapes:
             )
         ]
 
+    def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
+        """Return the stage that drafts `shape` for so many requests, no deeper than it must."""
+        if not self._recorder.captures:
+            return StageRunner(partial(self._draft, shape))
+        draft = self.state_for(shape, num_requests).draft
+        assert draft is not None, "a draft model has draft stages"
+        return draft
+
     def run_target(self, shape: DraftShape, size: StepSize) -> VerifiedTokens:
         """Run the target and the verification without a captured graph, to read hidden states."""
         return self._verify(self._widest(shape), not shape.is_chain, size)

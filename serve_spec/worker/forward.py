@@ -104,7 +104,9 @@ def run_target(
     # Only the first tokens can draw.
     num_drawn = min(size.tokens, num_requests * (buffers.max_drafts + 1))
     drawn = layout.first(num_drawn, num_requests)
-    draws = (drawn.owners >= 0) & (drawn.owners < num_requests)
+    draws = drawn.owners >= 0
+    if size.chunks:
+        draws &= drawn.owners < num_requests
     positions = layout.positions
     tree = None
     if has_trees:

@@ -239,9 +239,7 @@ class SpecWorker:
         size = StepSize(len(rows), len(rows))
         self.captured.extend_for(num_missing, len(rows)).run(size)
         shape = _cut_depth(plan, [row for row in rows if row.model_steps])
-        draft = self.captured.state_for(shape, len(rows)).draft
-        assert draft is not None, "a draft model has draft stages"
-        draft.run(size)
+        self.captured.draft_for(shape, len(rows)).run(size)
 
     def _extend_known(self, rows: Sequence[RowPlan]) -> None:
         """Make the draft KV entries of prompts and long pauses, whose tokens the host knows.
