@@ -27,7 +27,7 @@ from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
@@ -198,11 +198,11 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
 
 @dataclass(frozen=True)
 class _Finished:
-    """A `PendingRound` that ended."""
+    """A `PendingBatch` that ended."""
 
-    outcome: StepResult
+    outcome: BatchResult
 
-    def result(self) -> StepResult:
+    def result(self) -> BatchResult:
         """Return the result."""
         return self.outcome
 
@@ -217,7 +217,7 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
     worker = engine.worker
     submit = worker.submit
 
-    def first_token_only(plan: StepPlan) -> PendingRound:
+    def first_token_only(plan: ScheduledBatch) -> PendingBatch:
         result = submit(plan).result()
         worker.drain()  # request slots hold more tokens than the engine commits
         for row, tokens in zip(plan.sampling_rows, result.token_ids, strict=True):

@@ -26,24 +26,26 @@ class EditedText:
     held_ids: tuple[int, ...] = ()
 
 
-class RowPlan(NamedTuple):
-    """One sequence's share of a round. A tuple: hundreds are made in every round.
+class ScheduledRequest(NamedTuple):
+    """One request's share of a step. A tuple: hundreds are made in every step.
 
-    The target computes `token_ids` (committed tokens, positions `start ..`) and, when the row
-    `samples`, the drafts of its `shape` after them; it then draws one token per verified row.
-    `catch_up_ids` are the tokens of the draft entries still missing, `draft_start ..` (entry j
-    carries token j+1); a row that does not draft may leave them out. A row that `catches_up` has
-    none missing before the root after the round, whether or not it drafts; `backlog` bounds what it
-    lacks when the round starts.
-    `lane` is the sequence's place in tensors that hold one row per running sequence.
-    `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities the
-    row is to tell; each is decided by the row of the position before it.
-    `draft_ids` are the drafts that the host found in the text; no draft model is asked. Those of a
-    tree follow their `draft_parents`: the draft before each, counted from 1; 0 is the root.
-    `edited` is there for rows that draw and whose request edits scores, unless the row follows one
-    that is under way: then the tokens before it are known to the device alone.
-    `generated_ids` are the committed tokens after the prompt, of rows that draw by a grammar; no
-    such row follows one that is under way.
+    The target computes `token_ids` (committed tokens, positions `start ..`) and, if the request
+    `samples`, the drafts of its `shape` after them; it then draws one token at each of them.
+
+    `extend_ids` are the tokens of the missing draft KV entries, `draft_start ..` (entry j carries
+    token j+1); a request that does not draft may leave them out. One that `extends` has none
+    missing before the root after the step, whether or not it drafts. `num_missing` bounds what it
+    lacks when the step starts.
+
+    `request_slot` is its row in the device's tensors of running requests.
+    `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities are
+    wanted; each is decided by the position before it.
+    `draft_ids` are drafts that the host found in the text; no draft model is asked. `draft_parents`
+    are those of a tree: the draft before each, counted from 1, 0 for the root.
+    `edited` is there for requests that draw and edit scores, unless a step in flight adds tokens:
+    then the tokens before this one are known to the device alone.
+    `generated_ids` are the committed tokens after the prompt, of requests that draw by a grammar;
+    none of these follows a step in flight.
     """
 
     request_id: str
@@ -56,10 +58,10 @@ class RowPlan(NamedTuple):
     is_decode: bool = False
     shape: DraftShape = PLAIN
     draft_start: int = 0
-    catch_up_ids: tuple[int, ...] = ()
-    catches_up: bool = False
-    backlog: int = 0
-    lane: int = 0
+    extend_ids: tuple[int, ...] = ()
+    extends: bool = False
+    num_missing: int = 0
+    request_slot: int = 0
     scored_start: int = 0
     scored_ids: tuple[int, ...] = ()
     draft_ids: tuple[int, ...] = ()
@@ -102,45 +104,45 @@ class RowPlan(NamedTuple):
 class WorkerLimits:
     """What a plan may ask of a worker.
 
-    max_backlog: missing draft KV entries that it makes for any decoding request, drafting or not,
+    max_missing: missing draft KV entries that it makes for any decoding request, drafting or not,
     in a step in which some request drafts. Entries of tokens the host knows do not count.
     async_scheduling: whether it takes a plan that `follows`.
     """
 
-    max_backlog: int
+    max_missing: int
     async_scheduling: bool = False
 
 
 @dataclass(frozen=True)
-class StepPlan:
+class ScheduledBatch:
     """One round: what every row computes, and the largest shape that a request drafts.
 
     Decode rows come first. `batch_size` counts them: the number the policy is asked about.
 
     A plan that `follows` was made while its predecessor ran, so its decode rows know nothing of the
-    tokens that one commits: `token_ids`, `start`, `draft_start` and `catch_up_ids` are those of
-    before. A worker that runs ahead knows where they really are. `max_backlog` bounds the draft
+    tokens that one commits: `token_ids`, `start`, `draft_start` and `extend_ids` are those of
+    before. A worker that runs ahead knows where they really are. `max_missing` bounds the draft
     entries any row that catches up has to make.
     """
 
-    rows: tuple[RowPlan, ...]
+    rows: tuple[ScheduledRequest, ...]
     shape: DraftShape
     batch_size: int
     follows: bool = False
     was_postponed: bool = False
     """It could have been launched while its predecessor ran, but for its drafts, which that one's
     outcome decides: the device waited."""
-    max_backlog: int = 0
+    max_missing: int = 0
     draft_sharpness: float = DRAFT_SHARPNESS
     """At which temperature sampled rows draft, over their own."""
 
     @cached_property
-    def decode_rows(self) -> tuple[RowPlan, ...]:
+    def decode_rows(self) -> tuple[ScheduledRequest, ...]:
         """The rows that decode, which come first."""
         return tuple([row for row in self.rows if row.is_decode])
 
     @property
-    def prompt_rows(self) -> tuple[RowPlan, ...]:
+    def prompt_rows(self) -> tuple[ScheduledRequest, ...]:
         """The rows that compute prompts, after them."""
         return self.rows[len(self.decode_rows) :]
 
@@ -150,7 +152,7 @@ class StepPlan:
         return sum(len(row.token_ids) for row in self.prompt_rows)
 
     @cached_property
-    def sampling_rows(self) -> tuple[RowPlan, ...]:
+    def sampling_rows(self) -> tuple[ScheduledRequest, ...]:
         """The rows that draw a token this round, in order."""
         return tuple([row for row in self.rows if row.samples])
 
@@ -164,7 +166,7 @@ class StepPlan:
         """Whether what some row draws is ruled by a grammar."""
         return any(row.params.grammar is not None for row in self.sampling_rows)
 
-    def cut(self, num_steps: Sequence[int]) -> StepPlan:
+    def cut(self, num_steps: Sequence[int]) -> ScheduledBatch:
         """The same round with shorter chains verified: of so many drafts of each sampling row."""
         left = map(DraftShape.chain, num_steps)
         rows = (row._replace(shape=next(left)) if row.samples else row for row in self.rows)
@@ -177,7 +179,7 @@ class StepPlan:
 
 
 @dataclass(frozen=True)
-class StepResult:
+class BatchResult:
     """What a worker gives back: the tokens each sampling row emits, and where the time went.
 
     `broken_drafts` are the sampling rows (by number) whose draft gave no usable token: NaN, or
@@ -197,9 +199,9 @@ class StepResult:
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 
 
-class PendingRound(Protocol):
+class PendingBatch(Protocol):
     """A round under way."""
 
-    def result(self) -> StepResult:
+    def result(self) -> BatchResult:
         """Waits for its end. To be asked once."""
         ...

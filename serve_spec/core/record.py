@@ -1,4 +1,4 @@
-"""What became of a step: `StepPlan` -> `StepResult` -> `StepRecord`.
+"""What became of a step: `ScheduledBatch` -> `BatchResult` -> `StepRecord`.
 
 The engine makes one record per step. The policy learns from it, counters and metrics add it up.
 """

@@ -30,7 +30,7 @@ class Sequence:
     num_computed: int = 0
     num_draft_computed: int = 0
     page_ids: list[int] = field(default_factory=list)
-    lane: int = -1
+    request_slot: int = -1
     """Its place among the running sequences; -1 while it waits."""
     held_token_ids: tuple[int, ...] = ()
     """What may not be drawn before `min_tokens` are generated; empty without such a limit."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.errors import InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes
@@ -66,8 +66,8 @@ class EngineCounters:
 class _Flight:
     """A round under way, and what the policy thought of it."""
 
-    plan: StepPlan
-    pending: PendingRound
+    plan: ScheduledBatch
+    pending: PendingBatch
     started: float
     """When nothing but this round was left to be done, in s."""
     switch_reason: str | None
@@ -325,14 +325,14 @@ class SpecEngine:
         output = self._outputs[seq.request_id]
         return output.push(token_ids), output.finish_reason
 
-    def _plan(self, before: StepPlan | None = None) -> StepPlan | None:
+    def _plan(self, before: ScheduledBatch | None = None) -> ScheduledBatch | None:
         """Return the next step, or one to launch while `before` is in flight."""
         limits = self.worker.limits
         if before is not None and not limits.async_scheduling:
             return None
         return self.scheduler.plan(self.controller.choose_steps, limits, before)
 
-    def _launch(self, plan: StepPlan | None, started: float) -> _Flight | None:
+    def _launch(self, plan: ScheduledBatch | None, started: float) -> _Flight | None:
         if plan is None:
             return None
         reason, notes = self.controller.switch_reason, self.controller.notes
@@ -352,7 +352,7 @@ class SpecEngine:
         return (now - since) * 1e3
 
     def _record(
-        self, flight: _Flight, result: StepResult, committed: list[CommittedRow], step_ms: float
+        self, flight: _Flight, result: BatchResult, committed: list[CommittedRow], step_ms: float
     ) -> StepRecord:
         """Return what became of a step. One pass per column: hundreds of requests may decode."""
         plan, scheduler, cache = flight.plan, self.scheduler, self.scheduler.cache
@@ -382,7 +382,7 @@ class SpecEngine:
             num_drafting=sum([steps > 0 for steps in drafted]),
             deepest=max(drafted, default=0),
             num_text_drafts=sum([len(row.draft_ids) for row in planned]) if has_model else 0,
-            num_catch_up=sum([len(row.catch_up_ids) for row in planned if row.model_steps]),
+            num_catch_up=sum([len(row.extend_ids) for row in planned if row.model_steps]),
             num_prefill_tokens=plan.num_prefill_tokens,
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
@@ -410,7 +410,7 @@ class SpecEngine:
         self.collector.observe(record)
         self.metrics.observe(record)
 
-    def _delta(self, row: CommittedRow, result: StepResult) -> TokenDelta:
+    def _delta(self, row: CommittedRow, result: BatchResult) -> TokenDelta:
         seq = row.seq
         output = self._outputs[seq.request_id]
         text = output.take()

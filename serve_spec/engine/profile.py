@@ -18,7 +18,7 @@ import numpy as np
 
 from serve_spec.config.cost_table import Grid, TreeCosts
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.plan import StepPlan, StepResult
+from serve_spec.core.plan import BatchResult, ScheduledBatch
 from serve_spec.engine.cost_grid import (
     Milliseconds,
     batch_grid,
@@ -53,7 +53,7 @@ class RunsRounds(Protocol):
         """Shapes a plan may have."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Runs a round."""
         ...
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import RowPlan, StepPlan
+from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 
 _GOLDEN = (5**0.5 - 1) / 2
@@ -78,19 +78,21 @@ class SyntheticPlans:
         self._num_plans = 0
         self._random = random.Random(0)  # its own, so that nobody else's numbers change
 
-    def plan(self, cell: Cell, temperature: float) -> StepPlan:
+    def plan(self, cell: Cell, temperature: float) -> ScheduledBatch:
         """A round of this size."""
         params = SamplingParams(temperature=temperature)
         self._num_plans += 1  # other requests every time, for none continues the last plan's
         pages = self._pages(cell.num_pages(self._page_size))
         rows = tuple(self._row(cell, b, params, pages) for b in range(cell.batch_size))
-        backlog = max(len(row.catch_up_ids) for row in rows)
-        return StepPlan(rows, cell.shape, cell.batch_size, max_backlog=backlog)
+        num_missing = max(len(row.extend_ids) for row in rows)
+        return ScheduledBatch(rows, cell.shape, cell.batch_size, max_missing=num_missing)
 
-    def _row(self, cell: Cell, b: int, params: SamplingParams, pages: Sequence[int]) -> RowPlan:
+    def _row(
+        self, cell: Cell, b: int, params: SamplingParams, pages: Sequence[int]
+    ) -> ScheduledRequest:
         start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
         num_pages = cell.pages_per_row(self._page_size)
-        return RowPlan(
+        return ScheduledRequest(
             request_id=f"synthetic-{self._num_plans}-{b}",
             token_ids=self._tokens(1),
             start=start,
@@ -101,10 +103,10 @@ class SyntheticPlans:
             is_decode=True,
             shape=cell.shape,
             draft_start=start - num_catch_up if cell.shape.depth else 0,
-            catch_up_ids=self._tokens(num_catch_up),
-            catches_up=cell.shape.depth > 0,
-            backlog=num_catch_up,
-            lane=b,
+            extend_ids=self._tokens(num_catch_up),
+            extends=cell.shape.depth > 0,
+            num_missing=num_catch_up,
+            request_slot=b,
         )
 
     def _tokens(self, count: int) -> tuple[int, ...]:

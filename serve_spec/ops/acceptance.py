@@ -105,50 +105,54 @@ def accept_and_advance(
     query_starts: Tensor,
     recent: Tensor,
     lengths: Tensor,
-    lanes: Tensor,
-    verdicts: Tensor,
+    request_slots: Tensor,
+    results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
-    """`accept_path`, `advance_lanes` and `pack_verdicts`, the last into `verdicts`.
+    """`accept_path`, `advance_requests` and `pack_results`, the last into `results`.
 
-    verdicts: int32 [B, D+3], written in place; its width says how deep the walk may go. One launch
+    results: int32 [B, D+3], written in place; its width says how deep the walk may go. One launch
     on a GPU.
     """
-    max_depth = verdicts.shape[1] - 3
+    max_depth = results.shape[1] - 3
     accepted = accept_path(row_tokens, parents, drawn, query_starts, max_depth, forced)
-    advance_lanes(recent, lengths, lanes, accepted, query_starts)
-    verdicts.copy_(pack_verdicts(row_tokens, accepted, query_starts))
+    advance_requests(recent, lengths, request_slots, accepted, query_starts)
+    results.copy_(pack_results(row_tokens, accepted, query_starts))
     return accepted
 
 
-def advance_lanes(
-    recent: Tensor, lengths: Tensor, lanes: Tensor, accepted: AcceptedPath, query_starts: Tensor
+def advance_requests(
+    recent: Tensor,
+    lengths: Tensor,
+    request_slots: Tensor,
+    accepted: AcceptedPath,
+    query_starts: Tensor,
 ) -> None:
-    """Appends what sequences emit to their lanes, in place.
+    """Appends what sequences emit to their request slots, in place.
 
-    recent: int32 [L, W], the last tokens of each lane, that of position p in column p mod W (W a
-    power of two above the depth). lengths: int32 [L], tokens of each lane. lanes: int32 [B], the
-    lane of each sequence that has rows; the others' are not looked at.
+    recent: int32 [L, W], the last tokens of each slot, that of position p in column p mod W (W a
+    power of two above the depth). lengths: int32 [L], tokens of each slot. request_slots: int32
+    [B], of the requests that have tokens; the others' are not looked at.
 
     A draw of -1 (no token could be drawn) is kept as 0: the next round may already be running with
     it, and must not look up a token that does not exist. The read-back says -1.
     """
-    members, known, starts = lanes.tolist(), lengths.tolist(), query_starts.tolist()
+    members, known, starts = request_slots.tolist(), lengths.tolist(), query_starts.tolist()
     rows = zip(members, accepted.token_ids.tolist(), accepted.num_correct.tolist(), strict=True)
     entries, grown = [], []
-    for (lane, tokens, kept), first, end in zip(rows, starts, starts[1:], strict=False):
+    for (request_slot, tokens, kept), first, end in zip(rows, starts, starts[1:], strict=False):
         if end > first:
-            new = enumerate(tokens[: kept + 1], known[lane])
-            entries += [(lane, at % recent.shape[1], max(token, 0)) for at, token in new]
-            grown.append((lane, kept + 1))
+            new = enumerate(tokens[: kept + 1], known[request_slot])
+            entries += [(request_slot, at % recent.shape[1], max(token, 0)) for at, token in new]
+            grown.append((request_slot, kept + 1))
     if entries:
-        lane, column, token = torch.tensor(entries).to(recent.device).unbind(1)
-        recent.index_put_((lane, column), token.to(recent.dtype))
-        lane, count = torch.tensor(grown).to(recent.device).unbind(1)
-        lengths.index_add_(0, lane, count.to(lengths.dtype))
+        request_slot, column, token = torch.tensor(entries).to(recent.device).unbind(1)
+        recent.index_put_((request_slot, column), token.to(recent.dtype))
+        request_slot, count = torch.tensor(grown).to(recent.device).unbind(1)
+        lengths.index_add_(0, request_slot, count.to(lengths.dtype))
 
 
-def pack_verdicts(row_tokens: Tensor, accepted: AcceptedPath, query_starts: Tensor) -> Tensor:
+def pack_results(row_tokens: Tensor, accepted: AcceptedPath, query_starts: Tensor) -> Tensor:
     """What the host reads of a round: int32 [B, D+3] = (num_correct, flags, tokens ...).
 
     flags: bit 0 is set where a draft of the sequence was -1. tokens: as in `AcceptedPath`, with -1

@@ -1,4 +1,4 @@
-"""The acceptance walk, the lanes it moves on and the host's read-back: one program per sequence."""
+"""Acceptance, advancing of request slots, and the host's read-back: one program per request."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -37,15 +37,15 @@ def accept_and_advance(
     query_starts: Tensor,
     recent: Tensor,
     lengths: Tensor,
-    lanes: Tensor,
-    verdicts: Tensor,
+    request_slots: Tensor,
+    results: Tensor,
     forced: Tensor | None = None,
 ) -> AcceptedPath:
     """See `acceptance.accept_and_advance`."""
-    accepted = _empty_path(query_starts, verdicts.shape[1] - 3)
+    accepted = _empty_path(query_starts, results.shape[1] - 3)
     _walk(
         accepted, row_tokens, parents, drawn, query_starts, forced,
-        recent, lengths, lanes, verdicts,
+        recent, lengths, request_slots, results,
     )  # fmt: skip
     return accepted
 
@@ -92,14 +92,14 @@ def _walk(
     forced: Tensor | None,
     recent: Tensor | None = None,
     lengths: Tensor | None = None,
-    lanes: Tensor | None = None,
-    verdicts: Tensor | None = None,
+    request_slots: Tensor | None = None,
+    results: Tensor | None = None,
 ) -> None:
     num_sequences, width = accepted.path.shape
     dependent = dependent_launch(query_starts.device)
     _walk_kernel[(num_sequences,)](
         *accepted, row_tokens, parents, drawn, query_starts, forced,
-        recent, lengths, lanes, verdicts, 0 if recent is None else recent.shape[1],
+        recent, lengths, request_slots, results, 0 if recent is None else recent.shape[1],
         DEPTH=width - 1, WIDTH=triton.next_power_of_2(width), ROWS=MAX_ROWS,
         DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
@@ -108,7 +108,7 @@ def _walk(
 @triton.jit
 def _walk_kernel(
     token_ids, num_correct, path, row_tokens, parents, drawn, query_starts, forced,
-    recent, lengths, lanes, verdicts, window,
+    recent, lengths, request_slots, results, window,
     DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """All rows of a sequence are in registers; a step finds the child and reads its draw."""
@@ -154,18 +154,18 @@ def _walk_kernel(
     at = b * (DEPTH + 1) + columns
     tl.store(token_ids + at, emitted.to(tl.int64), mask=wide)
     tl.store(path + at, rows, mask=wide)
-    if verdicts is not None:
+    if results is not None:
         broken = tl.max((is_draft & (tokens < 0)).to(tl.int32), axis=0)
-        verdict = verdicts + b * (DEPTH + 3)
+        verdict = results + b * (DEPTH + 3)
         tl.store(verdict, kept)
         tl.store(verdict + 1, broken)
         tl.store(verdict + 2 + columns, emitted, mask=wide)
         if has_rows:
-            lane = tl.load(lanes + b)
-            length = tl.load(lengths + lane)
-            places = recent + lane * window + ((length + columns) & (window - 1))
+            request_slot = tl.load(request_slots + b)
+            length = tl.load(lengths + request_slot)
+            places = recent + request_slot * window + ((length + columns) & (window - 1))
             tl.store(places, tl.maximum(emitted, 0), mask=columns <= kept)
-            tl.store(lengths + lane, length + kept + 1)
+            tl.store(lengths + request_slot, length + kept + 1)
 
 
 @triton.jit(do_not_specialize=["num_sequences"])

@@ -79,13 +79,13 @@ def lay_out_rows(
 
 
 @has_kernel
-def ring_tokens(recent: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
-    """The tokens at `positions` [T] of lanes `lanes` [T] (-1: padding, token 0).
+def ring_tokens(recent: Tensor, request_slots: Tensor, positions: Tensor) -> Tensor:
+    """Return the tokens at `positions` [T] of `request_slots` [T] (-1: padding, token 0).
 
-    recent: int32 [L, W], the last tokens of each lane, that of position p in column p mod W, W a
+    recent: int32 [L, W], the last tokens of each slot, that of position p in column p mod W, W a
     power of two. Returns int64 [T].
     """
-    ring, row, at = map(on_host, (recent, lanes, positions))
+    ring, row, at = map(on_host, (recent, request_slots, positions))
     tokens = ring[row, at & (ring.shape[1] - 1)].astype(np.int64)
     tokens[row < 0] = 0
     return torch.from_numpy(tokens).to(recent.device)

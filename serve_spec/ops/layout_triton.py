@@ -46,12 +46,12 @@ def lay_out_rows(
     return layout
 
 
-def ring_tokens(recent: Tensor, lanes: Tensor, positions: Tensor) -> Tensor:
+def ring_tokens(recent: Tensor, request_slots: Tensor, positions: Tensor) -> Tensor:
     """See `layout.ring_tokens`."""
     tokens = torch.empty_like(positions, dtype=torch.int64)
     dependent = dependent_launch(positions.device)
     _ring_kernel[(triton.cdiv(len(tokens), _BLOCK),)](
-        tokens, recent, lanes, positions, len(tokens), recent.shape[1],
+        tokens, recent, request_slots, positions, len(tokens), recent.shape[1],
         BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
     return tokens
@@ -106,7 +106,7 @@ def _layout_kernel(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _ring_kernel(
-    tokens, recent, lanes, positions, num_rows, window,
+    tokens, recent, request_slots, positions, num_rows, window,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -114,7 +114,7 @@ def _ring_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    lane = tl.load(lanes + row, mask=inside, other=-1).to(tl.int64)
+    request_slot = tl.load(request_slots + row, mask=inside, other=-1).to(tl.int64)
     column = tl.load(positions + row, mask=inside, other=0) & (window - 1)
-    token = tl.load(recent + lane * window + column, mask=lane >= 0, other=0)
+    token = tl.load(recent + request_slot * window + column, mask=request_slot >= 0, other=0)
     tl.store(tokens + row, token.to(tl.int64), mask=inside)

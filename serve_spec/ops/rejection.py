@@ -131,7 +131,7 @@ def reject_drafts(
     row_tokens: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
-    lanes: Tensor,
+    request_slots: Tensor,
     positions: Tensor,
     params: DrawParams,
     drafted: DraftLogits,
@@ -143,7 +143,7 @@ def reject_drafts(
     `drawn`, to the row before it. Greedy ones are kept while they equal what is drawn.
 
     logits: float32 [T, V], edited and masked. row_tokens, drawn: int64 [T] and query_starts: int32
-    [B + 1], of chains, as for `accept_path`. lanes: int32 [B], the row of each in `params`.
+    [B + 1], of chains, as for `accept_path`. request_slots: int32 [B], the row of each in `params`.
     positions: int64 [T], the position each row's draw decides.
     """
     depth = drafted.logits.shape[1]
@@ -157,13 +157,19 @@ def reject_drafts(
     steps = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     equal = (drafts == drawn[rows[:, :-1]]) & (column[:-1] < steps.unsqueeze(1))
     kept = equal.long().cumprod(dim=1).sum(dim=1)
-    sampled = ((params.inverse_temperature[lanes.long()] > 0) & (steps > 0)).nonzero().flatten()
+    sampled = (
+        ((params.inverse_temperature[request_slots.long()] > 0) & (steps > 0)).nonzero().flatten()
+    )
     if len(sampled):
-        rows, drafts, steps, lanes = (x[sampled] for x in (rows, drafts, steps, lanes))
-        target = _laws(logits[rows.flatten()], params.of(lanes.repeat_interleave(depth + 1)))
-        scale = params.inverse_temperature[lanes.long()].repeat_interleave(depth)
+        rows, drafts, steps, request_slots = (
+            x[sampled] for x in (rows, drafts, steps, request_slots)
+        )
+        target = _laws(
+            logits[rows.flatten()], params.of(request_slots.repeat_interleave(depth + 1))
+        )
+        scale = params.inverse_temperature[request_slots.long()].repeat_interleave(depth)
         draft = tempered(drafted.logits[sampled].flatten(0, 1), scale).softmax(dim=-1)
-        at, roots = params.of(lanes).seeds, positions[rows[:, 0]]
+        at, roots = params.of(request_slots).seeds, positions[rows[:, 0]]
         seeds = stream_seeds_of(Stream.ACCEPT, at, roots).repeat_interleave(depth, dim=0)
         decided = (roots.unsqueeze(1) + column[:-1]).flatten()
         correct, recovered = keep_or_replace(

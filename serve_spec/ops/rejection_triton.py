@@ -37,14 +37,14 @@ def reject_drafts(
     row_tokens: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
-    lanes: Tensor,
+    request_slots: Tensor,
     positions: Tensor,
     params: DrawParams,
     drafted: DraftLogits,
     method: str,
 ) -> Tensor:
     """See `serve_spec.ops.rejection.reject_drafts`."""
-    num_sequences, num_ids, device = len(lanes), logits.shape[1], logits.device
+    num_sequences, num_ids, device = len(request_slots), logits.shape[1], logits.device
     _, depth, num_draft_ids = drafted.logits.shape
     num_chunks = triton.cdiv(num_ids, _CHUNK)
     is_block = method == "block"
@@ -59,7 +59,7 @@ def reject_drafts(
     chances, weights = empty(depth), empty(depth + 1)
     values, tokens = empty(2, num_chunks), empty(2, num_chunks, dtype=torch.int32)
     chains = (
-        logits, logits.stride(0), query_starts, lanes, params.inverse_temperature,
+        logits, logits.stride(0), query_starts, request_slots, params.inverse_temperature,
         drafted.logits, drafted.draft_ids,
     )  # fmt: skip
     laws = tops, totals, cut_scores, cut_ids
@@ -89,7 +89,7 @@ def reject_drafts(
     )  # fmt: skip
     _settle_kernel[(num_sequences,)](
         counts, drawn, row_tokens, values, tokens, num_chunks, steps, chances, *noise, tops, totals,
-        query_starts, lanes, params.inverse_temperature,
+        query_starts, request_slots, params.inverse_temperature,
         DEPTH=depth, CHUNKS=triton.next_power_of_2(num_chunks), **few, num_warps=1, **launch,
     )  # fmt: skip
     return counts
@@ -98,7 +98,7 @@ def reject_drafts(
 @triton.jit
 def _law_kernel(
     tops, totals, cut_scores, cut_ids,
-    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     top_k, top_p, min_p,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     BLOCK: tl.constexpr, CUT_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
@@ -113,8 +113,8 @@ def _law_kernel(
         tl.extra.cuda.gdc_wait()
     begin = tl.load(query_starts + b)
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
-    lane = tl.load(lanes + b)
-    scale = tl.load(inverse_temperature + lane)
+    request_slot = tl.load(request_slots + b)
+    scale = tl.load(inverse_temperature + request_slot)
     is_target = place <= DEPTH
     step = tl.where(is_target, place, place - DEPTH - 1)
     is_asked = (scale > 0) & (num_drafts > 0) & (step < num_drafts + is_target.to(tl.int32))
@@ -123,9 +123,9 @@ def _law_kernel(
         if is_target:
             row = logits + (begin + step).to(tl.int64) * row_stride
             top, total = _sum_of(row, scale, NUM_IDS, BLOCK)
-            rank_end = tl.load(top_k + lane)
-            mass_end = tl.load(top_p + lane)
-            share = tl.load(min_p + lane)
+            rank_end = tl.load(top_k + request_slot)
+            mass_end = tl.load(top_p + request_slot)
+            share = tl.load(min_p + request_slot)
             cut, cut_id = top - _NO_MASS, tl.zeros([], dtype=tl.int32)
             if (rank_end > 0) | (mass_end < 1.0) | (share > 0):
                 if share > 0:
@@ -151,7 +151,7 @@ def _law_kernel(
 @triton.jit
 def _weigh_kernel(
     steps, chances, weights, row_tokens, tops, totals, cut_scores, cut_ids,
-    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -165,7 +165,7 @@ def _weigh_kernel(
         tl.extra.cuda.gdc_wait()
     begin = tl.load(query_starts + b)
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
-    scale = tl.load(inverse_temperature + tl.load(lanes + b))
+    scale = tl.load(inverse_temperature + tl.load(request_slots + b))
     columns = tl.arange(0, COLUMNS)
     tokens = tl.load(row_tokens + begin + 1 + columns, mask=columns < num_drafts, other=-1)
     tokens = tokens.to(tl.int32)
@@ -207,7 +207,7 @@ def _weigh_kernel(
 @triton.jit
 def _surplus_kernel(
     chances, steps, weights, tops, totals, cut_scores, cut_ids,
-    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -217,7 +217,7 @@ def _surplus_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     if step < tl.load(steps + b):
-        scale = tl.load(inverse_temperature + tl.load(lanes + b))
+        scale = tl.load(inverse_temperature + tl.load(request_slots + b))
         weight = tl.load(weights + b * (DEPTH + 1) + step)
         row = logits + (tl.load(query_starts + b) + step).to(tl.int64) * row_stride
         draft_row = draft_logits + (b.to(tl.int64) * DEPTH + step) * NUM_DRAFT_IDS
@@ -241,7 +241,7 @@ def _surplus_kernel(
 @triton.jit
 def _replace_kernel(
     values, tokens, steps, chances, weights, seeds, positions, tops, totals, cut_scores, cut_ids,
-    logits, row_stride, query_starts, lanes, inverse_temperature, draft_logits, draft_ids,
+    logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -253,11 +253,11 @@ def _replace_kernel(
     judged = tl.load(steps + b)
     if judged > 0:
         begin = tl.load(query_starts + b)
-        lane = tl.load(lanes + b)
+        request_slot = tl.load(request_slots + b)
         root = tl.load(positions + begin)
-        kept = _kept(chances + b * DEPTH, judged, seeds, lane, root, COLUMNS, BLOCK_RULE)
+        kept = _kept(chances + b * DEPTH, judged, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
         if kept < judged:
-            scale = tl.load(inverse_temperature + lane)
+            scale = tl.load(inverse_temperature + request_slot)
             weight = tl.full([], 1.0, dtype=tl.float32)
             if BLOCK_RULE:
                 weight = tl.load(weights + b * (DEPTH + 1) + kept)
@@ -269,7 +269,7 @@ def _replace_kernel(
                 draft_ids, b * (2 * DEPTH + 1) + kept, tops, totals, cut_scores, cut_ids,
                 NUM_IDS, DEPTH,
             )  # fmt: skip
-            first, second = load_stream_keys(seeds, lane, root, root, _RECOVER)
+            first, second = load_stream_keys(seeds, request_slot, root, root, _RECOVER)
             noise = gumbel_noise_of(ids, first, second)
             at = b * 2 * tl.num_programs(0) + chunk
             _store_best(values + at, tokens + at, weight * p - q, noise, ids)
@@ -280,7 +280,7 @@ def _replace_kernel(
 @triton.jit(do_not_specialize=["num_chunks"])
 def _settle_kernel(
     counts, drawn, row_tokens, values, tokens, num_chunks, steps, chances, seeds, positions,
-    tops, totals, query_starts, lanes, inverse_temperature,
+    tops, totals, query_starts, request_slots, inverse_temperature,
     DEPTH: tl.constexpr, CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
@@ -294,9 +294,9 @@ def _settle_kernel(
     judged = tl.load(steps + b)
     kept = tl.zeros([], dtype=tl.int32)
     if judged > 0:
-        lane = tl.load(lanes + b)
+        request_slot = tl.load(request_slots + b)
         root = tl.load(positions + begin)
-        kept = _kept(chances + b * DEPTH, judged, seeds, lane, root, COLUMNS, BLOCK_RULE)
+        kept = _kept(chances + b * DEPTH, judged, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
         if kept < judged:
             chunks = tl.arange(0, CHUNKS)
             inside = chunks < num_chunks
@@ -463,11 +463,13 @@ def _both(
 
 
 @triton.jit
-def _kept(chances, judged, seeds, lane, root, COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr):
+def _kept(
+    chances, judged, seeds, request_slot, root, COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr
+):
     """How many of the drafts that are judged the coins keep: `keep_in_order`, `keep_longest`."""
     columns = tl.arange(0, COLUMNS)
     chance = tl.load(chances + columns, mask=columns < judged, other=0.0)
-    _, word = load_stream_keys(seeds, lane, root, root + columns, _ACCEPT)
+    _, word = load_stream_keys(seeds, request_slot, root, root + columns, _ACCEPT)
     coin = (word.to(tl.int32, bitcast=True).to(tl.float64) + 0.5) * 2.0**-32 + 0.5
     won = (coin < chance.to(tl.float64)) & (columns < judged)
     if BLOCK_RULE:

@@ -99,17 +99,17 @@ def penalized(scores: Tensor, is_seen: Tensor, counts: Tensor, of: ScoreEdits) -
 
 
 @has_kernel
-def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
+def count_tokens(members: Tensor, results: Tensor, edits: ScoreEdits) -> None:
     """Counts what sequences emit, so that the next round's rows see it; in place.
 
     members: int32 [B], which sequence each is, no one that edits twice.
-    verdicts: int32 [B, K + 3], drafts kept, flags, then the tokens; see `ops.acceptance`.
+    results: int32 [B, K + 3], drafts kept, flags, then the tokens; see `ops.acceptance`.
     """
     if not any(edits.is_on.index_select(0, members).tolist()):
         return
-    tokens = verdicts[:, 2:]
+    tokens = results[:, 2:]
     column = torch.arange(tokens.shape[1], device=tokens.device)
-    emitted = (column <= verdicts[:, :1]) & (tokens >= 0)
+    emitted = (column <= results[:, :1]) & (tokens >= 0)
     emitted &= edits.is_on[members.long()].unsqueeze(1) > 0
     members = members.long().unsqueeze(1).expand_as(tokens)[emitted]
     once = torch.full_like(members, GENERATED_ONCE, dtype=torch.int32)

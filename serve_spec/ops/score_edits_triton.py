@@ -40,12 +40,12 @@ def edit_scores(
     )  # fmt: skip
 
 
-def count_tokens(members: Tensor, verdicts: Tensor, edits: ScoreEdits) -> None:
+def count_tokens(members: Tensor, results: Tensor, edits: ScoreEdits) -> None:
     """See `score_edits.count_tokens`."""
-    dependent = dependent_launch(verdicts.device)
-    width = verdicts.shape[1]
+    dependent = dependent_launch(results.device)
+    width = results.shape[1]
     _count_kernel[(len(members),)](
-        members, verdicts, edits.is_on, edits.marks, edits.marks.shape[1],
+        members, results, edits.is_on, edits.marks, edits.marks.shape[1],
         WIDTH=width, COLUMNS=triton.next_power_of_2(width - 2), DEPENDENT=dependent,
         num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def _edit_kernel(
 
 @triton.jit
 def _count_kernel(
-    members, verdicts, is_on, marks, num_ids,
+    members, results, is_on, marks, num_ids,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence."""
@@ -105,7 +105,7 @@ def _count_kernel(
         tl.extra.cuda.gdc_wait()
     member = tl.load(members + b)
     if tl.load(is_on + member) > 0:
-        verdict = verdicts + b * WIDTH
+        verdict = results + b * WIDTH
         columns = tl.arange(0, COLUMNS)
         inside = (columns <= tl.load(verdict)) & (columns < WIDTH - 2)
         tokens = tl.load(verdict + 2 + columns, mask=inside, other=-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from serve_spec.core.plan import RowPlan
+from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.sequence import Sequence
 from serve_spec.scheduler.rows import prompt_row
 
@@ -23,13 +23,15 @@ class Prompt:
         return len(self.seq) - self.start
 
 
-def prompt_rows(prompts: SequenceOf[Prompt], budget: int, *, chunked: bool) -> list[RowPlan]:
+def prompt_rows(
+    prompts: SequenceOf[Prompt], budget: int, *, chunked: bool
+) -> list[ScheduledRequest]:
     """Pieces of those that still have pages, the oldest first; of `budget` tokens in all.
 
     One prompt a round may overrun the budget, by a token or, without chunks, whole: decode rows
     could otherwise keep it waiting for ever.
     """
-    rows: list[RowPlan] = []
+    rows: list[ScheduledRequest] = []
     for prompt in prompts:
         seq, start, count = prompt.seq, prompt.start, prompt.num_pending
         is_first = not rows

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from serve_spec.core.draft import TextDrafts
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.plan import EditedText, RowPlan, WorkerLimits
+from serve_spec.core.plan import EditedText, ScheduledRequest, WorkerLimits
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 
-SHORT_BACKLOG = 32
+SHORT_EXTEND = 32
 """Draft entries a row that does not draft still names."""
 
 
@@ -30,14 +30,14 @@ class RowDrafts(NamedTuple):
         return self._replace(shape=DraftShape.chain(shape.depth - 1) if shape.is_chain else PLAIN)
 
 
-def most_coming(row: RowPlan | None) -> int:
+def most_coming(row: ScheduledRequest | None) -> int:
     """Most tokens a row that still runs commits."""
     return 0 if row is None else row.num_steps + 1
 
 
-def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
+def missing_after(seq: Sequence, row: ScheduledRequest | None) -> int:
     """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
-    if row is not None and row.catches_up:
+    if row is not None and row.extends:
         return most_coming(row)
     return len(seq) - 1 - seq.num_draft_computed + most_coming(row)
 
@@ -45,7 +45,7 @@ def backlog_after(seq: Sequence, row: RowPlan | None) -> int:
 def kept_up_to(limits: WorkerLimits, drafts: list[RowDrafts]) -> int:
     """Backlogs up to this are made up for rows for which no model drafts, if one drafts at all."""
     has_model_drafts = any(of_row.shape.depth and not of_row.from_text for of_row in drafts)
-    return limits.max_backlog if has_model_drafts else 0
+    return limits.max_missing if has_model_drafts else 0
 
 
 def usable_steps(seq: Sequence, coming: int) -> int:
@@ -107,7 +107,7 @@ def _tree(topk: int, levels: int, size: int) -> DraftShape:
 
 
 def edited_text(seq: Sequence) -> EditedText | None:
-    """See `RowPlan.edited`."""
+    """See `ScheduledRequest.edited`."""
     params = seq.params
     if not params.edits_scores:
         return None
@@ -116,22 +116,22 @@ def edited_text(seq: Sequence) -> EditedText | None:
 
 
 def generated_ids(seq: Sequence) -> tuple[int, ...]:
-    """See `RowPlan.generated_ids`."""
+    """See `ScheduledRequest.generated_ids`."""
     return () if seq.params.grammar is None else tuple(seq.output_token_ids)
 
 
 def decode_row(
-    seq: Sequence, drafts: RowDrafts, backlog: int, kept_up: int, *, is_under_way: bool = False
-) -> RowPlan:
-    """A row that verifies these drafts.
+    seq: Sequence, drafts: RowDrafts, num_missing: int, kept_up: int, *, is_under_way: bool = False
+) -> ScheduledRequest:
+    """Return a request that verifies these drafts.
 
-    backlog: draft entries it lacks when the round starts. kept_up: see `kept_up_to`. is_under_way:
-    a round runs that adds tokens of which the host does not know.
+    num_missing: draft KV entries it lacks when the step starts. kept_up: see `kept_up_to`.
+    is_under_way: a step in flight adds tokens that the host does not know.
     """
     last, shape = len(seq) - 1, drafts.shape
-    # A row that does not draft names a short backlog all the same: the next round may need it.
-    is_named = shape.depth or last - seq.num_draft_computed <= SHORT_BACKLOG
-    return RowPlan(
+    # A request that does not draft names a few missing entries, too: the next step may need them.
+    is_named = shape.depth or last - seq.num_draft_computed <= SHORT_EXTEND
+    return ScheduledRequest(
         request_id=seq.request_id,
         token_ids=(seq.token_ids[last],),
         start=last,
@@ -143,21 +143,21 @@ def decode_row(
         shape=shape,
         draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
-        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
-        catches_up=shape.depth > 0 or 0 < backlog <= kept_up,
-        backlog=backlog,
-        lane=seq.lane,
+        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
+        extends=shape.depth > 0 or 0 < num_missing <= kept_up,
+        num_missing=num_missing,
+        request_slot=seq.request_slot,
         edited=None if is_under_way else edited_text(seq),
         generated_ids=generated_ids(seq),
     )
 
 
-def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPlan:
+def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> ScheduledRequest:
     """A row that computes `count` tokens from `start` on; with the last of them it samples."""
     end = start + count
     scored = seq.unscored(start, end)
-    is_named = end - 1 - seq.num_draft_computed <= SHORT_BACKLOG
-    return RowPlan(
+    is_named = end - 1 - seq.num_draft_computed <= SHORT_EXTEND
+    return ScheduledRequest(
         request_id=seq.request_id,
         token_ids=tuple(seq.token_ids[start:end]),
         start=start,
@@ -166,8 +166,8 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
         params=seq.params,
         seed=seq.seed,
         draft_start=seq.num_draft_computed,
-        catch_up_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_named else (),
-        lane=seq.lane,
+        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_named else (),
+        request_slot=seq.request_slot,
         scored_start=scored.start,
         scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
         edited=edited_text(seq) if samples else None,
@@ -176,11 +176,11 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> RowPl
 
 
 def text_drafted_row(
-    seq: Sequence, drafts: RowDrafts, found: TextDrafts, backlog: int, kept_up: int
-) -> RowPlan:
+    seq: Sequence, drafts: RowDrafts, found: TextDrafts, num_missing: int, kept_up: int
+) -> ScheduledRequest:
     """A row that verifies the first of what was found; to a draft model, if there is one, a row
     without any drafts."""
-    row = decode_row(seq, RowDrafts(PLAIN), backlog, kept_up)
+    row = decode_row(seq, RowDrafts(PLAIN), num_missing, kept_up)
     shape = drafts.shape
     return row._replace(
         shape=shape,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft import TextDrafter
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.plan import RowPlan, StepPlan, StepResult, WorkerLimits
+from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -22,10 +22,10 @@ from serve_spec.scheduler.choice import PostponedChoice
 from serve_spec.scheduler.prompts import Prompt, prompt_rows
 from serve_spec.scheduler.rows import (
     RowDrafts,
-    backlog_after,
     decode_row,
     fair_drafts,
     kept_up_to,
+    missing_after,
     most_coming,
     text_drafted_row,
     usable_steps,
@@ -55,7 +55,7 @@ class CommittedRow(NamedTuple):
     """
 
     seq: Sequence
-    row: RowPlan
+    row: ScheduledRequest
     token_ids: list[int]
     num_correct_drafts: int
 
@@ -96,8 +96,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.num_preemptions = 0
         self._prefix_counts = PrefixCounts()
-        self._free_lanes = list(range(limits.max_num_seqs - 1, -1, -1))
-        self._newest: StepPlan | None = None
+        self._free_slots = list(range(limits.max_num_seqs - 1, -1, -1))
+        self._newest: ScheduledBatch | None = None
         self._postponed: PostponedChoice | None = None
 
     def add(self, seq: Sequence) -> None:
@@ -122,8 +122,8 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def plan(
-        self, choose_steps: ChooseSteps, limits: WorkerLimits, before: StepPlan | None = None
-    ) -> StepPlan | None:
+        self, choose_steps: ChooseSteps, limits: WorkerLimits, before: ScheduledBatch | None = None
+    ) -> ScheduledBatch | None:
         """Return the next step: every decoding request, then prefill within the token budget.
 
         choose_steps: asked once, before anything is drafted. before: a step in flight. Lengths of
@@ -159,7 +159,7 @@ class Scheduler:
         elif self._reserve_beside(decoding, rows_before, drafts):
             rows = [
                 decode_row(
-                    seq, of_row, backlog_after(seq, row), kept_up, is_under_way=row is not None
+                    seq, of_row, missing_after(seq, row), kept_up, is_under_way=row is not None
                 )
                 for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
             ]
@@ -184,7 +184,7 @@ class Scheduler:
     def _reserve_beside(
         self,
         decoding: list[Sequence],
-        rows_before: list[RowPlan | None],
+        rows_before: list[ScheduledRequest | None],
         drafts: list[RowDrafts],
     ) -> bool:
         """Reserve pages beside a step in flight, for whatever it commits.
@@ -204,32 +204,34 @@ class Scheduler:
 
     def _planned(
         self,
-        rows: list[RowPlan],
+        rows: list[ScheduledRequest],
         steps: RoundSteps,
         batch: DecodeBatch,
         *,
         follows: bool = False,
         was_postponed: bool = False,
-    ) -> StepPlan:
+    ) -> ScheduledBatch:
         """The plan of these rows, the newest from now on."""
         if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
-            rows = [row._replace(catches_up=False) if row.catches_up else row for row in rows]
-        backlog = max(row.backlog if row.catches_up else 0 for row in rows)
+            rows = [row._replace(extends=False) if row.extends else row for row in rows]
+        num_missing = max(row.num_missing if row.extends else 0 for row in rows)
         shape = steps.shape
         if shape.is_chain:
             shape = max([shape, *(row.shape for row in rows if row.draft_ids)])
-        self._newest = StepPlan(
+        self._newest = ScheduledBatch(
             tuple(rows),
             shape,
             batch.size,
             follows,
             was_postponed,
-            backlog,
+            num_missing,
             draft_sharpness=steps.draft_sharpness,
         )
         return self._newest
 
-    def commit(self, plan: StepPlan, result: StepResult, cut: CutOutput) -> list[CommittedRow]:
+    def commit(
+        self, plan: ScheduledBatch, result: BatchResult, cut: CutOutput
+    ) -> list[CommittedRow]:
         """Appends what the round drew, ends what is done, returns surplus pages.
 
         cut: how many of the drawn tokens the text keeps, and why it ends (stop, length), if so.
@@ -269,14 +271,14 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Moves waiting sequences in while what is not known of their texts fits the free pages."""
-        for seq in tuple(islice(self.waiting, len(self._free_lanes))):
+        for seq in tuple(islice(self.waiting, len(self._free_slots))):
             hit = self.cache.find(seq)
             if not self.cache.can_start(seq, hit, len(seq) + 1):
                 break  # first come, first served: for want of room nobody overtakes
             if self._is_computed_now(seq, hit):
                 continue
             self.waiting.remove(seq)
-            seq.lane = self._free_lanes.pop()
+            seq.request_slot = self._free_slots.pop()
             seq.num_draft_computed = self.first_draft_entry
             self.cache.start(seq, hit)
             self.cache.reserve(seq, len(seq))
@@ -312,7 +314,9 @@ class Scheduler:
         choice, self._postponed = self._postponed, None
         return choose_steps(batch) if choice is None else choice.now(batch)
 
-    def _after(self, under_way: Mapping[str, RowPlan]) -> tuple[list[Sequence], list[Prompt]]:
+    def _after(
+        self, under_way: Mapping[str, ScheduledRequest]
+    ) -> tuple[list[Sequence], list[Prompt]]:
         """Who decodes and whose prompt is not done once the round of these rows is committed.
 
         Who decodes gains one token at least: whoever needs no other is done.
@@ -337,7 +341,7 @@ class Scheduler:
         decoding: list[Sequence],
         prompts: list[Prompt],
         budget: int,
-        rows_before: list[RowPlan | None],
+        rows_before: list[ScheduledRequest | None],
     ) -> DecodeBatch:
         """Return what the policy may know of the decoding requests of the next step.
 
@@ -383,7 +387,9 @@ class Scheduler:
         """Whether they have to be found in the row's text; without a model, all there are."""
         return drafts.from_text or (drafts.shape.depth > 0 and not self.has_draft_model)
 
-    def _plan_decode(self, seq: Sequence, drafts: RowDrafts, kept_up: int) -> RowPlan | None:
+    def _plan_decode(
+        self, seq: Sequence, drafts: RowDrafts, kept_up: int
+    ) -> ScheduledRequest | None:
         found = None
         if self.texts is not None and self._is_from_text(drafts):
             found = self.texts.drafts(seq, drafts)
@@ -397,18 +403,18 @@ class Scheduler:
                 self._preempt(seq)
                 return None
         self.cache.reserve(seq, len(seq) + self._slots_past(drafts.shape))
-        backlog = len(seq) - 1 - seq.num_draft_computed
+        num_missing = len(seq) - 1 - seq.num_draft_computed
         if found is None:
-            return decode_row(seq, drafts, backlog, kept_up)
-        return text_drafted_row(seq, drafts, found, backlog, kept_up)
+            return decode_row(seq, drafts, num_missing, kept_up)
+        return text_drafted_row(seq, drafts, found, num_missing, kept_up)
 
     def _commit_row(
-        self, seq: Sequence, row: RowPlan, tokens: list[int], cut: CutOutput
+        self, seq: Sequence, row: ScheduledRequest, tokens: list[int], cut: CutOutput
     ) -> CommittedRow:
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
         num_entries = seq.num_draft_computed
-        if row.catches_up:
+        if row.extends:
             # Catch-up made the entries before the root; those of the drafting itself are stale.
             seq.num_draft_computed = len(seq) - 1
         if row.is_decode:
@@ -423,7 +429,7 @@ class Scheduler:
             self.cache.publish(seq)
         return CommittedRow(seq, row, kept, len(tokens) - 1)
 
-    def _return_pages(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+    def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
         """Gives back what rejected drafts leave, but not what a round under way writes to.
 
         A sequence that ended may give back all: whoever gets the pages writes after that round.
@@ -458,8 +464,8 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         self.running.remove(seq)
-        self._free_lanes.append(seq.lane)
-        seq.lane = -1
+        self._free_slots.append(seq.request_slot)
+        seq.request_slot = -1
         self.cache.release(seq)
         if self.texts is not None:
             self.texts.forget(seq.request_id)

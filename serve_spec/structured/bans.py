@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from serve_spec.core.plan import RowPlan
+from serve_spec.core.plan import ScheduledRequest
 from serve_spec.structured.compiler import GrammarCompiler, Mask
 
 
@@ -15,7 +15,7 @@ class Bans:
     that is complete may end before `min_tokens`.
     """
 
-    def __init__(self, compiler: GrammarCompiler, row: RowPlan) -> None:
+    def __init__(self, compiler: GrammarCompiler, row: ScheduledRequest) -> None:
         params = row.params
         self._always = compiler.mask_of(params.bad_token_ids)
         if params.allowed_token_ids is not None:

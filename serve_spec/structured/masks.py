@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import RowPlan
+from serve_spec.core.plan import ScheduledRequest
 from serve_spec.log import get_logger
 from serve_spec.structured.bans import Bans
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
@@ -53,7 +53,7 @@ class Grammars:
         """
         self.compiler.matcher(grammar)
 
-    def read(self, rows: Sequence[RowPlan]) -> None:
+    def read(self, rows: Sequence[ScheduledRequest]) -> None:
         """Goes on to where the texts of a round's sampling rows stand, which asks for no draft."""
         for row in rows:
             if row.params.grammar is not None:
@@ -61,7 +61,7 @@ class Grammars:
 
     def round_masks(
         self,
-        rows: Sequence[RowPlan],
+        rows: Sequence[ScheduledRequest],
         drafts: Sequence[Sequence[int]],
         parents: Sequence[Sequence[int]] | None = None,
         *,
@@ -103,7 +103,7 @@ class Grammars:
         return len(self._texts)
 
     def _nodes(
-        self, row: RowPlan, drafts: Sequence[int], parents: Sequence[int] | None
+        self, row: ScheduledRequest, drafts: Sequence[int], parents: Sequence[int] | None
     ) -> list[Node]:
         """Return the nodes of a request's root and of each of its drafts.
 
@@ -134,7 +134,7 @@ class Grammars:
             self.forget(row.request_id)
         return [Node(is_legal=True, mask=root), *nodes]
 
-    def _text(self, row: RowPlan, grammar: Grammar) -> _Text:
+    def _text(self, row: ScheduledRequest, grammar: Grammar) -> _Text:
         text = self._texts.get(row.request_id)
         if text is None or not text.goes_on_to(grammar, row.generated_ids):
             text = _Text(grammar, self.compiler.matcher(grammar), Bans(self.compiler, row))

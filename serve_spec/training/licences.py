@@ -96,9 +96,9 @@ def judge(expression: str | None, classifiers: Sequence[str], field: str | None)
 
 def _judge_names(names: Sequence[str]) -> Verdict:
     """Every name must be permissive: several classifiers may mean "and"."""
-    verdicts = [_judge_expression(_canonical(name)) for name in names]
-    joined = " AND ".join(verdict.name for verdict in verdicts)
-    return Verdict(all(verdict.accepted for verdict in verdicts), joined)
+    results = [_judge_expression(_canonical(name)) for name in names]
+    joined = " AND ".join(verdict.name for verdict in results)
+    return Verdict(all(verdict.accepted for verdict in results), joined)
 
 
 def _canonical(name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.plan import RowPlan, StepPlan
+from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.logprobs import score_rows
 from serve_spec.ops.sending import sent
@@ -28,7 +28,12 @@ class EmittedLogprobs:
     """
 
     def __init__(
-        self, rows: Sequence[RowPlan], logits: Tensor, buffers: StepBuffers, *, has_trees: bool
+        self,
+        rows: Sequence[ScheduledRequest],
+        logits: Tensor,
+        buffers: StepBuffers,
+        *,
+        has_trees: bool,
     ) -> None:
         """Start scoring. rows: the drawing requests. logits: float32 [T, V] of their tokens."""
         self._asking = [*_asking(rows)]
@@ -71,7 +76,11 @@ class PromptLogprobs:
     """
 
     def __init__(
-        self, plan: StepPlan, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], vocab_size: int
+        self,
+        plan: ScheduledBatch,
+        hidden: Tensor,
+        logits_of: Callable[[Tensor], Tensor],
+        vocab_size: int,
     ) -> None:
         """Start scoring. hidden: [T, H] of all tokens of the step; logits_of: [n, H] -> [n, V]."""
         self._rows = [row for row in plan.rows if row.scored_ids]
@@ -89,7 +98,7 @@ class PromptLogprobs:
         )
 
     def read(self) -> Logprobs:
-        """Return them by request, aligned with `RowPlan.scored_ids`."""
+        """Return them by request, aligned with `ScheduledRequest.scored_ids`."""
         parts = self._table.split([len(row.scored_ids) for row in self._rows])
         return {
             row.request_id: _entries(part, row.scored_ids, _num_top(row))
@@ -97,7 +106,7 @@ class PromptLogprobs:
         }
 
 
-def _scored_places(plan: StepPlan) -> list[int]:
+def _scored_places(plan: ScheduledBatch) -> list[int]:
     """Return the places of the tokens that decide `scored_ids` among the tokens of a step.
 
     Roots and drafts of the drawing requests come first, then the chunks.
@@ -117,7 +126,7 @@ def _scored_places(plan: StepPlan) -> list[int]:
     return places
 
 
-def _num_top(row: RowPlan) -> int:
+def _num_top(row: ScheduledRequest) -> int:
     assert row.params.prompt_logprobs is not None, "only requests that ask are scored"
     return row.params.prompt_logprobs
 
@@ -135,13 +144,13 @@ def _plain_params(count: int, device: torch.device) -> DrawParams:
 class _Asking(NamedTuple):
     """A request that asks, its place among those that draw, and the first of its tokens."""
 
-    row: RowPlan
+    row: ScheduledRequest
     number: int
     first_token: int
     num_top: int
 
 
-def _asking(rows: Sequence[RowPlan]) -> Iterator[_Asking]:
+def _asking(rows: Sequence[ScheduledRequest]) -> Iterator[_Asking]:
     """Yield the drawing requests that ask. Each draws once per draft and once more."""
     first_token = 0
     for number, row in enumerate(rows):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from serve_spec.core.plan import EditedText, RowPlan, StepPlan
+from serve_spec.core.plan import EditedText, ScheduledBatch, ScheduledRequest
 
 
 class _Longer(NamedTuple):
@@ -23,28 +23,30 @@ _GROWING = frozenset({"page_ids", "generated_ids"})
 class PlanDelta:
     """A plan without its rows; `rows` holds new requests in full, of others the changed fields."""
 
-    plan: StepPlan
-    rows: tuple[RowPlan | dict[str, Any], ...]
+    plan: ScheduledBatch
+    rows: tuple[ScheduledRequest | dict[str, Any], ...]
 
 
 class PlanEncoder:
     """Encodes plans for a `PlanDecoder` that has decoded all plans before."""
 
     def __init__(self) -> None:
-        self._known: dict[str, RowPlan] = {}
+        self._known: dict[str, ScheduledRequest] = {}
 
-    def encode(self, plan: StepPlan) -> PlanDelta:
+    def encode(self, plan: ScheduledBatch) -> PlanDelta:
         """Return the difference to the last plan."""
         rows = tuple([self._encode(row) for row in plan.rows])
         self._known = {row.request_id: row for row in plan.rows}
         return PlanDelta(replace(plan, rows=()), rows)
 
-    def _encode(self, row: RowPlan) -> RowPlan | dict[str, Any]:
+    def _encode(self, row: ScheduledRequest) -> ScheduledRequest | dict[str, Any]:
         known = self._known.get(row.request_id)
         if known is None:
             return row
         changes: dict[str, Any] = {"request_id": row.request_id}
-        pairs: list[tuple[str, Any, Any]] = [*zip(RowPlan._fields, known, row, strict=True)]
+        pairs: list[tuple[str, Any, Any]] = [
+            *zip(ScheduledRequest._fields, known, row, strict=True)
+        ]
         for name, old, new in pairs:
             if old is new or old == new:
                 continue
@@ -61,15 +63,17 @@ class PlanDecoder:
     """Restores plans from their differences, in order."""
 
     def __init__(self) -> None:
-        self._known: dict[str, RowPlan] = {}
+        self._known: dict[str, ScheduledRequest] = {}
 
-    def decode(self, delta: PlanDelta) -> StepPlan:
+    def decode(self, delta: PlanDelta) -> ScheduledBatch:
         """Return the plan that was encoded."""
-        rows = tuple([row if isinstance(row, RowPlan) else self._decode(row) for row in delta.rows])
+        rows = tuple(
+            [row if isinstance(row, ScheduledRequest) else self._decode(row) for row in delta.rows]
+        )
         self._known = {row.request_id: row for row in rows}
         return replace(delta.plan, rows=rows)
 
-    def _decode(self, changes: dict[str, Any]) -> RowPlan:
+    def _decode(self, changes: dict[str, Any]) -> ScheduledRequest:
         known = self._known[changes["request_id"]]
         for name, value in changes.items():
             if isinstance(value, _Longer):

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from serve_spec.core.plan import RowPlan
+from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
@@ -99,23 +99,23 @@ class RequestStates:
         self._device = slots.lengths.device
         self._cached: dict[int, _CachedState] = {}
 
-    def forget(self, rows: Iterable[RowPlan]) -> None:
+    def forget(self, rows: Iterable[ScheduledRequest]) -> None:
         """Drop the state of these requests: the next step with one of them sends all of it."""
         for row in rows:
-            self._cached.pop(row.lane, None)
+            self._cached.pop(row.request_slot, None)
 
     def forget_all(self) -> None:
         """Drop the state of every request."""
         self._cached.clear()
 
-    def sync(self, rows: Iterable[RowPlan]) -> None:
+    def sync(self, rows: Iterable[ScheduledRequest]) -> None:
         """Send new pages, and the whole state of requests whose slot holds another one."""
         new_requests = []
         new_pages: list[tuple[int, int, int]] = []
         for row in rows:
-            cached = self._cached.get(row.lane)
+            cached = self._cached.get(row.request_slot)
             if cached is None or cached.request_id != row.request_id:
-                cached = self._cached[row.lane] = _CachedState(row.request_id, ())
+                cached = self._cached[row.request_slot] = _CachedState(row.request_id, ())
                 new_requests.append(row)
             if cached.page_ids == row.page_ids:
                 continue
@@ -123,19 +123,19 @@ class RequestStates:
             if first < len(row.page_ids):
                 fresh = row.page_ids[first:]
                 cached.page_ids = cached.page_ids[:first] + fresh
-                new_pages += ((row.lane, i, page) for i, page in enumerate(fresh, first))
+                new_pages += ((row.request_slot, i, page) for i, page in enumerate(fresh, first))
         if new_pages:
             slot, column, page = self._send(new_pages).unbind(1)
             self.slots.pages.index_put_((slot.long(), column.long()), page)
         if new_requests:
             self._write(new_requests)
 
-    def set_draft_lengths(self, rows: Iterable[RowPlan]) -> None:
+    def set_draft_lengths(self, rows: Iterable[ScheduledRequest]) -> None:
         """Note that requests have the draft KV entries before their `draft_start`."""
-        slot, made = self._send([(row.lane, row.draft_start) for row in rows]).unbind(1)
+        slot, made = self._send([(row.request_slot, row.draft_start) for row in rows]).unbind(1)
         self.slots.draft_lengths.index_copy_(0, slot.long(), made)
 
-    def _write(self, rows: Sequence[RowPlan]) -> None:
+    def _write(self, rows: Sequence[ScheduledRequest]) -> None:
         """Write all but the pages of requests that the device does not know."""
         slots, params = self.slots, self.slots.params
         numbers = self._send([_numbers(row) for row in rows])
@@ -153,7 +153,7 @@ class RequestStates:
         slots.edits.is_on.index_fill_(0, at, 0)
         for row in rows:
             if row.edited is not None:
-                write_edits(slots.edits, row.lane, row)
+                write_edits(slots.edits, row.request_slot, row)
             else:
                 edits = row.samples and row.params.edits_scores
                 assert not edits, "a new request that edits scores brings its text"
@@ -163,7 +163,7 @@ class RequestStates:
         return sent(torch.tensor(rows, dtype=dtype), self._device)
 
 
-def write_edits(edits: ScoreEdits, slot: int, row: RowPlan) -> None:
+def write_edits(edits: ScoreEdits, slot: int, row: ScheduledRequest) -> None:
     """Write how a request edits its scores, without waiting for the device."""
     params, text = row.params, row.edited
     assert text is not None, "a request that edits scores comes with its text"
@@ -210,9 +210,9 @@ def _first_difference(known: tuple[int, ...], pages: tuple[int, ...]) -> int:
     return next(i for i in range(same) if known[i] != pages[i])
 
 
-def _numbers(row: RowPlan) -> tuple[int, ...]:
+def _numbers(row: ScheduledRequest) -> tuple[int, ...]:
     low, high = seed_words(row.seed)
-    return (row.lane, row.length, row.draft_start, low, high, max(0, row.params.top_k))
+    return (row.request_slot, row.length, row.draft_start, low, high, max(0, row.params.top_k))
 
 
 def _shares(params: SamplingParams) -> tuple[float, float, float]:
@@ -220,8 +220,8 @@ def _shares(params: SamplingParams) -> tuple[float, float, float]:
     return (inverse, params.top_p, params.min_p)
 
 
-def _known_tokens(row: RowPlan) -> list[tuple[int, int, int]]:
+def _known_tokens(row: ScheduledRequest) -> list[tuple[int, int, int]]:
     """Return (slot, column, token) of the newest tokens: those the draft lacks, or the last."""
-    tokens = (row.catch_up_ids or row.token_ids)[-RING_TOKENS:]
+    tokens = (row.extend_ids or row.token_ids)[-RING_TOKENS:]
     first = row.length - len(tokens)
-    return [(row.lane, (first + i) % RING_TOKENS, token) for i, token in enumerate(tokens)]
+    return [(row.request_slot, (first + i) % RING_TOKENS, token) for i, token in enumerate(tokens)]

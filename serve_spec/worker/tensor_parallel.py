@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import PendingRound, StepPlan, StepResult, WorkerLimits
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, WorkerLimits
 from serve_spec.parallel.followers import Followers
 from serve_spec.worker.capture import SpecRuntimeState
 from serve_spec.worker.plan_delta import PlanDecoder, PlanDelta, PlanEncoder
@@ -66,13 +66,13 @@ class TensorParallelWorker:
         with self._followers.in_step():
             self._worker.init_states(order)
 
-    def submit(self, plan: StepPlan) -> PendingRound:
+    def submit(self, plan: ScheduledBatch) -> PendingBatch:
         """Starts a round on every rank."""
         self._followers.tell(self._encoder.encode(plan))
         with self._followers.in_step():
             return _JointRound(self._worker.submit(plan), self._followers)
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Run a step to its end."""
         return self.submit(plan).result()
 
@@ -85,12 +85,12 @@ class TensorParallelWorker:
 
 @dataclass(frozen=True)
 class _JointRound:
-    """See `PendingRound`."""
+    """See `PendingBatch`."""
 
-    mine: PendingRound
+    mine: PendingBatch
     followers: Followers
 
-    def result(self) -> StepResult:
+    def result(self) -> BatchResult:
         """Rank 0's."""
         with self.followers.in_step():
             return self.mine.result()
@@ -98,7 +98,7 @@ class _JointRound:
 
 def obey(worker: Worker, orders: Iterable[object]) -> None:
     """What every other rank does with `TensorParallelWorker`'s orders until there are no more."""
-    before: PendingRound | None = None
+    before: PendingBatch | None = None
     decoder = PlanDecoder()
     for order in orders:
         if isinstance(order, PlanDelta):

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import PendingRound, RowPlan, StepPlan, StepResult, WorkerLimits
+from serve_spec.core.plan import (
+    BatchResult,
+    PendingBatch,
+    ScheduledBatch,
+    ScheduledRequest,
+    WorkerLimits,
+)
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState
@@ -63,11 +69,11 @@ class Worker(Protocol):
         """Capture every shape the policy may choose, and the plain one, before the first step."""
         ...
 
-    def submit(self, plan: StepPlan) -> PendingRound:
+    def submit(self, plan: ScheduledBatch) -> PendingBatch:
         """Launch a step."""
         ...
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Run a step to its end."""
         ...
 
@@ -184,7 +190,7 @@ class SpecWorker:
         self.captured.build(shapes)
 
     @torch.inference_mode()
-    def submit(self, plan: StepPlan) -> PendingRound:
+    def submit(self, plan: ScheduledBatch) -> PendingBatch:
         """Launch a step; on a GPU nothing is waited for."""
         rows, prompts = plan.decode_rows, plan.prompt_rows
         self._requests.forget(prompts)  # after a preemption their pages are others
@@ -207,7 +213,7 @@ class SpecWorker:
         self._newest_timer = timer
         return step
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Run a step to its end."""
         return self.submit(plan).result()
 
@@ -216,7 +222,7 @@ class SpecWorker:
         self._requests.forget_all()
         self._newest_timer = None
 
-    def _draft(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
+    def _draft(self, rows: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
         """Extend and draft if a model is asked; add drafts found in texts."""
         if self.drafter is not None and any(row.model_steps for row in rows):
             self._ask_model(rows, plan)
@@ -228,34 +234,34 @@ class SpecWorker:
         if from_text:
             self.buffers.write_drafts(from_text)
 
-    def _ask_model(self, rows: Sequence[RowPlan], plan: StepPlan) -> None:
+    def _ask_model(self, rows: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
         """Draft for every request, as deep as the deepest of them."""
         most = self.captured.max_extend
-        num_missing = plan.max_backlog
-        long = [row for row in rows if row.model_steps and row.backlog > most]
+        num_missing = plan.max_missing
+        long = [row for row in rows if row.model_steps and row.num_missing > most]
         if long:
             self._extend_known(long)
-            num_missing = max(_missing_after(row, most) for row in rows if row.catches_up)
+            num_missing = max(_missing_after(row, most) for row in rows if row.extends)
         size = StepSize(len(rows), len(rows))
         self.captured.extend_for(num_missing, len(rows)).run(size)
         shape = _cut_depth(plan, [row for row in rows if row.model_steps])
         self.captured.draft_for(shape, len(rows)).run(size)
 
-    def _extend_known(self, rows: Sequence[RowPlan]) -> None:
+    def _extend_known(self, rows: Sequence[ScheduledRequest]) -> None:
         """Make the draft KV entries of prompts and long pauses, whose tokens the host knows.
 
         One entry is left: draft extend makes it from the tokens in the request slots.
         """
         extend_chunks = self.captured.extend_chunks
         assert extend_chunks is not None, "draft extend needs a draft model"
-        chunks = (Chunk(row.lane, row.draft_start, row.catch_up_ids[:-1]) for row in rows)
+        chunks = (Chunk(row.request_slot, row.draft_start, row.extend_ids[:-1]) for row in rows)
         buffer = self.buffers.chunks
         for group in grouped(chunks, buffer.max_tokens, buffer.max_chunks):
             count = buffer.write(group)
             extend_chunks.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
         self._requests.set_draft_lengths([row._replace(draft_start=row.start - 1) for row in rows])
 
-    def _mask(self, plan: StepPlan) -> StepPlan:
+    def _mask(self, plan: ScheduledBatch) -> ScheduledBatch:
         """Write the step's grammar masks. Return the plan without drafts that cannot be drawn."""
         if not plan.has_grammars:
             self.buffers.masks.clear()
@@ -279,7 +285,9 @@ class SpecWorker:
         self.buffers.masks.write(masks)
         return plan if has_trees else plan.cut(masks.num_drafts)
 
-    def _verify(self, plan: StepPlan, state: SpecRuntimeState, timer: StageTimer) -> _StepInFlight:
+    def _verify(
+        self, plan: ScheduledBatch, state: SpecRuntimeState, timer: StageTimer
+    ) -> _StepInFlight:
         """Run target and verification, and start reading their results."""
         rows, prompts = plan.sampling_rows, plan.prompt_rows
         # The last tokens of prompts draw with the others, but took no part in drafting.
@@ -310,10 +318,10 @@ class SpecWorker:
             read_back[: len(rows)], timer, self._newest_timer, logprobs, prompt_logprobs
         )
 
-    def _write_requests(self, rows: Sequence[RowPlan]) -> None:
+    def _write_requests(self, rows: Sequence[ScheduledRequest]) -> None:
         """Write who takes part, unless it is as written last."""
         requests = (
-            tuple([row.lane for row in rows]),
+            tuple([row.request_slot for row in rows]),
             tuple([row.num_steps for row in rows]),
             tuple([row.num_draft_tokens for row in rows]),
         )
@@ -328,28 +336,28 @@ class SpecWorker:
             self._sharpness = sharpness
 
 
-def _cut_depth(plan: StepPlan, rows: Sequence[RowPlan]) -> DraftShape:
+def _cut_depth(plan: ScheduledBatch, rows: Sequence[ScheduledRequest]) -> DraftShape:
     """Return the shape that holds the drafts of these requests."""
     depth = max((row.num_steps for row in rows), default=0)
     return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
 
 
-def _chunk_of(row: RowPlan) -> Chunk:
+def _chunk_of(row: ScheduledRequest) -> Chunk:
     """Return what a step computes of a prompt beside the token that draws, if one does."""
-    return Chunk(row.lane, row.start, row.token_ids[:-1] if row.samples else row.token_ids)
+    return Chunk(row.request_slot, row.start, row.token_ids[:-1] if row.samples else row.token_ids)
 
 
-def _missing_after(row: RowPlan, max_extend: int) -> int:
+def _missing_after(row: ScheduledRequest, max_extend: int) -> int:
     """Return how many entries a request lacks after `_extend_known`, at most."""
-    if row.backlog <= max_extend:
-        return row.backlog
+    if row.num_missing <= max_extend:
+        return row.num_missing
     # The entry left by it, and those of a step in flight.
-    return row.backlog - (row.start - row.draft_start) + 1
+    return row.num_missing - (row.start - row.draft_start) + 1
 
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """See `PendingRound`. before: the timer of the step before, if one ran."""
+    """See `PendingBatch`. before: the timer of the step before, if one ran."""
 
     read_back: Tensor
     timer: StageTimer
@@ -357,11 +365,11 @@ class _StepInFlight:
     logprobs: EmittedLogprobs | None
     prompt_logprobs: PromptLogprobs | None
 
-    def result(self) -> StepResult:
+    def result(self) -> BatchResult:
         """Wait for the results, [B, K + 3] integers."""
         self.timer.wait("verified")
         result = read_results(self.read_back.tolist())
-        return StepResult(
+        return BatchResult(
             token_ids=result.token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),

@@ -12,7 +12,7 @@ import torch
 
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import PendingRound, RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
@@ -158,12 +158,12 @@ def switch_every_round(llm: LLM, tiers: Sequence[int | DraftShape], *, ragged: b
     engine.controller = controller  # type: ignore[assignment]
 
 
-def heard_plans(llm: LLM) -> list[StepPlan]:
+def heard_plans(llm: LLM) -> list[ScheduledBatch]:
     """Every plan the worker gets from now on."""
-    plans: list[StepPlan] = []
+    plans: list[ScheduledBatch] = []
     submit = llm.engine.worker.submit
 
-    def hear(plan: StepPlan) -> PendingRound:
+    def hear(plan: ScheduledBatch) -> PendingBatch:
         plans.append(plan)
         return submit(plan)
 
@@ -171,12 +171,12 @@ def heard_plans(llm: LLM) -> list[StepPlan]:
     return plans
 
 
-def heard_rounds(llm: LLM) -> list[tuple[RowPlan, list[int]]]:
+def heard_rounds(llm: LLM) -> list[tuple[ScheduledRequest, list[int]]]:
     """What each row of every round was planned to be, and its tokens; from now on."""
-    rounds: list[tuple[RowPlan, list[int]]] = []
+    rounds: list[tuple[ScheduledRequest, list[int]]] = []
     commit = llm.engine.scheduler.commit
 
-    def hear(plan: StepPlan, result: StepResult, cut: Any) -> Any:
+    def hear(plan: ScheduledBatch, result: BatchResult, cut: Any) -> Any:
         rounds.extend(zip(plan.sampling_rows, result.token_ids, strict=True))
         return commit(plan, result, cut)
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from serve_spec import LLM
-from serve_spec.core.plan import PendingRound, StepPlan, StepResult
+from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build, engine
@@ -47,11 +47,11 @@ class Exporter:
 class Misread:
     """A round whose stages were timed by a broken clock."""
 
-    def __init__(self, pending: PendingRound, read: Callable[[float], float]) -> None:
+    def __init__(self, pending: PendingBatch, read: Callable[[float], float]) -> None:
         self.pending = pending
         self.read = read
 
-    def result(self) -> StepResult:
+    def result(self) -> BatchResult:
         result = self.pending.result()
         draft_ms, verify_ms = self.read(result.draft_ms), self.read(result.verify_ms)
         return replace(result, draft_ms=draft_ms, verify_ms=verify_ms)
@@ -65,7 +65,7 @@ def break_clock(llm: LLM, law: Law, monkeypatch: pytest.MonkeyPatch) -> None:
     def read(time: float) -> float:
         return law(time, next(readings_so_far))
 
-    def misread(plan: StepPlan) -> PendingRound:
+    def misread(plan: ScheduledBatch) -> PendingBatch:
         return Misread(submit(plan), read)
 
     llm.engine.worker.submit = misread  # type: ignore[method-assign]

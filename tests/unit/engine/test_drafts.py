@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from serve_spec import LLM
-from serve_spec.core.plan import StepPlan
+from serve_spec.core.plan import ScheduledBatch
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import FeatureCapture, load_target
 from tests.helpers.checkpoints import (
@@ -62,7 +62,7 @@ class Heard:
     """The rounds of an engine with one request: what was planned, and the logits drafted by."""
 
     def __init__(self, llm: LLM) -> None:
-        self.plans: list[StepPlan] = heard_plans(llm)
+        self.plans: list[ScheduledBatch] = heard_plans(llm)
         self.drafted: list[list[Tensor]] = []
         worker: Any = llm.engine.worker
         head = getattr(worker, "eager", worker).drafter.head

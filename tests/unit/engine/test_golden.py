@@ -6,11 +6,12 @@ Two things depend on the drafter, and are frozen for each: how many drafts were 
 event, and the texts of sampled requests whose drafts are verified by rejection sampling.
 
 The engines are driven through public calls and configuration keys alone. To run the table with
-another configuration, set its keys in the environment, e.g. `SERVE_SPEC_MODEL__EXECUTION=lanes`.
-A difference is a bug of the code under test. To replace the file when a change of results is meant:
+another configuration, set its keys in the environment, e.g.
+`SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true`. A difference is a bug of the code under test. To replace
+the file when a change of results is meant:
 
     python -m tests.unit.engine.test_golden --write
-    SERVE_SPEC_MODEL__EXECUTION=lanes python -m tests.unit.engine.test_golden --write-ahead
+    SERVE_SPEC_MODEL__ASYNC_SCHEDULING=true python -m tests.unit.engine.test_golden --write-ahead
 
 The second command is for engines that plan a round before the one before it has ended. They find
 n-gram drafts one round later, so the file holds two counts for drafters that use those, and either

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import RowPlan, StepPlan
+from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
 from tests.helpers.engines import MakeLLM, heard_plans, heard_rounds, switch_every_round, texts
@@ -33,7 +33,7 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
-def sources(plan: StepPlan) -> set[str]:
+def sources(plan: ScheduledBatch) -> set[str]:
     """Who drafted for the rows of a round."""
     return {"text" if row.draft_ids else "model" for row in plan.rows if row.num_steps}
 
@@ -42,7 +42,7 @@ def num_kept(outputs: Sequence[RequestOutput]) -> int:
     return sum(output.speculation.num_correct_drafts for output in outputs)
 
 
-def num_on_path(row: RowPlan, future: list[int]) -> int:
+def num_on_path(row: ScheduledRequest, future: list[int]) -> int:
     """Drafts of a row's tree that a text of this future keeps."""
     node, kept = 0, 0
     for token in future:

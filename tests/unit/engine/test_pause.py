@@ -8,7 +8,7 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import PendingRound, StepPlan
+from serve_spec.core.plan import PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
@@ -74,7 +74,7 @@ def test_without_steps_nothing_drafts_or_reserves_ahead(
     worker: Any = llm.engine.worker
     submit, page_size = worker.submit, llm.engine.scheduler.cache.page_size
 
-    def check_pages(plan: StepPlan) -> PendingRound:
+    def check_pages(plan: ScheduledBatch) -> PendingBatch:
         for row in plan.rows:
             assert len(row.page_ids) == -(-row.length // page_size), "pages for drafts that are not"
         return submit(plan)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import RowPlan, StepPlan, StepResult
+from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
@@ -33,13 +33,13 @@ class FakeWorker:
     def __init__(self, tiers: Sequence[int] = range(8), noise: Sequence[float] = (1.0,)) -> None:
         self.states = dict.fromkeys(map(DraftShape.chain, tiers))
         self.now = 1000.0
-        self.plans: list[StepPlan] = []
+        self.plans: list[ScheduledBatch] = []
         self._noise = itertools.cycle(noise)
 
     def clock(self) -> float:
         return self.now
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         self.plans.append(plan)
         context = mean_context(plan)
         factor = next(self._noise)
@@ -48,7 +48,7 @@ class FakeWorker:
         if not plan.rows[0].params.is_greedy:
             verify += SAMPLED_ROW_MS * sum(row.query_len for row in plan.rows)
         self.now += (draft + verify + 0.5) / 1e3
-        return StepResult([[1]] * len(plan.rows), draft, verify)
+        return BatchResult([[1]] * len(plan.rows), draft, verify)
 
 
 def true_draft_ms(batch_size: int, num_steps: int) -> float:
@@ -76,11 +76,11 @@ def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
     return finish(begun(worker, **changes))
 
 
-def cells_of(plans: Sequence[StepPlan]) -> list[Cell]:
+def cells_of(plans: Sequence[ScheduledBatch]) -> list[Cell]:
     return [Cell(mean_context(plan), len(plan.rows), plan.shape) for plan in plans]
 
 
-def mean_context(plan: StepPlan) -> int:
+def mean_context(plan: ScheduledBatch) -> int:
     return round(sum(row.length for row in plan.rows) / len(plan.rows))
 
 
@@ -109,12 +109,12 @@ def test_each_cell_runs_three_times_to_warm_up_and_five_times_to_be_measured() -
 
 def test_slow_first_runs_and_rare_disturbances_do_not_show() -> None:
     class SlowStart(FakeWorker):
-        def execute(self, plan: StepPlan) -> StepResult:
+        def execute(self, plan: ScheduledBatch) -> BatchResult:
             runs = cells_of(self.plans).count(cells_of([plan])[0])
             result = super().execute(plan)
             slow = 4.0 if runs < 3 or runs == 5 else 1.0
             self.now += 0.01 * (slow - 1)
-            return StepResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
+            return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
 
     costs = measured(SlowStart(), max_batch_size=4)
     assert costs.verify_ms[0][0][0] == pytest.approx(true_verify_ms(1, 0, 128))
@@ -147,11 +147,11 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
 
 def test_of_two_runs_the_faster_counts() -> None:
     class SlowerAtFirst(FakeWorker):
-        def execute(self, plan: StepPlan) -> StepResult:
+        def execute(self, plan: ScheduledBatch) -> BatchResult:
             slow = 1.0 if cells_of([plan])[0] in cells_of(self.plans) else 1.5
             result = super().execute(plan)
             self.now += 0.3
-            return StepResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
+            return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
 
     costs = measured(SlowerAtFirst(), max_batch_size=1, budget_s=11.0)
     truth = [true_verify_ms(1, k, 128) for k in costs.num_steps]
@@ -178,11 +178,11 @@ def test_repetitions_go_round_all_steps_of_a_batch_size() -> None:
 
 def test_caches_that_another_batch_size_left_cold_do_not_show() -> None:
     class ColdAfterOthers(FakeWorker):
-        def execute(self, plan: StepPlan) -> StepResult:
+        def execute(self, plan: ScheduledBatch) -> BatchResult:
             is_cold = bool(self.plans) and len(self.plans[-1].rows) != len(plan.rows)
             slow = 1.5 if is_cold else 1.0
             result = super().execute(plan)
-            return StepResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
+            return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
 
     costs = measured(ColdAfterOthers(), max_batch_size=8)
     for b, size in enumerate(costs.batch_sizes):
@@ -210,7 +210,7 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
 ) -> None:
     cell = Cell(128, batch_size, DraftShape.chain(num_steps))
     backlogs = [cell.num_catch_up(row) for row in range(batch_size)]
-    assert all(1 <= backlog <= num_steps + 1 for backlog in backlogs)
+    assert all(1 <= num_missing <= num_steps + 1 for num_missing in backlogs)
     middle = (1 + num_steps + 1) / 2
     assert np.mean(backlogs) == pytest.approx(middle, rel=0.4)
     assert batch_size < 16 or set(backlogs) == set(range(1, num_steps + 2))
@@ -337,18 +337,18 @@ def test_plans_look_like_those_of_a_scheduler(cell: Cell) -> None:
         check_row(row, cell)
 
 
-def check_row(row: RowPlan, cell: Cell) -> None:
+def check_row(row: ScheduledRequest, cell: Cell) -> None:
     assert row.is_decode
     assert row.samples
     assert 0.75 * cell.context - 1 <= row.length <= 1.25 * cell.context + 1
     assert row.shape == cell.shape
     assert 16 * len(row.page_ids) >= row.length + cell.shape.depth
-    assert all(0 <= token < 50 for token in (*row.token_ids, *row.catch_up_ids))
+    assert all(0 <= token < 50 for token in (*row.token_ids, *row.extend_ids))
     if cell.shape.depth:
-        assert row.draft_start + len(row.catch_up_ids) == row.start
-        assert row.catch_up_ids
+        assert row.draft_start + len(row.extend_ids) == row.start
+        assert row.extend_ids
     else:
-        assert not row.catch_up_ids
+        assert not row.extend_ids
 
 
 @pytest.fixture(scope="module")
@@ -407,7 +407,7 @@ TREES = (DraftShape(2, 6, TOPK), DraftShape(3, 15, TOPK))
 class BranchingWorker(FakeWorker):
     """Also drafts trees: a level costs twice a step."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         result = super().execute(plan)
         if plan.shape.is_chain:
             return result

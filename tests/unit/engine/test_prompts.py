@@ -19,9 +19,9 @@ def test_newcomers_do_not_make_the_whole_batch_catch_up_wider(
     worker: Any = llm.engine.worker
     extend_for, widths = worker.captured.extend_for, []
 
-    def noted(backlog: int, batch_size: int) -> Any:
-        widths.append(backlog)
-        return extend_for(backlog, batch_size)
+    def noted(num_missing: int, batch_size: int) -> Any:
+        widths.append(num_missing)
+        return extend_for(num_missing, batch_size)
 
     monkeypatch.setattr(worker.captured, "extend_for", noted)
     prompts = [[(37 * i * i + n) % 256 for i in range(n)] for n in (17, 18, 33, 47, 30)]

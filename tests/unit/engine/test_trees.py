@@ -9,7 +9,7 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import StepPlan
+from serve_spec.core.plan import ScheduledBatch
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams
 from tests.helpers.engines import MakeLLM, sampled_requests, texts
@@ -53,12 +53,12 @@ class Rounds:
     """Keeps the plans of an engine and what became of them."""
 
     def __init__(self, llm: LLM) -> None:
-        self.plans: list[StepPlan] = []
+        self.plans: list[ScheduledBatch] = []
         self.verified: list[StepRecord] = []
         engine = llm.engine
         submit, learn = engine.worker.submit, engine.controller.on_verify_complete
 
-        def keep(plan: StepPlan) -> object:
+        def keep(plan: ScheduledBatch) -> object:
             self.plans.append(plan)
             return submit(plan)
 

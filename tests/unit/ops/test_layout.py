@@ -105,16 +105,21 @@ def test_the_ring_gives_the_token_of_a_position_while_it_is_recent(
     twin: Any, rows: list[tuple[int, int]]
 ) -> None:
     window = 8
-    # Lane l has come to position 8 + l of a text whose token at p is 1000 l + p.
+    # Request slot l has come to position 8 + l of a text whose token at p is 1000 l + p.
     ring = [[0] * window for _ in range(3)]
-    for lane in range(3):
-        for position in range(9 + lane):
-            ring[lane][position % window] = 1000 * lane + position
-    rows = [(lane, min(max(position, lane + 1), lane + 8)) for lane, position in rows]
-    lanes, positions = (list(column) for column in zip(*rows, strict=True))
+    for request_slot in range(3):
+        for position in range(9 + request_slot):
+            ring[request_slot][position % window] = 1000 * request_slot + position
+    rows = [
+        (request_slot, min(max(position, request_slot + 1), request_slot + 8))
+        for request_slot, position in rows
+    ]
+    request_slots, positions = (list(column) for column in zip(*rows, strict=True))
     with poisoned_memory():
         found = twin.ring_tokens(
-            int_tensor(ring), int_tensor(lanes), int_tensor(positions, torch.int64)
+            int_tensor(ring), int_tensor(request_slots), int_tensor(positions, torch.int64)
         )
-    assert found.tolist() == [1000 * lane + at if lane >= 0 else 0 for lane, at in rows]
+    assert found.tolist() == [
+        1000 * request_slot + at if request_slot >= 0 else 0 for request_slot, at in rows
+    ]
     assert found.dtype == torch.int64

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import score_edits
 from serve_spec.ops.score_edits import ScoreEdits
@@ -59,7 +59,7 @@ def table(rows: list[tuple[SamplingParams, list[int], list[int], list[int]]]) ->
     for place, (params, prompt, generated, _) in enumerate(rows):
         text = tuple(prompt + generated)
         known = EditedText(len(prompt), text, tuple(params.stop_token_ids))
-        row = RowPlan("a", text[-1:], len(text) - 1, True, (), params, 0, edited=known)
+        row = ScheduledRequest("a", text[-1:], len(text) - 1, True, (), params, 0, edited=known)
         write_edits(edits, place, row)
     return edits
 

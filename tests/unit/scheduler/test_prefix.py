@@ -8,7 +8,7 @@ import pytest
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.plan import RowPlan, StepPlan, StepResult, WorkerLimits
+from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -44,7 +44,7 @@ class RememberingWorker:
         """What the device knows of who is under way; more than the host, by a round."""
         self.num_entries: dict[str, int] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         known = set(self.cache.tree.page_ids)
         drawn = []
         for row in plan.rows:
@@ -53,7 +53,7 @@ class RememberingWorker:
             assert row.request_id in self.texts, "a text starts with a row of a prompt"
             text = self.texts[row.request_id]
             self.read(self.target, row, range(row.start), text, 1)
-            if row.catches_up:
+            if row.extends:
                 self.catch_up(row, text)
             tokens: list[int] = []
             if row.samples:
@@ -74,13 +74,13 @@ class RememberingWorker:
             for row in plan.rows
             if row.scored_ids
         }
-        return StepResult(drawn, 0.0, 0.0, prompt_logprobs=scored)
+        return BatchResult(drawn, 0.0, 0.0, prompt_logprobs=scored)
 
-    def start_anew(self, row: RowPlan) -> None:
+    def start_anew(self, row: ScheduledRequest) -> None:
         self.texts[row.request_id] = tuple(self.sequences[row.request_id].token_ids)
         self.num_entries[row.request_id] = row.draft_start
 
-    def catch_up(self, row: RowPlan, text: Text) -> None:
+    def catch_up(self, row: ScheduledRequest, text: Text) -> None:
         made = self.num_entries[row.request_id]
         assert made <= len(text) - 2, "drafting starts from the output of the last entry"
         self.read(self.draft, row, range(-self.shift, made), text, 2)
@@ -91,14 +91,19 @@ class RememberingWorker:
         self.num_entries[row.request_id] = len(text) - 1
 
     def read(
-        self, pool: dict[int, Text | None], row: RowPlan, entries: range, text: Text, more: int
+        self,
+        pool: dict[int, Text | None],
+        row: ScheduledRequest,
+        entries: range,
+        text: Text,
+        more: int,
     ) -> None:
         shift = self.shift if pool is self.draft else 0
         for entry in entries:
             made_of = pool[self.slot(row, entry + shift)]
             assert made_of == text[: entry + more], f"{row.request_id}: entry {entry}"
 
-    def slot(self, row: RowPlan, position: int) -> int:
+    def slot(self, row: ScheduledRequest, position: int) -> int:
         return row.page_ids[position // PAGE] * PAGE + position % PAGE
 
     def check_published(self) -> None:
@@ -173,7 +178,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     worker = RememberingWorker(scheduler.cache, shift, rng)
     arrivals = traffic(rng)
     limits = AHEAD if runs_ahead else WorkerLimits(8)
-    flight: tuple[StepPlan, StepResult] | None = None
+    flight: tuple[ScheduledBatch, BatchResult] | None = None
     finished: list[Sequence] = []
     counts = []
     for step in range(1200):
@@ -216,7 +221,7 @@ def sequence(name: str, token_ids: list[int], **params: object) -> Sequence:
     return Sequence(name, SamplingParams(**params), list(token_ids), len(token_ids), 0)
 
 
-def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[RowPlan]]:
+def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[ScheduledRequest]]:
     """Runs these to their end; the rows of every round."""
     worker = RememberingWorker(scheduler.cache, 0, random.Random(0))
     for seq in sequences:
@@ -234,7 +239,7 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[RowPlan]]:
 LONG = [token % 7 for token in range(2 * WORTH_A_ROUND)]
 
 
-def first_round_of(rounds: list[list[RowPlan]], name: str) -> int:
+def first_round_of(rounds: list[list[ScheduledRequest]], name: str) -> int:
     return next(i for i, rows in enumerate(rounds) if any(row.request_id == name for row in rows))
 
 

@@ -7,7 +7,13 @@ import pytest
 from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import EditedText, RowPlan, StepPlan, StepResult, WorkerLimits
+from serve_spec.core.plan import (
+    BatchResult,
+    EditedText,
+    ScheduledBatch,
+    ScheduledRequest,
+    WorkerLimits,
+)
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
@@ -36,7 +42,7 @@ class PretendedWorker:
         self.rng = rng
         self.draft_entries: dict[str, int] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         owners: dict[int, str] = {}
         drawn = []
         for row in plan.rows:
@@ -47,14 +53,14 @@ class PretendedWorker:
             for page in row.page_ids:
                 assert owners.setdefault(page, row.request_id) == row.request_id
             if row.num_steps:
-                assert len(row.catch_up_ids) == row.start - row.draft_start >= 1
+                assert len(row.extend_ids) == row.start - row.draft_start >= 1
                 # Entries made while drafting are stale; only those of a catch-up may be trusted.
                 assert row.draft_start in (0, self.draft_entries.get(row.request_id, 0))
                 self.draft_entries[row.request_id] = row.start
             if row.samples:
                 count = self.rng.randint(0, row.num_steps) + 1
                 drawn.append([token_at(row.seed, row.length + i) for i in range(count)])
-        return StepResult(drawn, 0.0, 0.0)
+        return BatchResult(drawn, 0.0, 0.0)
 
 
 def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
@@ -211,7 +217,7 @@ def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
     after = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(7)), ahead, plan)
     assert after is not None
     assert [row.is_decode for row in after.rows] == [True] * 5
-    assert after.rows[4].backlog == num_prompt_tokens
+    assert after.rows[4].num_missing == num_prompt_tokens
 
 
 def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts() -> None:
@@ -427,17 +433,17 @@ class AheadWorker(PretendedWorker):
         self.lengths: dict[str, int] = {}
         self.counted: dict[str, list[int]] = {}
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
         drawn = []
         for row in plan.rows:
             if not (plan.follows and row.is_decode):
                 self.lengths[row.request_id] = row.length
             length = self.lengths[row.request_id]
             assert length + row.num_steps <= len(row.page_ids) * self.page_size
-            if row.catches_up:
+            if row.extends:
                 made = self.draft_entries.get(row.request_id, 0)
                 made = made if plan.follows else row.draft_start
-                assert 1 <= length - 1 - made <= row.backlog <= plan.max_backlog
+                assert 1 <= length - 1 - made <= row.num_missing <= plan.max_missing
                 self.draft_entries[row.request_id] = length - 1
             if row.samples:
                 count = self.rng.randint(0, row.num_steps) + 1
@@ -445,9 +451,9 @@ class AheadWorker(PretendedWorker):
                 self.lengths[row.request_id] += count
                 if row.params.counts_tokens:
                     self.count(row, length, drawn[-1])
-        return StepResult(drawn, 0.0, 0.0)
+        return BatchResult(drawn, 0.0, 0.0)
 
-    def count(self, row: RowPlan, length: int, drawn: list[int]) -> None:
+    def count(self, row: ScheduledRequest, length: int, drawn: list[int]) -> None:
         """What a penalty counts: what the host last told, and what the device drew since."""
         if row.edited is not None:
             self.counted[row.request_id] = list(row.edited.token_ids)
@@ -462,7 +468,7 @@ def test_rounds_planned_before_the_last_is_known_change_no_text_and_lose_no_page
     worker = AheadWorker(4, rng)
     everyone: list[Sequence] = []
     num_ahead = num_prompts_ahead = 0
-    flight: tuple[StepPlan, StepResult] | None = None
+    flight: tuple[ScheduledBatch, BatchResult] | None = None
     for step in range(3000):
         if step < 2500 and rng.random() < 0.1 and len(scheduler.waiting) < 4:
             stops = (rng.randrange(1000),) if rng.random() < 0.5 else ()
@@ -543,7 +549,7 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
     def zero(batch: DecodeBatch) -> RoundSteps:
         return RoundSteps(DraftShape.chain(0))
 
-    def run(plan: StepPlan | None) -> StepPlan:
+    def run(plan: ScheduledBatch | None) -> ScheduledBatch:
         assert plan is not None
         scheduler.commit(plan, worker.execute(plan), cut)
         return plan

@@ -6,7 +6,7 @@ import pytest
 
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.structured.masks import Grammars, RoundMasks
 from tests.helpers.checkpoints import EOS_ID
@@ -18,11 +18,11 @@ ZERO_TO_NINE = set(b"0123456789")
 
 def row(
     name: str, said: str, num_steps: int = 0, held: tuple[int, ...] = (), **params: object
-) -> RowPlan:
+) -> ScheduledRequest:
     """A decode row of a request with a prompt of three tokens."""
     given = SamplingParams(**{"grammar": DIGITS, **params})  # type: ignore[arg-type]
     generated = tuple(said.encode())
-    return RowPlan(
+    return ScheduledRequest(
         name,
         token_ids=(generated or (1,))[-1:],
         start=2 + len(generated),
@@ -41,7 +41,9 @@ def allowed(masks: RoundMasks) -> list[set[int] | None]:
     return [None if place < 0 else ids_of(masks.words[place]) for place in masks.places]
 
 
-def masks_of(*rows: RowPlan, drafts: tuple[bytes | tuple[int, ...], ...] = ()) -> RoundMasks:
+def masks_of(
+    *rows: ScheduledRequest, drafts: tuple[bytes | tuple[int, ...], ...] = ()
+) -> RoundMasks:
     return Grammars(byte_compiler()).round_masks(rows, drafts or [()] * len(rows))
 
 

@@ -7,18 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import EditedText, RowPlan, StepPlan
+from serve_spec.core.plan import EditedText, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.worker.plan_delta import PlanDecoder, PlanEncoder
 
 PARAMS = [SamplingParams(), SamplingParams(temperature=0.0, frequency_penalty=0.5)]
 
 
-def random_row(rng: random.Random, request: int) -> RowPlan:
+def random_row(rng: random.Random, request: int) -> ScheduledRequest:
     """Return a row whose long fields mostly continue those of an earlier one."""
     text = tuple(range(rng.randint(1, 30)))
     edited = EditedText(3, text, held_ids=(2,)) if rng.random() < 0.5 else None
-    return RowPlan(
+    return ScheduledRequest(
         request_id=str(request),
         token_ids=text[-1:],
         start=len(text) - 1,
@@ -28,7 +28,7 @@ def random_row(rng: random.Random, request: int) -> RowPlan:
         seed=request,
         is_decode=True,
         shape=DraftShape.chain(rng.randint(0, 3)),
-        lane=request,
+        request_slot=request,
         edited=edited,
         generated_ids=text if rng.random() < 0.5 else (),
     )
@@ -41,7 +41,7 @@ def test_a_rank_restores_every_plan_in_order(seed: int) -> None:
     for _ in range(8):
         requests = rng.sample(range(5), rng.randint(0, 5))
         rows = tuple(random_row(rng, request) for request in requests)
-        plan = StepPlan(rows, DraftShape.chain(3), len(rows), follows=rng.random() < 0.5)
+        plan = ScheduledBatch(rows, DraftShape.chain(3), len(rows), follows=rng.random() < 0.5)
         assert decoder.decode(pickle.loads(pickle.dumps(encoder.encode(plan)))) == plan
 
 
@@ -53,6 +53,6 @@ def test_a_long_text_costs_a_step_no_more_than_a_short_one() -> None:
             pages = tuple(range(length + grown))
             row = random_row(random.Random(1), 1)._replace(page_ids=pages, generated_ids=pages)
             row = row._replace(request_id=str(length), edited=EditedText(3, pages))
-            encoded = encoder.encode(StepPlan((row,), DraftShape.chain(0), 1))
+            encoded = encoder.encode(ScheduledBatch((row,), DraftShape.chain(0), 1))
         sizes.append(len(pickle.dumps(encoded)))
     assert sizes[1] < sizes[0] + 100

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT
 from serve_spec.worker.request_slots import RING_TOKENS, RequestSlots, RequestStates
@@ -17,9 +17,11 @@ def make_slots() -> RequestSlots:
     return RequestSlots.create(4, 64, 99, 300, torch.device("cpu"))
 
 
-def row(slot: int, tokens: list[int], pages: list[int], made: int = 0, **params: Any) -> RowPlan:
+def row(
+    slot: int, tokens: list[int], pages: list[int], made: int = 0, **params: Any
+) -> ScheduledRequest:
     """Return the plan of a decode of a text of which the draft has `made` KV entries."""
-    return RowPlan(
+    return ScheduledRequest(
         request_id=f"in {slot}",
         token_ids=(tokens[-1],),
         start=len(tokens) - 1,
@@ -29,8 +31,8 @@ def row(slot: int, tokens: list[int], pages: list[int], made: int = 0, **params:
         seed=2**63 + 5,
         is_decode=True,
         draft_start=made,
-        catch_up_ids=tuple(tokens[made + 1 :]),
-        lane=slot,
+        extend_ids=tuple(tokens[made + 1 :]),
+        request_slot=slot,
     )
 
 

@@ -17,7 +17,7 @@ from scipy import stats
 from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts
-from serve_spec.core.plan import EditedText, RowPlan
+from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import draw, rejection
 from serve_spec.ops.acceptance import forced_counts
@@ -307,7 +307,7 @@ def test_scores_are_edited_by_the_request_and_the_drafts_before_them(
         slots.recent[b, : len(text)] = torch.tensor(text, dtype=torch.int32)
         known = EditedText(len(text) - 1, tuple(text), tuple(params.stop_token_ids))
         if params.edits_scores:
-            row = RowPlan("a", (0,), len(text) - 1, True, (), params, 0, edited=known)
+            row = ScheduledRequest("a", (0,), len(text) - 1, True, (), params, 0, edited=known)
             write_edits(slots.edits, b, row)
     requests.verify([*map(len, drafts)], drafts)
     expected = []
