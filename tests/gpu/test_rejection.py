@@ -56,12 +56,12 @@ def test_a_gpu_keeps_and_replaces_what_a_cpu_does(
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("num_draft_ids", [128_256, 32_000])
-def test_a_large_vocabulary_is_judged_as_by_the_law(
+def test_a_large_vocabulary_is_verified_as_by_plain_numbers(
     monkeypatch: pytest.MonkeyPatch, method: str, num_draft_ids: int
 ) -> None:
     """Filters that cut among a hundred thousand tokens, in ragged chains."""
     monkeypatch.setattr(test_reject_drafts, "VOCAB", 128_256)
-    made = test_reject_drafts.Round.of(test_reject_drafts.ragged(7), 7, num_draft_ids=num_draft_ids)
-    expected = made.judged_by_the_host(method)
-    assert made.judged_on_lanes(method, test_reject_drafts.rejection_triton) == expected
+    made = test_reject_drafts.Batch.of(test_reject_drafts.ragged(7), 7, num_draft_ids=num_draft_ids)
+    expected = made.expected(method)
+    assert made.emitted(method, test_reject_drafts.rejection_triton) == expected
     torch.cuda.empty_cache()

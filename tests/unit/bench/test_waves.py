@@ -16,10 +16,10 @@ from tests.helpers.engines import llm_maker, make_pair
 WAVE = Wave(batch_size=3, prompt_tokens=10, output_tokens=60)
 
 
-@pytest.fixture(scope="module", params=["eager", "lanes"])
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
 def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
     make = llm_maker(make_pair(tmp_path_factory.mktemp("waves")), "cpu")
-    how = {"execution": request.param, "max_num_seqs": 4, "max_model_len": 160}
+    how = {"async_scheduling": request.param, "max_num_seqs": 4, "max_model_len": 160}
     return make("EAGLE3", 3, synthetic_acceptance=2.0, **how)
 
 

@@ -30,7 +30,7 @@ from tests.helpers.checkpoints import (
 from tests.helpers.engines import Pair, heard_plans, llm_maker, switch_every_round
 from tests.helpers.paged import PagedSequences
 from tests.helpers.plain_heads import PlainHead
-from tests.unit.models.draft_formats import PlainWindowed, medusa_tensors
+from tests.unit.models.draft_formats import medusa_tensors
 from tests.unit.models.test_medusa import plain_logits
 
 STEPS = 4
@@ -121,7 +121,7 @@ def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plai
     """The drafts of a head, and the target's ids of its own."""
     config, tensors = read_checkpoint(directory)
     windowed = "sliding_window" in config
-    head = PlainWindowed(directory, target_dir, 9) if windowed else PlainHead(directory, target_dir)
+    head = PlainHead(directory, target_dir, window=9 if windowed else None)
     # Of six layers: what enters the third, the fourth, and, three from the end, the fourth again.
     capture = FeatureCapture((2, 3, 3) if algorithm == "EAGLE3" else None)
     features = features_of(target_dir, capture)
