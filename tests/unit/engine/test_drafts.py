@@ -121,7 +121,7 @@ def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plai
     """The drafts of a head, and the target's ids of its own."""
     config, tensors = read_checkpoint(directory)
     windowed = "sliding_window" in config
-    head = PlainHead(directory, target_dir, window=9 if windowed else None)
+    head = PlainHead(directory, target_dir, **({"window": 9} if windowed else {}))
     # Of six layers: what enters the third, the fourth, and, three from the end, the fourth again.
     capture = FeatureCapture((2, 3, 3) if algorithm == "EAGLE3" else None)
     features = features_of(target_dir, capture)
