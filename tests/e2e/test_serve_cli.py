@@ -204,7 +204,7 @@ async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
     # Busy all the while: whichever replica is told to go has streams.
     await asyncio.gather(keep_asking(fleet.url, offline[LONG], done), update(done))
     assert len(pids()) == 2
-    assert said(all_streams(fleet.url, SHORT)) == offline[SHORT]
+    assert said(await asyncio.to_thread(all_streams, fleet.url, SHORT)) == offline[SHORT]
 
 
 def test_the_streams_of_another_router_do_not_notice_a_router_s_death(
