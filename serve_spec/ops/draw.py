@@ -112,8 +112,11 @@ def draw_drafts(
     Everything else as for `draw_tokens`, with logits over draft ids. Returns target ids, or -1.
     """
     rows = params.of(owners)
-    scores = tempered(logits[:, :num_ids], rows.inverse_temperature / sharpness)
-    choice = _likeliest(_with_noise(scores, rows, positions, target_ids), owners)
+    scores = logits[:, :num_ids]
+    if any(rows.is_random):
+        scores = tempered(scores, rows.inverse_temperature / sharpness)
+        scores = _with_noise(scores, rows, positions, target_ids)
+    choice = _likeliest(scores.float(), owners)
     return _over_target_ids(choice, owners, target_ids)
 
 
@@ -167,6 +170,8 @@ def perturbed_scores(
 ) -> Tensor:
     """What `draw_tokens` takes the largest of: float32 [T, num_ids], -inf where filtered."""
     rows = params.of(owners)
+    if not any(rows.is_random):  # filters do nothing then
+        return logits[:, :num_ids].float()
     scores = processed_scores(logits[:, :num_ids], rows, has_filters=rows.has_filters)
     return _with_noise(scores, rows, positions, None)
 
