@@ -89,33 +89,6 @@ def run(
     return costs.observe(**round_of(batch_size, num_steps, **times))
 
 
-SIZE = st.integers(1, 40)
-CONTEXT = st.floats(1, 5000)
-
-
-@given(SIZE, CONTEXT, st.integers(0, 40))
-def test_the_verify_curve_has_an_entry_for_every_number_of_drafts_and_rises(
-    batch_size: int, context: float, num_sampled: int
-) -> None:
-    curve = verify_curve(model(), batch_size, context, min(num_sampled, batch_size))
-    assert curve.shape == (batch_size * 7 + 1,)
-    assert np.all(np.diff(curve) >= -1e-9)
-
-
-@given(SIZE, CONTEXT)
-def test_a_round_of_equal_rows_costs_what_its_curves_say(batch_size: int, context: float) -> None:
-    costs = model()
-    draft = costs.draft_curve(batch_size, context)
-    verify = verify_curve(costs, batch_size, context, 0)
-    assert draft.shape == (8,)
-    assert draft[0] == 0
-    for steps in range(8):
-        whole = costs.round_ms(
-            batch_size, DraftShape.chain(steps), batch_size * (1 + steps), context, 0
-        )
-        assert whole == pytest.approx(draft[steps] + verify[batch_size * steps])
-
-
 def test_measured_points_are_exact_and_points_between_them_on_lines() -> None:
     costs = model()
     for b in SIZES:
@@ -124,6 +97,8 @@ def test_measured_points_are_exact_and_points_between_them_on_lines() -> None:
             for k in STEPS:
                 assert verify[b * k] == verify_ms(b, k, c)
                 assert draft[k] == draft_ms(b, k, c)
+                whole = costs.round_ms(b, DraftShape.chain(k), b * (1 + k), c, 0)
+                assert whole == pytest.approx(draft[k] + verify[b * k])
     # 3 rows, between the sizes 2 and 4; 10 drafts, between 3 and 4 for each; a context between.
     assert verify_curve(costs, 3, 320, 0)[10] == pytest.approx(verify_ms(3, 10 / 3, 320))
 
@@ -145,23 +120,6 @@ def test_rows_of_prompts_add_what_rows_of_deep_drafts_would() -> None:
         added = costs.prompt_ms(more * (1 + costs.max_steps), 128, rows, batch_size=2)
         assert added == pytest.approx([more * expected] * 3)
     assert (costs.prompt_ms(0, 128, rows, batch_size=2) == 0.0).all()
-
-
-def test_between_sizes_rows_of_prompts_cost_what_the_larger_ones_depths_do() -> None:
-    """A wall at 28 rows, which lies between the deepest rounds of 2 and of 4 requests."""
-
-    def wall(size: int, steps: int) -> float:
-        return 20.0 if size * (steps + 1) >= 28 else 10.0 + 0.01 * steps
-
-    sizes, steps = (1, 2, 4), tuple(range(8))
-    table = tuple(tuple(wall(size, k) for k in steps) for size in sizes)
-    drafts = tuple(tuple(draft_ms(size, k, 128) for k in steps) for size in sizes)
-    costs = model(
-        batch_sizes=sizes, num_steps=steps, verify_ms=(table, table), draft_ms=(drafts, drafts)
-    )
-    below, across = costs.prompt_ms(8, 128, np.array([16, 21]), batch_size=4)
-    assert below < 0.2
-    assert across > 9.0
 
 
 def beside_prompts(
@@ -201,46 +159,16 @@ def test_what_prompts_add_is_learned_for_plain_rounds_and_for_those_that_draft()
     ), "nothing else"
 
 
-def test_until_both_are_measured_prompts_add_as_much_to_drafts_as_to_plain_rounds() -> None:
-    costs = model()
-    for _ in range(400):
-        beside_prompts(costs, 0, 2.0)
-    assert prompts_add(costs) == pytest.approx(prompts_add(model()) + 2.0, rel=0.01)
-    beside_prompts(costs, 2, -8.0)
-    plain, drafting = prompts_add(costs) - prompts_add(model())
-    assert plain == pytest.approx(2.0, rel=0.01)
-    assert drafting == pytest.approx(0.0, abs=0.1), "one round counts for a fifth, the table for 4"
-
-
 @given(st.floats(allow_nan=True, allow_infinity=True), st.integers(1, 400))
 def test_no_time_of_a_round_with_prompts_makes_them_less_than_free_or_dearer_than_a_round(
     round_ms: float, rows: int
 ) -> None:
     costs = model()
-    for _ in range(30):
+    for _ in range(10):
         beside_prompts(costs, 2, 0.0, rows, round_ms)
     most = prompts_add(model()) + costs.round_ms(4, DraftShape.chain(2), 12, 128, 0)
     assert (prompts_add(costs) >= 0.0).all()
     assert (prompts_add(costs) <= most).all()
-
-
-def test_a_machine_that_slows_down_says_little_of_the_tier_it_ran() -> None:
-    """Or plain rounds, which alone run while nothing is drafted, would look dear beside drafts."""
-    costs = model()
-    calm = {k: costs.verify_ms(4, 4 * k, 128, 0) for k in (0, 3)}
-    for _ in range(100):
-        costs.observe(**round_of(4, 0, draft_ms=0.0, verify_ms=calm[0], round_ms=calm[0]))
-    for _ in range(30):
-        slow = 1.4 * calm[0]
-        costs.observe(**round_of(4, 0, draft_ms=0.0, verify_ms=slow, round_ms=slow))
-    ratios = {k: costs.verify_ms(4, 4 * k, 128, 0) / calm[k] for k in (0, 3)}
-    assert ratios[0] > 1.2
-    assert ratios[3] > 1 + 0.6 * (ratios[0] - 1)
-
-
-def test_nobody_drafting_costs_nothing() -> None:
-    costs = model()
-    assert costs.round_ms(4, DraftShape.chain(3), 4, 128, 0) == pytest.approx(verify_ms(4, 0, 128))
 
 
 def test_rows_that_stop_drafting_early_make_a_chain_cheaper_by_their_share() -> None:
@@ -250,20 +178,6 @@ def test_rows_that_stop_drafting_early_make_a_chain_cheaper_by_their_share() -> 
     expected = sum(step_ms) + 0.001 * 128
     ragged = costs.round_ms(4, DraftShape.chain(3), 4 + 7, 128, 0)
     assert ragged - verify_curve(costs, 4, 128, 0)[7] == pytest.approx(expected)
-
-
-@given(st.integers(1, 16), st.integers(1, 7), st.data())
-def test_a_ragged_round_costs_no_more_than_a_full_one_of_its_depth(
-    batch_size: int, num_steps: int, data: st.DataObject
-) -> None:
-    costs = model()
-    num_drafting = data.draw(st.integers(1, batch_size))
-    num_drafts = data.draw(st.integers(num_drafting, num_drafting * num_steps))
-    rows = batch_size + num_drafts
-    ragged = costs.round_ms(batch_size, DraftShape.chain(num_steps), rows, 128, 0, num_drafting)
-    full = float(costs.draft_curve(num_drafting, 128)[num_steps])
-    verify = costs.verify_ms(batch_size, num_drafts, 128, 0)
-    assert verify < ragged <= (full + verify) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -276,15 +190,10 @@ def test_rounds_that_can_not_be_are_refused(shape: tuple[int, int, int, int | No
         model().round_ms(batch_size, DraftShape.chain(num_steps), num_rows, 128, 0, num_drafting)
 
 
-def test_padded_drafting_costs_all_rows_whoever_drafts() -> None:
+def test_padded_drafting_costs_all_rows_whoever_drafts_and_is_learned_for_all() -> None:
     costs = model(padded=True)
-    verify = costs.verify_ms(8, 3, 128, 0)
-    one_row_of_eight = costs.round_ms(8, DraftShape.chain(3), 8 + 3, 128, 0, 1)
-    assert one_row_of_eight == pytest.approx(verify + draft_ms(8, 3, 128))
-
-
-def test_what_padded_drafting_took_is_learned_for_the_whole_batch() -> None:
-    costs = model(padded=True)
+    found = costs.round_ms(8, DraftShape.chain(3), 8 + 3, 128, 0, 1)
+    assert found == pytest.approx(costs.verify_ms(8, 3, 128, 0) + draft_ms(8, 3, 128))
     for _ in range(300):
         times = {"draft_ms": 2 * draft_ms(8, 3, 128), "verify_ms": verify_ms(8, 3 / 8, 128)}
         one_row = {"num_rows": 8 + 3, "num_drafting": 1, "round_ms": sum(times.values())}
@@ -311,17 +220,6 @@ def test_constant_measurements_are_predicted_in_the_end(
     curve = verify_curve(costs, batch_size, 128, 0)
     assert curve[batch_size * num_steps] == pytest.approx(verify, rel=0.01)
     assert costs.host_ms(batch_size) == pytest.approx(host, rel=0.01, abs=1e-6)
-
-
-def test_sizes_that_take_turns_are_each_predicted_in_the_end() -> None:
-    costs = model()
-    truths = {(1, 3): 1.3, (4, 3): 0.8, (4, 1): 1.1, (16, 0): 0.9}
-    for _ in range(600):
-        for (batch_size, num_steps), truth in truths.items():
-            run(costs, batch_size, num_steps, truth)
-    for (batch_size, num_steps), truth in truths.items():
-        found = verify_curve(costs, batch_size, 128, 0)[batch_size * num_steps]
-        assert found == pytest.approx(verify_ms(batch_size, num_steps, 128) * truth, rel=0.02)
 
 
 @given(st.floats(0.06, 19), st.floats(0.06, 19), st.integers(0, 7))
@@ -453,31 +351,6 @@ def test_an_unusable_measurement_is_refused_counted_and_changes_nothing(
     assert costs.observe(**round_of(4, 3, **good)), "the same round is learned from without it"
 
 
-def test_rounds_in_which_few_rows_draft_correct_none_in_which_all_do() -> None:
-    """Their first few rows cost more than a straight line from a plain round says."""
-    costs = model()
-    for _ in range(60):
-        run(costs, 8, 1)
-        run(costs, 8, 0)
-        draft, verify = draft_ms(1, 1, 128), 1.3 * verify_ms(8, 1 / 8, 128)
-        times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
-        rows = {"num_rows": 8 + 1, "num_drafting": 1}
-        costs.observe(**{**round_of(8, 1), **rows, **times})
-    assert costs.verify_ms(8, 1, 128, 0) == pytest.approx(1.3 * verify_ms(8, 1 / 8, 128), rel=0.05)
-    for num_steps in (0, 1):
-        all_alike = costs.verify_ms(8, 8 * num_steps, 128, 0)
-        assert all_alike == pytest.approx(verify_ms(8, num_steps, 128), rel=0.05)
-
-
-def test_a_plain_round_teaches_nothing_about_drafting() -> None:
-    costs = model()
-    times = {"draft_ms": 0.02, "verify_ms": verify_ms(4, 0, 128), "round_ms": 8.5}
-    assert costs.observe(**round_of(4, 0, **times))
-    assert costs.draft_curve(4, 128) == pytest.approx(model().draft_curve(4, 128))
-    for bad in (math.nan, -math.inf, -1.0):
-        assert not costs.observe(**round_of(4, 0, **times | {"draft_ms": bad}))
-
-
 def test_sizes_that_never_ran_take_the_host_time_of_the_nearest_that_did() -> None:
     costs = model()
     assert costs.host_ms(4) == 0
@@ -489,24 +362,6 @@ def test_sizes_that_never_ran_take_the_host_time_of_the_nearest_that_did() -> No
     assert costs.round_ms(16, DraftShape.chain(0), 16, 128, 0) == pytest.approx(
         verify_curve(costs, 16, 128, 0)[0] + 3.0
     )
-
-
-def test_the_host_time_forgets_slowly() -> None:
-    costs = model()
-    for _ in range(100):
-        run(costs, 4, 1, host=1.0)
-    run(costs, 4, 1, host=2.0)
-    assert costs.host_ms(4) == pytest.approx(1.0 + GAIN)
-
-
-def test_the_yardstick_of_plain_rounds_is_moved_by_no_round() -> None:
-    costs = model()
-    before = costs.table_off_ms(4, 128, 2)
-    assert before == pytest.approx(verify_ms(4, 0, 128) + 2 * SAMPLED_ROW_MS)
-    for _ in range(50):
-        run(costs, 4, 0, 2.0)
-    assert costs.table_off_ms(4, 128, 2) == before
-    assert verify_curve(costs, 4, 128, 2)[0] > 1.5 * before
 
 
 def test_a_table_without_drafts_prices_plain_rounds() -> None:
@@ -560,24 +415,7 @@ def test_drafts_from_texts_are_verified_and_cost_no_drafting(
     assert found <= before + 1e-12  # rounding: with slower=1 both are a last place or none
 
 
-def test_drafts_that_neither_text_nor_model_made_are_no_round() -> None:
-    with pytest.raises(ValueError, match="verified rows"):
-        model().observe(
-            **{
-                **round_of(2, 3, draft_ms=1.0, verify_ms=1.0, round_ms=2.0),
-                "shape": PLAIN,
-                "num_drafting": 0,
-                "num_text_drafts": 5,
-            }
-        )
-
-
 TREE = DraftShape(3, 10, 4)
-
-
-def tree_verify_ms(batch_size: int, num_drafts: float, context: float) -> float:
-    """Of `num_drafts` for each row."""
-    return 6.0 + 0.4 * batch_size * (num_drafts + 1) + 0.0005 * context * batch_size
 
 
 def model_of_trees(**changes: Any) -> CostModel:
@@ -586,7 +424,7 @@ def model_of_trees(**changes: Any) -> CostModel:
         num_steps=TREE.depth,
         num_draft_tokens=TREE.size,
         draft_ms=tuple(tuple(2 * draft_ms(b, 3, c) for b in SIZES) for c in CONTEXTS),
-        verify_ms=tuple(tuple(tree_verify_ms(b, 10, c) for b in SIZES) for c in CONTEXTS),
+        verify_ms=tuple(tuple(verify_ms(b, 10, c) for b in SIZES) for c in CONTEXTS),
     )
     return model(trees=(tree,), key=KEY.model_copy(update={"topk": TREE.topk}), **changes)
 
@@ -594,24 +432,20 @@ def model_of_trees(**changes: Any) -> CostModel:
 def run_tree(costs: CostModel, batch_size: int, slower: float = 1.0, **changes: Any) -> bool:
     """Observes one round in which every row drafts the tree."""
     draft = 2 * draft_ms(batch_size, 3, 128) * slower
-    verify = tree_verify_ms(batch_size, 10, 128) * slower
+    verify = verify_ms(batch_size, 10, 128) * slower
     times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
     rows = {"num_rows": batch_size * 11, "shape": TREE}
     return costs.observe(**{**round_of(batch_size, 3), **rows, **times, **changes})
 
 
-@pytest.mark.parametrize("batch_size", [1, 3, 16, 40])
-def test_a_round_of_trees_costs_what_was_measured_of_its_shape(batch_size: int) -> None:
-    found = model_of_trees().stages_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
-    expected = 2 * draft_ms(batch_size, 3, 128), tree_verify_ms(batch_size, 10, 128)
-    assert found == pytest.approx(expected)
-
-
-def test_rows_without_a_tree_are_plain_ones_and_each_sampled_row_has_its_price() -> None:
+def test_a_round_of_trees_costs_what_was_measured_and_rows_without_one_are_plain() -> None:
     costs = model_of_trees()
+    for size in (3, 16, 40):
+        expected = 2 * draft_ms(size, 3, 128), verify_ms(size, 10, 128)
+        assert costs.stages_ms(TREE, size, size, 10 * size, 128, 0) == pytest.approx(expected)
     draft, verify = costs.stages_ms(TREE, 8, 2, 20, 128, 4)
     assert draft == pytest.approx(2 * draft_ms(2, 3, 128))
-    assert verify == pytest.approx(tree_verify_ms(8, 20 / 8, 128) + SAMPLED_ROW_MS * 4 * 28 / 8)
+    assert verify == pytest.approx(verify_ms(8, 20 / 8, 128) + SAMPLED_ROW_MS * 4 * 28 / 8)
     assert costs.stages_ms(TREE, 8, 0, 0, 128, 0) == (0.0, pytest.approx(verify_ms(8, 0, 128)))
 
 
@@ -620,26 +454,9 @@ def test_rounds_of_trees_correct_their_own_shape(slower: float, batch_size: int)
     costs = model_of_trees()
     for _ in range(300):
         assert run_tree(costs, batch_size, slower)
-    truth = slower * 2 * draft_ms(batch_size, 3, 128), slower * tree_verify_ms(batch_size, 10, 128)
+    truth = slower * 2 * draft_ms(batch_size, 3, 128), slower * verify_ms(batch_size, 10, 128)
     found = costs.stages_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
     assert found == pytest.approx(truth, rel=0.02)
-
-
-def test_a_machine_that_slows_down_under_trees_makes_chains_no_dearer_beside_them() -> None:
-    """Chains that do not run share the drift, so that neither side looks better for it."""
-    costs = model_of_trees()
-    for _ in range(50):
-        run_tree(costs, 4)
-        run(costs, 4, 3)
-    before = sum(costs.stages_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(
-        4, DraftShape.chain(3), 16, 128, 0
-    )
-    for _ in range(3):
-        run_tree(costs, 4, 1.5)
-    after = sum(costs.stages_ms(TREE, 4, 4, 40, 128, 0)) / costs.round_ms(
-        4, DraftShape.chain(3), 16, 128, 0
-    )
-    assert 1.0 < after / before < 1.5**0.5
 
 
 def test_trees_are_taken_to_hold_what_they_held_of_late() -> None:
@@ -647,59 +464,15 @@ def test_trees_are_taken_to_hold_what_they_held_of_late() -> None:
     costs = model_of_trees()
     assert costs.drafts_of_trees(TREE, 4) == 40
     for _ in range(40):
-        verify = tree_verify_ms(4, 6, 128)
+        verify = verify_ms(4, 6, 128)
         assert run_tree(costs, 4, num_rows=28, verify_ms=verify)
     assert costs.drafts_of_trees(TREE, 4) == 24
     assert costs.drafts_of_trees(TREE, 2) == 12
 
 
-@pytest.mark.parametrize("slower", [0.7, 1.5])
-def test_a_round_of_trees_in_which_nobody_drafts_is_a_plain_one(slower: float) -> None:
-    costs, plain = model_of_trees(), model_of_trees()
-    verify = slower * verify_ms(4, 0, 128)
-    times = {"draft_ms": 0.0, "verify_ms": verify, "round_ms": verify}
-    for _ in range(20):
-        assert costs.observe(**{**round_of(4, 0), "shape": TREE, **times})
-        assert plain.observe(**{**round_of(4, 0), **times})
-    assert costs.snapshot() == plain.snapshot()
-    assert costs.drafts_of_trees(TREE, 4) == 40
-
-
-@given(st.integers(1, 8), st.integers(1, 30), st.floats(0.5, 2))
-def test_trees_of_texts_alone_say_nothing_of_a_shape_however_much_they_hold(
-    size: int, num_drafts: int, slower: float
-) -> None:
-    costs = model_of_trees()
-    verify = slower * tree_verify_ms(size, num_drafts, 128)
-    times = {"draft_ms": 0.0, "verify_ms": verify, "round_ms": verify}
-    of_texts = {"num_rows": size * (num_drafts + 1), "num_text_drafts": size * num_drafts}
-    before = costs.verify_ms(size, size * num_drafts, 128, 0)
-    for _ in range(20):
-        assert costs.observe(**{**round_of(size, 0), **of_texts, **times, "shape": TREE})
-    assert costs.snapshot()["tree_verify_factors"] == {str(TREE): {}}
-    found = costs.verify_ms(size, size * num_drafts, 128, 0)
-    assert abs(math.log(found / verify)) <= abs(math.log(before / verify)) + 1e-12
-
-
-def test_times_that_can_not_be_those_of_a_tree_teach_nothing() -> None:
-    costs = model_of_trees()
-    before = costs.snapshot()
-    for wrong in (math.nan, -1.0, 1e9):
-        assert not run_tree(costs, 4, verify_ms=wrong, round_ms=wrong)
-    assert {**costs.snapshot(), "num_refused": 0} == before
-
-
-def test_what_trees_taught_is_shown_by_shape() -> None:
-    costs = model_of_trees()
-    run_tree(costs, 4, 1.4)
-    (factor,) = json.loads(json.dumps(costs.snapshot()))["tree_verify_factors"]["3x10"].values()
-    assert factor > 1.0
-    assert "tree_verify_factors" not in model().snapshot()
-
-
 @pytest.mark.parametrize("known_rounds", [0, 200])
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.3])
-def test_rounds_alike_teach_at_once_what_they_teach_one_by_one(
+def test_rounds_alike_teach_at_once_what_they_teach_one_by_one_but_for_those_that_can_not_be(
     slower: float, known_rounds: int
 ) -> None:
     together, alone = model(), model()
@@ -707,24 +480,12 @@ def test_rounds_alike_teach_at_once_what_they_teach_one_by_one(
         for _ in range(known_rounds):
             run(costs, 4, 3)
     draft, verify = draft_ms(4, 3, 128) * slower, verify_ms(4, 3, 128) * slower
-    times = StepTimes(draft, verify, draft + verify + 0.5)
-    assert together.observe_alike([times] * 8, **round_of(4, 3)) == [True] * 8
+    times, absurd = (StepTimes(draft, verify, draft + verify + more) for more in (0.5, 1e9))
+    heard = together.observe_alike([times, absurd, *[times] * 7], **round_of(4, 3))
+    assert heard == [True, False, *[True] * 7]
     for _ in range(8):
         run(alone, 4, 3, slower=slower, host=0.5)
     for num_steps in (0, 3):
         one_by_one = alone.round_ms(4, DraftShape.chain(num_steps), 4 * (1 + num_steps), 128, 0)
         at_once = together.round_ms(4, DraftShape.chain(num_steps), 4 * (1 + num_steps), 128, 0)
         assert at_once == pytest.approx(one_by_one, rel=0.02)
-
-
-def test_of_rounds_alike_those_that_can_not_be_are_left_out() -> None:
-    draft, verify = draft_ms(4, 3, 128), verify_ms(4, 3, 128)
-    good = StepTimes(draft, verify, draft + verify)
-    absurd = StepTimes(draft, verify, 1e9)
-    some, none = model(), model()
-    assert some.observe_alike([good, absurd, good], **round_of(4, 3)) == [True, False, True]
-    none.observe_alike([good, good], **round_of(4, 3))
-    assert some.round_ms(4, DraftShape.chain(3), 16, 128, 0) == none.round_ms(
-        4, DraftShape.chain(3), 16, 128, 0
-    )
-    assert some.snapshot()["num_refused"] == 1

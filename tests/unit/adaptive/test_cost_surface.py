@@ -73,42 +73,6 @@ def test_a_monotone_table_is_kept_to_the_bit_at_its_points(table: dict[str, Any]
         assert list(costs.curve(b, c)[table["num_steps"]]) == table["ms"][i][j]
 
 
-@given(noisy())
-def test_a_noisy_table_is_only_ever_lowered_and_never_below_its_least_larger_cell(
-    table: dict[str, Any],
-) -> None:
-    ms = np.array(table["ms"])
-    result = monotone(ms)
-    for cell in np.ndindex(ms.shape):
-        beyond = ms[tuple(slice(i, None) for i in cell)]
-        assert result[cell] == beyond.min()
-
-
-@given(noisy(), st.integers(1, 24), st.integers(1, 800))
-def test_between_measured_points_costs_lie_between_their_neighbours(
-    table: dict[str, Any], batch_size: int, context: int
-) -> None:
-    table = rising(table)
-    costs = surface(table)
-    sizes = table["batch_sizes"]
-    low = max([size for size in sizes if size <= batch_size], default=sizes[0])
-    high = min([size for size in sizes if size >= batch_size], default=None)
-    short, long = table["contexts"]
-    curve = costs.curve(batch_size, context)
-    assert all_le(costs.curve(low, short), curve)
-    if high is not None and context <= long:
-        assert all_le(curve, costs.curve(high, long))
-
-
-@given(noisy())
-def test_steps_between_measured_ones_lie_on_the_line_between_them(table: dict[str, Any]) -> None:
-    table = rising(table)
-    short, size = table["contexts"][0], table["batch_sizes"][0]
-    steps, cells = table["num_steps"], table["ms"][0][0]
-    expected = np.interp(range(steps[-1] + 1), steps, cells)
-    assert surface(table).curve(size, short) == pytest.approx(expected)
-
-
 def test_beyond_the_largest_size_and_the_longer_context_the_last_line_goes_on() -> None:
     def truth(batch_size: int, steps: int, context: int) -> float:
         return 5.0 + 0.5 * batch_size * (steps + 1) + 0.01 * context * batch_size
@@ -150,19 +114,3 @@ def test_the_curves_of_a_long_life_do_not_pile_up() -> None:
     for context in range(100, 60_000, 5):
         costs.curve(1, context)
     assert len(costs._cache) <= 4096
-
-
-@given(noisy())
-def test_the_deepest_batches_by_rows_are_those_of_the_table_and_rise_on_lines_beyond(
-    table: dict[str, Any],
-) -> None:
-    costs = surface(rising(table))
-    depth, context = 1 + costs.max_steps, table["contexts"][0]
-    sizes = np.array(table["batch_sizes"])
-    expected = [costs.curve(int(size), context)[-1] for size in sizes]
-    assert costs.deepest(sizes * depth, context) == pytest.approx(expected)
-    assert costs.deepest(np.array([0]), context) == pytest.approx(expected[0])
-    far = int(sizes[-1]) * depth * np.arange(1, 6)
-    steps = np.diff(costs.deepest(far, context))
-    assert steps == pytest.approx(steps[0])
-    assert all_le(np.zeros(4), steps)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.cost_model import CostModel
-from serve_spec.adaptive.entries import FORESEEN_ROUNDS, Entries
+from serve_spec.adaptive.entries import Entries
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.objective import Floats, RoundCosts
 from serve_spec.adaptive.policy import Reason
@@ -68,14 +68,6 @@ def test_a_row_that_soon_ends_does_not_begin_and_one_that_has_long_to_go_does() 
     assert np.array_equal(shown[1], survival[1])
 
 
-def test_the_longer_a_row_goes_on_the_less_of_its_beginning_falls_on_a_round() -> None:
-    survival = worth(0.7, 0.7)
-    short, long = (weigh(rows([104, 0], [n, n]), survival).ms for n in (200, 400))
-    assert long == pytest.approx(short / 2)
-    # A hundred entries beyond those of a round, spread over 400 / (1 + 0.7 + 0.49 + 0.343) rounds.
-    assert long == pytest.approx(0.1 * 100 / (400 / 2.533))
-
-
 @given(
     st.lists(st.integers(0, 4000), min_size=1, max_size=6),
     st.integers(1, 4000),
@@ -97,37 +89,6 @@ def test_nobody_begins_who_would_lose_by_it(
                 for kept, taken in zip(np.cumsum(survival[0]), COSTS.added, strict=True)
             ]
             assert min(lost) <= 1e-9
-
-
-def test_a_row_makes_up_for_nothing_that_takes_what_it_brings() -> None:
-    """But a row that has paid goes on, for whoever plans the round to decide."""
-    survival = worth(0.7, 0.7)
-    dear = replace(COSTS, step=np.full((3, 3), 0.8 * OFF_MS * 2))
-    entries = weigh(rows([10, 4], [4000, 4000]), survival, 1e-3, dear)
-    shown = entries.of_rows_that_pay(survival)
-    assert not shown[0].any()
-    assert np.array_equal(shown[1], survival[1])
-    assert not entries.pays_for_another(rows([10, 4, 10], [4000] * 3), 2)
-
-
-def test_a_row_that_joins_begins_where_one_of_the_batch_would() -> None:
-    survival = worth(0.7, 0.7)
-    batch = rows([0, 0], [100, 100])
-    entries = weigh(batch, survival)
-    joined = rows([0, 0, 40, 4000], [100, 100, 100, 100])
-    assert entries.pays_for_another(joined, 2)
-    assert not entries.pays_for_another(joined, 3)
-
-
-def test_who_does_not_begin_counts_as_who_takes_its_place_from_when_it_does() -> None:
-    survival = worth(0.7, 0.7, 0.7)
-    soon, late, never = 3, 40 * (FORESEEN_ROUNDS // 128), 4 * FORESEEN_ROUNDS
-    batch = rows([9000, 9000, 9000], [soon, late, never])
-    entries = weigh(batch, survival, costs=replace(COSTS, batch_size=3, step=np.ones((4, 3))))
-    assert not entries.of_rows_that_pay(survival).any()
-    shares = entries.of_rows_to_come(survival) / survival
-    assert 1.0 > shares[0, 0] > shares[1, 0] > shares[2, 0] == 0.0
-    assert shares == pytest.approx(shares[:, :1] * np.ones(3))
 
 
 def policy_that_knows_entries(entry_ms: float) -> GoodputPolicy:

@@ -91,12 +91,6 @@ def fixed(tree: DraftShape) -> StaticPolicy:
     return StaticPolicy(tree)
 
 
-def test_the_deep_tree_pays_on_these_texts_and_does_not_on_the_cut_ones() -> None:
-    assert speed(fixed(DEEP), TRACES) > 1.08 * speed(fixed(SHALLOW), TRACES)
-    cut = short_of_three(TRACES, 0)
-    assert speed(fixed(DEEP), cut) < 0.9 * speed(fixed(SHALLOW), cut)
-
-
 @pytest.mark.parametrize("expected_rate", [None, 0.45], ids=["knowing nothing", "expecting little"])
 def test_a_deeper_tree_that_pays_is_found_within_some_150_rounds(
     expected_rate: float | None,

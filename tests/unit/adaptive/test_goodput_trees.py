@@ -13,7 +13,7 @@ import pytest
 from serve_spec.adaptive import AdaptiveController, PolicySettings, Reason
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import EXPLORATION_SHARE
-from serve_spec.adaptive.goodput import PLAN_ROUNDS, GoodputPolicy
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, RoundCosts, recorded_table
 from serve_spec.bench.simulator import Comparison, ControllerPolicy, Simulator, compare
@@ -150,52 +150,6 @@ def test_trees_give_way_to_chains_beside_prompts_and_where_drafts_are_scarce() -
     assert all(policy.choose(scarce).shape.is_chain for _ in range(3))
     assert policy.last_reason is Reason.KV
     assert not policy.choose(decode_batch(1, first=900)).shape.is_chain
-
-
-def from_text(verified: StepRecord) -> StepRecord:
-    """The same drafts, found in texts."""
-    drafts = {"num_drafting": 0, "deepest": 0, "num_text_drafts": verified.num_draft_tokens}
-    return replace(verified, is_from_text=[True], **drafts)
-
-
-def test_in_rounds_of_trees_a_row_goes_by_its_text_until_that_misleads() -> None:
-    policy = goodput()
-    Watched(policy).run(Phase("unpredictable", 1, 12, 94))
-    found = replace(decode_batch(1, first=900), text_steps=[7])
-    of_trees: list[tuple[int, int]] = []
-    for kept in [7] * 40 + [0] * 80:
-        steps = policy.choose(found)
-        taken = min(7, steps.text_steps[0]) if steps.text_steps else 0
-        if not steps.shape.is_chain:
-            of_trees.append((kept, taken))
-        of_model = min(steps.shape.depth, 3)
-        verified = verified_round([min(kept, taken) if taken else of_model], 1, taken or of_model)
-        verified = replace(verified, request_ids=["900"])
-        if not steps.shape.is_chain:
-            verified = replace(verified, shape=steps.shape)
-        policy.observe(from_text(verified) if taken else verified)
-    assert (7, 7) in of_trees, "as deep as it was found, though no tree of a model is"
-    assert sum(taken > 0 for _, taken in of_trees[-20:]) < 4
-
-
-def known_rates(told: dict[str, Any]) -> list[float]:
-    known = told["acceptance"]
-    positions = [*known["positions"], *(p for tree in known["trees"].values() for p in tree)]
-    return [position["accept_rate"] for position in positions]
-
-
-def test_what_texts_keep_in_rounds_of_trees_says_nothing_of_the_models_trees_or_chains() -> None:
-    policy = goodput()
-    Watched(policy).run(Phase("unpredictable", 1, 12, 94))
-    told = [policy.snapshot()]
-    for _ in range(3):
-        for _ in range(2 * PLAN_ROUNDS):  # what is kept to be learned from is not left over
-            verified = verified_round([0], 1, 2)
-            policy.observe(replace(from_text(verified), shape=TRACES.trees[0]))
-        told.append(policy.snapshot())
-    _, before, _, after = told
-    assert before["text_acceptance"] != after["text_acceptance"]
-    assert known_rates(before) == known_rates(after)
 
 
 def test_a_row_that_can_not_draft_stays_plain_in_a_round_of_trees() -> None:

@@ -85,16 +85,6 @@ def test_the_prior_lies_between_the_extremes_of_the_replicas(
     SurvivalEstimator(MAX_STEPS, prior)
 
 
-@given(fleets, st.data())
-def test_the_order_of_reports_does_not_matter(
-    fleet: dict[str, tuple[list[float], list[float]]], data: st.DataObject
-) -> None:
-    order = data.draw(st.permutations(sorted(fleet)))
-    prior = told(fleet).prior(0.0)
-    again = told({replica: fleet[replica] for replica in order}).prior(0.0)
-    assert again == (None if prior is None else pytest.approx(prior))
-
-
 @given(fleets, columns)
 def test_a_report_replaces_the_last_one_of_its_replica(
     fleet: dict[str, tuple[list[float], list[float]]], update: tuple[list[float], list[float]]
@@ -139,22 +129,16 @@ def test_replicas_that_come_and_go_do_not_pile_up() -> None:
 
 
 MALFORMED = [
-    {},
     None,
     "summary",
-    [1, 2],
     {"accept_rates": [0.5] * 3, "tokens_per_ms": {}},
     {"trials": [1.0] * 3, "tokens_per_ms": {}},
     {"accept_rates": [0.5] * 3, "trials": [1.0] * 3},
     summary(accept_rates=(0.5, 0.5)),
-    summary(accept_rates=(0.5,) * 7, trials=(1.0,) * 7),
     summary(accept_rates=0.5),
     summary(accept_rates=(0.5, math.nan, 0.5)),
-    summary(accept_rates=(0.5, 1.0, 0.5)),
     summary(accept_rates=(0.0, 0.5, 0.5)),
     summary(accept_rates=(0.5, "0.5", 0.5)),
-    summary(accept_rates=(0.5, None, 0.5)),
-    summary(accept_rates={"1": 0.5, "2": 0.5, "3": 0.5}),
     summary(trials=(1.0, -1.0, 1.0)),
     summary(trials=(1.0, math.inf, 1.0)),
     summary(trials=(1.0, 10**400, 1.0)),
@@ -163,8 +147,6 @@ MALFORMED = [
     summary(tokens_per_ms={"8": {"off": 1.0}}),
     summary(tokens_per_ms={"8": {"off": 0.0, "speculating": None}}),
     summary(tokens_per_ms={"8": {"off": math.nan, "speculating": None}}),
-    summary(tokens_per_ms={"8": 1.0}),
-    summary(tokens_per_ms={"-8": {"off": None, "speculating": None}}),
     summary(tokens_per_ms={"eight": {"off": None, "speculating": None}}),
     summary(tokens_per_ms={8: {"off": None, "speculating": None}}),
     summary(tokens_per_ms={str(size): {"off": 1.0, "speculating": 1.0} for size in range(99)}),
@@ -215,12 +197,3 @@ def test_the_view_shows_rates_trials_and_speeds() -> None:
             "8": {"off": 5.0, "speculating": 6.0, "speedup": None},
         },
     }
-
-
-def test_before_anything_was_tried_the_view_knows_no_rates() -> None:
-    filled = ledger()
-    filled.report("new", summarise(SurvivalEstimator(MAX_STEPS)), 0.0)
-    positions = filled.view(0.0)["positions"]
-    assert positions == [
-        {"position": position, "accept_rate": None, "trials": 0.0} for position in (1, 2, 3)
-    ]

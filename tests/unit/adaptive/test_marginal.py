@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -18,16 +17,13 @@ from serve_spec.adaptive.marginal import (
     tree_speed,
 )
 from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
-from tests.unit.adaptive import test_goodput_trees
 from tests.unit.adaptive.test_cost_model import (
     TREE,
     draft_ms,
     model,
     model_of_trees,
-    tree_verify_ms,
     verify_ms,
 )
-from tests.unit.adaptive.test_goodput import goodput
 
 MAX_STEPS = 7
 CONTEXT = 128
@@ -69,19 +65,8 @@ def test_a_batch_that_drafts_trees_emits_its_kept_levels_and_one_token_a_row(
     rates = np.full(TREE.depth, of_level)
     found = tree_speed(model_of_trees(), TREE, rates, batch_size=batch_size, context=CONTEXT)
     tokens = batch_size * sum(of_level**level for level in range(TREE.depth + 1))
-    ms = 2 * draft_ms(batch_size, 3, CONTEXT) + tree_verify_ms(batch_size, 10, CONTEXT)
+    ms = 2 * draft_ms(batch_size, 3, CONTEXT) + verify_ms(batch_size, 10, CONTEXT)
     assert found == pytest.approx(tokens / ms)
-
-
-def test_where_trees_are_the_fastest_they_are_what_it_costs() -> None:
-    round_ms = 2 * draft_ms(1, 3, CONTEXT) + tree_verify_ms(1, 10, CONTEXT)
-    assert marginal_with_trees(0.1, 1.0)[0] == pytest.approx(round_ms / 4)
-    assert marginal_with_trees(0.1, 1.0)[0] < marginal(model(), 0.1)[0]
-
-
-@given(rate=st.floats(0, 1))
-def test_trees_that_are_never_kept_change_nothing(rate: float) -> None:
-    assert marginal_with_trees(rate, 0.0) == marginal(model_of_trees(), rate)
 
 
 @given(rate=st.floats(0, 1), of_level=st.floats(0, 1))
@@ -91,12 +76,6 @@ def test_trees_never_make_the_first_request_dearer_and_the_order_stays(
     found = marginal_with_trees(rate, of_level)
     assert found[0] <= marginal(model_of_trees(), rate)[0]
     assert list(found.values()) == sorted(found.values())
-
-
-@given(rate=st.floats(0, 1))
-def test_the_fuller_the_batch_the_dearer_one_more(rate: float) -> None:
-    ms = list(marginal(model(), rate).values())
-    assert ms == sorted(ms)
 
 
 @given(low=st.floats(0, 1), high=st.floats(0, 1))
@@ -144,31 +123,9 @@ def test_a_batch_size_that_was_measured_too_slow_makes_no_larger_one_look_cheap(
     assert ms == sorted(ms)
 
 
-def test_the_goodput_policy_shows_it_as_json() -> None:
-    shown = goodput().snapshot()["marginal_ms_by_rows"]
-    assert json.loads(json.dumps(shown)) == shown
-    assert isinstance(shown, dict)
-    assert list(shown)[:3] == ["0", "1", "2"]
-
-
-def test_the_goodput_policy_counts_the_trees_that_a_batch_may_draft() -> None:
-    def shown(**options: Any) -> Any:
-        return test_goodput_trees.goodput(**options).snapshot()["marginal_ms_by_rows"]
-
-    few, many = shown(trees={}), shown()
-    assert few.keys() == many.keys()
-    assert many["0"] < few["0"], "trees keep more than chains, unless something was learned"
-    assert shown(bounds={1: 0}) == shown(bounds={1: 0}, trees={}), "no deeper than the slot"
-
-
 def tiers(rate: float, batch_size: int = 4) -> TierSpeeds:
     rates = np.full(MAX_STEPS, rate)
     return tier_speeds(model(), rates, batch_size=batch_size, context=CONTEXT)
-
-
-def test_drafts_that_are_never_kept_never_pay() -> None:
-    speeds = tiers(0.0).tokens_per_ms.tolist()
-    assert speeds == sorted(speeds, reverse=True)
 
 
 @given(rate=st.floats(0, 1))

@@ -68,46 +68,6 @@ def test_no_choice_of_drafts_beats_the_best_tier_s(
 
 
 @given(
-    survival=survivals(4, 3),
-    step_ms=st.lists(MS, min_size=3, max_size=3),
-    verify_ms=st.lists(MS, min_size=3, max_size=3),
-)
-def test_choosing_per_sequence_is_never_worse_than_one_depth_for_all(
-    survival: np.ndarray, step_ms: list[float], verify_ms: list[float]
-) -> None:
-    costs, weights = costs_of(4, step_ms, verify_ms), speeds(survival, 2)
-    own = per_sequence(survival, weights, costs, PLENTY).goodput
-    same = uniform(survival, weights, costs, PLENTY).goodput
-    assert np.all(own >= same * (1 - 1e-9))
-
-
-@given(survival=survivals(1, 4), step_ms=st.lists(MS, min_size=4, max_size=4))
-def test_for_a_single_row_goodput_is_tokens_per_ms(
-    survival: np.ndarray, step_ms: list[float]
-) -> None:
-    costs = costs_of(1, step_ms, [0.3, 0.1, 0.0, 0.5], host=0.2)
-    menu = uniform(survival, speeds(survival, 3), costs, PLENTY)
-    for steps in range(5):
-        tokens = 1 + survival[0, :steps].sum()
-        assert menu.goodput[steps] == pytest.approx(tokens / costs.round_ms(np.array([steps])))
-
-
-def test_goodput_is_the_throughput_of_a_batch_that_is_refilled() -> None:
-    """Two kinds of requests, as many of each, replaced when they end: hard ones stay longer."""
-    survival = np.array([[0.9, 0.8], [0.3, 0.1]])
-    speed = speeds(survival, 2)
-    share = (1 / speed) / (1 / speed).sum()
-    present = np.repeat(survival, np.rint(1000 * share).astype(int), axis=0)
-    crowd = uniform(
-        present, speeds(present, 2), costs_of(len(present), [0.5] * 2, [0.0] * 2), PLENTY
-    )
-    assert crowd.goodput[2] == pytest.approx(crowd.tokens[2] / crowd.ms[2])
-    # Seen from a batch in which both kinds are equally many, as they are while nothing drafts.
-    pair = uniform(survival, np.ones(2), costs_of(2, [0.5] * 2, [0.0] * 2), PLENTY)
-    assert pair.goodput[2] / 2 == pytest.approx(crowd.goodput[2] / len(present), rel=1e-3)
-
-
-@given(
     survival=survivals(5, 4),
     caps=st.lists(st.integers(0, 4), min_size=5, max_size=5),
     max_drafts=st.integers(0, 20),
@@ -130,24 +90,6 @@ def test_no_row_drafts_more_than_it_can_use_nor_the_round_more_than_it_affords(
         kept = sum(survival[r, :k].sum() for r, k in enumerate(choice.row_steps))
         assert choice.tokens == pytest.approx(5 + kept)
         assert choice.ms == pytest.approx(costs.round_ms(choice.row_steps))
-
-
-def test_easy_rows_draft_while_hard_ones_rest() -> None:
-    survival = np.array([[0.95, 0.9, 0.86], [0.1, 0.01, 0.001]])
-    costs = costs_of(2, [0.1] * 3, [1.0] * 3)
-    menu = per_sequence(survival, speeds(survival, 3), costs, PLENTY)
-    assert menu.choice(3).row_steps.tolist() == [3, 0]
-
-
-def test_a_round_without_drafts_costs_a_plain_round() -> None:
-    costs = costs_of(2, [0.2] * 3, [1.0] * 3, host=0.5)
-    assert costs.round_ms(np.zeros(2, dtype=np.int64)) == costs.off == 5.5
-
-
-def test_where_no_draft_pays_none_is_made() -> None:
-    survival = np.full((8, 3), 0.05)
-    menu = per_sequence(survival, np.ones(8), costs_of(8, [1.0] * 3, [8.0] * 3), PLENTY)
-    assert not menu.choice(3).row_steps.any()
 
 
 def test_rows_that_stop_drafting_early_are_not_paid_for_later_steps() -> None:
@@ -198,50 +140,3 @@ def test_beside_prompts_a_plan_is_cut_where_its_tokens_are_worth_most_beyond_the
     assert 0 <= depth <= choice.shape.depth
     best = max(gain(other) for other in range(choice.shape.depth + 1))
     assert gain(depth) == pytest.approx(best, abs=1e-9)
-
-
-@given(
-    rates=st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3),
-    step_ms=st.lists(st.floats(0.01, 3.0), min_size=3, max_size=3),
-    verify_ms=st.lists(MS, min_size=3, max_size=3),
-    prompt_ms=st.floats(0.0, 100.0),
-)
-def test_prompts_that_take_the_same_beside_any_rows_cut_nothing(
-    rates: list[float], step_ms: list[float], verify_ms: list[float], prompt_ms: float
-) -> None:
-    """However long they take: they have to be computed anyway."""
-    survival = np.tile(np.cumprod(rates), (4, 1))
-    costs = costs_of(4, step_ms, verify_ms)
-    menu = uniform(survival, np.ones(4), costs, PLENTY)
-    best = menu.choice(int(np.argmax(menu.goodput)))
-    depth = depth_beside_prompts(best, survival, costs, lambda rows: np.full(len(rows), prompt_ms))
-    assert menu.goodput[depth] == pytest.approx(menu.goodput.max(), rel=1e-9)
-
-
-@given(
-    survival=survivals(3, 3),
-    step_ms=st.lists(MS, min_size=3, max_size=3),
-    added_ms=st.lists(MS, min_size=13, max_size=13),
-    worths=st.tuples(st.floats(0.0, 1.0), st.floats(0.0, 1.0)),
-)
-def test_beside_prompts_the_less_a_token_is_worth_the_less_is_drafted(
-    survival: np.ndarray, step_ms: list[float], added_ms: list[float], worths: tuple[float, float]
-) -> None:
-    costs = costs_of(3, step_ms, [1.0] * 3)
-    choice = per_sequence(survival, np.ones(3), costs, PLENTY).choice(3)
-    prompt_ms = np.cumsum(added_ms)
-    less, more = (
-        depth_beside_prompts(
-            choice, survival, costs, lambda rows: prompt_ms[rows], worth=round(worth, 2)
-        )
-        for worth in sorted(worths)
-    )
-    assert less <= more
-
-
-def test_where_every_further_row_is_dear_beside_prompts_none_drafts() -> None:
-    survival = np.full((4, 3), 0.9).cumprod(axis=1)
-    costs = costs_of(4, [0.1] * 3, [0.0] * 3)
-    choice = uniform(survival, np.ones(4), costs, PLENTY).choice(3)
-    assert depth_beside_prompts(choice, survival, costs, lambda rows: 0.0 * rows) == 3
-    assert depth_beside_prompts(choice, survival, costs, lambda rows: 5.0 * rows) == 0

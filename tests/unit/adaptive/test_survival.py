@@ -11,9 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.adaptive.survival import (
-    DEFAULT_RATE,
-    DEFAULT_TREE_GAIN,
-    PLAIN_TRIALS,
     SurvivalEstimator,
 )
 from serve_spec.core.draft_shape import DraftShape
@@ -52,28 +49,6 @@ def columns(rows: Sequence[Row]) -> DraftColumns:
     return DraftColumns([r[0] for r in rows], [r[1] for r in rows], [r[2] for r in rows])
 
 
-def mean_rates(
-    rates: np.ndarray,
-    steps: Callable[[np.random.Generator], int],
-    batch_size: int = 32,
-    rounds_at_once: int = 1,
-) -> np.ndarray:
-    """Pooled rates, averaged over the last of many rounds of drafts that are kept by `rates`."""
-    rng = np.random.default_rng(0)
-    estimator = SurvivalEstimator(len(rates))
-    request_ids = [str(row) for row in range(batch_size)]
-    seen, rounds = [], []
-    for _ in range(600):
-        kept = np.cumprod(rng.random((batch_size, len(rates))) < rates, axis=1).sum(axis=1)
-        row_steps = [steps(rng) for _ in request_ids]
-        rounds.append(DraftColumns(request_ids, row_steps, np.minimum(kept, row_steps).tolist()))
-        if len(rounds) == rounds_at_once:
-            estimator.observe_rounds(rounds)
-            seen.append(estimator.pooled_rates)
-            rounds = []
-    return np.mean(seen[len(seen) // 3 :], axis=0)
-
-
 @given(rounds_of_rows(max_size=30), st.integers(1, 60))
 @settings(max_examples=60)
 def test_survival_lies_within_0_and_1_and_never_rises_with_the_position(
@@ -91,27 +66,28 @@ def test_survival_lies_within_0_and_1_and_never_rises_with_the_position(
     assert (estimator.pooled_rates < 1).all()
 
 
-@pytest.mark.parametrize("kept", [0, MAX_STEPS])
-def test_no_amount_of_evidence_makes_it_certain(kept: int) -> None:
-    estimator = SurvivalEstimator(MAX_STEPS)
-    request_ids = [str(row) for row in range(1000)]
-    for _ in range(300):
-        estimator.observe(request_ids, [MAX_STEPS] * 1000, [kept] * 1000)
-    survival = estimator.survival(["0", "unknown"])
-    assert ((survival > 0) & (survival < 1)).all()
-
-
 @pytest.mark.parametrize(
     "steps",
     [lambda rng: 5, lambda rng: int(rng.integers(0, 6)), lambda rng: int(rng.choice([1, 1, 1, 5]))],
     ids=["always deep", "any depth", "mostly shallow"],
 )
-@pytest.mark.parametrize("rounds_at_once", [1, 8, 24])
+@pytest.mark.parametrize("rounds_at_once", [1, 24])
 def test_pooled_rates_find_the_truth_whatever_depth_they_are_learned_at(
     steps: Callable[[np.random.Generator], int], rounds_at_once: int
 ) -> None:
-    rates = mean_rates(RATES, steps, rounds_at_once=rounds_at_once)
-    assert rates == pytest.approx(RATES, abs=0.03)
+    rng = np.random.default_rng(0)
+    estimator = SurvivalEstimator(MAX_STEPS)
+    request_ids = [str(row) for row in range(32)]
+    seen = []
+    for _ in range(600 // rounds_at_once):
+        rounds = []
+        for _ in range(rounds_at_once):
+            kept = np.cumprod(rng.random((32, MAX_STEPS)) < RATES, axis=1).sum(axis=1)
+            tried = [steps(rng) for _ in request_ids]
+            rounds.append(DraftColumns(request_ids, tried, np.minimum(kept, tried).tolist()))
+        estimator.observe_rounds(rounds)
+        seen.append(estimator.pooled_rates)
+    assert np.mean(seen[len(seen) // 3 :], axis=0) == pytest.approx(RATES, abs=0.03)
 
 
 @given(rounds_of_rows())
@@ -123,35 +99,12 @@ def test_rounds_learned_together_count_as_they_would_one_by_one(rounds: list[lis
     assert together.num_requests == alone.num_requests
 
 
-@given(rounds_of_rows())
-def test_what_requests_are_beside_each_other_does_not_depend_on_how_rounds_are_learned(
-    rounds: list[list[Row]],
-) -> None:
-    together, alone = SurvivalEstimator(MAX_STEPS), learned(rounds)
-    together.observe_rounds([columns(rows) for rows in rounds])
-    usual = [[(f"usual {n}", MAX_STEPS, n % (MAX_STEPS + 1)) for n in range(60)]] * 300
-    for estimator in (together, alone):  # the rates of all are forgotten, and then the same
-        estimator.observe_rounds([columns(rows) for rows in usual])
-    survival = [estimator.survival("abcdef") for estimator in (together, alone)]
-    assert survival[0] == pytest.approx(survival[1], abs=1e-6)
-
-
-def test_at_batch_1_too_the_truth_is_found() -> None:
-    assert mean_rates(RATES[:2], lambda rng: 2, batch_size=1) == pytest.approx(RATES[:2], abs=0.05)
-
-
 @given(st.integers(1, MAX_STEPS).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))))
 def test_only_positions_up_to_the_first_miss_count_as_tried(row: tuple[int, int]) -> None:
     steps, correct = row
     estimator = learned([[("a", steps, correct)]])
     tried = min(correct + 1, steps)
     assert estimator.pooled_trials.tolist() == [1.0] * tried + [0.0] * (MAX_STEPS - tried)
-
-
-def test_positions_never_verified_are_never_misses() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS)
-    observe(estimator, [("a", 2, 2)], times=200)
-    assert (estimator.pooled_rates > DEFAULT_RATE).all()
 
 
 def test_positions_not_tried_follow_the_level_of_those_that_are() -> None:
@@ -162,69 +115,7 @@ def test_positions_not_tried_follow_the_level_of_those_that_are() -> None:
     assert (estimator.pooled_rates < before - 0.1).all()
 
 
-def test_positions_not_tried_keep_their_shape() -> None:
-    """A draft that is good for two positions only is so at every level of the first."""
-    estimator = SurvivalEstimator(MAX_STEPS)
-    rows = [("a", 5, 2), ("b", 5, 2), ("c", 5, 2), ("d", 5, 3), ("e", 5, 0)]
-    observe(estimator, rows, times=300)
-    observe(estimator, [("a", 1, 1), ("b", 1, 0)], times=600)
-    rates = estimator.pooled_rates
-    assert rates[0] == pytest.approx(0.5, abs=0.05)
-    assert rates[2] < rates[0] - 0.2
-
-
-@pytest.mark.parametrize(("batch_size", "num_rounds"), [(1, 400), (4, 100), (256, 30)])
-def test_old_traffic_has_faded_to_a_third_after_400_trials_or_30_rounds(
-    batch_size: int, num_rounds: int
-) -> None:
-    estimator = SurvivalEstimator(1)
-    request_ids = [str(row) for row in range(batch_size)]
-    for _ in range(20 * num_rounds):
-        estimator.observe(request_ids, [1] * batch_size, [1] * batch_size)
-    old = estimator.pooled_trials[0]
-    for _ in range(num_rounds):
-        estimator.observe(request_ids, [1] * batch_size, [0] * batch_size)
-    assert estimator.pooled_rates[0] == pytest.approx(np.exp(-1), abs=0.02)
-    assert estimator.pooled_trials[0] == pytest.approx(old, rel=0.01)
-
-
-def test_plain_rounds_leave_the_rates_as_they_are_and_make_them_easier_to_change() -> None:
-    """While nothing is drafted the traffic may change, and nobody sees it."""
-    fresh, stale = SurvivalEstimator(MAX_STEPS), SurvivalEstimator(MAX_STEPS)
-    for estimator in (fresh, stale):
-        observe(estimator, [(str(row), 5, row == 3) for row in range(4)], times=200)
-    before = stale.pooled_rates
-    observe(stale, [("plain", 0, 0)], times=500)
-    assert stale.pooled_rates == pytest.approx(before, abs=0.02)
-    assert stale.pooled_trials[0] == pytest.approx(PLAIN_TRIALS)
-    for estimator in (fresh, stale):
-        observe(estimator, [(str(row), 1, 1) for row in range(4)], times=4)
-    moved = [float(estimator.pooled_rates[0] - before[0]) for estimator in (fresh, stale)]
-    assert 0 < 2 * moved[0] < moved[1]
-
-
-def test_the_fewer_trials_there_are_the_larger_the_doubt_which_never_is_none() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS)
-    doubts = []
-    for _ in range(3000):
-        doubts.append(estimator.doubt)
-        observe(estimator, [("a", 1, 1)])
-    assert doubts[0] > 0.1
-    assert doubts == sorted(doubts, reverse=True)
-    assert 0.0 < doubts[-1] < 0.2 * doubts[0]
-
-
-def test_a_position_not_tried_is_forgotten_slowly_but_in_the_end() -> None:
-    estimator = SurvivalEstimator(2)
-    observe(estimator, [("a", 2, 2)], times=400)
-    at_first = estimator.pooled_trials[1]
-    observe(estimator, [("a", 1, 1)], times=400)
-    assert estimator.pooled_trials[1] > 0.9 * at_first
-    observe(estimator, [("a", 1, 1)], times=20_000)
-    assert estimator.pooled_trials[1] < 0.1 * at_first
-
-
-@pytest.mark.parametrize("steps", range(1, MAX_STEPS + 1))
+@pytest.mark.parametrize("steps", [1, MAX_STEPS])
 def test_who_accepts_everything_ranks_above_who_accepts_nothing_at_every_position(
     steps: int,
 ) -> None:
@@ -279,16 +170,6 @@ def test_rows_without_drafts_teach_nothing_but_their_evidence_ages(
     assert (moved <= np.abs(before - average) + 1e-12).all()
 
 
-def test_a_request_given_up_is_worth_a_try_again_after_a_while() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS)
-    observe(estimator, [("given up", 5, 0), ("other", 5, 5)], times=20)
-    [bad] = estimator.survival(["given up"])
-    observe(estimator, [("given up", 0, 0), ("other", 5, 5)], times=100)
-    given_up, unknown = estimator.survival(["given up", "unknown"])
-    assert given_up == pytest.approx(unknown, rel=0.2)
-    assert (given_up > 2 * bad).all()
-
-
 @given(rounds_of_rows(), st.data())
 @settings(max_examples=60)
 def test_the_order_of_rows_in_a_round_does_not_matter(
@@ -339,16 +220,6 @@ def test_a_new_request_inherits_nothing_from_the_one_whose_place_it_takes() -> N
     assert used.survival(["new"]).tolist() == fresh.survival(["new"]).tolist()
 
 
-def test_requests_that_come_and_go_take_no_more_memory_than_those_at_once() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS)
-    for number in range(2000):
-        observe(estimator, [(str(number), 5, 3)])
-        if number >= 8:
-            estimator.forget(str(number - 8))
-    assert estimator.num_requests == 8
-    assert len(estimator._requests) == len(SurvivalEstimator(MAX_STEPS)._requests)
-
-
 def test_hundreds_of_requests_at_once_are_kept_apart() -> None:
     estimator = SurvivalEstimator(MAX_STEPS)
     rows = [(str(row), 5, row % 6) for row in range(500)]
@@ -372,10 +243,6 @@ def test_a_new_estimator_starts_where_its_prior_comes_from(rounds: list[list[Row
     assert started.pooled_trials.tolist() == [0.0] * MAX_STEPS
 
 
-def test_without_a_prior_every_position_starts_at_the_default() -> None:
-    assert SurvivalEstimator(3).pooled_rates == pytest.approx([DEFAULT_RATE] * 3)
-
-
 def test_an_empty_round_and_an_empty_batch_are_fine() -> None:
     estimator = SurvivalEstimator(MAX_STEPS)
     estimator.observe([], [], [])
@@ -395,11 +262,6 @@ def test_a_snapshot_is_json_and_shows_rates_and_what_they_rest_on() -> None:
     ("request_ids", "row_steps", "num_correct_drafts", "message"),
     [
         (["a", "b"], [3, 3], [1, 4], r"num_correct_drafts=4: must be an integer in 0\.\.3"),
-        (["a", "b"], [3, 0], [1, 1], r"num_correct_drafts=1: must be an integer in 0\.\.0"),
-        (["a", "b"], [3, 3], [1, -1], r"num_correct_drafts=-1: must be an integer in 0\.\.3"),
-        (["a", "b"], [3, 3], [1, 1.5], r"num_correct_drafts=1\.5: must be an integer in 0\.\.3"),
-        (["a", "b"], [3, 6], [1, 1], r"row_steps=6: must be an integer in 0\.\.5"),
-        (["a", "b"], [3, -1], [1, 0], r"row_steps=-1: must be an integer in 0\.\.5"),
         (["a", "b"], [3], [1, 1], r"lengths=\[2, 1, 2\]: give every column one entry per row"),
         (["a", "a"], [3, 3], [1, 1], "name each request once"),
     ],
@@ -410,13 +272,10 @@ def test_an_impossible_round_is_refused_and_teaches_nothing(
     estimator = SurvivalEstimator(MAX_STEPS)
     with pytest.raises(ValueError, match=message):
         estimator.observe(request_ids, row_steps, num_correct_drafts)
+    with pytest.raises(ValueError, match="name each request once"):
+        estimator.survival(["a", "a"])
     assert estimator.num_requests == 0
     assert estimator.pooled_trials.tolist() == [0.0] * MAX_STEPS
-
-
-def test_a_request_asked_about_twice_is_refused() -> None:
-    with pytest.raises(ValueError, match="name each request once"):
-        SurvivalEstimator(MAX_STEPS).survival(["a", "a"])
 
 
 @pytest.mark.parametrize(
@@ -425,11 +284,6 @@ def test_a_request_asked_about_twice_is_refused() -> None:
 def test_a_prior_that_is_none_is_refused(prior_rates: list[float]) -> None:
     with pytest.raises(ValueError, match=r"prior_rates=.*give max_steps=3 numbers between 0 and 1"):
         SurvivalEstimator(3, prior_rates)
-
-
-def test_an_estimator_of_no_position_is_refused() -> None:
-    with pytest.raises(ValueError, match="max_steps=0: use an integer ≥ 1"):
-        SurvivalEstimator(0)
 
 
 TREES = (DraftShape(2, 6, 4), DraftShape(4, 15, 4))
@@ -489,7 +343,7 @@ def test_without_trees_every_estimate_is_the_same_to_the_bit() -> None:
     assert without.survival(["3"]) == pytest.approx(beside.survival(["3"]), rel=1e-12)
 
 
-@pytest.mark.parametrize("gain", [1.2, 3.0, 8.0])
+@pytest.mark.parametrize("gain", [1.2, 8.0])
 def test_each_shape_finds_its_own_rates_level_by_level(gain: float) -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
     drafted(estimator, RATES, [CHAIN, *TREES], gain)
@@ -506,35 +360,6 @@ def test_a_tree_nobody_drafts_follows_the_chains() -> None:
     drafted(estimator, harder, [CHAIN])
     truth = eased(harder, 3.0)[:4]
     assert estimator.rates(TREES[1]) == pytest.approx(truth, abs=0.12)
-
-
-@pytest.mark.parametrize("gain", [1.2, 6.0])
-def test_a_tree_nobody_drafts_follows_the_others_at_the_levels_they_have(gain: float) -> None:
-    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES / 1.5, [CHAIN, TREES[0]], gain)
-    rates, of_chains = estimator.rates(TREES[1]), estimator.pooled_rates[:4]
-    gained = rates / (1 - rates) * (1 - of_chains) / of_chains
-    way_to_go = np.log(gained / gain) / np.log(DEFAULT_TREE_GAIN / gain)
-    assert (np.abs(way_to_go[:2]) < 0.5).all()
-    assert way_to_go[2:] == pytest.approx([1.0, 1.0]), "of these nobody has seen anything"
-
-
-def test_what_a_tree_shows_itself_outweighs_the_other_trees() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    for _ in range(20):
-        drafted(estimator, RATES, [CHAIN, TREES[0]], gain=8.0, num_rounds=8)
-        drafted(estimator, RATES, [TREES[1]], gain=1.2, num_rounds=8)
-    truths = eased(RATES, 8.0)[:2], eased(RATES, 1.2)[:4]
-    for tree, truth in zip(TREES, truths, strict=True):
-        assert estimator.rates(tree) == pytest.approx(truth, abs=0.06)
-
-
-def test_chains_that_nobody_drafts_follow_the_trees() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES, [CHAIN, *TREES])
-    before = estimator.pooled_rates
-    drafted(estimator, RATES / 2, [TREES[1]])
-    assert (estimator.pooled_rates[:4] < before[:4] - 0.1).all()
 
 
 def test_what_a_request_keeps_of_trees_moves_its_chains_and_the_other_way_round() -> None:

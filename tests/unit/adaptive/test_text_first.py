@@ -41,14 +41,6 @@ def never() -> bool:
     return False
 
 
-@given(RATES)
-def test_drafts_of_the_same_worth_are_taken_from_the_text_which_makes_them_for_nothing(
-    rates: list[float],
-) -> None:
-    [steps] = text_steps(survival(rates), survival(rates), costs(1, row_ms=0.0))
-    assert steps == DEPTH
-
-
 @given(text=RATES, model=RATES, draft_ms=st.floats(0, 5), row_ms=st.floats(0, 5))
 def test_each_row_takes_the_faster_kind_at_its_best_depth(
     text: list[float], model: list[float], draft_ms: float, row_ms: float
@@ -126,14 +118,6 @@ def test_what_is_passed_over_is_tried_again_now_and_then_if_that_can_be_afforded
     assert all(first.steps(batch, DEPTH, never) == [0] for _ in range(2 * RETRY_FOUND))
     nothing = with_text(batch, found=0)
     assert all(first.steps(nothing, DEPTH, lambda: True) == [0] for _ in range(RETRY_FOUND))
-
-
-def test_whoever_joins_is_served_like_the_usual_row() -> None:
-    first, size = TextFirst(DEPTH), 4
-    first.plan(decode_batch(size).request_ids, survival(*[[0.1] * DEPTH] * size), costs(size))
-    steps = first.steps(with_text(decode_batch(1, first=77)), DEPTH, never)
-    assert steps == first.steps(with_text(decode_batch(1)), DEPTH, never)
-    assert steps[0] > 0
 
 
 def test_a_request_that_left_is_new_when_it_comes_back() -> None:
