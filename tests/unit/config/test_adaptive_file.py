@@ -27,10 +27,6 @@ def test_a_flat_config_is_one_slot_for_all_batch_sizes() -> None:
     }
 
 
-def test_a_flat_config_may_leave_the_ladder_to_its_default() -> None:
-    assert load_slots({"ema_alpha": 0.5}) == {1: SlotConfig(ema_alpha=0.5)}
-
-
 def test_the_documented_defaults() -> None:
     (slot,) = load_slots({"candidate_steps": [1, 3, 7]}).values()
     assert slot.model_dump() == {
@@ -62,7 +58,7 @@ def test_the_ladder_is_sorted_and_duplicates_are_folded() -> None:
     assert parse_slot({"candidate_steps": [7, 1, 3, 1, 0]}).candidate_steps == (0, 1, 3, 7)
 
 
-@pytest.mark.parametrize("ladder", [[], None, "1,3,7", 3, [-1], [1, True], [False], [1.0], ["1"]])
+@pytest.mark.parametrize("ladder", [[], None, "1,3,7", [-1], [1, True], [1.0]])
 @pytest.mark.parametrize("as_slot", [False, True])
 def test_a_ladder_must_be_a_non_empty_list_of_integers_from_zero(
     ladder: object, as_slot: bool
@@ -79,7 +75,6 @@ def test_a_ladder_must_be_a_non_empty_list_of_integers_from_zero(
         ("ema_alpha", 0),
         ("ema_alpha", 1.01),
         ("ema_alpha", "0.2"),
-        ("ema_alpha", True),
         ("update_interval", 0),
         ("update_interval", 1.5),
         ("warmup_batches", -1),
@@ -93,30 +88,30 @@ def test_a_value_out_of_range_is_refused_by_key_and_value(key: str, value: objec
     assert refusal({"4": {**LADDER, key: value}}).startswith(f"4.{key}={value!r}: ")
 
 
-def test_an_unknown_key_is_refused_with_the_nearest_known_one() -> None:
-    assert refusal({"ema_alfa": 0.2, "1": LADDER}) == (
-        "ema_alfa: unknown key; did you mean ema_alpha?"
-    )
-    assert refusal({"1": {**LADDER, "ema_alfa": 0.2}}) == (
-        "1.ema_alfa: unknown key; did you mean 1.ema_alpha?"
-    )
-
-
-def test_a_config_without_any_slot_is_refused() -> None:
-    assert "holds no slot" in refusal({})
-
-
-def test_every_slot_must_hold_its_own_ladder() -> None:
-    message = refusal({"candidate_steps": [1, 3], "8": {"ema_alpha": 0.5}})
-    assert message.startswith("8.candidate_steps: every slot must hold it")
-
-
-def test_a_slot_must_be_an_object() -> None:
-    assert refusal({"8": [1, 3]}).startswith("8=[1, 3]: a slot is an object")
-
-
-def test_one_batch_size_given_twice_is_refused() -> None:
-    assert "batch size 8 is given twice" in refusal({"8": LADDER, "08": LADDER})
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"ema_alfa": 0.2, "1": LADDER}, "ema_alfa: unknown key; did you mean ema_alpha?"),
+        ({"1": {**LADDER, "ema_alfa": 0.2}}, "1.ema_alfa: unknown key; did you mean 1.ema_alpha?"),
+        ({}, "holds no slot"),
+        (
+            {"candidate_steps": [1, 3], "8": {"ema_alpha": 0.5}},
+            "8.candidate_steps: every slot must hold it",
+        ),
+        ({"8": [1, 3]}, "8=[1, 3]: a slot is an object"),
+        ({"8": LADDER, "08": LADDER}, "batch size 8 is given twice"),
+        ({"candidate_steps": [1, 1000]}, "candidate_steps=[1, 1000]: "),
+        (
+            {"1": {**LADDER, "candidate_trees": [[2, 6], [4, 16]]}},
+            "1.candidate_trees=[4, 16]: candidate_steps end at 3; add 4 there, or leave it out",
+        ),
+        ({**LADDER, "candidate_trees": [[1000, 2000]]}, "candidate_trees=[1000, 2000]"),
+    ],
+)
+def test_what_is_no_adaptive_config_is_refused_by_key_and_way_out(
+    config: dict[str, Any], message: str
+) -> None:
+    assert message in refusal(config)
 
 
 def test_all_slots_are_judged_at_once() -> None:
@@ -127,62 +122,47 @@ def test_all_slots_are_judged_at_once() -> None:
     ]
 
 
-def test_a_file_and_its_mapping_mean_the_same(tmp_path: Path) -> None:
+def test_a_file_its_mapping_and_the_slots_parsed_of_it_mean_the_same(tmp_path: Path) -> None:
     config = {"1": LADDER, "8": LADDER, "ema_alpha": 0.5}
     file = tmp_path / "adaptive.json"
     file.write_text(json.dumps(config))
-    assert load_slots(file) == load_slots(str(file)) == load_slots(config)
-
-
-def test_slots_that_are_parsed_already_pass_unchanged() -> None:
-    slots = load_slots({"8": LADDER, "32": LADDER})
-    assert load_slots(slots) == slots
+    slots = load_slots(config)
+    assert load_slots(file) == load_slots(str(file)) == load_slots(slots) == slots
 
 
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
+        (None, "No such file"),
         ("{", "not valid JSON"),
         ("[1, 3]", "holds [1, 3]"),
         ('{"1": {"candidate_steps": [1]}, "1": {"candidate_steps": [3]}}', "1: given twice"),
     ],
 )
 def test_a_file_that_is_no_adaptive_config_is_refused_by_name(
-    tmp_path: Path, text: str, complaint: str
+    tmp_path: Path, text: str | None, complaint: str
 ) -> None:
     file = tmp_path / "adaptive.json"
-    file.write_text(text)
+    if text is not None:
+        file.write_text(text)
     message = refusal(file)
     assert message.startswith(f"{file}: ")
     assert complaint in message
 
 
-def test_a_missing_file_is_refused_by_name(tmp_path: Path) -> None:
-    assert str(tmp_path / "none.json") in refusal(tmp_path / "none.json")
-
-
-def test_listed_trees_are_sorted_and_duplicates_are_folded() -> None:
-    (slot,) = load_slots({**LADDER, "candidate_trees": [[3, 8], [2, 6], [3, 8]]}).values()
-    assert slot.candidate_trees == ((2, 6), (3, 8))
-
-
-def test_a_slot_may_list_no_tree_at_all() -> None:
-    slots = load_slots({"1": {**LADDER, "candidate_trees": []}, "8": LADDER})
-    assert [slot.candidate_trees for slot in slots.values()] == [(), None]
+def test_listed_trees_are_sorted_and_folded_and_a_slot_may_list_none() -> None:
+    trees = [[3, 8], [2, 6], [3, 8]]
+    slots = load_slots(
+        {"1": {**LADDER, "candidate_trees": trees}, "8": {**LADDER, "candidate_trees": []}}
+    )
+    assert [slot.candidate_trees for slot in slots.values()] == [((2, 6), (3, 8)), ()]
 
 
 @pytest.mark.parametrize(
     "trees",
-    [3, "3x8", [3, 8], [[3]], [[3, 8, 1]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]], [[3, 8.0]]],
+    [3, [3, 8], [[3]], [[3, True]], [["3", 8]], [[0, 4]], [[3, 3]]],
 )
 def test_what_is_no_list_of_trees_is_refused_by_value(trees: object) -> None:
     text = refusal({"1": {**LADDER, "candidate_trees": trees}})
     assert f"1.candidate_trees={trees!r}" in text
     assert "give pairs [num_steps, num_draft_tokens]" in text
-
-
-def test_a_tree_deeper_than_its_slot_is_refused() -> None:
-    text = refusal({"1": {**LADDER, "candidate_trees": [[2, 6], [4, 16]]}})
-    assert (
-        text == "1.candidate_trees=[4, 16]: candidate_steps end at 3; add 4 there, or leave it out"
-    )

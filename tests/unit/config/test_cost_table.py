@@ -41,9 +41,18 @@ TABLE: dict[str, Any] = {
 }
 
 
+TREE = {
+    "num_steps": 3,
+    "num_draft_tokens": 8,
+    "draft_ms": [[3, 4], [3, 4]],
+    "verify_ms": [[9, 12], [9, 13.5]],
+}
+BRANCHED = {**TABLE, "key": {**KEY, "topk": 4}, "trees": [TREE]}
+
+
 def changed(path: str, value: object) -> dict[str, Any]:
-    """The table with one value replaced; `path` is dotted, numbers are positions."""
-    table = copy.deepcopy(TABLE)
+    """The table of trees with one value replaced; `path` is dotted, numbers are positions."""
+    table = copy.deepcopy(BRANCHED)
     *way, last = [int(part) if part.isdigit() else part for part in path.split(".")]
     here: Any = table
     for part in way:
@@ -63,18 +72,14 @@ def refusal(tmp_path: Path, text: str) -> str:
     return problem
 
 
-def test_a_table_comes_back_from_the_disk_as_it_went(tmp_path: Path) -> None:
-    table = judge(CostTable, TABLE)
-    write_cost_table(table, tmp_path / "new" / "folder" / "costs.json")
-    assert load_cost_table(tmp_path / "new" / "folder" / "costs.json") == table
-
-
-def test_writing_replaces_and_leaves_nothing_else_behind(tmp_path: Path) -> None:
-    write_cost_table(judge(CostTable, TABLE), tmp_path / "costs.json")
-    newer = judge(CostTable, changed("measured_s", 1.0))
-    write_cost_table(newer, tmp_path / "costs.json")
-    assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]
-    assert load_cost_table(tmp_path / "costs.json").measured_s == 1.0
+def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "new" / "folder" / "costs.json"
+    for table in (judge(CostTable, BRANCHED), judge(CostTable, TABLE)):
+        write_cost_table(table, file)
+        assert load_cost_table(file) == table
+        assert [found.name for found in file.parent.iterdir()] == ["costs.json"]
 
 
 def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
@@ -88,35 +93,33 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
     ("path", "value", "message"),
     [
         ("version", 2, "version=2, but format 1 is read here"),
-        ("version", True, "version=True"),
         ("batch_sizes", [2, 1], r"batch_sizes=\[2, 1\]: must ascend"),
         ("batch_sizes", [1, 1], r"batch_sizes=\[1, 1\]: must ascend"),
-        ("batch_sizes", [0, 1], r"batch_sizes=\[0, 1\]: must ascend"),
-        ("batch_sizes", [], r"batch_sizes=\[\]: must ascend"),
         ("batch_sizes", [1, 2, 4], r"len\(draft_ms\.0\)=2: must be 3"),
         ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must begin with 0"),
         ("num_steps", [0, 1], r"len\(draft_ms\.0\.0\)=3: must be 2"),
         ("contexts", [512, 128], r"contexts=\[512, 128\]: must ascend"),
-        ("contexts", [128], "contexts"),
         ("contexts", [128, 512, 1024], "contexts"),
-        ("draft_ms", [], r"len\(draft_ms\)=0: must be 2"),
         ("draft_ms", 3, "draft_ms=3: input should be a list"),
         ("draft_ms.1.0.0", 0.5, r"draft_ms\.1\.0\.0=0\.5: must be 0 where nothing is drafted"),
         ("draft_ms.1.0.2", 0, r"draft_ms\.1\.0\.2=0\.0: must be 0 .* positive elsewhere"),
         ("draft_ms.0.1.1", "2", r"draft_ms\.0\.1\.1='2'"),
         ("verify_ms.0.1.0", 0, r"verify_ms\.0\.1\.0=0\.0"),
         ("verify_ms.0.1.2", -1, r"verify_ms\.0\.1\.2=-1\.0"),
-        ("verify_ms.0.1.2", True, r"verify_ms\.0\.1\.2=True"),
-        ("verify_ms.0.1", [7, 8], r"len\(verify_ms\.0\.1\)=2: must be 3"),
         ("verify_ms.0.1.2", 10**400, r"verify_ms\.0\.1\.2="),
         ("sampled_row_ms", -0.1, r"sampled_row_ms=-0\.1"),
         ("padded", 0, "padded=0"),
         ("extrapolated", [[3, 1]], r"extrapolated=\[3, 1\]: no such cell"),
-        ("measured_s", None, "measured_s=None"),
         ("key.threads", 0, r"key\.threads=0"),
-        ("key.hardware", "", r"key\.hardware=''"),
         ("key.weather", "fine", r"key\.weather: unknown key"),
         ("unit", "ms", "unit: unknown key"),
+        ("trees", [TREE, TREE], r"trees=\[\(3, 8\), \(3, 8\)\]: must ascend strictly"),
+        ("trees", 3, "trees=3"),
+        ("trees.0.num_steps", 0, r"trees\.0\.num_steps=0"),
+        ("trees.0.width", 4, r"trees\.0\.width: unknown key"),
+        ("trees.0.draft_ms", [[3, 4]], r"len\(trees\.0\.draft_ms\)=1: must be 2"),
+        ("trees.0.verify_ms.0", [9], r"len\(trees\.0\.verify_ms\.0\)=1: must be 2"),
+        ("trees.0.verify_ms.0.1", 0, r"trees\.0\.verify_ms\.0\.1=0\.0: must be positive"),
     ],
 )
 def test_a_file_that_holds_no_costs_is_refused_by_field_and_value(
@@ -132,25 +135,16 @@ def test_every_field_must_be_there(tmp_path: Path, field: str) -> None:
     assert f"{field}: field required" in refusal(tmp_path, json.dumps(table))
 
 
-@pytest.mark.parametrize("constant", ["NaN", "Infinity", "-Infinity", "1e999"])
-@pytest.mark.parametrize("place", ['"sampled_row_ms": 0.25', '"measured_s": 9.5'])
-def test_what_is_not_a_finite_number_is_refused(tmp_path: Path, constant: str, place: str) -> None:
+def test_a_file_that_is_no_json_of_finite_numbers_or_was_cut_short_is_refused(
+    tmp_path: Path,
+) -> None:
     text = json.dumps(TABLE)
-    assert place in text
-    refusal(tmp_path, text.replace(place, f"{place.split(':')[0]}: {constant}"))
-
-
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", "3", "[" * 100_000, "9" * 5000, '{"version": 1', "\x00"]
-)
-def test_a_file_that_is_no_json_object_is_refused(tmp_path: Path, text: str) -> None:
-    refusal(tmp_path, text)
-
-
-def test_a_file_cut_short_anywhere_is_refused(tmp_path: Path) -> None:
-    text = json.dumps(TABLE)
+    for number in ("NaN", "-Infinity", "1e999"):
+        refusal(tmp_path, text.replace('"measured_s": 9.5', f'"measured_s": {number}'))
     for length in range(0, len(text), 17):
         refusal(tmp_path, text[:length])
+    for other in ("[]", "null", "[" * 100_000, "9" * 5000, "\x00"):
+        refusal(tmp_path, other)
 
 
 def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
@@ -161,12 +155,8 @@ def test_a_file_that_can_not_be_read_is_refused(tmp_path: Path) -> None:
         load_cost_table(tmp_path / "bytes.json")
 
 
-def test_a_table_of_the_same_setting_passes() -> None:
-    judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=3)
-    judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=2)
-
-
 def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values() -> None:
+    judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=3)
     here = judge(CostKey, KEY | {"hardware": "another", "threads": 4})
     with pytest.raises(ConfigError) as caught:
         judge(CostTable, TABLE).refuse_foreign(here, max_steps=3)
@@ -177,66 +167,26 @@ def test_a_foreign_table_is_refused_by_every_field_that_differs_with_both_values
     )
 
 
-@pytest.mark.parametrize("field", sorted(KEY))
+@pytest.mark.parametrize("field", sorted({**KEY, "topk": 4}))
 def test_each_field_of_the_key_counts(field: str) -> None:
-    other = KEY[field] + 1 if isinstance(KEY[field], int) else KEY[field] + "x"
+    key = {**KEY, "topk": 4}
+    other = key[field] + 1 if isinstance(key[field], int) else key[field] + "x"
     with pytest.raises(ConfigError, match=rf"key\.{field}="):
-        judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY | {field: other}), max_steps=3)
-
-
-def test_a_table_that_ends_before_the_deepest_tier_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"num_steps=\[0, 1, 3\], but 4 are wanted here"):
-        judge(CostTable, TABLE).refuse_foreign(judge(CostKey, KEY), max_steps=4)
-
-
-TREE = {
-    "num_steps": 3,
-    "num_draft_tokens": 8,
-    "draft_ms": [[3, 4], [3, 4]],
-    "verify_ms": [[9, 12], [9, 13.5]],
-}
-BRANCHED = {**TABLE, "key": {**KEY, "topk": 4}, "trees": [TREE]}
-
-
-def test_a_table_of_trees_comes_back_from_the_disk_as_it_went(tmp_path: Path) -> None:
-    table = judge(CostTable, BRANCHED)
-    write_cost_table(table, tmp_path / "costs.json")
-    assert load_cost_table(tmp_path / "costs.json") == table
+        judge(CostTable, BRANCHED).refuse_foreign(judge(CostKey, key | {field: other}), max_steps=3)
 
 
 @pytest.mark.parametrize(
-    ("trees", "message"),
+    ("max_steps", "trees", "message"),
     [
-        ([TREE, TREE], r"trees=\[\(3, 8\), \(3, 8\)\]: must ascend strictly"),
-        ([{**TREE, "num_steps": 0}], r"trees\.0\.num_steps=0"),
-        ([{**TREE, "width": 4}], r"trees\.0\.width: unknown key"),
-        ([{**TREE, "draft_ms": [[3, 4]]}], r"len\(trees\.0\.draft_ms\)=1: must be 2"),
-        (
-            [{**TREE, "verify_ms": [[9], [9]]}],
-            r"len\(trees\.0\.verify_ms\.0\)=1: must be 2",
-        ),
-        (
-            [{**TREE, "verify_ms": [[9, 0], [9, 9]]}],
-            r"trees\.0\.verify_ms\.0\.1=0\.0: must be positive",
-        ),
-        (3, "trees=3"),
+        (4, [], "num_steps=[0, 1, 3], but 4 are wanted here"),
+        (3, [(2, 4), (3, 8)], "trees=[(3, 8)], but [(2, 4)] are wanted here"),
     ],
 )
-def test_trees_without_costs_are_refused_by_field_and_value(
-    tmp_path: Path, trees: object, message: str
+def test_a_table_that_lacks_a_depth_or_a_tree_that_is_wanted_is_refused(
+    max_steps: int, trees: list[tuple[int, int]], message: str
 ) -> None:
-    text = refusal(tmp_path, json.dumps({**BRANCHED, "trees": trees}))
-    assert re.search(message, text), text
-
-
-def test_a_table_is_foreign_where_a_shape_is_wanted_that_it_does_not_know() -> None:
     table, here = judge(CostTable, BRANCHED), judge(CostKey, {**KEY, "topk": 4})
     table.refuse_foreign(here, max_steps=3, trees=[(3, 8)])
     with pytest.raises(ConfigError) as caught:
-        table.refuse_foreign(here, max_steps=3, trees=[(2, 4), (3, 8)])
-    assert "trees=[(3, 8)], but [(2, 4)] are wanted here" in str(caught.value)
-
-
-def test_costs_of_another_beam_are_foreign() -> None:
-    with pytest.raises(ConfigError, match=r"key\.topk=4, but 8 runs here"):
-        judge(CostTable, BRANCHED).refuse_foreign(judge(CostKey, {**KEY, "topk": 8}), max_steps=3)
+        table.refuse_foreign(here, max_steps=max_steps, trees=trees)
+    assert message in str(caught.value)
