@@ -260,6 +260,41 @@ def test_where_every_round_computes_prompts_drafts_that_slow_them_down_are_given
     assert usual(6.0) == 0
 
 
+def test_rounds_beside_prompts_say_nothing_of_how_fast_speculation_is() -> None:
+    policy = goodput()
+    for steps, ms in ((1, 90.0), (0, 1.0)) * 60:
+        told = verified_round([0], 1, steps, times=StepTimes(steps * 1.0, ms - steps, ms))
+        policy.observe(replace(told, num_prefill_tokens=64))
+    slots: Any = policy.snapshot()["slots"]
+    assert all(slot["speedup"] is None for slot in slots.values())
+
+
+def test_a_row_drafts_from_its_text_once_it_repeats_itself_until_that_misleads() -> None:
+    policy = goodput(initial_steps=0)
+    taken = []
+    for found, kept, num_rounds in ((0, 0, 100), (7, 7, 60), (7, 0, 300)):
+        for _ in range(num_rounds):
+            steps = policy.choose(replace(decode_batch(1), text_steps=[found]))
+            from_text = min(found, (steps.text_steps or [0])[0])
+            of_model = 0 if from_text else max(steps.row_steps or [steps.shape.depth])
+            told = verified_round(
+                [min(kept, from_text)],
+                1,
+                of_model,
+                row_steps=[from_text or of_model],
+                is_from_text=[from_text > 0],
+                num_drafting=of_model > 0,
+                deepest=of_model,
+                num_text_drafts=from_text,
+            )
+            policy.observe(told)
+            taken.append(from_text)
+    assert not any(taken[:100])
+    assert taken[100] > 0, "in the round that finds it"
+    assert min(taken[140:160]) == 7
+    assert sum(steps > 0 for steps in taken[-40:]) < 8
+
+
 def test_easy_requests_of_a_batch_draft_and_hard_ones_do_not() -> None:
     """Where verified rows are dear: a large batch on a GPU."""
     size, easy = 128, 64

@@ -13,8 +13,6 @@ from hypothesis import strategies as st
 from serve_spec.adaptive.baseline import FIRST_CLOSED_ROUNDS
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.goodput import (
-    LEAVE_OFF_GAIN,
-    MOVE_GAIN,
     PLAN_ROUNDS,
     GoodputPolicy,
 )
@@ -70,16 +68,14 @@ def first_tier(target: GoodputPolicy) -> int:
     return target.choose(decode_batch(1)).shape.depth
 
 
-@given(st.floats(0.96, 1.10).filter(lambda gain: abs(gain - LEAVE_OFF_GAIN) > 1e-6))
-def test_drafting_begins_where_it_promises_a_few_percent(gain: float) -> None:
-    assert first_tier(policy([1.0, gain, 0.8], 0)) == (1 if gain >= LEAVE_OFF_GAIN else 0)
-
-
-@given(st.floats(0.96, 1.10).filter(lambda gain: abs(gain - MOVE_GAIN) > 1e-6))
+@given(st.floats(0.96, 1.005) | st.floats(1.03, 1.10))
 def test_a_tier_is_left_for_one_that_promises_a_few_percent_more(gain: float) -> None:
-    assert first_tier(policy([1.0, 1.2, 1.2 * gain], 1)) == (2 if gain >= MOVE_GAIN else 1)
-    assert first_tier(policy([1.0, 1.2 * gain, 1.2], 2)) == (1 if gain >= MOVE_GAIN else 2)
-    assert first_tier(policy([1.0, 1 / gain, 0.8], 1)) == (0 if gain >= MOVE_GAIN else 1)
+    """Less than one percent lies within the noise of the costs."""
+    is_left = gain > 1.02
+    assert first_tier(policy([1.0, gain, 0.8], 0)) == (1 if is_left else 0)
+    assert first_tier(policy([1.0, 1.2, 1.2 * gain], 1)) == (2 if is_left else 1)
+    assert first_tier(policy([1.0, 1.2 * gain, 1.2], 2)) == (1 if is_left else 2)
+    assert first_tier(policy([1.0, 1 / gain, 0.8], 1)) == (0 if is_left else 1)
 
 
 @given(st.floats(0.7, 1.4), st.floats(0.5, 1.16), st.integers(0, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -122,8 +123,11 @@ def test_however_long_drafts_failed_it_drafts_again_soon_after_they_stop_failing
         steps = policy.choose(decode_batch(4))
         row_steps = list(steps.row_steps or [steps.shape.depth] * 4)
         kept = row_steps if is_kept else [0] * 4
-        policy.observe(verified_round(kept, 4, steps.shape.depth, row_steps=row_steps))
+        shape = RoundShape(4, (sum(map(bool, row_steps)),) * max(row_steps), 512, 0, 0, 0)
+        told = verified_round(kept, 4, steps.shape.depth, row_steps=row_steps)
+        policy.observe(replace(told, times=TWO_CPU_CORES(shape)))
         return any(row_steps) and policy.last_reason is not Reason.PROBE
 
     assert not any([drafts(is_kept=False) for _ in range(num_hard)][num_hard // 2 :])
+    assert policy.last_reason is not Reason.GUARD, "of trials it is known that they are slower"
     assert any(drafts(is_kept=True) for _ in range(LAST_WAIT_ROUNDS + 100)), "soon after a trial"
