@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from hypothesis import strategies as st
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.bench import phases as phases_module
-from serve_spec.bench.adaptive import plots
 from serve_spec.bench.adaptive.arms import Arm
 from serve_spec.bench.adaptive.command import HOPELESS, _is_hopeless
 from serve_spec.bench.adaptive.report import (
@@ -92,32 +90,22 @@ def test_figures_of_an_arm_follow_from_its_cells(rates: list[list[list[float]]])
         assert arm["worst_over_off"] == min(over_off)
         assert over_off[arm["worst_over_off_phase"]] == min(over_off)
         assert arm["worst_regret"] == max(cell["regret"] for cell in cells)
-    off = result["arms"][0]
-    assert off["worst_over_off"] == 1.0
-
-
-@given(all_rates())
-def test_no_fixed_depth_gains_more_over_off_than_the_best(rates: list[list[list[float]]]) -> None:
-    result = result_of(PHASES, runs(rates))
-    for phase, name in enumerate(result["best_fixed"]):
-        gains = {
-            cell["arm"]: cell["speed_over_off"]
-            for cell in result["cells"]
-            if cell["phase"] == phase and cell["arm"] in FIXED
-        }
-        assert gains[name] == max(gains.values())
-
-
-def test_a_depth_given_up_on_a_fast_machine_is_not_the_best_of_a_slow_one() -> None:
-    rates: list[list[list[float | None]]] = [[[100.0, 40.0, 40.0] for _ in PHASES] for _ in ARMS]
-    rates[1] = [[50.0, None, None] for _ in PHASES]
-    assert result_of(PHASES, runs(rates))["best_fixed"] == ["off"] * 3
+        for cell in cells:
+            low, high = cell["spread"]
+            assert low * (1 - 1e-9) <= cell["speed_over_off"] <= high * (1 + 1e-9)
+    assert result["arms"][0]["worst_over_off"] == 1.0
+    for phase, best in enumerate(result["best_fixed"]):
+        cells = [cell for cell in result["cells"] if cell["phase"] == phase]
+        gains = {cell["arm"]: cell["speed_over_off"] for cell in cells if cell["arm"] in FIXED}
+        assert gains[best] == max(gains.values())
 
 
 def test_a_depth_that_was_given_up_is_compared_where_it_ran() -> None:
-    rates: list[list[list[float | None]]] = [[[10.0, 20.0, 10.0] for _ in PHASES] for _ in ARMS]
+    """Where the machine was fast: that is no reason to be the best where it was slow."""
+    rates: list[list[list[float | None]]] = [[[10.0, 4.0, 4.0] for _ in PHASES] for _ in ARMS]
     rates[1] = [[5.0, None, None] for _ in PHASES]
     result = result_of(PHASES, runs(rates))
+    assert result["best_fixed"] == ["off"] * 3
     given_up = [cell for cell in result["cells"] if cell["arm"] == "K=3"]
     assert [cell["repetitions"] for cell in given_up] == [[5.0, None, None]] * 3
     assert all(cell["speed_over_off"] == 0.5 and cell["regret"] == 1.0 for cell in given_up)
@@ -144,15 +132,6 @@ def test_the_control_is_never_the_best_and_its_error_is_told(
     assert min(everywhere) <= low * (1 + 1e-9)
     assert high <= max(everywhere) * (1 + 1e-9)
     assert f"{max(noise['speed_over_off']):.3f} by phase" in tables(result)
-
-
-@given(all_rates())
-def test_the_median_of_a_cell_lies_within_its_spread(
-    rates: list[list[list[float]]],
-) -> None:
-    for cell in result_of(PHASES, runs(rates))["cells"]:
-        low, high = cell["spread"]
-        assert low * (1 - 1e-9) <= cell["speed_over_off"] <= high * (1 + 1e-9)
 
 
 def test_the_luckiest_of_a_repetition_is_no_reason_to_regret() -> None:
@@ -378,29 +357,6 @@ def test_forced_acceptance_is_said_above_the_tables_of_fresh_and_of_old_results(
     old = capsys.readouterr().out
     for shown in (fresh, old):
         assert shown.startswith("*** synthetic_acceptance="), "nobody may read on unwarned"
-    assert "forced to [1.0]" in plots._title(result)
-    del result["environment"]["synthetic_acceptance"]
-    assert "forced" not in plots._title(result)
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.1, 50), st.floats(0, 900)), min_size=1, max_size=SERIES_POINTS),
-    st.none() | st.integers(1, 2 * SERIES_POINTS),
-)
-def test_a_drawn_course_fills_its_phase_and_keeps_its_mean(
-    pieces: list[tuple[float, float]], most_pieces: int | None
-) -> None:
-    ends = list(accumulate(ms for ms, _ in pieces))
-    series = {"ms": ends, "tokens_per_second": [speed for _, speed in pieces]}
-    cells = [{"phase": 3, "arm": "ema", "series": series}, {"phase": 3, "arm": "off"}]
-    places, speeds = plots._course(cells, "ema", "tokens_per_second", most_pieces)
-    assert places == sorted(places)
-    assert (places[0], places[-1]) == (3, pytest.approx(4))
-    assert len(places) <= 2 * (most_pieces or len(pieces))
-    widths = [end - start for start, end in zip(places[::2], places[1::2], strict=True)]
-    drawn = sum(width * speed for width, speed in zip(widths, speeds[::2], strict=True))
-    assert drawn == pytest.approx(sum(ms * s for ms, s in pieces) / ends[-1], abs=1e-6)
-    assert plots._course(cells, "off", "tokens_per_second") == ([], []), "of an old result"
 
 
 def test_what_a_policy_expected_is_compared_with_rounds_that_no_prompt_shared() -> None:

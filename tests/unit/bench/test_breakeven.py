@@ -13,7 +13,8 @@ import pytest
 from serve_spec.bench.breakeven.command import main
 from serve_spec.bench.throughput import best_num_steps, speedup
 from serve_spec.config import ConfigError
-from serve_spec.config.cost_table import CostKey, CostTable, write_cost_table
+from serve_spec.config.cost_table import CostTable, write_cost_table
+from tests.helpers.costs import KEY
 
 NUMBERS = ["--accept-rate", "0.7", "--draft-ms", "1.2", "--target-ms", "10"]
 
@@ -28,23 +29,11 @@ def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, di
 @pytest.fixture
 def cost_table(tmp_path: Path) -> Path:
     """Two batch sizes: drafts are cheap for one sequence, and dear for eight."""
-    key = CostKey(
-        hardware="a machine",
-        threads=1,
-        target="t",
-        draft="d",
-        algorithm="EAGLE3",
-        dtype="float32",
-        draft_dtype="float32",
-        tensor_parallel_size=1,
-        attention_backend="torch",
-        code="1",
-    )
     draft = ((0.0, 1.0, 2.0), (0.0, 6.0, 12.0))
     verify = ((10.0, 10.5, 11.0), (12.0, 20.0, 28.0))
     table = CostTable(
         version=1,
-        key=key,
+        key=KEY,
         batch_sizes=(1, 8),
         num_steps=(0, 1, 2),
         contexts=(64, 512),
@@ -72,38 +61,35 @@ def test_numbers_give_the_equation_for_one_batch_size(capsys: pytest.CaptureFixt
     assert "Drafts pay above an accept rate of 0.15 (1 step)." in text
 
 
-def test_drafts_dearer_than_the_target_are_advised_against(
+def test_drafts_dearer_than_the_target_never_pay_and_free_ones_always_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    text, result = answer(
-        capsys, "--accept-rate", "1", "--draft-ms", "12", "--target-ms", "10", "--max-steps", "4"
-    )
+    numbers = ["--target-ms", "10", "--max-steps", "4"]
+    _, free = answer(capsys, "--accept-rate", "0.5", "--draft-ms", "0", *numbers)
+    assert free["batches"][0]["break_even_rates"] == [0.0] * 4
+    assert free["batches"][0]["at_rates"][0]["best_num_steps"] == 4
+    text, result = answer(capsys, "--accept-rate", "1", "--draft-ms", "12", *numbers)
     assert result["batches"][0]["break_even"] is None
     assert result["batches"][0]["break_even_rates"] == [None] * 4
     assert text.count("never") == 4
     assert "do not speculate; off is the fastest. Drafts do not pay at any accept rate." in text
 
 
-def test_every_accept_rate_gets_its_table_and_its_answer(
-    capsys: pytest.CaptureFixture[str],
+def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes_and_accept_rates(
+    cost_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = ["--draft-ms", "4", "--target-ms", "10"]
-    text, result = answer(capsys, "--accept-rate", "0.3", "0.9", *numbers)
-    assert [at["accept_rate"] for at in result["batches"][0]["at_rates"]] == [0.3, 0.9]
-    assert "Batch 1, accept rate 0.3: do not speculate" in text
-    assert "Batch 1, accept rate 0.9: speculate" in text
-
-
-def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes(
-    cost_table: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    text, result = answer(capsys, "--accept-rate", "0.8", "--cost-table", str(cost_table))
+    costs = ["--accept-rate", "0.8", "0.1", "--cost-table", str(cost_table)]
+    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
+    text, result = answer(capsys, *costs, *files)
+    assert json.loads((tmp_path / "r.json").read_text()) == result
+    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     one, eight = result["batches"]
     assert (one["batch_size"], one["round_ms"]) == (1, pytest.approx([10, 11.5, 13]))
     assert (eight["batch_size"], eight["round_ms"]) == (8, pytest.approx([12, 26, 40]))
     assert "Batch 1, accept rate 0.8: speculate" in text
     assert "Batch 8, accept rate 0.8: do not speculate" in text
-    assert result["measured_on"]["hardware"] == "a machine"
+    assert "Batch 1, accept rate 0.1: do not speculate" in text
+    assert result["measured_on"]["hardware"] == KEY.hardware
     for batch in result["batches"]:
         for k, times in enumerate(batch["at_rates"][0]["speedup"]):
             assert times == pytest.approx(speedup(0.8, k, batch["round_ms"]))
@@ -121,17 +107,6 @@ def test_longer_texts_and_sampled_rows_cost_what_the_table_says(
     assert sampled["batches"][1]["round_ms"] == pytest.approx([12.8, 27.6, 42.4])
     _, shallow = answer(capsys, *arguments, "--max-steps", "1")
     assert [len(batch["round_ms"]) for batch in shallow["batches"]] == [2, 2]
-
-
-@pytest.mark.parametrize("measured", [False, True])
-def test_the_files_hold_the_line_and_a_picture(
-    measured: bool, cost_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    costs = ["--accept-rate", "0.1", "0.8", "--cost-table", str(cost_table)]
-    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    _, result = answer(capsys, *(costs if measured else NUMBERS), *files)
-    assert json.loads((tmp_path / "r.json").read_text()) == result
-    assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -154,21 +129,6 @@ def test_a_number_that_makes_no_sense_is_refused(arguments: list[str], problem: 
         main([*NUMBERS, *arguments])
 
 
-def test_drafts_that_cost_nothing_always_pay(capsys: pytest.CaptureFixture[str]) -> None:
-    """Those of n-grams, where verification is free too: deeper is better at any accept rate."""
-    arguments = ["--accept-rate", "0.5", "--draft-ms", "0", "--target-ms", "10"]
-    printed, result = answer(capsys, *arguments)
-    (batch,) = result["batches"]
-    assert batch["break_even_rates"] == [0.0] * 8
-    assert batch["at_rates"][0]["best_num_steps"] == 8
-    assert "Drafts pay above an accept rate of 0.00" in printed
-
-
-def test_without_times_there_is_no_answer() -> None:
-    with pytest.raises(ConfigError, match=r"^draft_ms=None: give draft_ms and target_ms, or a cos"):
-        main(["--accept-rate", "0.5"])
-
-
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
@@ -176,13 +136,15 @@ def test_without_times_there_is_no_answer() -> None:
         (["--batch-size", "4"], r"batch_size=4: the cost_table says it; leave out"),
         (["--max-steps", "3"], r"max_steps=3: the table reaches 1 to 2"),
         (["--context", "0"], r"context=0: give at least 1"),
+        (None, r"draft_ms=None: give draft_ms and target_ms, or a cos"),
     ],
 )
-def test_what_contradicts_the_cost_table_is_refused(
-    arguments: list[str], problem: str, cost_table: Path
+def test_what_contradicts_the_cost_table_or_stands_without_times_is_refused(
+    arguments: list[str] | None, problem: str, cost_table: Path
 ) -> None:
+    costs = [] if arguments is None else ["--cost-table", str(cost_table), *arguments]
     with pytest.raises(ConfigError, match=f"^{problem}"):
-        main(["--accept-rate", "0.5", "--cost-table", str(cost_table), *arguments])
+        main(["--accept-rate", "0.5", *costs])
 
 
 def test_it_starts_without_torch() -> None:

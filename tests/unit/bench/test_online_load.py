@@ -50,7 +50,7 @@ def test_a_rate_is_a_unit_of_time_and_nothing_else(
     assert [time * factor for time in fast] == pytest.approx(slow)
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential(seed: int) -> None:
     rate = 3.0
     times = Poisson(rate).arrivals(MANY, seed)
@@ -60,7 +60,7 @@ def test_poisson_gaps_have_the_mean_and_the_spread_of_an_exponential(seed: int) 
     assert pvariance(gaps) * rate**2 == pytest.approx(1, abs=5 * sqrt(8 / MANY))
 
 
-@given(RATES, st.integers(2, 20), st.integers(1, 300), SEEDS)
+@given(RATES, st.integers(1, 20), st.integers(1, 300), SEEDS)
 def test_bursts_come_whole_at_one_instant_and_are_poisson_themselves(
     rate: float, size: int, count: int, seed: int
 ) -> None:
@@ -70,10 +70,6 @@ def test_bursts_come_whole_at_one_instant_and_are_poisson_themselves(
     assert sizes[-1] == count - size * (len(sizes) - 1) <= size
     bursts = Poisson(rate / size).arrivals(len(sizes), seed)
     assert list(Counter(times)) == bursts
-
-
-def test_bursts_of_one_are_poisson() -> None:
-    assert Bursty(3.0, 1).arrivals(50, 7) == Poisson(3.0).arrivals(50, 7)
 
 
 @given(RATES, RATES, COUNTS, SEEDS)

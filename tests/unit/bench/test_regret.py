@@ -29,14 +29,6 @@ def test_the_best_arm_regrets_nothing_and_the_others_something(
             assert regret == 0.0 if arm == name else regret >= 0.0
 
 
-@given(PHASES)
-def test_regret_turns_a_rate_into_the_best_rate(rates: dict[str, list[float]]) -> None:
-    best = best_arms(rates, STATICS)
-    for phase, regret in enumerate(phase_regrets(rates, "x", best)):
-        assert regret is not None
-        assert rates["x"][phase] * (1 + regret) == pytest.approx(rates[best[phase]][phase])
-
-
 @given(PHASES, st.data())
 def test_regret_of_the_trace_lies_between_those_of_its_phases(
     rates: dict[str, list[float]], data: st.DataObject

@@ -12,13 +12,11 @@ from serve_spec.bench.simulated_costs import (
     GPU_8B,
     TWO_CPU_CORES,
     GridCosts,
-    RoundCosts,
     RoundShape,
     interpolate,
     noisy,
 )
 
-COSTS = st.sampled_from([TWO_CPU_CORES, GPU_8B])
 KNOTS = [
     (size, steps, TWO_CPU_CORES.draft_ms[i][j], TWO_CPU_CORES.verify_ms[i][j])
     for i, size in enumerate(TWO_CPU_CORES.batch_sizes)
@@ -38,30 +36,6 @@ def test_a_grid_says_what_was_measured_where_it_was_measured(
     assert times.draft_ms == pytest.approx(draft_ms)
     assert times.verify_ms == pytest.approx(verify_ms)
     assert times.step_ms == times.draft_ms + times.verify_ms
-
-
-@given(COSTS, st.integers(1, 64), st.integers(0, 7), st.data())
-def test_a_draft_that_one_more_row_makes_is_never_free(
-    costs: RoundCosts, batch_size: int, num_steps: int, data: st.DataObject
-) -> None:
-    fewer = data.draw(st.lists(st.integers(0, batch_size), min_size=1, max_size=7).map(sorted))
-    drafting = tuple(n for n in reversed(fewer) if n)
-    deeper = (*drafting, 1)
-    assert (
-        costs(round_of(batch_size, deeper)).draft_ms
-        > costs(round_of(batch_size, drafting)).draft_ms
-    )
-
-
-@given(COSTS, st.integers(1, 64), st.integers(1, 7), st.integers(1, 500))
-def test_prompts_and_sampling_only_add(
-    costs: RoundCosts, batch_size: int, num_steps: int, num_prompt_tokens: int
-) -> None:
-    plain = costs(round_of(batch_size, (batch_size,) * num_steps))
-    sampled = costs(round_of(batch_size, (batch_size,) * num_steps, num_sampled=batch_size))
-    shape = round_of(batch_size, ())._replace(num_prefill_tokens=num_prompt_tokens)
-    assert sampled.step_ms >= plain.step_ms
-    assert costs(shape).step_ms > costs(round_of(batch_size, ())).step_ms
 
 
 @given(

@@ -12,8 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive import AdaptiveController
-from serve_spec.adaptive.controller import PolicySettings
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
@@ -27,7 +25,6 @@ from serve_spec.bench.simulated_costs import (
     noisy,
 )
 from serve_spec.bench.simulator import (
-    ControllerPolicy,
     PhaseReport,
     Simulator,
     _row_steps,
@@ -111,36 +108,6 @@ def test_a_fixed_depth_takes_the_rounds_of_a_walk_by_hand(num_steps: int) -> Non
     assert report.rounds_by_shape == {DraftShape.chain(num_steps): sum(walks)}
 
 
-def test_the_best_fixed_depth_is_what_brute_force_says() -> None:
-    """At constant costs per round and step, the one with the least rounds · cost."""
-    flat_ms, step_ms = 5.0, 0.7
-
-    def costs(shape: RoundShape) -> StepTimes:
-        draft_ms = step_ms * shape.num_steps
-        return StepTimes(draft_ms, flat_ms, flat_ms + draft_ms)
-
-    phase = Phase("heated", 1, 16, 100)
-    compared = compare({}, [phase], TRACES, costs, static_steps=range(8))
-    counts = [trace.num_correct_drafts for trace in TRACES.of(TextKind("code", 1.0))]
-    # The last rounds of a request draft less than the tier: their cost is that of what they draft.
-    times = []
-    for depth in range(8):
-        total = 0.0
-        for trace in counts:
-            num_out = 1
-            while num_out < 100:
-                drafts = min(depth, 100 - num_out - 1)
-                total += flat_ms + step_ms * drafts
-                num_out += 1 + min(drafts, trace[num_out - 1])
-        times.append(total)
-    speeds = [rates[0] for rates in compared.rates.values()]
-    best = times.index(min(times))
-    assert speeds.index(max(speeds)) == best
-    assert 0 < best < 7
-    assert compared.phase_regrets(f"K={best}") == [0.0]
-    assert speeds[0] / speeds[best] == pytest.approx(times[best] / times[0])
-
-
 @pytest.mark.parametrize("make", [lambda: StaticPolicy(DraftShape.chain(3)), ema])
 def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) -> None:  # type: ignore[no-untyped-def]
     seen = []
@@ -217,13 +184,6 @@ def test_every_change_of_tier_is_a_switch_with_its_reason() -> None:
     switches = sum((report.switches for report in reports), Counter[Reason]())
     assert switches.total() == sum(changes)
     assert set(switches) == {Reason.GAIN, Reason.LOSS}
-
-
-def test_a_controller_is_driven_as_its_policy_is() -> None:
-    controller = AdaptiveController(PolicySettings(DraftShape.chain(2), strategy="static"))
-    by_controller = [rounds_of(ControllerPolicy(controller), phase)[0] for phase in PHASES]
-    by_policy = [rounds_of(StaticPolicy(DraftShape.chain(2)), phase)[0] for phase in PHASES]
-    assert by_controller == by_policy
 
 
 def test_a_depth_or_a_length_that_was_not_recorded_is_refused() -> None:

@@ -51,14 +51,10 @@ def traces(make: MakeLLM) -> TraceSet:
     return record(make("EAGLE3", DEPTH).engine, requests(), NUM_TOKENS)
 
 
-def test_some_drafts_are_kept_and_some_are_not(traces: TraceSet) -> None:
-    """Without that the laws below would hold of anything."""
-    counts = {n for trace in traces.traces for n in trace.num_correct_drafts}
-    assert {0, 1, 2} <= counts
-
-
 def test_every_request_has_one_count_for_every_place_a_round_can_start(traces: TraceSet) -> None:
-    assert [len(trace.num_correct_drafts) for trace in traces.traces] == [NUM_TOKENS - 1] * 6
+    counts = [trace.num_correct_drafts for trace in traces.traces]
+    assert {0, 1, 2} <= {count for each in counts for count in each}, "any law would hold"
+    assert [len(each) for each in counts] == [NUM_TOKENS - 1] * 6
     assert [trace.kind for trace in traces.traces] == [r.kind for r in requests()]
     assert {trace.num_prompt_tokens for trace in traces.traces} == {9}
 
@@ -78,7 +74,7 @@ def test_a_recorded_count_is_what_a_round_of_the_engine_keeps_there(
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("num_steps", [0, 1, 2, DEPTH])
+@pytest.mark.parametrize("num_steps", [0, 2, DEPTH])
 def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
     make: MakeLLM, traces: TraceSet, num_steps: int, batch_size: int
 ) -> None:
@@ -228,14 +224,5 @@ def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=why) as caught:
             load_traces(path)
         assert str(path) in str(caught.value)
-
-
-def test_the_recorded_pair_drafts_code_better_than_noise() -> None:
-    traces = load_traces(RECORDED)
-    means = {}
-    for kind in (KNOWN, TextKind("code", 1.0), FOREIGN):
-        counts = [n for trace in traces.of(kind) for n in trace.num_correct_drafts]
-        means[kind] = sum(counts) / len(counts)
-    assert means[KNOWN] > 2 * means[FOREIGN] > 2
     with pytest.raises(ValueError, match="not recorded"):
-        traces.of(TextKind("code", 0.3))
+        load_traces(RECORDED).of(TextKind("code", 0.3))
