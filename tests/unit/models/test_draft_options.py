@@ -64,14 +64,6 @@ def test_every_word_reaches_the_head(config: ServeSpecConfig) -> None:
     assert head.capture.layer_ids == (0, 1, 8)
 
 
-def test_a_theta_that_is_to_be_measured_is(config: ServeSpecConfig, target_dir: Path) -> None:
-    target = load_target(target_dir, torch.float32)
-    path = config.speculative.speculative_draft_model_path
-    ids = Tokenizer(target_dir).encode(probe_text())
-    expected = settle_theta(load_draft(path, target, "EAGLE3"), target, ids)
-    assert loaded_head(config, speculative_draft_rope_theta="probe").shape.rope_theta == expected
-
-
 def test_layers_that_are_to_be_measured_are_and_the_theta_after_them(
     config: ServeSpecConfig, target_dir: Path
 ) -> None:

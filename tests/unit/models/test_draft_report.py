@@ -58,58 +58,55 @@ def test_an_official_eagle3_head_is_explained(tmp_path: Path, target_dir: Path) 
     assert found["target"] == f"{target_dir}: fits"
 
 
+AUX = "speculative_draft_aux_layers_mean"
+THETA = "speculative_draft_rope_theta"
+
+
 @pytest.mark.parametrize(
-    ("ids", "said", "words"),
+    ("config", "said", "line", "words"),
     [
-        ([1, 3, 4], {}, ["inputs of [2, 4, 5]", "read as outputs", "default"]),
-        ([2, 4, 5], {}, ["inputs of [2, 4, 5]", "read as inputs", "default"]),
-        ([2, 4, 8], {}, ["inputs of [2, 4, 8]", "no output of layer 8"]),
-        ([3, 4, 6], {}, ["inputs of [4, 5, 7]", "nothing in the file says"]),
+        ([1, 3, 4], {}, "target layers", ["inputs of [2, 4, 5]", "read as outputs"]),
+        ([2, 4, 5], {}, "target layers", ["inputs of [2, 4, 5]", "read as inputs"]),
+        ([2, 4, 8], {}, "target layers", ["inputs of [2, 4, 8]", "no output of layer 8"]),
+        ([3, 4, 6], {}, "target layers", ["inputs of [4, 5, 7]", "nothing in the file says"]),
+        ([3, 4, 6], {AUX: "input"}, "target layers", ["inputs of [3, 4, 6]", f"{AUX} says so"]),
         (
             [3, 4, 6],
-            {"speculative_draft_aux_layers_mean": "input"},
-            ["inputs of [3, 4, 6]", "speculative_draft_aux_layers_mean says so"],
+            {AUX: "probe"},
+            "target layers",
+            ["inputs of [3, 4, 6] or [4, 5, 7], measured at start"],
         ),
+        (None, {AUX: "probe"}, "target layers", ["inputs of [2, 4, 5] of 8, everyone's default"]),
         (
             [3, 4, 6],
             {"speculative_draft_aux_layer_ids": [0, 1, 2]},
+            "target layers",
             ["inputs of [0, 1, 2]", "from speculative_draft_aux_layer_ids"],
+        ),
+        (None, {}, "rope theta", ["10000, which is meant where config.json leaves it out"]),
+        (None, {THETA: 500.0}, "rope theta", [f"500, from {THETA}"]),
+        (None, {THETA: "probe"}, "rope theta", ["measured at start"]),
+        (None, {}, "norms", ["norm_output no (config.json)"]),
+        (
+            None,
+            {"speculative_draft_norm_output": True},
+            "norms",
+            ["norm_output yes (speculative_draft_norm_output)"],
         ),
     ],
 )
-def test_the_convention_of_layer_ids_is_named_with_its_reason(
-    tmp_path: Path, target_dir: Path, ids: list[int], said: dict[str, Any], words: list[str]
+def test_what_holds_is_named_with_its_source(
+    tmp_path: Path,
+    target_dir: Path,
+    config: list[int] | None,
+    said: dict[str, Any],
+    line: str,
+    words: list[str],
 ) -> None:
-    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=ids)
-    line = facts(tmp_path, target_dir, **said)["target layers"]
-    assert all(word in line for word in words), line
-
-
-def test_layers_that_are_measured_are_named_as_what_they_may_be(
-    tmp_path: Path, target_dir: Path
-) -> None:
-    probe = {"speculative_draft_aux_layers_mean": "probe"}
-    make_eagle3(tmp_path, target_dir, eagle_aux_hidden_state_layer_ids=[3, 4, 6])
-    line = facts(tmp_path, target_dir, **probe)["target layers"]
-    assert line.startswith("inputs of [3, 4, 6] or [4, 5, 7], measured at start")
-    make_eagle3(tmp_path, target_dir)
-    line = facts(tmp_path, target_dir, **probe)["target layers"]
-    assert line.startswith("inputs of [2, 4, 5] of 8, everyone's default")
-
-
-def test_what_the_user_says_is_named_as_the_source(tmp_path: Path, target_dir: Path) -> None:
-    make_eagle3(tmp_path, target_dir, norm_output=False)
-    found = facts(
-        tmp_path,
-        target_dir,
-        speculative_draft_rope_theta=500.0,
-        speculative_draft_norm_output=True,
-    )
-    assert found["rope theta"] == "500, from speculative_draft_rope_theta"
-    assert "norm_output yes (speculative_draft_norm_output)" in found["norms"]
-    measured = facts(tmp_path, target_dir, speculative_draft_rope_theta="probe")
-    assert measured["rope theta"].startswith("measured at start")
-    assert "norm_output no (config.json)" in facts(tmp_path, target_dir)["norms"]
+    ids = {} if config is None else {"eagle_aux_hidden_state_layer_ids": config}
+    make_eagle3(tmp_path, target_dir, norm_output=False, **ids)
+    found = facts(tmp_path, target_dir, **said)[line]
+    assert all(word in found for word in words), found
 
 
 def test_the_two_meanings_of_norm_output_are_named_where_nobody_has_decided(
@@ -122,12 +119,6 @@ def test_the_two_meanings_of_norm_output_are_named_where_nobody_has_decided(
     decided = {"speculative_draft_norm_output": True}
     assert hint not in facts(tmp_path / "official", target_dir, **decided)["norms"]
     assert hint not in facts(tmp_path / "speculators", target_dir)["norms"]
-
-
-def test_a_theta_left_out_is_named_as_that(tmp_path: Path, target_dir: Path) -> None:
-    make_eagle3(tmp_path, target_dir)
-    found = facts(tmp_path, target_dir)["rope theta"]
-    assert found == "10000, which is meant where config.json leaves it out"
 
 
 def test_a_speculators_head_is_explained(tmp_path: Path, target_dir: Path) -> None:

@@ -166,6 +166,7 @@ def test_rows_that_are_not_asked_for_leave_the_same_entries(
     duo: Duo, asked: tuple[int, int]
 ) -> None:
     head = duo.ours
+    assert head.ends_early == (head.shape.num_layers == 1)
     if not head.ends_early:
         return
     tokens, features = scene(head)
@@ -181,14 +182,6 @@ def test_rows_that_are_not_asked_for_leave_the_same_entries(
     if sum(asked):
         assert_close(found, expected)
     assert all(map(torch.equal, some.pool.tensors, whole.pool.tensors))
-
-
-@pytest.mark.parametrize("case", ["EAGLE3:plain", "EAGLE:plain", "EAGLE:two_layers"])
-def test_a_head_of_one_layer_ends_early(
-    case: str, tmp_path: Path, target_dir: Path, target: Llama
-) -> None:
-    head = Duo(tmp_path, target_dir, target, case).ours
-    assert head.ends_early == (head.shape.num_layers == 1)
 
 
 def _catch_up(
@@ -233,11 +226,6 @@ def test_draft_ids_of_the_targets_padding_are_never_drafted(tmp_path: Path) -> N
         assert torch.isfinite(logits[:, ~is_padding]).all()
 
 
-def test_a_full_vocabulary_needs_no_map(tmp_path: Path, target_dir: Path, target: Llama) -> None:
-    make_eagle3(tmp_path, target_dir)
-    assert load_draft(tmp_path, target, "EAGLE3").target_ids is None
-
-
 # The target has 8 layers.
 @pytest.mark.parametrize(
     ("ids", "options", "captured"),
@@ -268,13 +256,6 @@ def test_captured_layers_follow_either_convention(
     make_eagle3(tmp_path, target_dir, **({"eagle_config": entry} if nested else entry))
     head = load_draft(tmp_path, target, "EAGLE3", options)
     assert head.capture == FeatureCapture(captured)
-
-
-def test_a_theta_given_by_the_user_wins(tmp_path: Path, target_dir: Path, target: Llama) -> None:
-    make_eagle3(tmp_path, target_dir, rope_theta=1000000.0)
-    assert load_draft(tmp_path, target, "EAGLE3").shape.rope_theta == 1000000.0
-    options = DraftOptions(rope_theta=10000.0)
-    assert load_draft(tmp_path, target, "EAGLE3", options).shape.rope_theta == 10000.0
 
 
 def test_switches_given_by_the_user_win(tmp_path: Path, target_dir: Path, target: Llama) -> None:

@@ -27,8 +27,12 @@ def test_a_packed_linear_is_the_same_linear(num_rows: int, bias: bool) -> None:
     plain, packed = (filled(Linear(256, {"a": 300, "b": 20}, bias=bias)) for _ in range(2))
     packed.finish()
     assert packed.weight.numel() == 0 or not onednn_works(torch.float32)
-    x = torch.randn(num_rows, 256, generator=torch.Generator().manual_seed(1))
-    assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-4)
+    # Every other half of longer rows.
+    x = torch.randn(num_rows, 512, generator=torch.Generator().manual_seed(1))[:, :256]
+    once = packed(x)
+    assert torch.allclose(once, plain(x), rtol=1e-5, atol=1e-4)
+    packed.finish()
+    assert torch.equal(packed(x), once), "finishing twice changes nothing"
 
 
 @pytest.mark.parametrize("in_features", [256, 1408, 2048])
@@ -50,22 +54,6 @@ def test_padding_adds_at_most_an_eighth_and_leaves_few_sizes() -> None:
     assert sizes[:17] == list(range(17))
     assert all(onednn_rows(size) == size for size in sizes)
     assert len(set(sizes)) < 100
-
-
-def test_a_packed_linear_accepts_strided_rows() -> None:
-    plain, packed = (filled(Linear(256, {"a": 320})) for _ in range(2))
-    packed.finish()
-    x = torch.randn(4, 512, generator=torch.Generator().manual_seed(1))[:, :256]
-    assert torch.allclose(packed(x), plain(x), rtol=1e-5, atol=1e-4)
-
-
-def test_finishing_twice_changes_nothing() -> None:
-    linear = filled(Linear(256, {"a": 320}))
-    x = torch.randn(2, 256, generator=torch.Generator().manual_seed(1))
-    linear.finish()
-    once = linear(x)
-    linear.finish()
-    assert torch.equal(linear(x), once)
 
 
 def test_small_linears_stay_plain() -> None:
@@ -151,12 +139,7 @@ def test_rotation_turns_pairs_by_position_times_frequency() -> None:
     turned = torch.complex(x[..., :2], x[..., 2:]) * torch.polar(torch.ones(2), angles)
     expected = torch.cat((turned.real, turned.imag), dim=-1)
     assert torch.allclose(rotate(x, table.at(torch.tensor([7]))), expected, atol=1e-6)
-
-
-def test_rotation_keeps_the_dtype_of_its_input() -> None:
-    table = RotaryTable(head_dim=4, theta=100.0, scaling=None, max_len=10)
-    x = torch.ones(2, 3, 4, dtype=torch.bfloat16)
-    assert rotate(x, table.at(torch.tensor([0, 3]))).dtype == torch.bfloat16
+    assert rotate(x.bfloat16(), table.at(torch.tensor([7]))).dtype == torch.bfloat16
 
 
 def test_defaults_are_restored_after_building() -> None:

@@ -73,11 +73,6 @@ def test_without_noise_blocks_are_equal_and_silence_is_zero() -> None:
     assert not widened(small, how, silent=True).any()
 
 
-def test_a_single_block_is_the_matrix_whatever_the_noise() -> None:
-    small = matrix(4, 6)
-    assert torch.equal(widened(small, Widening(is_product=True), 1.0), small.double())
-
-
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 @pytest.mark.parametrize("copies", COPIES)
 def test_copies_of_an_input_give_copies_of_the_output(copies: int, noise: float) -> None:
