@@ -243,46 +243,6 @@ def test_one_outlier_moves_no_factor_by_more_than_its_step(
         assert np.all((moved >= 1 / ONE_STEP) & (moved <= ONE_STEP))
 
 
-@given(st.integers(1, 4), st.integers(1, 7), st.floats(0.7, 1.5))
-def test_rounds_in_which_some_rows_draft_correct_themselves_and_no_plain_round(
-    num_drafting: int, num_steps: int, error: float
-) -> None:
-    """Up to the drift, which no choice goes by: it is common to all."""
-    costs = model()
-    num_drafts = num_drafting * num_steps
-    draft = sum(
-        (costs.draft_curve(num_drafting, 128)[k + 1] - costs.draft_curve(num_drafting, 128)[k])
-        for k in range(num_steps)
-    )
-    verify = verify_ms(4, num_drafts / 4, 128) * error
-    for _ in range(300):
-        plain = {"draft_ms": 0.0, "verify_ms": verify_ms(4, 0, 128)}
-        costs.observe(**round_of(4, 0, **plain, round_ms=plain["verify_ms"]))
-        shape = {"batch_size": 4, "shape": DraftShape.chain(num_steps), "num_rows": 4 + num_drafts}
-        times = {"draft_ms": draft, "verify_ms": verify, "round_ms": draft + verify}
-        assert costs.observe(
-            **shape, **times, num_drafting=num_drafting, context=128, num_sampled=0
-        )
-    assert costs.verify_ms(4, num_drafts, 128, 0) == pytest.approx(verify, rel=0.02)
-    assert costs.verify_ms(4, 0, 128, 0) == pytest.approx(verify_ms(4, 0, 128), rel=0.02)
-
-
-@given(error=st.floats(0.6, 1.6), num_steps=st.integers(0, 7))
-def test_a_table_that_is_off_is_mostly_forgotten_after_a_dozen_rounds(
-    error: float, num_steps: int
-) -> None:
-    """Of a bucket that ran first, and of one that ran after many rounds of another."""
-    for before in (0, 300):
-        costs = model()
-        for _ in range(before):
-            run(costs, 16, 0)
-        for _ in range(12):
-            run(costs, 4, num_steps, error)
-        found = verify_curve(costs, 4, 128, 0)[4 * num_steps]
-        left = math.log(found / (verify_ms(4, num_steps, 128) * error))
-        assert abs(left) <= 0.4 * abs(math.log(error)) + 1e-9
-
-
 @pytest.mark.parametrize("in_use", [[(4, 0)], [(4, 3)], [(4, 3), (4, 2), (2, 3), (8, 3)]])
 def test_a_machine_that_slows_down_moves_tiers_in_use_and_others_alike(
     in_use: list[tuple[int, int]],
@@ -362,15 +322,6 @@ def test_sizes_that_never_ran_take_the_host_time_of_the_nearest_that_did() -> No
     assert costs.round_ms(16, DraftShape.chain(0), 16, 128, 0) == pytest.approx(
         verify_curve(costs, 16, 128, 0)[0] + 3.0
     )
-
-
-def test_a_table_without_drafts_prices_plain_rounds() -> None:
-    plain = tuple(tuple((verify_ms(b, 0, c),) for b in SIZES) for c in CONTEXTS)
-    nothing = tuple(tuple((0.0,) for _ in SIZES) for _ in CONTEXTS)
-    costs = model(num_steps=(0,), draft_ms=nothing, verify_ms=plain)
-    assert verify_curve(costs, 4, 128, 0).tolist() == [verify_ms(4, 0, 128)]
-    assert costs.round_ms(4, DraftShape.chain(0), 4, 128, 0) == verify_ms(4, 0, 128)
-    assert run(costs, 4, 0, 1.3)
 
 
 def test_the_snapshot_says_what_was_learned_and_is_json() -> None:
@@ -457,17 +408,6 @@ def test_rounds_of_trees_correct_their_own_shape(slower: float, batch_size: int)
     truth = slower * 2 * draft_ms(batch_size, 3, 128), slower * verify_ms(batch_size, 10, 128)
     found = costs.stages_ms(TREE, batch_size, batch_size, 10 * batch_size, 128, 0)
     assert found == pytest.approx(truth, rel=0.02)
-
-
-def test_trees_are_taken_to_hold_what_they_held_of_late() -> None:
-    """As those from texts, which mostly have fewer continuations than there is room for."""
-    costs = model_of_trees()
-    assert costs.drafts_of_trees(TREE, 4) == 40
-    for _ in range(40):
-        verify = verify_ms(4, 6, 128)
-        assert run_tree(costs, 4, num_rows=28, verify_ms=verify)
-    assert costs.drafts_of_trees(TREE, 4) == 24
-    assert costs.drafts_of_trees(TREE, 2) == 12
 
 
 @pytest.mark.parametrize("known_rounds", [0, 200])

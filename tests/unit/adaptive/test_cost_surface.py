@@ -96,12 +96,6 @@ def test_a_table_of_one_batch_size_grows_in_proportion_beyond_it() -> None:
     assert costs.curve(8, 100) == pytest.approx([4.0, 6.0])
 
 
-def test_texts_shorter_than_the_shorter_context_cost_what_it_costs() -> None:
-    costs = CostSurface([[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0])
-    assert costs.curve(1, 1)[0] == costs.curve(1, 100)[0] == 2.0
-    assert costs.curve(1, 150)[0] == pytest.approx(3.0)
-
-
 def test_one_disturbed_cell_does_not_make_its_neighbours_dearer() -> None:
     calm = np.array([[[10.0, 11.0, 12.0, 13.0]]])
     disturbed = calm.copy()

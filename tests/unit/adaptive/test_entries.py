@@ -34,38 +34,16 @@ def rows(backlogs: list[int], num_remaining: list[int]) -> DecodeBatch:
     return replace(decode_batch(len(backlogs)), backlogs=backlogs, num_remaining=num_remaining)
 
 
-def weigh(
-    batch: DecodeBatch, survival: Floats, entry_ms: float = 0.1, costs: RoundCosts = COSTS
-) -> Entries:
-    return Entries.of(batch, survival, costs, entry_ms)
-
-
-def test_rows_that_draft_already_have_nothing_to_make_up_for() -> None:
-    survival = worth(0.8, 0.1)
-    entries = weigh(rows([4, 1], [1, 1]), survival)
-    assert entries.ms == 0
-    assert entries.all_pay
-    assert np.array_equal(entries.of_rows_that_pay(survival), survival)
-
-
 @pytest.mark.parametrize("entry_ms", [0.0, 5.0])
 def test_where_backlogs_are_unknown_or_cost_nothing_every_row_may_begin(entry_ms: float) -> None:
     batch = rows([1000, 1000], [1, 1]) if not entry_ms else decode_batch(2)
     survival = worth(0.5, 0.5)
-    entries = weigh(batch, survival, entry_ms)
+    entries = Entries.of(batch, survival, COSTS, entry_ms)
     assert entries.all_pay
     assert entries.ms == 0
     assert entries.of_rows_that_pay(survival) is survival
     assert entries.of_rows_to_come(survival) is survival
     assert entries.pays_for_another(batch, 0)
-
-
-def test_a_row_that_soon_ends_does_not_begin_and_one_that_has_long_to_go_does() -> None:
-    survival = worth(0.7, 0.7)
-    entries = weigh(rows([200, 200], [3, 400]), survival)
-    shown = entries.of_rows_that_pay(survival)
-    assert not shown[0].any()
-    assert np.array_equal(shown[1], survival[1])
 
 
 @given(
@@ -79,7 +57,7 @@ def test_nobody_begins_who_would_lose_by_it(
 ) -> None:
     batch = rows(backlogs, [num_remaining] * len(backlogs))
     survival = worth(*[rate] * len(backlogs))
-    entries = weigh(batch, survival, entry_ms)
+    entries = Entries.of(batch, survival, COSTS, entry_ms)
     begin = entries.of_rows_that_pay(survival).any(axis=1)
     for backlog, begins in zip(backlogs, begin, strict=True):
         if begins and backlog > 4:
@@ -120,6 +98,21 @@ def test_what_an_entry_takes_is_learned_from_rounds_that_catch_up() -> None:
     assert policy.costs.snapshot()["draft_factors"] == {}, "of other rounds it says nothing"
 
 
+def test_a_probe_pays_for_the_prompt_it_makes_up_for() -> None:
+    policy = policy_that_knows_entries(0.5)
+    batch = rows([200] * 4, [30] * 4)
+    plain = StepTimes(0.0, 20.0, 20.0)
+    for _ in range(4000):
+        steps = policy.choose(batch)
+        if any(steps.row_steps or ()):
+            assert policy.last_reason is Reason.PROBE
+            assert policy.budget.spent_ms >= 0.5 * 200 * sum(k > 0 for k in steps.row_steps or ())
+            assert policy.budget.spent_share <= 0.005
+            return
+        policy.observe(verified_round([0] * 4, 4, 0, times=plain))
+    pytest.fail("there was no probe")
+
+
 def test_a_broken_clock_teaches_nothing_about_entries() -> None:
     costs = CostModel(recorded_table(TWO_CPU_CORES))
     shape = {
@@ -134,18 +127,3 @@ def test_a_broken_clock_teaches_nothing_about_entries() -> None:
         assert not costs.observe(**shape, **times, context=128.0, num_entries=100)
     assert costs.entry_ms == 0
     assert costs.snapshot()["num_refused"] == 4
-
-
-def test_a_probe_pays_for_the_prompt_it_makes_up_for() -> None:
-    policy = policy_that_knows_entries(0.5)
-    batch = rows([200] * 4, [30] * 4)
-    plain = StepTimes(0.0, 20.0, 20.0)
-    for _ in range(4000):
-        steps = policy.choose(batch)
-        if any(steps.row_steps or ()):
-            assert policy.last_reason is Reason.PROBE
-            assert policy.budget.spent_ms >= 0.5 * 200 * sum(k > 0 for k in steps.row_steps or ())
-            assert policy.budget.spent_share <= 0.005
-            return
-        policy.observe(verified_round([0] * 4, 4, 0, times=plain))
-    pytest.fail("there was no probe")

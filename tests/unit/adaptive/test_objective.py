@@ -92,13 +92,6 @@ def test_no_row_drafts_more_than_it_can_use_nor_the_round_more_than_it_affords(
         assert choice.ms == pytest.approx(costs.round_ms(choice.row_steps))
 
 
-def test_rows_that_stop_drafting_early_are_not_paid_for_later_steps() -> None:
-    """Draft steps here cost 1 ms per row: four rows in the first step, one in the second."""
-    step = np.arange(5)[:, None] * np.array([[1.0, 1.0]])
-    costs = RoundCosts(4, step, np.ones(3), np.ones(5), 0.0)
-    assert costs.round_ms(np.array([1, 1, 1, 2])) == 4 + 1 + 1
-
-
 @given(st.integers(1, 8), st.lists(st.floats(0.5, 2), min_size=7, max_size=7))
 def test_a_correction_holds_for_its_stretch_of_drafts_per_row(
     rows: int, factors: list[float]
@@ -140,3 +133,10 @@ def test_beside_prompts_a_plan_is_cut_where_its_tokens_are_worth_most_beyond_the
     assert 0 <= depth <= choice.shape.depth
     best = max(gain(other) for other in range(choice.shape.depth + 1))
     assert gain(depth) == pytest.approx(best, abs=1e-9)
+
+
+def test_rows_that_stop_drafting_early_are_not_paid_for_later_steps() -> None:
+    """Draft steps here cost 1 ms per row: four rows in the first step, one in the second."""
+    step = np.arange(5)[:, None] * np.array([[1.0, 1.0]])
+    costs = RoundCosts(4, step, np.ones(3), np.ones(5), 0.0)
+    assert costs.round_ms(np.array([1, 1, 1, 2])) == 4 + 1 + 1

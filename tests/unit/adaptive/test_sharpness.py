@@ -97,12 +97,6 @@ def test_probes_never_exceed_their_share_of_the_rounds(
         assert sharpness == before or number % PROBE_EVERY_ROUNDS == 0
 
 
-def test_one_that_is_given_is_kept() -> None:
-    policy = SharpnessPolicy((0.4,))
-    assert set(run(policy, lambda _: {0.4: 0.1}, 100)) == {0.4}
-    assert policy.num_probes == 0
-
-
 def controller(**settings: object) -> AdaptiveController:
     config = SpeculativeConfig(
         speculative_algorithm="EAGLE3",

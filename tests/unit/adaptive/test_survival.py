@@ -99,32 +99,12 @@ def test_rounds_learned_together_count_as_they_would_one_by_one(rounds: list[lis
     assert together.num_requests == alone.num_requests
 
 
-@given(st.integers(1, MAX_STEPS).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k))))
-def test_only_positions_up_to_the_first_miss_count_as_tried(row: tuple[int, int]) -> None:
-    steps, correct = row
-    estimator = learned([[("a", steps, correct)]])
-    tried = min(correct + 1, steps)
-    assert estimator.pooled_trials.tolist() == [1.0] * tried + [0.0] * (MAX_STEPS - tried)
-
-
 def test_positions_not_tried_follow_the_level_of_those_that_are() -> None:
     estimator = SurvivalEstimator(MAX_STEPS)
     observe(estimator, [(str(kept), 5, kept) for kept in range(6)], times=200)
     before = estimator.pooled_rates
     observe(estimator, [("a", 1, 0), ("b", 1, 1), ("c", 1, 0)], times=200)
     assert (estimator.pooled_rates < before - 0.1).all()
-
-
-@pytest.mark.parametrize("steps", [1, MAX_STEPS])
-def test_who_accepts_everything_ranks_above_who_accepts_nothing_at_every_position(
-    steps: int,
-) -> None:
-    """Also at positions that neither of them has tried."""
-    estimator = SurvivalEstimator(MAX_STEPS)
-    observe(estimator, [("easy", steps, steps), ("hard", steps, 0)], times=8)
-    easy, unknown, hard = estimator.survival(["easy", "unknown", "hard"])
-    assert (easy > unknown + 0.01).all()
-    assert (unknown > hard + 0.01).all()
 
 
 def test_one_hit_or_miss_more_moves_a_request_the_way_it_should() -> None:
@@ -333,16 +313,6 @@ def test_of_trees_too_survival_lies_within_0_and_1_and_falls_with_the_level(
         assert (np.diff(survival, axis=1) <= 0).all()
 
 
-def test_without_trees_every_estimate_is_the_same_to_the_bit() -> None:
-    """Shapes that nobody drafts change nothing about chains."""
-    rows = [(str(kept), 5, kept) for kept in range(6)]
-    without, beside = SurvivalEstimator(MAX_STEPS), SurvivalEstimator(MAX_STEPS, trees=TREES)
-    for estimator in (without, beside):
-        observe(estimator, rows, times=50)
-    assert without.pooled_rates.tolist() == beside.pooled_rates.tolist()
-    assert without.survival(["3"]) == pytest.approx(beside.survival(["3"]), rel=1e-12)
-
-
 @pytest.mark.parametrize("gain", [1.2, 8.0])
 def test_each_shape_finds_its_own_rates_level_by_level(gain: float) -> None:
     estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
@@ -351,15 +321,6 @@ def test_each_shape_finds_its_own_rates_level_by_level(gain: float) -> None:
     for tree in TREES:
         truth = eased(RATES, gain)[: tree.depth]
         assert estimator.rates(tree) == pytest.approx(truth, abs=0.06)
-
-
-def test_a_tree_nobody_drafts_follows_the_chains() -> None:
-    estimator = SurvivalEstimator(MAX_STEPS, trees=TREES)
-    drafted(estimator, RATES, [CHAIN, *TREES])
-    harder = RATES / 2
-    drafted(estimator, harder, [CHAIN])
-    truth = eased(harder, 3.0)[:4]
-    assert estimator.rates(TREES[1]) == pytest.approx(truth, abs=0.12)
 
 
 def test_what_a_request_keeps_of_trees_moves_its_chains_and_the_other_way_round() -> None:
@@ -377,9 +338,3 @@ def test_what_a_request_keeps_of_trees_moves_its_chains_and_the_other_way_round(
 def test_a_tree_deeper_than_any_chain_is_refused() -> None:
     with pytest.raises(ValueError, match="max_steps=5"):
         SurvivalEstimator(MAX_STEPS, trees=[DraftShape(6, 20, 4)])
-
-
-def test_a_snapshot_tells_the_shapes_apart() -> None:
-    shown = drafted(SurvivalEstimator(MAX_STEPS, trees=TREES), RATES, [*TREES]).snapshot()
-    levels = json.loads(json.dumps(shown))["trees"]
-    assert {name: len(of_shape) for name, of_shape in levels.items()} == {"2x6": 2, "4x15": 4}
