@@ -307,14 +307,6 @@ def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -
     assert made.snapshot()["learned_draft_tokens"] == 0
 
 
-def test_a_changed_tier_is_returned_once_and_used_by_the_next_round() -> None:
-    made = controller(TWO_SLOTS)
-    assert choose(made, 2) == 3
-    assert told(made, [3, 3], 2, 3) == 7
-    assert choose(made, 2) == 7
-    assert told(made, [7, 7], 2, 7) is None
-
-
 def test_an_empty_batch_is_no_decision() -> None:
     target = controller(TWO_SLOTS)
     assert choose(target, 4) == 3

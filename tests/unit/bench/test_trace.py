@@ -106,16 +106,21 @@ def test_recording_leaves_the_engine_as_it_was(make: MakeLLM) -> None:
     assert len(after.rounds) == len(before.rounds)
 
 
-def test_rounds_that_could_not_draft_whole_are_no_record(make: MakeLLM) -> None:
-    engine = make("EAGLE3", DEPTH, max_num_batched_tokens=12).engine
-    with pytest.raises(ValueError, match="max_num_batched_tokens"):
-        record(engine, requests(), NUM_TOKENS)
-
-
-def test_an_engine_with_several_tiers_can_not_record(make: MakeLLM) -> None:
-    several = {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"}
-    with pytest.raises(ValueError, match="candidate_steps"):
-        record(make("EAGLE3", 3, **several).engine, requests(), NUM_TOKENS)
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"max_num_batched_tokens": 12}, "max_num_batched_tokens"),
+        (
+            {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"},
+            "candidate_steps",
+        ),
+    ],
+)
+def test_an_engine_whose_rounds_may_not_draft_whole_can_not_record(
+    make: MakeLLM, keys: dict[str, object], problem: str
+) -> None:
+    with pytest.raises(ValueError, match=problem):
+        record(make("EAGLE3", 3, **keys).engine, requests(), NUM_TOKENS)
 
 
 TOPK = 2

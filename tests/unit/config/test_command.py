@@ -35,13 +35,21 @@ def test_the_printed_configuration_is_the_resolved_one(
     assert ServeSpecConfig.load(printed) == ServeSpecConfig.load(file, page_size=4)
 
 
-def test_a_refused_configuration_prints_its_problems_and_fails(
-    file: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argv", "problem"),
+    [
+        (["{file}", "page_size=0"], "cache.page_size=0: "),
+        (["--draft", "{file}", "{file}", "page_size=0"], "cache.page_size=0: "),
+        (["--draft", "nowhere"], "--draft='nowhere': nothing at "),
+    ],
+)
+def test_what_is_refused_is_told_and_nothing_else_is_printed(
+    file: Path, argv: list[str], problem: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([str(file), "page_size=0"]) == 1
+    assert main([word.format(file=file) for word in argv]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("cache.page_size=0: ")
+    assert printed.err.startswith(problem)
 
 
 def test_api_keys_are_not_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,20 +121,6 @@ def test_a_draft_is_explained_alone_or_beside_the_target_of_a_file(
     ):
         assert main(argv) == 0
         assert capsys.readouterr().out == said + "\n"
-
-
-def test_a_draft_that_is_nowhere_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--draft", "nowhere"]) == 1
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("--draft='nowhere': nothing at ")
-
-
-def test_a_bad_configuration_is_refused_before_its_draft_is_explained(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["--draft", str(tmp_path / "draft"), str(file), "page_size=0"]) == 1
-    assert capsys.readouterr().out == ""
 
 
 def test_one_of_file_and_draft_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
