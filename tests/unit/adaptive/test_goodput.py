@@ -501,17 +501,15 @@ def test_rough_costs_that_rounds_contradict_make_way_for_ema(factor: float) -> N
 
 def test_goodput_may_be_asked_for_while_there_are_no_costs() -> None:
     made = AdaptiveController(PolicySettings(DraftShape.chain(2)), None)
-    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
-    assert not made.weighs_costs
-    made.use_costs(TABLE)
-    assert made.snapshot()["strategy"] == "static", "costs change no strategy"
-    made = AdaptiveController(PolicySettings(DraftShape.chain(2)), None)
-    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
     made.reconfigure({"min_dwell_rounds": 3})
     assert made.weighs_costs
     assert made.snapshot()["strategy"] == "ema"
     made.use_costs(TABLE)
     assert made.snapshot()["strategy"] == "goodput"
+    made.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 1})
+    assert not made.weighs_costs
+    made.use_costs(TABLE)
+    assert made.snapshot()["strategy"] == "static", "costs change no strategy"
 
 
 def test_rounds_of_which_no_row_goes_on_teach_what_they_cost_and_nothing_else() -> None:

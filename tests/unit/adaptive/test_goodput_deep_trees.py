@@ -87,10 +87,6 @@ def speed(policy: StepPolicy, traces: TraceSet, laps: int = 2) -> float:
     return play(policy, traces, laps).tokens_per_ms
 
 
-def fixed(tree: DraftShape) -> StaticPolicy:
-    return StaticPolicy(tree)
-
-
 @pytest.mark.parametrize("expected_rate", [None, 0.45], ids=["knowing nothing", "expecting little"])
 def test_a_deeper_tree_that_pays_is_found_within_some_150_rounds(
     expected_rate: float | None,
@@ -100,7 +96,7 @@ def test_a_deeper_tree_that_pays_is_found_within_some_150_rounds(
     for order in ORDERS:
         traces = in_order(TRACES, order)
         policy = goodput(expected_rate)
-        shares.append(speed(policy, traces) / speed(fixed(DEEP), traces))
+        shares.append(speed(policy, traces) / speed(StaticPolicy(DEEP), traces))
         assert policy.budget.spent_share <= EXPLORATION_SHARE
     assert sum(shares) / len(shares) >= 0.98
     assert min(shares) >= 0.95
@@ -114,7 +110,7 @@ def test_a_deeper_tree_that_does_not_pay_is_left_for_the_other() -> None:
         policy = goodput()
         report = play(policy, traces, laps=8)
         rounds += report.rounds_by_shape
-        shares.append(report.tokens_per_ms / speed(fixed(SHALLOW), traces, laps=8))
+        shares.append(report.tokens_per_ms / speed(StaticPolicy(SHALLOW), traces, laps=8))
         assert policy.budget.spent_share <= EXPLORATION_SHARE
     assert rounds[DEEP] <= 0.05 * rounds.total()
     assert sum(shares) / len(shares) >= 0.97

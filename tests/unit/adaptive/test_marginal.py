@@ -18,6 +18,7 @@ from serve_spec.adaptive.marginal import (
 from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
 from tests.unit.adaptive.test_cost_model import (
     TREE,
+    draft_ms,
     model,
     model_of_trees,
     verify_ms,
@@ -27,32 +28,20 @@ MAX_STEPS = 7
 CONTEXT = 128
 
 
-def marginal(costs: CostModel, rate: float, most: int = MAX_STEPS) -> dict[int, float]:
+def marginal(
+    costs: CostModel, rate: float, most: int = MAX_STEPS, **trees: Any
+) -> dict[int, float]:
     rates = np.full(MAX_STEPS, rate)
-    return marginal_ms_by_rows(costs, rates, context=CONTEXT, bound=lambda size: most)
+    return marginal_ms_by_rows(costs, rates, context=CONTEXT, bound=lambda size: most, **trees)
 
 
-def marginal_with_trees(rate: float, of_level: float, most: int = MAX_STEPS) -> dict[int, float]:
-    """The same, where a batch may draft a tree, too."""
-    return marginal_ms_by_rows(
-        model_of_trees(),
-        np.full(MAX_STEPS, rate),
-        context=CONTEXT,
-        bound=lambda size: most,
-        trees=lambda size: {TREE: np.full(TREE.depth, of_level)},
-    )
-
-
-def test_at_an_idle_engine_it_is_the_time_per_token_of_a_request_alone() -> None:
-    assert marginal(model(), 0.5, most=0)[0] == pytest.approx(verify_ms(1, 0, CONTEXT))
-
-
-def test_without_drafts_it_is_what_a_doubling_of_the_batch_gains() -> None:
+def test_without_drafts_it_is_the_time_of_a_row_alone_and_then_what_a_doubling_gains() -> None:
     def speed(rows: int) -> float:
         return rows / verify_ms(rows, 0, CONTEXT)
 
     found = marginal(model(), 0.5, most=0)
     assert list(found) == [0, 1, 2, 4, 8], "up to the largest measured batch, 16"
+    assert found[0] == pytest.approx(verify_ms(1, 0, CONTEXT))
     assert found[4] == pytest.approx(4 / (speed(8) - speed(4)))
 
 
@@ -60,9 +49,15 @@ def test_without_drafts_it_is_what_a_doubling_of_the_batch_gains() -> None:
 def test_trees_never_make_the_first_request_dearer_and_the_order_stays(
     rate: float, of_level: float
 ) -> None:
-    found = marginal_with_trees(rate, of_level)
+    def beside_trees(level: float) -> dict[int, float]:
+        rates = {TREE: np.full(TREE.depth, level)}
+        return marginal(model_of_trees(), rate, trees=lambda size: rates)
+
+    found = beside_trees(of_level)
     assert found[0] <= marginal(model_of_trees(), rate)[0]
     assert list(found.values()) == sorted(found.values())
+    whole_ms = 2 * draft_ms(1, TREE.depth, CONTEXT) + verify_ms(1, TREE.size, CONTEXT)
+    assert beside_trees(1.0)[0] <= whole_ms / (1 + TREE.depth) * (1 + 1e-9)
 
 
 @given(low=st.floats(0, 1), high=st.floats(0, 1))

@@ -25,22 +25,13 @@ def load(num_requests: int = 100, rows: int = 64, tokens: int = 80) -> PromptLoa
     return found
 
 
-def menu(*tiers: tuple[float, float, int]) -> Menu:
-    """Tokens, ms and rows of every tier."""
-    tokens, ms, rows = map(np.array, zip(*tiers, strict=True))
-    return Menu(tokens, rows, ms, tokens / ms, lambda k: np.full(1, k))
+TOKENS, MS = np.array([10.0, 16.0, 18.0]), np.array([4.0, 5.0, 6.0])
+TIERS = Menu(TOKENS, np.array([10, 20, 30]), MS, TOKENS / MS, lambda k: np.full(1, k))
 
 
 def alike(num_prompt_rows: Floats, num_rows: Counts) -> Floats:
     """Rows of prompts that take the same beside anything."""
     return 0.02 * num_prompt_rows + 0.0 * num_rows
-
-
-TIERS = menu((10.0, 4.0, 10), (16.0, 5.0, 20), (18.0, 6.0, 30))
-
-
-def added(found: PromptLoad, tiers: Menu = TIERS) -> Floats:
-    return found.added_ms(tiers.tokens, tiers.ms, tiers, alike)
 
 
 @given(st.integers(1, 300), st.integers(1, 4000), st.integers(1, 4000))
@@ -52,17 +43,13 @@ def test_requests_that_are_alike_are_told_by_any_number_of_them(
     assert found.rows_per_prompt == pytest.approx(rows)
 
 
-def test_where_rows_take_the_same_beside_any_round_all_tokens_bear_the_same() -> None:
-    per_token = added(load()) / TIERS.tokens
-    assert per_token == pytest.approx([0.02 * 64 / 80] * 3)
-
-
 @given(st.floats(0.05, 40.0))
 def test_the_mean_over_chance_is_the_mean_of_what_is_brought(prompts_a_round: float) -> None:
-    """As many rows as tokens bring, however they come together."""
+    """As many rows as tokens bring, however they come together, beside rounds of any size."""
     found = load(rows=64, tokens=max(1, round(640 / prompts_a_round)))
-    brought = found.rows_per_token * 10.0
-    assert added(found, menu((10.0, 4.0, 10))) == pytest.approx([0.02 * brought], rel=0.03)
+    brought = found.rows_per_token * TIERS.tokens
+    added = found.added_ms(TIERS.tokens, TIERS.ms, TIERS, alike)
+    assert added == pytest.approx(0.02 * brought, rel=0.03)
 
 
 def rounds_of_a_text(num_tokens: int, chances: list[float]) -> float:

@@ -9,10 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.objective import Floats, RoundCosts
-from serve_spec.adaptive.params import AdaptiveSpeculativeParams
-from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.text_first import RETRY_FOUND, RETRY_STEPS, TextFirst, text_steps
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch
@@ -95,17 +92,6 @@ def test_what_a_model_drafts_says_nothing_of_drafts_from_texts() -> None:
     for _ in range(50):
         first.observe_rounds([lesson(0, batch, from_text=False)])
     assert first.survival.pooled_rates == pytest.approx(before)
-
-
-@pytest.mark.parametrize(
-    "policy", [EmaPolicy(AdaptiveSpeculativeParams(4), 0), PerRequestPolicy(4)]
-)
-def test_nor_do_drafts_from_texts_of_a_model(policy: EmaPolicy | PerRequestPolicy) -> None:
-    batch = with_text(decode_batch(2))
-    before = policy.choose(batch)
-    for _ in range(50):
-        policy.observe(replace(lesson(0, batch, from_text=True), shape=before.shape))
-    assert policy.choose(batch) == before
 
 
 def test_what_is_passed_over_is_tried_again_now_and_then_if_that_can_be_afforded() -> None:

@@ -106,21 +106,12 @@ def test_recording_leaves_the_engine_as_it_was(make: MakeLLM) -> None:
     assert len(after.rounds) == len(before.rounds)
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ({"max_num_batched_tokens": 12}, "max_num_batched_tokens"),
-        (
-            {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"},
-            "candidate_steps",
-        ),
-    ],
-)
-def test_an_engine_whose_rounds_may_not_draft_whole_can_not_record(
-    make: MakeLLM, keys: dict[str, object], problem: str
-) -> None:
-    with pytest.raises(ValueError, match=problem):
-        record(make("EAGLE3", 3, **keys).engine, requests(), NUM_TOKENS)
+def test_an_engine_whose_rounds_may_not_draft_whole_can_not_record(make: MakeLLM) -> None:
+    several = {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"}
+    narrow = {"max_num_batched_tokens": 12}
+    for keys, problem in ((several, "candidate_steps"), (narrow, "max_num_batched_tokens")):
+        with pytest.raises(ValueError, match=problem):
+            record(make("EAGLE3", 3, **keys).engine, requests(), NUM_TOKENS)
 
 
 TOPK = 2
