@@ -83,5 +83,6 @@ def test_a_worked_case() -> None:
     assert speedup(0.8, 3, round_ms) == pytest.approx(2.952 / 1.3)
     assert best_num_steps(0.8, round_ms) == 3
     assert break_even(round_ms) == BreakEven(pytest.approx(0.1), 1)
+    assert break_even_rate(1, [1.0, 2.1]) is None, "dearer than all its tokens"
     rows = {"verify_ms_per_row": 0.5, "batch_size": 4}  # those beyond the first, of every sequence
     assert round_times(draft_ms=1, target_ms=10, max_steps=2, **rows) == [10, 13, 16]

@@ -95,6 +95,8 @@ def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
         ("version", 2, "version=2, but format 1 is read here"),
         ("batch_sizes", [2, 1], r"batch_sizes=\[2, 1\]: must ascend"),
         ("batch_sizes", [1, 1], r"batch_sizes=\[1, 1\]: must ascend"),
+        ("batch_sizes", [0, 1], r"batch_sizes=\[0, 1\]: must ascend"),
+        ("batch_sizes", [], r"batch_sizes=\[\]: must ascend"),
         ("batch_sizes", [1, 2, 4], r"len\(draft_ms\.0\)=2: must be 3"),
         ("num_steps", [1, 2, 3], r"num_steps=\[1, 2, 3\]: must begin with 0"),
         ("num_steps", [0, 1], r"len\(draft_ms\.0\.0\)=3: must be 2"),
