@@ -57,14 +57,14 @@ def test_speculation_that_loses_is_off_most_of_the_time(speedup: float) -> None:
     assert run(SpeedGuard(), speedup, 4000, seed=1) > 0.75 * 4000
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(5))
 def test_chance_does_not_close_a_guard_where_speculation_gains(seed: int) -> None:
     guard = SpeedGuard()
     run(guard, 1.15, 10_000, seed)
     assert guard.num_closings <= 2
 
 
-@pytest.mark.parametrize("slower", [0.3, 3.0])
+@pytest.mark.parametrize("slower", [0.3, 0.5, 2.0, 3.0])
 def test_a_machine_that_changes_its_speed_between_plain_rounds_closes_nothing(
     slower: float,
 ) -> None:

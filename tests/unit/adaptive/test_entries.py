@@ -69,6 +69,12 @@ def test_nobody_begins_who_would_lose_by_it(
             assert min(lost) <= 1e-9
 
 
+def test_a_row_that_joins_begins_where_one_of_the_batch_would() -> None:
+    entries = Entries.of(rows([0, 0], [100, 100]), worth(0.7, 0.7), COSTS, 0.1)
+    joined = rows([0, 0, 40, 4000], [100] * 4)
+    assert [entries.pays_for_another(joined, row) for row in (2, 3)] == [True, False]
+
+
 def policy_that_knows_entries(entry_ms: float) -> GoodputPolicy:
     policy = GoodputPolicy(
         CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=0, initial_steps=3
