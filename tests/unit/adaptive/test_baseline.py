@@ -78,6 +78,16 @@ def test_a_machine_that_changes_its_speed_between_plain_rounds_closes_nothing(
     assert guard.num_closings == 0
 
 
+def test_what_looks_slower_is_compared_with_new_plain_rounds_before_it_counts() -> None:
+    guard = SpeedGuard()
+    for num_closings in (0, 1):
+        guard.observe_off(OFF_MS, OFF_MS)
+        for _ in range(1000):
+            guard.observe(1, 1, 3 * OFF_MS, OFF_MS)
+        assert guard.is_in_doubt
+        assert guard.num_closings == num_closings
+
+
 def test_a_closed_guard_opens_again_each_time_later_but_never_stays_shut() -> None:
     guard = SpeedGuard()
     waits = []
