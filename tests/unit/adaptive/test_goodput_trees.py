@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -187,8 +188,11 @@ def test_snapshots_name_every_shape_beside_the_steps_of_chains() -> None:
     controller = AdaptiveController(settings, table(GPU_8B))
     simulator = Simulator(ControllerPolicy(controller), TRACES, GPU_8B)
     simulator.run(Phase("unpredictable", 1, 8, 94))
-    shown: Any = controller.snapshot()
+    shown: Any = json.loads(json.dumps(controller.snapshot()))
     assert shown["fallback"] is None
+    assert list(shown["marginal_ms_by_rows"])[:3] == ["0", "1", "2"], "routers read it"
+    with_trees, without = (goodput(**keys).snapshot() for keys in ({}, {"trees": {}}))
+    assert with_trees["marginal_ms_by_rows"]["0"] < without["marginal_ms_by_rows"]["0"]  # type: ignore[index]
     names = [*map(str, range(8)), *map(str, TRACES.trees)]
     assert list(shown["predicted_goodput"]) == names
     assert set(shown["rounds_by_num_steps"]) <= set(names)
