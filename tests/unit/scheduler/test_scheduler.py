@@ -11,24 +11,15 @@ from serve_spec.core.plan import (
     BatchResult,
     EditedText,
     ScheduledBatch,
-    ScheduledRequest,
     WorkerLimits,
 )
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler.scheduler import Scheduler
 
-PAGE = 4
 ALONE, AHEAD = WorkerLimits(0), WorkerLimits(8, async_scheduling=True)
-TOPK = 3
-TREES = [
-    DraftShape(3, 8, TOPK),
-    DraftShape(1, 2, TOPK),
-    DraftShape(4, 30, TOPK),
-    DraftShape(7, 7, TOPK),
-]
 
 
 def token_at(seed: int, position: int) -> int:
@@ -37,52 +28,18 @@ def token_at(seed: int, position: int) -> int:
 
 
 class PretendedWorker:
-    """Executes plans by arithmetic and checks what a real worker would rely on.
-
-    The host may learn of its rounds one round late, as of a device's.
-    """
+    """Executes plans by arithmetic; `test_prefix.py` has one that checks what it is given."""
 
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
-        self.draft_entries: dict[str, int] = {}
-        self.lengths: dict[str, int] = {}
-        self.counted: dict[str, list[int]] = {}
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
-        owners: dict[int, str] = {}
         drawn = []
         for row in plan.rows:
-            assert row.token_ids, "an empty row"
-            if not (plan.follows and row.is_decode):
-                self.lengths[row.request_id] = row.length
-            length = self.lengths[row.request_id]
-            written = max(row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.tree_drafts))
-            assert length + written <= len(row.page_ids) * PAGE
-            assert (row.tree_drafts > 0) == (not plan.shape.is_chain and row.num_steps > 0)
-            for page in row.page_ids:
-                assert owners.setdefault(page, row.request_id) == row.request_id
-            if row.extends:
-                made = self.draft_entries.get(row.request_id, 0)
-                # Entries made while drafting are stale; only those of a catch-up may be trusted.
-                assert plan.follows or row.draft_start in (0, made)
-                made = made if plan.follows else row.draft_start
-                assert 1 <= length - 1 - made <= row.num_missing <= plan.max_missing
-                assert plan.follows or len(row.extend_ids) == length - 1 - made
-                self.draft_entries[row.request_id] = length - 1
             if row.samples:
                 count = self.rng.randint(0, row.num_steps) + 1
-                drawn.append([token_at(row.seed, length + i) for i in range(count)])
-                self.lengths[row.request_id] += count
-                if row.params.counts_tokens:
-                    self.count(row, length, drawn[-1])
+                drawn.append([token_at(row.seed, row.length + i) for i in range(count)])
         return BatchResult(drawn, 0.0, 0.0)
-
-    def count(self, row: ScheduledRequest, length: int, drawn: list[int]) -> None:
-        """What a penalty counts: what the host last told, and what the device drew since."""
-        if row.edited is not None:
-            self.counted[row.request_id] = list(row.edited.token_ids)
-        assert self.counted[row.request_id] == [token_at(row.seed, p) for p in range(length)]
-        self.counted[row.request_id] += drawn
 
 
 def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
@@ -106,13 +63,6 @@ def sequence(name: str, num_prompt: int, **params: object) -> Sequence:
     return Sequence(name, SamplingParams(**params), ids, num_prompt, seed)
 
 
-def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
-    """Any tier, and any share of it for each row."""
-    shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
-    rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
-    return RoundSteps(shape, rng.choice([None, rows]))
-
-
 def planned(
     scheduler: Scheduler,
     num_steps: int,
@@ -133,70 +83,6 @@ def step(
     scheduler.commit(plan, worker.execute(plan), cut)
     scheduler.check_integrity()
     return plan
-
-
-@pytest.mark.parametrize("runs_ahead", [False, True])
-def test_random_rounds_lose_no_token_and_no_page(runs_ahead: bool) -> None:
-    """Admissions, cancellations, preemptions, stops and tier changes in any order.
-
-    One round is in flight while another is planned, or none.
-    """
-    rng = random.Random(1)
-    scheduler = make(num_pages=26, max_num_batched_tokens=24)
-    worker = PretendedWorker(rng)
-    limits = AHEAD if runs_ahead else ALONE
-    everyone: list[Sequence] = []
-    lengths_at_abort: dict[str, int] = {}
-    num_ahead = num_prompts_ahead = 0
-    flight: tuple[ScheduledBatch, BatchResult] | None = None
-
-    def run(under_way: ScheduledBatch | None) -> tuple[ScheduledBatch, BatchResult] | None:
-        plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, under_way)
-        if plan is None:
-            return None
-        assert sum(row.query_len for row in plan.rows) <= 24
-        return plan, worker.execute(plan)
-
-    for turn in range(3000):
-        if turn < 2500 and rng.random() < 0.2 and len(scheduler.waiting) < 5:
-            num_prompt = rng.randint(1, 40)
-            stops = (token_at(turn, num_prompt + rng.randint(0, 60)),)
-            params = {
-                "max_tokens": rng.randint(1, 40),
-                "stop_token_ids": stops if rng.random() < 0.5 else (),
-                "speculative": SpeculativeOptions(rng.random() < 0.8, rng.choice([None, 0, 2])),
-                "frequency_penalty": rng.choice([0, 1]),
-            }
-            everyone.append(sequence(str(turn), num_prompt, **params))
-            scheduler.add(everyone[-1])
-        if rng.random() < 0.02 and scheduler.has_work:
-            victim = rng.choice(list(scheduler.sequences()))
-            assert scheduler.abort(victim.request_id) is victim
-            assert victim.finish_reason is FinishReason.ABORT
-            lengths_at_abort[victim.request_id] = len(victim)
-        flight = flight or run(None)
-        if flight is None:
-            assert not scheduler.has_work
-            continue
-        ahead = run(flight[0]) if runs_ahead else None
-        if ahead is not None:
-            num_ahead += 1
-            num_prompts_ahead += not all(row.is_decode for row in ahead[0].rows)
-        scheduler.commit(*flight, cut)
-        scheduler.check_integrity()
-        flight = ahead
-    assert not scheduler.has_work, "five hundred rounds end whatever is left"
-    assert scheduler.cache.num_free_pages == 26
-    assert len(everyone) - len(lengths_at_abort) > 100
-    assert len(lengths_at_abort) > 20
-    assert scheduler.num_preemptions > 20, "the pool must be small enough to force preemption"
-    assert (num_ahead > 500) == (num_prompts_ahead > 20) == runs_ahead
-    for seq in everyone:
-        expected = [token_at(seq.seed, p) for p in range(len(seq))]
-        assert seq.token_ids == expected, "a token was lost or repeated"
-        assert len(seq) == lengths_at_abort.get(seq.request_id, len(seq))
-        assert seq.num_output_tokens <= seq.params.max_tokens
-        assert not {*seq.params.stop_token_ids} & {*seq.output_token_ids[:-1]}
 
 
 @pytest.mark.parametrize("num_steps", [0, 3, 7])
