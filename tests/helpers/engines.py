@@ -4,8 +4,9 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -54,37 +55,48 @@ def _repeating_heads(directory: Path, target: Path, num_heads: int) -> Path:
     return write_checkpoint(directory, {"model_type": "medusa", "num_heads": num_heads}, tensors)
 
 
-class SwitchingController:
+class FakeController:
+    """Drafts what a function of the batch says, and remembers what it was told."""
+
+    switch_reason = None
+    notes = NO_NOTES
+
+    def __init__(
+        self, shapes: Sequence[int | DraftShape], choose: Callable[[DecodeBatch], RoundSteps]
+    ) -> None:
+        self.shapes = [DraftShape.chain(s) if isinstance(s, int) else s for s in shapes]
+        self.choose_steps = choose
+        self.told: list[StepRecord] = []
+        self.left: list[str] = []
+
+    def on_verify_complete(self, verified: StepRecord) -> None:
+        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
+        assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
+        self.told.append(verified)
+
+    def forget(self, request_id: str) -> None:
+        self.left.append(request_id)
+
+    def snapshot(self) -> dict[str, object]:
+        return {}
+
+
+class SwitchingController(FakeController):
     """Another shape every round, and another share of it for each row if `ragged`.
 
     A number stands for the chain of that depth.
     """
 
     def __init__(self, tiers: Sequence[int | DraftShape], ragged: bool) -> None:
-        self.shapes = [DraftShape.chain(t) if isinstance(t, int) else t for t in tiers]
-        self.ragged = ragged
-        self.switch_reason = None
-        self.notes = NO_NOTES
-        self._turns = cycle(self.shapes)
-        self._num_rounds = 0
+        super().__init__(tiers, self._switch)
+        self._ragged = ragged
+        self._numbers = count()
 
-    def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        self._num_rounds += 1
-        shape = next(self._turns)
-        if not self.ragged:
-            return RoundSteps(shape)
-        row_steps = [shape.depth - (self._num_rounds + i) % 3 for i in range(batch.size)]
-        return RoundSteps(shape, [max(0, steps) for steps in row_steps])
-
-    def on_verify_complete(self, verified: StepRecord) -> None:
-        rows = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
-        assert all(0 <= correct <= steps <= verified.shape.depth for correct, steps in rows)
-
-    def forget(self, request_id: str) -> None:
-        pass
-
-    def snapshot(self) -> dict[str, object]:
-        return {}
+    def _switch(self, batch: DecodeBatch) -> RoundSteps:
+        number = next(self._numbers)
+        shape = self.shapes[number % len(self.shapes)]
+        row_steps = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
+        return RoundSteps(shape, row_steps if self._ragged else None)
 
 
 def llm_maker(pair: Pair, device: str) -> MakeLLM:
@@ -138,24 +150,45 @@ def texts(outputs: Sequence[RequestOutput]) -> list[tuple[int, ...]]:
 
 
 def checked(llm: LLM) -> LLM:
-    """The same engine, with its pages and lengths verified after every step."""
-    step = llm.engine.step
+    """The same engine, with its pages and lengths, and what it keeps, verified after every step."""
+    engine, step = llm.engine, llm.engine.step
 
     def step_and_check() -> list[TokenDelta]:
         deltas = step()
-        llm.engine.scheduler.check_integrity()
+        engine.scheduler.check_integrity()
+        if not engine.has_work:
+            texts: Any = engine.scheduler.texts
+            assert engine.worker.grammars.num_followed == 0, "the grammar of a request that ended"
+            assert texts is None or len(texts) == 0, "the text of a request that ended"
+            assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"
         return deltas
 
     llm.engine.step = step_and_check  # type: ignore[method-assign]
     return llm
 
 
+def control(llm: LLM, controller: FakeController) -> FakeController:
+    """Replace the policy of an engine."""
+    llm.engine.worker.init_states(controller.shapes)
+    llm.engine.controller = controller  # type: ignore[assignment]
+    return controller
+
+
+def always_three(llm: LLM) -> FakeController:
+    """Replace the policy by one that drafts chains of three."""
+    return control(llm, FakeController([3], lambda _: RoundSteps(DraftShape.chain(3))))
+
+
 def switch_every_round(llm: LLM, tiers: Sequence[int | DraftShape], *, ragged: bool = True) -> None:
     """Replaces the policy by one that changes tier every round: no policy would, engines must."""
-    engine = llm.engine
-    controller = SwitchingController(tiers, ragged)
-    engine.worker.init_states(controller.shapes)
-    engine.controller = controller  # type: ignore[assignment]
+    control(llm, SwitchingController(tiers, ragged))
+
+
+def heard_steps(llm: LLM) -> list[StepRecord]:
+    """Return the record of every step from now on."""
+    steps: list[StepRecord] = []
+    llm.engine.metrics = SimpleNamespace(observe=steps.append)
+    return steps
 
 
 def heard_plans(llm: LLM) -> list[ScheduledBatch]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -52,6 +53,21 @@ def is_of(text: str, grammar: Grammar) -> bool:
             while "()" in inner:
                 inner = inner.replace("()", "")
             return inner == ""
+
+
+def check_text(token_ids: Sequence[int], grammar: Grammar) -> None:
+    """Assert that every token was legal, and that a text which the grammar ended is one of it.
+
+    Tokens are judged one at a time, by a matcher of their own.
+    """
+    matcher = byte_compiler().matcher(grammar)
+    for token in token_ids:
+        assert token in ids_of(matcher.mask())
+        if token != EOS_ID:
+            assert matcher.advance([token])
+    text = bytes(token for token in token_ids if token != EOS_ID).decode(errors="surrogateescape")
+    assert EOS_ID not in token_ids[:-1]
+    assert token_ids[-1] != EOS_ID or is_of(text, grammar)
 
 
 def is_valid(text: str, schema: Any) -> bool:

@@ -80,7 +80,7 @@ def any_life(rng: Random) -> Life:
     for strategy in ("ema", "per_request"):  # the latter drafts to another depth for every request
         depths.append({"speculative_adaptive": True, "speculative_adaptive_strategy": strategy})
     turns = [rng.choice(depths) for _ in range(rng.randint(2, 9))]
-    return Life(
+    life = Life(
         pair=rng.choice(["usual", "usual", "other"]),
         algorithm=algorithm,
         keys=keys,
@@ -88,6 +88,8 @@ def any_life(rng: Random) -> Life:
         depths=[*turns, rng.choice(depths[1:])],  # some drafts in every life
         arrivals=any_arrivals(rng),
     )
+    keys["async_scheduling"] = rng.random() < 0.5
+    return life
 
 
 def any_arrivals(rng: Random) -> list[Arrival]:
@@ -190,6 +192,8 @@ def met(llm: LLM, num_pages: int) -> set[str]:
     assert snapshot["kv"]["free_pages"] == num_pages
     assert snapshot["num_running"] == snapshot["num_waiting"] == 0
     assert snapshot["fallback"] is None
+    controller: Any = llm.engine.controller
+    assert not getattr(controller._policy, "_speculators", ()), "the requests have ended"
     counts = {
         "accepted drafts": snapshot["counters"]["correct_drafts"],
         "preemptions": snapshot["num_preemptions"],

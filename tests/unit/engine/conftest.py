@@ -1,7 +1,12 @@
 """A tiny random pair, and engines on it."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
+from serve_spec.engine import build, costs
+from serve_spec.engine.profile import Measurement, measure_costs
 from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair
 
 
@@ -13,3 +18,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
 @pytest.fixture(scope="session")
 def make_llm(pair: Pair) -> MakeLLM:
     return llm_maker(pair, "cpu")
+
+
+@pytest.fixture
+def budgets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Within what time costs were to be measured: the first attempt fails, others take a moment."""
+    asked: list[float] = []
+
+    def measure(worker: Any, *, budget_s: float, **sizes: Any) -> Measurement:
+        asked.append(budget_s)
+        if len(asked) == 1:
+            raise RuntimeError("the device is lost")
+        return measure_costs(worker, budget_s=0.3, **sizes)
+
+    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
+    monkeypatch.setattr(build, "measure_costs", measure)
+    monkeypatch.setattr(costs, "_FIRST_PAUSE_S", 0.0)
+    return asked

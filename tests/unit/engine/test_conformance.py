@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.grammars import PARENTHESES
+from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.lives import Lives, any_life
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -225,8 +225,11 @@ def with_chunks(make: MakeLLM, row: Row) -> dict[str, Answer]:
 
 
 def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run with requests that arrive while others are at any place of their texts."""
-    llm = make(row, max_num_batched_tokens=48)
+    """Run with requests that arrive while others are at any place of their texts.
+
+    Rounds are planned while another runs, and pages are scarce.
+    """
+    llm = make(row, max_num_batched_tokens=48, num_pages=48, async_scheduling=True)
     return run(llm, requests(TOGETHER), arrivals=lambda index: 2 * index)
 
 
@@ -373,6 +376,15 @@ def test_the_table_has_texts_that_end_in_every_way(alone: dict[str, Answer]) -> 
     assert {key for key in alone if key.startswith("stops")} <= stopped
     assert len([key for key in stopped if key.startswith("grammar")]) >= 2
     assert len(stopped) < len(alone) / 2
+
+
+def test_texts_by_a_grammar_are_of_it(alone: dict[str, Answer]) -> None:
+    for request in requests(("grammar",)):
+        answer, grammar = alone[request.key], request.params.grammar
+        assert grammar is not None
+        check_text(answer.token_ids, grammar)
+        bad = request.params.bad_token_ids
+        assert "[a-z]" not in grammar.text or not {*answer.token_ids} & {*bad}
 
 
 @pytest.fixture(scope="module")

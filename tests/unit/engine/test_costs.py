@@ -156,23 +156,30 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "changes", "why"),
     [
-        ("{", "not valid JSON"),
-        ('{"version": 7}', "version=7"),
+        ("{", {}, "not valid JSON"),
+        ('{"version": 7}', {}, "version=7"),
         (
             table(KEY.model_copy(update={"threads": 9})).model_dump_json(),
+            {},
             "key.threads=9, but 1 runs",
         ),
+        (table().model_dump_json(), {"max_steps": 3}, "3 are wanted here"),
+        (table().model_dump_json(), {"trees": [DraftShape(1, 4, 4)]}, "(1, 4)"),
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(
-    tmp_path: Path, said: pytest.LogCaptureFixture, content: str, why: str
+    tmp_path: Path,
+    said: pytest.LogCaptureFixture,
+    content: str,
+    changes: dict[str, Any],
+    why: str,
 ) -> None:
     measure = FakeMeasurement()
     named = tmp_path / "named.json"
     named.write_text(content)
-    found = obtain(measure, named)
+    found = obtain(measure, named, **changes)
     assert found is not None
     assert found.measured_s == 1.5
     assert measure.count == 1
@@ -181,16 +188,6 @@ def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measur
     assert warning.count(str(named)) == 1
     assert why in warning
     assert "serve-spec tune" in warning
-
-
-def test_a_named_table_that_is_not_there_is_measured_instead(
-    tmp_path: Path, said: pytest.LogCaptureFixture
-) -> None:
-    measure = FakeMeasurement()
-    assert obtain(measure, tmp_path / "nowhere.json") is not None
-    assert measure.count == 1
-    (warning,) = warnings_in(said)
-    assert "nowhere.json" in warning
 
 
 def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
@@ -204,30 +201,6 @@ def test_a_kept_table_that_was_damaged_is_measured_again_and_replaced(
     assert measure.count == 2
     assert load_cost_table(file).key == KEY
     assert len(warnings_in(said)) == 1
-
-
-def test_a_table_that_ends_before_the_deepest_tier_is_measured_anew(
-    tmp_path: Path, said: pytest.LogCaptureFixture
-) -> None:
-    measure = FakeMeasurement()
-    named = tmp_path / "named.json"
-    write_cost_table(table(), named)
-    obtain(measure, named, max_steps=3)
-    assert measure.count == 1
-    (warning,) = warnings_in(said)
-    assert "3 are wanted here" in warning
-
-
-def test_a_named_table_without_a_tree_that_may_be_drafted_is_measured_anew(
-    tmp_path: Path, said: pytest.LogCaptureFixture
-) -> None:
-    named = tmp_path / "named.json"
-    write_cost_table(table(), named)
-    measurement = FakeMeasurement()
-    obtain(measurement, named, trees=[DraftShape(1, 4, 4)])
-    assert measurement.count == 1
-    (warning,) = warnings_in(said)
-    assert "(1, 4)" in warning
 
 
 def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(

@@ -136,17 +136,17 @@ def plain_eagle(target_dir: Path, directory: Path, algorithm: str) -> tuple[Plai
     return plain, ids
 
 
-@pytest.mark.parametrize("name", EAGLE_HEADS)
-@pytest.mark.parametrize("tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"])
-def test_eagle_heads_draft_from_the_features_of_the_text(
-    pair: Pair, tmp_path: Path, name: str, tiers: list[int]
-) -> None:
-    """A prompt in pieces, then the same one found in the cache."""
-    algorithm, keys = EAGLE_HEADS[name]
-    make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
-    make(tmp_path, pair.target, **keys)
-    plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
-    llm = llm_maker(Pair(pair.target, {algorithm: tmp_path}), "cpu")(
+TIERS = pytest.mark.parametrize(
+    "tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"]
+)
+
+
+def check_drafts(
+    pair: Pair, algorithm: str, head: Path, tiers: list[int], ids: Tensor | None, plain: Plain
+) -> int:
+    """Hold what an engine drafts after a prompt in pieces, then after the same one found in the
+    cache, against the plain head's; return how many drafts the texts kept."""
+    llm = llm_maker(Pair(pair.target, {algorithm: head}), "cpu")(
         algorithm, STEPS, max_num_batched_tokens=16, max_num_seqs=1
     )
     switch_every_round(llm, tiers, ragged=False)
@@ -160,13 +160,26 @@ def test_eagle_heads_draft_from_the_features_of_the_text(
         heard.plans.clear()
         heard.drafted.clear()
     assert llm.engine.counters.num_prefix_hit_tokens > 0
+    return kept
+
+
+@pytest.mark.parametrize("name", EAGLE_HEADS)
+@TIERS
+def test_eagle_heads_draft_from_the_features_of_the_text(
+    pair: Pair, tmp_path: Path, name: str, tiers: list[int]
+) -> None:
+    algorithm, keys = EAGLE_HEADS[name]
+    make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
+    make(tmp_path, pair.target, **keys)
+    plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
+    kept = check_drafts(pair, algorithm, tmp_path, tiers, ids, plain)
     if "keeps" in name:
         assert kept > 5, "the test needs drafts that are kept"
     else:
         assert kept < 20, "the test needs drafts that are rejected"
 
 
-@pytest.mark.parametrize("tiers", [[STEPS], [0, 1, STEPS, 0, 0, 3]], ids=["steady", "paused"])
+@TIERS
 @pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
     pair: Pair, tmp_path: Path, tiers: list[int], token_map: list[int] | None
@@ -181,16 +194,4 @@ def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
         last = features(text[: len(text) - count])[-1:]
         return plain_logits(tensors, torch.empty(0), last)[:count, 0]
 
-    llm = llm_maker(Pair(pair.target, {"MEDUSA": tmp_path}), "cpu")(
-        "MEDUSA", STEPS, max_num_batched_tokens=16, max_num_seqs=1
-    )
-    switch_every_round(llm, tiers, ragged=False)
-    prompt = [(7 * i) % 250 for i in range(21)]
-    heard = Heard(llm)
-    for _ in range(2):
-        text = run(llm, prompt, 26)
-        heard.check(text, len(prompt), maps.get("token_map"), plain)
-        assert heard.drafted
-        heard.plans.clear()
-        heard.drafted.clear()
-    assert llm.engine.counters.num_prefix_hit_tokens > 0
+    check_drafts(pair, "MEDUSA", tmp_path, tiers, maps.get("token_map"), plain)

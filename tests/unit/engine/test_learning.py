@@ -2,52 +2,14 @@
 
 import pytest
 
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
-from tests.helpers.engines import MakeLLM
-
-
-class RecordingController:
-    """Always three steps; remembers what it was told."""
-
-    shapes = (DraftShape.chain(3),)
-    switch_reason = None
-    notes = NO_NOTES
-
-    def __init__(self) -> None:
-        self.told: list[StepRecord] = []
-        self.left: list[str] = []
-
-    def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        return RoundSteps(DraftShape.chain(3))
-
-    def on_verify_complete(self, verified: StepRecord) -> None:
-        self.told.append(verified)
-
-    def forget(self, request_id: str) -> None:
-        self.left.append(request_id)
-
-    def snapshot(self) -> dict[str, object]:
-        return {}
-
-
-class RecordingSink:
-    """Keeps every round's figures."""
-
-    def __init__(self) -> None:
-        self.rounds: list[StepRecord] = []
-
-    def observe(self, stats: StepRecord) -> None:
-        self.rounds.append(stats)
+from tests.helpers.engines import MakeLLM, always_three, heard_steps
 
 
 def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm: MakeLLM) -> None:
     """Of three rows one is capped at 1 draft and one finishes: neither may read as rejection."""
     llm = make_llm("EAGLE3", 3)
-    controller = RecordingController()
-    llm.engine.controller = controller  # type: ignore[assignment]
+    controller = always_three(llm)
     capped = SpeculativeOptions(max_steps=1)
     params = [
         SamplingParams(max_tokens=60, temperature=0, ignore_eos=True),
@@ -67,18 +29,15 @@ def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm:
     last_with_three = [v for v in controller.told if v.batch_size == 3][-1]
     assert "2" not in last_with_three.request_ids, "the round in which a row ends leaves it out"
     assert last_with_three.num_output_tokens > len(last_with_three.request_ids)
+    assert controller.told[-1].row_steps == ()
     assert sorted(controller.left) == ["0", "1", "2"]
 
 
 def test_the_policy_hears_once_of_every_request_that_ends_what_it_took(make_llm: MakeLLM) -> None:
     llm = make_llm("EAGLE3", 3)
-    controller = RecordingController()
-    llm.engine.controller = controller  # type: ignore[assignment]
-    for i in range(5):
-        params = SamplingParams(max_tokens=4 + 3 * i, temperature=0, ignore_eos=True)
-        llm.engine.add(llm.engine.new_sequence(str(i), list(range(i, 2 * i + 20)), params))
-    while llm.engine.has_work:
-        llm.engine.step()
+    controller = always_three(llm)
+    params = [SamplingParams(max_tokens=4 + 3 * i, ignore_eos=True) for i in range(5)]
+    llm.generate([list(range(i, 2 * i + 20)) for i in range(5)], params)
     told = controller.told
     assert sum(v.num_ended for v in told) == 5
     assert sum(v.num_ended_prompt_rows for v in told) == sum(20 + i for i in range(5))
@@ -89,8 +48,7 @@ def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(
     make_llm: MakeLLM,
 ) -> None:
     llm = make_llm("EAGLE3", 3)
-    controller = RecordingController()
-    llm.engine.controller = controller  # type: ignore[assignment]
+    controller = always_three(llm)
     params = SamplingParams(max_tokens=20, temperature=0, ignore_eos=True)
     llm.engine.add(llm.engine.new_sequence("0", [1, 2, 3], params))
     for _ in range(3):
@@ -106,8 +64,7 @@ def test_a_round_says_how_long_it_took_and_how_many_rows_of_prompts_shared_it(
 
 def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: MakeLLM) -> None:
     llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
-    controller = RecordingController()
-    llm.engine.controller = controller  # type: ignore[assignment]
+    controller = always_three(llm)
     params = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
     for i in range(8):
         llm.engine.add(llm.engine.new_sequence(str(i), [i] * 20, params))
@@ -123,20 +80,22 @@ def test_a_request_that_is_aborted_or_preempted_leaves_the_policy(make_llm: Make
 
 def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm: MakeLLM) -> None:
     llm = make_llm("EAGLE3", 3, num_pages=32, max_num_seqs=8)
-    sink = RecordingSink()
-    llm.engine.metrics = sink
+    steps = heard_steps(llm)
     prompts = [[i] * 20 for i in range(8)]
     outputs = llm.generate(
         prompts, SamplingParams(max_tokens=40, temperature=0.8, seed=1, ignore_eos=True)
     )
     assert llm.engine.scheduler.num_preemptions > 0
-    for stats in sink.rounds:
+    for stats in steps:
         assert stats.num_prefill_tokens >= 0
         assert stats.batch_size == len(stats.accept_lengths)
         assert stats.num_output_tokens == stats.num_correct_drafts + stats.batch_size
     of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
-    assert sum(stats.num_correct_drafts for stats in sink.rounds) == of_requests
+    assert sum(stats.num_correct_drafts for stats in steps) == of_requests
+    shown = llm.engine.snapshot()
     assert llm.engine.counters.num_correct_drafts == of_requests
+    assert shown["learned_draft_tokens"] == sum(sum(stats.row_steps) for stats in steps)
+    assert shown["learned_correct_drafts"] == sum(sum(stats.row_correct_drafts) for stats in steps)
 
 
 def test_an_interrupted_call_leaves_an_engine_that_works(

@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,9 +13,7 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
-from serve_spec.engine import build, costs
 from serve_spec.engine.loop import EngineLoop, TokenStream
-from serve_spec.engine.profile import Measurement, measure_costs
 from tests.helpers.engines import MakeLLM, Pair
 
 PROMPT = [10, 20, 30]
@@ -24,10 +21,6 @@ PROMPT = [10, 20, 30]
 
 @pytest.fixture(scope="module")
 def config(pair: Pair) -> ServeSpecConfig:
-    return adaptive_config(pair)
-
-
-def adaptive_config(pair: Pair) -> ServeSpecConfig:
     settings: dict[str, Any] = {
         "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
         "speculative": {
@@ -269,20 +262,9 @@ def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
 
 
 def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
-    pair: Pair, make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    config: ServeSpecConfig, make_llm: MakeLLM, budgets: list[float]
 ) -> None:
-    begun = []
-
-    def busy_at_first(worker: Any, **sizes: Any) -> Measurement:
-        begun.append(worker)
-        if len(begun) == 1:
-            raise ValueError("the machine is too busy")
-        return measure_costs(worker, **{**sizes, "budget_s": 0.3})
-
-    monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path))
-    monkeypatch.setattr(build, "measure_costs", busy_at_first)
-    monkeypatch.setattr(costs, "_FIRST_PAUSE_S", 0.0)
-    loop = EngineLoop(adaptive_config(pair))
+    loop = EngineLoop(config)
     expected = make_llm().generate([PROMPT], params())[0].token_ids
 
     async def serve() -> None:
@@ -300,4 +282,4 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
         assert loop.snapshot()["strategy"] == "goodput"
     finally:
         loop.shutdown()
-    assert len(begun) == 2
+    assert len(budgets) == 2

@@ -9,44 +9,33 @@ import pytest
 from serve_spec import LLM
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import PendingBatch, ScheduledBatch
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
-from tests.helpers.engines import MakeLLM, llm_maker, make_pair
+from serve_spec.core.round import RoundSteps
+from tests.helpers.engines import FakeController, MakeLLM, control, llm_maker, make_pair
 
 GREEDY = SamplingParams(max_tokens=1060, temperature=0, ignore_eos=True)
 
 
-class Scheduled:
-    """Steps by the length of the text, one sequence; keeps what was drafted and kept where."""
-
-    shapes = (DraftShape.chain(0), DraftShape.chain(3))
-    switch_reason = None
-    notes = NO_NOTES
-
-    def __init__(self, steps_at: Callable[[int], int]) -> None:
-        self.steps_at = steps_at
-        self.kept: dict[int, tuple[int, int]] = {}
-
-    def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
-        return RoundSteps(DraftShape.chain(self.steps_at(batch.num_tokens)))
-
-    def on_verify_complete(self, verified: StepRecord) -> None:
-        for steps, correct in zip(verified.row_steps, verified.row_correct_drafts, strict=True):
-            self.kept[verified.num_tokens] = (steps, correct)
-
-    def forget(self, request_id: str) -> None:
-        pass
-
-    def snapshot(self) -> dict[str, object]:
-        return {}
+def by_length(llm: LLM, steps_at: Callable[[int], int]) -> FakeController:
+    """Replace the policy by one that looks at the length of the text."""
+    chains = DraftShape.chain
+    return control(
+        llm, FakeController([0, 3], lambda batch: RoundSteps(chains(steps_at(batch.num_tokens))))
+    )
 
 
-def run(llm: LLM, steps_at: Callable[[int], int]) -> tuple[Scheduled, list[int]]:
-    controller = Scheduled(steps_at)
-    llm.engine.worker.init_states(controller.shapes)
-    llm.engine.controller = controller  # type: ignore[assignment]
-    return controller, list(llm.generate([[5, 6, 7, 8]], GREEDY)[0].token_ids)
+def run(
+    llm: LLM, steps_at: Callable[[int], int]
+) -> tuple[dict[int, tuple[int, int]], tuple[int, ...]]:
+    """Return what was drafted and kept at each length of a text, and the text."""
+    controller = by_length(llm, steps_at)
+    (output,) = llm.generate([[5, 6, 7, 8]], GREEDY)
+    kept = {
+        step.num_tokens: (step.row_steps[0], step.row_correct_drafts[0])
+        for step in controller.told
+        if step.row_steps
+    }
+    return kept, output.token_ids
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])
@@ -59,11 +48,11 @@ def test_a_pause_of_a_thousand_rounds_is_forgotten(tmp_path: Path, algorithm: st
     paused, text = run(llm, lambda length: 0 if length < end else 3)
     steady, same_text = run(llm, lambda length: 0 if end - 12 < length < end else 3)
     assert text == same_text
-    assert sum(steps == 0 for steps, _ in paused.kept.values()) >= 1000
-    assert sum(steps == 3 for steps, _ in steady.kept.values()) > 100
-    after = {length: kept for length, kept in paused.kept.items() if length >= end}
+    assert sum(steps == 0 for steps, _ in paused.values()) >= 1000
+    assert sum(steps == 3 for steps, _ in steady.values()) > 100
+    after = {length: kept for length, kept in paused.items() if length >= end}
     assert len(after) > 10
-    assert after == {length: kept for length, kept in steady.kept.items() if length >= end}
+    assert after == {length: kept for length, kept in steady.items() if length >= end}
     assert sum(correct for _, correct in after.values()) > 0, "drafts must be right sometimes"
 
 
@@ -81,7 +70,7 @@ def test_without_steps_nothing_drafts_or_reserves_ahead(
 
     monkeypatch.setattr(worker, "_draft", lambda *args: pytest.fail("a step without drafts"))
     monkeypatch.setattr(worker, "submit", check_pages)
-    llm.engine.controller = Scheduled(lambda length: 0)  # type: ignore[assignment]
+    by_length(llm, lambda length: 0)
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
     outputs = llm.generate([[1, 2, 3], [4, 5]], params)
     assert [len(output.token_ids) for output in outputs] == [20, 20]

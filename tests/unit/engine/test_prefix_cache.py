@@ -13,7 +13,6 @@ from serve_spec import LLM
 from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import MakeLLM, switch_every_round
 
-ALGORITHMS = ["NONE", "NGRAM", "EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"]
 SWITCHING = (0, 3, 0, 0, 1, 3)
 PAGE = 4
 
@@ -51,22 +50,6 @@ def test_a_draft_that_knows_the_text_knows_it_after_a_hit_too(make_llm: MakeLLM)
             stats = output.speculation
             assert stats.num_correct_drafts == stats.num_draft_tokens > 0
             assert output.num_cached_tokens > 0
-
-
-@pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE", "STANDALONE", "MEDUSA"])
-def test_a_hit_costs_no_draft(make_llm: MakeLLM, algorithm: str) -> None:
-    """A prompt found in the cache is drafted after as if it had been computed."""
-    prompts, params = prompts_and_params()
-    hot = make_llm(algorithm, 3)
-    cold = make_llm(algorithm, 3, prefix_caching=False)
-    kept = 0
-    for prompt, param in zip(prompts, params, strict=True):
-        found, computed = hot.generate([prompt], param)[0], cold.generate([prompt], param)[0]
-        assert found.token_ids == computed.token_ids
-        assert found.speculation == computed.speculation
-        assert computed.num_cached_tokens == 0
-        kept += found.speculation.num_correct_drafts if found.num_cached_tokens else 0
-    assert kept > 0, "the test needs drafts that are kept after a hit"
 
 
 def computed(llm: LLM, page: int) -> dict[str, Tensor]:
@@ -109,23 +92,6 @@ def test_every_page_known_holds_what_computing_its_text_anew_gives(
                 if has_draft or "draft" not in name:
                     torch.testing.assert_close(found[name], tensor)
         fresh.engine.abort(seq.request_id)
-
-
-def test_log_probabilities_of_a_prompt_are_computed_whatever_is_known_of_it(
-    make_llm: MakeLLM,
-) -> None:
-    llm = make_llm("EAGLE3", 3)
-    prompt = prompts_and_params()[0][0]
-    params = SamplingParams(max_tokens=4, temperature=0.0, prompt_logprobs=1, logprobs=1)
-    first, second = (llm.generate([prompt], params)[0] for _ in range(2))
-    assert second.num_cached_tokens == 0
-    assert first.prompt_logprobs is not None
-    assert second.prompt_logprobs is not None
-    assert len(second.prompt_logprobs) == len(prompt)
-    assert first.prompt_logprobs == second.prompt_logprobs
-    unscored = llm.generate([prompt], replace(params, prompt_logprobs=None))[0]
-    assert unscored.num_cached_tokens == (len(prompt) - 1) // PAGE * PAGE
-    assert unscored.token_ids == first.token_ids
 
 
 def test_hits_are_counted_and_a_cache_that_is_off_has_none(make_llm: MakeLLM) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -98,27 +98,47 @@ def test_with_time_enough_every_cell_is_the_truth() -> None:
         assert costs.verify_ms[c][b][k] == pytest.approx(true_verify_ms(size, steps, context))
 
 
-def test_each_cell_runs_three_times_to_warm_up_and_five_times_to_be_measured() -> None:
-    worker = FakeWorker()
-    measured(worker)
-    greedy = [plan for plan in worker.plans if plan.rows[0].params.is_greedy]
-    counts = {cell: cells_of(greedy).count(cell) for cell in set(cells_of(greedy))}
-    assert len(counts) == 2 * 6 * 6
-    assert min(counts.values()) == 8
+class Disturbed(FakeWorker):
+    """Rounds take a multiple of their time that depends on the cells run so far, the own last."""
+
+    def __init__(self, slowness: Callable[[list[Cell]], float], pause_s: float) -> None:
+        super().__init__()
+        self._slowness, self._pause_s = slowness, pause_s
+
+    def execute(self, plan: ScheduledBatch) -> BatchResult:
+        slow = self._slowness(cells_of([*self.plans, plan]))
+        result = super().execute(plan)
+        self.now += self._pause_s
+        return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
 
 
-def test_slow_first_runs_and_rare_disturbances_do_not_show() -> None:
-    class SlowStart(FakeWorker):
-        def execute(self, plan: ScheduledBatch) -> BatchResult:
-            runs = cells_of(self.plans).count(cells_of([plan])[0])
-            result = super().execute(plan)
-            slow = 4.0 if runs < 3 or runs == 5 else 1.0
-            self.now += 0.01 * (slow - 1)
-            return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
-
-    costs = measured(SlowStart(), max_batch_size=4)
-    assert costs.verify_ms[0][0][0] == pytest.approx(true_verify_ms(1, 0, 128))
-    assert costs.draft_ms[1][2][5] == pytest.approx(true_draft_ms(4, 7))
+@pytest.mark.parametrize(
+    ("slowness", "pause_s", "sizes"),
+    [
+        # The first runs of a cell, and a later one.
+        (lambda cells: 4.0 if cells.count(cells[-1]) in (1, 2, 3, 6) else 1.0, 0.01, {}),
+        # There is time for two runs only.
+        (
+            lambda cells: 1.5 if cells.count(cells[-1]) == 1 else 1.0,
+            0.3,
+            {"max_batch_size": 1, "budget_s": 11.0},
+        ),
+        # Another batch size left caches cold.
+        (
+            lambda cells: 1.5 if cells[-1].batch_size != cells[-2:][0].batch_size else 1.0,
+            0.0,
+            {"max_batch_size": 8},
+        ),
+    ],
+)
+def test_slow_first_runs_and_rare_disturbances_do_not_show(
+    slowness: Callable[[list[Cell]], float], pause_s: float, sizes: dict[str, Any]
+) -> None:
+    costs = measured(Disturbed(slowness, pause_s), **{"max_batch_size": 4, **sizes})
+    for b, size in enumerate(costs.batch_sizes):
+        truth = [true_verify_ms(size, k, 128) for k in costs.num_steps]
+        assert costs.verify_ms[0][b] == pytest.approx(truth)
+        assert costs.draft_ms[0][b][1] == pytest.approx(true_draft_ms(size, 1))
 
 
 @pytest.mark.parametrize(("budget_s", "is_short"), [(0.2, True), (1.0, True), (10.0, False)])
@@ -145,19 +165,6 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
     assert short == pytest.approx(np.array(truth)), "linear costs continue exactly"
 
 
-def test_of_two_runs_the_faster_counts() -> None:
-    class SlowerAtFirst(FakeWorker):
-        def execute(self, plan: ScheduledBatch) -> BatchResult:
-            slow = 1.0 if cells_of([plan])[0] in cells_of(self.plans) else 1.5
-            result = super().execute(plan)
-            self.now += 0.3
-            return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
-
-    costs = measured(SlowerAtFirst(), max_batch_size=1, budget_s=11.0)
-    truth = [true_verify_ms(1, k, 128) for k in costs.num_steps]
-    assert costs.verify_ms[0][0] == pytest.approx(truth)
-
-
 def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -> None:
     worker = FakeWorker()
     measured(worker, budget_s=0.6)
@@ -165,29 +172,6 @@ def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -
     assert {Cell(128, size, DraftShape.chain(0)) for size in (1, 2, 4, 8, 16, 32)} <= ran
     assert {Cell(c, 1, DraftShape.chain(k)) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
     assert Cell(512, 32, DraftShape.chain(7)) not in ran
-
-
-def test_repetitions_go_round_all_steps_of_a_batch_size() -> None:
-    worker = FakeWorker()
-    measured(worker, max_batch_size=4)
-    greedy = [plan for plan in worker.plans if plan.rows[0].params.is_greedy]
-    of_four = [cell for cell in cells_of(greedy) if cell.batch_size == 4][1:]
-    warmed = [(128, 0), *((c, k) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7))]
-    assert [(cell.context, cell.shape.depth) for cell in of_four[:91]] == warmed * 7
-
-
-def test_caches_that_another_batch_size_left_cold_do_not_show() -> None:
-    class ColdAfterOthers(FakeWorker):
-        def execute(self, plan: ScheduledBatch) -> BatchResult:
-            is_cold = bool(self.plans) and len(self.plans[-1].rows) != len(plan.rows)
-            slow = 1.5 if is_cold else 1.0
-            result = super().execute(plan)
-            return BatchResult(result.token_ids, slow * result.draft_ms, slow * result.verify_ms)
-
-    costs = measured(ColdAfterOthers(), max_batch_size=8)
-    for b, size in enumerate(costs.batch_sizes):
-        truth = [true_verify_ms(size, k, 128) for k in costs.num_steps]
-        assert costs.verify_ms[0][b] == pytest.approx(truth)
 
 
 @pytest.mark.parametrize(("num_slow", "num_fast"), [(40, 60), (30, 70), (45, 60), (20, 30)])
@@ -216,11 +200,13 @@ def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
     assert batch_size < 16 or set(backlogs) == set(range(1, num_steps + 2))
 
 
-def test_only_tiers_the_worker_has_are_run() -> None:
-    worker = FakeWorker(tiers=(0, 1, 3))
+@pytest.mark.parametrize("tiers", [(0, 1, 3), (0,)])
+def test_only_tiers_the_worker_has_are_run(tiers: tuple[int, ...]) -> None:
+    worker = FakeWorker(tiers)
     costs = measured(worker, max_steps=7)
-    assert costs.num_steps == (0, 1, 3)
-    assert {plan.shape.depth for plan in worker.plans} == {0, 1, 3}
+    assert costs.num_steps == tiers
+    assert {plan.shape.depth for plan in worker.plans} == {*tiers}
+    assert costs.verify_ms[0][1][0] == pytest.approx(true_verify_ms(2, 0, 128))
 
 
 def test_rounds_beyond_the_row_limit_are_extrapolated_and_never_run() -> None:
@@ -305,12 +291,6 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same() -> None:
     assert used == set(range(1000, 1000 + max(asked)))
 
 
-def test_a_worker_that_never_drafts_is_measured_too() -> None:
-    costs = measured(FakeWorker(tiers=[0]), max_steps=0)
-    assert costs.num_steps == (0,)
-    assert costs.verify_ms[0][1] == (pytest.approx(true_verify_ms(2, 0, 128)),)
-
-
 def test_progress_grows_to_one() -> None:
     shares: list[float] = []
     finish(begun(FakeWorker(), budget_s=2.0), shares.append)
@@ -351,38 +331,18 @@ def check_row(row: ScheduledRequest, cell: Cell) -> None:
         assert not row.extend_ids
 
 
-@pytest.fixture(scope="module")
-def profiled_texts(make_llm: MakeLLM) -> tuple[MeasuredCosts, list[Any], list[Any]]:
-    """A real worker's costs, and the texts of its engine and of one that was never profiled."""
-
-    def texts(llm: Any) -> list[Any]:
-        params = [
-            SamplingParams(max_tokens=20, temperature=t, seed=7, ignore_eos=True)
-            for t in (0.0, 0.9, 0.0)
-        ]
-        outputs = llm.generate([[5, 6, 7], [8] * 30, list(range(60))], params)
-        return [(output.token_ids, output.speculation) for output in outputs]
-
+def test_a_real_worker_gives_a_whole_table_and_its_engine_the_same_texts_and_drafts_as_before(
+    make_llm: MakeLLM,
+) -> None:
+    params = [
+        SamplingParams(max_tokens=20, temperature=t, seed=7, ignore_eos=True)
+        for t in (0.0, 0.9, 0.0)
+    ]
     profiled, fresh = make_llm("EAGLE3", 3), make_llm("EAGLE3", 3)
     worker = profiled.engine.worker
     worker.init_states(map(DraftShape.chain, range(4)))
-    measurement = measure_costs(
-        worker,
-        page_size=4,
-        num_pages=512,
-        max_batch_size=8,
-        max_steps=3,
-        max_num_rows=32,
-        max_model_len=128,
-        budget_s=1.5,
-    )
-    return finish(measurement), texts(profiled), texts(fresh)
-
-
-def test_a_real_worker_gives_a_whole_table(
-    profiled_texts: tuple[MeasuredCosts, list[Any], list[Any]],
-) -> None:
-    costs, _, _ = profiled_texts
+    sizes = {"page_size": 4, "max_batch_size": 8, "max_steps": 3, "max_num_rows": 32}
+    costs = finish(measure_costs(worker, num_pages=512, max_model_len=128, budget_s=1.5, **sizes))
     assert costs.batch_sizes == (1, 2, 4, 8)
     assert costs.num_steps == (0, 1, 2, 3)
     draft, verify = np.array(costs.draft_ms), np.array(costs.verify_ms)
@@ -391,13 +351,14 @@ def test_a_real_worker_gives_a_whole_table(
     assert np.all(draft[:, :, 1:] > 0)
     assert np.all(verify > 0)
     assert costs.sampled_row_ms >= 0
-
-
-def test_after_profiling_an_engine_writes_the_same_texts_with_the_same_drafts(
-    profiled_texts: tuple[MeasuredCosts, list[Any], list[Any]],
-) -> None:
-    _, profiled, fresh = profiled_texts
-    assert profiled == fresh
+    found, expected = (
+        [
+            (output.token_ids, output.speculation)
+            for output in llm.generate([[5, 6, 7], [8] * 30, list(range(60))], params)
+        ]
+        for llm in (profiled, fresh)
+    )
+    assert found == expected
 
 
 TOPK = 4

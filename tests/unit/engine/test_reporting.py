@@ -16,25 +16,14 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
-from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import NO_NOTES, RoundNotes, RoundSteps
+from serve_spec.core.round import NO_NOTES
 from serve_spec.engine import engine
-from tests.helpers.engines import MakeLLM
+from tests.helpers.engines import MakeLLM, heard_steps
 from tests.helpers.rounds import decode_batch, verified_round
 
 PROMPTS = [[i, *range(20, 35)] for i in range(3)]
-
-
-class Rounds:
-    """Keeps every round's figures."""
-
-    def __init__(self) -> None:
-        self.seen: list[StepRecord] = []
-
-    def observe(self, stats: StepRecord) -> None:
-        self.seen.append(stats)
 
 
 class Ticking:
@@ -59,21 +48,10 @@ class Ticking:
 
 def generate(llm: LLM, *max_tokens: int) -> list[StepRecord]:
     """The rounds of one request per given length."""
-    llm.engine.metrics = sink = Rounds()
+    steps = heard_steps(llm)
     params = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in max_tokens]
     llm.generate(PROMPTS[: len(params)], params)
-    return sink.seen
-
-
-def test_rows_that_end_are_not_among_the_live_ones(make_llm: MakeLLM) -> None:
-    rounds = generate(make_llm("EAGLE3", 3), 9, 30, 30)
-    last = max(i for i, stats in enumerate(rounds) if stats.batch_size == 3)
-    assert len(rounds[last].row_steps) == 2
-    assert rounds[-1].row_steps == ()
-    for stats in rounds:
-        assert len(stats.row_steps) == len(stats.row_correct_drafts)
-        columns = zip(stats.row_correct_drafts, stats.row_steps, strict=True)
-        assert all(0 <= correct <= steps <= 3 for correct, steps in columns)
+    return steps
 
 
 def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_them(
@@ -84,7 +62,7 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
     monkeypatch.setattr(engine, "time", clock)
     for worked in ("_plan", "_record", "_delta"):
         monkeypatch.setattr(llm.engine, worked, clock.takes_a_second(getattr(llm.engine, worked)))
-    llm.engine.metrics = sink = Rounds()
+    steps = heard_steps(llm)
     params = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
     llm.engine.add(llm.engine.new_sequence("a", PROMPTS[0], params))
     steps_s = 0.0
@@ -95,17 +73,9 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
         steps_s += clock.now - before
         clock.now += 1000.0
     after_the_last = clock.now - 1000.0 - llm.engine._settled_at
-    assert sum(stats.step_ms for stats in sink.seen) / 1e3 == pytest.approx(
-        steps_s - after_the_last, abs=2 * Ticking.TICK_S * len(sink.seen)
+    assert sum(stats.step_ms for stats in steps) / 1e3 == pytest.approx(
+        steps_s - after_the_last, abs=2 * Ticking.TICK_S * len(steps)
     )
-
-
-def test_the_live_rows_are_those_the_position_counts_are_made_of(make_llm: MakeLLM) -> None:
-    llm = make_llm("EAGLE3", 3)
-    rounds = generate(llm, 40, 40, 40)
-    shown = llm.engine.snapshot()
-    assert shown["learned_draft_tokens"] == sum(sum(s.row_steps) for s in rounds)
-    assert shown["learned_correct_drafts"] == sum(sum(s.row_correct_drafts) for s in rounds)
 
 
 def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_path: Path) -> None:
@@ -165,9 +135,3 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
         kept = [min(1 - number % 2, k) for k in row_steps]
         policy.observe(verified_round(kept, 1, steps.shape.depth, row_steps=row_steps, times=times))
     assert learning <= seen, "both kinds of learning must come up"
-
-
-def test_notes_do_not_make_two_answers_differ() -> None:
-    assert RoundSteps(DraftShape.chain(3), notes=RoundNotes(is_probe=True)) == RoundSteps(
-        DraftShape.chain(3)
-    )

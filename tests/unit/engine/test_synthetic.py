@@ -9,23 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from serve_spec import LLM
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams, SpeculativeOptions
 from serve_spec.engine import command
-from tests.helpers.engines import MakeLLM, Pair
+from tests.helpers.engines import MakeLLM, Pair, heard_steps
 
 PROMPTS = [[i, *range(20, 35)] for i in range(8)]
-
-
-class LiveRows:
-    """Keeps drafts and kept drafts of every row that goes on."""
-
-    def __init__(self) -> None:
-        self.rows: list[tuple[int, int]] = []
-
-    def observe(self, stats: StepRecord) -> None:
-        self.rows += zip(stats.row_steps, stats.row_correct_drafts, strict=True)
 
 
 def params(seed: int = 1, **more: Any) -> list[SamplingParams]:
@@ -44,15 +32,15 @@ def test_the_mean_accept_length_is_the_one_asked_for(
     make_llm: MakeLLM, num_steps: int, wanted: float
 ) -> None:
     llm = make_llm("EAGLE3", num_steps, synthetic_acceptance=wanted)
-    sink = LiveRows()
-    llm.engine.metrics = sink
+    heard = heard_steps(llm)
     llm.generate(PROMPTS, params())
-    lengths = [correct + 1 for steps, correct in sink.rows if steps == num_steps]
+    rows = [row for one in heard for row in zip(one.row_steps, one.row_correct_drafts, strict=True)]
+    lengths = [correct + 1 for steps, correct in rows if steps == num_steps]
     assert len(lengths) > 150
     # At an end of its range it is exact; else two standard errors, and the seeds are fixed.
     allowed = 0.0 if wanted in (1, num_steps + 1) else 0.15
     assert sum(lengths) / len(lengths) == pytest.approx(wanted, abs=allowed)
-    assert all(0 <= correct <= steps <= num_steps for steps, correct in sink.rows)
+    assert all(0 <= correct <= steps <= num_steps for steps, correct in rows)
 
 
 def test_the_same_seeds_give_the_same_rounds_in_any_batch(make_llm: MakeLLM) -> None:
@@ -83,28 +71,21 @@ def test_nothing_generated_under_forced_acceptance_can_be_taken_for_real(
     """Not even a request that does not draft: it ran on an engine that is no measure of a text."""
     llm = make_llm("EAGLE3", 3, synthetic_acceptance=[0.5, 0.25])
     off = SpeculativeOptions(enabled=False)
-    for output in llm.generate(PROMPTS[:2], [params()[0], params(speculative=off)[0]]):
-        assert output.speculation.synthetic_acceptance
-        assert output.speculation.as_dict()["synthetic_acceptance"] is True
+    outputs = llm.generate(PROMPTS[:2], [params()[0], params(speculative=off)[0]])
+    llm.engine.add(llm.engine.new_sequence("a", PROMPTS[0], params()[0]))
+    llm.engine.step()
+    aborted = llm.engine.abort("a")
+    assert aborted is not None
+    for speculation in (*(output.speculation for output in outputs), aborted.speculation):
+        assert speculation is not None
+        assert speculation.synthetic_acceptance
+        assert speculation.as_dict()["synthetic_acceptance"] is True
     shown = llm.engine.snapshot()
     assert shown["synthetic_acceptance"] == [0.5, 0.25]
     assert json.loads(json.dumps(shown)) == shown
-
-
-def test_an_aborted_request_is_labelled_too(make_llm: MakeLLM) -> None:
-    engine = make_llm("EAGLE3", 3, synthetic_acceptance=2).engine
-    engine.add(engine.new_sequence("a", PROMPTS[0], params()[0]))
-    engine.step()
-    ended = engine.abort("a")
-    assert ended is not None
-    assert ended.speculation is not None
-    assert ended.speculation.synthetic_acceptance
-
-
-def test_what_the_target_decides_carries_no_label(make_llm: MakeLLM) -> None:
-    llm = make_llm("EAGLE3", 3)
-    assert llm.engine.snapshot()["synthetic_acceptance"] is None
-    (output,) = llm.generate(PROMPTS[:1], params()[:1])
+    real = make_llm("EAGLE3", 3)
+    assert real.engine.snapshot()["synthetic_acceptance"] is None
+    (output,) = real.generate(PROMPTS[:1], params()[:1])
     assert "synthetic_acceptance" not in output.speculation.as_dict()
 
 
@@ -140,8 +121,3 @@ def test_generate_warns_on_stderr_and_marks_every_accept_length(
         printed = capsys.readouterr()
         assert ("2.5: forced, the texts are not real" in printed.err) == (forced is not None)
         assert printed.out.count("(forced)]") == (2 if forced else 0)
-
-
-def test_an_override_of_the_offline_api_reaches_the_engine(make_llm: MakeLLM) -> None:
-    llm: LLM = make_llm("EAGLE3", 1, synthetic_acceptance=2)
-    assert llm.engine.worker.synthetic_acceptance == 2.0

@@ -8,11 +8,8 @@ from dataclasses import replace
 import pytest
 
 from serve_spec import LLM
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.plan import ScheduledBatch
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams
-from tests.helpers.engines import MakeLLM, sampled_requests, texts
+from tests.helpers.engines import MakeLLM, heard_plans, sampled_requests, texts
 
 
 def with_trees(
@@ -49,47 +46,6 @@ def test_text_to_the_last_position_of_the_model_is_the_plain_one(make_llm: MakeL
     assert sums(outputs)[2] > 0
 
 
-class Rounds:
-    """Keeps the plans of an engine and what became of them."""
-
-    def __init__(self, llm: LLM) -> None:
-        self.plans: list[ScheduledBatch] = []
-        self.verified: list[StepRecord] = []
-        engine = llm.engine
-        submit, learn = engine.worker.submit, engine.controller.on_verify_complete
-
-        def keep(plan: ScheduledBatch) -> object:
-            self.plans.append(plan)
-            return submit(plan)
-
-        def tell(verified: StepRecord) -> None:
-            self.verified.append(verified)
-            learn(verified)
-
-        engine.worker.submit = keep  # type: ignore[method-assign, assignment]
-        engine.controller.on_verify_complete = tell  # type: ignore[method-assign]
-
-
-def test_a_round_keeps_within_its_budget_and_a_policy_is_told_what_became_of_it(
-    make_llm: MakeLLM,
-) -> None:
-    prompts, params = sampled_requests()
-    llm = with_trees(make_llm, "EAGLE3", (3, 3, 13), max_num_batched_tokens=40)
-    seen = Rounds(llm)
-    llm.generate(prompts, params)
-    trees = [plan for plan in seen.plans if any(row.tree_drafts for row in plan.rows)]
-    assert all(plan.shape == DraftShape(3, 12, 3) for plan in trees)
-    assert all(sum(row.query_len for row in plan.rows) <= 40 for plan in trees)
-    sizes = {row.tree_drafts for plan in trees for row in plan.rows if row.tree_drafts}
-    assert min(sizes) < 12 == max(sizes), "the test needs rounds that are short of room"
-    assert all(row.num_steps <= row.tree_drafts for plan in trees for row in plan.rows)
-    for verified in seen.verified:
-        kept = zip(verified.row_correct_drafts, verified.row_steps, strict=True)
-        assert all(correct <= levels <= 3 for correct, levels in kept)
-        assert verified.num_draft_tokens >= sum(verified.row_steps)
-    assert any(not verified.shape.is_chain for verified in seen.verified)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.0])
 def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth(
     temperature: float,
@@ -101,15 +57,8 @@ def test_a_tree_of_the_shipped_pair_keeps_more_drafts_than_a_chain_of_its_depth(
     ]
 
     def kept(**tree: object) -> tuple[list[tuple[int, ...]], float]:
-        drafting = {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": "asset:tiny/eagle3",
-            "speculative_num_steps": 3,
-            "speculative_adaptive": False,
-        }
-        model = {"path": "asset:tiny/target", "device": "cpu", "dtype": "float32"}
-        settings = {"model": model, "speculative": {**drafting, **tree}, "cache": {"num_pages": 64}}
-        llm = LLM(settings, max_model_len=512)
+        keys = {"speculative_adaptive": False, "speculative_num_steps": 3, **tree}
+        llm = LLM("configs/tiny.yaml", device="cpu", dtype="float32", **keys)
         return texts(llm.generate(prompts, params)), llm.engine.counters.accept_length
 
     chain, of_chain = kept()
@@ -136,11 +85,11 @@ def test_trees_are_drafted_beside_prompts(make_llm: MakeLLM) -> None:
     """In rounds that are planned ahead."""
     sizes = {"async_scheduling": True, "max_num_seqs": 3, "max_num_batched_tokens": 48}
     llm = with_trees(make_llm, "EAGLE3", (3, 2, 6), **sizes)
-    seen = Rounds(llm)
+    plans = heard_plans(llm)
     llm.generate(*sampled_requests())
     mixed = [
         plan
-        for plan in seen.plans
+        for plan in plans
         if any(row.tree_drafts for row in plan.rows) and not all(row.is_decode for row in plan.rows)
     ]
     assert len(mixed) > 3

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -116,15 +115,6 @@ def found(tree: PrefixTree, text: Sequence[int]) -> int:
     return len(tree.match(text, len(text) - 1).page_ids)
 
 
-def test_a_text_is_found_up_to_the_page_after_which_another_token_follows() -> None:
-    tree = filled([[1, 2, 3, 4, 5]])
-    assert found(tree, [1, 2, 3, 4, 5]) == 2
-    assert found(tree, [1, 2, 3, 4, 6]) == 1, "the last draft entry of page 1 is of another token"
-    assert found(tree, [1, 2, 3, 4]) == 1, "nobody knows what follows"
-    assert found(tree, [1, 2, 9]) == 0
-    assert tree.match([1, 2, 3, 4, 5], 3).page_ids == tree.match([1, 2, 3], 2).page_ids != ()
-
-
 def test_what_was_used_longest_ago_goes_first_and_of_a_text_its_end() -> None:
     old, new = [1, 1, 1, 1, 1], [2, 2, 2, 2, 2]
     tree = filled([old, new])
@@ -136,16 +126,6 @@ def test_what_was_used_longest_ago_goes_first_and_of_a_text_its_end() -> None:
     tree.evict(2)
     assert (found(tree, old), found(tree, new)) == (1, 0)
     assert tree.num_evicted == 3
-
-
-def test_pages_that_somebody_holds_are_not_evicted() -> None:
-    tree = filled([[1, 1, 1, 1, 1], [2, 2, 2]])
-    tree.hold(tree.match([1, 1, 1], 2))
-    assert tree.num_idle == 2
-    tree.evict(2)
-    assert (found(tree, [1, 1, 1, 1, 1]), found(tree, [2, 2, 2])) == (1, 0)
-    with pytest.raises(AssertionError, match="0 are idle"):
-        tree.evict(1)
 
 
 def test_draft_entries_are_there_for_the_first_pages_of_a_hit() -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import product
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from serve_spec.core.draft_shape import most_drafts
 from serve_spec.ops import draft_tree
-from serve_spec.ops.acceptance import tree_masks
 from serve_spec.ops.draft_tree import choose_drafts, grow_beam, likeliest_children, root_beam
 from tests.helpers.memory import poisoned_memory
 from tests.helpers.triton import DEVICE, reference
@@ -108,40 +106,6 @@ def test_a_tree_is_the_best_of_all_its_beams_met(
         assert nodes == oracle(likely, topk, num_steps, count)
 
 
-@settings(max_examples=60, deadline=None)
-@given(sizes(), st.integers(0, 1000))
-def test_a_tree_holds_the_parents_of_all_it_holds_once_also_where_scores_are_equal(
-    shape: tuple[int, list[int], list[int]], seed: int
-) -> None:
-    topk, steps, counts = shape
-    found, _ = tree_of(likelihoods(topk, seed, ties=True), topk, steps, counts)
-    for nodes, num_steps, count in zip(found, steps, counts, strict=True):
-        assert len(set(nodes)) == len(nodes) == count
-        assert all(path[:-1] in {(), *nodes} for path in nodes)
-        assert max(map(len, nodes)) <= num_steps
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(1, 4), st.data(), st.integers(0, 1000))
-def test_where_no_beam_is_cut_no_other_tree_is_likelier(
-    topk: int, data: st.DataObject, seed: int
-) -> None:
-    """Two levels: the beam of the first one is all of it."""
-    count = data.draw(st.integers(1, most_drafts(topk, 2)))
-    likely = likelihoods(topk, seed, ties=False)
-
-    def score(path: Path) -> float:
-        return sum(likely(path[:depth])[token] for depth, token in enumerate(path))
-
-    def all_paths() -> Iterator[Path]:
-        for depth in (1, 2):
-            yield from product(range(topk), repeat=depth)
-
-    ((nodes, *_), _) = tree_of(likely, topk, [2], [count])
-    best = sorted(all_paths(), key=score, reverse=True)[:count]
-    assert sum(map(score, nodes)) == pytest.approx(sum(map(score, best)), abs=1e-5)
-
-
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 4), st.integers(2, 5), st.integers(0, 1000))
 def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
@@ -160,14 +124,6 @@ def test_a_place_of_the_beam_sees_its_own_path_whatever_parent_it_goes_on_from(
         for path, mask in zip(paths, beam.masks[0].tolist(), strict=True):
             seen = {entries[bit] for bit in range(len(entries)) if mask >> bit & 1}
             assert seen == {path[: depth + 1] for depth in range(len(path))}
-
-
-def test_a_chain_of_the_likeliest_is_the_tree_of_topk_one() -> None:
-    found, parents = tree_of(likelihoods(1, 3, ties=False), 1, [4], [4])
-    assert found == [[(0,), (0, 0), (0, 0, 0), (0, 0, 0, 0)]]
-    assert parents == [[0, 1, 2, 3]]
-    masks = tree_masks(torch.tensor([-1, *parents[0]], dtype=torch.int32), torch.tensor([0, 5]))
-    assert masks.tolist() == [1, 3, 7, 15, 31]
 
 
 @pytest.mark.parametrize("ids", [None, torch.arange(0, 60, 3)])

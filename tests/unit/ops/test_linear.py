@@ -34,51 +34,28 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randint(-8, 9, shape, generator=generator).to(DEVICE, torch.bfloat16)
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
-def test_the_kernel_follows_the_law(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
-) -> None:
-    x = random(num_rows, in_features, dtype=dtype)
-    weight = random(num_outputs, in_features, dtype=dtype, seed=1)
-    bias = random(num_outputs, dtype=dtype, seed=2)
-    for b in (None, bias):
-        with poisoned_memory():
-            found = linear_triton.small_linear(x, weight, b)
-        assert found.dtype == dtype
-        assert relative_error(found, plain.small_linear(x, weight, b)) < TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
-def test_the_fused_kernel_follows_its_law(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
-) -> None:
-    x = random(num_rows, in_features, dtype=dtype)
-    weight = random(2 * num_outputs, in_features, dtype=dtype, seed=1)
-    with poisoned_memory():
-        found = linear_triton.small_gate_up(x, weight)
-    assert found.shape == (num_rows, num_outputs)
-    assert relative_error(found, plain.small_gate_up(x, weight)) < TOLERANCE[dtype]
-
-
+@pytest.mark.parametrize("is_eight_bit", [False, True])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
-def test_the_kernels_multiply_eight_bit_weights_by_the_same_law(
-    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype
+def test_the_kernels_follow_their_laws(
+    num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype, is_eight_bit: bool
 ) -> None:
     x = random(num_rows, in_features, dtype=dtype)
-    weight = linear.EightBit.of(random(2 * num_outputs, in_features, seed=1))
+    weight, scale = random(2 * num_outputs, in_features, dtype=dtype, seed=1), None
+    if is_eight_bit:
+        kept = linear.EightBit.of(weight)
+        weight, scale = kept.values, kept.scale
     bias = random(2 * num_outputs, dtype=dtype, seed=2)
-    values, scale = weight.values, weight.scale
     for b in (None, bias):
         with poisoned_memory():
-            found = linear_triton.small_linear(x, values, b, scale=scale)
-        expected = plain.small_linear(x, values, b, scale=scale)
+            found = linear_triton.small_linear(x, weight, b, scale=scale)
+        expected = plain.small_linear(x, weight, b, scale=scale)
+        assert found.dtype == dtype
         assert relative_error(found, expected) < TOLERANCE[dtype]
     with poisoned_memory():
-        found = linear_triton.small_gate_up(x, values, scale)
-    assert relative_error(found, plain.small_gate_up(x, values, scale)) < TOLERANCE[dtype]
+        found = linear_triton.small_gate_up(x, weight, scale)
+    assert found.shape == (num_rows, num_outputs)
+    assert relative_error(found, plain.small_gate_up(x, weight, scale)) < TOLERANCE[dtype]
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.integers(0, 2**31), st.floats(-30, 30))
@@ -96,14 +73,6 @@ def test_eight_bits_keep_every_row_to_a_sixteenth_of_each_number_or_of_nothing(
 def test_a_row_of_zeros_stays_one_in_eight_bits() -> None:
     kept = linear.EightBit.of(torch.zeros(2, 3))
     assert torch.equal(kept.values.float() * kept.scale[:, None], torch.zeros(2, 3))
-
-
-@pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), SHAPES)
-def test_every_weight_is_used_once(num_rows: int, num_outputs: int, in_features: int) -> None:
-    x, weight = integers(num_rows, in_features), integers(num_outputs, in_features, seed=1)
-    with poisoned_memory():
-        found = linear_triton.small_linear(x, weight, out_dtype=torch.float32)
-    assert torch.equal(found, x.float() @ weight.float().T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

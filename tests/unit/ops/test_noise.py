@@ -75,14 +75,6 @@ def test_noise_is_that_of_plain_numbers_in_kernels_too(position: int) -> None:
     np.testing.assert_allclose(plain, expected, atol=0.05)
 
 
-def test_noise_depends_on_seed_position_and_token_only() -> None:
-    together = gumbel_noise(row_keys([7, 8, 7], [3, 3, 4]), 64)
-    alone = [gumbel_noise(row_keys([s], [p]), 64)[0] for s, p in ((7, 3), (8, 3), (7, 4))]
-    assert torch.equal(together, torch.stack(alone))
-    wider = gumbel_noise(row_keys([7], [3]), 128)[0, :64]
-    assert torch.equal(wider, together[0])
-
-
 def test_any_bit_of_seed_or_position_changes_the_noise() -> None:
     base = gumbel_noise(row_keys([0], [0]), 32)
     for bit in range(64):

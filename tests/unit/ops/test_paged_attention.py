@@ -181,45 +181,41 @@ class Scene:
         return torch.einsum("hl,lhd->hd", scores.softmax(1)[:, : len(slots)], values)
 
 
-KINDS = {
-    "plain": AttentionKind(),
-    "window": AttentionKind(window=5),
-    "scale": AttentionKind(scale=0.7),
-    "softcap": AttentionKind(softcap=1.5),
-    "softcap, scale, window": AttentionKind(window=9, scale=0.5, softcap=2.0),
-}
+@st.composite
+def scenes(draw: st.DrawFn) -> Scene:
+    """Requests of any lengths over layers of any kind; some have more tokens than entries."""
+    tree = draw(st.booleans())
+    length = st.tuples(st.integers(0, 6) | st.integers(0, 24), st.integers(-4, 70))
+    lengths = draw(st.lists(length, min_size=1, max_size=3))
+    least = 0 if tree else -40
+    lengths = [(max(0, tokens + max(more, least)), tokens) for tokens, more in lengths]
+    window = draw(st.sampled_from([None, 1, 7, 40]))
+    if tree and window is not None:
+        window += max(tokens for _, tokens in lengths)
+    return Scene(
+        lengths,
+        heads=draw(st.sampled_from([(2, 2), (4, 1), (6, 2), (3, 1)])),
+        widths=draw(st.sampled_from([(16, 16), (16, 32), (32, 16), (24, 16), (48, 40)])),
+        page_size=draw(st.sampled_from([1, 4, 16])),
+        kind=AttentionKind(
+            window=window,
+            scale=draw(st.sampled_from([None, 0.7])),
+            softcap=draw(st.sampled_from([None, 1.5])),
+        ),
+        tree=tree,
+        sinks=draw(st.booleans()),
+        spare_tokens=draw(st.integers(0, 3)),
+        seed=draw(st.integers(0, 9)),
+    )
 
 
-@BOTH
-@pytest.mark.parametrize("tree", [False, True], ids=["chain", "tree"])
-@pytest.mark.parametrize("window", [None, 5])
-@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (6, 2), (3, 1)])
-def test_ragged_tokens_over_scattered_pages(
-    op: Any, heads: tuple[int, int], window: int | None, tree: bool
-) -> None:
-    # Alone, at a page's end, at its start, within; more tokens than entries before them.
-    lengths = [(1, 1), (8, 4), (9, 1), (30, 3), (5, 4)]
-    scene = Scene(lengths, heads, kind=AttentionKind(window=window), tree=tree)
-    scene.check(scene.run(op))
-
-
-@BOTH
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("lengths", [[(30, 1), (7, 1)], [(40, 4), (9, 4)], [(70, 40), (20, 20)]])
-def test_kinds_of_layers(op: Any, lengths: list[tuple[int, int]], kind: str, sinks: bool) -> None:
-    scene = Scene(lengths, kind=KINDS[kind], sinks=sinks)
-    scene.check(scene.run(op))
-
-
-@BOTH
-@pytest.mark.parametrize("widths", [(16, 32), (32, 16), (24, 16), (48, 40)])
-@pytest.mark.parametrize("lengths", [[(30, 1), (7, 1)], [(70, 40), (20, 20)]])
-def test_keys_and_values_of_different_width(
-    op: Any, lengths: list[tuple[int, int]], widths: tuple[int, int]
-) -> None:
-    scene = Scene(lengths, widths=widths, sinks=True, kind=AttentionKind(softcap=3.0))
-    scene.check(scene.run(op))
+@settings(max_examples=30)
+@given(scene=scenes(), tiling=st.sampled_from(sorted(TILINGS)))
+def test_tokens_of_any_requests_see_what_they_should(scene: Scene, tiling: str) -> None:
+    if len(scene.query):
+        scene.check(scene.run(paged_attention))
+        scene.check(scene.run(kernel))
+        scene.check(scene.tiled(tiling))
 
 
 @ALL_TILINGS
@@ -235,40 +231,6 @@ def test_shares_of_a_tile_add_up(tiling: str, window: int | None, tree: bool, si
     scene.check(scene.tiled(tiling))
 
 
-@ALL_TILINGS
-@pytest.mark.parametrize("window", [None, 20])
-def test_chunks_are_cut_into_tiles(tiling: str, window: int | None) -> None:
-    # A first chunk, one within a prompt, its last tokens; requests that have none.
-    lengths = [(30, 30), (0, 0), (64, 20), (50, 3), (60, 0)]
-    scene = Scene(lengths, page_size=8, kind=AttentionKind(window=window), spare_tokens=5)
-    scene.check(scene.tiled(tiling))
-
-
-@settings(max_examples=25)
-@given(
-    lengths=st.lists(
-        st.tuples(st.integers(0, 9), st.integers(0, 70)).map(lambda n: (n[0] + n[1], n[0])),
-        min_size=1,
-        max_size=3,
-    ),
-    heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
-    page_size=st.sampled_from([1, 4, 16]),
-    window=st.sampled_from([None, 1, 7, 40]),
-    tree=st.booleans(),
-    spare_tokens=st.integers(0, 3),
-    tiling=st.sampled_from(sorted(TILINGS)),
-    seed=st.integers(0, 9),
-)
-def test_the_kernel_equals_its_reference(tiling: str, window: int | None, **shape: Any) -> None:
-    if shape["tree"] and window is not None:
-        window += max(tokens for _, tokens in shape["lengths"])
-    scene = Scene(**shape, kind=AttentionKind(window=window))
-    if not len(scene.query):
-        return
-    scene.check(scene.run(paged_attention))
-    scene.check(scene.tiled(tiling))
-
-
 @BOTH
 @pytest.mark.parametrize(
     ("dtype", "tolerance"), [(torch.bfloat16, 1e-2), (torch.float16, 2e-3)], ids=["bf16", "fp16"]
@@ -279,13 +241,6 @@ def test_short_floats_are_summed_in_float32(
 ) -> None:
     scene = Scene(lengths, widths=(32, 32), page_size=16, dtype=dtype)
     scene.check(scene.run(op), tolerance)
-
-
-@BOTH
-def test_requests_of_many_lengths(op: Any) -> None:
-    lengths = [(300, 1), (2, 1), (520, 1), (17, 1), (40, 1), (260, 1)]
-    scene = Scene(lengths, heads=(2, 1))
-    scene.check(scene.run(op))
 
 
 @BOTH
@@ -308,16 +263,6 @@ def test_padding_is_finite_and_changes_nothing(op: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("sinks", [False, True], ids=["", "sinks"])
-def test_tokens_before_the_first_entry_are_finite(op: Any, window: int | None, sinks: bool) -> None:
-    # Tokens at positions -3, -2, -1, 0, 1; and a request with no entries at all.
-    lengths = [(2, 5), (0, 3), (11, 2), (2, 30)]
-    scene = Scene(lengths, kind=AttentionKind(window=window), sinks=sinks)
-    scene.check(scene.run(op))
-
-
-@BOTH
 def test_entries_past_the_table_are_not_seen(op: Any) -> None:
     scene = Scene([(12, 1)], page_size=4)
     expected = scene.run(op)
@@ -331,16 +276,6 @@ def test_queries_may_be_part_of_wider_rows(op: Any) -> None:
     expected = scene.run(op)
     scene.query = torch.cat((scene.query, torch.full_like(scene.query, math.nan)), dim=1)[:, :4]
     assert torch.equal(scene.run(op), expected)
-
-
-@BOTH
-def test_a_tree_that_is_a_chain_is_a_chain(op: Any) -> None:
-    scene = Scene([(23, 5), (3, 1)], kind=AttentionKind(window=6))
-    expected = scene.run(op)
-    masks = torch.tensor([1, 3, 7, 15, 31, 1], device=DEVICE)
-    scene.plan = replace(scene.plan, tree_mask=masks)
-    # A chain's drafts are all in the window of the last, as in a tree.
-    assert torch.allclose(scene.run(op), expected, atol=1e-6)
 
 
 @BOTH
@@ -392,7 +327,8 @@ def test_the_bits_are_the_same_every_time(tiling: str) -> None:
 
 @BOTH
 def test_layers_of_a_forward_share_a_plan_whatever_their_kind(op: Any) -> None:
-    kinds = [KINDS[name] for name in ("plain", "window", "softcap", "plain")]
+    plain = AttentionKind()
+    kinds = [plain, AttentionKind(window=5), AttentionKind(softcap=1.5), plain]
     wide = [Scene([(40, 2), (9, 1)], heads=(4, 4), kind=kind) for kind in kinds]
     narrow = [Scene([(40, 2), (9, 1)], heads=(4, 2), kind=kind) for kind in kinds]
     plan = wide[0].plan
@@ -457,12 +393,6 @@ def test_small_batches_are_cut_at_short_context_and_large_ones_are_not() -> None
     tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 7, 8, 512)]
     assert [tiling.min_share < 512 for tiling in tilings] == [True, True, False, False]
     assert [tiling.is_last_merging for tiling in tilings] == [False, False, True, True]
-
-
-def test_dispatch_takes_the_op_of_the_device() -> None:
-    scene = Scene([(9, 2), (20, 1)])
-    op = kernel if DEVICE.type == "cuda" else paged_attention
-    assert torch.equal(scene.run(dispatched), scene.run(op))
 
 
 def test_the_kernels_compile_for_hopper_without_spilling() -> None:

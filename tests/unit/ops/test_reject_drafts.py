@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,6 +42,9 @@ MIX = [
     SamplingParams(temperature=0.0, top_k=2),
     SamplingParams(temperature=1.1, top_k=1),
     SamplingParams(temperature=1.0, top_p=1e-6),
+    SamplingParams(temperature=2.0, top_k=2099),
+    SamplingParams(temperature=0.3, top_p=0.999),
+    SamplingParams(temperature=1.0, min_p=1.0),
 ]
 METHODS = pytest.mark.parametrize("method", ["standard", "block"])
 BOTH = pytest.mark.parametrize(
@@ -205,51 +208,43 @@ def test_sampled_drafts_have_noise_of_their_own(ops: Any, is_reduced: bool) -> N
         assert_largest([draft_id[found[b]] for b in whole], numbers)
 
 
-@BOTH
-@METHODS
-@pytest.mark.parametrize(("depth", "num_draft_ids"), [(1, VOCAB), (2, 1300), (5, VOCAB)])
-def test_drafts_are_accepted_by_their_probabilities(
-    ops: Any, method: str, depth: int, num_draft_ids: int
-) -> None:
-    """Ragged chains, greedy ones and those of filtered distributions among them."""
-    made = Batch.of(ragged(depth), depth, num_draft_ids=num_draft_ids)
-    expected = made.expected(method)
-    assert made.emitted(method, ops) == expected
-    kept = [len(tokens) - 1 for tokens in expected]
-    counts = [n for n in made.counts if n >= 0]
-    assert 0 < sum(kept) < sum(counts), "the test needs accepted and rejected drafts"
-
-
-@BOTH
-@METHODS
-def test_chains_end_before_a_draft_that_is_no_token(ops: Any, method: str) -> None:
-    made = Batch.of([4] * 9, 4, noise=0.0)
-    for b in range(0, 9, 2):
+def broken(made: Batch) -> Batch:
+    """Return the batch with some drafts that are no tokens."""
+    for b in range(0, len(made.counts), 2):
         made.drafts[b, b % 4] = -1
         made.draft_logits[b, b % 4] = float("nan")
+    return made
+
+
+def tied(made: Batch) -> Batch:
+    """Return the batch with scores of a few values only: every cut of a filter is among equals."""
+    made.logits = (made.logits * 0.7).round() * 2
+    return made
+
+
+@BOTH
+@METHODS
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Batch.of(ragged(1), 1),
+        lambda: Batch.of(ragged(2), 2, num_draft_ids=1300),
+        lambda: Batch.of(ragged(5), 5),
+        lambda: Batch.of([4], 4, noise=1.5),
+        lambda: tied(Batch.of(ragged(2), 2)),
+        lambda: broken(Batch.of([4] * 9, 4, noise=0.0)),
+    ],
+    ids=["one draft", "few draft ids", "long chains", "alone", "equal scores", "broken drafts"],
+)
+def test_drafts_are_accepted_by_their_probabilities(
+    ops: Any, method: str, make: Callable[[], Batch]
+) -> None:
+    """Ragged chains, greedy ones and those of filtered distributions among them."""
+    made = make()
     expected = made.expected(method)
     assert made.emitted(method, ops) == expected
-    assert max(map(len, expected[::2])) > 1
-
-
-@BOTH
-@METHODS
-def test_where_filters_end_among_equal_scores_the_smallest_ids_are_left(
-    ops: Any, method: str
-) -> None:
-    """Scores of a few values only: every cut is among equals."""
-    made = Batch.of(ragged(2), 2)
-    made.logits = (made.logits * 0.7).round() * 2
-    assert made.emitted(method, ops) == made.expected(method)
-
-
-@BOTH
-@METHODS
-def test_drafts_from_the_targets_own_distribution_are_accepted(ops: Any, method: str) -> None:
-    made = Batch.of([3] * 9, 3, noise=0.0)
-    kept = [len(tokens) - 1 for tokens in made.emitted(method, ops)]
-    sampled = [n for n, p in zip(kept, made.params, strict=True) if not p.filters]
-    assert sampled == [3] * len(sampled)
+    kept = sum(len(tokens) - 1 for tokens in expected)
+    assert 0 < kept < sum(n for n in made.counts if n >= 0), "drafts are kept, and others are not"
 
 
 @BOTH
@@ -258,64 +253,3 @@ def test_a_target_that_gives_nan_draws_no_token(ops: Any, method: str) -> None:
     made = Batch.of([2] * 9, 2)
     made.logits[:, 40] = float("nan")
     assert [tokens[-1] for tokens in made.emitted(method, ops)] == [-1] * 9
-
-
-@BOTH
-@METHODS
-def test_a_chain_is_verified_alike_alone_and_in_any_batch(ops: Any, method: str) -> None:
-    whole = Batch.of(ragged(2), 2)
-    together = whole.emitted(method, ops)
-    there = [b for b, n in enumerate(whole.counts) if n >= 0]
-    first = 0
-    for number, b in enumerate(there[:5]):
-        rows = whole.counts[b] + 1
-        alone = Batch(
-            [whole.counts[b]], 2, [whole.params[b]], [whole.seeds[b]], [whole.lengths[b]],
-            whole.logits[first : first + rows], whole.draft_logits[b : b + 1], None,
-            whole.drafts[b : b + 1],
-        )  # fmt: skip
-        assert alone.emitted(method, ops, num_padding=0) == together[number : number + 1]
-        first += rows
-
-
-@pytest.mark.parametrize("has_ties", [False, True])
-def test_distributions_end_where_their_filters_do(has_ties: bool) -> None:
-    """Also at scores of 0, which no number halved gets to."""
-    rng, size, vocab = random.Random(1), 40, 700
-    params = [
-        SamplingParams(
-            temperature=rng.choice([0.3, 1.0, 2.0]),
-            top_k=rng.choice([0, 0, 1, 2, 50, 699]),
-            top_p=rng.choice([1.0, 1.0, 0.999, 0.9, 0.5, 0.01]),
-            min_p=rng.choice([0.0, 0.0, 0.05, 1.0]),
-        )
-        for _ in range(size)
-    ]
-    logits = torch.randn(2 * size, vocab, generator=torch.Generator().manual_seed(1)) * 3
-    logits = (logits.round() if has_ties else logits).to(DEVICE)
-    logits[5, 100:] = float("-inf")
-    on_device = draw_params(params, [0] * size, DEVICE)
-    starts = torch.arange(0, 2 * size + 1, 2, dtype=torch.int32, device=DEVICE)
-    slots = torch.arange(size, dtype=torch.int32, device=DEVICE)
-    tops, totals, cuts = (torch.full((size, 3), float("nan"), device=DEVICE) for _ in range(3))
-    cut_ids = torch.zeros(size, 3, dtype=torch.int32, device=DEVICE)
-    rejection_triton._law_kernel[(3, size)](
-        *(tops, totals, cuts, cut_ids, logits, vocab, starts, slots),
-        *(on_device.inverse_temperature, logits, slots),
-        *(on_device.top_k, on_device.top_p, on_device.min_p),
-        DEPTH=1,
-        NUM_IDS=vocab,
-        NUM_DRAFT_IDS=vocab,
-        BLOCK=256,
-        CUT_BLOCK=256,
-        DEPENDENT=False,
-    )
-    rows = on_device.of(slots.repeat_interleave(2))
-    scores = draw.tempered(logits, rows.inverse_temperature)
-    ids = torch.arange(vocab, device=DEVICE)
-    cut, cut_id = cuts[:, :2].reshape(-1, 1), cut_ids[:, :2].reshape(-1, 1)
-    kept = (scores > cut) | ((scores == cut) & (ids < cut_id))
-    likely = scores.softmax(dim=1) > 0
-    assert torch.equal(kept & likely, draw.survivors(scores, rows) & likely)
-    masses = (scores - scores.amax(dim=1, keepdim=True)).exp() * kept
-    torch.testing.assert_close(totals[:, :2].flatten(), masses.sum(dim=1))

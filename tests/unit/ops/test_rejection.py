@@ -146,14 +146,3 @@ def test_one_draft_is_kept_as_often_as_the_laws_overlap(seed: int) -> None:
     for method in RULES:
         _, mean = emitted_law(tree, method)
         assert mean == pytest.approx(1 - total_variation(tree.p[0][0], tree.q[0][0]))
-
-
-def test_a_law_that_is_not_the_drafts_own_is_found_out() -> None:
-    """What these tests can tell: q sharper than what was drawn from is off by far."""
-    tree = Tree(2, 3, "")
-    drafts, chance, *_ = tree.chains()
-    wrong = Tree(2, 3, "")
-    wrong.q = [(law**2) / (law**2).sum(dim=1, keepdim=True) for law in tree.q]
-    wrong.chains = lambda: (drafts, chance, *Tree.chains(wrong)[2:])  # type: ignore[method-assign]
-    law, _ = emitted_law(wrong, "standard")
-    assert total_variation(law, tree.joint()) > 0.01

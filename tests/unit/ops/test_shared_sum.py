@@ -31,7 +31,6 @@ from serve_spec.ops.shared_sum import (  # isort: skip
     as_words,
     fits,
     flags_shape,
-    goes_in_shares,
     part_words,
     rows_fit,
     share_numbers,
@@ -347,15 +346,6 @@ def test_shares_are_aligned_and_have_room_and_make_up_the_whole(
     assert share * size >= count
     assert share * dtype.itemsize % SHARE_ALIGNMENT == 0
     assert share * dtype.itemsize <= SHARE_WORDS * 4
-
-
-def test_more_bytes_or_more_ranks_are_a_reason_to_sum_in_shares() -> None:
-    sizes = [2**k for k in range(10, 22)]
-    for size in (2, 4, 8):
-        chosen = [goes_in_shares(num_bytes, size) for num_bytes in sizes]
-        assert chosen == sorted(chosen)
-        more = [goes_in_shares(num_bytes, size + 1) for num_bytes in sizes]
-        assert all(b or not a for a, b in zip(chosen, more, strict=True))
 
 
 @one_thread_each

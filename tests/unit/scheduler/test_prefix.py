@@ -9,7 +9,7 @@ from serve_spec.config import SchedulerConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
-from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
@@ -17,7 +17,15 @@ from serve_spec.scheduler import scheduler as scheduler_module
 from serve_spec.scheduler.scheduler import WORTH_A_ROUND, Scheduler
 
 PAGE = 4
-AHEAD = WorkerLimits(8, async_scheduling=True)
+ALONE, AHEAD = WorkerLimits(8), WorkerLimits(8, async_scheduling=True)
+BUDGET = 24
+TOPK = 3
+TREES = [
+    DraftShape(3, 8, TOPK),
+    DraftShape(1, 2, TOPK),
+    DraftShape(4, 30, TOPK),
+    DraftShape(7, 7, TOPK),
+]
 Text = tuple[int, ...]
 
 
@@ -43,27 +51,39 @@ class RememberingWorker:
         self.texts: dict[str, Text] = {}
         """What the device knows of who is under way; more than the host, by a round."""
         self.num_entries: dict[str, int] = {}
+        self.counted: dict[str, Text] = {}
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
         known = set(self.cache.tree.page_ids)
+        owners: dict[int, str] = {}
         drawn = []
         for row in plan.rows:
+            assert row.token_ids, "an empty row"
             if not row.is_decode:
                 self.start_anew(row)
             assert row.request_id in self.texts, "a text starts with a row of a prompt"
             text = self.texts[row.request_id]
+            assert (row.tree_drafts > 0) == (not plan.shape.is_chain and row.num_steps > 0)
+            for page in set(row.page_ids) - known:
+                assert owners.setdefault(page, row.request_id) == row.request_id
             self.read(self.target, row, range(row.start), text, 1)
+            num_drafts = max(
+                row.num_draft_tokens, TOPK * (row.num_steps - 1) * bool(row.tree_drafts)
+            )
             if row.extends:
-                self.catch_up(row, text)
+                self.catch_up(row, text, num_drafts)
+                assert row.num_missing <= plan.max_missing
             tokens: list[int] = []
             if row.samples:
                 for _ in range(self.rng.randint(0, row.num_steps) + 1):
                     tokens.append(next_token(row.seed, (*text, *tokens)))
                 drawn.append(tokens)
                 self.texts[row.request_id] = (*text, *tokens)
+                if row.params.counts_tokens:
+                    self.count(row, text)
             end = len(text) if row.is_decode else row.length
             first = end - 1 if row.is_decode else row.start
-            for position in range(first, end + row.num_steps):
+            for position in range(first, end + num_drafts):
                 slot = self.slot(row, position)
                 assert slot // PAGE not in known, "pages that others may hold are written again"
                 is_committed = position < end + max(0, len(tokens) - 1)
@@ -80,13 +100,21 @@ class RememberingWorker:
         self.texts[row.request_id] = tuple(self.sequences[row.request_id].token_ids)
         self.num_entries[row.request_id] = row.draft_start
 
-    def catch_up(self, row: ScheduledRequest, text: Text) -> None:
+    def count(self, row: ScheduledRequest, text: Text) -> None:
+        """What a penalty counts: what the host last told, and what the device drew since."""
+        if row.edited is not None:
+            self.counted[row.request_id] = tuple(row.edited.token_ids)
+        assert self.counted[row.request_id] == text
+        self.counted[row.request_id] = self.texts[row.request_id]
+
+    def catch_up(self, row: ScheduledRequest, text: Text, num_drafts: int) -> None:
         made = self.num_entries[row.request_id]
         assert made <= len(text) - 2, "drafting starts from the output of the last entry"
+        assert len(text) - 1 - made <= row.num_missing
         self.read(self.draft, row, range(-self.shift, made), text, 2)
         for entry in range(made, len(text) - 1):
             self.draft[self.slot(row, entry + self.shift)] = text[: entry + 2]
-        for entry in range(len(text) - 1, len(text) - 2 + row.num_steps):
+        for entry in range(len(text) - 1, len(text) - 2 + num_drafts):
             self.draft[self.slot(row, entry + self.shift)] = None
         self.num_entries[row.request_id] = len(text) - 1
 
@@ -132,16 +160,16 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
 def make(
     num_pages: int, *, shift: int = 0, prefix_caching: bool = True, **limits: int
 ) -> Scheduler:
-    settings = {"max_num_seqs": 6, "max_num_batched_tokens": 24}
+    settings = {"max_num_seqs": 6, "max_num_batched_tokens": BUDGET}
     cache = KVCacheManager(num_pages, PAGE, prefix_caching=prefix_caching)
     return Scheduler(SchedulerConfig(**{**settings, **limits}), cache, first_draft_entry=-shift)
 
 
 def any_steps(rng: random.Random, batch: DecodeBatch) -> RoundSteps:
-    num_steps = rng.choice([0, 1, 3, 7])
-    return RoundSteps(
-        DraftShape.chain(num_steps), [rng.randint(0, num_steps) for _ in range(batch.size)]
-    )
+    """Any tier, and any share of it for each row."""
+    shape = rng.choice([None, *TREES]) or DraftShape.chain(rng.choice([0, 1, 3, 7]))
+    rows = [rng.randint(0, shape.depth) for _ in range(batch.size)]
+    return RoundSteps(shape, rng.choice([None, rows]))
 
 
 def traffic(rng: random.Random) -> Iterator[Sequence]:
@@ -160,7 +188,11 @@ def traffic(rng: random.Random) -> Iterator[Sequence]:
         stops = (1,) if rng.random() < 0.5 else ()
         scored = 0 if rng.random() < 0.1 else None
         params = SamplingParams(
-            max_tokens=rng.randint(1, 24), stop_token_ids=stops, prompt_logprobs=scored
+            max_tokens=rng.randint(1, 24),
+            stop_token_ids=stops,
+            prompt_logprobs=scored,
+            speculative=SpeculativeOptions(rng.random() < 0.8, rng.choice([None, 0, 2])),
+            frequency_penalty=rng.choice([0, 1]),
         )
         yield Sequence(str(number), params, list(prompt), len(prompt), seed)
 
@@ -171,48 +203,63 @@ def traffic(rng: random.Random) -> Iterator[Sequence]:
 def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     shift: int, runs_ahead: bool, num_pages: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Arrivals, cancellations, preemptions, evictions, stops, tier changes, in any order."""
+    """Arrivals, cancellations, preemptions, evictions, stops, tier changes, in any order.
+
+    No token and no page is lost. One round is in flight while another is planned, or none.
+    """
     monkeypatch.setattr(scheduler_module, "WORTH_A_ROUND", 8)  # the texts of this test are short
     rng = random.Random(num_pages + shift)
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
-    arrivals = traffic(rng)
-    limits = AHEAD if runs_ahead else WorkerLimits(8)
+    arrivals, limits = traffic(rng), AHEAD if runs_ahead else ALONE
+    lengths_at_abort: dict[str, int] = {}
     flight: tuple[ScheduledBatch, BatchResult] | None = None
-    finished: list[Sequence] = []
+    num_finished = num_prompts_ahead = 0
     counts = []
+
+    def run(under_way: ScheduledBatch | None) -> tuple[ScheduledBatch, BatchResult] | None:
+        plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, under_way)
+        if plan is None:
+            return None
+        assert sum(row.query_len for row in plan.rows) <= BUDGET
+        return plan, worker.execute(plan)
+
     for step in range(1200):
         if step < 1000 and rng.random() < 0.3 and len(scheduler.waiting) < 4:
             seq = next(arrivals)
             worker.sequences[seq.request_id] = seq
             scheduler.add(seq)
         if rng.random() < 0.02 and scheduler.has_work:
-            scheduler.abort(rng.choice(list(scheduler.sequences())).request_id)
+            victim = rng.choice(list(scheduler.sequences()))
+            assert scheduler.abort(victim.request_id) is victim
+            lengths_at_abort[victim.request_id] = len(victim)
+        flight = flight or run(None)
         if flight is None:
-            plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits)
-            if plan is None:
-                assert not scheduler.has_work
-                continue
-            flight = plan, worker.execute(plan)
-        following = None
-        if runs_ahead:
-            plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, flight[0])
-            following = None if plan is None else (plan, worker.execute(plan))
+            assert not scheduler.has_work
+            continue
+        following = run(flight[0]) if runs_ahead else None
+        if following is not None:
+            num_prompts_ahead += not all(row.is_decode for row in following[0].rows)
         committed = scheduler.commit(*flight, cut)
-        finished += [row.seq for row in committed if row.seq.finished]
+        num_finished += sum(row.seq.finished for row in committed)
         scheduler.check_integrity()
         worker.check_published()
         counts.append(scheduler.take_prefix_counts())
         flight = following
     assert not scheduler.has_work, "two hundred rounds end whatever is left"
     assert scheduler.cache.num_free_pages == num_pages
-    assert len(finished) > 100
+    assert num_finished > 100
+    assert len(lengths_at_abort) > 10
+    assert (num_prompts_ahead > 20) == runs_ahead
     assert scheduler.cache.tree.num_evicted > 20
     assert (scheduler.num_preemptions > 5) == (num_pages == 26)
     hits = sum(count.num_hit_tokens for count in counts)
     queries = sum(count.num_query_tokens for count in counts)
     assert 0.2 < hits / queries < 1, "the test needs texts that share, and some that do not"
-    for seq in finished:
+    for seq in worker.sequences.values():
+        assert seq.finished
+        assert len(seq) == lengths_at_abort.get(seq.request_id, len(seq))
+        assert seq.num_output_tokens <= seq.params.max_tokens
         for position in range(seq.num_prompt_tokens, len(seq)):
             assert seq.token_ids[position] == next_token(seq.seed, tuple(seq.token_ids[:position]))
 

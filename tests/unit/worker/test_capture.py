@@ -1,7 +1,5 @@
 """Draft shapes are captured once, share what they can, and name what does not fit."""
 
-import logging
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import cast
@@ -183,15 +181,3 @@ def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones
     assert largest == {1: 8, 2: 3, 3: 8}
     chain = DraftShape.chain(2)
     assert [found.state_for(chain, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
-
-
-def test_the_log_says_what_capturing_took_shape_by_shape(
-    llm: LLM, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    logger = logging.getLogger("serve_spec")
-    monkeypatch.setattr(logger, "propagate", True)
-    with caplog.at_level(logging.INFO, "serve_spec"):
-        captured(llm, chains(3))
-    (message,) = {r.getMessage() for r in caplog.records if "captured: " in r.getMessage()}
-    what = r"\d+ stages, \d+ MiB, \d+\.\d s"
-    assert re.search(rf"shape 3: {what}; .*shape 0: {what}; .*prompts: {what}", message)
