@@ -1,10 +1,12 @@
 """Flash attention over a paged cache, its work cut on the device.
 
 A tile is some query tokens of one request times the query heads of one kv head: its lines. A tile
-reads its cache once, in one or several shares. A small kernel lists the shares (items) of a forward
-before its first layer: tiles much longer than what one multiprocessor would get of an even
-distribution are cut, others are not. Every layer launches a fixed grid over the list, so that a
-CUDA graph serves every batch of its shape.
+reads its cache once. A small kernel lists the tiles of a forward before its first layer and gives
+each program a range of them. If tiles are short, a program gets a whole tile. If some are long, the
+cache entries of all tiles are laid end to end and cut into ranges of equal length, one for each
+program that the device holds at once (the partition of stream-K, arXiv 2301.03598): every
+multiprocessor reads as much as any other, also with few requests or uneven lengths. Every layer
+launches a fixed grid over the ranges, so that a CUDA graph serves every batch of its shape.
 
 Shares of a tile are added in one order: the same bits every time. How tiles are cut, and so the
 bits, depends on all lengths of a forward.
@@ -19,7 +21,7 @@ cut gains, so the program that finishes a tile last adds them.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -32,19 +34,22 @@ from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, Attenti
 
 # Below half as many tiles times kv heads, tiles are cut even at short context.
 _PROGRAMS = 128
-# A share of a long tile is about this many cache entries, unless that makes fewer than one or more
-# than `Tiling.max_shares` shares per multiprocessor.
-_SHARE = tl.constexpr(512)
-# Shares are multiples of this many cache entries.
-_SHARE_UNIT = tl.constexpr(16)
-# Cutting one of many tiles into shares shorter than this costs more than it gains.
-_LONG_SHARE = 1024
+# Ranges are multiples of this many cache entries.
+_UNIT = tl.constexpr(16)
+# Scores of entries that a line does not see, and where its highest score starts: far above, so that
+# they weigh nothing also where a line sees nothing else.
 _HIDDEN = tl.constexpr(-1.0e30)
+_LOWEST = tl.constexpr(-1.0e20)
 _LOG2_E = tl.constexpr(math.log2(math.e))
 _LAST_TREE_ROW = tl.constexpr(MAX_TREE_ROWS - 1)
-# Fields of an item: request, first token, tokens, first and last cache entry, position of the first
-# token (of the first entry of its tree), the first item of its tile, shares of its tile.
-_FIELDS = tl.constexpr(8)
+# Below what any share weighs.
+_NOTHING = tl.constexpr(-3.0e38)
+# Fields of a tile: request, first token, tokens, first and last cache entry, position of the first
+# token (of the first entry of its tree), the place of its entries among those of all tiles, and how
+# many of them there are, rounded up.
+_TILE_FIELDS = tl.constexpr(8)
+# Fields of a range: first tile, last tile, first entry, last entry.
+_RANGE_FIELDS = tl.constexpr(4)
 
 
 @dataclass(frozen=True)
@@ -52,9 +57,9 @@ class Tiling:
     """How the work of a group is cut.
 
     `tokens`, `lines`: of a tile; lines are a power of two from 16. `block`: cache entries read at
-    once. `programs`: how many a multiprocessor holds. `min_share`: cache entries; `max_shares`: per
-    multiprocessor. `is_last_merging`: the last program of a tile adds its shares, instead of a
-    launch of its own.
+    once. `programs`: how many a multiprocessor holds. `min_share`: fewest cache entries of a share;
+    tiles are cut only if one has more than two of them. `is_last_merging`: the last program of a
+    tile adds its shares, instead of a launch of its own.
     """
 
     tokens: int
@@ -63,8 +68,7 @@ class Tiling:
     num_warps: int
     num_stages: int
     programs: int = 1
-    min_share: int = 16
-    max_shares: int = 4
+    min_share: int = 128
     is_last_merging: bool = False
 
 
@@ -83,27 +87,20 @@ def _choose_tiling(
     lines = max(16, triton.next_power_of_2(tokens * group))
     num_programs = num_requests * triton.cdiv(max_query_len, tokens) * heads[1]
     if lines > 64:
-        return Tiling(
-            tokens, lines, 64, num_warps=8, num_stages=3, min_share=_SHARE.value, max_shares=2
-        )
-    are_few = num_programs < _PROGRAMS // 2
+        return Tiling(tokens, lines, 64, num_warps=8, num_stages=3)
     programs = 1
     if dtype == torch.float32:
         block, warps, stages = 16, 4 if lines <= 16 else 8, 2
     elif lines > 32:
         block, warps, stages = 64, 4 if width <= 128 else 8, 3
-    elif are_few:
-        block, warps, stages, programs = 64, 4, 3 if lines > 16 else 4, 2
-    elif num_programs <= _PROGRAMS:  # each has to have much under way
-        block, warps, stages = 128, 4 if lines > 16 else 8, 3
-    elif num_programs <= 2 * _PROGRAMS:
-        block, warps, stages, programs = 64, 4, 3 if lines > 16 else 4, 2
+    elif num_programs <= 4 * _PROGRAMS:  # each has to have much under way
+        block, warps, stages, programs = (128, 4, 2, 2) if lines <= 16 else (64, 4, 3, 2)
     else:
-        block, warps, stages, programs = 128 if lines > 16 else 64, 4, 2, 2
+        block, warps, stages, programs = (64, 4, 2, 2) if lines <= 16 else (128, 4, 2, 2)
     # Blocks of wide heads have fewer entries.
     block = max(16, block * 128 // max(128, width))
-    tiling = Tiling(tokens, lines, block, warps, stages, programs)
-    return tiling if are_few else replace(tiling, min_share=_LONG_SHARE, is_last_merging=True)
+    is_last_merging = num_programs >= _PROGRAMS // 2
+    return Tiling(tokens, lines, block, warps, stages, programs, is_last_merging=is_last_merging)
 
 
 def paged_attention(
@@ -144,15 +141,15 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Work:
-    """The items of one group, all int32.
+    """The work of one group, all int32.
 
-    `items` [cap, 8]; `counts` [3]: items, tiles of several shares, tokens that requests own;
-    `shared`: the first item of each tile of several shares; `arrivals` [cap, kv_heads]: zeros.
+    `tiles` [cap, 8]; `ranges` [programs, 4]; `counts` [3]: tiles, tokens that requests own, entries
+    of a range (0: no tile is cut). `arrivals` [cap, kv_heads]: zeros.
     """
 
-    items: Tensor
+    tiles: Tensor
+    ranges: Tensor
     counts: Tensor
-    shared: Tensor
     arrivals: Tensor | None
 
 
@@ -175,26 +172,28 @@ def _launch(
     for dense in (keys, values, plan.tables):
         assert dense.is_contiguous(), "a pool's layers and page tables are dense"
     has_tree = plan.tree_mask is not None and group.max_query_len <= MAX_TREE_ROWS
-    programs = max(1, _num_multiprocessors(query.device) // num_kv_heads)
+    programs = max(1, _num_multiprocessors(query.device) * tiling.programs // num_kv_heads)
     num_tiles = min(
         group.num_requests * triton.cdiv(group.max_query_len, tiling.tokens),
         num_tokens // tiling.tokens + group.num_requests,
     )
-    num_items = num_tiles + programs * tiling.max_shares
     key = "work", kind.window, num_kv_heads, group, tiling
     work = plan.prepared(
-        key, lambda: _plan_work(plan, kind, group, tiling, programs, num_items, num_kv_heads)
+        key, lambda: _plan_work(plan, kind, group, tiling, programs, num_tiles, num_kv_heads)
     )
-    partial_shape = num_items, num_kv_heads, tiling.lines
+    # Of a program's tiles, the first and the last may be cut.
+    partial_shape = 2 * programs, num_kv_heads, tiling.lines
     partials = query.new_empty((*partial_shape, value_width), dtype=torch.float32)
-    stats = query.new_empty((2, *partial_shape), dtype=torch.float32)
+    stats = query.new_empty(partial_shape, dtype=torch.float32)
     scale, softcap = kind.scale_of(key_width) * _LOG2_E.value, 0.0
     if kind.softcap is not None:
         scale, softcap = 2.0 * scale / kind.softcap, kind.softcap * _LOG2_E.value
-    # Merging must not take the registers that attending needs.
-    merge_shares, numbers = (4, 2048) if tiling.is_last_merging else (16, 8192)
     block_dv = max(16, triton.next_power_of_2(value_width))
-    merge_lines = max(1, min(tiling.lines, numbers // (merge_shares * block_dv)))
+    # Merging must not take the registers that attending needs.
+    merge_warps, merge_shares, numbers = 4, 16, 2
+    if tiling.is_last_merging:
+        merge_warps, merge_shares, numbers = tiling.num_warps, 4, 8
+    merge_lines = max(1, min(tiling.lines, 32 * merge_warps * numbers // block_dv))
     dependent = dependent_launch(query.device)
     shape = {
         "NUM_KV_HEADS": num_kv_heads,
@@ -206,10 +205,10 @@ def _launch(
         "MERGE_LINES": merge_lines,
         "DEPENDENT": dependent,
     }
-    grid = num_kv_heads, max(programs * tiling.programs, num_tiles)
+    grid = num_kv_heads, max(programs, num_tiles)
     _attend_kernel[grid](
         query, keys, values, plan.tables[group.first :], plan.tree_mask if has_tree else None,
-        kind.sinks, work.items, work.counts, work.arrivals, out, partials, stats,
+        kind.sinks, work.tiles, work.ranges, work.counts, work.arrivals, out, partials, stats,
         num_tokens if fills_up else 0, query.stride(0), plan.tables.stride(0), scale, softcap,
         DK=key_width, BLOCK_DK=max(16, triton.next_power_of_2(key_width)),
         PAGE_SIZE=plan.page_size, WINDOW=kind.window, HAS_SOFTCAP=kind.softcap is not None,
@@ -219,8 +218,8 @@ def _launch(
     if not tiling.is_last_merging:
         num_lines = min(tiling.tokens * shape["GROUP"], tiling.lines)
         _merge_kernel[(num_kv_heads, triton.cdiv(num_lines, merge_lines), min(num_tiles, 16))](
-            work.items, work.counts, work.shared, out, partials, stats,
-            num_warps=4, launch_pdl=dependent, **shape,
+            work.tiles, work.counts, out, partials, stats,
+            num_warps=merge_warps, launch_pdl=dependent, **shape,
         )  # fmt: skip
 
 
@@ -230,30 +229,30 @@ def _plan_work(
     group: _Group,
     tiling: Tiling,
     programs: int,
-    num_items: int,
+    num_tiles: int,
     num_kv_heads: int,
 ) -> _Work:
-    """Launch the listing of up to `num_items` shares for so many `programs` per kv head."""
+    """Launch the listing of up to `num_tiles` tiles, and of ranges for so many `programs`."""
     device = plan.tables.device
-    items = torch.empty((num_items, _FIELDS.value), dtype=torch.int32, device=device)
+    num_ranges = max(programs, num_tiles)
+    tiles = torch.empty((num_tiles, _TILE_FIELDS.value), dtype=torch.int32, device=device)
+    ranges = torch.empty((num_ranges, _RANGE_FIELDS.value), dtype=torch.int32, device=device)
     counts = torch.empty(3, dtype=torch.int32, device=device)
-    shared = torch.empty(num_items, dtype=torch.int32, device=device)
     arrivals = None
     if tiling.is_last_merging:
-        arrivals = torch.zeros((num_items, num_kv_heads), dtype=torch.int32, device=device)
+        arrivals = torch.zeros((num_tiles, num_kv_heads), dtype=torch.int32, device=device)
     dependent = dependent_launch(device)
     has_tree = plan.tree_mask is not None and group.max_query_len <= MAX_TREE_ROWS
     _plan_kernel[(group.num_requests,)](
-        plan.query_starts[group.first :], plan.kv_lens[group.first :], items, counts, shared,
+        plan.query_starts[group.first :], plan.kv_lens[group.first :], tiles, ranges, counts,
         # No constant: it is another one at every level of a tree.
         plan.tree_len or 0, plan.tables.shape[1] * plan.page_size,
-        programs,
+        programs, num_ranges,
         IS_TREE=has_tree, WINDOW=kind.window, TILE=tiling.tokens, MIN_SHARE=tiling.min_share,
-        MAX_SHARES=tiling.max_shares, BLOCK_ITEMS=64,
-        BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
+        BLOCK=64, BLOCK_REQUESTS=triton.next_power_of_2(group.num_requests),
         DEPENDENT=dependent, num_warps=1 if group.num_requests <= 64 else 4, launch_pdl=dependent,
     )  # fmt: skip
-    return _Work(items, counts, shared, arrivals)
+    return _Work(tiles, ranges, counts, arrivals)
 
 
 @cache
@@ -263,14 +262,13 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit(do_not_specialize=["tree_len", "capacity", "programs"])
+@triton.jit(do_not_specialize=["tree_len", "capacity", "programs", "num_ranges"])
 def _plan_kernel(
-    query_starts, kv_lens, items, counts, shared, tree_len, capacity, programs,
+    query_starts, kv_lens, tiles, ranges, counts, tree_len, capacity, programs, num_ranges,
     IS_TREE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr, MIN_SHARE: tl.constexpr,
-    MAX_SHARES: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, BLOCK_ITEMS: tl.constexpr,
-    DEPENDENT: tl.constexpr,
+    BLOCK_REQUESTS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """List the items of one request, after those of the requests before it."""
+    """List the tiles of one request, and the ranges that begin or end among their entries."""
     request, num_requests = tl.program_id(0), tl.num_programs(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -285,54 +283,88 @@ def _plan_kernel(
     _, first_seen, end_seen = _visible(
         last, query_len - last, query_len, kv_len, tree_len, capacity, IS_TREE, WINDOW
     )
-    span = tl.maximum(end_seen - first_seen, 0)  # of the longest tile
-
-    fair = (tl.sum(num_tiles * span, axis=0) + programs - 1) // programs
-    share = tl.maximum(tl.minimum(fair, _SHARE), (fair + MAX_SHARES - 1) // MAX_SHARES)
-    share = tl.maximum(share, MIN_SHARE)
-    num_shares = tl.maximum((span + share // 2) // share, 1)
-    # Rounding may leave less than that to share.
-    longest = _share_length(span, num_shares)
-    num_shares = tl.maximum((span + longest - 1) // longest, 1)
-    num_items = num_tiles * num_shares
-    num_shared = tl.where(num_shares > 1, num_tiles, 0)
+    # Of the longest tile; the others of a request take as much room.
+    span = tl.maximum(end_seen - first_seen, 1)
+    if WINDOW is not None:
+        # Behind a window, full tiles see more than a last one of few tokens.
+        full = tl.maximum(span, tl.minimum(end_seen, WINDOW - 1 + TILE))
+        span = tl.where(num_tiles > 1, full, span)
+    width = (span + _UNIT - 1) // _UNIT * _UNIT
+    longest = tl.max(tl.where(num_tiles > 0, width, 0), axis=0)
+    fair = (tl.sum(num_tiles * width, axis=0) + programs - 1) // programs
+    is_cut = longest > tl.maximum(2 * MIN_SHARE, fair + fair // 4)
+    share = tl.maximum((fair + _UNIT - 1) // _UNIT * _UNIT, MIN_SHARE)
+    # If shares that are little longer let every program have one of one tile, take those.
+    is_aligned = share < 0
+    for step in tl.static_range(8):
+        longer = tl.maximum(fair + fair * step // 16, MIN_SHARE)
+        num_shares = (width + longer - 1) // longer
+        fits = tl.sum(num_tiles * num_shares, axis=0) <= programs
+        needed = tl.max(tl.where(num_tiles > 0, (width + num_shares - 1) // num_shares, 1), axis=0)
+        share = tl.where(fits & ~is_aligned, (needed + _UNIT - 1) // _UNIT * _UNIT, share)
+        is_aligned |= fits
+    width = tl.where(is_cut & is_aligned, (width + share - 1) // share * share, width)
+    room = num_tiles * width
+    total = tl.sum(room, axis=0)
+    all_tiles = tl.sum(num_tiles, axis=0)
     if request == 0:
-        tl.store(counts, tl.sum(num_items, axis=0))
-        tl.store(counts + 1, tl.sum(num_shared, axis=0))
-        tl.store(counts + 2, tl.load(query_starts + num_requests))
+        tl.store(counts, all_tiles)
+        tl.store(counts + 1, tl.load(query_starts + num_requests))
+        tl.store(counts + 2, tl.where(is_cut, share, 0))
+        # The other programs have nothing to do.
+        for first in range(
+            tl.where(is_cut, (total + share - 1) // share, all_tiles), num_ranges, BLOCK
+        ):
+            number = first + tl.arange(0, BLOCK)
+            tl.store(ranges + number * _RANGE_FIELDS, 0, mask=number < num_ranges)
+            tl.store(ranges + number * _RANGE_FIELDS + 1, 0, mask=number < num_ranges)
 
     before, is_own = every < request, every == request
-    first_item = tl.sum(tl.where(before, num_items, 0), axis=0)
-    first_shared = tl.sum(tl.where(before, num_shared, 0), axis=0)
+    first_tile = tl.sum(tl.where(before, num_tiles, 0), axis=0)
+    first_entry = tl.sum(tl.where(before, room, 0), axis=0)
     own_start = tl.sum(tl.where(is_own, start, 0), axis=0)
     own_query_len = tl.sum(tl.where(is_own, query_len, 0), axis=0)
     own_kv_len = tl.sum(tl.where(is_own, kv_len, 0), axis=0)
     own_tiles = tl.sum(tl.where(is_own, num_tiles, 0), axis=0)
-    own_shares = tl.sum(tl.where(is_own, num_shares, 0), axis=0)
-    for first_number in range(0, own_tiles * own_shares, BLOCK_ITEMS):
-        number = first_number + tl.arange(0, BLOCK_ITEMS)
-        is_item = number < own_tiles * own_shares
+    own_width = tl.sum(tl.where(is_own, width, 0), axis=0)
+    for first_number in range(0, own_tiles, BLOCK):
+        number = first_number + tl.arange(0, BLOCK)
+        is_tile = number < own_tiles
         # The last tiles see most: they go first, and the others fill the gaps.
-        first = (own_tiles - 1 - number // own_shares) * TILE
+        first = (own_tiles - 1 - number) * TILE
         tokens = tl.minimum(own_query_len - first, TILE)
         position, begin, end = _visible(
             first, tokens, own_query_len, own_kv_len, tree_len, capacity, IS_TREE, WINDOW
         )
-        length = _share_length(tl.maximum(end - begin, 0), own_shares)
-        begin += number % own_shares * length
-        item = first_item + number
-        tile_item = item - number % own_shares
-        field = items + item * _FIELDS
-        tl.store(field, request, mask=is_item)
-        tl.store(field + 1, own_start + first, mask=is_item)
-        tl.store(field + 2, tokens, mask=is_item)
-        tl.store(field + 3, begin, mask=is_item)
-        tl.store(field + 4, tl.minimum(begin + length, end), mask=is_item)
-        tl.store(field + 5, position, mask=is_item)
-        tl.store(field + 6, tile_item, mask=is_item)
-        tl.store(field + 7, own_shares, mask=is_item)
-        is_first = is_item & (own_shares > 1) & (item == tile_item)
-        tl.store(shared + first_shared + number // own_shares, item, mask=is_first)
+        tile, entry = first_tile + number, first_entry + number * own_width
+        field = tiles + tile * _TILE_FIELDS
+        tl.store(field, request, mask=is_tile)
+        tl.store(field + 1, own_start + first, mask=is_tile)
+        tl.store(field + 2, tokens, mask=is_tile)
+        tl.store(field + 3, begin, mask=is_tile)
+        tl.store(field + 4, tl.maximum(end, begin), mask=is_tile)
+        tl.store(field + 5, position, mask=is_tile)
+        tl.store(field + 6, entry, mask=is_tile)
+        tl.store(field + 7, own_width, mask=is_tile)
+        if not is_cut:
+            field = ranges + tile * _RANGE_FIELDS
+            tl.store(field, tile, mask=is_tile)
+            tl.store(field + 1, tile + 1, mask=is_tile)
+            tl.store(field + 2, entry, mask=is_tile)
+            tl.store(field + 3, entry + own_width, mask=is_tile)
+    end_entry = first_entry + own_tiles * own_width
+    if is_cut & (own_tiles > 0):
+        for first_number in range(first_entry // share, (end_entry - 1) // share + 1, BLOCK):
+            number = first_number + tl.arange(0, BLOCK)
+            begin = number * share
+            end = tl.minimum(begin + share, total)
+            field = ranges + number * _RANGE_FIELDS
+            begins = (begin >= first_entry) & (begin < end_entry)
+            tl.store(field, first_tile + (begin - first_entry) // own_width, mask=begins)
+            tl.store(field + 2, begin, mask=begins)
+            ends = (begin < total) & (end > first_entry) & (end <= end_entry)
+            tl.store(field + 1, first_tile + (end - 1 - first_entry) // own_width + 1, mask=ends)
+            tl.store(field + 3, end, mask=ends)
 
 
 @triton.jit
@@ -353,16 +385,9 @@ def _visible(
     return position, begin, tl.minimum(end, capacity)
 
 
-@triton.jit
-def _share_length(span, num_shares):
-    """Return the entries of each of so many shares; the last ones may be short or empty."""
-    units = (span + (num_shares * _SHARE_UNIT - 1)) // (num_shares * _SHARE_UNIT)
-    return tl.maximum(units, 1) * _SHARE_UNIT
-
-
 @triton.jit(do_not_specialize=["num_tokens", "table_stride"])
 def _attend_kernel(
-    query, keys, values, tables, tree_mask, sinks, items, counts, arrivals,
+    query, keys, values, tables, tree_mask, sinks, tiles, ranges, counts, arrivals,
     out, partials, stats, num_tokens, query_stride, table_stride, scale, softcap,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     BLOCK_DK: tl.constexpr, BLOCK_DV: tl.constexpr, PAGE_SIZE: tl.constexpr,
@@ -370,21 +395,27 @@ def _attend_kernel(
     HAS_FREE_BLOCKS: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)
+    head, program = tl.program_id(0), tl.program_id(1)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     line = tl.arange(0, LINES)
     key_dim = tl.arange(0, BLOCK_DK)
-    first_item, num_items = tl.program_id(1), tl.load(counts)
-    # What is the same for all items is computed anew: kept, it would cost registers.
-    for item in tl.range(first_item, num_items, tl.num_programs(1), disable_licm=True):
-        fields = items + item * _FIELDS
+    fields = ranges + program * _RANGE_FIELDS
+    first_tile, end_tile = tl.load(fields), tl.load(fields + 1)
+    first_entry, end_entry = tl.load(fields + 2), tl.load(fields + 3)
+    # What is the same for all tiles is computed anew: kept, it would cost registers.
+    for tile in tl.range(first_tile, end_tile, disable_licm=True):
+        fields = tiles + tile * _TILE_FIELDS
         request, first_token = tl.load(fields), tl.load(fields + 1)
         num_lines = tl.load(fields + 2) * GROUP
         begin, end = tl.load(fields + 3), tl.load(fields + 4)
-        first_position, tile_item = tl.load(fields + 5), tl.load(fields + 6)
-        num_shares = tl.load(fields + 7)
+        first_position = tl.load(fields + 5)
+        entry, width = tl.load(fields + 6), tl.load(fields + 7)
+        is_first = entry >= first_entry
+        is_whole = is_first & (entry + width <= end_entry)
+        end = tl.minimum(end, begin + end_entry - entry)
+        begin += tl.maximum(first_entry - entry, 0)
 
         is_line = line < num_lines
         token = first_token + line // GROUP
@@ -402,11 +433,11 @@ def _attend_kernel(
             bits = (ancestors[:, None] >> tl.arange(0, _LAST_TREE_ROW + 1)[None, :]) & 1
             own = first_position + tl.sum(bits, axis=1).to(tl.int32) - 1
 
-        highest = tl.full([LINES], _HIDDEN, tl.float32)
+        highest = tl.full([LINES], _LOWEST, tl.float32)
         total = tl.full([LINES], 0.0, tl.float32)
         if sinks is not None:
             # An entry without a value, which the first share sees.
-            is_sink = is_line & (item == tile_item)
+            is_sink = is_line & is_first
             sink = tl.load(sinks + query_head, mask=is_sink, other=0.0).to(tl.float32)
             highest = tl.where(is_sink, sink * _LOG2_E, highest)
             total = tl.where(is_sink, 1.0, total)
@@ -430,30 +461,30 @@ def _attend_kernel(
             tree_mask is not None, False,
         )  # fmt: skip
 
-        if num_shares == 1:
+        mixed /= tl.where(total > 0.0, total, 1.0)[:, None]
+        if is_whole:
             _store_lines(
-                out, mixed, total, head, first_token, line, is_line,
-                NUM_KV_HEADS, GROUP, DV, BLOCK_DV,
-            )  # fmt: skip
+                out, mixed, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
+            )
         else:
             _store_share(
-                out, partials, stats, arrivals, highest, total, mixed, head, item, tile_item,
-                num_shares, first_token, num_lines, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES,
-                MERGE_SHARES, MERGE_LINES,
+                out, partials, stats, counts, arrivals,
+                tl.where(total > 0.0, highest + tl.log2(total), _HIDDEN), mixed, head, tile,
+                2 * program + tl.where(is_first, 1, 0), entry, width, first_token, num_lines,
+                NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
     if num_tokens > 0:
         # Tokens that no request owns get zeros; the programs share them out.
         nothing = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
-        for spare in range(tl.load(counts + 2) + tl.program_id(1), num_tokens, tl.num_programs(1)):
+        for spare in range(tl.load(counts + 1) + tl.program_id(1), num_tokens, tl.num_programs(1)):
             _store_lines(
-                out, nothing, tl.full([LINES], 1.0, tl.float32), head, spare, line, line < GROUP,
-                NUM_KV_HEADS, GROUP, DV, BLOCK_DV,
-            )  # fmt: skip
+                out, nothing, head, spare, line, line < GROUP, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
+            )
 
 
 @triton.jit
 def _store_share(
-    out, partials, stats, arrivals, highest, total, mixed, head, item, tile_item, num_shares,
+    out, partials, stats, counts, arrivals, weight, mixed, head, tile, place, entry, width,
     first_token, num_lines, NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr,
     BLOCK_DV: tl.constexpr, LINES: tl.constexpr, MERGE_SHARES: tl.constexpr,
     MERGE_LINES: tl.constexpr,
@@ -461,22 +492,30 @@ def _store_share(
     """Write one of several shares of a tile; with `arrivals`, the last program merges them."""
     line, dim = tl.arange(0, LINES), tl.arange(0, BLOCK_DV)
     is_line = line < num_lines
-    place = (item * NUM_KV_HEADS + head) * LINES
-    tl.store(stats + place * 2 + line, highest, mask=is_line)
-    tl.store(stats + place * 2 + LINES + line, total, mask=is_line)
-    part = partials + (place + line)[:, None] * DV + dim[None, :]
+    row = (place * NUM_KV_HEADS + head) * LINES + line
+    tl.store(stats + row, weight, mask=is_line)
+    part = partials + row[:, None] * DV + dim[None, :]
     tl.store(part, mixed, mask=is_line[:, None] & (dim < DV)[None, :])
     if arrivals is not None:
+        first_range, num_shares = _shares(counts, entry, width)
         # All threads have stored their part before one of them counts the program.
         tl.debug_barrier()
-        arrived = arrivals + tile_item * NUM_KV_HEADS + head
+        arrived = arrivals + tile * NUM_KV_HEADS + head
         if tl.atomic_add(arrived, 1, sem="acq_rel") == num_shares - 1:
             tl.atomic_xchg(arrived, 0)  # for the next layer
             for first_line in range(0, num_lines, MERGE_LINES):
                 _merge(
-                    out, partials, stats, head, tile_item, num_shares, first_token, num_lines,
+                    out, partials, stats, head, first_range, num_shares, first_token, num_lines,
                     first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
                 )  # fmt: skip
+
+
+@triton.jit
+def _shares(counts, entry, width):
+    """Return the first range that has a share of a tile, and how many have one."""
+    share = tl.load(counts + 2)
+    first_range = entry // share
+    return first_range, (entry + width - 1) // share - first_range + 1
 
 
 @triton.jit
@@ -495,9 +534,10 @@ def _attend(
     page = tl.load(table + position // PAGE_SIZE, mask=position < end, other=0)
     for _ in range(begin, end, BLOCK):
         inside = position < end
-        entry = (page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS + head
-        key = keys + entry[:, None] * DK + key_dim[None, :]
-        value = values + entry[:, None] * DV + value_dim[None, :]
+        entry = (page * PAGE_SIZE + position % PAGE_SIZE) * NUM_KV_HEADS + head
+        entry = entry.to(tl.int64)[:, None]
+        key = keys + entry * DK + key_dim[None, :]
+        value = values + entry * DV + value_dim[None, :]
         if IS_FREE and DK == BLOCK_DK:
             k = tl.load(key)
         elif DK == BLOCK_DK:
@@ -545,7 +585,7 @@ def _seen(position, first_position, own, ancestors, WINDOW: tl.constexpr, IS_TRE
 
 @triton.jit
 def _merge_kernel(
-    items, counts, shared, out, partials, stats,
+    tiles, counts, out, partials, stats,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     LINES: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -554,66 +594,72 @@ def _merge_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    for number in range(tl.program_id(2), tl.load(counts + 1), tl.num_programs(2)):
-        item = tl.load(shared + number)
-        fields = items + item * _FIELDS
+    num_tiles = tl.where(tl.load(counts + 2) > 0, tl.load(counts), 0)
+    for tile in range(tl.program_id(2), num_tiles, tl.num_programs(2)):
+        fields = tiles + tile * _TILE_FIELDS
         first_token, num_lines = tl.load(fields + 1), tl.load(fields + 2) * GROUP
-        if first_line < num_lines:
+        first_range, num_shares = _shares(counts, tl.load(fields + 6), tl.load(fields + 7))
+        if (num_shares > 1) & (first_line < num_lines):
             _merge(
-                out, partials, stats, head, item, tl.load(fields + 7), first_token, num_lines,
+                out, partials, stats, head, first_range, num_shares, first_token, num_lines,
                 first_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
 
 
 @triton.jit
 def _merge(
-    out, partials, stats, head, first_item, num_shares, first_token, num_lines, first_line,
+    out, partials, stats, head, first_range, num_shares, first_token, num_lines, first_line,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
     LINES: tl.constexpr, MERGE_SHARES: tl.constexpr, MERGE_LINES: tl.constexpr,
 ):  # fmt: skip
-    """Add MERGE_LINES lines of all shares of a tile."""
-    line = first_line + tl.arange(0, MERGE_LINES)
-    is_line = line < num_lines
-    dim = tl.arange(0, BLOCK_DV)
-    is_number = is_line[:, None] & (dim < DV)[None, :]
-    highest = tl.full([MERGE_LINES], _HIDDEN, tl.float32)
-    total = tl.full([MERGE_LINES], 0.0, tl.float32)
+    """Add MERGE_LINES lines of all shares of a tile, MERGE_SHARES at a time."""
+    line, dim = first_line + tl.arange(0, MERGE_LINES), tl.arange(0, BLOCK_DV)
+    is_number = (line < num_lines)[:, None] & (dim < DV)[None, :]
+    highest = tl.full([MERGE_LINES, BLOCK_DV], _NOTHING, tl.float32)
+    total = tl.full([MERGE_LINES, BLOCK_DV], 0.0, tl.float32)
     mixed = tl.full([MERGE_LINES, BLOCK_DV], 0.0, tl.float32)
     for first_share in range(0, num_shares, MERGE_SHARES):
-        share = first_share + tl.arange(0, MERGE_SHARES)
-        is_part = (share < num_shares)[:, None] & is_line[None, :]
-        place = (((first_item + share) * NUM_KV_HEADS + head) * LINES)[:, None]
-        # The large load goes first: what comes after it waits for threads, and would hold it up.
-        part = partials + (place + line[None, :])[:, :, None] * DV + dim[None, None, :]
-        parts = tl.load(
-            part, mask=(share < num_shares)[:, None, None] & is_number[None, :, :], other=0.0
-        )
-        statistic = stats + place * 2 + line[None, :]
-        high = tl.load(statistic, mask=is_part, other=_HIDDEN)
-        totals = tl.load(statistic + LINES, mask=is_part, other=0.0)
-        higher = tl.maximum(highest, tl.max(high, axis=0))
-        weights = tl.exp2(high - higher[None, :])
+        # All loads go first, so that they wait for memory together.
+        numbers: tl.tuple = ()
+        weights: tl.tuple = ()
+        for number in tl.static_range(MERGE_SHARES):
+            share = first_share + number
+            place = 2 * (first_range + share) + tl.where(share == 0, 1, 0)
+            row = ((place * NUM_KV_HEADS + head) * LINES + line)[:, None]
+            is_part = is_number & (share < num_shares)
+            part = tl.load(partials + row * DV + dim[None, :], mask=is_part, other=0.0)
+            # A weight is loaded for each number, in their layout: threads exchange nothing.
+            weight = tl.load(stats + row + dim[None, :] * 0, mask=is_part, other=_NOTHING)
+            numbers += (part,)
+            weights += (weight,)
+        higher = highest
+        for number in tl.static_range(MERGE_SHARES):
+            higher = tl.maximum(higher, weights[number])
         fade = tl.exp2(highest - higher)
-        total = total * fade + tl.sum(totals * weights, axis=0)
-        mixed = mixed * fade[:, None] + tl.sum(parts * weights[:, :, None], axis=0)
+        total *= fade
+        mixed *= fade
+        for number in tl.static_range(MERGE_SHARES):
+            factor = tl.exp2(weights[number] - higher)
+            total += factor
+            mixed += numbers[number] * factor
         highest = higher
     _store_lines(
-        out, mixed, total, head, first_token, line, is_line, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
-    )
+        out, mixed / total, head, first_token, line, line < num_lines,
+        NUM_KV_HEADS, GROUP, DV, BLOCK_DV,
+    )  # fmt: skip
 
 
 @triton.jit
 def _store_lines(
-    out, mixed, total, head, first_token, line, mask,
+    out, numbers, head, first_token, line, mask,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
-    """Write mixed / total to the tokens and heads of these lines."""
+    """Write numbers to the tokens and heads of these lines."""
     token = (first_token + line // GROUP).to(tl.int64)
     dim = tl.arange(0, BLOCK_DV)
     at = ((token * NUM_KV_HEADS + head) * GROUP + line % GROUP) * DV
-    total = tl.where(total > 0.0, total, 1.0)
     if DV == BLOCK_DV:
-        tl.store(out + at[:, None] + dim[None, :], mixed / total[:, None], mask=mask[:, None])
+        tl.store(out + at[:, None] + dim[None, :], numbers, mask=mask[:, None])
     else:
         is_number = mask[:, None] & (dim < DV)[None, :]
-        tl.store(out + at[:, None] + dim[None, :], mixed / total[:, None], mask=is_number)
+        tl.store(out + at[:, None] + dim[None, :], numbers, mask=is_number)

@@ -41,7 +41,7 @@ WIDE_EXTEND = 16
 """Draft KV entries that steps without drafts may leave missing before the host has to send the
 tokens; more than one step of any usual depth leaves."""
 
-_TIMING_NOISE = 1.02
+_TIMING_NOISE = 1.005
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class NoRecorder:
         return 0.0
 
 
-_TIMED_REPLAYS = 3
+_TIMED_REPLAYS = 5
 
 
 class GraphRecorder:

@@ -31,12 +31,17 @@ paged_attention = reference(dispatched)
 BOTH = pytest.mark.parametrize("op", [paged_attention, kernel], ids=["plain", "kernel"])
 # Query tokens per tile (0: as many as a request may have), lines per tile at least, and the rest.
 TILINGS = {
-    "merged by a launch": (0, 16, {"block": 16}),
-    "merged by the last": (0, 16, {"block": 32, "is_last_merging": True}),
-    "small tiles": (3, 16, {"block": 16}),
-    "small tiles, merged by the last": (2, 16, {"block": 16, "is_last_merging": True}),
-    "blocks without masks": (0, 128, {"block": 16}),
-    "whole tiles": (0, 16, {"block": 16, "min_share": 1 << 20}),
+    "merged by a launch": (0, 16, {"block": 16, "min_share": 16}),
+    "merged by the last": (0, 16, {"block": 32, "min_share": 16, "is_last_merging": True}),
+    "a program for each share": (0, 16, {"block": 16, "min_share": 16, "programs": 8}),
+    "small tiles": (3, 16, {"block": 16, "min_share": 16}),
+    "small tiles, merged by the last": (
+        2,
+        16,
+        {"block": 16, "min_share": 16, "is_last_merging": True},
+    ),
+    "blocks without masks": (0, 128, {"block": 16, "min_share": 16}),
+    "whole tiles": (0, 16, {"block": 16}),
 }
 ALL_TILINGS = pytest.mark.parametrize("tiling", TILINGS)
 NOWHERE = 1 << 30
@@ -357,45 +362,55 @@ def test_groups_of_requests_are_one_forward(
         scene.check(scene.run(kernel))
 
 
-@pytest.mark.parametrize("is_last_merging", [False, True])
-@pytest.mark.parametrize(
-    ("lengths", "max_query_len"),
-    [([(5000, 1)], 1), ([(5000, 4), *[(100, 4)] * 15], 4), ([(300, 300), (9, 9)], 300)],
+@settings(max_examples=25)
+@given(
+    lengths=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 900) | st.integers(0, 9000)).map(
+            lambda n: (n[0] + n[1], n[0])
+        ),
+        min_size=1,
+        max_size=9,
+    ),
+    window=st.sampled_from([None, 100, 1000]),
+    programs=st.integers(1, 40),
 )
-def test_work_is_cut_evenly(
-    lengths: list[tuple[int, int]], max_query_len: int, is_last_merging: bool
+def test_every_program_reads_a_fair_part_of_long_caches(
+    lengths: list[tuple[int, int]], window: int | None, programs: int
 ) -> None:
-    """No share is much longer than what every program would get, and shares cover all tiles."""
-    programs, tokens = 16, min(max_query_len, 32)
-    tiling = Tiling(tokens, 64, 16, 4, 2, is_last_merging=is_last_merging)
-    scene = Scene(lengths, heads=(2, 1), page_size=16)
+    tokens, kind = 16, AttentionKind(window=window)
+    scene = Scene(lengths, heads=(1, 1), widths=(1, 1), page_size=64, kind=kind)
+    max_query_len = max(1, *(count for _, count in lengths))
     group = kernel._Group(0, len(lengths), max_query_len)
-    num_items = programs * 4 + sum(-(-count // tokens) for _, count in lengths)
-    work = kernel._plan_work(
-        scene.plan, AttentionKind(), group, tiling, programs, num_items, num_kv_heads=1
-    )
-    items = work.items[: int(work.counts[0])].tolist()
-    total = sum(kv_len * -(-count // tokens) for kv_len, count in lengths)
-    seen: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for request, first_token, _, begin, end, *_ in items:
-        seen.setdefault((request, first_token), []).append((begin, end))
-        assert end - begin <= 1.5 * total / programs + 16
-    for (request, first_token), shares in seen.items():
-        kv_len, count = lengths[request]
-        last = min(first_token - scene.starts[request] + tokens, count)
-        assert shares[0][0] == 0
-        assert all(before[1] == after[0] for before, after in pairwise(shares))
-        assert shares[-1][1] == kv_len - count + last
-    assert len(seen) == sum(-(-count // tokens) for _, count in lengths)
+    num_tiles = sum(-(-count // tokens) for _, count in lengths)
+    tiling = Tiling(tokens, 16, 16, 4, 2)
+    work = kernel._plan_work(scene.plan, kind, group, tiling, programs, num_tiles + 1, 1)
+    tiles, ranges = work.tiles.tolist(), work.ranges.tolist()
+    shares: dict[int, list[tuple[int, int]]] = {tile: [] for tile in range(num_tiles)}
+    read = []
+    for first_tile, end_tile, first_entry, end_entry in ranges:
+        read.append(0)
+        for tile in range(first_tile, end_tile):
+            *_, begin, end, _, entry, _ = tiles[tile]
+            share = begin + max(first_entry - entry, 0), min(end, begin + end_entry - entry)
+            if share[0] < share[1]:
+                shares[tile].append(share)
+                read[-1] += share[1] - share[0]
+    for (request, first_token, count, *_), of_tile in zip(tiles, shares.values(), strict=False):
+        kv_len, query_len = lengths[request]
+        last = kv_len - query_len + first_token - scene.starts[request] + count
+        seen = sum(end - begin for begin, end in of_tile)
+        assert all(before[1] == after[0] for before, after in pairwise(of_tile))
+        assert seen == last - (0 if window is None else max(0, last - count - window + 1))
+    fair = sum(-(-tile[7] // 16) * 16 for tile in tiles[:num_tiles]) / programs
+    assert max(read) <= max(256, 1.5 * fair + 128)
 
 
-def test_small_batches_are_cut_at_short_context_and_large_ones_are_not() -> None:
+def test_shares_of_few_requests_are_merged_by_a_launch() -> None:
     tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 7, 8, 512)]
-    assert [tiling.min_share < 512 for tiling in tilings] == [True, True, False, False]
     assert [tiling.is_last_merging for tiling in tilings] == [False, False, True, True]
 
 
-def test_the_kernels_compile_for_hopper_without_spilling() -> None:
+def test_the_kernels_compile_for_hopper_and_spill_four_registers_at_most() -> None:
     environment = {name: text for name, text in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "tests.helpers.compiled_attention"]
     root = Path(__file__).parents[3]
@@ -409,5 +424,5 @@ def test_the_kernels_compile_for_hopper_without_spilling() -> None:
         "_merge_kernel",
     }
     for record in kernels:
-        assert not record["spills"], record
+        assert record["spills"] <= 16, record
         assert record["shared"] <= 227 * 1024, record
