@@ -30,16 +30,6 @@ def test_derived_seeds_never_change() -> None:
     assert choice_seed(7, 1) == 2114375518687650719
 
 
-@given(SEEDS, st.integers(1, 9), st.integers(1, 9))
-def test_a_choice_does_not_depend_on_how_many_there_are(seed: int, few: int, more: int) -> None:
-    def seeds(n: int) -> list[int | None]:
-        made = choices_of("cmpl-1", "t", ["a"], SamplingParams(seed=seed), n)
-        return [choice.params.seed for choice in made]
-
-    shorter = min(few, more)
-    assert seeds(few)[:shorter] == seeds(more)[:shorter]
-
-
 def test_choices_of_a_prompt_are_neighbours_and_the_same_as_if_it_came_alone() -> None:
     both = choices_of("cmpl-1", "t", ["a", [1, 2]], SamplingParams(seed=3, top_k=5), 2)
     assert [c.request_id for c in both] == [f"cmpl-1-{i}" for i in range(4)]

@@ -2,55 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 
 import pytest
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.request import SamplingParams
 from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.messages import GenerateRequest
 from tests.helpers.checkpoints import EOS_ID, make_target
-from tests.serving.lawful_engine import LawfulLoop
 
 PROMPT = list(b"the prompt")
-PARAMS = SamplingParams(
-    max_tokens=30, seed=3, ignore_eos=True, stop=("éaaa",), logprobs=2, prompt_logprobs=2
-)
-
-
-async def deltas_of(emitted: tuple[int, ...]) -> list[TokenDelta]:
-    loop = LawfulLoop(1)
-    if not emitted:
-        return [delta async for delta in await loop.submit(PROMPT, PARAMS, "r-0-1")]
-    request = GenerateRequest("r-0-1", "trace", PROMPT, PARAMS, emitted)
-    return [delta async for delta in await continue_request(loop, request)]
-
-
-@pytest.mark.parametrize("num_emitted", range(1, 8))
-def test_entries_go_with_their_tokens_and_the_prompt_is_not_scored_again(num_emitted: int) -> None:
-    whole = asyncio.run(deltas_of(()))
-    tokens = [token for delta in whole for token in delta.token_ids]
-    entries = [entry for delta in whole for entry in delta.logprobs or ()]
-    assert len(tokens) == len(entries) > 7
-    assert whole[0].prompt_logprobs is not None
-    rest = asyncio.run(deltas_of(tuple(tokens[:num_emitted])))
-    assert [token for delta in rest for token in delta.token_ids] == tokens[num_emitted:]
-    assert [entry for delta in rest for entry in delta.logprobs or ()] == entries[num_emitted:]
-    assert all(len(delta.logprobs or ()) == len(delta.token_ids) for delta in rest)
-    assert all(delta.prompt_logprobs is None for delta in rest)
-
-
-def test_without_being_asked_it_reports_nothing() -> None:
-    request = GenerateRequest("r-0-1", "trace", PROMPT, SamplingParams(seed=3), (97,))
-
-    async def scenario() -> list[TokenDelta]:
-        return [delta async for delta in await continue_request(LawfulLoop(1), request)]
-
-    assert all(delta.logprobs is None for delta in asyncio.run(scenario()))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +45,7 @@ async def test_what_another_replica_generated_counts_as_generated(
     whole = [delta async for delta in stream]
     emitted = [token for delta in whole for token in delta.token_ids][:num_emitted]
     request = GenerateRequest("rest", "trace", PROMPT, params, tuple(emitted))
-    whole, rest = whole, [delta async for delta in await continue_request(engine_loop, request)]
+    rest = [delta async for delta in await continue_request(engine_loop, request)]
     tokens, later = ([t for d in deltas for t in d.token_ids] for deltas in (whole, rest))
     assert later == tokens[num_emitted:]
     assert rest[-1].finish_reason == whole[-1].finish_reason

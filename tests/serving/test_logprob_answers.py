@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
@@ -20,8 +19,6 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.logprobs import joined
 from serve_spec.serving.messages import GenerateRequest, ReplicaItem
-from serve_spec.serving.model_text import ModelText
-from serve_spec.serving.openai import ChatRequest
 from tests.helpers.checkpoints import make_tokenizer
 from tests.helpers.engines import llm_maker, make_pair
 from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
@@ -119,6 +116,8 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(
         content = choice["logprobs"]["content"]
         said = bytes(byte for token in content for byte in token["bytes"])
         assert said.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
+        entries = entries_of("the é prompt".encode(), said, body["top_logprobs"]) or ()
+        assert [token["logprob"] for token in content] == [entry.logprob for entry in entries]
         assert {len(token["top_logprobs"]) for token in content} <= {body["top_logprobs"]}
         num_tokens += len(content)
     assert num_tokens == answer["usage"]["completion_tokens"]
@@ -153,28 +152,6 @@ def _bytes(token: str) -> bytes:
     return token.encode()
 
 
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_alone_is_scored_and_nothing_generated(
-    lawful: ServeSpecConfig, stream: bool
-) -> None:
-    prompts = ["the é prompt", "x"]
-    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
-    if stream:
-        body["stream_options"] = {"include_usage": True}
-    answer = ask(lawful, FleetOfMortals(), COMPLETIONS, body)
-    *chunks, usage = chunks_of(answer) if stream else [answer.json()] * 2
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    for choice in choices:
-        prompt = prompts[choice["index"]]
-        first, *rest = prompt_entries(prompt.encode(), 1) or ()
-        likely = [entry.logprob for entry in rest if entry is not None]
-        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
-        assert choice["logprobs"]["token_logprobs"] == [first, *likely]
-    assert len(choices) == 2
-    assert usage["usage"]["completion_tokens"] == 0
-    assert usage["usage"]["prompt_tokens"] == len("".join(prompts).encode())
-
-
 class Listener(FleetOfMortals):
     """Notes what engines are given to read."""
 
@@ -207,14 +184,12 @@ def test_equal_prompts_alone_are_computed_once(lawful: ServeSpecConfig, stream: 
     *chunks, last = chunks_of(answer) if stream else [answer.json()] * 2
     choices = {c["index"]: c for chunk in chunks for c in chunk["choices"]}
     assert [choices[index]["text"] for index in range(6)] == ["the"] * 2 + ["x"] * 2 + ["the"] * 2
-    assert choices[5]["logprobs"]["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"]
+    for index in (0, 5):
+        _, *rest = prompt_entries(b"the", 1) or ()
+        likely = [entry.logprob for entry in rest if entry is not None]
+        assert choices[index]["logprobs"]["token_logprobs"] == [None, *likely]
+        assert choices[index]["finish_reason"] == "length"
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)
-
-
-def test_equal_prompts_that_go_on_are_computed_each(lawful: ServeSpecConfig) -> None:
-    fleet = Listener()
-    ask(lawful, fleet, COMPLETIONS, {"prompt": ["x", "x"], "n": 2, "echo": True, "max_tokens": 1})
-    assert fleet.prompts == ["x"] * 4
 
 
 def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> None:
@@ -275,24 +250,3 @@ def test_http_says_of_a_real_model_what_the_engine_says_offline(
         ):
             best = [likelihood for _, likelihood in entry.top]
             assert list(shown.values())[: len(best)] == pytest.approx(best, abs=TINY)
-
-
-def test_a_chat_says_of_a_real_model_what_the_engine_says_offline(
-    offline: LLM, engine: EngineLoop
-) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
-    fleet: Any = LoopFleet(engine)
-    answer = ask(offline.config, fleet, CHAT, {**body, "top_logprobs": 4}).json()
-    content = answer["choices"][0]["logprobs"]["content"]
-    chat = ChatRequest.model_validate({"messages": MESSAGES})
-    text = ModelText(offline.config.model)
-    prompt, _ = asyncio.run(text.conversation(chat, SamplingParams()))
-    params = SamplingParams(max_tokens=12, temperature=0, logprobs=4)
-    (output,) = offline.generate([prompt], params)
-    entries = output.logprobs or ()
-    assert [token["logprob"] for token in content] == pytest.approx(
-        [entry.logprob for entry in entries], abs=TINY
-    )
-    for token, entry in zip(content, entries, strict=True):
-        found = [rival["logprob"] for rival in token["top_logprobs"]]
-        assert found == pytest.approx([likelihood for _, likelihood in entry.top], abs=TINY)
