@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,9 @@ from serve_spec.serving.messages import (
     Withdrawn,
 )
 from tests.serving.fake_engine import FakeLoop, LawfulLoop
+
+FAR_S = 3600.0
+"""Longer than any test takes."""
 
 
 class QuietFleet:
@@ -156,6 +160,12 @@ class FleetOfMortals(QuietFleet):
     def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         choice = asked.request_id.rpartition("-")[0]
         return self.choices.setdefault(choice, MortalFleet(self.life)).generate(asked)
+
+
+async def settle() -> None:
+    """Lets every task that can run now run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def request(prompt: str = "a b", **params: object) -> GenerateRequest:

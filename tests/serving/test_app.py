@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray.serve import Application
 
 from serve_spec.config import ConfigError
 from serve_spec.serving.app import build_app, load_config
@@ -20,10 +19,6 @@ def config_file(tmp_path: Path) -> Path:
     file = tmp_path / "mine.yaml"
     file.write_text(yaml.safe_dump({"model": {"path": "model"}}))
     return file
-
-
-def test_a_configuration_becomes_an_application(config_file: Path) -> None:
-    assert isinstance(build_app({"config": str(config_file)}), Application)
 
 
 def test_leaf_keys_win_and_may_be_texts_as_serve_run_hands_them_over(config_file: Path) -> None:
@@ -75,9 +70,9 @@ def test_where_nobody_may_be_anonymous_the_app_needs_keys(
     assert load_config(args).router.api_keys == ("k1",)
 
 
-def test_building_the_app_needs_no_torch(config_file: Path) -> None:
+def test_neither_the_app_nor_the_proxy_needs_torch_to_start(config_file: Path) -> None:
     program = (
-        "import sys; from serve_spec.serving import build_app; "
+        "import sys, serve_spec.serving.proxy; from serve_spec.serving import build_app; "
         f"build_app({{'config': {str(config_file)!r}}}); "
         "assert 'torch' not in sys.modules"
     )

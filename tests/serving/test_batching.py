@@ -24,11 +24,8 @@ from serve_spec.serving.messages import (
     ReplicaItem,
     Submission,
     Withdrawn,
-    is_last,
 )
-from tests.serving.fakes import request
-
-FAR_S = 3600.0
+from tests.serving.fakes import FAR_S, request, settle
 
 
 def named(name: str, prompt: str = "a") -> GenerateRequest:
@@ -103,12 +100,6 @@ def batcher(wire: Wire, **options: Any) -> Batcher:
     return Batcher(wire, "router", **{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
 
 
-async def settle() -> None:
-    """Lets every task that can run now run."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def asking(
     names: str, wire: Wire | None = None, **options: Any
 ) -> tuple[Wire, Batcher, list[Listener]]:
@@ -149,16 +140,13 @@ async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
     assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)
 
 
-async def test_nobody_waits_for_company_for_ever() -> None:
-    wire, _, _ = await asking("a", batch_wait_s=0.001)
+@pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
+async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_ever(
+    batch_wait_s: float,
+) -> None:
+    wire, _, _ = await asking("ab", batch_wait_s=batch_wait_s)
     while not wire.sent:
         await asyncio.sleep(0.001)
-    assert wire.names() == [["a"]]
-
-
-async def test_those_of_one_moment_travel_together_without_any_wait() -> None:
-    wire, _, _ = await asking("ab", batch_wait_s=0.0)
-    await asyncio.sleep(0.001)
     assert wire.names() == [["a", "b"]]
 
 
@@ -175,21 +163,6 @@ async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apa
     _waiting = [Listener(door, one) for one in asked]
     await settle()
     assert wire.names() == [["a", "c"], ["b", "e"]]
-
-
-async def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
-    wire, _, (a, b) = await together("ab")
-    wire.say(text("a", "1"), text("b", "x"))
-    await settle()
-    assert (a.text, b.text) == ("1", "x"), "before the other has anything more to say"
-    wire.say(text("b", "y"), text("a", "2", last=True))
-    await settle()
-    assert (a.text, b.text) == ("12", "xy")
-    assert a.task.done()
-    wire.say(text("b", "z", last=True))
-    await settle()
-    assert b.text == "xyz"
-    assert b.task.done()
 
 
 async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
@@ -336,10 +309,11 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
                 )
             wire.say(*items)
             await settle()
-        for name, listener in zip(names, listeners, strict=True):
-            whole = "".join(f"{name}.{i + 1} " for i in range(words[name]))
-            assert whole.startswith(listener.text)
-            assert name in left or (listener.text == whole and is_last(listener.heard[-1]))
+            for name, listener in zip(names, listeners, strict=True):
+                said = "".join(f"{name}.{i + 1} " for i in range(spoken[name]))
+                assert said.startswith(listener.text)
+                assert name in left or listener.text == said, "at once"
+                assert name in left or listener.task.done() == (spoken[name] == words[name])
         assert wire.sent[0].num_open == 0
 
     asyncio.run(scenario())

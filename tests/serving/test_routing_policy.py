@@ -107,25 +107,6 @@ def test_the_more_rows_the_dearer_the_next_one(rows: int) -> None:
     assert ms[0] == costs.get(rows, ms[0]), "an entry is exact at its own rows"
 
 
-def test_goodput_between_equals_is_balanced() -> None:
-    assert order("goodput", load("a", 3, CHEAP), load("b", 2, CHEAP)) == ["b", "a"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_waits_for_a_place_while_another_replica_has_one(policy: Policy) -> None:
-    fast = load("fast", 4, CHEAP, num_places=4, matched_blocks=3)
-    slow = load("slow", 7, DEAR, num_places=8)
-    assert order(policy, fast, slow) == ["slow", "fast"]
-    both_full = fast, load("slow", 8, DEAR, num_places=8)
-    assert order(policy, *both_full, load_factor=9.0) == ["fast", "slow"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_is_sent_behind_a_queue_for_pages(policy: Policy) -> None:
-    fleet = load("queue", 0, CHEAP, is_short_of_pages=True), load("none", 8, DEAR)
-    assert order(policy, *fleet) == ["none", "queue"]
-
-
 @pytest.mark.parametrize(
     ("num_waiting", "free_pages", "short"), [(3, 5, True), (3, 50, False), (0, 5, False)]
 )
@@ -209,14 +190,6 @@ def test_what_was_sent_takes_bounded_memory_and_the_newest_stays(
         memory.note(replica, blocks(prompt))
         assert len(memory) <= 8
         assert memory.matched(replica, blocks(prompt)) == len(blocks(prompt))
-
-
-def test_a_replica_that_is_gone_has_seen_nothing() -> None:
-    memory = SentPrefixes()
-    for name in ("a", "b"):
-        memory.note(name, blocks(list(range(32))))
-    memory.forget("a")
-    assert [memory.matched(name, blocks(list(range(32)))) for name in ("a", "b")] == [0, 2]
 
 
 @pytest.mark.parametrize(

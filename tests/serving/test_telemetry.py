@@ -11,7 +11,6 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.metrics import Reading
 from serve_spec.serving import telemetry
-from serve_spec.serving.fleet_acceptance import FleetAcceptance
 from serve_spec.serving.telemetry import DoorTelemetry, pair_name, start_warm
 from tests.serving.fake_engine import FakeLoop
 
@@ -94,12 +93,6 @@ def test_what_a_load_test_forces_teaches_no_replica_that_serves_real_texts() -> 
     )
     names = [pair_name(config) for config in (real, forced, otherwise)]
     assert len(set(names)) == 3
-    fleet = FleetAcceptance(stale_after_s=60, memory_s=600)
-    positions = [{"position": 1, "accept_rate": 0.99, "trials": 100.0}]
-    told = {"candidate_steps": [0, 1], "acceptance": {"positions": positions}}
-    fleet.report("r", {"pair": names[1], **told}, 0.0)
-    assert fleet.prior(names[1], 1, 1.0) is not None
-    assert fleet.prior(names[0], 1, 1.0) is None
 
 
 class Stats:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import RoundNotes
@@ -90,26 +88,6 @@ def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
     assert by_position(record, "drafted") == {"1": 3, "2": 2, "3": 2}
     assert by_position(record, "reached") == {"1": 3, "2": 2, "3": 1}
     assert by_position(record, "accepted") == {"1": 2, "2": 1, "3": 1}
-
-
-row = st.integers(0, 8).flatmap(lambda steps: st.tuples(st.just(steps), st.integers(0, steps)))
-
-
-@given(st.lists(row, max_size=20))
-def test_positions_add_up_to_drafts_and_what_was_kept_opens_the_next(
-    rows: list[tuple[int, int]],
-) -> None:
-    steps, correct = tuple(s for s, _ in rows), tuple(c for _, c in rows)
-    record = replace(ROUND, row_steps=steps, row_correct_drafts=correct)
-    drafted, reached, accepted = (
-        by_position(record, name) for name in ("drafted", "reached", "accepted")
-    )
-    assert sum(drafted.values()) == sum(steps)
-    assert sum(accepted.values()) == sum(correct)
-    assert all(reached[p] <= drafted[p] for p in reached)
-    assert all(accepted[p] <= reached[p] for p in accepted)
-    for p in reached:
-        assert p == "1" or reached[p] <= accepted[str(int(p) - 1)]
 
 
 @pytest.mark.parametrize(("batch_size", "bucket"), [(1, 1), (2, 2), (3, 2), (8, 8), (255, 128)])
