@@ -20,7 +20,7 @@ import pytest
 import yaml
 
 from serve_spec import LLM, SamplingParams
-from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.e2e.fleet import fleet_settings
 from tests.serving.cluster import (
     ROOT,
     eventually,
@@ -91,24 +91,11 @@ def _until_ready(process: subprocess.Popen[str]) -> str:
 def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random target with a head that is right sometimes, and a configuration for them."""
     root = tmp_path_factory.mktemp("pair")
-    target = make_target(root / "target", layer_scale=0.3)
-    make_eagle3(root / "eagle3", target, mimic=True)
+    settings = fleet_settings(root)
+    settings["model"] |= {"served_model_name": "pair", "max_model_len": 256}
+    settings["scheduler"] |= {"max_num_seqs": 4}
+    settings["replica"] |= {"num_replicas": 1, "graceful_shutdown_timeout_s": 5.0}
     file = root / "pair.yaml"
-    settings = {
-        "model": {"path": "target", "served_model_name": "pair", "max_model_len": 256},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": "eagle3",
-            "speculative_num_steps": 3,
-            # It always drafts: goodput may rightly leave that, where the machine is busy.
-            "speculative_adaptive": True,
-            "speculative_adaptive_strategy": "ema",
-        },
-        "cache": {"page_size": 4, "num_pages": 512},
-        "scheduler": {"max_num_seqs": 4},
-        "replica": {"torch_num_threads": 1, "graceful_shutdown_timeout_s": 5.0},
-        "stats": {"push_interval_s": 0.2},
-    }
     file.write_text(yaml.safe_dump(settings))
     return file
 
@@ -204,7 +191,7 @@ def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(
     config_file: Path,
 ) -> None:
     settings = yaml.safe_load(config_file.read_text())
-    settings["model"]["max_model_len"] = 1000
+    settings["model"]["max_model_len"] = 5000
     file = config_file.with_name("too_long.yaml")
     file.write_text(yaml.safe_dump(settings))
     with short_tmp() as tmp:
@@ -219,7 +206,7 @@ def test_a_model_that_can_not_be_loaded_ends_the_command_with_the_reason(
             timeout=READY_WITHIN_S,
         )
     assert done.returncode == 1
-    assert "max_model_len=1000 is more" in done.stderr
+    assert "max_model_len=5000 is more" in done.stderr
 
 
 def test_the_shipped_pair_serves_from_the_shipped_deployment() -> None:

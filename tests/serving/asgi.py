@@ -1,13 +1,20 @@
-"""Requests to an app in this process, without a server."""
+"""Requests to an app in this process, with or without a server."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import uvicorn
 from fastapi import FastAPI
+
+from tests.serving.cluster import eventually
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -31,3 +38,18 @@ def chunks_of(answer: httpx.Response) -> list[Any]:
     *events, last = [line for line in answer.text.split("\n\n") if line]
     assert last == "data: [DONE]"
     return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+@contextmanager
+def listening(app: Any, **options: Any) -> Iterator[int]:
+    """Run `app` behind a real HTTP server, and yield its port."""
+    server = uvicorn.Server(uvicorn.Config(app, log_level="critical", **options))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        eventually(lambda: server.started, bool)
+        try:
+            yield listener.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()

@@ -209,7 +209,7 @@ class FakeLoop(StandIn):
     ) -> FakeStream:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
-            raise InvalidRequest("prompt", prompt, "give at least one token of text")
+            raise InvalidRequest("prompt", "no words", "give at least one token of text")
         if len(ids) >= MAX_MODEL_LEN:
             fix = f"shorten it to at most {MAX_MODEL_LEN - 1} tokens"
             raise InvalidRequest("prompt", f"<{len(ids)} tokens>", fix, too_long=True)

@@ -21,7 +21,7 @@ from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
 from tests.serving.conftest import MODEL
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
-from tests.serving.texts import WORDS, word_tokenizer, write_text_files
+from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_files
 
 
 class Server:
@@ -313,13 +313,8 @@ async def test_a_full_queue_is_a_429_with_retry_after(config: ServeSpecConfig) -
 
 
 def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None:
-    model = {"path": str(config.model.path)}
-    speculative = {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(config.model.path),
-        "synthetic_acceptance": 2.5,
-    }
-    server = Server(ServeSpecConfig.load({"model": model, "speculative": speculative}))
+    forced = drafting(config.model.path, synthetic_acceptance=2.5)
+    server = Server(ServeSpecConfig.load(forced))
     assert server.complete().json()["synthetic_acceptance"] is True
     chunks = chunks_of(server.complete(stream=True))
     assert chunks

@@ -13,6 +13,7 @@ import yaml
 from serve_spec.serving.deploy_file import APP_IMPORT_PATH
 from tests.serving.cluster import ROOT, eventually, local_serve
 from tests.serving.reporting_engine import RATES
+from tests.serving.texts import drafting
 
 SHIPPED = ROOT / "deploy/four-replicas.yaml"
 QUICK = {
@@ -37,11 +38,7 @@ def shipped_autoscaling() -> dict[str, Any]:
 def client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[httpx.Client]:
     monkeypatch.setenv("RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "0.5")
     config = {
-        "model": {"path": str(tmp_path)},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(tmp_path),
-        },
+        **drafting(tmp_path),
         "stats": {"push_interval_s": 0.2, "stale_after_s": 2.0},
         "replica": {"num_replicas": 2, "graceful_shutdown_timeout_s": 1.0},
     }

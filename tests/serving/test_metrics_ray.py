@@ -15,6 +15,7 @@ import pytest
 from serve_spec.metrics import METRICS
 from serve_spec.serving.ray_metrics import LABELS, exported_names
 from tests.serving.cluster import eventually, local_serve
+from tests.serving.texts import drafting
 
 ENGINE = "tests.serving.reporting_engine:ReportingLoop"
 COMPLETIONS = "/v1/completions"
@@ -23,20 +24,9 @@ NOT_CAUSED = {"serve_spec_rejected_requests", "serve_spec_resumed_requests"}
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tmp_path_factory.mktemp("models") / "fake"
-    model.mkdir()
-    return model
-
-
-@pytest.fixture(scope="module")
-def url(model: Path) -> Iterator[str]:
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     config = {
-        "model": {"path": str(model)},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(model),
-        },
+        **drafting(tmp_path_factory.mktemp("model")),
         "stats": {"push_interval_s": 0.2},
         "replica": {"graceful_shutdown_timeout_s": 1.0},
     }

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import httpx
@@ -19,7 +17,7 @@ from serve_spec import LLM, SamplingParams
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.app import build_app
 from serve_spec.serving.ranks import placement_of
-from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.e2e.fleet import Stream, client_of, fleet_settings, said
 from tests.serving.cluster import eventually, local_serve
 
 NUM_STREAMS = 4
@@ -30,29 +28,20 @@ LONG = 600
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A random pair in float32, on one rank."""
-    root = tmp_path_factory.mktemp("pair")
-    target = make_target(root / "target", layer_scale=0.3, max_position_embeddings=1024)
-    return {
-        "model": {"path": str(target), "dtype": "float32", "device": "cpu"},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(make_eagle3(root / "eagle3", target, mimic=True)),
-            "speculative_num_steps": 3,
-            "speculative_adaptive": False,
-        },
-        "cache": {"num_pages": 512},
-        "scheduler": {"max_num_seqs": 8},
-    }
+    settings = fleet_settings(tmp_path_factory.mktemp("pair"))
+    settings["model"] |= {"dtype": "float32", "device": "cpu"}
+    settings["speculative"]["speculative_adaptive"] = False
+    return settings
 
 
 @pytest.fixture(scope="module")
 def texts(settings: dict[str, Any]) -> list[str]:
     """What one rank says, without Ray."""
-    llm = LLM(settings)
+    llm = LLM({**settings, "replica": {}})
     params = [SamplingParams(**params_of(i)) for i in range(NUM_STREAMS)]
-    said = [output.text for output in llm.generate(PROMPTS, params)]
+    texts = [output.text for output in llm.generate(PROMPTS, params)]
     llm.shutdown()
-    return said
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -128,35 +117,24 @@ def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
     url: str, texts: list[str]
 ) -> None:
     before = followers()
-    has_begun = Barrier(NUM_STREAMS + 1)
 
-    def stream(client: httpx.Client, index: int) -> str:
-        body = {"prompt": PROMPTS[index], "stream": True, **params_of(index)}
-        said = ""
-        with client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                said += "".join(choice["text"] for choice in chunk["choices"])
-                if not has_begun.broken and len(said) and index not in begun:
-                    begun.add(index)
-                    has_begun.wait(60)
-        return said
+    async def scenario() -> list[Stream]:
+        streams = [Stream() for _ in PROMPTS]
+        async with client_of(url) as client:
+            running = [
+                asyncio.create_task(stream.listen(client, PROMPTS[i], **params_of(i)))
+                for i, stream in enumerate(streams)
+            ]
+            while not all(stream.num_chunks for stream in streams):
+                await asyncio.sleep(0.001)
+            os.kill(min(before), signal.SIGKILL)
+            await asyncio.gather(*running)
+        return streams
 
-    begun: set[int] = set()
-    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(stream, client, index) for index in range(NUM_STREAMS)]
-        has_begun.wait(60)
-        os.kill(min(before), signal.SIGKILL)
-        assert [s.result() for s in streams] == texts
-        eventually(lambda: set(followers()), lambda now: len(now) == 2 and now != set(before))
-        eventually(
-            lambda: client.get("/health").json(), lambda health: health["healthy_replicas"] == 2
-        )
-        assert len(groups()) == 2
+    assert [text for text, _ in said(asyncio.run(scenario()))] == texts
+    eventually(lambda: set(followers()), lambda now: len(now) == 2 and now != set(before))
+    eventually(lambda: httpx.get(f"{url}/health").json()["healthy_replicas"], lambda n: n == 2)
+    assert len(groups()) == 2
 
 
 def test_nothing_of_a_replica_outlives_it(url: str) -> None:

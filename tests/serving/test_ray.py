@@ -139,21 +139,19 @@ def test_a_request_id_that_is_not_utf8_is_answered(client: httpx.Client) -> None
     assert (b"x-request-id", "café".encode()) in answer.headers.raw
 
 
-def test_the_first_chunk_leaves_while_the_engine_is_still_at_work(client: httpx.Client) -> None:
+def test_a_stream_begins_at_once_and_a_client_that_leaves_it_frees_its_pages(
+    client: httpx.Client,
+) -> None:
     with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
         lines = stream.iter_lines()  # kept: httpx closes the stream with its iterator
         first = next(lines)
         assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "hold on "
         assert info(client)["router"]["in_flight"] == 1
-    eventually(lambda: info(client), idle)
-
-
-def test_a_client_that_leaves_frees_its_pages_streaming_or_not(client: httpx.Client) -> None:
-    with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
-        lines = stream.iter_lines()
-        next(lines)
         eventually(lambda: info(client), lambda i: i["internal_states"][0]["num_running"] == 1)
     eventually(lambda: info(client), idle)
+
+
+def test_a_client_that_leaves_without_an_answer_frees_its_pages(client: httpx.Client) -> None:
     with pytest.raises(httpx.ReadTimeout):
         client.post(COMPLETIONS, json=HOLD | {"stream": False}, timeout=0.5)
     eventually(lambda: info(client), idle)

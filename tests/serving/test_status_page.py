@@ -6,17 +6,12 @@ import json
 import re
 import shutil
 import subprocess
-import threading
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 
 import serve_spec.serving
 from serve_spec.config import ServeSpecConfig
@@ -24,8 +19,7 @@ from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.status_page import OPEN_PATHS
-from tests.serving.asgi import send
-from tests.serving.cluster import free_port
+from tests.serving.asgi import listening, send
 from tests.serving.fakes import ScriptedFleet
 
 STATIC = Path(serve_spec.serving.__file__).parent / "static"
@@ -91,23 +85,6 @@ class BusyFleet(ScriptedFleet):
                 },
             },
         }
-
-
-@contextmanager
-def served(config: ServeSpecConfig) -> Iterator[str]:
-    """The app behind a real HTTP server; its URL."""
-    app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
-    port = free_port()
-    server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.01)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        server.should_exit = True
-        thread.join()
 
 
 def ask(config: ServeSpecConfig, path: str, root_path: str = "") -> httpx.Response:
@@ -205,7 +182,9 @@ def last_values(page: str, chart: str) -> list[float | None]:
 def test_in_a_browser_charts_draw_and_values_change_under_load(
     config: ServeSpecConfig, tmp_path: Path
 ) -> None:
-    with served(config) as url:
+    app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
+    with listening(app) as port:
+        url = f"http://127.0.0.1:{port}"
         page = dump(url, tmp_path, virtual_ms=500)
         later = dump(url, tmp_path, virtual_ms=9000)
     assert page.count("<canvas") == 7

@@ -7,25 +7,16 @@ from dataclasses import replace
 import pytest
 
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.round import RoundNotes
 from serve_spec.metrics import METRICS, ROUND_METRICS, batch_size_bucket, readings
 from tests.helpers.rounds import verified_round
+from tests.serving import reporting_engine
 
-ROUND = verified_round(
-    [3, 1],
-    batch_size=2,
-    num_steps=3,
-    times=StepTimes(1.0, 2.0, 4.0, idle_ms=0.2),
+ROUND = replace(
+    reporting_engine.ROUND,
     num_prefill_tokens=5,
-    num_running_seqs=3,
-    num_waiting_seqs=1,
-    num_used_pages=5,
-    switch_reason="gain",
-    notes=RoundNotes(is_probe=True, slot="1", ema_accept_length=2.5),
-    speedup=1.5,
-    num_broken_drafts=1,
     num_prefix_query_tokens=9,
     num_prefix_hit_tokens=4,
+    notes=replace(reporting_engine.ROUND.notes, predicted_ms=None),
 )
 # What is said of a round's time is said only where no prompt shared it.
 PURE = replace(ROUND, num_prefill_tokens=0, notes=replace(ROUND.notes, predicted_ms=3.5))
