@@ -19,7 +19,6 @@ import httpx
 import pytest
 import yaml
 
-from serve_spec import LLM, SamplingParams
 from tests.e2e.fleet import fleet_settings
 from tests.serving.cluster import (
     ROOT,
@@ -30,7 +29,6 @@ from tests.serving.cluster import (
 )
 
 READY_WITHIN_S = 240
-PROMPTS = ["def f(x):", "import os", "class A:\n    pass", "0123"]
 
 
 @dataclass
@@ -113,52 +111,6 @@ def test_the_printed_curl_line_works(server: Server) -> None:
     assert events[-1] == "data: [DONE]"
     last = json.loads(events[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] in ("stop", "length")
-
-
-def test_the_text_is_the_offline_engine_s_text_for_the_same_seed(
-    server: Server, config_file: Path
-) -> None:
-    llm = LLM(config_file)
-    try:
-        for temperature in (0.0, 0.8):
-            params = SamplingParams(max_tokens=24, temperature=temperature, seed=7)
-            for prompt, offline in zip(PROMPTS, llm.generate(PROMPTS, params), strict=True):
-                online = server.complete(
-                    prompt=prompt, max_tokens=24, temperature=temperature, seed=7
-                )
-                assert online["choices"][0]["text"] == offline.text
-                assert online["usage"]["completion_tokens"] == len(offline.token_ids)
-    finally:
-        llm.shutdown()
-
-
-def test_speculation_shows_in_usage_and_never_in_the_text(server: Server) -> None:
-    body = {"prompt": "def f(x):", "max_tokens": 32, "temperature": 0.8, "seed": 3}
-    with_drafts = server.complete(**body)
-    without = server.complete(**body, speculative={"enabled": False})
-    assert with_drafts["choices"] == without["choices"]
-    assert with_drafts["usage"]["speculation"]["num_draft_tokens"] > 0
-    assert without["usage"]["speculation"]["num_draft_tokens"] == 0
-
-
-@pytest.mark.parametrize(
-    ("body", "status", "param"),
-    [
-        ({"prompt": "a" * 300}, 413, "prompt"),
-        ({"prompt": [10**9]}, 400, "prompt"),
-        ({"prompt": ""}, 400, "prompt"),
-        ({"prompt": "a", "max_tokens": 10**6}, 400, "max_tokens"),
-        ({"prompt": "a", "top_p": 2}, 400, "top_p"),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_a_request_that_can_not_run_is_refused_and_disturbs_nobody(
-    server: Server, body: dict[str, Any], status: int, param: str
-) -> None:
-    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
-    assert answer.status_code == status
-    assert answer.json()["error"]["param"] == param
-    assert server.complete(prompt="a", max_tokens=2)["usage"]["completion_tokens"] >= 1
 
 
 def test_server_info_shows_the_tier_and_the_acceptance(server: Server) -> None:

@@ -7,7 +7,6 @@ field nobody has checked, and is refused until it is added.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -141,9 +140,6 @@ class RayCluster(Strict):
 
     @model_validator(mode="after")
     def _the_operator_would_accept_it(self) -> Self:
-        if self.authOptions is not None and self.authOptions.mode == "token":
-            version = tuple(int(n) for n in re.findall(r"\d+", self.rayVersion))
-            assert version >= (2, 52), "token authentication needs Ray 2.52"
         if self.autoscalerOptions is not None and self.autoscalerOptions.version == "v2":
             for group in self.groups:
                 policy = group.template.spec.get("restartPolicy", "Never")

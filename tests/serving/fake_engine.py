@@ -51,7 +51,11 @@ class FakeTokenizer:
 
     def _word(self, token: int) -> str:
         spelled = token.to_bytes((token.bit_length() + 7) // 8, "big")
-        return spelled[1:].decode() if spelled[:1] == b"\x01" and spelled[1:] else f"<{token}>"
+        return (
+            spelled[1:].decode(errors="replace")
+            if spelled[:1] == b"\x01" and spelled[1:]
+            else f"<{token}>"
+        )
 
 
 class BytesTokenizer:

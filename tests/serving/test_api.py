@@ -5,47 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Iterator
-from functools import cached_property
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
-from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
+from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of, send
 from tests.serving.conftest import MODEL
-from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
 from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_files
-
-
-class Server:
-    """The app in this process, a fake engine behind it."""
-
-    def __init__(self, config: ServeSpecConfig, max_in_flight: int = 8) -> None:
-        self.loop = FakeLoop(config)
-        self.fleet: Any = LoopFleet(self.loop)
-        self.door = Admission(max_in_flight=max_in_flight, max_queued=1)
-        self._config = config
-
-    @cached_property
-    def app(self) -> FastAPI:
-        return create_api(self._config, self.fleet, self.door)
-
-    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return send(self.app, method, path, **options)
-
-    def complete(self, prompt: Any = "a b c", **body: Any) -> httpx.Response:
-        return self.ask("POST", COMPLETIONS, json={"prompt": prompt, **body})
-
-    def chat(self, content: Any = "a b c", **body: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": content}]
-        return self.ask("POST", CHAT, json={"messages": messages, **body})
 
 
 @pytest.fixture
@@ -148,20 +119,9 @@ def test_what_is_too_long_is_a_413_that_names_it(server: Server) -> None:
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
-def test_a_chat_where_the_tokenizer_can_not_be_read_is_a_500(config: ServeSpecConfig) -> None:
-    assert error_of(Server(config).chat(), 500)["code"] == "no_tokenizer"
-
-
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/chat", "/nothing"])
 def test_an_unknown_url_is_a_404_in_openai_form(server: Server, path: str) -> None:
     assert path in error_of(server.ask("GET", path), 404)["message"]
-
-
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server, path: str) -> None:
-    answer = server.ask("GET", path)
-    error_of(answer, 405)
-    assert answer.headers["allow"] == "POST"
 
 
 def test_a_body_that_does_not_arrive_in_time_is_a_408(config: ServeSpecConfig) -> None:

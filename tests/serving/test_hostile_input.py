@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import AsyncIterator, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import schemathesis
-from fastapi import FastAPI
 from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
@@ -27,59 +25,49 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.config.serving import RouterConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from tests.e2e.attacks import hostile_request
-from tests.serving.asgi import CHAT, COMPLETIONS, send
+from tests.serving.asgi import CHAT, COMPLETIONS, Server
 from tests.serving.fake_engine import MAX_MODEL_LEN, FakeLoop, FakeStream
 from tests.serving.fakes import LoopFleet
-from tests.serving.texts import WORDS, word_tokenizer, write_text_files
+from tests.serving.texts import word_tokenizer, write_text_files
 
 MAX_BODY_BYTES = RouterConfig().max_body_bytes
-VOCABULARY = frozenset(WORDS.values()) | set(range(256))
 
 
 class GuardedLoop(FakeLoop):
-    """The fake engine with what the real one refuses."""
+    """The fake engine, but nothing is too long for its patience."""
 
     async def submit(self, prompt: Any, params: SamplingParams, *rest: Any) -> FakeStream:
-        if not isinstance(prompt, str) and not VOCABULARY.issuperset(prompt):
-            raise InvalidRequest("prompt", "ids", "use ids of the vocabulary")
         if params.max_tokens >= MAX_MODEL_LEN:
             raise InvalidRequest("max_tokens", params.max_tokens, "ask for less")
         return await super().submit(prompt, params, *rest)
 
 
-class Server:
-    """An app in this process, its fake engine, and its door."""
-
-    def __init__(self, folder: Path) -> None:
-        write_text_files(folder, tokenizer=word_tokenizer())
-        config = ServeSpecConfig.load({"model": {"path": str(folder)}})
-        self.loop = GuardedLoop()
-        self.door = Admission(max_in_flight=8, max_queued=8)
-        self.app: FastAPI = create_api(config, LoopFleet(self.loop), self.door)
-
-    def post(self, path: str, content: Any, **headers: str) -> httpx.Response:
-        """Sends bytes as they are, as JSON unless told otherwise."""
-
-        sent = {"content-type": "application/json"} | headers
-        return send(self.app, "POST", path, content=content, headers=sent)
-
-    @property
-    def is_idle(self) -> bool:
-        return not self.loop.streams and self.door.in_flight == 0
+@pytest.fixture(scope="module")
+def loop() -> GuardedLoop:
+    return GuardedLoop()
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
-    return Server(tmp_path_factory.mktemp("models") / "fake")
+def server(tmp_path_factory: pytest.TempPathFactory, loop: GuardedLoop) -> Server:
+    folder = write_text_files(
+        tmp_path_factory.mktemp("models") / "fake", tokenizer=word_tokenizer()
+    )
+    config = ServeSpecConfig.load({"model": {"path": str(folder)}})
+    return Server(config, LoopFleet(loop), max_queued=8)
+
+
+def post(server: Server, path: str, content: Any, **headers: str) -> httpx.Response:
+    """Sends bytes as they are, as JSON unless told otherwise."""
+    sent = {"content-type": "application/json"} | headers
+    return server.ask("POST", path, content=content, headers=sent)
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(server: Server) -> Iterator[None]:
+def _leaves_nothing_behind(server: Server, loop: GuardedLoop) -> Iterator[None]:
     yield
-    assert server.is_idle
+    assert not loop.streams
+    assert server.door.in_flight == 0
 
 
 @pytest.fixture(scope="module")
@@ -156,25 +144,7 @@ def test_no_request_makes_a_5xx(server: Server, seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
         path, content, headers = hostile_request(rng)
-        checked(server.post(path, content, **headers))
-
-
-@pytest.mark.parametrize("path", SANE)
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"\ud800": 1},
-        {"model": "\ud800"},
-        {"user": "\ud800"},
-        {"metadata": {"\ud800": "\ud800"}},
-        {"logprobs": 20, "echo": True, "max_tokens": 0},
-        {"logprobs": 0, "echo": True, "prompt": [2**31 - 1]},
-        {"logprobs": True, "top_logprobs": 20, "stream": True},
-    ],
-    ids=str,
-)
-def test_no_field_makes_a_5xx(server: Server, path: str, fields: dict[str, Any]) -> None:
-    checked(server.post(path, json.dumps(SANE[path] | fields).encode()))
+        checked(post(server, path, content, **headers))
 
 
 NESTED = "[" * 100_000 + "]" * 100_000
@@ -192,6 +162,8 @@ DEEP = "[" * 900 + "]" * 900
         b'{"prompt": "\xed\xa0\x80"}',
         b'{"prompt": "a\0b"}',
         b'{"prompt": NaN}',
+        b'{"\\ud800": 1}',
+        b'{"prompt": "a", "metadata": {"\\ud800": "\\ud800"}}',
         b'{"prompt": "a", "temperature": NaN}',
         b'{"prompt": "a", "temperature": Infinity}',
         b'{"prompt": "a", "temperature": -Infinity}',
@@ -210,7 +182,7 @@ DEEP = "[" * 900 + "]" * 900
     ids=lambda content: repr(content[:40]),
 )
 def test_broken_or_monstrous_json_is_a_400(server: Server, path: str, content: bytes) -> None:
-    assert checked(server.post(path, content)) == 400
+    assert checked(post(server, path, content)) == 400
 
 
 @pytest.mark.parametrize("path", SANE)
@@ -222,7 +194,7 @@ def test_values_nested_as_deep_as_json_allows_are_a_400(
 ) -> None:
     head = json.dumps(SANE[path])[:-1]
     for deep in (DEEP, '{"a":' * 900 + "1" + "}" * 900, f"[{DEEP}]"):
-        assert checked(server.post(path, f'{head}, "{field}": {deep}}}'.encode())) == 400
+        assert checked(post(server, path, f'{head}, "{field}": {deep}}}'.encode())) == 400
 
 
 @pytest.mark.parametrize("path", SANE)
@@ -233,15 +205,15 @@ def test_another_content_type_is_told_which_one_to_send(
     server: Server, path: str, content_type: str
 ) -> None:
     content = json.dumps(SANE[path]).encode()
-    answer = server.post(path, content, **{"content-type": content_type})
+    answer = post(server, path, content, **{"content-type": content_type})
     assert checked(answer) == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
 
 def test_a_null_character_is_text(server: Server) -> None:
-    assert checked(server.post(COMPLETIONS, b'{"prompt": "a \\u0000", "max_tokens": 1}')) == 200
+    assert checked(post(server, COMPLETIONS, b'{"prompt": "a \\u0000", "max_tokens": 1}')) == 200
     body = {"messages": [{"role": "user", "content": "a \0"}], "max_tokens": 1}
-    assert checked(server.post(CHAT, json.dumps(body).encode())) == 200
+    assert checked(post(server, CHAT, json.dumps(body).encode())) == 200
 
 
 @pytest.mark.parametrize("path", SANE)
@@ -249,16 +221,16 @@ def test_a_null_character_is_text(server: Server) -> None:
 def test_a_body_is_read_up_to_the_limit_and_a_longer_one_is_a_413(
     server: Server, path: str, announced: bool
 ) -> None:
-    def post(num_bytes: int) -> httpx.Response:
+    def sent(num_bytes: int) -> httpx.Response:
         content = json.dumps(SANE[path]).encode().ljust(num_bytes)
 
         async def pieces() -> AsyncIterator[bytes]:
             for start in range(0, num_bytes, 2**20):
                 yield content[start : start + 2**20]
 
-        return server.post(path, content if announced else pieces())
+        return post(server, path, content if announced else pieces())
 
-    assert checked(post(MAX_BODY_BYTES)) == 200
-    answer = post(MAX_BODY_BYTES + 1)
+    assert checked(sent(MAX_BODY_BYTES)) == 200
+    answer = sent(MAX_BODY_BYTES + 1)
     assert checked(answer) == 413
     assert answer.json()["error"]["code"] == "request_too_large"

@@ -15,13 +15,11 @@ from serve_spec import LLM
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine.loop import EngineLoop
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.logprobs import joined
 from serve_spec.serving.messages import GenerateRequest, ReplicaItem
 from tests.helpers.checkpoints import make_tokenizer
 from tests.helpers.engines import llm_maker, make_pair
-from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
+from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import FleetOfMortals, LoopFleet
 from tests.serving.lawful_logprobs import entries_of, prompt_entries
@@ -31,8 +29,7 @@ TINY = 1e-4
 
 
 def ask(config: ServeSpecConfig, fleet: Any, path: str, body: dict[str, Any]) -> httpx.Response:
-    app = create_api(config, fleet, Admission(max_in_flight=64, max_queued=64))
-    return send(app, "POST", path, json=body)
+    return Server(config, fleet, max_in_flight=64).ask("POST", path, json=body)
 
 
 def put_together(answer: httpx.Response, num_choices: int) -> list[dict[str, Any]]:

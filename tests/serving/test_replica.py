@@ -109,14 +109,6 @@ async def take(news: Any, count: int) -> Any:
             yield await anext(news)
 
 
-async def test_a_request_is_accepted_then_answered_round_by_round(start: Start) -> None:
-    replica, _ = start()
-    accepted, *deltas = await items(replica, "a b c", max_tokens=5)
-    assert accepted == Accepted(3, "r1")
-    assert all(isinstance(d, TokenDelta) for d in deltas)
-    assert [d.finish_reason for d in deltas] == [None, None, FinishReason.LENGTH]
-
-
 async def test_refusals_and_failures_are_values_and_end_the_request(start: Start) -> None:
     replica, loop = start()
     (refused,) = await items(replica, "a " * 100)
@@ -179,6 +171,8 @@ async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start:
         for name, items in said.items()
     }
     assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
+    assert said["r0"][0] == Accepted(3, "r1")
+    assert [d.finish_reason for d in said["r0"][1:]] == [None, None, FinishReason.LENGTH]
     assert said["r1"][-1].finish_reason is FinishReason.ABORT
     assert said["r2"][-1].overloaded
     assert not loop.streams
@@ -231,22 +225,3 @@ async def test_a_new_replica_starts_from_what_the_fleet_knows_if_anything(
     replica, loop = start()
     assert loop.accept_rates == known
     assert len(await items(replica, "a", max_tokens=2)) == 2
-
-
-@pytest.mark.parametrize("size", [1, 2])
-async def test_an_engine_of_several_ranks_puts_them_where_the_replica_says(
-    start: Start, monkeypatch: pytest.MonkeyPatch, config: ServeSpecConfig, size: int
-) -> None:
-    given: dict[str, Any] = {}
-
-    class RankedLoop(FakeLoop):
-        def __init__(self, config: ServeSpecConfig, **options: Any) -> None:
-            super().__init__(config)
-            given.update(options)
-
-    monkeypatch.setattr(module, "ActorLauncher", lambda config: config.model.tensor_parallel_size)
-    monkeypatch.setattr(module, "_import", lambda path: RankedLoop)
-    load = ServeSpecConfig.load
-    sized = load(config, tensor_parallel_size=size)
-    EngineReplica(sized, "tests.serving.fake_engine:FakeLoop").__del__()
-    assert given == ({} if size == 1 else {"launcher": 2})

@@ -15,11 +15,9 @@ import pytest
 
 import serve_spec.serving
 from serve_spec.config import ServeSpecConfig
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.status_page import OPEN_PATHS
-from tests.serving.asgi import listening, send
+from tests.serving.asgi import Server, listening, send
 from tests.serving.fakes import ScriptedFleet
 
 STATIC = Path(serve_spec.serving.__file__).parent / "static"
@@ -88,8 +86,7 @@ class BusyFleet(ScriptedFleet):
 
 
 def ask(config: ServeSpecConfig, path: str, root_path: str = "") -> httpx.Response:
-    app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
-    return send(app, "GET", path, root_path=root_path)
+    return send(Server(config, BusyFleet()).app, "GET", path, root_path=root_path)
 
 
 class Links(HTMLParser):
@@ -182,8 +179,7 @@ def last_values(page: str, chart: str) -> list[float | None]:
 def test_in_a_browser_charts_draw_and_values_change_under_load(
     config: ServeSpecConfig, tmp_path: Path
 ) -> None:
-    app = create_api(config, BusyFleet(), Admission(max_in_flight=4, max_queued=4))
-    with listening(app) as port:
+    with listening(Server(config, BusyFleet()).app) as port:
         url = f"http://127.0.0.1:{port}"
         page = dump(url, tmp_path, virtual_ms=500)
         later = dump(url, tmp_path, virtual_ms=9000)

@@ -11,23 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from serve_spec.parallel.group import SINGLE, DeviceGroup, join, store_server
-from serve_spec.parallel.line import LOOPBACK, Address
+from serve_spec.parallel.group import SINGLE, DeviceGroup
+from tests.helpers.follower import joined
 
 T = TypeVar("T")
 SIZE = 3
 
 
-def join_all() -> list[DeviceGroup]:
-    store, cpu = store_server(LOOPBACK), torch.device("cpu")
-    address = Address(LOOPBACK, 0, store.port, b"")
-    with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(lambda rank: join(rank, SIZE, cpu, address), range(SIZE)))
-
-
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[DeviceGroup]]:
-    groups = join_all()
+    groups = joined(SIZE)
     yield groups
     for group in groups:
         group.close()
@@ -97,7 +90,7 @@ def num_threads() -> int:
 
 def test_closing_all_ranks_leaves_no_thread_behind() -> None:
     before = num_threads()
-    groups = join_all()
+    groups = joined(SIZE)
     assert num_threads() > before
     for group in groups:
         group.close()
@@ -108,7 +101,7 @@ def test_closing_all_ranks_leaves_no_thread_behind() -> None:
 
 
 def test_ranks_that_close_free_the_one_that_waits_for_them() -> None:
-    first, second, third = join_all()
+    first, second, third = joined(SIZE)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.all_reduce, torch.ones(3))
         second.close()
