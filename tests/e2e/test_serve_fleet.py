@@ -51,7 +51,14 @@ def test_many_streams_say_what_the_offline_engine_says(url: str, offline: Any) -
     streams = all_streams(url, SHORT)
     assert said(streams) == offline[SHORT]
     assert {stream.num_resumes for stream in streams} == {0}
-    router = server_info(url)["router"]
+    info = eventually(lambda: server_info(url), lambda info: len(info["internal_states"]) == 2)
+    for state in info["internal_states"]:
+        assert info["fleet"]["counters"].keys() <= state["counters"].keys(), "it sums what is sent"
+        assert info["fleet"]["kv"].keys() <= state["kv"].keys()
+        assert isinstance(state["speculative_num_steps"], int)
+        assert state["avg_spec_accept_length"] >= 1
+        assert isinstance(state["last_reason"], str)
+    router = info["router"]
     assert len(router["replica_batch_sizes"]) == 2, "both replicas had some"
     assert set(router["submission_size_histogram"]) - {"1"}, "some requests travelled together"
     assert router["in_flight"] == 0

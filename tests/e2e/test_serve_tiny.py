@@ -22,7 +22,6 @@ import yaml
 from tests.e2e.fleet import fleet_settings
 from tests.serving.cluster import (
     ROOT,
-    eventually,
     free_port,
     isolated_environment,
     short_tmp,
@@ -111,20 +110,6 @@ def test_the_printed_curl_line_works(server: Server) -> None:
     assert events[-1] == "data: [DONE]"
     last = json.loads(events[-2].removeprefix("data: "))
     assert last["choices"][0]["finish_reason"] in ("stop", "length")
-
-
-def test_server_info_shows_the_tier_and_the_acceptance(server: Server) -> None:
-    server.complete(prompt="def f(x):", max_tokens=32, temperature=0)
-    info = eventually(
-        server.info,
-        lambda info: info["internal_states"] and info["fleet"]["counters"]["decode_tokens"] > 0,
-    )
-    (state,) = info["internal_states"]
-    assert set(info["fleet"]["counters"]) <= set(state["counters"]), "the fleet sums what is sent"
-    assert set(info["fleet"]["kv"]) <= set(state["kv"])
-    assert isinstance(state["speculative_num_steps"], int)
-    assert state["avg_spec_accept_length"] >= 1
-    assert isinstance(state["last_reason"], str)
 
 
 def test_ctrl_c_lets_running_streams_end(server: Server) -> None:

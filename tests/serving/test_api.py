@@ -124,6 +124,12 @@ def test_an_unknown_url_is_a_404_in_openai_form(server: Server, path: str) -> No
     assert path in error_of(server.ask("GET", path), 404)["message"]
 
 
+def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server) -> None:
+    answer = server.ask("GET", CHAT)
+    error_of(answer, 405)
+    assert answer.headers["allow"] == "POST"
+
+
 def test_a_body_that_does_not_arrive_in_time_is_a_408(config: ServeSpecConfig) -> None:
     async def endless() -> AsyncIterator[bytes]:
         yield b"{"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.serving.admission import Admission
-from serve_spec.serving.answers import AnswerHead, CompletionFormat, Usage
+from serve_spec.serving.answers import AnswerHead, CompletionFormat
 from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import CompletionRunner, stream_frames, whole_answer
 from serve_spec.serving.errors import ApiError, no_replica
@@ -26,7 +26,7 @@ from serve_spec.serving.messages import (
     ReplicaItem,
 )
 from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import FleetOfMortals, LoopFleet, ScriptedFleet, delta, request
+from tests.serving.fakes import FAR_S, FleetOfMortals, LoopFleet, ScriptedFleet, delta, request
 
 ACCEPTED = Accepted(2, "here")
 HEAD = AnswerHead("cmpl-1", "m", 0, "fp_1", include_usage=True)
@@ -128,34 +128,19 @@ async def test_a_deadline_that_passes_at_the_door_is_a_408() -> None:
         assert (door.in_flight, door.queue_len) == (1, 0)
 
 
-class Choices:
-    """What became of every choice of one answer."""
-
-    def __init__(self, num_choices: int) -> None:
-        self.texts = [""] * num_choices
-        self.reasons: list[str | None] = [None] * num_choices
-        self.usage: Usage | None = None
-
-
 def several(
     n: int, prompts: tuple[str | list[int], ...] = ("a b c",), **params: Any
 ) -> list[GenerateRequest]:
     return choices_of("cmpl-1", "trace", prompts, SamplingParams(**params), n)
 
 
-async def choose(
-    fleet: Any, asked: list[GenerateRequest], num_prompts: int = 1, door: Admission | None = None
-) -> Choices:
-    """Runs choices to their ends; and that nothing is left behind."""
-    door = door or open_door()
-    said = Choices(len(asked))
+async def choose(fleet: Any, asked: list[GenerateRequest], num_prompts: int = 1) -> Any:
+    """The whole answer; and that nothing is left behind."""
+    door = open_door()
     async with runner(fleet, door).run(asked, num_prompts) as answer:
-        async for index, delta in answer.deltas():
-            said.texts[index] += delta.text
-            said.reasons[index] = delta.finish_reason or said.reasons[index]
-    said.usage = answer.usage
+        whole = await whole_answer(answer, FORM)
     assert door.in_flight == 0
-    return said
+    return whole
 
 
 def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_cached() -> None:
@@ -167,7 +152,7 @@ def test_of_a_prompt_that_several_choices_share_what_one_had_to_compute_was_not_
             yield delta("b", 2, finish=FinishReason.LENGTH)
 
     said = asyncio.run(choose(FleetWithCaches(()), several(2, ("a", "b")), num_prompts=2))
-    assert said.usage["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
+    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 0 + 16}
 
 
 LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
@@ -178,13 +163,15 @@ LAWFUL: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True}
 def test_a_seeded_choice_says_the_same_whatever_n_is_and_whoever_dies(
     seed: int, n: int, lives: int
 ) -> None:
-    whole = asyncio.run(choose(FleetOfMortals(), several(4, seed=seed, **LAWFUL)))
-    first = asyncio.run(choose(FleetOfMortals(), [request("a b c", seed=seed, **LAWFUL)]))
-    assert first.texts == whole.texts[:1]
-    assert len(set(whole.texts)) == 4
-    fewer = asyncio.run(choose(FleetOfMortals(lives), several(n, seed=seed, **LAWFUL)))
-    assert fewer.texts == whole.texts[:n]
-    assert set(fewer.reasons) == {"length"}
+    def said(life: float, asked: list[GenerateRequest]) -> list[tuple[str, str]]:
+        choices = asyncio.run(choose(FleetOfMortals(life), asked))["choices"]
+        return [(choice["text"], choice["finish_reason"]) for choice in choices]
+
+    whole = said(FAR_S, several(4, seed=seed, **LAWFUL))
+    assert len(set(whole)) == 4
+    assert {reason for _, reason in whole} == {"length"}
+    assert said(FAR_S, [request("a b c", seed=seed, **LAWFUL)]) == whole[:1]
+    assert said(lives, several(n, seed=seed, **LAWFUL)) == whole[:n]
 
 
 async def test_more_choices_than_turns_take_turns() -> None:

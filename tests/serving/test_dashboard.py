@@ -15,7 +15,7 @@ from serve_spec.serving.ray_metrics import LABELS
 
 FOLDER = Path(__file__).parents[2] / "deploy/dashboards"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
-# By Ray's rules, not by our code for them: what its exporter really does is in test_metrics_ray.
+# By Ray's rules, not by our code for them: what its exporter really does is in test_ray.
 EXPORTED = {f"ray_{m.name}{suffix}": m for m in METRICS for suffix in SUFFIXES[m.kind]}
 
 WORD = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")

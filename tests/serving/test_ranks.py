@@ -11,7 +11,6 @@ from typing import Any
 
 import httpx
 import pytest
-from ray.serve import Application
 
 from serve_spec import LLM, SamplingParams
 from serve_spec.config import ConfigError, ServeSpecConfig
@@ -145,31 +144,45 @@ def test_nothing_of_a_replica_outlives_it(url: str) -> None:
     eventually(groups, lambda found: not found)
 
 
-def placed(settings: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    return placement_of(ServeSpecConfig.load(settings, **overrides))
+ALONE = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
+SHARES = {
+    "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1},
+    "placement_group_bundles": [{"CPU": 0.5, "GPU": 1}] * 4,
+}
+ON_CPUS = {
+    "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 0},
+    "placement_group_bundles": [{"CPU": 0.5}] * 2,
+    "placement_group_strategy": "STRICT_PACK",
+}
 
 
-def test_one_rank_needs_no_placement_group(settings: dict[str, Any]) -> None:
-    options = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
-    assert placed(settings, num_cpus=2, num_gpus=1) == options
-
-
-@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK"])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cpus", "num_gpus", "strategy", "placement"),
+    [
+        (1, 2, 1, "STRICT_PACK", ALONE),
+        *(
+            (4, 2, 4, strategy, {**SHARES, "placement_group_strategy": strategy})
+            for strategy in ("PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK")
+        ),
+        (2, 1, 0, "STRICT_PACK", ON_CPUS),
+    ],
+)
 def test_ranks_share_what_a_replica_reserves_and_go_where_the_configuration_says(
-    settings: dict[str, Any], strategy: str
+    settings: dict[str, Any],
+    num_ranks: int,
+    num_cpus: int,
+    num_gpus: int,
+    strategy: str,
+    placement: dict[str, Any],
 ) -> None:
-    placement = placed(
+    config = ServeSpecConfig.load(
         settings,
-        tensor_parallel_size=4,
-        num_cpus=2,
-        num_gpus=4,
+        tensor_parallel_size=num_ranks,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
         placement_group_strategy=strategy,
     )
-    assert placement == {
-        "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1},
-        "placement_group_bundles": [{"CPU": 0.5, "GPU": 1}] * 4,
-        "placement_group_strategy": strategy,
-    }
+    assert placement_of(config) == placement
 
 
 @pytest.mark.parametrize(
@@ -182,10 +195,3 @@ def test_what_ranks_can_not_share_is_refused_before_anything_starts(
     config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
     with pytest.raises(ConfigError, match=named):
         build_app({"config": config, **reserved})
-
-
-def test_ranks_on_cpus_reserve_no_gpu(settings: dict[str, Any]) -> None:
-    placement = placed(settings, tensor_parallel_size=2, num_cpus=1)
-    assert placement["placement_group_bundles"] == [{"CPU": 0.5}] * 2
-    config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
-    assert isinstance(build_app({"config": config}), Application)

@@ -107,6 +107,15 @@ def test_the_more_rows_the_dearer_the_next_one(rows: int) -> None:
     assert ms[0] == costs.get(rows, ms[0]), "an entry is exact at its own rows"
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_nobody_waits_for_a_place_while_another_replica_has_one(policy: Policy) -> None:
+    fast = load("fast", 4, CHEAP, num_places=4, matched_blocks=3)
+    slow = load("slow", 7, DEAR, num_places=8)
+    assert order(policy, fast, slow) == ["slow", "fast"]
+    both_full = fast, load("slow", 8, DEAR, num_places=8)
+    assert order(policy, *both_full, load_factor=9.0) == ["fast", "slow"]
+
+
 @pytest.mark.parametrize(
     ("num_waiting", "free_pages", "short"), [(3, 5, True), (3, 50, False), (0, 5, False)]
 )

@@ -46,11 +46,13 @@ def batch_size(shown: Any) -> int:
 
 def test_what_is_reported_is_shown(clocks: Clocks) -> None:
     actor = SpecStats(stale_after_s=15, history_s=60)
-    report(actor, "a", batch_size=3)
+    whole = {"batch_size": 3, "kv": {"odd": [1, None]}, "other": {"é": 0.5}}
+    report(actor, "a", **whole)
     report(actor, "b", batch_size=4)
     view: Any = open_view(actor.view())
     assert batch_size(view) == batch_size(actor.status()) == 7
     assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
+    assert whole.items() <= view["internal_states"][0].items()
     actor.forget("a")
     actor.forget("never seen")
     assert batch_size(actor.view()) == 4
