@@ -76,23 +76,13 @@ COMPLETION_BODIES = st.fixed_dictionaries(
     }
 )
 CHAT_BODIES = st.fixed_dictionaries({**ANYTHING, "top_logprobs": st.integers(0, 20)})
-LAW = settings(deadline=None, max_examples=12)
+LAW = settings(deadline=None, max_examples=20)
 
 
 def prompts_of(body: dict[str, Any]) -> list[bytes]:
     """The tokens of every prompt."""
     prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
     return [p.encode() if isinstance(p, str) else bytes(p) for p in prompts]
-
-
-@LAW
-@given(body=COMPLETION_BODIES, life=st.integers(0, 9))
-def test_a_stream_that_loses_its_replicas_shows_what_the_whole_answer_shows(
-    lawful: ServeSpecConfig, body: dict[str, Any], life: int
-) -> None:
-    whole = ask(lawful, FleetOfMortals(), COMPLETIONS, body).json()["choices"]
-    streamed = ask(lawful, FleetOfMortals(life), COMPLETIONS, {**body, "stream": True})
-    assert put_together(streamed, len(whole)) == whole
 
 
 @LAW
@@ -121,9 +111,9 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(
 
 
 @LAW
-@given(body=COMPLETION_BODIES, life=st.integers(0, 9))
-def test_every_token_has_its_own_likelihood_and_its_place_in_the_text(
-    lawful: ServeSpecConfig, body: dict[str, Any], life: int
+@given(body=COMPLETION_BODIES, life=st.integers(0, 9), later=st.integers(0, 9))
+def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_answer_and_stream(
+    lawful: ServeSpecConfig, body: dict[str, Any], life: int, later: int
 ) -> None:
     answer = ask(lawful, FleetOfMortals(life), COMPLETIONS, body).json()
     num_tokens = 0
@@ -140,6 +130,8 @@ def test_every_token_has_its_own_likelihood_and_its_place_in_the_text(
                 here = choice["text"][offset]
                 assert here == "\ufffd" or _bytes(token) in here.encode()
     assert num_tokens == answer["usage"]["completion_tokens"]
+    streamed = ask(lawful, FleetOfMortals(later), COMPLETIONS, {**body, "stream": True})
+    assert put_together(streamed, len(answer["choices"])) == answer["choices"]
 
 
 def _bytes(token: str) -> bytes:

@@ -34,9 +34,10 @@ def ask(
 
 
 def test_a_conversation_has_the_ids_that_transformers_gives_it(tmp_path: Path) -> None:
-    text = text_of(write_text_files(tmp_path, TEMPLATE, max_position_embeddings=999))
+    template = TEMPLATE.replace("{{ message.role }}", "{{ message.role }}{{ message.name }}")
+    text = text_of(write_text_files(tmp_path, template, max_position_embeddings=999))
     theirs = PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer(), bos_token=BOS)
-    theirs.chat_template = TEMPLATE
+    theirs.chat_template = template
     chats: list[list[dict[str, Any]]] = [
         [USER],
         [{"role": "system", "content": "é\n"}, USER, {"role": "assistant", "content": "<|tu rn|>"}],

@@ -129,14 +129,6 @@ def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 5
 
 
-def test_the_official_client_chats(api: openai.OpenAI) -> None:
-    answer = api.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "a b c"}], max_completion_tokens=5, n=2
-    )
-    assert [choice.message.content for choice in answer.choices] == ["a b c a b "] * 2
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 10)
-
-
 def test_a_list_of_prompts_travels_as_one_submission(client: httpx.Client) -> None:
     body = {"prompt": ["p0", "p1", "p2", "p3"], "max_tokens": 3}
     answer = client.post(COMPLETIONS, json=body).raise_for_status().json()
