@@ -194,18 +194,16 @@ def actors(deployment: str) -> dict[str, Any]:
     }
 
 
-def pid_of(actor: Any) -> int:
-    import ray
-
-    return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
-
-
 def pids(deployment: str = "EngineReplica") -> dict[str, int]:
     """Processes of a deployment's replicas; empty while one of them is going or coming."""
+    import ray
     from ray.exceptions import RayError
 
     try:
-        return {name: pid_of(actor) for name, actor in actors(deployment).items()}
+        return {
+            name: int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
+            for name, actor in actors(deployment).items()
+        }
     except (RayError, ValueError):
         return {}
 

@@ -47,14 +47,10 @@ class SecretKey(Strict):
     key: str
 
 
-class FromSecret(Strict):
-    secretKeyRef: SecretKey
-
-
 class Credential(Strict):
     """A password; KubeRay would take it in the open, too."""
 
-    valueFrom: FromSecret
+    valueFrom: dict[Literal["secretKeyRef"], SecretKey]
 
 
 class GcsFaultTolerance(Strict):

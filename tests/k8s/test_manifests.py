@@ -213,7 +213,7 @@ def test_the_state_of_the_head_is_where_it_is_looked_for(overlay: Overlay) -> No
     assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
     (container,) = template["spec"]["containers"]
     (password,) = [e["valueFrom"]["secretKeyRef"] for e in container["env"]]
-    assert password == options.redisPassword.valueFrom.secretKeyRef.model_dump()
+    assert password == options.redisPassword.valueFrom["secretKeyRef"].model_dump()
 
 
 def test_no_manifest_holds_a_secret(overlay: Overlay) -> None:

@@ -21,15 +21,14 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_leaf_keys_win_and_may_be_texts_as_serve_run_hands_them_over(config_file: Path) -> None:
+def test_leaf_keys_win_over_a_file_or_what_is_in_place_and_may_be_texts_as_of_serve_run(
+    config_file: Path,
+) -> None:
     args = {"config": str(config_file), "num_replicas": "3", "request_timeout_s": 5.0}
     config = load_config(args)
     assert (config.replica.num_replicas, config.router.request_timeout_s) == (3, 5.0)
-
-
-def test_the_configuration_may_be_given_in_place(config_file: Path) -> None:
-    config = load_config({"config": {"model": {"path": str(config_file.parent / "model")}}})
-    assert config.model.served_model_name == "model"
+    in_place = load_config({"config": {"model": {"path": str(config.model.path)}}})
+    assert in_place.model.served_model_name == "model"
 
 
 def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(

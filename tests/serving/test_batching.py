@@ -231,9 +231,16 @@ async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been
     assert door.num_resumed == 1
 
 
-async def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
-    wire, _, (a,) = await together("a")
-    wire.lines[0].put_nowait(None)
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_submission_that_ends_early_fails_those_it_leaves_unanswered(
+    is_cancelled: bool,
+) -> None:
+    wire, door, (a,) = await together("a")
+    if is_cancelled:  # by somebody else
+        (courier,) = door._couriers
+        courier.task.cancel()
+    else:
+        wire.lines[0].put_nowait(None)
     await settle()
     assert a.heard[-1].status == 500
 
@@ -257,14 +264,6 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
     await settle()
     await b.leave()
     assert parents == [None, None]
-
-
-async def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -> None:
-    _wire, door, (a,) = await together("a")
-    (courier,) = door._couriers
-    courier.task.cancel()
-    await settle()
-    assert a.heard[-1].status == 500
 
 
 async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:

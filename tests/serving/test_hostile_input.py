@@ -44,17 +44,12 @@ class GuardedLoop(FakeLoop):
 
 
 @pytest.fixture(scope="module")
-def loop() -> GuardedLoop:
-    return GuardedLoop()
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, loop: GuardedLoop) -> Server:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Server:
     folder = write_text_files(
         tmp_path_factory.mktemp("models") / "fake", tokenizer=word_tokenizer()
     )
     config = ServeSpecConfig.load({"model": {"path": str(folder)}})
-    return Server(config, LoopFleet(loop), max_queued=8)
+    return Server(config, LoopFleet(GuardedLoop()), max_queued=8)
 
 
 def post(server: Server, path: str, content: Any, **headers: str) -> httpx.Response:
@@ -64,9 +59,9 @@ def post(server: Server, path: str, content: Any, **headers: str) -> httpx.Respo
 
 
 @pytest.fixture(autouse=True)
-def _leaves_nothing_behind(server: Server, loop: GuardedLoop) -> Iterator[None]:
+def _leaves_nothing_behind(server: Server) -> Iterator[None]:
     yield
-    assert not loop.streams
+    assert not server.fleet.loop.streams
     assert server.door.in_flight == 0
 
 

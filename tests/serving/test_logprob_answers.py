@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -11,21 +11,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec import LLM
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import RequestOutput, SamplingParams
-from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.logprobs import joined
 from serve_spec.serving.messages import GenerateRequest, ReplicaItem
 from tests.helpers.checkpoints import make_tokenizer
-from tests.helpers.engines import llm_maker, make_pair
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import FleetOfMortals, LoopFleet
 from tests.serving.lawful_logprobs import entries_of, prompt_entries
 from tests.serving.texts import write_text_files
-
-TINY = 1e-4
 
 
 def ask(config: ServeSpecConfig, fleet: Any, path: str, body: dict[str, Any]) -> httpx.Response:
@@ -186,56 +180,3 @@ def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> No
     for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):
         answer = ask(config, LoopFleet(FakeLoop()), COMPLETIONS, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-
-
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A random pair that drafts three tokens a round."""
-    return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")("EAGLE3", 3)
-
-
-@pytest.fixture(scope="module")
-def engine(offline: LLM) -> Iterator[EngineLoop]:
-    """The same pair behind HTTP."""
-    loop = EngineLoop(offline.config)
-    yield loop
-    loop.shutdown()
-
-
-PROMPTS = ["def f(x):", "é import os"]
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0.8, "top_k": 30, "seed": 7},
-]
-
-
-def likelihoods(output: RequestOutput) -> list[float | None]:
-    """Of every token of prompt and completion."""
-    entries = [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
-    return [None if entry is None else entry.logprob for entry in entries]
-
-
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-@pytest.mark.parametrize("stream", [False, True])
-def test_http_says_of_a_real_model_what_the_engine_says_offline(
-    offline: LLM, engine: EngineLoop, sampling: dict[str, Any], stream: bool
-) -> None:
-    params = SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=3, **sampling)
-    expected = offline.generate(PROMPTS, params)
-    body = {"prompt": PROMPTS, "max_tokens": 12, "logprobs": 3, "echo": True, "stream": stream}
-    fleet: Any = LoopFleet(engine)
-    answer = ask(offline.config, fleet, COMPLETIONS, body | sampling)
-    choices = put_together(answer, 2) if stream else answer.json()["choices"]
-    for prompt, choice, output in zip(PROMPTS, choices, expected, strict=True):
-        assert choice["text"] == prompt + output.text
-        first, *found = choice["logprobs"]["token_logprobs"]
-        nothing, *likely = likelihoods(output)
-        assert first is nothing is None
-        assert found == pytest.approx(likely, abs=TINY)
-        for shown, entry in zip(
-            choice["logprobs"]["top_logprobs"][-len(output.token_ids) :],
-            output.logprobs or (),
-            strict=True,
-        ):
-            best = [likelihood for _, likelihood in entry.top]
-            assert list(shown.values())[: len(best)] == pytest.approx(best, abs=TINY)

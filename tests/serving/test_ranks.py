@@ -99,17 +99,14 @@ def followers() -> dict[int, str]:
 def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(
     url: str,
 ) -> None:
+    import ray
+
+    assert ray.available_resources().get("GPU", 0) == 0
     assert len(groups()) == 2
     for group in groups():
         assert group["strategy"] == "STRICT_PACK"
         assert list(group["bundles"].values()) == [{"CPU": 0.1, "GPU": 1.0}] * 2
     assert len(followers()) == 2
-
-
-def test_the_ranks_reserve_every_gpu(url: str) -> None:
-    import ray
-
-    assert ray.available_resources().get("GPU", 0) == 0
 
 
 def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(

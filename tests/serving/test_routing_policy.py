@@ -201,23 +201,6 @@ def test_what_was_sent_takes_bounded_memory_and_the_newest_stays(
         assert memory.matched(replica, blocks(prompt)) == len(blocks(prompt))
 
 
-@pytest.mark.parametrize(
-    ("stats", "others", "costs"),
-    [
-        ({}, 0, None),
-        ({"rows": {"me": 9, "you": 3, "they": 1}, "marginal_ms_by_rows": None}, 4, None),
-        ({"rows": {}, "marginal_ms_by_rows": {"0": 5.0, "1": 6.0}}, 0, {0: 5.0, 1: 6.0}),
-    ],
-    ids=["nothing reported", "others", "costs"],
-)
-def test_a_report_says_what_others_sent_and_what_rows_cost(
-    stats: dict[str, Any], others: int, costs: Any
-) -> None:
-    found = ReplicaLoad.of("a", stats, "me")
-    assert (found.other_rows, found.own_rows, found.is_healthy) == (others, 0, True)
-    assert found.marginal_ms_by_rows == costs
-
-
 @pytest.mark.parametrize(("heard_at_s", "others"), [(4.0, 3), (6.0, 7)], ids=["older", "newer"])
 def test_of_a_report_and_what_came_with_answers_the_newer_counts(
     heard_at_s: float, others: int

@@ -93,14 +93,9 @@ def test_replicas_of_one_pair_have_one_name_but_where_a_load_test_forces_accepta
     assert len(names) == 3
 
 
-class Stats:
+def knowing(prior: list[float]) -> Any:
     """A stats actor that has an answer."""
-
-    def __init__(self, prior: list[float]) -> None:
-        self._prior = prior
-
-    def prior(self, pair: str, max_steps: int) -> list[float]:
-        return self._prior
+    return SimpleNamespace(prior=lambda pair, max_steps: prior)
 
 
 class Choosy(FakeLoop):
@@ -114,10 +109,10 @@ def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry.PolicySettings, "max_depth", 1)
-    start_warm(config, Choosy(), Stats([2.0]))
+    start_warm(config, Choosy(), knowing([2.0]))
 
 
 def test_an_engine_that_never_drafts_asks_nobody(config: ServeSpecConfig) -> None:
     engine = FakeLoop()
-    start_warm(config, engine, Stats([0.5]))
+    start_warm(config, engine, knowing([0.5]))
     assert engine.accept_rates is None
