@@ -1,19 +1,7 @@
 """The house rules, as tests: who may import whom, and which rooms may touch which libraries.
 
-Where this departs from the first floor plan, and why:
-
-- `engine` reaches `kvcache` and `models`: `engine/build.py` puts the parts of a process together.
-  So `worker` receives them instead of choosing them.
-- `models` reaches `ops`: a shape says how each layer attends.
-- `worker` reaches `kvcache`: it reads keys, values and the target's features by slot.
-- `worker` and `engine` reach `parallel`: all ranks use the draws of rank 0, and the engine starts
-  and ends the other ranks.
-- `metrics` reaches `core`: what it reports is read off a `StepRecord`.
-- `bench` reaches `serving`: `bench online` reads a Serve file as `serve-spec serve` does.
-- `bench` reaches `scheduler`: arms that take turns share a worker, each with a queue of its own.
-- Policy must not know the time, the disk or chance: a sentence there, a test here (`PURE`).
-- The torch-free rooms are imported for real as well: a library that comes in through a neighbour
-  counts like one that is named.
+Policy must not know the time, the disk or chance (`PURE`). Torch-free rooms are imported for real
+as well: a library that comes in through a neighbour counts like one that is named.
 """
 
 from __future__ import annotations

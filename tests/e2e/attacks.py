@@ -18,7 +18,10 @@ from urllib.parse import urlsplit
 
 import httpx
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+from serve_spec.serving.openai import ChatRequest, CompletionRequest
+from tests.e2e.fleet import Stream
+from tests.serving.asgi import CHAT, COMPLETIONS
+
 WATCHER, HOG, BYSTANDER, ATTACKER = (f"127.0.0.{host}" for host in (2, 3, 4, 5))
 
 
@@ -33,36 +36,22 @@ def client_at(url: str, address: str, timeout_s: float = 120) -> httpx.AsyncClie
 class Watch:
     """What a client saw that streams all the time, and asks for `/health` once in a while."""
 
-    gaps_s: list[float] = field(default_factory=list)
-    """Longest silence within each stream, after its first chunk."""
+    streams: list[Stream] = field(default_factory=list)
     texts: set[str] = field(default_factory=set)
     errors: list[str] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
 
     @property
     def longest_gap_s(self) -> float:
-        return max(self.gaps_s, default=0.0)
+        return max(stream.longest_gap_s for stream in self.streams)
 
     async def stream_for_ever(self, client: httpx.AsyncClient) -> None:
-        body = {"prompt": "def f(x):\n", "max_tokens": 100, "temperature": 0, "stream": True}
         while True:
-            last, text, stream = 0.0, "", len(self.gaps_s)
-            self.gaps_s.append(0.0)
-            async with client.stream("POST", COMPLETIONS, json=body) as answer:
-                if answer.status_code != 200:
-                    self.errors.append(str(answer.status_code))
-                async for line in answer.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    now = time.monotonic()
-                    self.gaps_s[stream] = max(self.gaps_s[stream], now - (last or now))
-                    last = now
-                    chunk = json.loads(line.removeprefix("data: "))
-                    if "error" in chunk:
-                        self.errors.append(str(chunk["error"]))
-                    else:
-                        text += chunk["choices"][0]["text"]
-            self.texts.add(text)
+            self.streams.append(stream := Stream())
+            await stream.listen(client, "def f(x):\n", max_tokens=100, temperature=0)
+            self.texts.add(stream.text)
+            if stream.error is not None:
+                self.errors.append(str(stream.error))
 
     async def ask_for_health(self, client: httpx.AsyncClient) -> None:
         while True:
@@ -149,17 +138,10 @@ def head(path: str, length: int) -> bytes:
     ).encode()
 
 
-_WORDS = ["a", "def f(x):", "<eos>", "\u0000", "é", "\ud7ff", " " * 50, "x" * 5000, "🙂"]
+_WORDS = ["a", "def f(x):", "<eos>", "\u0000", "é", "\ud7ff", "\ud800", " " * 50, "x" * 5000, "🙂"]
 _NUMBERS = [0, 1, -1, 2**31, 2**63, 2**64, 10**30, 0.5, -0.0, 1e308, 1e-320]
 _ODD = [None, True, "3", [], {}, [[]], [None], {"a": 1}, *_NUMBERS, *_WORDS]
-_FIELDS = [
-    "prompt", "model", "temperature", "top_p", "top_k", "min_p", "n", "seed", "stop", "echo",
-    "max_tokens", "logprobs", "logit_bias", "stop_token_ids", "allowed_token_ids", "bad_token_ids",
-    "min_tokens", "frequency_penalty", "presence_penalty", "repetition_penalty", "stream",
-    "stream_options", "speculative", "response_format", "guided_json", "guided_regex",
-    "guided_grammar", "guided_choice", "structured_outputs", "user", "metadata", "suffix",
-    "best_of", "messages", "tools", "unknown",
-]  # fmt: skip
+_FIELDS = sorted({*CompletionRequest.model_fields, *ChatRequest.model_fields, "unknown"})
 
 
 def _long(rng: random.Random) -> str:

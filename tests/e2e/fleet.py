@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import signal
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,6 +90,9 @@ class Stream:
     usage: dict[str, Any] = field(default_factory=dict)
     error: object = None
     is_done: bool = False
+    longest_gap_s: float = 0.0
+    """The longest silence after its first chunk."""
+    _heard_s: float = math.inf
 
     @property
     def num_resumes(self) -> int:
@@ -108,7 +113,9 @@ class Stream:
         elif data == "Internal Server Error":  # Serve's proxy, for a router that is gone
             self.error = data
         elif data:
-            chunk = json.loads(data)
+            chunk, now_s = json.loads(data), time.monotonic()
+            self.longest_gap_s = max(self.longest_gap_s, now_s - self._heard_s)
+            self._heard_s = now_s
             self.error = self.error or chunk.get("error")
             self.usage = chunk.get("usage") or self.usage
             for choice in chunk.get("choices", ()):
@@ -187,18 +194,16 @@ def actors(deployment: str) -> dict[str, Any]:
     }
 
 
-def pid_of(actor: Any) -> int:
-    import ray
-
-    return int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
-
-
 def pids(deployment: str = "EngineReplica") -> dict[str, int]:
     """Processes of a deployment's replicas; empty while one of them is going or coming."""
+    import ray
     from ray.exceptions import RayError
 
     try:
-        return {name: pid_of(actor) for name, actor in actors(deployment).items()}
+        return {
+            name: int(ray.get(actor.__ray_call__.remote(lambda self: os.getpid())))
+            for name, actor in actors(deployment).items()
+        }
     except (RayError, ValueError):
         return {}
 

@@ -278,7 +278,7 @@ async def test_a_thousand_hostile_requests_leave_nothing_behind(url: str) -> Non
         "flood",
         statuses=dict(sorted((half.statuses + flood.statuses).items())),
         gap_s=round(watch.longest_gap_s, 2),
-        streams=len(watch.gaps_s),
+        streams=len(watch.streams),
         rss_mb=after,
         grown_mb=grown,
     )

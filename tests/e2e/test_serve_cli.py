@@ -207,7 +207,7 @@ async def test_a_rolling_update_of_the_engine_loses_nothing_and_leaves_no_gap(
     assert said(await asyncio.to_thread(all_streams, fleet.url, SHORT)) == offline[SHORT]
 
 
-def test_the_streams_of_another_router_do_not_notice_a_router_s_death(
+def test_a_killed_router_breaks_its_streams_off_and_no_others_and_leaves_nothing_behind(
     fleet: Deployment, offline: Any
 ) -> None:
     (_, pid), (bystander, _) = pids("Router").items()
@@ -222,6 +222,10 @@ def test_the_streams_of_another_router_do_not_notice_a_router_s_death(
     broken = [i for i, stream in enumerate(streams) if not stream.is_done]
     whole = [i for i, stream in enumerate(streams) if stream.is_done]
     assert 0 < len(broken) <= NUM_STREAMS - rows[0]
+    for i in broken:
+        text, stream = offline[LONG][i][0], streams[i]
+        assert stream.error is not None, "a client can tell"
+        assert text.startswith(stream.text), "no wrong token"
     assert said([streams[i] for i in whole]) == [offline[LONG][i] for i in whole]
     eventually(held, holds_nothing)
     eventually(is_settled, bool)

@@ -15,12 +15,13 @@ import os
 import pickle
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
 import torch
 
-from serve_spec.parallel.group import join
-from serve_spec.parallel.line import Address
+from serve_spec.parallel.group import DeviceGroup, join, store_server
+from serve_spec.parallel.line import LOOPBACK, Address
 from serve_spec.parallel.orders import Orders
 
 CPU = torch.device("cpu")
@@ -44,6 +45,14 @@ def follow(settings: str, rank: int, size: int, address: Address) -> None:
                     raise ValueError("broken weights")
                 elif order == "sleep":
                     time.sleep(600)
+
+
+def joined(size: int) -> list[DeviceGroup]:
+    """The group of so many ranks in this process, as each of them sees it."""
+    store = store_server(LOOPBACK)
+    address = Address(LOOPBACK, 0, store.port, b"")
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(lambda rank: join(rank, size, CPU, address), range(size)))
 
 
 if __name__ == "__main__":

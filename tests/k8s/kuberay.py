@@ -7,7 +7,6 @@ field nobody has checked, and is refused until it is added.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any, Literal, Self
 
@@ -25,21 +24,12 @@ class Strict(BaseModel):
 class ObjectMeta(Strict):
     # A Service is named after it: DNS-1035, and room for the operator's suffixes.
     name: str = Field(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$", max_length=41)
-    namespace: str | None = None
     labels: dict[str, str] = {}
     annotations: dict[str, str] = {}
 
 
-class ClusterUpgradeOptions(Strict):
-    gatewayClassName: str
-    stepSizePercent: int = Field(ge=0, le=100)
-    intervalSeconds: int = Field(gt=0)
-    maxSurgePercent: int = Field(100, ge=0, le=100)
-
-
 class UpgradeStrategy(Strict):
-    type: Literal["NewCluster", "None", "NewClusterWithIncrementalUpgrade"]
-    clusterUpgradeOptions: ClusterUpgradeOptions | None = None
+    type: Literal["NewCluster", "None"]
 
 
 class AutoscalerOptions(Strict):
@@ -57,20 +47,15 @@ class SecretKey(Strict):
     key: str
 
 
-class FromSecret(Strict):
-    secretKeyRef: SecretKey
-
-
 class Credential(Strict):
     """A password; KubeRay would take it in the open, too."""
 
-    valueFrom: FromSecret
+    valueFrom: dict[Literal["secretKeyRef"], SecretKey]
 
 
 class GcsFaultTolerance(Strict):
     redisAddress: str = Field(pattern=r"^(rediss?://)?[-a-z0-9.]+:\d+$")
     redisPassword: Credential
-    externalStorageNamespace: str | None = None
 
 
 class PodTemplate(Strict):
@@ -107,14 +92,9 @@ class PodTemplate(Strict):
 class Group(Strict):
     template: PodTemplate
     rayStartParams: dict[str, str]
-    resources: dict[str, str] | None = None
-    labels: dict[str, str] | None = None
 
     @model_validator(mode="after")
-    def _resources_are_said_once(self) -> Self:
-        numbers = {"num-cpus", "num-gpus", "memory", "resources"} & set(self.rayStartParams)
-        assert not (numbers and self.resources), "resources and rayStartParams exclude each other"
-        assert "labels" not in self.rayStartParams, "labels go into `labels`"
+    def _a_password_is_no_start_parameter(self) -> Self:
         assert "redis-password" not in self.rayStartParams, "use gcsFaultToleranceOptions"
         return self
 
@@ -124,8 +104,6 @@ class WorkerGroup(Group):
     replicas: int = Field(ge=0)
     minReplicas: int = Field(ge=0)
     maxReplicas: int
-    numOfHosts: int = 1
-    idleTimeoutSeconds: int | None = None
 
     @model_validator(mode="after")
     def _replicas_are_within_bounds(self) -> Self:
@@ -158,9 +136,6 @@ class RayCluster(Strict):
 
     @model_validator(mode="after")
     def _the_operator_would_accept_it(self) -> Self:
-        if self.authOptions is not None and self.authOptions.mode == "token":
-            version = tuple(int(n) for n in re.findall(r"\d+", self.rayVersion))
-            assert version >= (2, 52), "token authentication needs Ray 2.52"
         if self.autoscalerOptions is not None and self.autoscalerOptions.version == "v2":
             for group in self.groups:
                 policy = group.template.spec.get("restartPolicy", "Never")
@@ -179,8 +154,6 @@ class RayServiceSpec(Strict):
     upgradeStrategy: UpgradeStrategy | None = None
     excludeHeadPodFromServeSvc: bool | None = None
     rayClusterDeletionDelaySeconds: int | None = Field(None, ge=0)
-    serveService: dict[str, Any] | None = None
-    suspend: bool | None = None
 
     @property
     def serve_config(self) -> dict[str, Any]:
@@ -192,17 +165,8 @@ class RayServiceSpec(Strict):
         return ServeDeploySchema.model_validate(self.serve_config)
 
     @model_validator(mode="after")
-    def _the_pieces_fit(self) -> Self:
+    def _ray_serve_would_take_the_application(self) -> Self:
         check_deployment(self.serve_config)
-        strategy = self.upgradeStrategy
-        if strategy is not None and strategy.type == "NewClusterWithIncrementalUpgrade":
-            assert self.rayClusterConfig.enableInTreeAutoscaling, "it shrinks the old cluster"
-            assert strategy.clusterUpgradeOptions is not None
-        state = self.rayClusterConfig.gcsFaultToleranceOptions
-        if state is not None and state.externalStorageNamespace is not None:
-            # The default is the cluster's own id.
-            assert strategy is not None, "an upgrade would give two clusters one state"
-            assert strategy.type == "None", "an upgrade would give two clusters one state"
         return self
 
 

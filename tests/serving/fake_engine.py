@@ -1,6 +1,7 @@
-"""A stand-in for `EngineLoop`: deterministic texts, and a prompt's first word commands faults.
+"""Stand-ins for `EngineLoop`: what they say is a function of prompt, seed and position.
 
-"a b c"      echoes the words of the prompt for ever, two tokens per round
+`FakeLoop` says the words of the prompt for ever, two tokens per round; its first word commands:
+
 "hold ..."   one round, then silence until the request is cancelled
 "break ..."  one round, then the engine fails
 "fail ..."   fails before it accepts
@@ -9,22 +10,34 @@
 "poison ..." one round, then the process ends, wherever it is continued
 
 A word is a token. The next one is what followed the last one before, or the prompt's first.
+
+`LawfulLoop` obeys the sampling law: a token is a function of text and seed, and, as where a request
+edits its scores, of how much of the text is generated. Its rounds bring one to three tokens,
+different ones on different replicas, as speculation does.
+
+Log-probabilities are a function of the text. Text is made by the engine's own `OutputText`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping, Sequence
+import random
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from itertools import repeat
 from typing import Any
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.sequence import Sequence
+from serve_spec.engine.output import OutputText
 from serve_spec.metrics import MetricsSink
 from tests.serving.lawful_logprobs import entries_of, prompt_entries
 
 MAX_MODEL_LEN = 64
+EOS = 0
+_ALPHABET = "\x00ab é"
 
 
 class FakeTokenizer:
@@ -38,82 +51,89 @@ class FakeTokenizer:
 
     def _word(self, token: int) -> str:
         spelled = token.to_bytes((token.bit_length() + 7) // 8, "big")
-        return spelled[1:].decode() if spelled[:1] == b"\x01" and spelled[1:] else f"<{token}>"
+        return (
+            spelled[1:].decode(errors="replace")
+            if spelled[:1] == b"\x01" and spelled[1:]
+            else f"<{token}>"
+        )
+
+
+class BytesTokenizer:
+    """A byte is a token, so that é is two of them."""
+
+    def encode(self, text: str) -> list[int]:
+        return list(text.encode())
+
+    def decode(self, token_ids: list[int]) -> str:
+        return bytes(token_ids).decode(errors="replace")
 
 
 class FakeStream:
     """The deltas of one request."""
 
-    def __init__(
-        self,
-        request_id: str,
-        token_ids: list[int],
-        params: SamplingParams,
-        dies: bool,
-        emitted: tuple[int, ...],
-    ) -> None:
-        self.request_id = request_id
-        self.num_prompt_tokens = len(token_ids)
+    def __init__(self, loop: StandIn, sequence: Sequence, command: str = "") -> None:
+        self.num_prompt_tokens = sequence.num_prompt_tokens
         self.cancelled = asyncio.Event()
-        self._token_ids = [*token_ids, *emitted]
-        self._dies = dies
-        self._command = FakeTokenizer().decode(token_ids[:1]).strip()
-        self._params = params
+        self._sequence = sequence
+        self._loop = loop
+        self._command = command
+        ends = () if sequence.params.ignore_eos else loop.eos_token_ids
+        self._text = OutputText(loop.tokenizer, sequence, ends)
         self._stats = SpeculationStats()
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
-        total = self._params.max_tokens
-        sent = len(self._token_ids) - self.num_prompt_tokens
-        while sent < total:
-            count = min(2, total - sent)
-            yield self._delta(count, last=sent + count == total)
-            sent += count
-            command = self._command
-            if command == "hold":
+        sizes = self._loop.round_sizes()
+        while not self._text.finish_reason:
+            yield self._round(next(sizes))
+            if self._command == "hold":
                 await self.cancelled.wait()
-                yield TokenDelta(self.request_id, (), "", FinishReason.ABORT, self._stats)
-                return
-            if command == "break":
+            if self._command == "break":
                 raise RuntimeError("the engine thread died: boom")
-            if self._dies:
+            if self._command == "die":
                 await asyncio.sleep(0.1)  # what it said is to leave the process
                 os._exit(1)
             await asyncio.sleep(0)
+            if self.cancelled.is_set() and not self._text.finish_reason:
+                name = self._sequence.request_id
+                yield TokenDelta(name, (), "", FinishReason.ABORT, self._stats)
+                return
 
-    def _delta(self, count: int, *, last: bool) -> TokenDelta:
-        self._stats.observe(num_steps=3, num_correct_drafts=count - 1)
-        before = list(self._token_ids)
-        new = [self._draw() for _ in range(count)]
+    def _round(self, size: int) -> TokenDelta:
+        sequence, params = self._sequence, self._sequence.params
+        before = list(sequence.token_ids)
+        for _ in range(size):
+            sequence.token_ids.append(self._loop.draw(sequence))
+        new = sequence.token_ids[len(before) :]
+        del new[self._text.push(new) :]
+        sequence.token_ids[len(before) :] = new
+        self._stats.observe(num_steps=3, num_correct_drafts=len(new) - 1)
+        reason = self._text.finish_reason
         is_first = len(before) == self.num_prompt_tokens
         return TokenDelta(
-            self.request_id,
+            sequence.request_id,
             tuple(new),
-            FakeTokenizer().decode(new),
-            FinishReason.LENGTH if last else None,
-            self._stats if last else None,
-            entries_of(before, new, self._params.logprobs),
-            prompt_entries(before, self._params.prompt_logprobs) if is_first else None,
+            self._text.take(),
+            reason,
+            self._stats if reason else None,
+            entries_of(before, new, params.logprobs),
+            prompt_entries(before, params.prompt_logprobs) if is_first else None,
         )
 
-    def _draw(self) -> int:
-        *before, last = self._token_ids
-        self._token_ids.append(
-            self._token_ids[1 + before.index(last)] if last in before else self._token_ids[0]
-        )
-        return self._token_ids[-1]
 
+class StandIn:
+    """What the stand-ins share; a subclass says what a round brings."""
 
-class FakeLoop:
-    """The protocol of `EngineLoop` without an engine."""
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...] = ()
 
-    tokenizer = FakeTokenizer()
-
-    def __init__(self, config: ServeSpecConfig | None = None) -> None:
-        self.knobs: dict[str, Any] = {}
+    def __init__(self) -> None:
         self.streams: dict[str, FakeStream] = {}
-        self.num_cancelled = 0
-        self.tokens = 0
-        self.accept_rates: list[float] | None = None
+
+    def draw(self, sequence: Sequence) -> int:
+        raise NotImplementedError
+
+    def round_sizes(self) -> Iterator[int]:
+        raise NotImplementedError
 
     async def encode(self, prompt: str) -> list[int]:
         return self.tokenizer.encode(prompt)
@@ -124,10 +144,76 @@ class FakeLoop:
         params: SamplingParams,
         request_id: str,
         emitted: tuple[int, ...] = (),
+        *,
+        command: str = "",
+    ) -> FakeStream:
+        assert not emitted or params.prompt_logprobs is None, "they came with the first token"
+        ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        sequence = Sequence(request_id, params, [*ids, *emitted], len(ids), params.seed or 0)
+        stream = self.streams[request_id] = FakeStream(self, sequence, command)
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        stream = self.streams.pop(request_id, None)
+        if stream is not None:
+            stream.cancelled.set()
+
+
+class LawfulLoop(StandIn):
+    """`replica` decides how many tokens its rounds bring."""
+
+    tokenizer = BytesTokenizer()
+    eos_token_ids = (EOS,)
+
+    def __init__(self, replica: int) -> None:
+        super().__init__()
+        self.replica = replica
+
+    def round_sizes(self) -> Iterator[int]:
+        rounds = random.Random(self.replica)
+        while True:
+            yield rounds.randint(1, 3)
+
+    def draw(self, sequence: Sequence) -> int:
+        """A byte of the alphabet; é stays whole, and the end comes seldom."""
+        assert sequence.params.seed is not None, "the router fixes the seed"
+        prefix = sequence.token_ids
+        if prefix[-1] == "é".encode()[0]:
+            return "é".encode()[1]
+        law = random.Random(f"{sequence.seed} {sequence.num_prompt_tokens} {prefix}")
+        letters = _ALPHABET if law.random() < 0.1 else _ALPHABET[1:]
+        return law.choice(letters).encode()[0]
+
+
+class FakeLoop(StandIn):
+    """Says words, and fails as it is told to."""
+
+    tokenizer = FakeTokenizer()
+
+    def __init__(self, config: ServeSpecConfig | None = None) -> None:
+        super().__init__()
+        self.knobs: dict[str, Any] = {}
+        self.tokens = 0
+        self.accept_rates: list[float] | None = None
+
+    def round_sizes(self) -> Iterator[int]:
+        return repeat(2)
+
+    def draw(self, sequence: Sequence) -> int:
+        *before, last = sequence.token_ids
+        return sequence.token_ids[1 + before.index(last) if last in before else 0]
+
+    async def submit(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: tuple[int, ...] = (),
+        **options: Any,
     ) -> FakeStream:
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         if not ids:
-            raise InvalidRequest("prompt", prompt, "give at least one token of text")
+            raise InvalidRequest("prompt", "no words", "give at least one token of text")
         if len(ids) >= MAX_MODEL_LEN:
             fix = f"shorten it to at most {MAX_MODEL_LEN - 1} tokens"
             raise InvalidRequest("prompt", f"<{len(ids)} tokens>", fix, too_long=True)
@@ -136,17 +222,12 @@ class FakeLoop:
             raise RuntimeError("the engine thread died: boom")
         if command == "full":
             raise EngineOverloaded("max_waiting_seqs=0 requests wait")
-        dies = command == "poison" or (command == "die" and isinstance(prompt, str))
-        stream = FakeStream(request_id, ids, params, dies, emitted)
-        self.streams[request_id] = stream
+        if command == "die" and emitted:
+            command = "live"
+        if command == "poison":
+            command = "die"
         self.tokens += params.max_tokens
-        return stream
-
-    def cancel(self, request_id: str) -> None:
-        stream = self.streams.pop(request_id, None)
-        if stream is not None:
-            self.num_cancelled += 1
-            stream.cancelled.set()
+        return await super().submit(ids, params, request_id, emitted, command=command)
 
     def check_health(self) -> None:
         if self.knobs.get("sick"):
@@ -160,7 +241,7 @@ class FakeLoop:
     def report_to(self, metrics: MetricsSink) -> None:
         self.metrics = metrics
 
-    def start_from(self, accept_rates: Sequence[float]) -> None:
+    def start_from(self, accept_rates: Iterable[float]) -> None:
         self.accept_rates = list(accept_rates)
 
     def snapshot(self) -> dict[str, object]:

@@ -1,18 +1,29 @@
-"""A fleet of one fake engine in this process, and items from a script."""
+"""Fleets in this process: fake engines, engines that die, and items from a script."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.serving.continuation import continue_request
-from serve_spec.serving.errors import no_replica
+from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
-from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
-from tests.serving.fake_engine import FakeLoop
-from tests.serving.lawful_engine import LawfulLoop
+from serve_spec.serving.messages import (
+    Accepted,
+    Failed,
+    GenerateRequest,
+    Refused,
+    ReplicaItem,
+    Withdrawn,
+)
+from tests.serving.fake_engine import FakeLoop, LawfulLoop
+
+FAR_S = 3600.0
+"""Longer than any test takes."""
 
 
 class QuietFleet:
@@ -93,26 +104,68 @@ class ScriptedFleet(QuietFleet):
             self.num_open -= 1
 
 
-class FleetOfMortals(QuietFleet):
-    """Lawful engines. A request's first one dies after `life` items; the second one lives."""
+def lost() -> ReplicaLost:
+    return ReplicaLost(no_replica("gone"))
 
-    def __init__(self, life: float = float("inf")) -> None:
-        self.life = life
+
+@dataclass(frozen=True)
+class Takes:
+    """The router takes the request back after so many items."""
+
+    after: int
+
+
+class MortalFleet(QuietFleet):
+    """Replica after replica; each dies when it has said as many items as its life is long.
+
+    Lives: a number of items, an error instead of the first item, or the end of a request that the
+    router takes back. After the last one, a replica lives for ever.
+    """
+
+    def __init__(self, *lives: int | ApiError | Failed | Takes) -> None:
+        self.lives = list(lives)
+        self.requests: list[GenerateRequest] = []
 
     async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        loop = LawfulLoop(int(asked.request_id.split("-")[-2]))
+        self.requests.append(asked)
+        life: Any = self.lives.pop(0) if self.lives else float("inf")
+        if isinstance(life, ApiError):
+            raise life
+        if isinstance(life, Failed):
+            yield life
+            return
+        loop = LawfulLoop(len(self.requests))
         stream: Any = await (
             continue_request(loop, asked)
             if asked.emitted
             else loop.submit(asked.prompt, asked.params, asked.request_id)
         )
-        left = float("inf") if asked.avoid else self.life
-        yield Accepted(stream.num_prompt_tokens, "first")
-        async for item in stream:
-            if left <= 0:
-                raise no_replica("gone")
+        accepted = Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
+        said = [accepted, *[item async for item in stream]]
+        for count, item in enumerate(said):
+            if isinstance(life, Takes) and count >= life.after:
+                yield Withdrawn()
+            elif not isinstance(life, Takes) and count >= life:
+                raise lost()
             yield item
-            left -= 1
+
+
+class FleetOfMortals(QuietFleet):
+    """Replicas of every choice: the first one dies after `life` items; the second one lives."""
+
+    def __init__(self, life: float = float("inf")) -> None:
+        self.life = life
+        self.choices: dict[str, MortalFleet] = {}
+
+    def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
+        choice = asked.request_id.rpartition("-")[0]
+        return self.choices.setdefault(choice, MortalFleet(self.life)).generate(asked)
+
+
+async def settle() -> None:
+    """Lets every task that can run now run."""
+    for _ in range(20):
+        await asyncio.sleep(0)
 
 
 def request(prompt: str = "a b", **params: object) -> GenerateRequest:

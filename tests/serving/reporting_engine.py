@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from serve_spec.core.record import StepTimes
-from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import RoundNotes
 from tests.helpers.rounds import verified_round
 from tests.serving.fake_engine import FakeLoop, FakeStream
@@ -40,16 +41,10 @@ PREFILL = verified_round(
 class ReportingLoop(FakeLoop):
     """Reports two rounds with every request."""
 
-    async def submit(
-        self,
-        prompt: str | list[int],
-        params: SamplingParams,
-        request_id: str,
-        emitted: tuple[int, ...] = (),
-    ) -> FakeStream:
+    async def submit(self, *request: Any, **options: Any) -> FakeStream:
         self.metrics.observe(PREFILL)
         self.metrics.observe(ROUND)
-        return await super().submit(prompt, params, request_id, emitted)
+        return await super().submit(*request, **options)
 
     def snapshot(self) -> dict[str, object]:
         positions = [

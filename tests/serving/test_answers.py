@@ -86,28 +86,6 @@ def test_the_official_client_finds_nothing_missing_in_them() -> None:
         assert ChatCompletionChunk.model_validate(chunk).model_extra == {}
 
 
-def test_a_chat_stream_says_the_role_first_and_then_only_text() -> None:
-    form = ChatFormat(head())
-    assert form.opening(1)["choices"][0] == {
-        "index": 1,
-        "delta": {"role": "assistant", "content": ""},
-        "logprobs": None,
-        "finish_reason": None,
-    }
-    assert form.chunk(1, delta("a"))["choices"][0]["delta"] == {"content": "a"}
-    last = form.chunk(1, delta("", finish=FinishReason.STOP))["choices"][0]
-    assert (last["delta"], last["finish_reason"]) == ({}, "stop")
-
-
-def test_an_echo_comes_before_each_choice_and_once_in_a_stream() -> None:
-    form = CompletionFormat(head(), [Echo("x"), Echo("y")])
-    end = delta("b", finish=FinishReason.STOP)
-    whole = form.whole([[delta("a"), end], [end]], COUNTS)
-    assert [choice["text"] for choice in whole["choices"]] == ["xab", "yb"]
-    chunks = [form.chunk(1, delta("a")), form.chunk(0, end), form.chunk(1, end)]
-    assert [chunk["choices"][0]["text"] for chunk in chunks] == ["ya", "xb", "b"]
-
-
 def spell(token_id: int) -> Spelling:
     return Spelling(bytes([token_id]))
 
@@ -116,24 +94,6 @@ def scored(token: str, finish: FinishReason | None = None) -> TokenDelta:
     """A round that brings one token."""
     entry = TokenLogprob(ord(token), -1.0, 1, ((ord("z"), -2.0),))
     return delta(token, ord(token), finish=finish)._replace(logprobs=(entry,))
-
-
-def test_every_choice_shows_the_log_probabilities_of_its_own_tokens() -> None:
-    choices = [[scored("a"), scored("b", FinishReason.STOP)], [scored("c", FinishReason.STOP)]]
-    whole = CompletionFormat(head(), spell=spell).whole(choices, COUNTS)
-    shown = [choice["logprobs"] for choice in whole["choices"]]
-    assert [s["tokens"] if s else None for s in shown] == [["a", "b"], ["c"]]
-    assert [s["text_offset"] if s else None for s in shown] == [[0, 1], [0]]
-    chats = ChatFormat(head(), spell).whole(choices, COUNTS)["choices"]
-    texts = [[t["token"] for t in c["logprobs"]["content"]] if c["logprobs"] else c for c in chats]
-    assert texts == [["a", "b"], ["c"]]
-
-
-def test_in_a_stream_offsets_go_on_where_the_choice_was_left() -> None:
-    form = CompletionFormat(head(), spell=spell)
-    chunks = [form.chunk(i, scored(token)) for i, token in ((0, "a"), (1, "b"), (0, "c"))]
-    shown = [chunk["choices"][0]["logprobs"] for chunk in chunks]
-    assert [s["text_offset"] if s else None for s in shown] == [[0], [0], [1]]
 
 
 def test_the_official_client_reads_log_probabilities() -> None:

@@ -3,50 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import AsyncIterator, Iterator
-from functools import cached_property
 from typing import Any
 
 import httpx
 import pytest
-from fastapi import FastAPI
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
-from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
+from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of, send
 from tests.serving.conftest import MODEL
-from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet, ScriptedFleet, delta
-from tests.serving.texts import WORDS, word_tokenizer, write_text_files
-
-
-class Server:
-    """The app in this process, a fake engine behind it."""
-
-    def __init__(self, config: ServeSpecConfig, max_in_flight: int = 8) -> None:
-        self.loop = FakeLoop(config)
-        self.fleet: Any = LoopFleet(self.loop)
-        self.door = Admission(max_in_flight=max_in_flight, max_queued=1)
-        self._config = config
-
-    @cached_property
-    def app(self) -> FastAPI:
-        return create_api(self._config, self.fleet, self.door)
-
-    def ask(self, method: str, path: str, **options: Any) -> httpx.Response:
-        return send(self.app, method, path, **options)
-
-    def complete(self, prompt: Any = "a b c", **body: Any) -> httpx.Response:
-        return self.ask("POST", COMPLETIONS, json={"prompt": prompt, **body})
-
-    def chat(self, content: Any = "a b c", **body: Any) -> httpx.Response:
-        messages = [{"role": "user", "content": content}]
-        return self.ask("POST", CHAT, json={"messages": messages, **body})
+from tests.serving.texts import WORDS, drafting, word_tokenizer, write_text_files
 
 
 @pytest.fixture
@@ -84,6 +54,7 @@ def test_prompts_and_choices_are_counted_by_one_index(server: Server) -> None:
     assert [choice["text"] for choice in answer["choices"]] == ["a b "] * 2 + ["c c "] * 2
     usage = answer["usage"]
     assert (usage["prompt_tokens"], usage["completion_tokens"], usage["total_tokens"]) == (3, 8, 11)
+    assert usage["speculation"]["num_rounds"] == 4
 
 
 def test_choices_of_a_stream_are_told_apart_by_their_index(server: Server) -> None:
@@ -127,10 +98,14 @@ def test_a_chat_has_the_fields_of_the_openai_api(server: Server) -> None:
 
 
 def test_a_chat_stream_is_chunks_of_a_chat(server: Server) -> None:
-    role, *chunks = chunks_of(server.chat(max_tokens=3, stream=True))
-    assert role["choices"][0]["delta"] == {"role": "assistant", "content": ""}
-    assert {chunk["object"] for chunk in [role, *chunks]} == {"chat.completion.chunk"}
-    assert [chunk["choices"][0]["delta"]["content"] for chunk in chunks] == ["a b ", "c "]
+    chunks = chunks_of(server.chat(max_tokens=3, stream=True, n=2))
+    assert {chunk["object"] for chunk in chunks} == {"chat.completion.chunk"}
+    for index in range(2):
+        mine = [c["choices"][0] for c in chunks if c["choices"][0]["index"] == index]
+        role, *texts = [choice["delta"] for choice in mine]
+        assert role == {"role": "assistant", "content": ""}
+        assert texts == [{"content": "a b "}, {"content": "c "}]
+        assert [choice["finish_reason"] for choice in mine] == [None, None, "length"]
 
 
 def test_a_chat_goes_on_to_the_end_of_the_context(server: Server) -> None:
@@ -144,18 +119,13 @@ def test_what_is_too_long_is_a_413_that_names_it(server: Server) -> None:
         assert (error["param"], error["code"]) == (param, "context_length_exceeded")
 
 
-def test_a_chat_where_the_tokenizer_can_not_be_read_is_a_500(config: ServeSpecConfig) -> None:
-    assert error_of(Server(config).chat(), 500)["code"] == "no_tokenizer"
-
-
 @pytest.mark.parametrize("path", ["/v1/nothing", "/v1/chat", "/nothing"])
 def test_an_unknown_url_is_a_404_in_openai_form(server: Server, path: str) -> None:
     assert path in error_of(server.ask("GET", path), 404)["message"]
 
 
-@pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
-def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server, path: str) -> None:
-    answer = server.ask("GET", path)
+def test_a_wrong_method_is_a_405_that_says_what_is_allowed(server: Server) -> None:
+    answer = server.ask("GET", CHAT)
     error_of(answer, 405)
     assert answer.headers["allow"] == "POST"
 
@@ -170,31 +140,24 @@ def test_a_body_that_does_not_arrive_in_time_is_a_408(config: ServeSpecConfig) -
     assert error_of(answer, 408)["code"] == "body_timeout"
 
 
-def test_a_missing_prompt_is_a_400_that_names_it(server: Server) -> None:
-    assert error_of(server.ask("POST", COMPLETIONS, json={}), 400)["param"] == "prompt"
+HI = {"messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.mark.parametrize(
-    ("body", "param"),
+    ("path", "body", "param"),
     [
-        ({"max_token": 5}, "max_token"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"speculative": {"max_steps": -1}}, "speculative.max_steps"),
+        (COMPLETIONS, {}, "prompt"),
+        (COMPLETIONS, {"prompt": "a", "speculative": {"max_steps": -1}}, "speculative.max_steps"),
+        (CHAT, {**HI, "max_token": 3}, "max_token"),
+        (CHAT, {**HI, "tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
     ],
     ids=str,
 )
 def test_a_bad_field_is_a_400_that_names_it(
-    server: Server, body: dict[str, Any], param: str
+    server: Server, path: str, body: dict[str, Any], param: str
 ) -> None:
-    error = error_of(server.complete(**{"prompt": "a", **body}), 400)
+    error = error_of(server.ask("POST", path, json=body), 400)
     assert (error["param"], error["type"]) == (param, "invalid_request_error")
-
-
-def test_a_bad_field_of_a_chat_is_a_400_that_names_it(server: Server) -> None:
-    assert error_of(server.chat(max_token=3), 400)["param"] == "max_token"
-    assert error_of(server.chat(3), 400)["param"] == "messages.0.content"
-    tools = [{"type": "function", "function": {"name": "f"}}]
-    assert error_of(server.chat(tools=tools), 400)["param"] == "tools"
 
 
 def test_an_unknown_model_is_a_404(server: Server) -> None:
@@ -309,64 +272,15 @@ class TestApiKeys:
 
 async def test_a_full_queue_is_a_429_with_retry_after(config: ServeSpecConfig) -> None:
     server = Server(config, max_in_flight=1)
-    transport = httpx.ASGITransport(server.app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-        held = [
-            asyncio.create_task(client.post(COMPLETIONS, json={"prompt": "hold on"}))
-            for _ in range(2)
-        ]
-        while server.door.in_flight + server.door.queue_len < 2:
-            await asyncio.sleep(0)
-        answer = await client.post(COMPLETIONS, json={"prompt": "a"})
-        for task in held:
-            task.cancel()
-        await asyncio.gather(*held, return_exceptions=True)
-    assert (server.door.in_flight, server.door.queue_len) == (0, 0)
-    answer = answer
+    async with server.door.slot(asyncio.get_running_loop().time() + 3600):
+        answer = await asyncio.to_thread(server.complete, n=2)
     assert error_of(answer, 429)["type"] == "rate_limit_error"
     assert int(answer.headers["retry-after"]) >= 1
 
 
-async def test_a_client_that_leaves_a_stream_frees_its_turn_and_its_engine(server: Server) -> None:
-    """Speaks ASGI itself, because httpx waits for the end of a stream."""
-    gone, first_chunk = asyncio.Event(), asyncio.Event()
-    inbox = [json.dumps({"prompt": "hold on", "stream": True, "max_tokens": 9}).encode()]
-
-    async def receive() -> dict[str, Any]:
-        if inbox:
-            return {"type": "http.request", "body": inbox.pop()}
-        await gone.wait()
-        return {"type": "http.disconnect"}
-
-    async def send(message: dict[str, Any]) -> None:
-        if message.get("body"):
-            first_chunk.set()
-
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.1"},
-        "method": "POST",
-        "path": COMPLETIONS,
-        "raw_path": COMPLETIONS.encode(),
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json")],
-    }
-    call = asyncio.create_task(server.app(scope, receive, send))
-    await first_chunk.wait()
-    assert (server.door.in_flight, len(server.loop.streams)) == (1, 1)
-    gone.set()
-    await call
-    assert (server.door.in_flight, len(server.loop.streams)) == (0, 0)
-
-
 def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None:
-    model = {"path": str(config.model.path)}
-    speculative = {
-        "speculative_algorithm": "EAGLE3",
-        "speculative_draft_model_path": str(config.model.path),
-        "synthetic_acceptance": 2.5,
-    }
-    server = Server(ServeSpecConfig.load({"model": model, "speculative": speculative}))
+    forced = drafting(config.model.path, synthetic_acceptance=2.5)
+    server = Server(ServeSpecConfig.load(forced))
     assert server.complete().json()["synthetic_acceptance"] is True
     chunks = chunks_of(server.complete(stream=True))
     assert chunks

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from ray.serve import Application
 
 from serve_spec.config import ConfigError
 from serve_spec.serving.app import build_app, load_config
@@ -22,19 +21,14 @@ def config_file(tmp_path: Path) -> Path:
     return file
 
 
-def test_a_configuration_becomes_an_application(config_file: Path) -> None:
-    assert isinstance(build_app({"config": str(config_file)}), Application)
-
-
-def test_leaf_keys_win_and_may_be_texts_as_serve_run_hands_them_over(config_file: Path) -> None:
+def test_leaf_keys_win_over_a_file_or_what_is_in_place_and_may_be_texts_as_of_serve_run(
+    config_file: Path,
+) -> None:
     args = {"config": str(config_file), "num_replicas": "3", "request_timeout_s": 5.0}
     config = load_config(args)
     assert (config.replica.num_replicas, config.router.request_timeout_s) == (3, 5.0)
-
-
-def test_the_configuration_may_be_given_in_place(config_file: Path) -> None:
-    config = load_config({"config": {"model": {"path": str(config_file.parent / "model")}}})
-    assert config.model.served_model_name == "model"
+    in_place = load_config({"config": {"model": {"path": str(config.model.path)}}})
+    assert in_place.model.served_model_name == "model"
 
 
 def test_a_relative_file_is_found_here_first_and_then_in_the_checkout(
@@ -75,9 +69,9 @@ def test_where_nobody_may_be_anonymous_the_app_needs_keys(
     assert load_config(args).router.api_keys == ("k1",)
 
 
-def test_building_the_app_needs_no_torch(config_file: Path) -> None:
+def test_neither_the_app_nor_the_proxy_needs_torch_to_start(config_file: Path) -> None:
     program = (
-        "import sys; from serve_spec.serving import build_app; "
+        "import sys, serve_spec.serving.proxy; from serve_spec.serving import build_app; "
         f"build_app({{'config': {str(config_file)!r}}}); "
         "assert 'torch' not in sys.modules"
     )

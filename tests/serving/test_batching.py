@@ -24,11 +24,8 @@ from serve_spec.serving.messages import (
     ReplicaItem,
     Submission,
     Withdrawn,
-    is_last,
 )
-from tests.serving.fakes import request
-
-FAR_S = 3600.0
+from tests.serving.fakes import FAR_S, request, settle
 
 
 def named(name: str, prompt: str = "a") -> GenerateRequest:
@@ -103,12 +100,6 @@ def batcher(wire: Wire, **options: Any) -> Batcher:
     return Batcher(wire, "router", **{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
 
 
-async def settle() -> None:
-    """Lets every task that can run now run."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
 async def asking(
     names: str, wire: Wire | None = None, **options: Any
 ) -> tuple[Wire, Batcher, list[Listener]]:
@@ -149,16 +140,13 @@ async def test_a_batch_is_shared_out_evenly_where_there_are_several_replicas(
     assert sum(door.snapshot()["submission_size_histogram"].values()) == len(shares)
 
 
-async def test_nobody_waits_for_company_for_ever() -> None:
-    wire, _, _ = await asking("a", batch_wait_s=0.001)
+@pytest.mark.parametrize("batch_wait_s", [0.0, 0.001])
+async def test_those_of_one_moment_travel_together_and_wait_for_no_company_for_ever(
+    batch_wait_s: float,
+) -> None:
+    wire, _, _ = await asking("ab", batch_wait_s=batch_wait_s)
     while not wire.sent:
         await asyncio.sleep(0.001)
-    assert wire.names() == [["a"]]
-
-
-async def test_those_of_one_moment_travel_together_without_any_wait() -> None:
-    wire, _, _ = await asking("ab", batch_wait_s=0.0)
-    await asyncio.sleep(0.001)
     assert wire.names() == [["a", "b"]]
 
 
@@ -175,21 +163,6 @@ async def test_requests_of_different_groups_or_with_replicas_to_avoid_travel_apa
     _waiting = [Listener(door, one) for one in asked]
     await settle()
     assert wire.names() == [["a", "c"], ["b", "e"]]
-
-
-async def test_every_request_hears_its_own_items_in_order_and_at_once() -> None:
-    wire, _, (a, b) = await together("ab")
-    wire.say(text("a", "1"), text("b", "x"))
-    await settle()
-    assert (a.text, b.text) == ("1", "x"), "before the other has anything more to say"
-    wire.say(text("b", "y"), text("a", "2", last=True))
-    await settle()
-    assert (a.text, b.text) == ("12", "xy")
-    assert a.task.done()
-    wire.say(text("b", "z", last=True))
-    await settle()
-    assert b.text == "xyz"
-    assert b.task.done()
 
 
 async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
@@ -258,9 +231,16 @@ async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been
     assert door.num_resumed == 1
 
 
-async def test_a_stream_that_ends_early_fails_those_it_leaves_unanswered() -> None:
-    wire, _, (a,) = await together("a")
-    wire.lines[0].put_nowait(None)
+@pytest.mark.parametrize("is_cancelled", [False, True])
+async def test_a_submission_that_ends_early_fails_those_it_leaves_unanswered(
+    is_cancelled: bool,
+) -> None:
+    wire, door, (a,) = await together("a")
+    if is_cancelled:  # by somebody else
+        (courier,) = door._couriers
+        courier.task.cancel()
+    else:
+        wire.lines[0].put_nowait(None)
     await settle()
     assert a.heard[-1].status == 500
 
@@ -284,14 +264,6 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
     await settle()
     await b.leave()
     assert parents == [None, None]
-
-
-async def test_a_submission_that_somebody_else_cancels_leaves_nobody_waiting() -> None:
-    _wire, door, (a,) = await together("a")
-    (courier,) = door._couriers
-    courier.task.cancel()
-    await settle()
-    assert a.heard[-1].status == 500
 
 
 async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
@@ -336,10 +308,11 @@ def test_after_any_coming_and_going_everybody_heard_their_own_words(data: Any) -
                 )
             wire.say(*items)
             await settle()
-        for name, listener in zip(names, listeners, strict=True):
-            whole = "".join(f"{name}.{i + 1} " for i in range(words[name]))
-            assert whole.startswith(listener.text)
-            assert name in left or (listener.text == whole and is_last(listener.heard[-1]))
+            for name, listener in zip(names, listeners, strict=True):
+                said = "".join(f"{name}.{i + 1} " for i in range(spoken[name]))
+                assert said.startswith(listener.text)
+                assert name in left or listener.text == said, "at once"
+                assert name in left or listener.task.done() == (spoken[name] == words[name])
         assert wire.sent[0].num_open == 0
 
     asyncio.run(scenario())

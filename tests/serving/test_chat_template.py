@@ -120,35 +120,42 @@ def test_rendering_leaves_the_conversation_as_it_was() -> None:
     assert json.dumps(CHAT) == before
 
 
-class TestFolder:
-    def test_the_tokenizers_settings_hold_template_and_special_tokens(self, tmp_path: Path) -> None:
-        write_text_files(tmp_path, "{{ bos_token }}{{ eos_token }}")
-        template = ChatTemplate.from_folder(tmp_path)
-        assert template.render(CHAT) == "<bos><eos>"
-        assert not template.is_plain
+SPECIAL = {"bos_token": "<bos>", "eos_token": {"content": "<eos>"}}
+NAMED = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
 
-    def test_a_file_of_its_own_comes_first(self, tmp_path: Path) -> None:
-        write_text_files(tmp_path, "settings")
-        (tmp_path / "chat_template.jinja").write_text("é")
-        assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "é"
 
-    def test_of_several_templates_the_default_is_taken(self, tmp_path: Path) -> None:
-        named = [{"name": "rag", "template": "a"}, {"name": "default", "template": "b"}]
-        write_text_files(tmp_path)
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": named}))
-        assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "b"
+@pytest.mark.parametrize(
+    ("settings", "files", "said"),
+    [
+        ({**SPECIAL, "chat_template": "{{ bos_token }}{{ eos_token }}"}, {}, "<bos><eos>"),
+        ({"chat_template": "settings"}, {"chat_template.jinja": "é"}, "é"),
+        ({"chat_template": NAMED}, {}, "b"),
+        (
+            {"chat_template": "{{ bos_token }}"},
+            {"special_tokens_map.json": '{"bos_token": "old"}'},
+            "old",
+        ),
+    ],
+    ids=["settings", "file", "several", "older file"],
+)
+def test_a_folder_holds_template_and_special_tokens(
+    tmp_path: Path, settings: dict[str, Any], files: dict[str, str], said: str
+) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    template = ChatTemplate.from_folder(tmp_path)
+    assert template.render(CHAT) == said
+    assert not template.is_plain
 
-    def test_special_tokens_may_be_in_their_older_file(self, tmp_path: Path) -> None:
-        (tmp_path / "special_tokens_map.json").write_text('{"bos_token": "old"}')
-        (tmp_path / "chat_template.jinja").write_text("{{ bos_token }}")
-        assert ChatTemplate.from_folder(tmp_path).render(CHAT) == "old"
 
-    def test_a_checkpoint_without_one_has_the_plain_one(self, tmp_path: Path) -> None:
-        assert ChatTemplate.from_folder(write_text_files(tmp_path)).is_plain
-        assert ChatTemplate.from_folder(tmp_path / "nothing").is_plain
+def test_a_checkpoint_without_one_has_the_plain_one(tmp_path: Path) -> None:
+    assert ChatTemplate.from_folder(write_text_files(tmp_path)).is_plain
+    assert ChatTemplate.from_folder(tmp_path / "nothing").is_plain
 
-    @pytest.mark.parametrize("settings", ["{", "[]", '{"chat_template": "{% if %}"}'])
-    def test_what_can_not_be_read_is_named(self, tmp_path: Path, settings: str) -> None:
-        (tmp_path / "tokenizer_config.json").write_text(settings)
-        with pytest.raises(CheckpointError, match=r"tokenizer_config\.json|chat_template"):
-            ChatTemplate.from_folder(tmp_path)
+
+@pytest.mark.parametrize("settings", ["{", "[]", '{"chat_template": "{% if %}"}'])
+def test_what_can_not_be_read_is_named(tmp_path: Path, settings: str) -> None:
+    (tmp_path / "tokenizer_config.json").write_text(settings)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json|chat_template"):
+        ChatTemplate.from_folder(tmp_path)

@@ -117,11 +117,6 @@ def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:
             "applications: [{name: a, import_path: 'serve_spec.serving:build_app'}]",
             "config=configs/tiny.yaml",
         ),
-        (
-            "applications: [{name: a, import_path: 'serve_spec.serving:build_app',"
-            " args: {config: nowhere.yaml}}]",
-            "looked for",
-        ),
     ],
 )
 def test_bad_input_is_refused_by_name_before_ray_starts(

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.control_tokens import ControlTokens
-from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files
+from tests.serving.texts import BOS, EOS, THINK, TURN, byte_tokenizer, write_text_files
 
 FRAGMENTS = ["a", " ", "\n", "é", "<", "|>", "<|tu", "rn|>", "\ufdd0", BOS, EOS, TURN]
+NAMES = byte_tokenizer()
 HOSTILE = st.lists(st.sampled_from([*FRAGMENTS, THINK])).map("".join)
 
 
@@ -21,17 +22,8 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(write_text_files(tmp_path_factory.mktemp("bytes")))
 
 
-def control_ids(tokenizer: Tokenizer, token_ids: list[int]) -> list[str]:
-    return [tokenizer_name(tokenizer, i) for i in token_ids if i >= 256]
-
-
-def tokenizer_name(tokenizer: Tokenizer, token_id: int) -> str:
-    (name,) = [
-        n
-        for n in tokenizer.added_tokens
-        if tokenizer.encode(n, add_special_tokens=False) == [token_id]
-    ]
-    return name
+def control_tokens(token_ids: list[int]) -> list[str]:
+    return [NAMES.id_to_token(i) for i in token_ids if i >= 256]
 
 
 @given(texts=st.lists(HOSTILE, max_size=3))
@@ -39,7 +31,7 @@ def test_only_the_template_writes_control_tokens(tokenizer: Tokenizer, texts: li
     control = ControlTokens(tokenizer, f"{TURN}...{THINK}")
     rendered = "".join(f"{TURN}{control.mark(text)}{THINK}" for text in texts)
     token_ids = control.encode(rendered, add_special_tokens=False)
-    assert control_ids(tokenizer, token_ids) == [TURN, THINK] * len(texts)
+    assert control_tokens(token_ids) == [TURN, THINK] * len(texts)
 
 
 @given(text=HOSTILE)
@@ -63,7 +55,7 @@ def test_an_added_token_that_the_template_never_writes_is_for_anybody(
 ) -> None:
     control = ControlTokens(tokenizer, "no such token")
     token_ids = control.encode(control.mark(THINK), add_special_tokens=False)
-    assert control_ids(tokenizer, token_ids) == [THINK]
+    assert control_tokens(token_ids) == [THINK]
 
 
 def test_a_template_that_cuts_a_marked_token_in_two_makes_none_of_it(tokenizer: Tokenizer) -> None:
@@ -72,7 +64,7 @@ def test_a_template_that_cuts_a_marked_token_in_two_makes_none_of_it(tokenizer: 
     for cut in range(len(marked)):
         for rendered in (marked[:cut], marked[cut:], marked[cut:] + marked[:cut]):
             token_ids = control.encode(rendered, add_special_tokens=False)
-            assert control_ids(tokenizer, token_ids) == [], rendered
+            assert control_tokens(token_ids) == [], rendered
 
 
 def test_no_space_comes_in_where_a_tokenizer_puts_one_before_a_text(tmp_path: Path) -> None:

@@ -7,23 +7,17 @@ import re
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from serve_spec.metrics import METRICS
 from serve_spec.serving.dashboard import dashboard
 from serve_spec.serving.ray_metrics import LABELS
 
-FOLDER = Path(__file__).parents[2] / "deploy/dashboards"
+SHIPPED = Path(__file__).parents[2] / "deploy/dashboards/serve_spec.json"
 SUFFIXES = {"counter": ("_total",), "gauge": ("",), "histogram": ("_bucket", "_count", "_sum")}
-# By Ray's rules, not by our code for them: what its exporter really does is in test_metrics_ray.
+# By Ray's rules, not by our code for them: what its exporter really does is in test_ray.
 EXPORTED = {f"ray_{m.name}{suffix}": m for m in METRICS for suffix in SUFFIXES[m.kind]}
 
 WORD = re.compile(r"[A-Za-z_:][A-Za-z0-9_:]*")
 KEYWORDS = {"sum", "max", "by", "rate", "increase", "histogram_quantile", "label_values"}
-
-
-def files() -> list[Path]:
-    return sorted(FOLDER.glob("*.json"))
 
 
 def queries(board: dict[str, Any]) -> list[tuple[str, str]]:
@@ -55,16 +49,14 @@ def labels_in(query: str) -> set[str]:
 
 
 def test_the_shipped_file_is_the_one_the_code_describes() -> None:
-    assert json.loads((FOLDER / "serve_spec.json").read_text()) == dashboard(), (
+    assert json.loads(SHIPPED.read_text()) == dashboard(), (
         "run python -m serve_spec.serving.dashboard > deploy/dashboards/serve_spec.json"
     )
 
 
-@pytest.mark.parametrize("file", files(), ids=lambda file: file.name)
-def test_every_query_names_metrics_and_labels_that_exist(file: Path) -> None:
-    board = json.loads(file.read_text())
-    assert len(queries(board)) > 30
-    for query, legend in queries(board):
+def test_every_query_names_metrics_and_labels_that_exist() -> None:
+    assert len(queries(dashboard())) > 30
+    for query, legend in queries(dashboard()):
         names = names_in(query)
         assert names, query
         assert names <= set(EXPORTED), f"{query} names {names - set(EXPORTED)}"
@@ -75,9 +67,8 @@ def test_every_query_names_metrics_and_labels_that_exist(file: Path) -> None:
             assert query.count(opening) == query.count(closing), query
 
 
-@pytest.mark.parametrize("file", files(), ids=lambda file: file.name)
-def test_counters_are_asked_for_their_growth_and_gauges_for_their_value(file: Path) -> None:
-    for query, _ in queries(json.loads(file.read_text())):
+def test_counters_are_asked_for_their_growth_and_gauges_for_their_value() -> None:
+    for query, _ in queries(dashboard()):
         if query.startswith("label_values"):
             continue
         for name in names_in(query):

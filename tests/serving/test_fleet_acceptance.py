@@ -86,13 +86,6 @@ def test_what_no_replica_would_send_teaches_nothing(
     assert known.prior(PAIR, 1, 0) == pytest.approx([0.8])
 
 
-def test_a_replica_that_changes_its_models_leaves_the_others(known: FleetAcceptance) -> None:
-    known.report("a", snapshot([0.8]), 0)
-    known.report("a", snapshot([0.2], pair="new"), 1)
-    assert [entry["num_replicas"] for entry in known.view(1)] == [1, 0]
-    assert known.prior("new", 1, 1) == pytest.approx([0.2])
-
-
 def test_speeds_of_the_fleet_come_with_the_speedup_over_plain_decoding(
     known: FleetAcceptance,
 ) -> None:

@@ -11,11 +11,8 @@ import pytest
 from ray.exceptions import ActorDiedError, RayError, TaskCancelledError
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.ingress import FailedReads
-from tests.serving.fake_engine import FakeLoop
-from tests.serving.fakes import LoopFleet
+from tests.serving.asgi import COMPLETIONS, Server
 
 BODY = json.dumps({"prompt": "hold on", "stream": True, "max_tokens": 9}).encode()
 
@@ -38,8 +35,8 @@ def test_a_read_that_ray_fails_is_a_client_that_left(
     error: RayError,
 ) -> None:
     monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
-    loop = FakeLoop(config)
-    app = FailedReads(create_api(config, LoopFleet(loop), Admission(max_in_flight=8, max_queued=1)))
+    server = Server(config)
+    app = FailedReads(server.app)
     inbox, sent = [message], []
 
     async def receive() -> Any:
@@ -51,16 +48,10 @@ def test_a_read_that_ray_fails_is_a_client_that_left(
     async def send(message: Any) -> None:
         sent.append(message)
 
-    path = "/v1/completions"
     headers = [(b"content-type", b"application/json")]
-    scope = {
-        "type": "http",
-        "method": "POST",
-        "path": path,
-        "query_string": b"",
-        "headers": headers,
-    }
+    place = {"method": "POST", "path": COMPLETIONS, "query_string": b""}
+    scope = {"type": "http", "headers": headers, **place}
     asyncio.run(app(scope, receive, send))
     assert sent[0]["status"] == status
-    assert not loop.streams
+    assert not server.loop.streams
     assert caplog.text == ""

@@ -107,18 +107,3 @@ async def test_the_door_counts_from_the_arrival_of_the_request(clock: Clock) -> 
     async for _ in timed(answers(), seen.append):
         pass
     assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)
-
-
-async def test_leaving_early_closes_what_was_listened_to() -> None:
-    closed = []
-
-    async def answers() -> AsyncGenerator[ReplicaItem, None]:
-        try:
-            yield delta("a", 1)
-            yield LAST
-        finally:
-            closed.append(True)
-
-    async with aclosing(timed(answers(), lambda reading: None)) as stream:
-        await anext(stream)
-    assert closed

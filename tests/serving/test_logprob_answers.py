@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
@@ -12,30 +11,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec import LLM
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import RequestOutput, SamplingParams
-from serve_spec.engine.loop import EngineLoop
-from serve_spec.serving.admission import Admission
-from serve_spec.serving.api import create_api
 from serve_spec.serving.logprobs import joined
 from serve_spec.serving.messages import GenerateRequest, ReplicaItem
-from serve_spec.serving.model_text import ModelText
-from serve_spec.serving.openai import ChatRequest
 from tests.helpers.checkpoints import make_tokenizer
-from tests.helpers.engines import llm_maker, make_pair
-from tests.serving.asgi import CHAT, COMPLETIONS, chunks_of, send
+from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import FleetOfMortals, LoopFleet
 from tests.serving.lawful_logprobs import entries_of, prompt_entries
 from tests.serving.texts import write_text_files
 
-TINY = 1e-4
-
 
 def ask(config: ServeSpecConfig, fleet: Any, path: str, body: dict[str, Any]) -> httpx.Response:
-    app = create_api(config, fleet, Admission(max_in_flight=64, max_queued=64))
-    return send(app, "POST", path, json=body)
+    return Server(config, fleet, max_in_flight=64).ask("POST", path, json=body)
 
 
 def put_together(answer: httpx.Response, num_choices: int) -> list[dict[str, Any]]:
@@ -82,23 +70,13 @@ COMPLETION_BODIES = st.fixed_dictionaries(
     }
 )
 CHAT_BODIES = st.fixed_dictionaries({**ANYTHING, "top_logprobs": st.integers(0, 20)})
-LAW = settings(deadline=None, max_examples=12)
+LAW = settings(deadline=None, max_examples=20)
 
 
 def prompts_of(body: dict[str, Any]) -> list[bytes]:
     """The tokens of every prompt."""
     prompts = [body["prompt"]] if isinstance(body["prompt"], str) else body["prompt"]
     return [p.encode() if isinstance(p, str) else bytes(p) for p in prompts]
-
-
-@LAW
-@given(body=COMPLETION_BODIES, life=st.integers(0, 9))
-def test_a_stream_that_loses_its_replicas_shows_what_the_whole_answer_shows(
-    lawful: ServeSpecConfig, body: dict[str, Any], life: int
-) -> None:
-    whole = ask(lawful, FleetOfMortals(), COMPLETIONS, body).json()["choices"]
-    streamed = ask(lawful, FleetOfMortals(life), COMPLETIONS, {**body, "stream": True})
-    assert put_together(streamed, len(whole)) == whole
 
 
 @LAW
@@ -119,15 +97,17 @@ def test_a_chat_that_loses_its_replicas_shows_what_the_whole_answer_shows(
         content = choice["logprobs"]["content"]
         said = bytes(byte for token in content for byte in token["bytes"])
         assert said.startswith(choice["message"]["content"].encode().rstrip("\ufffd".encode()))
+        entries = entries_of("the é prompt".encode(), said, body["top_logprobs"]) or ()
+        assert [token["logprob"] for token in content] == [entry.logprob for entry in entries]
         assert {len(token["top_logprobs"]) for token in content} <= {body["top_logprobs"]}
         num_tokens += len(content)
     assert num_tokens == answer["usage"]["completion_tokens"]
 
 
 @LAW
-@given(body=COMPLETION_BODIES, life=st.integers(0, 9))
-def test_every_token_has_its_own_likelihood_and_its_place_in_the_text(
-    lawful: ServeSpecConfig, body: dict[str, Any], life: int
+@given(body=COMPLETION_BODIES, life=st.integers(0, 9), later=st.integers(0, 9))
+def test_wherever_replicas_are_lost_every_token_has_its_likelihood_and_place_in_answer_and_stream(
+    lawful: ServeSpecConfig, body: dict[str, Any], life: int, later: int
 ) -> None:
     answer = ask(lawful, FleetOfMortals(life), COMPLETIONS, body).json()
     num_tokens = 0
@@ -144,6 +124,8 @@ def test_every_token_has_its_own_likelihood_and_its_place_in_the_text(
                 here = choice["text"][offset]
                 assert here == "\ufffd" or _bytes(token) in here.encode()
     assert num_tokens == answer["usage"]["completion_tokens"]
+    streamed = ask(lawful, FleetOfMortals(later), COMPLETIONS, {**body, "stream": True})
+    assert put_together(streamed, len(answer["choices"])) == answer["choices"]
 
 
 def _bytes(token: str) -> bytes:
@@ -151,28 +133,6 @@ def _bytes(token: str) -> bytes:
     if token.startswith("bytes:"):
         return bytes.fromhex(token.removeprefix("bytes:").replace("\\x", ""))
     return token.encode()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_prompt_alone_is_scored_and_nothing_generated(
-    lawful: ServeSpecConfig, stream: bool
-) -> None:
-    prompts = ["the é prompt", "x"]
-    body = {"prompt": prompts, "max_tokens": 0, "echo": True, "logprobs": 1, "stream": stream}
-    if stream:
-        body["stream_options"] = {"include_usage": True}
-    answer = ask(lawful, FleetOfMortals(), COMPLETIONS, body)
-    *chunks, usage = chunks_of(answer) if stream else [answer.json()] * 2
-    choices = [choice for chunk in chunks for choice in chunk["choices"]]
-    for choice in choices:
-        prompt = prompts[choice["index"]]
-        first, *rest = prompt_entries(prompt.encode(), 1) or ()
-        likely = [entry.logprob for entry in rest if entry is not None]
-        assert (choice["text"], choice["finish_reason"]) == (prompt, "length")
-        assert choice["logprobs"]["token_logprobs"] == [first, *likely]
-    assert len(choices) == 2
-    assert usage["usage"]["completion_tokens"] == 0
-    assert usage["usage"]["prompt_tokens"] == len("".join(prompts).encode())
 
 
 class Listener(FleetOfMortals):
@@ -207,14 +167,12 @@ def test_equal_prompts_alone_are_computed_once(lawful: ServeSpecConfig, stream: 
     *chunks, last = chunks_of(answer) if stream else [answer.json()] * 2
     choices = {c["index"]: c for chunk in chunks for c in chunk["choices"]}
     assert [choices[index]["text"] for index in range(6)] == ["the"] * 2 + ["x"] * 2 + ["the"] * 2
-    assert choices[5]["logprobs"]["token_logprobs"] == choices[0]["logprobs"]["token_logprobs"]
+    for index in (0, 5):
+        _, *rest = prompt_entries(b"the", 1) or ()
+        likely = [entry.logprob for entry in rest if entry is not None]
+        assert choices[index]["logprobs"]["token_logprobs"] == [None, *likely]
+        assert choices[index]["finish_reason"] == "length"
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (7, 0)
-
-
-def test_equal_prompts_that_go_on_are_computed_each(lawful: ServeSpecConfig) -> None:
-    fleet = Listener()
-    ask(lawful, fleet, COMPLETIONS, {"prompt": ["x", "x"], "n": 2, "echo": True, "max_tokens": 1})
-    assert fleet.prompts == ["x"] * 4
 
 
 def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> None:
@@ -222,77 +180,3 @@ def test_an_empty_prompt_is_refused_echoed_or_not(config: ServeSpecConfig) -> No
     for body in ({"prompt": ""}, {"prompt": "", "echo": True, "logprobs": 1}):
         answer = ask(config, LoopFleet(FakeLoop()), COMPLETIONS, body)
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt")
-
-
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """A random pair that drafts three tokens a round."""
-    return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")("EAGLE3", 3)
-
-
-@pytest.fixture(scope="module")
-def engine(offline: LLM) -> Iterator[EngineLoop]:
-    """The same pair behind HTTP."""
-    loop = EngineLoop(offline.config)
-    yield loop
-    loop.shutdown()
-
-
-PROMPTS = ["def f(x):", "é import os"]
-SAMPLING: list[dict[str, Any]] = [
-    {"temperature": 0},
-    {"temperature": 0.8, "top_k": 30, "seed": 7},
-]
-
-
-def likelihoods(output: RequestOutput) -> list[float | None]:
-    """Of every token of prompt and completion."""
-    entries = [*(output.prompt_logprobs or ()), *(output.logprobs or ())]
-    return [None if entry is None else entry.logprob for entry in entries]
-
-
-@pytest.mark.parametrize("sampling", SAMPLING, ids=str)
-@pytest.mark.parametrize("stream", [False, True])
-def test_http_says_of_a_real_model_what_the_engine_says_offline(
-    offline: LLM, engine: EngineLoop, sampling: dict[str, Any], stream: bool
-) -> None:
-    params = SamplingParams(max_tokens=12, logprobs=3, prompt_logprobs=3, **sampling)
-    expected = offline.generate(PROMPTS, params)
-    body = {"prompt": PROMPTS, "max_tokens": 12, "logprobs": 3, "echo": True, "stream": stream}
-    fleet: Any = LoopFleet(engine)
-    answer = ask(offline.config, fleet, COMPLETIONS, body | sampling)
-    choices = put_together(answer, 2) if stream else answer.json()["choices"]
-    for prompt, choice, output in zip(PROMPTS, choices, expected, strict=True):
-        assert choice["text"] == prompt + output.text
-        first, *found = choice["logprobs"]["token_logprobs"]
-        nothing, *likely = likelihoods(output)
-        assert first is nothing is None
-        assert found == pytest.approx(likely, abs=TINY)
-        for shown, entry in zip(
-            choice["logprobs"]["top_logprobs"][-len(output.token_ids) :],
-            output.logprobs or (),
-            strict=True,
-        ):
-            best = [likelihood for _, likelihood in entry.top]
-            assert list(shown.values())[: len(best)] == pytest.approx(best, abs=TINY)
-
-
-def test_a_chat_says_of_a_real_model_what_the_engine_says_offline(
-    offline: LLM, engine: EngineLoop
-) -> None:
-    body = {"messages": MESSAGES, "max_tokens": 12, "temperature": 0, "logprobs": True}
-    fleet: Any = LoopFleet(engine)
-    answer = ask(offline.config, fleet, CHAT, {**body, "top_logprobs": 4}).json()
-    content = answer["choices"][0]["logprobs"]["content"]
-    chat = ChatRequest.model_validate({"messages": MESSAGES})
-    text = ModelText(offline.config.model)
-    prompt, _ = asyncio.run(text.conversation(chat, SamplingParams()))
-    params = SamplingParams(max_tokens=12, temperature=0, logprobs=4)
-    (output,) = offline.generate([prompt], params)
-    entries = output.logprobs or ()
-    assert [token["logprob"] for token in content] == pytest.approx(
-        [entry.logprob for entry in entries], abs=TINY
-    )
-    for token, entry in zip(content, entries, strict=True):
-        found = [rival["logprob"] for rival in token["top_logprobs"]]
-        assert found == pytest.approx([likelihood for _, likelihood in entry.top], abs=TINY)

@@ -17,7 +17,6 @@ from serve_spec.serving.logprobs import (
     TextOffsets,
     chat_logprobs,
     completion_logprobs,
-    echoed_logprobs,
     joined,
 )
 
@@ -75,17 +74,6 @@ def test_a_special_token_is_shown_by_name_and_takes_no_room_in_the_text() -> Non
     shown = completion_logprobs(entries, spell, TextOffsets())
     assert (shown["tokens"], shown["text_offset"]) == (["<eos>", "a"], [0, 0])
     assert chat_logprobs(entries, spell)["content"][0]["bytes"] is None
-
-
-def test_an_echoed_prompt_comes_first_and_its_first_token_has_no_likelihood() -> None:
-    prompt = echoed_logprobs("ab", [0x61, 0x62], [None, TokenLogprob(0x62, -3.0, 7)], spell)
-    said = completion_logprobs([TokenLogprob(0x63, -1.0, 1)], spell, TextOffsets(2))
-    assert joined(prompt, said) == {
-        "tokens": ["a", "b", "c"],
-        "token_logprobs": [None, -3.0, -1.0],
-        "top_logprobs": [None, {"b": -3.0}, {"c": -1.0}],
-        "text_offset": [0, 1, 2],
-    }
 
 
 @pytest.mark.parametrize(

@@ -33,15 +33,8 @@ def test_what_reports_cost_stays_within_a_core_unless_replicas_would_seem_silent
     process.take(20_000, cost_s)
     interval_s = process.pace.interval_s(num_replicas)
     cores = num_replicas / interval_s * cost_s
+    assert 0 <= interval_s <= LONGEST_S
     assert interval_s == LONGEST_S or cores == pytest.approx(0.6, rel=0.05)
-
-
-@given(st.lists(st.floats(0, 1), max_size=4), st.integers(0, 10**9))
-def test_no_replica_is_told_to_seem_silent(costs_s: list[float], num_replicas: int) -> None:
-    process = Process()
-    for cost_s in costs_s:
-        process.take(200, cost_s)
-    assert 0 <= process.pace.interval_s(num_replicas) <= LONGEST_S
 
 
 def test_a_fleet_of_ordinary_size_reports_as_it_likes() -> None:

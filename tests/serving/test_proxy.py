@@ -4,22 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from serve_spec.config import ConfigError
 from serve_spec.serving import proxy
-from tests.serving.cluster import eventually
+from tests.serving.asgi import listening
 
 LIMIT_S = 1.0
 # Far above what a limit of a second takes on a busy machine, far below any other limit.
@@ -69,26 +63,10 @@ async def app(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": b"answer"})
 
 
-@contextmanager
-def uvicorn_with(protocol: Any) -> Iterator[int]:
-    """Run `app` behind the limited protocol, and yield its port."""
-    limited = proxy.limited(protocol, LIMIT_S)
-    config = uvicorn.Config(app, http=limited, timeout_keep_alive=3, log_level="critical")
-    server = uvicorn.Server(config)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        eventually(lambda: server.started, bool)
-        try:
-            yield listener.getsockname()[1]
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
 @pytest.fixture(scope="module", params=[HttpToolsProtocol, H11Protocol])
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    with uvicorn_with(request.param) as port:
+    limited = proxy.limited(request.param, LIMIT_S)
+    with listening(app, http=limited, timeout_keep_alive=3) as port:
         yield port
 
 
@@ -110,7 +88,6 @@ async def test_the_headers_of_a_second_request_are_limited_from_their_first_byte
     async with asyncio.timeout(SOON_S):
         rest = await reader.read()
     writer.close()
-    first, rest = first, rest
     assert first.startswith(b"HTTP/1.1 200")
     assert rest == b""
 
@@ -130,11 +107,6 @@ def test_the_limit_comes_from_the_environment_of_the_proxy(monkeypatch: pytest.M
         monkeypatch.setenv(proxy.HEADER_TIMEOUT_VARIABLE, wrong)
         with pytest.raises(ConfigError, match=f"{proxy.HEADER_TIMEOUT_VARIABLE}="):
             proxy.header_timeout_s()
-
-
-def test_the_proxy_imports_no_torch() -> None:
-    program = "import sys, serve_spec.serving.proxy; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_a_cluster_without_the_callback_is_warned_about(

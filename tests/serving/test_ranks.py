@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
+import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
 from typing import Any
 
 import httpx
 import pytest
-from ray.serve import Application
 
 from serve_spec import LLM, SamplingParams
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.app import build_app
 from serve_spec.serving.ranks import placement_of
-from tests.helpers.checkpoints import make_eagle3, make_target
+from tests.e2e.fleet import Stream, client_of, fleet_settings, said
 from tests.serving.cluster import eventually, local_serve
 
 NUM_STREAMS = 4
@@ -30,29 +27,20 @@ LONG = 600
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A random pair in float32, on one rank."""
-    root = tmp_path_factory.mktemp("pair")
-    target = make_target(root / "target", layer_scale=0.3, max_position_embeddings=1024)
-    return {
-        "model": {"path": str(target), "dtype": "float32", "device": "cpu"},
-        "speculative": {
-            "speculative_algorithm": "EAGLE3",
-            "speculative_draft_model_path": str(make_eagle3(root / "eagle3", target, mimic=True)),
-            "speculative_num_steps": 3,
-            "speculative_adaptive": False,
-        },
-        "cache": {"num_pages": 512},
-        "scheduler": {"max_num_seqs": 8},
-    }
+    settings = fleet_settings(tmp_path_factory.mktemp("pair"))
+    settings["model"] |= {"dtype": "float32", "device": "cpu"}
+    settings["speculative"]["speculative_adaptive"] = False
+    return settings
 
 
 @pytest.fixture(scope="module")
 def texts(settings: dict[str, Any]) -> list[str]:
     """What one rank says, without Ray."""
-    llm = LLM(settings)
+    llm = LLM({**settings, "replica": {}})
     params = [SamplingParams(**params_of(i)) for i in range(NUM_STREAMS)]
-    said = [output.text for output in llm.generate(PROMPTS, params)]
+    texts = [output.text for output in llm.generate(PROMPTS, params)]
     llm.shutdown()
-    return said
+    return texts
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +99,9 @@ def followers() -> dict[int, str]:
 def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(
     url: str,
 ) -> None:
+    import ray
+
+    assert ray.available_resources().get("GPU", 0) == 0
     assert len(groups()) == 2
     for group in groups():
         assert group["strategy"] == "STRICT_PACK"
@@ -118,45 +109,28 @@ def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_
     assert len(followers()) == 2
 
 
-def test_the_ranks_reserve_every_gpu(url: str) -> None:
-    import ray
-
-    assert ray.available_resources().get("GPU", 0) == 0
-
-
 def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
     url: str, texts: list[str]
 ) -> None:
     before = followers()
-    has_begun = Barrier(NUM_STREAMS + 1)
 
-    def stream(client: httpx.Client, index: int) -> str:
-        body = {"prompt": PROMPTS[index], "stream": True, **params_of(index)}
-        said = ""
-        with client.stream("POST", "/v1/completions", json=body) as answer:
-            assert answer.status_code == 200
-            for line in answer.iter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                chunk = json.loads(line.removeprefix("data: "))
-                assert "error" not in chunk, chunk
-                said += "".join(choice["text"] for choice in chunk["choices"])
-                if not has_begun.broken and len(said) and index not in begun:
-                    begun.add(index)
-                    has_begun.wait(60)
-        return said
+    async def scenario() -> list[Stream]:
+        streams = [Stream() for _ in PROMPTS]
+        async with client_of(url) as client:
+            running = [
+                asyncio.create_task(stream.listen(client, PROMPTS[i], **params_of(i)))
+                for i, stream in enumerate(streams)
+            ]
+            while not all(stream.num_chunks for stream in streams):
+                await asyncio.sleep(0.001)
+            os.kill(min(before), signal.SIGKILL)
+            await asyncio.gather(*running)
+        return streams
 
-    begun: set[int] = set()
-    with httpx.Client(base_url=url, timeout=120) as client, ThreadPoolExecutor(8) as pool:
-        streams = [pool.submit(stream, client, index) for index in range(NUM_STREAMS)]
-        has_begun.wait(60)
-        os.kill(min(before), signal.SIGKILL)
-        assert [s.result() for s in streams] == texts
-        eventually(lambda: set(followers()), lambda now: len(now) == 2 and now != set(before))
-        eventually(
-            lambda: client.get("/health").json(), lambda health: health["healthy_replicas"] == 2
-        )
-        assert len(groups()) == 2
+    assert [text for text, _ in said(asyncio.run(scenario()))] == texts
+    eventually(lambda: set(followers()), lambda now: len(now) == 2 and now != set(before))
+    eventually(lambda: httpx.get(f"{url}/health").json()["healthy_replicas"], lambda n: n == 2)
+    assert len(groups()) == 2
 
 
 def test_nothing_of_a_replica_outlives_it(url: str) -> None:
@@ -167,31 +141,45 @@ def test_nothing_of_a_replica_outlives_it(url: str) -> None:
     eventually(groups, lambda found: not found)
 
 
-def placed(settings: dict[str, Any], **overrides: Any) -> dict[str, Any]:
-    return placement_of(ServeSpecConfig.load(settings, **overrides))
+ALONE = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
+SHARES = {
+    "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1},
+    "placement_group_bundles": [{"CPU": 0.5, "GPU": 1}] * 4,
+}
+ON_CPUS = {
+    "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 0},
+    "placement_group_bundles": [{"CPU": 0.5}] * 2,
+    "placement_group_strategy": "STRICT_PACK",
+}
 
 
-def test_one_rank_needs_no_placement_group(settings: dict[str, Any]) -> None:
-    options = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
-    assert placed(settings, num_cpus=2, num_gpus=1) == options
-
-
-@pytest.mark.parametrize("strategy", ["PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK"])
+@pytest.mark.parametrize(
+    ("num_ranks", "num_cpus", "num_gpus", "strategy", "placement"),
+    [
+        (1, 2, 1, "STRICT_PACK", ALONE),
+        *(
+            (4, 2, 4, strategy, {**SHARES, "placement_group_strategy": strategy})
+            for strategy in ("PACK", "SPREAD", "STRICT_SPREAD", "STRICT_PACK")
+        ),
+        (2, 1, 0, "STRICT_PACK", ON_CPUS),
+    ],
+)
 def test_ranks_share_what_a_replica_reserves_and_go_where_the_configuration_says(
-    settings: dict[str, Any], strategy: str
+    settings: dict[str, Any],
+    num_ranks: int,
+    num_cpus: int,
+    num_gpus: int,
+    strategy: str,
+    placement: dict[str, Any],
 ) -> None:
-    placement = placed(
+    config = ServeSpecConfig.load(
         settings,
-        tensor_parallel_size=4,
-        num_cpus=2,
-        num_gpus=4,
+        tensor_parallel_size=num_ranks,
+        num_cpus=num_cpus,
+        num_gpus=num_gpus,
         placement_group_strategy=strategy,
     )
-    assert placement == {
-        "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1},
-        "placement_group_bundles": [{"CPU": 0.5, "GPU": 1}] * 4,
-        "placement_group_strategy": strategy,
-    }
+    assert placement_of(config) == placement
 
 
 @pytest.mark.parametrize(
@@ -204,10 +192,3 @@ def test_what_ranks_can_not_share_is_refused_before_anything_starts(
     config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
     with pytest.raises(ConfigError, match=named):
         build_app({"config": config, **reserved})
-
-
-def test_ranks_on_cpus_reserve_no_gpu(settings: dict[str, Any]) -> None:
-    placement = placed(settings, tensor_parallel_size=2, num_cpus=1)
-    assert placement["placement_group_bundles"] == [{"CPU": 0.5}] * 2
-    config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
-    assert isinstance(build_app({"config": config}), Application)

@@ -4,46 +4,86 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
 
-from tests.serving.cluster import eventually, local_serve
-from tests.serving.texts import word_tokenizer, write_text_files
+from serve_spec.metrics import METRICS
+from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
+from serve_spec.serving.ray_metrics import LABELS, exported_names
+from tests.serving.cluster import ROOT, eventually, local_serve
+from tests.serving.reporting_engine import RATES
+from tests.serving.texts import drafting, word_tokenizer, write_text_files
 
 MAX_ONGOING = 4
 MAX_QUEUED = 4
 COMPLETIONS = "/v1/completions"
 HOLD = {"prompt": "hold on", "max_tokens": 9, "stream": True}
+# Of requests that are turned away at the door, or lose their replica, which may be none.
+NOT_CAUSED = {"serve_spec_rejected_requests", "serve_spec_resumed_requests"}
+QUICK = {
+    "min_replicas": 1,
+    "max_replicas": 2,
+    "target_ongoing_requests": 2,
+    "upscale_delay_s": 0.5,
+    "downscale_delay_s": 0.5,
+    "look_back_period_s": 2.0,
+}
+WITHIN_S = 120
+
+
+def growing() -> dict[str, Any]:
+    """Engines that scale as the shipped file's, but for a small and hasty fleet."""
+    (app,) = read_deployment(ROOT / "deploy/four-replicas.yaml")["applications"]
+    (engines,) = (d for d in app["deployments"] if d["name"] == "EngineReplica")
+    scaling = {**engines["autoscaling_config"], **QUICK}
+    return {"name": "EngineReplica", "num_replicas": "auto", "autoscaling_config": scaling}
+
+
+def is_up(url: str) -> bool:
+    return httpx.get(f"{url}/health", timeout=60).status_code == 200
 
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """An application of one replica, and another one below /other that grows."""
     model = tmp_path_factory.mktemp("models") / "fake"
     write_text_files(model, tokenizer=word_tokenizer())
+    args = {
+        "config": drafting(model),
+        "engine_loop": "tests.serving.reporting_engine:ReportingLoop",
+        "num_cpus": 0.1,
+        "max_ongoing_requests": MAX_ONGOING,
+        "max_queued_requests": MAX_QUEUED,
+        "max_client_share": 1.0,
+        "push_interval_s": 0.1,
+        "stale_after_s": 1.0,
+        "health_check_period_s": 1.0,
+        "graceful_shutdown_timeout_s": 0.0,
+    }
+    app = {"name": "fake", "import_path": APP_IMPORT_PATH, "args": args}
+    more = {"num_replicas": 2, "history_s": 2.0}
+    other = {
+        **app,
+        "name": "other",
+        "route_prefix": "/other",
+        "args": {**args, **more},
+        "deployments": [growing()],
+    }
     with local_serve(num_cpus=4) as url:
-        from ray import serve
+        from ray.serve.context import _get_global_client
+        from ray.serve.schema import ServeDeploySchema
 
-        from serve_spec.serving import build_app
-
-        args = {
-            "config": {"model": {"path": str(model)}},
-            "engine_loop": "tests.serving.fake_engine:FakeLoop",
-            "num_cpus": 0.1,
-            "max_ongoing_requests": MAX_ONGOING,
-            "max_queued_requests": MAX_QUEUED,
-            "max_client_share": 1.0,
-            "push_interval_s": 0.1,
-            "stale_after_s": 1.0,
-            "health_check_period_s": 1.0,
-            "graceful_shutdown_timeout_s": 0.0,
-        }
-        other = build_app({**args, "history_s": 2.0})
-        serve.run(other, name="other", route_prefix="/other")
-        serve.run(build_app(args), name="fake", route_prefix="/")
+        apps = ServeDeploySchema.model_validate({"applications": [app, other]})
+        _get_global_client().deploy_apps(apps)
+        for prefix in (url, f"{url}/other"):
+            eventually(partial(is_up, prefix), bool, WITHIN_S)
         yield url
 
 
@@ -89,14 +129,6 @@ def test_the_official_client_streams_with_usage(api: openai.OpenAI) -> None:
     assert chunks[-1].usage.total_tokens == 5
 
 
-def test_the_official_client_chats(api: openai.OpenAI) -> None:
-    answer = api.chat.completions.create(
-        model="fake", messages=[{"role": "user", "content": "a b c"}], max_completion_tokens=5, n=2
-    )
-    assert [choice.message.content for choice in answer.choices] == ["a b c a b "] * 2
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 10)
-
-
 def test_a_list_of_prompts_travels_as_one_submission(client: httpx.Client) -> None:
     body = {"prompt": ["p0", "p1", "p2", "p3"], "max_tokens": 3}
     answer = client.post(COMPLETIONS, json=body).raise_for_status().json()
@@ -139,21 +171,19 @@ def test_a_request_id_that_is_not_utf8_is_answered(client: httpx.Client) -> None
     assert (b"x-request-id", "café".encode()) in answer.headers.raw
 
 
-def test_the_first_chunk_leaves_while_the_engine_is_still_at_work(client: httpx.Client) -> None:
+def test_a_stream_begins_at_once_and_a_client_that_leaves_it_frees_its_pages(
+    client: httpx.Client,
+) -> None:
     with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
         lines = stream.iter_lines()  # kept: httpx closes the stream with its iterator
         first = next(lines)
         assert json.loads(first.removeprefix("data: "))["choices"][0]["text"] == "hold on "
         assert info(client)["router"]["in_flight"] == 1
-    eventually(lambda: info(client), idle)
-
-
-def test_a_client_that_leaves_frees_its_pages_streaming_or_not(client: httpx.Client) -> None:
-    with client.stream("POST", COMPLETIONS, json=HOLD) as stream:
-        lines = stream.iter_lines()
-        next(lines)
         eventually(lambda: info(client), lambda i: i["internal_states"][0]["num_running"] == 1)
     eventually(lambda: info(client), idle)
+
+
+def test_a_client_that_leaves_without_an_answer_frees_its_pages(client: httpx.Client) -> None:
     with pytest.raises(httpx.ReadTimeout):
         client.post(COMPLETIONS, json=HOLD | {"stream": False}, timeout=0.5)
     eventually(lambda: info(client), idle)
@@ -216,6 +246,71 @@ def test_all_choices_outlive_their_replica(client: httpx.Client) -> None:
     assert texts == ["die now die now die "] * 2 + ["die too die too die "] * 2
     assert answer["usage"]["completion_tokens"] == 20
     eventually(lambda: info(client), idle)
+
+
+def exported() -> str:
+    import ray
+
+    (node,) = ray.nodes()
+    port = node["MetricsExportPort"]
+    return httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=10).text
+
+
+def test_every_metric_reaches_prometheus_under_the_names_we_say(url: str) -> None:
+    answer = httpx.post(url + COMPLETIONS, json={"prompt": "a b", "max_tokens": 6})
+    assert answer.status_code == 200
+    wanted = {
+        name
+        for metric in METRICS
+        if metric.name not in NOT_CAUSED
+        for name in exported_names(metric)
+    }
+
+    def missing() -> set[str]:
+        text = exported()
+        return {name for name in wanted if not re.search(rf"^{name}{{", text, re.MULTILINE)}
+
+    eventually(missing, lambda names: not names)
+    text = exported()
+    for line in text.splitlines():
+        if line.startswith("ray_serve_spec_"):
+            assert all(f'{label}="' in line for label in LABELS), line
+    ours = httpx.get(url + "/metrics", timeout=30).text
+    assert wanted <= {re.split(r"[{ ]", line)[0] for line in ours.splitlines()}
+    assert "ray_serve_spec" in ours
+    assert "ray_serve_deployment" not in ours
+    # Named by rank: a replacement goes on with the series of the replica before it.
+    assert 'deployment="EngineReplica"' in text
+    assert re.search(r'ray_serve_spec_batch_size{[^}]*replica="0"', text)
+    assert re.search(r'first_tokens_total{[^}]*measured_at="door"[^}]*} [1-9]', text)
+
+
+def test_the_page_and_its_figures_come_through_serve(url: str) -> None:
+    assert "<title>serve_spec</title>" in httpx.get(url + "/").text
+    status = eventually(
+        lambda: httpx.get(url + "/status.json").json(), lambda s: bool(s["replicas"])
+    )
+    assert status["replicas"][0]["history"]["time_s"]
+    assert Path(httpx.get(url + "/static/status.js").url.path).name == "status.js"
+
+
+def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_knows(
+    client: httpx.Client,
+) -> None:
+    def started_from() -> list[Any]:
+        states = client.get("/other/server_info").json()["internal_states"]
+        return [state["started_from"] for state in states if not state["stale"]]
+
+    client.post("/other/v1/completions", json={"prompt": "a b"}).raise_for_status()
+    eventually(started_from, lambda found: found == [None])
+    # Two calls with four requests: Serve's own policy would count two, and two are the target.
+    held = {"prompt": ["hold on"] * 4, "max_tokens": 9, "stream": True}
+    with client.stream("POST", "/other/v1/completions", json=held) as answer:
+        lines = answer.iter_lines()  # kept: a generator that nobody holds closes the stream
+        assert "hold on" in next(lines)
+        found = eventually(started_from, lambda found: len(found) == 2, WITHIN_S)
+        assert sorted(map(repr, found)) == sorted([repr(None), repr(RATES)])
+    eventually(lambda: len(started_from()), lambda number: number == 1, WITHIN_S)
 
 
 def test_of_an_application_that_is_taken_down_nothing_is_left(url: str) -> None:

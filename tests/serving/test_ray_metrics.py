@@ -24,7 +24,6 @@ from serve_spec.serving.ray_metrics import (
     RayMetrics,
     RoundSink,
     StateReadings,
-    exported_names,
     merged,
 )
 from tests.helpers.rounds import verified_round
@@ -42,23 +41,6 @@ class Recorder(RayMetrics):
     def record(self, reading: Reading) -> None:
         super().record(reading)
         self.seen.append(reading)
-
-
-def test_ray_takes_every_metric_with_its_labels() -> None:
-    metrics = RayMetrics(METRICS, dict.fromkeys(LABELS, "0"))
-    for metric in METRICS:
-        metrics.record(Reading(metric, 1.0, dict.fromkeys(metric.labels, "1")))
-
-
-def test_names_get_ray_s_prefix_and_a_counter_its_suffix() -> None:
-    assert exported_names(ROUNDS) == ("ray_serve_spec_rounds_total",)
-    assert exported_names(BATCH_SIZE) == ("ray_serve_spec_batch_size",)
-    assert "ray_serve_spec_step_ms_bucket" in exported_names(STEP_MS)
-
-
-def test_no_metric_s_name_ends_in_what_an_exporter_adds() -> None:
-    for metric in METRICS:
-        assert not metric.name.endswith(("_total", "_bucket", "_count", "_sum"))
 
 
 def test_rounds_are_exported_once_and_only_when_flushed() -> None:

@@ -109,14 +109,6 @@ async def take(news: Any, count: int) -> Any:
             yield await anext(news)
 
 
-async def test_a_request_is_accepted_then_answered_round_by_round(start: Start) -> None:
-    replica, _ = start()
-    accepted, *deltas = await items(replica, "a b c", max_tokens=5)
-    assert accepted == Accepted(3, "r1")
-    assert all(isinstance(d, TokenDelta) for d in deltas)
-    assert [d.finish_reason for d in deltas] == [None, None, FinishReason.LENGTH]
-
-
 async def test_refusals_and_failures_are_values_and_end_the_request(start: Start) -> None:
     replica, loop = start()
     (refused,) = await items(replica, "a " * 100)
@@ -137,8 +129,10 @@ async def test_closing_the_answer_cancels_its_requests_in_the_engine(start: Star
         await anext(answer)
         assert len(loop.streams) == 2
         assert replica.record_routing_stats()["rows"] == {"router": 2}
+        assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
     assert not loop.streams
     assert replica.record_routing_stats()["rows"] == {}
+    assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
 
 
 async def test_a_router_hears_with_an_answer_how_many_requests_of_whom_are_there_if_it_is_news(
@@ -177,39 +171,11 @@ async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start:
         for name, items in said.items()
     }
     assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
+    assert said["r0"][0] == Accepted(3, "r1")
+    assert [d.finish_reason for d in said["r0"][1:]] == [None, None, FinishReason.LENGTH]
     assert said["r1"][-1].finish_reason is FinishReason.ABORT
     assert said["r2"][-1].overloaded
     assert not loop.streams
-
-
-async def test_a_request_that_another_replica_began_goes_on_where_it_was(start: Start) -> None:
-    replica, _ = start()
-    whole = await items(replica, "a b c", max_tokens=7)
-    emitted = tuple(token for d in whole[1:3] for token in d.token_ids)
-    begun = submission("a b c", max_tokens=7)
-    begun.requests = [replace(begun.requests[0], emitted=emitted)]
-    answer = [item async for items, _ in replica.generate(begun) for _, item in items]
-    assert answer[0] == whole[0], "the prompt is as long as it was"
-    assert [(d.token_ids, d.text) for d in answer[1:]] == [(d.token_ids, d.text) for d in whole[3:]]
-
-
-async def test_cancelling_the_listener_cancels_the_request_in_the_engine(start: Start) -> None:
-    replica, loop = start()
-    listener = asyncio.create_task(items(replica, "hold on", max_tokens=9))
-    while not loop.streams:
-        await asyncio.sleep(0)
-    listener.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await listener
-    assert not loop.streams
-
-
-async def test_health_is_the_engine_s_health_and_knobs_reach_the_engine(start: Start) -> None:
-    replica, _ = start()
-    await replica.check_health()
-    await replica.reconfigure({"sick": True})
-    with pytest.raises(RuntimeError, match="sick"):
-        await replica.check_health()
 
 
 async def test_a_wrong_user_config_is_refused_at_the_start_and_changes_nothing_later(
@@ -246,50 +212,16 @@ async def test_routing_stats_and_snapshot_are_plain_data(start: Start) -> None:
     assert stats["is_healthy"]
     await replica.reconfigure({"sick": True})
     assert not replica.record_routing_stats()["is_healthy"]
+    with pytest.raises(RuntimeError, match="sick"):
+        await replica.check_health()
 
 
-async def test_a_new_replica_starts_from_what_the_fleet_knows(
-    start: Start, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("known", [[0.8, 0.7], None])
+async def test_a_new_replica_starts_from_what_the_fleet_knows_if_anything(
+    start: Start, monkeypatch: pytest.MonkeyPatch, known: list[float] | None
 ) -> None:
     monkeypatch.setattr(PolicySettings, "max_depth", 2)
-    monkeypatch.setattr(DeafStats, "known", [0.8, 0.7])
-    _, loop = start()
-    assert loop.accept_rates == [0.8, 0.7]
-
-
-async def test_a_replica_to_which_nobody_answers_starts_cold(
-    start: Start, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(PolicySettings, "max_depth", 2)
+    monkeypatch.setattr(DeafStats, "known", known)
     replica, loop = start()
-    assert loop.accept_rates is None
+    assert loop.accept_rates == known
     assert len(await items(replica, "a", max_tokens=2)) == 2
-
-
-async def test_autoscaling_hears_of_requests_not_of_the_calls_that_brought_them(
-    start: Start,
-) -> None:
-    replica, _ = start()
-    assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
-    async with aclosing(replica.generate(submission("hold on", "hold it"))) as answer:
-        await anext(answer)
-        assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}
-
-
-@pytest.mark.parametrize("size", [1, 2])
-async def test_an_engine_of_several_ranks_puts_them_where_the_replica_says(
-    start: Start, monkeypatch: pytest.MonkeyPatch, config: ServeSpecConfig, size: int
-) -> None:
-    given: dict[str, Any] = {}
-
-    class RankedLoop(FakeLoop):
-        def __init__(self, config: ServeSpecConfig, **options: Any) -> None:
-            super().__init__(config)
-            given.update(options)
-
-    monkeypatch.setattr(module, "ActorLauncher", lambda config: config.model.tensor_parallel_size)
-    monkeypatch.setattr(module, "_import", lambda path: RankedLoop)
-    load = ServeSpecConfig.load
-    sized = load(config, tensor_parallel_size=size)
-    EngineReplica(sized, "tests.serving.fake_engine:FakeLoop").__del__()
-    assert given == ({} if size == 1 else {"launcher": 2})

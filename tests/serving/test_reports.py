@@ -4,25 +4,8 @@ from __future__ import annotations
 
 import pickle
 
-from hypothesis import given
-from hypothesis import strategies as st
-
 from serve_spec.serving.reports import Figures, Report, opened
 from serve_spec.serving.snapshots import Snapshot
-
-VALUES = st.recursive(
-    st.none() | st.integers(-(10**6), 10**6) | st.floats(allow_nan=False) | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-    max_leaves=8,
-)
-FIELDS = ["batch_size", "kv", "counters", "slots", "switches", "speculation", "other"]
-
-
-@given(st.text(), st.dictionaries(st.sampled_from(FIELDS), VALUES))
-def test_a_snapshot_arrives_as_it_was(replica: str, snapshot: dict[str, object]) -> None:
-    report = Report.of(replica, snapshot)
-    assert Report.unpacked(report.packed()) == report
-    assert opened(report.whole) == snapshot
 
 
 def test_the_figures_are_those_of_the_snapshot() -> None:

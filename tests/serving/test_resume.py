@@ -13,84 +13,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
-from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica, queue_full
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
     GenerateRequest,
-    Refused,
     ReplicaItem,
-    Withdrawn,
 )
 from serve_spec.serving.resume import resumed
-from tests.serving.fakes import ScriptedFleet, delta, request
-from tests.serving.lawful_engine import LawfulLoop
+from tests.serving.fakes import MortalFleet, ScriptedFleet, Takes, delta, request
 
 FOREVER_S = 3600.0
-
-
-def lost() -> ReplicaLost:
-    return ReplicaLost(no_replica("gone"))
-
-
-@dataclass(frozen=True)
-class Takes:
-    """The router takes the request back after so many items."""
-
-    after: int
-
-
-class MortalFleet:
-    """Replica after replica; each dies when it has said as many items as its life is long.
-
-    Lives: a number of items, an error instead of the first item, or the end of a request that the
-    router takes back. After the last one, a replica lives for ever.
-    """
-
-    def __init__(self, *lives: int | ApiError | Failed | Takes) -> None:
-        self.lives = list(lives)
-        self.requests: list[GenerateRequest] = []
-
-    async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        self.requests.append(asked)
-        name = f"r{len(self.requests)}"
-        life: Any = self.lives.pop(0) if self.lives else float("inf")
-        is_taken = isinstance(life, Takes)
-        life = life.after if isinstance(life, Takes) else life
-        if isinstance(life, ApiError):
-            raise life
-        if isinstance(life, Failed):
-            yield life
-            return
-        loop = LawfulLoop(len(self.requests))
-        if asked.emitted:
-            stream: Any = await continue_request(loop, asked)
-        else:
-            stream = await loop.submit(asked.prompt, asked.params, asked.request_id)
-        if life == 0 and is_taken:
-            yield Withdrawn()
-        if life == 0:
-            raise lost()
-        yield Accepted(stream.num_prompt_tokens, name)
-        async for item in stream:
-            life -= 1
-            if life <= 0 and is_taken:
-                yield Withdrawn()
-            if life <= 0:
-                raise lost()
-            yield item
-
-    def withdraw(self, request_id: str) -> None:
-        """`Takes` does."""
 
 
 class CountingFleet(MortalFleet):
     """Its replicas say with every delta what speculation has done on them so far."""
 
-    forced = False
+    def __init__(self, *lives: Any, forced: bool) -> None:
+        super().__init__(*lives)
+        self.forced = forced
 
     async def generate(self, asked: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         counts = SpeculationStats(synthetic_acceptance=self.forced)
@@ -153,17 +95,12 @@ def test_wherever_it_is_lost_or_taken_back_the_answer_is_that_of_one_replica_tha
     assert broken.deltas[-1].speculation is not None
 
 
-def test_every_chunk_boundary_of_a_long_answer_is_a_place_to_die() -> None:
-    asked = request("the prompt", seed=3, max_tokens=40, ignore_eos=True, stop=("b éa",))
-    whole = listen(MortalFleet(), asked)
-    for life in range(len(whole.deltas) + 2):
-        assert listen(MortalFleet(life), asked).said == whole.said
-
-
 @settings(deadline=None, max_examples=60)
-@given(lives=LIVES, max_tokens=st.integers(1, 40))
-def test_speculation_is_added_up_over_all_replicas(lives: list[Any], max_tokens: int) -> None:
-    fleet = CountingFleet(*lives)
+@given(lives=LIVES, max_tokens=st.integers(1, 40), forced=st.booleans())
+def test_speculation_is_added_up_and_forced_acceptance_labelled_over_all_replicas(
+    lives: list[Any], max_tokens: int, forced: bool
+) -> None:
+    fleet = CountingFleet(*lives, forced=forced)
     answer = listen(fleet, request("x", seed=1, max_tokens=max_tokens, ignore_eos=True))
     counts = answer.deltas[-1].speculation
     assert counts.num_rounds == len(answer.deltas)
@@ -174,27 +111,7 @@ def test_speculation_is_added_up_over_all_replicas(lives: list[Any], max_tokens:
     used = lives[: len(fleet.requests) - 1]
     num_resumes = sum(not isinstance(life, Takes) and life > 0 for life in used)
     assert counts.as_dict()["num_resumes"] == num_resumes
-
-
-@pytest.mark.parametrize("forced", [False, True])
-@pytest.mark.parametrize("lives", [(), (3,), (3, Takes(2))])
-def test_forced_acceptance_stays_labelled_on_the_way_from_replica_to_replica(
-    lives: tuple[Any, ...], forced: bool
-) -> None:
-    fleet = CountingFleet(*lives)
-    fleet.forced = forced
-    counts = listen(fleet, request("x", seed=1, max_tokens=30, ignore_eos=True)).deltas[-1]
-    assert counts.speculation.as_dict().get("synthetic_acceptance", False) is forced
-
-
-@pytest.mark.parametrize(
-    ("lives", "num_resumes"), [((0,), 0), ((3,), 1), ((3, Takes(3)), 1), ((Takes(0), 3), 1)]
-)
-def test_a_replica_that_never_took_it_is_not_counted(
-    lives: tuple[Any, ...], num_resumes: int
-) -> None:
-    answer = listen(MortalFleet(*lives), request("x", seed=1, max_tokens=30, ignore_eos=True))
-    assert answer.deltas[-1].speculation.as_dict()["num_resumes"] == num_resumes
+    assert counts.as_dict().get("synthetic_acceptance", False) is forced
 
 
 def test_a_request_without_a_seed_gets_one_that_all_its_replicas_share() -> None:
@@ -248,16 +165,6 @@ def test_what_nobody_took_yet_is_refused_at_once(error: ApiError) -> None:
         listen(fleet, request())
     assert caught.value is error
     assert len(fleet.requests) == 1
-
-
-def test_a_wrong_request_is_wrong_everywhere() -> None:
-    refused = Refused(InvalidRequest("top_p", 2, "no"))
-    fleet = ScriptedFleet([refused])
-
-    async def scenario() -> list[ReplicaItem]:
-        return [item async for item in resumed(fleet, request(), FOREVER_S)]
-
-    assert asyncio.run(scenario()) == [refused]
 
 
 def test_an_engine_that_shuts_down_has_not_finished_the_answer() -> None:

@@ -107,10 +107,6 @@ def test_the_more_rows_the_dearer_the_next_one(rows: int) -> None:
     assert ms[0] == costs.get(rows, ms[0]), "an entry is exact at its own rows"
 
 
-def test_goodput_between_equals_is_balanced() -> None:
-    assert order("goodput", load("a", 3, CHEAP), load("b", 2, CHEAP)) == ["b", "a"]
-
-
 @pytest.mark.parametrize("policy", POLICIES)
 def test_nobody_waits_for_a_place_while_another_replica_has_one(policy: Policy) -> None:
     fast = load("fast", 4, CHEAP, num_places=4, matched_blocks=3)
@@ -118,12 +114,6 @@ def test_nobody_waits_for_a_place_while_another_replica_has_one(policy: Policy) 
     assert order(policy, fast, slow) == ["slow", "fast"]
     both_full = fast, load("slow", 8, DEAR, num_places=8)
     assert order(policy, *both_full, load_factor=9.0) == ["fast", "slow"]
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_nobody_is_sent_behind_a_queue_for_pages(policy: Policy) -> None:
-    fleet = load("queue", 0, CHEAP, is_short_of_pages=True), load("none", 8, DEAR)
-    assert order(policy, *fleet) == ["none", "queue"]
 
 
 @pytest.mark.parametrize(
@@ -209,31 +199,6 @@ def test_what_was_sent_takes_bounded_memory_and_the_newest_stays(
         memory.note(replica, blocks(prompt))
         assert len(memory) <= 8
         assert memory.matched(replica, blocks(prompt)) == len(blocks(prompt))
-
-
-def test_a_replica_that_is_gone_has_seen_nothing() -> None:
-    memory = SentPrefixes()
-    for name in ("a", "b"):
-        memory.note(name, blocks(list(range(32))))
-    memory.forget("a")
-    assert [memory.matched(name, blocks(list(range(32)))) for name in ("a", "b")] == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("stats", "others", "costs"),
-    [
-        ({}, 0, None),
-        ({"rows": {"me": 9, "you": 3, "they": 1}, "marginal_ms_by_rows": None}, 4, None),
-        ({"rows": {}, "marginal_ms_by_rows": {"0": 5.0, "1": 6.0}}, 0, {0: 5.0, 1: 6.0}),
-    ],
-    ids=["nothing reported", "others", "costs"],
-)
-def test_a_report_says_what_others_sent_and_what_rows_cost(
-    stats: dict[str, Any], others: int, costs: Any
-) -> None:
-    found = ReplicaLoad.of("a", stats, "me")
-    assert (found.other_rows, found.own_rows, found.is_healthy) == (others, 0, True)
-    assert found.marginal_ms_by_rows == costs
 
 
 @pytest.mark.parametrize(("heard_at_s", "others"), [(4.0, 3), (6.0, 7)], ids=["older", "newer"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -46,12 +47,15 @@ def batch_size(shown: Any) -> int:
 
 def test_what_is_reported_is_shown(clocks: Clocks) -> None:
     actor = SpecStats(stale_after_s=15, history_s=60)
-    report(actor, "a", batch_size=3)
+    whole = {"batch_size": 3, "kv": {"odd": [1, None]}, "other": {"é": 0.5}}
+    report(actor, "a", **whole)
     report(actor, "b", batch_size=4)
     view: Any = open_view(actor.view())
     assert batch_size(view) == batch_size(actor.status()) == 7
     assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
+    assert whole.items() <= view["internal_states"][0].items()
     actor.forget("a")
+    actor.forget("never seen")
     assert batch_size(actor.view()) == 4
 
 
@@ -122,28 +126,14 @@ def test_a_report_that_can_not_be_read_is_nobody_else_s_trouble(clocks: Clocks) 
     assert batch_size(actor.view()) == 7
 
 
-class Replicas:
-    """Processes of replicas: the dead, those that answer, and those that do not."""
-
-    def __init__(self, dead: str, stuck: str) -> None:
-        self.dead, self.stuck = dead, stuck
-        self.killed: list[str] = []
-
-    def is_there(self, replica: str) -> bool:
-        return replica not in self.dead
-
-    def answers(self, replica: str, within_s: float) -> bool:
-        return replica not in self.stuck
-
-    def kill(self, replica: str) -> None:
-        self.killed.append(replica)
-
-
 def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     clocks: Clocks,
 ) -> None:
     actor = SpecStats(stale_after_s=15, history_s=60, push_interval_s=2, stall_timeout_s=10)
-    replicas: Any = Replicas(dead="d", stuck="s")
+    killed: list[str] = []
+    replicas: Any = SimpleNamespace(
+        is_there=lambda name: name != "d", answers=lambda name, _: name != "s", kill=killed.append
+    )
     for name in "dsw":
         report(actor, name, batch_size=1)
 
@@ -155,6 +145,6 @@ def test_the_dead_leave_with_their_first_missing_report_and_the_stuck_are_ended(
     assert shown_after(2.9) == {"d", "s", "w"}, "a report may be late"
     assert shown_after(3.1) == {"s", "w"}
     assert shown_after(11.9) == {"s", "w"}
-    assert replicas.killed == []
+    assert killed == []
     assert shown_after(12.1) == {"s", "w"}
-    assert replicas.killed == ["s"], "one that answers lives on"
+    assert killed == ["s"], "one that answers lives on"

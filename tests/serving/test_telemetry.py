@@ -11,7 +11,6 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.metrics import Reading
 from serve_spec.serving import telemetry
-from serve_spec.serving.fleet_acceptance import FleetAcceptance
 from serve_spec.serving.telemetry import DoorTelemetry, pair_name, start_warm
 from tests.serving.fake_engine import FakeLoop
 
@@ -82,34 +81,21 @@ async def test_an_export_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPat
         await asyncio.sleep(0.001)
 
 
-def test_replicas_of_one_pair_have_one_name(config: ServeSpecConfig) -> None:
+def test_replicas_of_one_pair_have_one_name_but_where_a_load_test_forces_acceptance(
+    config: ServeSpecConfig,
+) -> None:
     other = ServeSpecConfig.load(config, num_replicas=4, max_num_seqs=3)
     assert pair_name(config) == pair_name(other)
+    names = {
+        pair_name(ServeSpecConfig.load("configs/tiny.yaml", synthetic_acceptance=forced))
+        for forced in (None, 2.5, [0.9, 0.5])
+    }
+    assert len(names) == 3
 
 
-def test_what_a_load_test_forces_teaches_no_replica_that_serves_real_texts() -> None:
-    real, forced, otherwise = (
-        ServeSpecConfig.load("configs/tiny.yaml", synthetic_acceptance=acceptance)
-        for acceptance in (None, 2.5, [0.9, 0.5])
-    )
-    names = [pair_name(config) for config in (real, forced, otherwise)]
-    assert len(set(names)) == 3
-    fleet = FleetAcceptance(stale_after_s=60, memory_s=600)
-    positions = [{"position": 1, "accept_rate": 0.99, "trials": 100.0}]
-    told = {"candidate_steps": [0, 1], "acceptance": {"positions": positions}}
-    fleet.report("r", {"pair": names[1], **told}, 0.0)
-    assert fleet.prior(names[1], 1, 1.0) is not None
-    assert fleet.prior(names[0], 1, 1.0) is None
-
-
-class Stats:
+def knowing(prior: list[float]) -> Any:
     """A stats actor that has an answer."""
-
-    def __init__(self, prior: list[float]) -> None:
-        self._prior = prior
-
-    def prior(self, pair: str, max_steps: int) -> list[float]:
-        return self._prior
+    return SimpleNamespace(prior=lambda pair, max_steps: prior)
 
 
 class Choosy(FakeLoop):
@@ -123,10 +109,10 @@ def test_a_prior_that_the_engine_refuses_is_a_cold_start_not_a_failure(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(telemetry.PolicySettings, "max_depth", 1)
-    start_warm(config, Choosy(), Stats([2.0]))
+    start_warm(config, Choosy(), knowing([2.0]))
 
 
 def test_an_engine_that_never_drafts_asks_nobody(config: ServeSpecConfig) -> None:
     engine = FakeLoop()
-    start_warm(config, engine, Stats([0.5]))
+    start_warm(config, engine, knowing([0.5]))
     assert engine.accept_rates is None

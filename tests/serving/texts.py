@@ -65,3 +65,15 @@ def write_text_files(
     shape = {"max_position_embeddings": max_position_embeddings}
     (folder / "config.json").write_text(json.dumps(shape))
     return folder
+
+
+def drafting(folder: Path, **speculative: Any) -> dict[str, Any]:
+    """A configuration of a pair that nobody loads."""
+    return {
+        "model": {"path": str(folder)},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(folder),
+            **speculative,
+        },
+    }

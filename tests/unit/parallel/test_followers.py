@@ -129,19 +129,17 @@ def test_one_that_can_not_start_says_why(start: Start) -> None:
         start("say no")
 
 
-def test_one_that_does_not_join_is_not_waited_for(start: Start) -> None:
-    followers = start("stay away")
-    with pytest.raises(RankLost, match="rank 1 of 2 failed: ValueError: no memory left"):
-        followers.join(CPU)
-    followers.stop()
-    assert "join" not in {thread.name for thread in threading.enumerate()}
-
-
-def test_when_one_does_not_join_the_others_hear_of_it(start: Start) -> None:
-    followers = start("only rank 1 joins", size=3)
-    with pytest.raises(RankLost, match="rank 2 of 3 failed: ValueError: no memory left"):
+@pytest.mark.parametrize(
+    ("settings", "size", "lost"), [("stay away", 2, 1), ("only rank 1 joins", 3, 2)]
+)
+def test_one_that_does_not_join_is_not_waited_for_and_the_others_hear_of_it(
+    start: Start, settings: str, size: int, lost: int
+) -> None:
+    followers = start(settings, size)
+    with pytest.raises(RankLost, match=f"rank {lost} of {size} failed: ValueError: no memory left"):
         followers.join(CPU)
     followers.stop()  # and so all threads end
+    assert "join" not in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.parametrize("secret", [b"guessed", b""])

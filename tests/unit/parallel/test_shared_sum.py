@@ -19,8 +19,7 @@ from torch._C._distributed_c10d import HashStore, PrefixStore
 from tests.helpers.triton import DEVICE  # isort: skip  before kernels
 from serve_spec.ops.shared_sum import CAPACITY_BYTES, NUM_PROGRAMS
 from serve_spec.parallel import shared_sum as shared_sum_module
-from serve_spec.parallel.group import DeviceGroup, join, store_server
-from serve_spec.parallel.line import LOOPBACK, Address
+from serve_spec.parallel.group import DeviceGroup
 from serve_spec.parallel.shared_sum import (
     SharedSum,
     _check_host,
@@ -29,27 +28,20 @@ from serve_spec.parallel.shared_sum import (
     _Unavailable,
     open_shared_sum,
 )
+from tests.helpers.follower import CPU, joined
 from tests.unit.parallel.shared_memory_rank import shared_memory
 
 ROOT = Path(__file__).parents[3]
 SIZE = 2
-CPU = torch.device("cpu")
 
 interpreted = pytest.mark.skipif(
     DEVICE.type == "cuda", reason="on GPUs kernels do not run in a CPU's memory: see tests/gpu"
 )
 
 
-def join_all() -> list[DeviceGroup]:
-    store = store_server(LOOPBACK)
-    address = Address(LOOPBACK, 0, store.port, b"")
-    with ThreadPoolExecutor(SIZE) as pool:
-        return list(pool.map(lambda rank: join(rank, SIZE, CPU, address), range(SIZE)))
-
-
 @pytest.fixture(scope="module")
 def groups() -> Iterator[list[DeviceGroup]]:
-    groups = join_all()
+    groups = joined(SIZE)
     yield groups
     for group in groups:
         group.close()
@@ -84,7 +76,7 @@ def test_a_rank_that_is_let_go_waits_for_no_other(tmp_path: Path) -> None:
 
 
 def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: Path) -> None:
-    groups = join_all()
+    groups = joined(SIZE)
     memories = [shared_memory(tmp_path, rank, SIZE) for rank in range(SIZE)]
     weight = torch.ones(1000)
 
@@ -125,24 +117,17 @@ def test_a_group_sums_in_shared_memory_what_fits_and_the_rest_as_ever(tmp_path: 
 
 
 def test_ranks_that_can_not_share_memory_agree_to_do_without(
-    groups: list[DeviceGroup], monkeypatch: pytest.MonkeyPatch
+    groups: list[DeviceGroup], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As on GPUs that do not reach each other: no CPU has what torch shares."""
     monkeypatch.setenv("TORCH_SYMM_MEM_DISABLE_MULTICAST", "")  # puts back what is set
     monkeypatch.setenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "")
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    shared_sum_module.logger.addHandler(handler)
-    try:
-        with ThreadPoolExecutor(SIZE) as pool:
-            found = list(pool.map(lambda group: open_shared_sum(group, HashStore(), CPU), groups))
-    finally:
-        shared_sum_module.logger.removeHandler(handler)
+    monkeypatch.setattr(logging.getLogger("serve_spec"), "propagate", True)
+    with ThreadPoolExecutor(SIZE) as pool:
+        found = list(pool.map(lambda group: open_shared_sum(group, HashStore(), CPU), groups))
     assert found == [None] * SIZE
-    assert sorted(line.split(":")[0] for line in lines) == [
-        f"sums of rank {rank} go through NCCL" for rank in range(SIZE)
-    ]
+    said = {line.split(":")[0] for line in caplog.messages}
+    assert said == {f"sums of rank {rank} go through NCCL" for rank in range(SIZE)}
 
 
 class Alone:
