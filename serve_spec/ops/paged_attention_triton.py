@@ -93,10 +93,12 @@ def _choose_tiling(
         block, warps, stages = 16, 4 if lines <= 16 else 8, 2
     elif lines > 32:
         block, warps, stages = 64, 4 if width <= 128 else 8, 3
-    elif num_programs <= 4 * _PROGRAMS:  # each has to have much under way
+    elif num_programs <= _PROGRAMS:  # each has to have much under way
         block, warps, stages, programs = (128, 4, 2, 2) if lines <= 16 else (64, 4, 3, 2)
+    elif num_programs <= 2 * _PROGRAMS:
+        block, warps, stages, programs = 64, 4, 4 if lines <= 16 else 3, 2
     else:
-        block, warps, stages, programs = (64, 4, 2, 2) if lines <= 16 else (128, 4, 2, 2)
+        block, warps, stages, programs = 64 if lines <= 16 else 128, 4, 2, 2
     # Blocks of wide heads have fewer entries.
     block = max(16, block * 128 // max(128, width))
     is_last_merging = num_programs >= _PROGRAMS // 2
@@ -192,7 +194,7 @@ def _launch(
     # Merging must not take the registers that attending needs.
     merge_warps, merge_shares, numbers = 4, 16, 2
     if tiling.is_last_merging:
-        merge_warps, merge_shares, numbers = tiling.num_warps, 4, 8
+        merge_warps, merge_shares, numbers = tiling.num_warps, 4, 4
     merge_lines = max(1, min(tiling.lines, 32 * merge_warps * numbers // block_dv))
     dependent = dependent_launch(query.device)
     shape = {
