@@ -43,20 +43,6 @@ def test_a_complete_text_ends_whatever_else_is_asked(
         assert (len(output.token_ids), output.finish_reason) == (7, FinishReason.STOP)
 
 
-def test_a_text_that_becomes_too_much_for_the_limits_ends_and_others_go_on(
-    make_llm: MakeLLM,
-) -> None:
-    heavy = Grammar.regex("x((a{1,100}){1,100}){1,100}")
-    params = [
-        SamplingParams(max_tokens=60, temperature=0.0, grammar=grammar, min_tokens=50)
-        for grammar in (heavy, Grammar.regex("[ab]{99}"))
-    ]
-    ended, other = make_llm("EAGLE3", 3).generate([[1, 2, 3]] * 2, params)
-    assert (ended.token_ids[-1], ended.finish_reason) == (EOS_ID, FinishReason.STOP)
-    assert ended.text == "x" + "a" * (len(ended.token_ids) - 2)
-    assert len(other.text) == 60
-
-
 def test_trained_drafts_of_the_shipped_model_write_valid_json() -> None:
     """A vocabulary with merges, where most of a text's tokens are drawn among few."""
     grammar = Grammar.json_schema(

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
-from serve_spec.core.request import SamplingParams
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
-from tests.helpers.engines import MakeLLM
 
 SAMPLED_ROW_MS = 0.3
 
@@ -329,36 +327,6 @@ def check_row(row: ScheduledRequest, cell: Cell) -> None:
         assert row.extend_ids
     else:
         assert not row.extend_ids
-
-
-def test_a_real_worker_gives_a_whole_table_and_its_engine_the_same_texts_and_drafts_as_before(
-    make_llm: MakeLLM,
-) -> None:
-    params = [
-        SamplingParams(max_tokens=20, temperature=t, seed=7, ignore_eos=True)
-        for t in (0.0, 0.9, 0.0)
-    ]
-    profiled, fresh = make_llm("EAGLE3", 3), make_llm("EAGLE3", 3)
-    worker = profiled.engine.worker
-    worker.init_states(map(DraftShape.chain, range(4)))
-    sizes = {"page_size": 4, "max_batch_size": 8, "max_steps": 3, "max_num_rows": 32}
-    costs = finish(measure_costs(worker, num_pages=512, max_model_len=128, budget_s=1.5, **sizes))
-    assert costs.batch_sizes == (1, 2, 4, 8)
-    assert costs.num_steps == (0, 1, 2, 3)
-    draft, verify = np.array(costs.draft_ms), np.array(costs.verify_ms)
-    assert draft.shape == verify.shape == (2, 4, 4)
-    assert np.all(draft[:, :, 0] == 0)
-    assert np.all(draft[:, :, 1:] > 0)
-    assert np.all(verify > 0)
-    assert costs.sampled_row_ms >= 0
-    found, expected = (
-        [
-            (output.token_ids, output.speculation)
-            for output in llm.generate([[5, 6, 7], [8] * 30, list(range(60))], params)
-        ]
-        for llm in (profiled, fresh)
-    )
-    assert found == expected
 
 
 TOPK = 4
