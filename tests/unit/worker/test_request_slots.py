@@ -52,12 +52,6 @@ def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters()
     torch.testing.assert_close(torch.stack(found[3:]), torch.tensor([0.9, 0.1]))
 
 
-def test_greedy_requests_have_no_temperature_to_divide_by() -> None:
-    slots = make_slots()
-    RequestStates(slots).sync([row(0, [1, 2, 3], [0], temperature=0.0)])
-    assert slots.params.inverse_temperature[0] == 0
-
-
 def test_another_request_takes_over_a_slot() -> None:
     slots = make_slots()
     states = RequestStates(slots)
