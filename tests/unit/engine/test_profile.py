@@ -207,16 +207,24 @@ def test_only_tiers_the_worker_has_are_run(tiers: tuple[int, ...]) -> None:
     assert costs.verify_ms[0][1][0] == pytest.approx(true_verify_ms(2, 0, 128))
 
 
-def test_rounds_beyond_the_row_limit_are_extrapolated_and_never_run() -> None:
+@pytest.mark.parametrize(
+    ("limit", "largest", "too_large"),
+    [
+        ({"max_num_rows": 64}, Cell(128, 8, DraftShape.chain(7)), (16, 5)),
+        # 28 ms, and 103 ms.
+        ({"longest_run_s": 0.05}, Cell(128, 16, DraftShape.chain(1)), (16, 7)),
+    ],
+)
+def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(
+    limit: dict[str, Any], largest: Cell, too_large: tuple[int, int]
+) -> None:
     worker = FakeWorker()
-    costs = measured(worker, max_num_rows=64)
-    assert max(cell.num_rows for cell in cells_of(worker.plans)) == 64
-    assert set(costs.extrapolated) == {
-        (size, steps)
-        for size in costs.batch_sizes
-        for steps in costs.num_steps
-        if size * (steps + 1) > 64
-    }
+    costs = measured(worker, **limit)
+    assert not costs.is_rough
+    ran = cells_of(worker.plans)
+    assert largest in ran
+    assert too_large not in {(cell.batch_size, cell.shape.depth) for cell in ran}
+    assert too_large in costs.extrapolated
 
 
 def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> None:
@@ -255,16 +263,6 @@ def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget() ->
     assert costs.draft_ms[0][0][1] == pytest.approx(50 * true_draft_ms(1, 1))
     assert costs.verify_ms[0][0][0] == pytest.approx(50 * true_verify_ms(1, 0, 128))
     assert not measured(FakeWorker(), budget_s=1.0).is_rough
-
-
-def test_rounds_that_would_take_too_long_are_extrapolated_and_never_run() -> None:
-    worker = FakeWorker()
-    costs = measured(worker, longest_run_s=0.05)
-    assert not costs.is_rough
-    ran = {(c.batch_size, c.shape.depth) for c in cells_of(worker.plans) if c.context == 128}
-    assert (16, 1) in ran, "28 ms"
-    assert (16, 7) not in ran, "103 ms"
-    assert (32, 7) in costs.extrapolated
 
 
 def test_a_measurement_may_pause_after_every_round_and_finds_the_same() -> None:
