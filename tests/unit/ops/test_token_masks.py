@@ -13,7 +13,7 @@ from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import token_masks_triton  # isort: skip
 
-VOCAB = 5003  # several blocks, the last one broken
+VOCAB = 2500  # several blocks, the last one broken
 WAYS = [reference(token_masks), token_masks_triton]
 
 
@@ -27,7 +27,7 @@ def packed(allowed: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_a_row_keeps_the_scores_its_mask_allows_and_no_other(
     way: object, places: list[int], seed: int
