@@ -159,7 +159,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
 
     def others(scores: Tensor, topk: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         children, likely = own(scores, topk, ids)
-        return (children.flip(1), likely) if is_follower() else (children, likely)
+        return (children, likely.flip(1)) if is_follower() else (children, likely)
 
     monkeypatch.setattr(DraftModel, "draft", draft_otherwise)
     monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
