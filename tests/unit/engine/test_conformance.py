@@ -323,11 +323,8 @@ def check(
         assert row.is_tree or most == stats.num_draft_tokens, key
         most = (tree_tokens - 1 if row.is_tree else cap) * stats.num_rounds
         assert stats.num_draft_tokens <= most
-    total = [answer.stats for answer in answers.values()]
-    kept, drafted = (
-        sum(stats.num_correct_drafts for stats in total),
-        sum(stats.num_draft_tokens for stats in total),
-    )
+    kept = sum(answer.stats.num_correct_drafts for answer in answers.values())
+    drafted = sum(answer.stats.num_draft_tokens for answer in answers.values())
     assert row == PLAIN or 0 < kept < drafted, "the test needs kept and rejected drafts"
 
 

@@ -91,7 +91,7 @@ def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(
         ({}, [97, EOS_ID, 98], 2, "a", FinishReason.STOP),
         ({"ignore_eos": True}, [97, EOS_ID, 98], 3, "ab", None),
         ({"max_tokens": 3}, [*b"abcdef"], 3, "abc", FinishReason.LENGTH),
-        ({"max_tokens": 3, "stop_token_ids": (99,)}, [*b"abc"], 3, "abc", FinishReason.STOP),
+        ({"max_tokens": 3, "stop_token_ids": (99,)}, [*b"abc"], 3, "ab", FinishReason.STOP),
     ],
     ids=["earliest stop string", "eos", "ignored eos", "max_tokens", "stop at max_tokens"],
 )

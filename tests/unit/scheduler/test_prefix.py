@@ -80,6 +80,7 @@ class RememberingWorker:
                 drawn.append(tokens)
                 self.texts[row.request_id] = (*text, *tokens)
                 if row.params.counts_tokens:
+                    assert plan.follows or row.edited is not None, "the host knows all of it"
                     self.count(row, text)
             end = len(text) if row.is_decode else row.length
             first = end - 1 if row.is_decode else row.start
