@@ -4,8 +4,7 @@ A life follows from the slice and its number alone, so a failure comes back, by 
 `make test` runs slice 0, `make fuzz SLICES=40` as many as wanted, a few hundred requests each.
 
 Lives are drawn independently, value by value: what hypothesis makes of so many values repeats
-itself, and hardly ever runs short of pages. `tests/unit/engine/test_conformance.py` has a few of
-those, which it can shrink.
+itself, and hardly ever runs short of pages.
 """
 
 from __future__ import annotations

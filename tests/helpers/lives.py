@@ -192,8 +192,6 @@ def met(llm: LLM, num_pages: int) -> set[str]:
     assert snapshot["kv"]["free_pages"] == num_pages
     assert snapshot["num_running"] == snapshot["num_waiting"] == 0
     assert snapshot["fallback"] is None
-    controller: Any = llm.engine.controller
-    assert not getattr(controller._policy, "_speculators", ()), "the requests have ended"
     counts = {
         "accepted drafts": snapshot["counters"]["correct_drafts"],
         "preemptions": snapshot["num_preemptions"],

@@ -2,7 +2,7 @@
 
 The table is every drafter in chains and in trees, times event. In every cell the requests of all
 features run together, and each must get what plain decoding gives it alone: text, finish reason
-and log-probabilities. Then lives drawn at random, which `tests/fuzz` draws more of.
+and log-probabilities. `tests/fuzz` draws lives at random.
 
 The engines are driven through public calls and configuration keys alone. To run the table with
 another configuration, set its keys in the environment:
@@ -13,18 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields, replace
-from random import Random
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.grammars import PARENTHESES, check_text
-from tests.helpers.lives import Lives, any_life
 from tests.helpers.table import (
     DRAFTING_ROWS,
     NUM_STEPS,
@@ -176,19 +172,6 @@ def with_depth_switches(make: MakeLLM, row: Row) -> dict[str, Answer]:
     return answers
 
 
-def with_pauses(make: MakeLLM, row: Row) -> dict[str, Answer]:
-    """Run with speculation switched off for ten steps, and on again."""
-    llm, _ = adaptive(make, row)
-
-    def pause(llm: LLM, num_steps: int) -> None:
-        if num_steps in (3, 18):
-            llm.engine.reconfigure({"speculative_adaptive": False, "speculative_num_steps": 0})
-        if num_steps in (0, 13, 28):
-            llm.engine.reconfigure({"speculative_adaptive": False})
-
-    return run(llm, requests(), pause)
-
-
 def adaptive(make: MakeLLM, row: Row) -> tuple[LLM, list[dict[str, Any]]]:
     """Return an engine that has every depth, and what to configure to choose each."""
     slot: dict[str, Any] = {"candidate_steps": [*range(NUM_STEPS + 1)]}
@@ -259,7 +242,6 @@ EVENTS = {
     "preemption": with_preemption,
     "abort": with_aborts,
     "depth": with_depth_switches,
-    "pause": with_pauses,
     "prefix": with_prefix_hits,
     "chunks": with_chunks,
     "late": with_late_arrivals,
@@ -302,7 +284,7 @@ def cells(events: Iterable[str]) -> list[Any]:
         pytest.param(row, event, id=f"{row.name}-{event}")
         for row in (PLAIN, *DRAFTING_ROWS)
         for event in events
-        if row != PLAIN or event not in ("depth", "pause")  # it has one depth
+        if row != PLAIN or event != "depth"  # it has one depth
     ]
 
 
@@ -341,11 +323,8 @@ def check(
         assert row.is_tree or most == stats.num_draft_tokens, key
         most = (tree_tokens - 1 if row.is_tree else cap) * stats.num_rounds
         assert stats.num_draft_tokens <= most
-    total = [answer.stats for answer in answers.values()]
-    kept, drafted = (
-        sum(stats.num_correct_drafts for stats in total),
-        sum(stats.num_draft_tokens for stats in total),
-    )
+    kept = sum(answer.stats.num_correct_drafts for answer in answers.values())
+    drafted = sum(answer.stats.num_draft_tokens for answer in answers.values())
     assert row == PLAIN or 0 < kept < drafted, "the test needs kept and rejected drafts"
 
 
@@ -385,16 +364,3 @@ def test_texts_by_a_grammar_are_of_it(alone: dict[str, Answer]) -> None:
         check_text(answer.token_ids, grammar)
         bad = request.params.bad_token_ids
         assert "[a-z]" not in grammar.text or not {*answer.token_ids} & {*bad}
-
-
-@pytest.fixture(scope="module")
-def lives(tmp_path_factory: pytest.TempPathFactory) -> Lives:
-    return Lives(tmp_path_factory.mktemp("lives"))
-
-
-@settings(max_examples=12, derandomize=True, suppress_health_check=[*HealthCheck])
-@given(rng=st.randoms(use_true_random=False))
-def test_answers_in_a_random_life_are_those_of_plain_decoding_alone(
-    lives: Lives, rng: Random
-) -> None:
-    lives.check(any_life(rng))

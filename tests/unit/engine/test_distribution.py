@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import replace
 
 import pytest
@@ -19,17 +18,6 @@ from tests.helpers.engines import MakeLLM, Pair
 from tests.helpers.plain_edits import edited
 from tests.helpers.plain_logprobs import CLOSE, Distribution, PlainLogprobs, processed
 
-FILTERS = [{}, {"top_k": 20}, {"top_p": 0.9}, {"min_p": 0.02, "top_k": 50}, {}]
-EDITS: list[dict[str, object]] = [
-    {"repetition_penalty": 1.3},
-    {"frequency_penalty": 1.5, "presence_penalty": -0.5},
-    {"logit_bias": {7: 4.0, 100: -100.0, 200: 2.5}},
-    {},
-    {"allowed_token_ids": [*range(40, 90)], "frequency_penalty": 0.3},
-    {"bad_token_ids": [*range(0, 256, 3)], "repetition_penalty": 0.8},
-    {"logit_bias": {EOS_ID: 100.0}, "min_tokens": 9},
-    {"presence_penalty": 2.0, "repetition_penalty": 1.1, "logit_bias": {3: 5.0}},
-]
 AS_THE_MODEL_GIVES = SamplingParams(temperature=1.0)
 
 
@@ -37,37 +25,9 @@ def span(start: int, end: int) -> list[int]:
     return list(range(start, end))
 
 
-def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
-    """Every filter and every edit at every temperature; one request in five asks for no more."""
-    rng = random.Random(0)
-    lengths = [1, 2, 5, 11, 20, 33, 45, 16]
-    prompts = [[rng.randrange(256) for _ in range(n)] for n in lengths]
-    params = [
-        SamplingParams(
-            max_tokens=16 + 2 * i,
-            temperature=(0.0, 0.7, 1.0)[i % 3],
-            seed=40 + i,
-            ignore_eos=bool(i % 2),
-            logprobs=(0, 5, 20, 1, None)[i % 5],
-            prompt_logprobs=(None, 2, 0)[i % 3],
-            **FILTERS[i % 5],
-            **edits,
-        )
-        for all_edits in ([{}] * len(EDITS), EDITS)
-        for i, edits in enumerate(all_edits)
-    ]
-    return prompts * 2, params
-
-
 @pytest.fixture(scope="module")
 def plain(pair: Pair) -> PlainLogprobs:
     return PlainLogprobs(pair.target)
-
-
-@pytest.fixture(scope="module")
-def off(make_llm: MakeLLM) -> list[RequestOutput]:
-    """Every request without speculation."""
-    return make_llm(max_num_seqs=16).generate(*prompts_and_params())
 
 
 def agrees(entry: TokenLogprob, token: int, expected: Distribution, num_top: int) -> None:
@@ -110,23 +70,6 @@ def check(output: RequestOutput, params: SamplingParams, plain: PlainLogprobs) -
             agrees(entry, token, expected, params.prompt_logprobs)
 
 
-def test_without_speculation_tokens_and_log_probabilities_are_the_plain_ones(
-    off: list[RequestOutput], plain: PlainLogprobs
-) -> None:
-    for output, params in zip(off, prompts_and_params()[1], strict=True):
-        check(output, params, plain)
-
-
-def test_asking_never_changes_a_text_and_who_does_not_ask_gets_nothing(
-    make_llm: MakeLLM, off: list[RequestOutput]
-) -> None:
-    prompts, params = prompts_and_params()
-    silent = [replace(p, logprobs=None, prompt_logprobs=None) for p in params]
-    unasked = make_llm("EAGLE3", 3).generate(prompts, silent)
-    assert [o.token_ids for o in off] == [o.token_ids for o in unasked]
-    assert all(o.logprobs is None and o.prompt_logprobs is None for o in unasked)
-
-
 @pytest.fixture(scope="module")
 def drafting(make_llm: MakeLLM) -> LLM:
     return make_llm("EAGLE3", 3, num_pages=40, max_num_seqs=3, max_num_batched_tokens=24)
@@ -147,11 +90,14 @@ requests = st.lists(
             presence_penalty=st.sampled_from([0.0, 0.0, 1.5, -0.4]),
             repetition_penalty=st.sampled_from([1.0, 1.0, 1.4, 0.7]),
             logit_bias=st.dictionaries(
-                st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 3.0, 6.5]), max_size=4
+                st.just(EOS_ID) | st.integers(0, VOCAB - 1),
+                st.sampled_from([-100.0, 3.0, 6.5]),
+                max_size=4,
             ),
             allowed_token_ids=st.none() | token_ids.map(lambda ids: [*ids, 5, 77]),
             bad_token_ids=st.lists(st.integers(80, VOCAB - 1), max_size=6),
             min_tokens=st.sampled_from([0, 0, 3, 8]),
+            ignore_eos=st.booleans(),
             stop_token_ids=st.lists(st.integers(80, VOCAB - 1), max_size=3),
             seed=st.integers(0, 1000),
             logprobs=st.sampled_from([None, 0, 1, 20]),
@@ -173,9 +119,15 @@ requests = st.lists(
 def test_any_requests_together_get_tokens_of_the_plain_distribution(
     drafting: LLM, plain: PlainLogprobs, batch: list[tuple[list[int], SamplingParams]]
 ) -> None:
-    params = [q for _, q in batch]
-    for output, asked in zip(drafting.generate([p for p, _ in batch], params), params, strict=True):
+    """And the same tokens if nobody asks for log-probabilities."""
+    prompts, params = [p for p, _ in batch], [q for _, q in batch]
+    outputs = drafting.generate(prompts, params)
+    for output, asked in zip(outputs, params, strict=True):
         check(output, asked, plain)
+    silent = [replace(p, logprobs=None, prompt_logprobs=None) for p in params]
+    unasked = drafting.generate(prompts, silent)
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in unasked]
+    assert all(o.logprobs is None and o.prompt_logprobs is None for o in unasked)
 
 
 def test_deltas_carry_theirs_and_the_first_one_the_prompts(make_llm: MakeLLM) -> None:

@@ -18,7 +18,7 @@ from tests.helpers.engines import MakeLLM, make_pair, sampled_requests, texts
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
-def test_eight_bits_are_taken_by_themselves_only_where_they_are_faster(
+def test_eight_bits_are_taken_only_where_they_are_faster_and_refused_elsewhere(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for is_hopper in (True, False):
@@ -27,9 +27,6 @@ def test_eight_bits_are_taken_by_themselves_only_where_they_are_faster(
         assert draft_weights("none", GPU) == "plain"
         assert draft_weights("int4", GPU) == draft_weights("int4", CPU) == "int4"
         assert draft_weights("auto", CPU) == "plain"
-
-
-def test_eight_bits_asked_for_where_they_bring_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match=r"quantization='fp8': .* this is cpu; use 'auto'"):
         draft_weights("fp8", CPU)
     with pytest.raises(ValueError, match=r"quantization='int8': .* this is cuda:0; use 'auto'"):

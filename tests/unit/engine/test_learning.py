@@ -1,9 +1,15 @@
-"""What the policy is told, and what an interrupted call leaves behind."""
+"""What the policy is told, that no drafts cost nothing, and what an interrupted call leaves."""
 
 import pytest
 
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
-from tests.helpers.engines import MakeLLM, always_three, heard_steps
+from tests.helpers.engines import (
+    MakeLLM,
+    always_three,
+    heard_plans,
+    heard_steps,
+    switch_every_round,
+)
 
 
 def test_the_policy_hears_of_live_rows_and_of_what_each_really_drafted(make_llm: MakeLLM) -> None:
@@ -118,3 +124,19 @@ def test_an_interrupted_call_leaves_an_engine_that_works(
             llm.generate([[1, 2, 3], [4, 5]], params)
     assert llm.engine.scheduler.cache.num_free_pages == 512
     assert llm.generate([[1, 2, 3]], params)[0].token_ids == expected
+
+
+def test_without_steps_nothing_drafts_or_reserves_ahead(
+    make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = make_llm("EAGLE3", 3)
+    switch_every_round(llm, [0])
+    plans = heard_plans(llm)
+    monkeypatch.setattr(
+        llm.engine.worker, "_draft", lambda *args: pytest.fail("a step without drafts")
+    )
+    params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
+    llm.generate([[1, 2, 3], [4, 5]], params)
+    page_size = llm.engine.scheduler.cache.page_size
+    for row in (row for plan in plans for row in plan.rows):
+        assert len(row.page_ids) == -(-row.length // page_size), "pages for drafts that are not"

@@ -4,6 +4,7 @@ import asyncio
 import itertools
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,20 +195,14 @@ def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
 
 def test_rounds_are_reported_to_whoever_asked(loop: EngineLoop) -> None:
     seen: list[StepRecord] = []
+    loop.report_to(SimpleNamespace(observe=seen.append))
 
-    class Sink:
-        def observe(self, stats: StepRecord) -> None:
-            seen.append(stats)
+    async def complete() -> list[TokenDelta]:
+        return await collect(await loop.submit(PROMPT, params(), "reported"))
 
-    loop.report_to(Sink())
-    deltas = asyncio.run(complete(loop))
-    assert sum(stats.num_output_tokens for stats in seen) == len(deltas) - 1
+    num_tokens = sum(len(delta.token_ids) for delta in asyncio.run(complete()))
+    assert sum(stats.num_output_tokens for stats in seen) == num_tokens - 1
     assert sum(stats.num_prefill_tokens for stats in seen) == len(PROMPT)
-
-
-async def complete(loop: EngineLoop) -> list[int]:
-    stream = await loop.submit(PROMPT, params(), "reported")
-    return [token for delta in await collect(stream) for token in delta.token_ids]
 
 
 def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(

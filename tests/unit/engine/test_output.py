@@ -1,5 +1,7 @@
 """Laws of incremental text: nothing shown can still change, and texts end where they must."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,28 +84,25 @@ def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(
         assert ("".join(pieces), used) == ("ab", 5)
 
 
-def test_the_earliest_of_several_stop_strings_wins(tokenizer: Tokenizer) -> None:
-    stream = output(tokenizer, stop=("cde", "bcde"))
-    stream.push(list(b"abcdef"))
-    assert stream.take() == "a"
-
-
-def test_eos_ends_the_text_unless_it_is_ignored(tokenizer: Tokenizer) -> None:
-    stream = output(tokenizer)
-    assert stream.push([97, EOS_ID, 98]) == 2
-    assert (stream.take(), stream.finish_reason) == ("a", FinishReason.STOP)
-    stream = output(tokenizer, ignore_eos=True)
-    assert stream.push([97, EOS_ID, 98]) == 3
-    assert (stream.take(), stream.finish_reason) == ("ab", None)
-
-
-def test_max_tokens_ends_the_text_inside_an_accepted_run(tokenizer: Tokenizer) -> None:
-    stream = output(tokenizer, max_tokens=3)
-    assert stream.push(list(b"abcdef")) == 3
-    assert (stream.take(), stream.finish_reason) == ("abc", FinishReason.LENGTH)
-
-
-def test_a_stop_on_the_last_allowed_token_counts_as_stop(tokenizer: Tokenizer) -> None:
-    stream = output(tokenizer, max_tokens=3, stop_token_ids=(99,))
-    assert stream.push(list(b"abc")) == 3
-    assert stream.finish_reason is FinishReason.STOP
+@pytest.mark.parametrize(
+    ("asked", "tokens", "num_used", "text", "reason"),
+    [
+        ({"stop": ("cde", "bcde")}, [*b"abcdef"], 5, "a", FinishReason.STOP),
+        ({}, [97, EOS_ID, 98], 2, "a", FinishReason.STOP),
+        ({"ignore_eos": True}, [97, EOS_ID, 98], 3, "ab", None),
+        ({"max_tokens": 3}, [*b"abcdef"], 3, "abc", FinishReason.LENGTH),
+        ({"max_tokens": 3, "stop_token_ids": (99,)}, [*b"abc"], 3, "ab", FinishReason.STOP),
+    ],
+    ids=["earliest stop string", "eos", "ignored eos", "max_tokens", "stop at max_tokens"],
+)
+def test_a_text_ends_inside_an_accepted_run(
+    tokenizer: Tokenizer,
+    asked: dict[str, Any],
+    tokens: list[int],
+    num_used: int,
+    text: str,
+    reason: FinishReason | None,
+) -> None:
+    stream = output(tokenizer, **asked)
+    assert stream.push(tokens) == num_used
+    assert (stream.take(), stream.finish_reason) == (text, reason)

@@ -17,10 +17,8 @@ from hypothesis import strategies as st
 from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
-from serve_spec.core.request import SamplingParams
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
 from serve_spec.engine.synthetic import Cell, SyntheticPlans
-from tests.helpers.engines import MakeLLM
 
 SAMPLED_ROW_MS = 0.3
 
@@ -209,16 +207,24 @@ def test_only_tiers_the_worker_has_are_run(tiers: tuple[int, ...]) -> None:
     assert costs.verify_ms[0][1][0] == pytest.approx(true_verify_ms(2, 0, 128))
 
 
-def test_rounds_beyond_the_row_limit_are_extrapolated_and_never_run() -> None:
+@pytest.mark.parametrize(
+    ("limit", "largest", "too_large"),
+    [
+        ({"max_num_rows": 64}, Cell(128, 8, DraftShape.chain(7)), (16, 5)),
+        # 28 ms, and 103 ms.
+        ({"longest_run_s": 0.05}, Cell(128, 16, DraftShape.chain(1)), (16, 7)),
+    ],
+)
+def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(
+    limit: dict[str, Any], largest: Cell, too_large: tuple[int, int]
+) -> None:
     worker = FakeWorker()
-    costs = measured(worker, max_num_rows=64)
-    assert max(cell.num_rows for cell in cells_of(worker.plans)) == 64
-    assert set(costs.extrapolated) == {
-        (size, steps)
-        for size in costs.batch_sizes
-        for steps in costs.num_steps
-        if size * (steps + 1) > 64
-    }
+    costs = measured(worker, **limit)
+    assert not costs.is_rough
+    ran = cells_of(worker.plans)
+    assert largest in ran
+    assert too_large not in {(cell.batch_size, cell.shape.depth) for cell in ran}
+    assert too_large in costs.extrapolated
 
 
 def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> None:
@@ -257,16 +263,6 @@ def test_on_a_busy_machine_short_rounds_are_measured_even_beyond_the_budget() ->
     assert costs.draft_ms[0][0][1] == pytest.approx(50 * true_draft_ms(1, 1))
     assert costs.verify_ms[0][0][0] == pytest.approx(50 * true_verify_ms(1, 0, 128))
     assert not measured(FakeWorker(), budget_s=1.0).is_rough
-
-
-def test_rounds_that_would_take_too_long_are_extrapolated_and_never_run() -> None:
-    worker = FakeWorker()
-    costs = measured(worker, longest_run_s=0.05)
-    assert not costs.is_rough
-    ran = {(c.batch_size, c.shape.depth) for c in cells_of(worker.plans) if c.context == 128}
-    assert (16, 1) in ran, "28 ms"
-    assert (16, 7) not in ran, "103 ms"
-    assert (32, 7) in costs.extrapolated
 
 
 def test_a_measurement_may_pause_after_every_round_and_finds_the_same() -> None:
@@ -329,36 +325,6 @@ def check_row(row: ScheduledRequest, cell: Cell) -> None:
         assert row.extend_ids
     else:
         assert not row.extend_ids
-
-
-def test_a_real_worker_gives_a_whole_table_and_its_engine_the_same_texts_and_drafts_as_before(
-    make_llm: MakeLLM,
-) -> None:
-    params = [
-        SamplingParams(max_tokens=20, temperature=t, seed=7, ignore_eos=True)
-        for t in (0.0, 0.9, 0.0)
-    ]
-    profiled, fresh = make_llm("EAGLE3", 3), make_llm("EAGLE3", 3)
-    worker = profiled.engine.worker
-    worker.init_states(map(DraftShape.chain, range(4)))
-    sizes = {"page_size": 4, "max_batch_size": 8, "max_steps": 3, "max_num_rows": 32}
-    costs = finish(measure_costs(worker, num_pages=512, max_model_len=128, budget_s=1.5, **sizes))
-    assert costs.batch_sizes == (1, 2, 4, 8)
-    assert costs.num_steps == (0, 1, 2, 3)
-    draft, verify = np.array(costs.draft_ms), np.array(costs.verify_ms)
-    assert draft.shape == verify.shape == (2, 4, 4)
-    assert np.all(draft[:, :, 0] == 0)
-    assert np.all(draft[:, :, 1:] > 0)
-    assert np.all(verify > 0)
-    assert costs.sampled_row_ms >= 0
-    found, expected = (
-        [
-            (output.token_ids, output.speculation)
-            for output in llm.generate([[5, 6, 7], [8] * 30, list(range(60))], params)
-        ]
-        for llm in (profiled, fresh)
-    )
-    assert found == expected
 
 
 TOPK = 4

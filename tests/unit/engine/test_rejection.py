@@ -97,16 +97,6 @@ def test_texts_of_engines_follow_one_distribution(make_llm: MakeLLM, method: str
     assert stats.chi2_contingency(table).pvalue > 1e-6
 
 
-def test_a_text_that_goes_on_in_another_engine_is_as_long_as_asked(make_llm: MakeLLM) -> None:
-    prompts, params = requests(1.0, 1)
-    engine = make_llm("EAGLE3", STEPS, rejection_sample_method="block").engine
-    engine.add(engine.new_sequence("again", prompts[0], params[0], emitted=[7, 8, 9]))
-    tokens = []
-    while engine.has_work:
-        tokens += [token for delta in engine.step() for token in delta.token_ids]
-    assert len(tokens) == params[0].max_tokens - 3
-
-
 def test_a_device_without_room_for_what_drafts_are_drawn_from_is_told_what_to_lower(
     make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -124,3 +124,10 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
         sum(drafted[planned[9] :]),
     )
     assert min(before, after) > 0 == off
+
+
+def test_a_policy_by_request_keeps_none_that_ended(make_llm: MakeLLM) -> None:
+    llm = make_llm("EAGLE3", 3, **{**ADAPTS, "speculative_adaptive_strategy": "per_request"})
+    llm.generate(PROMPTS[:3], PARAMS)
+    controller: Any = llm.engine.controller
+    assert not controller._policy._speculators

@@ -8,8 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.layers.embedding import Embedding
-from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Layer, Shard, finish_loading
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.parallel import column_linear, row_linear, vocab_embedding, vocab_head
@@ -134,13 +132,3 @@ def test_ranks_agree_whether_a_table_is_a_copy_of_theirs(differs_at: int | None)
 
     assert on_ranks(4, holds) == [differs_at is None] * 4
     assert holds(SINGLE) == (differs_at is None)
-
-
-def test_alone_a_rank_gets_the_plain_layers() -> None:
-    layers = [
-        column_linear(4, {"q": 4}, SINGLE),
-        row_linear(4, {"o": 4}, SINGLE),
-        vocab_head(4, 9, SINGLE),
-        vocab_embedding(9, 4, SINGLE),
-    ]
-    assert [type(layer) for layer in layers] == [Linear, Linear, Linear, Embedding]

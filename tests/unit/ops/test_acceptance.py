@@ -128,6 +128,9 @@ def test_a_sequence_may_fill_every_row_there_is(ops: Any) -> None:
     chain = Tree(tuple((7, i - 1, 7) for i in range(acceptance.MAX_ROWS)))
     found = ops.accept_path(*tensors_of([chain, chain]), acceptance.MAX_ROWS)
     assert found.num_correct.tolist() == [acceptance.MAX_ROWS - 1] * 2
+    _, parents, _, starts = tensors_of([chain])
+    masks = ops.tree_masks(parents, starts).tolist()
+    assert [mask % 2**64 for mask in masks] == [2 ** (i + 1) - 1 for i in range(len(chain.rows))]
 
 
 @dataclass
@@ -193,14 +196,6 @@ def test_a_draft_sees_itself_and_its_path(ops: Any, round: list[Tree], padding: 
         found = ops.tree_masks(parents, starts)
     expected = [ancestors(tree, row) for tree in round for row in range(len(tree.rows))]
     assert found.tolist() == expected + [0] * max(padding, 1)
-
-
-@BOTH
-def test_the_longest_chain_fits_the_mask(ops: Any) -> None:
-    rows = acceptance.MAX_ROWS
-    parents = torch.arange(-1, rows - 1, dtype=torch.int32, device=DEVICE)
-    masks = ops.tree_masks(parents, torch.tensor([0, rows], dtype=torch.int32, device=DEVICE))
-    assert [mask % 2**64 for mask in masks.tolist()] == [2 ** (i + 1) - 1 for i in range(rows)]
 
 
 @BOTH

@@ -46,6 +46,7 @@ def test_kept_rows_move_together_and_nothing_else_changes(
     pools = [
         torch.randn(3, 50, 2, 5, generator=generator),
         torch.randn(50, 13, generator=generator).bfloat16(),
+        torch.randn(1, 50, 5000, generator=generator),
         torch.randn(1, 50, 1, 8, generator=generator).half(),
     ]
     expected = [pool.clone() for pool in pools]
@@ -68,18 +69,3 @@ def test_kept_rows_move_together_and_nothing_else_changes(
     )
     for found, wanted in zip(moved, expected, strict=True):
         assert torch.equal(found.cpu(), wanted)
-
-
-@TWINS
-def test_a_wide_row_moves_as_a_whole(twin: Any) -> None:
-    pool = torch.randn(2, 4, 5000, generator=torch.Generator().manual_seed(1))
-    moved = pool.to(DEVICE)
-    twin.move_accepted(
-        [moved],
-        torch.tensor([3, 1, 2], device=DEVICE),
-        torch.tensor([0, 3], dtype=torch.int32, device=DEVICE),
-        torch.tensor([[0, 2]], dtype=torch.int32, device=DEVICE),
-        torch.tensor([1], dtype=torch.int32, device=DEVICE),
-    )
-    pool[:, 1] = pool[:, 2]
-    assert torch.equal(moved.cpu(), pool)

@@ -119,15 +119,6 @@ def test_so_it_does_with_chains_of_different_lengths_in_one_batch(method: str) -
     assert total_variation(law, tree.joint()) <= 1e-12
 
 
-@pytest.mark.parametrize("method", RULES)
-def test_a_draft_that_is_the_target_is_kept_whole(method: str) -> None:
-    tree = Tree(3, 7, "")
-    tree.q = tree.p[:-1]
-    law, mean = emitted_law(tree, method)
-    assert total_variation(law, tree.joint()) <= 1e-12
-    assert mean == pytest.approx(3)
-
-
 @settings(max_examples=10, deadline=None)
 @given(st.integers(0, 2**31), st.sampled_from([2, 3]), st.sampled_from(["", "p", "q", "pq"]))
 def test_blocks_keep_as_many_drafts_as_single_tokens_at_least(

@@ -44,7 +44,7 @@ sequences = st.lists(
         sampling_params,
         st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=8),  # prompt
         ids,  # generated
-        st.lists(st.integers(0, VOCAB - 1), max_size=4),  # drafts
+        st.lists(st.integers(-1, VOCAB - 1), max_size=4),  # drafts; -1: no token
     ),
     min_size=1,
     max_size=4,
@@ -100,23 +100,6 @@ def test_scores_are_edited_by_the_text_and_the_drafts_on_their_path_alone(
     ops.edit_scores(found, *arguments, backs if is_tree else None)
     torch.testing.assert_close(found[:-2].cpu(), torch.tensor(expected), rtol=1e-5, atol=2e-5)
     assert torch.equal(found[-2:].cpu(), logits[-2:])
-
-
-@pytest.mark.parametrize("ops", BOTH)
-def test_a_draft_without_a_token_counts_for_nothing(ops: Any) -> None:
-    rows = [(SamplingParams(frequency_penalty=2.0), [1], [2], [5, 6])]
-    found = [torch.zeros(3, VOCAB, device=DEVICE) for _ in range(2)]
-    for logits, drafts in zip(found, ([5, 6], [5, -1]), strict=True):
-        ops.edit_scores(
-            logits,
-            torch.zeros(3, dtype=torch.int32, device=DEVICE),
-            torch.arange(2, 5, device=DEVICE),
-            torch.tensor([2, *drafts], device=DEVICE),
-            torch.arange(3, dtype=torch.int32, device=DEVICE),
-            table(rows),
-        )
-    assert torch.equal(found[0][:2], found[1][:2])
-    assert found[1][2].tolist() == [-2.0 if t in (2, 5) else 0.0 for t in range(VOCAB)]
 
 
 def wide_round(device: torch.device) -> tuple[Tensor, ...]:

@@ -13,7 +13,7 @@ from tests.helpers.triton import DEVICE, reference
 
 from serve_spec.ops import token_masks_triton  # isort: skip
 
-VOCAB = 70
+VOCAB = 2500  # several blocks, the last one broken
 WAYS = [reference(token_masks), token_masks_triton]
 
 
@@ -27,7 +27,7 @@ def packed(allowed: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=6), st.integers(0, 2**32))
 def test_a_row_keeps_the_scores_its_mask_allows_and_no_other(
     way: object, places: list[int], seed: int
@@ -57,16 +57,3 @@ def test_what_is_allowed_can_be_drawn_though_nothing_else_wants_it(way: object) 
     assert torch.equal(kept[:2], torch.tensor([[LEAST, LEAST], [2.0, LEAST]]))
     assert kept[2].isnan().tolist() == [True, False], "a broken model is still told from a ban"
     assert (logits[:, 4:60] == float("-inf")).all()
-
-
-def test_the_kernel_masks_to_the_last_bit_as_the_law_does() -> None:
-    """Several blocks of a vocabulary, the last one broken."""
-    generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(5, 5003, generator=generator)
-    logits[:, ::9] = float("-inf")
-    words = packed(torch.rand(3, 5003, generator=generator) < 0.3)
-    places = torch.tensor([2, -1, 0, 1, 1], dtype=torch.int32)
-    found = logits.to(DEVICE)
-    token_masks_triton.mask_scores(found, places.to(DEVICE), words.to(DEVICE))
-    token_masks.mask_scores(logits, places, words)
-    assert torch.equal(found.cpu(), logits)

@@ -80,6 +80,7 @@ class RememberingWorker:
                 drawn.append(tokens)
                 self.texts[row.request_id] = (*text, *tokens)
                 if row.params.counts_tokens:
+                    assert plan.follows or row.edited is not None, "the host knows all of it"
                     self.count(row, text)
             end = len(text) if row.is_decode else row.length
             first = end - 1 if row.is_decode else row.start
@@ -257,11 +258,20 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
     queries = sum(count.num_query_tokens for count in counts)
     assert 0.2 < hits / queries < 1, "the test needs texts that share, and some that do not"
     for seq in worker.sequences.values():
-        assert seq.finished
-        assert len(seq) == lengths_at_abort.get(seq.request_id, len(seq))
-        assert seq.num_output_tokens <= seq.params.max_tokens
-        for position in range(seq.num_prompt_tokens, len(seq)):
-            assert seq.token_ids[position] == next_token(seq.seed, tuple(seq.token_ids[:position]))
+        check_ended(seq, lengths_at_abort)
+
+
+def check_ended(seq: Sequence, lengths_at_abort: dict[str, int]) -> None:
+    """Assert that a text is what was drawn, to its end, and that its prompt was scored once."""
+    assert seq.finished
+    assert len(seq) == lengths_at_abort.get(seq.request_id, len(seq))
+    assert seq.num_output_tokens <= seq.params.max_tokens
+    for position in range(seq.num_prompt_tokens, len(seq)):
+        assert seq.token_ids[position] == next_token(seq.seed, tuple(seq.token_ids[:position]))
+    scored = [entry.token_id for entry in seq.prompt_logprobs]
+    if seq.request_id not in lengths_at_abort:
+        is_asked = seq.params.prompt_logprobs is not None
+        assert scored == (seq.token_ids[1 : seq.num_prompt_tokens] if is_asked else [])
 
 
 def sequence(name: str, token_ids: list[int], **params: object) -> Sequence:

@@ -258,25 +258,6 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
         assert held <= -(-len(seq) // 4), "what was rejected is free again"
 
 
-def test_a_row_that_edits_scores_names_its_text_unless_a_round_is_adding_to_it() -> None:
-    scheduler = make(num_pages=30, max_num_batched_tokens=24)
-    worker = PretendedWorker(random.Random(0))
-    seq = sequence("1", 30, max_tokens=40, presence_penalty=1.0)
-    scheduler.add(seq)
-
-    first = planned(scheduler, 0, AHEAD)
-    assert [row.edited for row in first.rows] == [None], "a piece of a prompt draws nothing"
-    second = planned(scheduler, 0, AHEAD, first)
-    assert [row.edited for row in second.rows] == [EditedText(30, tuple(seq.token_ids))]
-    scheduler.commit(first, worker.execute(first), cut)
-    third = planned(scheduler, 0, AHEAD, second)
-    assert [row.edited for row in third.rows] == [None]
-    scheduler.commit(second, worker.execute(second), cut)
-    scheduler.commit(third, worker.execute(third), cut)
-    fourth = planned(scheduler, 0, AHEAD)
-    assert [row.edited for row in fourth.rows] == [EditedText(30, tuple(seq.token_ids))]
-
-
 def test_only_what_penalties_count_is_named() -> None:
     scheduler = make()
     scheduler.add(sequence("1", 3, logit_bias={5: 1.0}))

@@ -107,17 +107,6 @@ def test_every_random_text_that_ends_is_one_of_the_grammar(grammar: Grammar) -> 
     assert num_ended > 3, "some texts must end"
 
 
-def test_going_back_and_copies_leave_no_trace() -> None:
-    matcher = byte_compiler().matcher(GRAMMARS[2])
-    assert matcher.advance(list(b"("))
-    before = ids_of(matcher.mask())
-    copy = matcher.copy()
-    assert copy.advance(list(b"ab"))
-    assert matcher.advance(list(b"((("))
-    matcher.go_back(3)
-    assert ids_of(matcher.mask()) == before != ids_of(copy.mask())
-
-
 def test_a_model_without_an_end_has_no_grammars() -> None:
     endless = GrammarCompiler(Tokenizer(shipped_tokenizer()).describe, 8200, [])
     with pytest.raises(InvalidRequest, match="no end-of-text token"):

@@ -52,35 +52,6 @@ def test_a_new_request_brings_its_length_its_missing_tokens_and_its_parameters()
     torch.testing.assert_close(torch.stack(found[3:]), torch.tensor([0.9, 0.1]))
 
 
-def test_greedy_requests_have_no_temperature_to_divide_by() -> None:
-    slots = make_slots()
-    RequestStates(slots).sync([row(0, [1, 2, 3], [0], temperature=0.0)])
-    assert slots.params.inverse_temperature[0] == 0
-
-
-def test_a_known_request_is_not_written_over() -> None:
-    """Its slot is ahead of the host while a step is in flight."""
-    slots = make_slots()
-    states = RequestStates(slots)
-    known = row(1, [1, 2, 3], [5])
-    states.sync([known])
-    slots.lengths[1], slots.recent[1, 3] = 4, 77
-    states.sync([known])
-    assert slots.lengths[1] == 4
-    assert slots.recent[1, 3] == 77
-
-
-def test_a_forgotten_request_is_sent_again() -> None:
-    slots = make_slots()
-    states = RequestStates(slots)
-    states.sync([row(1, [1, 2, 3], [5])])
-    later = row(1, [1, 2, 3, 4, 5], [6], made=3)
-    states.forget([later])
-    states.sync([later])
-    assert slots.lengths[1] == 5
-    assert slots.pages[1, 0] == 6
-
-
 def test_another_request_takes_over_a_slot() -> None:
     slots = make_slots()
     states = RequestStates(slots)
