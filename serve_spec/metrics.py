@@ -119,7 +119,7 @@ PREDICTED_MS = Metric(
 OVERHEAD = Metric(
     "serve_spec_overhead_ratio",
     "gauge",
-    "Share of drafting in the time of both models, last round without prompts, 0..1.",
+    "Time of drafting over time of verification, last round without prompts.",
 )
 SPEEDUP = Metric(
     "serve_spec_effective_speedup_ratio",

@@ -66,6 +66,7 @@ class PolicySettings:
             strategy=config.speculative_adaptive_strategy,
             slots=None if source is None else load_slots(source),
             per_sequence=config.speculative_per_sequence,
+            min_dwell_rounds=config.min_dwell_rounds,
             max_steps=max_steps,
             sharpnesses=_sharpnesses(config),
             tree=None if shape.is_chain else shape,
@@ -443,9 +444,11 @@ class AdaptiveController:
         """What an operator should see, JSON-able: the active tier, why, and what it is based on."""
         positions = self._positions
         rate = positions.accept_rate
+        active = self._active or self._settings.shape  # before the first round: where it starts
         return {
             **self._policy.snapshot(),
-            "speculative_num_steps": None if self._active is None else self._active.depth,
+            "speculative_num_steps": active.depth,
+            "speculative_num_draft_tokens": active.size + 1,
             "batch_size": self._batch_size,
             "candidate_steps": _depths(self.shapes),
             "last_reason": self._last_reason.value,

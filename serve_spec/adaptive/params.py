@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
-from serve_spec.adaptive.presets import CONSERVATIVE
 from serve_spec.adaptive.slot import AdaptiveStepSlot
 from serve_spec.config.adaptive_file import AdaptiveSource, load_slots
 
@@ -28,7 +27,7 @@ class AdaptiveSpeculativeParams:
             ConfigError: the config is unreadable, or anything in it is unknown or out of range.
             ValueError: `initial_steps` is not an integer ≥ 0.
         """
-        configs = load_slots(CONSERVATIVE if cfg_path is None else cfg_path)
+        configs = load_slots("conservative" if cfg_path is None else cfg_path)
         self.slots = {
             key: AdaptiveStepSlot(initial_steps, config) for key, config in configs.items()
         }

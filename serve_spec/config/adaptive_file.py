@@ -13,14 +13,35 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import Field, field_validator, model_validator
 
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge, read_text
 
 AdaptiveSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Mapping[int, SlotConfig]"
-"""An adaptive config: the JSON file, the mapping it would hold, or slots parsed already."""
+"""An adaptive config: the JSON file, the mapping it would hold, slots parsed already, or the name
+of a preset."""
+
+Preset: TypeAlias = Literal["conservative", "aggressive"]
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    # Few steps for large batches; used when no config is named.
+    "conservative": {
+        "1": {"candidate_steps": [1, 3, 7], "down_hysteresis": -0.25},
+        "8": {"candidate_steps": [1, 3], "down_hysteresis": 0.0},
+        "32": {"candidate_steps": [1], "down_hysteresis": 0.0},
+    },
+    # Deep drafts also for large batches, capped by what was accepted of late.
+    "aggressive": {
+        "down_hysteresis": -0.25,
+        "1": {"candidate_steps": [1, 3, 7]},
+        "8": {"candidate_steps": [1, 3, 7], "ceiling_coeff": 3.0},
+        "64": {"candidate_steps": [1, 3], "ceiling_coeff": 1.67},
+        "128": {"candidate_steps": [1, 3], "ceiling_coeff": 1.2},
+    },
+}
+"""The adaptive configs that SGLang publishes; `configs/adaptive/` holds the same as files."""
 
 MAX_STEPS = 64
 """Most drafts of a chain, or levels of a tree: deeper ones are hardly ever kept."""
@@ -101,6 +122,8 @@ def load_slots(source: AdaptiveSource) -> dict[int, SlotConfig]:
     Raises:
         ConfigError: unreadable, or anything in it is unknown or out of range.
     """
+    if isinstance(source, str) and source in PRESETS:
+        source = PRESETS[source]
     if isinstance(source, Mapping):
         return parse_slots(source)
     file = Path(source)

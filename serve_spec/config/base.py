@@ -74,7 +74,7 @@ class StrictModel(BaseModel):
         name = str(info.field_name)
         if isinstance(value, list):
             value = tuple(value)
-        if isinstance(value, str | Path) and is_path(cls.model_fields[name]):
+        if isinstance(value, str | Path) and is_path(cls.model_fields[name], value):
             value = locate(name, value, (info.context or {}).get("folder", Path.cwd()))
         judged = judge_type(value)
         works = cls.works_now.get(name)
@@ -179,9 +179,13 @@ def _field_at(model: type[BaseModel], place: list[str]) -> FieldInfo | None:
     return _field_at(section, place[1:]) if section is not None and place[1:] else field
 
 
-def is_path(field: FieldInfo) -> bool:
-    """Whether a field names something on the disk."""
-    return Path in (field.annotation, *get_args(field.annotation))
+def is_path(field: FieldInfo, value: object) -> bool:
+    """Return whether a value of this field names something on the disk.
+
+    A field may also take names of things that are shipped: its `Literal` strings.
+    """
+    kinds = (field.annotation, *get_args(field.annotation))
+    return Path in kinds and all(value not in get_args(kind) for kind in kinds)
 
 
 def locate(field: str, value: str | Path, folder: Path) -> Path:

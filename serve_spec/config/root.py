@@ -129,7 +129,7 @@ def _merge(said: Sections, changes: Mapping[str, Mapping[str, Any]], folder: Pat
         known = said.setdefault(section, {})
         if isinstance(known, dict):  # anything else is refused when it is judged
             known.update(
-                (key, anchored(value, folder) if is_path(fields[key]) else value)
+                (key, anchored(value, folder) if is_path(fields[key], value) else value)
                 for key, value in values.items()
             )
 

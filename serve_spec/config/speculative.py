@@ -9,7 +9,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from serve_spec.config.adaptive_file import MAX_STEPS, ignored_keys, load_slots
+from serve_spec.config.adaptive_file import MAX_STEPS, Preset, ignored_keys, load_slots
 from serve_spec.config.algorithms import ALGORITHMS
 from serve_spec.config.base import ConfigError, Refusal, StrictModel, judge
 
@@ -65,16 +65,22 @@ class SpeculativeConfig(StrictModel):
     speculative_adaptive: bool = Field(
         True, description="Whether the number of steps follows what is measured."
     )
-    speculative_adaptive_config: Path | None = Field(
+    speculative_adaptive_config: Preset | Path | None = Field(
         None,
-        description="JSON file of candidate steps, and trees, per batch size: the ladder of ema "
-        "(null: conservative), the bounds of goodput and per_request (null: none).",
+        description="JSON file of candidate steps, and trees, per batch size, or a preset, "
+        "conservative or aggressive: the ladder of ema (null: conservative), the bounds of goodput "
+        "and per_request (null: none).",
     )
     speculative_adaptive_strategy: Strategy = Field(
         "goodput", description="Rule that picks the steps; static keeps speculative_num_steps."
     )
     speculative_per_sequence: bool = Field(
         True, description="goodput: steps for each sequence; false: the same for the whole batch."
+    )
+    min_dwell_rounds: int = Field(
+        8,
+        ge=0,
+        description="ema, goodput: fewest rounds between two switches; 0: as ema is published.",
     )
     speculative_cost_table: Path | None = Field(
         None, description="Cost table for goodput, from `tune`; null: measured at start and kept."
@@ -162,7 +168,7 @@ class SpeculativeConfig(StrictModel):
 
     @field_validator("speculative_adaptive_config")
     @classmethod
-    def _readable(cls, path: Path | None) -> Path | None:
+    def _readable(cls, path: Preset | Path | None) -> Preset | Path | None:
         if path is not None:
             load_slots(path)  # judged at the door, not when the first replica starts
         return path
@@ -390,16 +396,18 @@ class PolicyUpdate(StrictModel):
         le=MAX_STEPS + 1,
         description="Rows of the static strategy's tree, root included; null: it drafts chains.",
     )
-    speculative_adaptive_config: Mapping[str, object] | Path | None = Field(
-        None, description="Candidate steps per batch size: the mapping itself, or its JSON file."
+    speculative_adaptive_config: Mapping[str, object] | Preset | Path | None = Field(
+        None,
+        description="Candidate steps per batch size: the mapping itself, its JSON file, or a "
+        "preset.",
     )
     min_dwell_rounds: int = Field(8, ge=0, description="Fewest rounds between two switches.")
 
     @field_validator("speculative_adaptive_config")
     @classmethod
     def _readable(
-        cls, source: Mapping[str, object] | Path | None
-    ) -> Mapping[str, object] | Path | None:
+        cls, source: Mapping[str, object] | Preset | Path | None
+    ) -> Mapping[str, object] | Preset | Path | None:
         if source is not None:
             load_slots(source)
         return source

@@ -168,8 +168,8 @@ class StepRecord:
 
     @property
     def overhead_ratio(self) -> float:
-        """Share of drafting in the time of both models, 0..1."""
-        return self.draft_ms / (self.draft_ms + self.verify_ms) if self.draft_ms else 0.0
+        """Time of drafting over time of verification."""
+        return self.draft_ms / self.verify_ms if self.draft_ms and self.verify_ms else 0.0
 
     @property
     def model_drafts(self) -> DraftColumns:

@@ -63,7 +63,7 @@ class RoundSums:
             "accept_rate": _ratio(self.correct_drafts, self.draft_tokens),
             "tokens_per_step": _ratio(self.output_tokens, self.rows),
             "probe_share": _ratio(self.probe_rounds, self.rounds),
-            "overhead_ratio": _ratio(self.draft_ms, models_ms),
+            "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
             # Stages overlap where a device works while the host does.
             "host_share": _ratio(max(0.0, self.step_ms - models_ms), self.step_ms),
         }
@@ -178,10 +178,13 @@ class MetricsCollector:
 
             accept_rate        drafts kept and emitted per draft verified, 0..1
             tokens_per_step    tokens a row emits in a round: correct drafts and the final token
-            overhead_ratio     drafting / (drafting + verification), in time
+            overhead_ratio     drafting / verification, in time
             host_share         time of rounds in which neither model ran
             effective_speedup  time plain rounds would have taken for the tokens of the window's
                                drafting rounds, over the time those took; both sides measured
+            estimated_speedup  the same by the throughput equation, without plain rounds: tokens of
+                               a request in a drafting round / (1 + overhead_ratio), as if a plain
+                               round took what verification takes
 
         Means weigh every draft (row, millisecond) alike; a p50 is over rounds.
         """
@@ -190,6 +193,7 @@ class MetricsCollector:
         buckets = self._buckets.copy()
         return {
             "effective_speedup": _rounded(_speedup(rounds, buckets)),
+            "estimated_speedup": _rounded(_estimated_speedup(rounds)),
             "window": _window_snapshot(rounds),
             "since_start": self._since_start.snapshot(),
             "by_batch_size": {str(size): b.snapshot() for size, b in sorted(buckets.items())},
@@ -244,6 +248,16 @@ def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float
             drafting_ms += record.step_ms
             plain_ms += record.num_output_tokens / (plain * record.batch_size)
     return plain_ms / drafting_ms if drafting_ms else None
+
+
+def _estimated_speedup(rounds: list[StepRecord]) -> float | None:
+    """Return the throughput equation's speedup of drafting rounds (arXiv 2211.17192)."""
+    drafting = [s for s in rounds if s.decodes_only and s.num_draft_tokens and s.verify_ms]
+    verify_ms = sum(s.verify_ms for s in drafting)
+    if not verify_ms:
+        return None
+    tokens = sum(s.num_output_tokens / s.batch_size * s.verify_ms for s in drafting)
+    return tokens / (verify_ms + sum(s.draft_ms for s in drafting))
 
 
 def _median(values: Iterable[float]) -> float | None:

@@ -143,7 +143,7 @@ def _goodput() -> list[Panel]:
             ("tier {{num_steps}}, replica {{replica}}",
              _gauge(metrics.PREDICTED_GOODPUT, "num_steps", "replica")),
         )),
-        Panel("Drafting in the time of both models", "percentunit", (
+        Panel("Time of drafting over time of verification", "percentunit", (
             ("replica {{replica}}", _gauge(metrics.OVERHEAD, "replica")),
         )),
     ]  # fmt: skip

@@ -94,7 +94,7 @@ def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:
     names = {"serve_spec_overhead_ratio", "serve_spec_predicted_step_ms"}
     shown = {r.metric.name: r.value for r in readings(PURE)}
     assert shown.keys() >= names
-    assert shown["serve_spec_overhead_ratio"] == pytest.approx(1 / 3)
+    assert shown["serve_spec_overhead_ratio"] == pytest.approx(1 / 2)
     mixed = replace(PURE, num_prefill_tokens=1)
     assert not names & {r.metric.name for r in readings(mixed)}
 

@@ -7,18 +7,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
 from serve_spec.bench.adaptive.report import OFF, ArmRuns, Measurement
+from serve_spec.config.adaptive_file import PRESETS
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 ADAPTIVE_ARMS: Mapping[str, Mapping[str, object]] = {
     "ema": {
         "speculative_adaptive_strategy": "ema",
-        "speculative_adaptive_config": dict(CONSERVATIVE),
+        "speculative_adaptive_config": dict(PRESETS["conservative"]),
     },
     "ema-aggressive": {
         "speculative_adaptive_strategy": "ema",
-        "speculative_adaptive_config": dict(AGGRESSIVE),
+        "speculative_adaptive_config": dict(PRESETS["aggressive"]),
     },
     "per-request": {"speculative_adaptive_strategy": "per_request"},
     "goodput-uniform": {

@@ -473,3 +473,12 @@ class TestAStartFromWhatOthersLearned:
         target = controller(TWO_SLOTS)
         target.start_from([0.9] * 3)
         assert choose(target, 4) == 3
+
+
+def test_the_dwell_is_a_key_and_the_start_is_shown_before_any_round() -> None:
+    config = SpeculativeConfig(
+        speculative_algorithm="NGRAM", speculative_num_steps=3, min_dwell_rounds=0
+    )
+    assert PolicySettings.of(config).min_dwell_rounds == 0
+    shown = AdaptiveController(PolicySettings.of(config)).snapshot()
+    assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (3, 4)

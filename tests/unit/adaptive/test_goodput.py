@@ -18,7 +18,6 @@ from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import MAX_BAD_TIMES, MOST_PLAN_ROUNDS, GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
-from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.simulated_costs import (
     GPU_8B,
@@ -29,6 +28,7 @@ from serve_spec.bench.simulated_costs import (
 )
 from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
+from serve_spec.config.adaptive_file import PRESETS
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes
@@ -63,8 +63,8 @@ def on_a_cpu(traces: TraceSet) -> Comparison:
     policies = {
         "uniform": goodput(per_sequence=False),
         "per sequence": goodput(),
-        "ema conservative": ema(CONSERVATIVE),
-        "ema aggressive": ema(AGGRESSIVE),
+        "ema conservative": ema(PRESETS["conservative"]),
+        "ema aggressive": ema(PRESETS["aggressive"]),
     }
     return compare(policies, phases, traces, TWO_CPU_CORES)
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculativeParams
-from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
 from serve_spec.config import ConfigError
+from serve_spec.config.adaptive_file import PRESETS
 
 AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 
@@ -68,7 +68,7 @@ def test_without_a_file_the_conservative_preset_rules() -> None:
 
 
 def test_the_aggressive_preset_is_the_documented_one() -> None:
-    slots = AdaptiveSpeculativeParams(7, AGGRESSIVE).slots
+    slots = AdaptiveSpeculativeParams(7, PRESETS["aggressive"]).slots
     assert {k: (s.candidate_steps, s.config.ceiling_coeff) for k, s in slots.items()} == {
         1: ([1, 3, 7], 0.0),
         8: ([1, 3, 7], 3.0),
@@ -94,7 +94,7 @@ def test_a_path_is_read_and_a_bad_one_refused(tmp_path: Path) -> None:
 
 
 def test_a_verified_round_teaches_the_slot_of_its_batch_alone() -> None:
-    params = AdaptiveSpeculativeParams(1, {**CONSERVATIVE, **AT_ONCE})
+    params = AdaptiveSpeculativeParams(1, {**PRESETS["conservative"], **AT_ONCE})
     assert params.on_verify_complete([1, 1], 2) == 3
     assert [params.get_steps_for_batch(bs) for bs in (2, 8, 32)] == [3, 1, 1]
     assert params.on_verify_complete([1, 1], 40) is None

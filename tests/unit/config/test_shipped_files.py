@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from serve_spec.adaptive.presets import AGGRESSIVE, CONSERVATIVE
-from serve_spec.config import ServeSpecConfig, base
-from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config import ConfigError, ServeSpecConfig, base
+from serve_spec.config.adaptive_file import PRESETS, load_slots
 
 CONFIGS = Path(__file__).parents[3] / "configs"
 
@@ -39,12 +38,18 @@ def test_the_tiny_configuration_serves_the_shipped_pair_adaptively() -> None:
     assert config.speculative.speculative_adaptive_config is None
 
 
-@pytest.mark.parametrize(
-    ("name", "preset"), [("conservative", CONSERVATIVE), ("aggressive", AGGRESSIVE)]
-)
-def test_a_preset_file_holds_what_the_package_holds(name: str, preset: object) -> None:
+@pytest.mark.usefixtures("_stand_in_assets")
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_is_chosen_by_its_name_or_its_file(name: str) -> None:
     file = CONFIGS / "adaptive" / f"{name}.json"
-    assert json.loads(file.read_text()) == preset
+    assert json.loads(file.read_text()) == PRESETS[name]
+    config = ServeSpecConfig.load(CONFIGS / "tiny.yaml", speculative_adaptive_config=name)
+    assert config.speculative.speculative_adaptive_config == name
+    assert load_slots(name) == load_slots(file)
+    again = ServeSpecConfig.load(config, speculative_num_steps=2)
+    assert again.speculative.speculative_adaptive_config == name
+    with pytest.raises(ConfigError, match="conservativ"):
+        ServeSpecConfig.load(config, speculative_adaptive_config="conservativ")
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_times_are_by_tier_and_of_rounds_without_prompts_alone() -> None:
     }
     for span in ("window", "since_start"):
         assert shown[span]["rounds"] == 3, "its tokens count all the same"
-        assert shown[span]["overhead_ratio"] == pytest.approx(6 / 19, abs=1e-4)
+        assert shown[span]["overhead_ratio"] == pytest.approx(6 / 13, abs=1e-4)
         assert shown[span]["host_share"] == pytest.approx(1 / 20)
 
 
@@ -103,6 +103,8 @@ def test_speedup_is_unknown_until_drafting_and_plain_rounds_of_a_size_were_measu
     assert collector.speedup(1) is None
     assert collector.speedup(8) is None
     assert view(collector)["effective_speedup"] is None
+    # 3 tokens a round, drafting 3 ms and verification 5.
+    assert view(collector)["estimated_speedup"] == pytest.approx(3 / (1 + 3 / 5))
     collector.observe(decode_round(num_prefill_tokens=7))
     assert collector.speedup(1) is None, "a round with a prompt is no measure of plain decoding"
     collector.observe(decode_round(step_ms=5.0))
