@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from serve_spec.adaptive.observations import Indices, Observations
+from serve_spec.config.adaptive_file import SlotConfig
 
 _MANY_ROWS = 32
 
@@ -101,3 +102,30 @@ class PositionCounters:
     def _sums(self, shown: Indices) -> list[int]:
         sums: list[int] = (np.array(self._rows) @ shown).tolist()
         return sums
+
+
+class SlotAverages:
+    """Moving averages of accepted drafts per request, by the batch-size slots of strategy `ema`.
+
+    Observed under every strategy, so that replicas compare; `ema` alone decides by its own.
+    """
+
+    def __init__(self, slots: Mapping[int, SlotConfig]) -> None:
+        self._alphas = {key: slot.ema_alpha for key, slot in sorted(slots.items())}
+        self._averages: dict[int, float] = {}
+
+    def observe(self, batch_size: int, correct_drafts: Sequence[int], steps: Sequence[int]) -> None:
+        """Count a step: accepted drafts of each request, and its levels (0: it did not draft)."""
+        accepted = [kept for kept, drafted in zip(correct_drafts, steps, strict=True) if drafted]
+        if accepted:
+            key = max([k for k in self._alphas if k <= batch_size], default=min(self._alphas))
+            mean = sum(accepted) / len(accepted)
+            before = self._averages.get(key, mean)
+            self._averages[key] = before + self._alphas[key] * (mean - before)
+
+    def snapshot(self) -> dict[str, dict[str, object]]:
+        """Return the averages by slot, of slots that have drafted."""
+        return {
+            str(key): {"ema_accept_len": round(average, 4)}
+            for key, average in sorted(self._averages.copy().items())
+        }

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_spec.adaptive import trees
-from serve_spec.adaptive.acceptance import PositionCounters
+from serve_spec.adaptive.acceptance import PositionCounters, SlotAverages
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
@@ -107,7 +107,7 @@ class PolicySettings:
 
         Whatever is built by batch size need not be built beyond it.
         """
-        slots = self._tier_slots if self.strategy == "ema" else self.slots
+        slots = self.tier_slots if self.strategy == "ema" else self.slots
         if slots is None or not self.adaptive or num_steps == 0:
             return None
         keys = sorted(slots)
@@ -150,7 +150,7 @@ class PolicySettings:
         )
 
     def _ema(self, initial_steps: int, trees: Mapping[int, Mapping[int, DraftShape]]) -> EmaPolicy:
-        params = AdaptiveSpeculativeParams(initial_steps, self._tier_slots)
+        params = AdaptiveSpeculativeParams(initial_steps, self.tier_slots)
         params.set_cuda_graph_bs(self.cuda_graph_bs)
         return EmaPolicy(params, self.min_dwell_rounds, trees)
 
@@ -165,8 +165,8 @@ class PolicySettings:
         return {} if tree is None else {1: trees.ladder(tree)}
 
     @property
-    def _tier_slots(self) -> Mapping[int, SlotConfig]:
-        """Of strategy ema."""
+    def tier_slots(self) -> Mapping[int, SlotConfig]:
+        """The batch-size slots of strategy ema."""
         return conservative_slots(self.max_steps) if self.slots is None else self.slots
 
     @property
@@ -174,7 +174,7 @@ class PolicySettings:
         """Of strategy ema, by slot and number of steps."""
         if self.tree is None:
             return {}
-        return trees.by_depth(self.tree, self._tier_slots)
+        return trees.by_depth(self.tree, self.tier_slots)
 
     @property
     def _request_steps(self) -> int:
@@ -239,6 +239,7 @@ class AdaptiveController:
         """What the policy thinks of its last answer."""
         deepest = settings.max_depth
         self._positions = PositionCounters(deepest)
+        self._averages = SlotAverages(settings.tier_slots)
         self._levels = {tree: PositionCounters(deepest) for tree in settings.trees}
         # All keys from the start: a reader in another thread never meets a dict that grows.
         self._switches = dict.fromkeys(Reason, 0)
@@ -292,6 +293,7 @@ class AdaptiveController:
         drafts = record.model_drafts
         counters = self._positions if record.shape.is_chain else self._levels[record.shape]
         counters.observe(drafts.row_correct_drafts, drafts.row_steps)
+        self._averages.observe(record.batch_size, drafts.row_correct_drafts, drafts.row_steps)
         self._learn_sharpness(record, drafts)
         try:
             self._policy.observe(record)
@@ -445,8 +447,10 @@ class AdaptiveController:
         positions = self._positions
         rate = positions.accept_rate
         active = self._active or self._settings.shape  # before the first round: where it starts
+        policy = self._policy.snapshot()
         return {
-            **self._policy.snapshot(),
+            **policy,
+            "slots": self._slots_snapshot(policy.get("slots")),
             "speculative_num_steps": active.depth,
             "speculative_num_draft_tokens": active.size + 1,
             "batch_size": self._batch_size,
@@ -467,6 +471,14 @@ class AdaptiveController:
             "draft_sharpness": self._sharpness.snapshot(),
             **(self._trees_snapshot() if self._levels else {}),
         }
+
+    def _slots_snapshot(self, of_policy: object) -> dict[str, object]:
+        """Return the policy's slots, each with the average of accepted drafts."""
+        slots: dict[str, object] = dict(self._averages.snapshot())
+        for key, shown in of_policy.items() if isinstance(of_policy, dict) else ():
+            observed = slots.get(key)
+            slots[key] = {**(observed if isinstance(observed, dict) else {}), **shown}
+        return slots
 
     def _trees_snapshot(self) -> dict[str, object]:
         """What the figures above, which are of chains, leave out."""

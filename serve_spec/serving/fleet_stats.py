@@ -248,7 +248,7 @@ def _speedup(points: list[Figures]) -> float | None:
 
 
 def _mean_averages(fresh: list[Snapshot]) -> dict[str, object]:
-    """The average that each batch-size slot decides by (strategy `ema`), over the replicas."""
+    """Return the mean of the replicas' averages of accepted drafts, by batch-size slot."""
     found: dict[str, list[float]] = {}
     for snapshot in fresh:
         for size in section(snapshot, "slots"):

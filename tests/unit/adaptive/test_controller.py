@@ -482,3 +482,16 @@ def test_the_dwell_is_a_key_and_the_start_is_shown_before_any_round() -> None:
     assert PolicySettings.of(config).min_dwell_rounds == 0
     shown = AdaptiveController(PolicySettings.of(config)).snapshot()
     assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (3, 4)
+
+
+@pytest.mark.parametrize("strategy", ["static", "per_request", "goodput", "ema"])
+def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy: Any) -> None:
+    slots = load_slots({"ema_alpha": 0.5, **{key: {"candidate_steps": [3]} for key in ("1", "4")}})
+    made = AdaptiveController(
+        PolicySettings(DraftShape.chain(3), strategy=strategy, slots=slots),
+        recorded_table(GPU_8B),
+    )
+    for batch_size, kept in ((2, [1, 3]), (2, [0, 0]), (9, [2] * 9)):
+        choose(made, batch_size)
+        made.on_verify_complete(verified_round(kept, batch_size, 3))
+    assert {key: slot(made, key)["ema_accept_len"] for key in ("1", "4")} == {"1": 1.0, "4": 2.0}
