@@ -475,12 +475,14 @@ def _attend_kernel(
                 2 * program + tl.where(is_first, 1, 0), entry, width, first_token, num_lines,
                 NUM_KV_HEADS, GROUP, DV, BLOCK_DV, LINES, MERGE_SHARES, MERGE_LINES,
             )  # fmt: skip
-    if num_tokens > 0:
-        # Tokens that no request owns get zeros; the programs share them out.
+    if (num_tokens > 0) & (program == tl.num_programs(1) - 1):
+        # Tokens that no request owns get zeros, from the program that has least to do.
         nothing = tl.full([LINES, BLOCK_DV], 0.0, tl.float32)
-        for spare in range(tl.load(counts + 1) + tl.program_id(1), num_tokens, tl.num_programs(1)):
+        step: tl.constexpr = LINES // GROUP
+        for spare in range(tl.load(counts + 1), num_tokens, step):
+            is_spare = (line < step * GROUP) & (spare + line // GROUP < num_tokens)
             _store_lines(
-                out, nothing, head, spare, line, line < GROUP, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
+                out, nothing, head, spare, line, is_spare, NUM_KV_HEADS, GROUP, DV, BLOCK_DV
             )
 
 
