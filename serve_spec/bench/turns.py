@@ -64,6 +64,9 @@ def run_in_turns(
 ) -> None:
     """Runs all loops to their end, `num_turns` turns each; one turn: one loop after the other.
 
+    Turns change no text. They change rounds only where steps are planned ahead: the first of a turn
+    follows none.
+
     loops: over engines of their own, or, of one turn each, over one and the same.
     controllers: of every loop; its engine has it while the loop runs.
     """

@@ -66,6 +66,8 @@ def url() -> Iterator[str]:
                 "body_timeout_s": BODY_TIMEOUT_S,
                 "stall_timeout_s": STALL_TIMEOUT_S,
                 "health_check_period_s": 1.0,
+                # Whatever ends a process that does not answer, it is not Serve.
+                "health_check_timeout_s": 600.0,
                 "graceful_shutdown_timeout_s": 0.0,
                 "push_interval_s": 1.0,
             }
@@ -214,13 +216,9 @@ async def test_a_stuck_replica_loses_its_streams_to_the_other_and_ends(url: str)
         assert {answer.status_code for answer in answers} == {200}
         resumes = [a.json()["usage"]["speculation"]["num_resumes"] for a in answers]
         assert set(resumes) == {0, 1}
-        while Path(f"/proc/{before[victim]}").exists():
-            await asyncio.sleep(0.1)
-            assert time.monotonic() - stopped < 60
+        eventually(Path(f"/proc/{before[victim]}").exists, lambda is_there: not is_there)
         ended_s = time.monotonic() - stopped
         show("stuck replica", answered_s=round(answered_s, 1), ended_s=round(ended_s, 1))
-        # It counts as unhealthy once it has been silent for so long.
-        assert ended_s - STALL_TIMEOUT_S < 10.0
     eventually(lambda: len(pids()), lambda count: count == 2)
     eventually(held, holds_nothing)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.k8s.kustomize import Document, render
+from tests.k8s.kustomize import Document, NotSupported, render
 
 ROOT = Path(__file__).parents[2]
 OVERLAYS = sorted((ROOT / "k8s/overlays").iterdir())
@@ -27,3 +27,24 @@ def test_an_overlay_renders_as_kustomize_renders_it(overlay: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert by_name(render(overlay)) == by_name(list(yaml.safe_load_all(done.stdout)))
+
+
+@pytest.mark.parametrize(
+    ("said", "patch"),
+    [
+        ({"resources": ["a.yaml", "a.yaml"]}, {}),
+        ({"resources": ["a.yaml"], "namePrefix": "b-"}, {}),
+        ({"resources": ["a.yaml"], "patches": [{"path": "p.yaml"}]}, {"data": {"keys": [1]}}),
+    ],
+    ids=["a resource named twice", "an unknown field", "a list that is merged by key"],
+)
+def test_what_kustomize_would_read_otherwise_is_refused(
+    tmp_path: Path, said: Document, patch: Document
+) -> None:
+    head = {"apiVersion": "kustomize.config.k8s.io/v1beta1", "kind": "Kustomization"}
+    one = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "a"}}
+    files = {"kustomization.yaml": head | said, "a.yaml": one, "p.yaml": one | patch}
+    for name, content in files.items():
+        (tmp_path / name).write_text(yaml.safe_dump(content))
+    with pytest.raises(NotSupported):
+        render(tmp_path)

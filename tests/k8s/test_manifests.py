@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import re
 
 import kubernetes_validate
+import pytest
 import ray
 import yaml
+from pydantic import ValidationError
 from ray._common.utils import import_attr
 from ray.serve._private import constants as ray_constants
 
@@ -44,6 +47,27 @@ def test_every_document_is_valid_for_whoever_reads_it(overlay: Overlay) -> None:
                 PodMonitor.model_validate(document)
             case _:
                 kubernetes_validate.validate(document, KUBERNETES, strict=True)
+
+
+@pytest.mark.parametrize(
+    ("place", "spoiled"),
+    [
+        ((), {"unknownField": 1}),
+        (("upgradeStrategy",), {"type": "Recreate"}),
+        (("rayClusterConfig", "headGroupSpec", "rayStartParams"), {"redis-password": "x"}),
+    ],
+)
+def test_what_the_operator_would_misread_is_refused(
+    overlay: Overlay, place: tuple[str, ...], spoiled: dict[str, object]
+) -> None:
+    (service,) = copy.deepcopy(overlay.of_kind("RayService"))
+    RayService.model_validate(service)
+    part = service["spec"]
+    for key in place:
+        part = part.setdefault(key, {})
+    part |= spoiled
+    with pytest.raises(ValidationError):
+        RayService.model_validate(service)
 
 
 def test_every_pod_template_is_a_valid_pod(overlay: Overlay) -> None:

@@ -54,6 +54,7 @@ def test_what_is_reported_is_shown(clocks: Clocks) -> None:
     assert batch_size(view) == batch_size(actor.status()) == 7
     assert [state["replica"] for state in view["internal_states"]] == ["a", "b"]
     assert whole.items() <= view["internal_states"][0].items()
+    report(actor, "a", **whole)  # waits to be taken in
     actor.forget("a")
     actor.forget("never seen")
     assert batch_size(actor.view()) == 4

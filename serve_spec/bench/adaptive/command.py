@@ -3,8 +3,9 @@
 One worker, one controller per arm. In every phase all arms run the same requests, and each keeps
 its controller through all phases and repetitions, as a server would: the first repetition is cold,
 the others are not. On a CPU, whose speed wanders, arms take turns of some ten milliseconds; on a
-GPU each runs a phase in one piece. The arm `off-again` repeats `off`: what it differs by is what
-the measurement can not resolve.
+GPU each runs a phase in one piece. Where steps are planned ahead, every turn ends with none in
+flight: texts are the same, but not all rounds are those of an arm alone. The arm `off-again`
+repeats `off`: what it differs by is what the measurement can not resolve.
 """
 
 from __future__ import annotations

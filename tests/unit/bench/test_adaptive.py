@@ -42,7 +42,8 @@ RATE = st.floats(1, 1000)
 def measurement(rate: float) -> Measurement:
     """A phase at `rate` tokens per second; the rest does not matter."""
     course = {"ms": [1.0], "batch_size": [1.0], "steps_per_row": [0.0], "tokens_per_second": [rate]}
-    return Measurement(rate, rate, 1.0, 0.0, 1.0, 1.0, {0: 1}, {0: 1.0}, {}, 0.0, [], {}, course)
+    rounds, shares = {1: 1, 3: 3}, {1: 0.25, 3: 0.75}
+    return Measurement(rate, rate, 1.0, 0.0, 1.0, 2.75, rounds, shares, {}, 0.0, [], {}, course)
 
 
 def runs(rates: list[list[list[float | None]]]) -> list[ArmRuns]:
@@ -111,6 +112,7 @@ def test_a_depth_that_was_given_up_is_compared_where_it_ran() -> None:
     assert all(cell["speed_over_off"] == 0.5 and cell["regret"] == 1.0 for cell in given_up)
     assert [arm["regret"] for arm in result["arms"]] == [0.0, 1.0, 0.0, 0.0, 0.0]
     assert "K=3" in tables(result)
+    assert tables(result).count("2.75 (2.5)") == 9, "tokens and depth, by phase and arm that drafts"
 
 
 @given(all_rates())

@@ -61,6 +61,14 @@ def test_kernels_are_timed_section_by_section(
     assert fixed[0]["efficiency"] == 1
 
 
+def test_without_a_draft_plain_decoding_alone_is_timed(config: str, tmp_path: Path) -> None:
+    out = tmp_path / "rows.jsonl"
+    arguments = [*SMALL, "--sections", "rounds", "--output-tokens", "20", "--json", str(out)]
+    plain = ["speculative_algorithm=NONE", "speculative_draft_model_path=null"]
+    assert kernels.main(["--config", config, *arguments, "--set", *plain]) == 0
+    assert [row["variant"] for row in rows(out, "rounds")] == ["K=0"]
+
+
 def test_a_section_that_fails_is_named_and_the_others_go_on(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

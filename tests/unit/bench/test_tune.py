@@ -124,6 +124,8 @@ def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[C
 
 def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
     cells = [cell(size, name, k, 100 + k) for name in CLASSES for size in (1, 4) for k in (0, 3)]
+    tree = DraftShape(3, 15, 4)
+    cells += [cell(size, CLASSES[0], 3, speed, tree) for size, speed in ((1, 120), (4, 90))]
     keys = {"speculative_adaptive_config": "/a.json", "speculative_cost_table": "/c.json"}
     report = markdown(
         cells,
@@ -133,8 +135,8 @@ def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
     )
     assert "  speculative_adaptive_config: /a.json\n  speculative_cost_table: /c.json\n" in report
     assert "- hardware: a machine" in report
-    assert "| 1 | [3] | K=3, 1.03 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
-    assert "| 4 | [3] | K=3, 1.03 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
+    assert "| 1 | [3] | 3x15 | 3x15, 1.20 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
+    assert "| 4 | [3] | none | K=3, 1.03 x off | K=3, 1.03 x off | K=3, 1.03 x off |" in report
     for row in rows(cells):
         assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
 

@@ -140,6 +140,23 @@ def test_every_leaf_key_can_be_said_in_the_environment(
     assert problems(minimal).startswith(dotted)
 
 
+@pytest.mark.parametrize(
+    ("said", "is_ahead"),
+    [
+        ({"execution": "lanes"}, True),
+        ({"execution": "eager"}, False),
+        ({"execution": "auto"}, None),
+        ({"execution": "lanes", "async_scheduling": False}, False),
+        ({"execution": "eager", "async_scheduling": True}, True),
+        ({"attention_backend": "flashinfer"}, None),
+    ],
+)
+def test_keys_of_old_files_load_and_new_names_win(
+    minimal: dict[str, Any], said: dict[str, Any], is_ahead: bool | None
+) -> None:
+    assert ServeSpecConfig.load(minimal, **said).model.async_scheduling is is_ahead
+
+
 def test_an_unknown_variable_is_refused_with_the_nearest_known_one(
     minimal: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,7 @@ from tests.helpers.engines import MakeLLM, heard_steps, texts
 def break_draft(llm: LLM, row: int, forwards: range) -> None:
     """Let the head give NaN for a row of its batch, in these of its forwards."""
     worker: Any = llm.engine.worker
-    head = getattr(worker, "eager", worker).drafter.head
+    head = worker.drafter.head
     whole, calls = head.logits, count()
 
     def broken(hidden: Tensor, step: int = 0) -> Tensor:
@@ -36,20 +36,22 @@ def break_draft(llm: LLM, row: int, forwards: range) -> None:
     head.logits = broken
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("first", [0, 1, 7])
 @pytest.mark.parametrize("topk", [1, 3])
 def test_a_sequence_whose_draft_breaks_goes_on_without_speculation(
-    make_llm: MakeLLM, topk: int, first: int
+    make_llm: MakeLLM, topk: int, first: int, ahead: bool
 ) -> None:
     prompts = [[1, 2, 3], [4, 5, 6, 7], [8, 9]]
     params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
     plain = texts(make_llm().generate(prompts, params))
-    llm = make_llm("EAGLE3", 3, speculative_eagle_topk=topk)
+    llm = make_llm("EAGLE3", 3, speculative_eagle_topk=topk, async_scheduling=ahead)
     steps = heard_steps(llm)
     break_draft(llm, 1, range(first, first + 3))
     outputs = llm.generate(prompts, params)
     assert texts(outputs) == plain
-    assert sum(step.num_broken_drafts for step in steps) == 1
+    # A round that was planned ahead may draft for the sequence, and break, once more.
+    assert 1 <= sum(step.num_broken_drafts for step in steps) <= 1 + ahead
     assert outputs[1].speculation.num_draft_tokens < outputs[0].speculation.num_draft_tokens
     assert outputs[1].speculation.rounds_by_num_steps[0] > 2
     assert outputs[0].speculation.num_correct_drafts > 0

@@ -24,8 +24,7 @@ PARAMS = [
 def models(llm: LLM) -> list[Any]:
     """Target and head."""
     worker: Any = llm.engine.worker
-    eager = getattr(worker, "eager", worker)
-    return [eager.target.model, eager.drafter.head]
+    return [worker.target.model, worker.drafter.head]
 
 
 def texts(llm: LLM) -> list[tuple[int, ...]]:

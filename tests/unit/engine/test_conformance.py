@@ -20,6 +20,7 @@ import pytest
 from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from tests.helpers.checkpoints import EOS_ID, VOCAB
+from tests.helpers.engines import heard_plans
 from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -213,7 +214,10 @@ def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
     Rounds are planned while another runs, and pages are scarce.
     """
     llm = make(row, max_num_batched_tokens=48, num_pages=48, async_scheduling=True)
-    return run(llm, requests(TOGETHER), arrivals=lambda index: 2 * index)
+    plans = heard_plans(llm)
+    answers = run(llm, requests(TOGETHER), arrivals=lambda index: 2 * index)
+    assert any(plan.follows for plan in plans)
+    return answers
 
 
 def with_resumption(make: MakeLLM, row: Row) -> dict[str, Answer]:

@@ -66,7 +66,7 @@ class Heard:
         self.plans: list[ScheduledBatch] = heard_plans(llm)
         self.drafted: list[list[Tensor]] = []
         worker: Any = llm.engine.worker
-        head = getattr(worker, "eager", worker).drafter.head
+        head = worker.drafter.head
         logits = head.logits
 
         def hear(hidden: Tensor, step: int = 0) -> Tensor:
@@ -142,15 +142,23 @@ TIERS = pytest.mark.parametrize(
     [[STEPS], [0, 1, STEPS, 0, 0, 3], [0] * (RING_TOKENS + 6) + [STEPS] * 30],
     ids=["steady", "paused", "long paused"],
 )
+PLANNED = pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 
 
 def check_drafts(
-    pair: Pair, algorithm: str, head: Path, tiers: list[int], ids: Tensor | None, plain: Plain
+    pair: Pair,
+    algorithm: str,
+    head: Path,
+    tiers: list[int],
+    ids: Tensor | None,
+    plain: Plain,
+    *,
+    ahead: bool,
 ) -> int:
     """Hold what an engine drafts after a prompt in pieces, then after the same one found in the
     cache, against the plain head's; return how many drafts the texts kept."""
     llm = llm_maker(Pair(pair.target, {algorithm: head}), "cpu")(
-        algorithm, STEPS, max_num_batched_tokens=16, max_num_seqs=1
+        algorithm, STEPS, max_num_batched_tokens=16, max_num_seqs=1, async_scheduling=ahead
     )
     switch_every_round(llm, tiers, ragged=False)
     prompt = [(7 * i) % 250 for i in range(21)]
@@ -160,6 +168,7 @@ def check_drafts(
         text = run(llm, prompt, max(26, len(tiers)))
         kept += heard.check(text, len(prompt), ids, plain)
         assert heard.drafted
+        assert ahead == any(plan.follows for plan in heard.plans)
         heard.plans.clear()
         heard.drafted.clear()
     assert llm.engine.counters.num_prefix_hit_tokens > 0
@@ -168,14 +177,15 @@ def check_drafts(
 
 @pytest.mark.parametrize("name", EAGLE_HEADS)
 @TIERS
+@PLANNED
 def test_eagle_heads_draft_from_the_features_of_the_text(
-    pair: Pair, tmp_path: Path, name: str, tiers: list[int]
+    pair: Pair, tmp_path: Path, name: str, tiers: list[int], ahead: bool
 ) -> None:
     algorithm, keys = EAGLE_HEADS[name]
     make = make_eagle3 if algorithm == "EAGLE3" else make_eagle
     make(tmp_path, pair.target, **keys)
     plain, ids = plain_eagle(pair.target, tmp_path, algorithm)
-    kept = check_drafts(pair, algorithm, tmp_path, tiers, ids, plain)
+    kept = check_drafts(pair, algorithm, tmp_path, tiers, ids, plain, ahead=ahead)
     if "keeps" not in name:
         assert kept < 20, "the test needs drafts that are rejected"
     elif len(tiers) < 10:
@@ -183,9 +193,10 @@ def test_eagle_heads_draft_from_the_features_of_the_text(
 
 
 @TIERS
+@PLANNED
 @pytest.mark.parametrize("token_map", [None, [7, 3, 200, 11, 12, 40, 99]])
 def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
-    pair: Pair, tmp_path: Path, tiers: list[int], token_map: list[int] | None
+    pair: Pair, tmp_path: Path, tiers: list[int], token_map: list[int] | None, ahead: bool
 ) -> None:
     rows = VOCAB if token_map is None else len(token_map)
     tensors = medusa_tensors(64, STEPS, 1, rows)
@@ -197,4 +208,4 @@ def test_medusas_heads_read_the_feature_of_the_token_before_the_newest(
         last = features(text[: len(text) - count])[-1:]
         return plain_logits(tensors, torch.empty(0), last)[:count, 0]
 
-    check_drafts(pair, "MEDUSA", tmp_path, tiers, maps.get("token_map"), plain)
+    check_drafts(pair, "MEDUSA", tmp_path, tiers, maps.get("token_map"), plain, ahead=ahead)

@@ -81,7 +81,8 @@ def test_every_page_known_holds_what_computing_its_text_anew_gives(
     fresh = make_llm(algorithm, 1, prefix_caching=False)
     assert sum(has_draft for _, has_draft in pages.values()) > 10
     for text in longest:
-        seq = fresh.engine.new_sequence(str(text), list(text), SamplingParams(max_tokens=9))
+        asked = SamplingParams(max_tokens=9, ignore_eos=True)
+        seq = fresh.engine.new_sequence(str(text), list(text), asked)
         fresh.engine.add(seq)
         fresh.engine.step()
         fresh.engine.step()  # the first drafts: the prompt's entries are there now

@@ -64,8 +64,12 @@ def test_a_draft_that_is_the_target_is_always_kept(make_llm: MakeLLM, method: st
         assert output.speculation.num_correct_drafts == output.speculation.num_draft_tokens > 0
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_texts_of_engines_follow_one_distribution(make_llm: MakeLLM, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "ahead"), [("standard", False), ("block", False), ("block", True)]
+)
+def test_texts_of_engines_follow_one_distribution(
+    make_llm: MakeLLM, method: str, ahead: bool
+) -> None:
     """With penalties, bias and filters: texts with speculation against texts without.
 
     Two-sample chi-square over the second to fourth tokens of 1,500 requests each, of other seeds;
@@ -85,7 +89,8 @@ def test_texts_of_engines_follow_one_distribution(make_llm: MakeLLM, method: str
         assert not args or 0.05 * count < drafted, "the test needs drafts that are kept"
         return Counter(text[1:] for text in texts(outputs))
 
-    with_drafts = counts(make_llm, 0, "STANDALONE", 3, rejection_sample_method=method)
+    how = {"rejection_sample_method": method, "async_scheduling": ahead}
+    with_drafts = counts(make_llm, 0, "STANDALONE", 3, **how)
     without = counts(make_llm, count)
     keys = sorted(with_drafts.keys() | without.keys(), key=lambda k: -with_drafts[k] - without[k])
     common = [key for key in keys if with_drafts[key] + without[key] >= 10]

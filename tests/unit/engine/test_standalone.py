@@ -28,6 +28,7 @@ INTEGERS = [
 ]
 
 
+@pytest.mark.parametrize("ahead", [False, True], ids=["in step", "ahead"])
 @pytest.mark.parametrize("text_first", [False, True])
 @pytest.mark.parametrize(
     "tiers",
@@ -35,7 +36,7 @@ INTEGERS = [
     ids=str,
 )
 def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
-    make_llm: MakeLLM, tiers: list[int | DraftShape], text_first: bool
+    make_llm: MakeLLM, tiers: list[int | DraftShape], text_first: bool, ahead: bool
 ) -> None:
     """Rows draft less than others, or nothing, or from the text; pages go from hand to hand.
 
@@ -50,7 +51,7 @@ def test_every_draft_of_the_target_itself_is_kept_whatever_happens(
     keys: dict[str, Any] = {"num_pages": 44, "max_num_seqs": 6, "prefix_caching": False}
     if text_first:
         keys |= {"speculative_ngram_first": True, "speculative_ngram_min_match_window_size": 1}
-    llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, **keys)
+    llm = make_llm("STANDALONE", 7, speculative_eagle_topk=3, async_scheduling=ahead, **keys)
     switch_every_round(llm, tiers)
     rounds = heard_rounds(llm)
     outputs = llm.generate(prompts, params)

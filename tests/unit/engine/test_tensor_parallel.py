@@ -33,7 +33,14 @@ from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.step_buffers import StepBuffers
-from tests.helpers.engines import MakeLLM, Pair, llm_maker, make_pair, switch_every_round
+from tests.helpers.engines import (
+    MakeLLM,
+    Pair,
+    heard_plans,
+    llm_maker,
+    make_pair,
+    switch_every_round,
+)
 from tests.helpers.plain_logprobs import close
 
 Texts = list[tuple[int, ...]]
@@ -125,14 +132,16 @@ def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
     return llm
 
 
-@pytest.mark.parametrize(("algorithm", "size"), [("EAGLE3", 2), ("EAGLE", 4)])
+@pytest.mark.parametrize(("algorithm", "size", "ahead"), [("EAGLE3", 2, True), ("EAGLE", 4, False)])
 def test_any_number_of_ranks_says_what_one_says(
-    threads: None, make: MakeLLM, one: list[RequestOutput], algorithm: str, size: int
+    threads: None, make: MakeLLM, one: list[RequestOutput], algorithm: str, size: int, ahead: bool
 ) -> None:
     """Also from the pages that rank 0 finds. Four ranks do not divide the vocabulary."""
-    llm = stressed(make, algorithm, tensor_parallel_size=size)
+    llm = stressed(make, algorithm, tensor_parallel_size=size, async_scheduling=ahead)
+    plans = heard_plans(llm)
     for _ in range(2):
         close(llm.generate(*requests()), one)
+    assert ahead == any(plan.follows for plan in plans)
     counters = llm.engine.counters
     assert 0 < counters.num_correct_drafts < counters.num_draft_tokens
     assert counters.num_prefix_hit_tokens > 0

@@ -86,7 +86,8 @@ def test_trees_are_drafted_beside_prompts(make_llm: MakeLLM) -> None:
     sizes = {"async_scheduling": True, "max_num_seqs": 3, "max_num_batched_tokens": 48}
     llm = with_trees(make_llm, "EAGLE3", (3, 2, 6), **sizes)
     plans = heard_plans(llm)
-    llm.generate(*sampled_requests())
+    outputs = llm.generate(*sampled_requests())
+    assert texts(outputs) == texts(make_llm().generate(*sampled_requests()))
     mixed = [
         plan
         for plan in plans
