@@ -24,11 +24,10 @@ from serve_spec.worker.step_buffers import StepBuffers
 
 @dataclass(frozen=True)
 class TargetRunner:
-    """The target on one rank: its weights, its KV pool, and the features its drafter reads.
+    """The target on one rank: weights, KV pool, and the features that the draft model reads.
 
-    The features of every token are kept by KV slot, beside its key and value. So the drafter can
-    extend at any later step over any positions: after steps without speculation, after a
-    preemption, after a prompt computed in chunks.
+    Features are kept by KV slot, so draft extend can run at any later step: after steps without
+    speculation, after a preemption, after a chunked prefill.
     """
 
     model: Llama
@@ -49,10 +48,10 @@ class TargetRunner:
 
 @dataclass(frozen=True)
 class VerifiedTokens:
-    """What a target forward leaves for the verification: T tokens of the drawing requests.
+    """Output of a target forward: T tokens of the requests that draw.
 
     `token_ids` int64 [T]: each request's root, then its drafts (-1: no token), then padding.
-    `request_slots` int32 [T]: -1 for padding. `logits` float32 [T, V]. Where drafts branch,
+    `request_slots` int32 [T]: -1 for padding. `logits` float32 [T, V]. For trees,
     `parents` int32 [T]: see `accept_path`, and `depths` int32 [T]: drafts on each token's path, its
     own included. `hidden` [*, H]: of all tokens of the forward.
     """
@@ -125,14 +124,14 @@ def run_target(
     token_slots = request_slots.index_select(0, layout.owners.clamp_min(0))
     token_ids = _draft_tokens(buffers, layout, positions, token_slots)
     if size.chunks:
-        rows = torch.arange(size.tokens, device=token_ids.device)
-        given = chunks.tokens_of(rows - layout.query_starts[num_requests])
+        index = torch.arange(size.tokens, device=token_ids.device)
+        given = chunks.tokens_of(index - layout.query_starts[num_requests])
         token_ids = torch.where(layout.owners < num_requests, token_ids, given)
     output = target.model.forward(
         token_ids.clamp_min(0), ForwardContext(positions, attention), target.capture
     )
     if target.features is not None:
-        assert output.features is not None, "a drafter waits for features"
+        assert output.features is not None, "the draft model needs features"
         target.features.write(layout.slots, output.features)
     return VerifiedTokens(
         token_ids[:num_drawn],
@@ -146,7 +145,7 @@ def run_target(
 
 
 class _TreeLayout(NamedTuple):
-    """Places of tokens in their trees; each [T], see `VerifiedTokens`."""
+    """Positions of tokens in their trees; each [T], see `VerifiedTokens`."""
 
     parents: Tensor
     masks: Tensor

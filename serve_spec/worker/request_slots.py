@@ -1,9 +1,8 @@
-"""Request slots: what the device knows of every running request.
+"""Request slots: the state of every running request on the device.
 
-A request slot is a row of device tensors. A step reads lengths and last tokens there and leaves new
-ones, so the next step can be launched before the host has read the last one. What the host alone
-decides (pages, sampling parameters, a new request) reaches the device in `RequestStates.sync`,
-ordered with the steps by the stream.
+A request slot is a row of device tensors. A step reads lengths and last tokens there and writes new
+ones, so the next step can be launched before the host has read the results. The host sends what
+only it knows (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream order.
 """
 
 from __future__ import annotations
@@ -85,14 +84,14 @@ class RequestSlots:
 
 @dataclass
 class _CachedState:
-    """The request in a slot, and those of its pages that the device knows."""
+    """The request in a slot, and its pages on the device."""
 
     request_id: str
     page_ids: tuple[int, ...]
 
 
 class RequestStates:
-    """Keeps request slots in step with the host, sending only what the device cannot know."""
+    """Synchronizes request slots with the host, sending only what changed."""
 
     def __init__(self, slots: RequestSlots) -> None:
         self.slots = slots
@@ -100,7 +99,7 @@ class RequestStates:
         self._cached: dict[int, _CachedState] = {}
 
     def forget(self, rows: Iterable[ScheduledRequest]) -> None:
-        """Drop the state of these requests: the next step with one of them sends all of it."""
+        """Drop the cached state of requests, so that the next step sends all of it."""
         for row in rows:
             self._cached.pop(row.request_slot, None)
 
@@ -109,7 +108,7 @@ class RequestStates:
         self._cached.clear()
 
     def sync(self, rows: Iterable[ScheduledRequest]) -> None:
-        """Send new pages, and the whole state of requests whose slot holds another one."""
+        """Send new pages, and the whole state of requests that are new in their slot."""
         new_requests = []
         new_pages: list[tuple[int, int, int]] = []
         for row in rows:
@@ -131,12 +130,12 @@ class RequestStates:
             self._write(new_requests)
 
     def set_draft_lengths(self, rows: Iterable[ScheduledRequest]) -> None:
-        """Note that requests have the draft KV entries before their `draft_start`."""
+        """Write that requests have the draft KV entries before their `draft_start`."""
         slot, made = self._send([(row.request_slot, row.draft_start) for row in rows]).unbind(1)
         self.slots.draft_lengths.index_copy_(0, slot.long(), made)
 
     def _write(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Write all but the pages of requests that the device does not know."""
+        """Write all but the pages of new requests."""
         slots, params = self.slots, self.slots.params
         numbers = self._send([_numbers(row) for row in rows])
         at = numbers[:, 0].long()
@@ -159,12 +158,12 @@ class RequestStates:
                 assert not edits, "a new request that edits scores brings its text"
 
     def _send(self, rows: Sequence[tuple[float, ...]], dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return [len(rows), columns] on the device, in the stream's order, without waiting."""
+        """Return [len(rows), columns] on the device, in stream order, without waiting."""
         return sent(torch.tensor(rows, dtype=dtype), self._device)
 
 
 def write_edits(edits: ScoreEdits, slot: int, row: ScheduledRequest) -> None:
-    """Write how a request edits its scores, without waiting for the device."""
+    """Write the score edits of a request, without waiting for the device."""
     params, text = row.params, row.edited
     assert text is not None, "a request that edits scores comes with its text"
     bias, marks = edits.bias[slot], edits.marks[slot]
@@ -200,10 +199,7 @@ def _sent(
 
 
 def _first_difference(known: tuple[int, ...], pages: tuple[int, ...]) -> int:
-    """Return the first place where `pages` differs from `known`.
-
-    Later places may agree again: a request may get back a page that it returned.
-    """
+    """Return the first index where `pages` differs from `known`; later ones may be equal again."""
     same = min(len(known), len(pages))
     if known[:same] == pages[:same]:
         return same
@@ -221,7 +217,7 @@ def _shares(params: SamplingParams) -> tuple[float, float, float]:
 
 
 def _known_tokens(row: ScheduledRequest) -> list[tuple[int, int, int]]:
-    """Return (slot, column, token) of the newest tokens: those the draft lacks, or the last."""
+    """Return (slot, column, token) of the tokens without draft KV, or of the last one."""
     tokens = (row.extend_ids or row.token_ids)[-RING_TOKENS:]
     first = row.length - len(tokens)
     return [(row.request_slot, (first + i) % RING_TOKENS, token) for i, token in enumerate(tokens)]

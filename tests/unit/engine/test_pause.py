@@ -64,7 +64,7 @@ def test_without_steps_nothing_drafts_or_reserves_ahead(
     submit, page_size = worker.submit, llm.engine.scheduler.cache.page_size
 
     def check_pages(plan: ScheduledBatch) -> PendingBatch:
-        for row in plan.rows:
+        for row in plan.requests:
             assert len(row.page_ids) == -(-row.length // page_size), "pages for drafts that are not"
         return submit(plan)
 
