@@ -16,9 +16,9 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops import draft_tree, draw
-from serve_spec.ops import layout as row_layout
+from serve_spec.ops import layout as token_layout
 from serve_spec.ops.draft_tree import Beam, root_beam
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import TokenLayout
 from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.worker.attention import SlotAttention
 from serve_spec.worker.graphs import StepSize
@@ -86,7 +86,7 @@ class DraftModel:
             queries=last if self.head.ends_early else None,
         )
         token_slots = request_slots.repeat_interleave(length)
-        tokens = row_layout.ring_tokens(
+        tokens = token_layout.ring_tokens(
             slots.recent, token_slots, layout.positions + 1 - self.head.shift
         )
         hidden = self.head.encode(self.features.read(layout.slots))
@@ -238,7 +238,7 @@ class DraftModel:
         queries: slice | None = None,
         tree_mask: Tensor | None = None,
         tree_len: int | None = None,
-    ) -> tuple[RowLayout, ForwardContext]:
+    ) -> tuple[TokenLayout, ForwardContext]:
         """Lay out `query_lens` [B] tokens of `request_slots` [B], of entries from `starts` [B] on.
 
         queries: the tokens that attend, the last of each request, or none; None: all of them.
@@ -246,13 +246,13 @@ class DraftModel:
         shift = self.head.shift
         starts = starts + shift
         tables = buffers.slots.pages.index_select(0, request_slots)
-        layout = row_layout.lay_out_rows(
+        layout = token_layout.lay_out_tokens(
             query_lens,
             starts,
             torch.zeros_like(starts) if first_valid is None else first_valid + shift,
             tables,
             self.pool.page_size,
-            num_rows=num_tokens,
+            num_tokens=num_tokens,
             scratch_slot=self.pool.scratch_slot,
         )
         query_starts = layout.query_starts

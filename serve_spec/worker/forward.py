@@ -13,9 +13,9 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
 from serve_spec.ops import acceptance, kv_move
-from serve_spec.ops import layout as row_layout
+from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import TokenLayout
 from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
 from serve_spec.worker.attention import SlotAttention
 from serve_spec.worker.graphs import StepSize
@@ -36,7 +36,7 @@ class TargetRunner:
     capture: FeatureCapture | None = None
     features: FeaturePool | None = None
 
-    def keep(self, layout: RowLayout, accepted: AcceptedPath) -> None:
+    def keep(self, layout: TokenLayout, accepted: AcceptedPath) -> None:
         """Move the KV entries and features of accepted tree drafts next to each other."""
         pools = [*self.pool.tensors]
         if self.features is not None:
@@ -58,7 +58,7 @@ class VerifiedTokens:
 
     token_ids: Tensor
     request_slots: Tensor
-    layout: RowLayout
+    layout: TokenLayout
     logits: Tensor
     hidden: Tensor
     parents: Tensor | None = None
@@ -91,13 +91,13 @@ def run_target(
         # Chunks are chains, also beside trees: so are groups of more tokens than a tree has.
         groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
     tables = slots.pages.index_select(0, request_slots)
-    layout = row_layout.lay_out_rows(
+    layout = token_layout.lay_out_tokens(
         query_lens,
         starts,
         torch.zeros_like(starts),
         tables,
         target.pool.page_size,
-        num_rows=size.tokens,
+        num_tokens=size.tokens,
         scratch_slot=target.pool.scratch_slot,
     )
     # Only the first tokens can draw.
@@ -154,7 +154,7 @@ class _TreeLayout(NamedTuple):
 
 
 def _tree_layout(
-    buffers: StepBuffers, layout: RowLayout, draws: Tensor, starts: Tensor
+    buffers: StepBuffers, layout: TokenLayout, draws: Tensor, starts: Tensor
 ) -> _TreeLayout:
     """Lay out the trees of drawing requests. starts: position of each request's first token."""
     assert buffers.parents is not None, "buffers without parents hold chains"
@@ -168,16 +168,16 @@ def _tree_layout(
 
 
 def _draft_tokens(
-    buffers: StepBuffers, layout: RowLayout, positions: Tensor, token_slots: Tensor
+    buffers: StepBuffers, layout: TokenLayout, positions: Tensor, token_slots: Tensor
 ) -> Tensor:
     """Return roots and drafts of the requests that draw, int64 [T]; of others any token."""
-    roots = row_layout.ring_tokens(buffers.slots.recent, token_slots, positions)
+    roots = token_layout.ring_tokens(buffers.slots.recent, token_slots, positions)
     if not buffers.max_drafts:
         return roots
     return torch.where(layout.offsets > 0, _of_drafts(buffers.drafts, layout), roots)
 
 
-def _of_drafts(table: Tensor, layout: RowLayout) -> Tensor:
+def _of_drafts(table: Tensor, layout: TokenLayout) -> Tensor:
     """Return the entries of a table [B, N] of drafts for tokens [T]; any value for roots."""
     most, width = table.shape
     owners = layout.owners.clamp(0, most - 1)

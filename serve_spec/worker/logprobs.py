@@ -11,8 +11,8 @@ from torch import Tensor
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.ops.draw import DrawParams
-from serve_spec.ops.logprobs import score_rows
-from serve_spec.ops.sending import sent
+from serve_spec.ops.logprobs import score_in_slices
+from serve_spec.ops.transfer import to_device
 from serve_spec.worker.step_buffers import StepBuffers
 
 Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
@@ -42,11 +42,11 @@ class EmittedLogprobs:
             for one in self._asking
             for i in range(one.req.num_steps + 1)
         ]
-        first, number, column = sent(torch.tensor(places), logits.device).unbind(1)
+        first, number, column = to_device(torch.tensor(places), logits.device).unbind(1)
         paths = buffers.paths if has_trees else None
         at = first + (column if paths is None else paths[number, column])
         vocab_size = logits.shape[1]
-        table = score_rows(
+        table = score_in_slices(
             lambda part: logits.index_select(0, at[part]),
             vocab_size,
             # Behind the count and the flags; -1 is a token that could not be drawn.
@@ -87,7 +87,7 @@ class PromptLogprobs:
         at = torch.tensor(_scored_places(plan), device=hidden.device)
         tokens = [token for req in self._reqs for token in req.scored_ids]
         self._table = _start_reading(
-            score_rows(
+            score_in_slices(
                 lambda part: logits_of(hidden[at[part]]),
                 vocab_size,
                 torch.tensor(tokens, device=hidden.device),

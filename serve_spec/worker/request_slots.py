@@ -18,7 +18,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
-from serve_spec.ops.sending import sent
+from serve_spec.ops.transfer import to_device
 
 RING_TOKENS = 64
 """Newest tokens kept for each request: a power of two, more than any draft extend reads."""
@@ -159,7 +159,7 @@ class RequestStates:
 
     def _send(self, rows: Sequence[tuple[float, ...]], dtype: torch.dtype = torch.int32) -> Tensor:
         """Return [len(rows), columns] on the device, in stream order, without waiting."""
-        return sent(torch.tensor(rows, dtype=dtype), self._device)
+        return to_device(torch.tensor(rows, dtype=dtype), self._device)
 
 
 def write_edits(edits: ScoreEdits, slot: int, req: ScheduledRequest) -> None:
@@ -170,21 +170,21 @@ def write_edits(edits: ScoreEdits, slot: int, req: ScheduledRequest) -> None:
     device = bias.device
     bias.fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
     if params.allowed_token_ids is not None:
-        bias.index_fill_(0, _sent(params.allowed_token_ids, device), 0.0)
+        bias.index_fill_(0, _to_device(params.allowed_token_ids, device), 0.0)
     if params.logit_bias:
-        ids = _sent([*params.logit_bias], device)
-        bias[ids] += _sent([*params.logit_bias.values()], device, torch.float32)
+        ids = _to_device([*params.logit_bias], device)
+        bias[ids] += _to_device([*params.logit_bias.values()], device, torch.float32)
     if params.bad_token_ids:
-        bias.index_fill_(0, _sent(params.bad_token_ids, device), float("-inf"))
+        bias.index_fill_(0, _to_device(params.bad_token_ids, device), float("-inf"))
     marks.zero_()
     if text.token_ids:
-        ids = _sent(text.token_ids, device)
+        ids = _to_device(text.token_ids, device)
         marks.index_fill_(0, ids[: text.num_prompt_tokens], IN_PROMPT)
         generated = ids[text.num_prompt_tokens :]
         once = torch.full_like(generated, GENERATED_ONCE, dtype=torch.int32)
         marks.index_add_(0, generated, once)
     if text.held_ids:
-        marks[_sent(text.held_ids, device)] += HELD_BACK
+        marks[_to_device(text.held_ids, device)] += HELD_BACK
     edits.repetition[slot] = params.repetition_penalty
     edits.frequency[slot] = params.frequency_penalty
     edits.presence[slot] = params.presence_penalty
@@ -192,10 +192,10 @@ def write_edits(edits: ScoreEdits, slot: int, req: ScheduledRequest) -> None:
     edits.is_on[slot] = 1
 
 
-def _sent(
+def _to_device(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    return sent(torch.tensor(values, dtype=dtype), device)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def _first_difference(known: tuple[int, ...], pages: tuple[int, ...]) -> int:

@@ -15,7 +15,7 @@ from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops.rejection import DraftLogits
-from serve_spec.ops.sending import sent
+from serve_spec.ops.transfer import to_device
 from serve_spec.structured.masks import RoundMasks
 from serve_spec.worker.chunks import PrefillChunks
 from serve_spec.worker.request_slots import RequestSlots
@@ -40,8 +40,8 @@ class GrammarMasks:
         """Write the masks of the next step, without waiting for the device."""
         self.clear()
         device = self.places.device
-        places = sent(torch.tensor(masks.places, dtype=torch.int32), device)
-        words = sent(torch.from_numpy(masks.words.view(np.int32)), device)
+        places = to_device(torch.tensor(masks.places, dtype=torch.int32), device)
+        words = to_device(torch.from_numpy(masks.words.view(np.int32)), device)
         self.places[: len(places)] = places
         self.words[: len(words)] = words
         self._is_clear = False
@@ -186,5 +186,5 @@ def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
     """Write rows of `table` [B, N], padded."""
     padded = padded_drafts(entries.values(), table.shape[1])
     rows = [[number, *row] for number, row in zip(entries, padded, strict=True)]
-    written = sent(torch.tensor(rows, dtype=torch.int64), table.device)
+    written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)
     table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))

@@ -125,9 +125,9 @@ def test_forced_acceptance_follows_first_children(
 
 @BOTH
 def test_a_sequence_may_fill_every_row_there_is(ops: Any) -> None:
-    chain = Tree(tuple((7, i - 1, 7) for i in range(acceptance.MAX_ROWS)))
-    found = ops.accept_path(*tensors_of([chain, chain]), acceptance.MAX_ROWS)
-    assert found.num_correct.tolist() == [acceptance.MAX_ROWS - 1] * 2
+    chain = Tree(tuple((7, i - 1, 7) for i in range(acceptance.MAX_TREE_TOKENS)))
+    found = ops.accept_path(*tensors_of([chain, chain]), acceptance.MAX_TREE_TOKENS)
+    assert found.num_correct.tolist() == [acceptance.MAX_TREE_TOKENS - 1] * 2
 
 
 @dataclass
@@ -197,7 +197,7 @@ def test_a_draft_sees_itself_and_its_path(ops: Any, round: list[Tree], padding: 
 
 @BOTH
 def test_the_longest_chain_fits_the_mask(ops: Any) -> None:
-    rows = acceptance.MAX_ROWS
+    rows = acceptance.MAX_TREE_TOKENS
     parents = torch.arange(-1, rows - 1, dtype=torch.int32, device=DEVICE)
     masks = ops.tree_masks(parents, torch.tensor([0, rows], dtype=torch.int32, device=DEVICE))
     assert [mask % 2**64 for mask in masks.tolist()] == [2 ** (i + 1) - 1 for i in range(rows)]

@@ -72,7 +72,7 @@ def test_every_row_knows_whose_it_is_and_where_it_goes(
     tables = [[100 * b + 7 * page for page in range(PAGES)] for b in range(len(sequences))]
     kind = torch.int64 if wide else torch.int32
     with poisoned_memory():
-        found = twin.lay_out_rows(
+        found = twin.lay_out_tokens(
             int_tensor(query_lens),
             int_tensor(starts, kind),
             int_tensor(first_valid, kind),
@@ -91,7 +91,7 @@ def test_every_row_knows_whose_it_is_and_where_it_goes(
 def test_a_long_prompt_and_much_padding_are_laid_out_as_short_ones_are(twin: Any) -> None:
     tables = [[3, 1, 2], [6, 5, 4]]
     arguments = int_tensor([150, 1]), int_tensor([10, 0]), int_tensor([0, 0]), int_tensor(tables)
-    found = twin.lay_out_rows(*arguments, 64, 420, SCRATCH)
+    found = twin.lay_out_tokens(*arguments, 64, 420, SCRATCH)
     expected = row_by_row([150, 1], [10, 0], [0, 0], tables, 64, 420)
     assert tuple(column.tolist() for column in found) == expected
 
