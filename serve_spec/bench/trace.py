@@ -220,7 +220,7 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
     def first_token_only(plan: ScheduledBatch) -> PendingBatch:
         result = submit(plan).result()
         worker.drain()  # request slots hold more tokens than the engine commits
-        for row, tokens in zip(plan.sampling_rows, result.token_ids, strict=True):
+        for row, tokens in zip(plan.sampling_requests, result.token_ids, strict=True):
             if row.num_steps == num_steps:
                 counts[row.request_id].append(len(tokens) - 1)
         return _Finished(replace(result, token_ids=[tokens[:1] for tokens in result.token_ids]))

@@ -31,7 +31,7 @@ def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEng
         Scheduler(
             of.limits,
             of.cache,
-            text_drafter=None if of.texts is None else copy.deepcopy(of.texts.drafter),
+            text_drafter=None if of.text_drafts is None else copy.deepcopy(of.text_drafts.drafter),
             first_draft_entry=of.first_draft_entry,
             has_draft_model=of.has_draft_model,
             vocab_size=of.vocab_size,

@@ -1,1 +1,1 @@
-"""The nouns every room shares: requests, sequences, plans, batches. Data only."""
+"""Data types shared by all packages: requests, sequences, plans, step records."""

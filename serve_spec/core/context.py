@@ -1,4 +1,4 @@
-"""What a model's forward needs to know about its batch: layout, attention, KV pool."""
+"""What a model's forward knows of its batch: positions and attention."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import NamedTuple, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
-Rows: TypeAlias = slice | Tensor
-"""Which rows of a tensor: a slice, or their numbers, int64 [R]."""
+TokenIndex: TypeAlias = slice | Tensor
+"""Some of the tokens of a forward: a slice, or their indices, int64 [R]."""
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """The rotary angles of one forward's rows: rows `positions` [T] (int64) of two tables.
+    """Rotary embedding of the tokens at `positions` [T] (int64).
 
     `cos_table`, `sin_table`: float32 [max_len, 1, d]. The first half of every row of sines is
     negated, so that a rotation is x·cos + roll(x, d/2)·sin.
@@ -27,12 +27,12 @@ class Rotation:
 
     @cached_property
     def cos(self) -> Tensor:
-        """The rows' cosines [T, 1, d]: gathered once, for all layers."""
+        """Cosines [T, 1, d], gathered once for all layers."""
         return self.cos_table.index_select(0, self.positions)
 
     @cached_property
     def sin(self) -> Tensor:
-        """The rows' signed sines [T, 1, d]."""
+        """Signed sines [T, 1, d]."""
         return self.sin_table.index_select(0, self.positions)
 
 
@@ -40,17 +40,17 @@ class LayerAttention(Protocol):
     """Attention of one forward, planned for one batch."""
 
     def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
-        """Rotates, writes keys and values of `layer` to the pool, attends causally.
+        """Rotate, write keys and values of `layer` to the pool, attend causally.
 
-        heads: [T, num_heads + 2·kv_heads, d]: queries, keys, values, none of them rotated; or
-        their addends (see `ops.linear.whole`). Returns [R, num_heads, d] in the pool's dtype, of
-        the rows it was planned to be asked for: all T, if nothing was said.
+        heads: [T, num_heads + 2·kv_heads, d]: queries, keys and values before rotation; or their
+        addends (see `ops.linear.whole`). Returns [R, num_heads, d] in the pool's dtype, for the
+        tokens in `ForwardContext.queries`.
         """
         ...
 
 
 class KVShape(NamedTuple):
-    """What one layer keeps of a token: heads, width of a key, width of a value."""
+    """KV of one token in one layer: heads, width of a key, width of a value."""
 
     num_heads: int
     key_dim: int
@@ -64,24 +64,23 @@ class KVShape(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """Where the rows of one forward are, and how they attend. Passed along, never global.
+    """Positions and attention of one forward over T tokens.
 
-    `positions` int64 [T]: absolute. `asked`: which rows the outcome is asked of (None: all); for
-    models of one layer only, whose `attention` is planned for these. Of the others the layer's
-    keys and values are all that is made.
+    `positions` int64 [T]: absolute. `queries`: the tokens whose hidden states are computed (None:
+    all). Only for models of one layer: the other tokens get keys and values only.
     """
 
     positions: Tensor
     attention: LayerAttention
-    asked: Rows | None = None
+    queries: TokenIndex | None = None
 
-    def of_asked(self, x: Tensor) -> Tensor:
-        """The rows [R, ...] of x [T, ...] that are asked for."""
-        return x if self.asked is None else x[self.asked]
+    def select_queries(self, x: Tensor) -> Tensor:
+        """Return x [T, ...] of the query tokens only, [R, ...]."""
+        return x if self.queries is None else x[self.queries]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """`float32` / `bfloat16` / `float16` as a torch dtype.
+    """Return the torch dtype called `float32`, `bfloat16` or `float16`.
 
     Raises:
         ValueError: any other name.

@@ -5,10 +5,10 @@ num_draft_tokens     drafts the target verified, root excluded (K for a full cha
                      `speculative_num_draft_tokens` alone counts the root too
 num_correct_drafts   drafts the target accepted, without root and bonus token: 0..K
 accept_length        tokens emitted: num_correct_drafts + 1
-row_steps            a column, one entry per request: the drafts of each (of trees, levels)
-row_correct_drafts   a column: those the target kept, before any stop
+row_steps            per request of a batch: its drafts (of trees, levels)
+row_correct_drafts   per request: the drafts the target accepted, before any stop
 bonus token          the token drawn after the last accepted draft
-accept_rate          chance that one draft is accepted, 0..1
+accept_rate          probability that one draft is accepted, 0..1
 shape                depth, size and topk of what a request drafts: a chain or a tree
 parents              of the drafts of a tree: the draft before each, counted from 1; 0 is the root.
                      A parent comes before its children
@@ -26,33 +26,30 @@ from serve_spec.core.draft_shape import DraftShape
 
 
 def padded_drafts(drafts: Iterable[Sequence[int]], width: int) -> list[list[int]]:
-    """Return what the host found for the drafts of each request, padded with zeros to `width`."""
+    """Return the n-gram drafts of each request, padded with zeros to `width`."""
     return [[*entries, *[0] * (width - len(entries))] for entries in drafts]
 
 
 class TextDrafts(NamedTuple):
-    """Drafts of one request that the host found; `parents` only of a tree."""
+    """N-gram drafts of one request; `parents` only if they form a tree."""
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...] = ()
 
 
 class TextDrafter(Protocol):
-    """Finds drafts in the text, on the host, before a round is planned."""
+    """Proposes n-gram drafts on the host, before a step is planned."""
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that may follow the committed text `token_ids`; often none."""
+        """Return up to `most` tokens that may follow the committed `token_ids`; often none."""
         ...
 
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
-        """A tree of at most this shape; first in it, from the root down, what `propose` says.
-
-        Asked after it, of rows for which it found so many levels.
-        """
+        """Return a tree of at most this shape, which begins with the chain of `propose`."""
         ...
 
     def forget(self, request_id: str) -> None:
-        """The request has left."""
+        """Drop the state of a request that has left the batch."""
         ...

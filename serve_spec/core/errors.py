@@ -1,8 +1,8 @@
-"""Errors a user can cause. Each names the field, the value and the way out."""
+"""Errors a user can cause. Each names the field, the value and a fix."""
 
 
 class InvalidRequest(ValueError):
-    """A request that cannot run: HTTP 400 (413 when `too_long`) naming `field`."""
+    """A request that cannot be served: HTTP 400 (413 if `too_long`)."""
 
     def __init__(self, field: str, value: object, fix: str, *, too_long: bool = False) -> None:
         super().__init__(f"{field}={value!r}: {fix}")
@@ -12,8 +12,7 @@ class InvalidRequest(ValueError):
         self.too_long = too_long
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default reduction replays `args` (the finished message) into __init__, which takes
-        # three arguments; the error crosses process boundaries, so it must survive pickling.
+        # The default passes `args` (the message alone) to __init__, which takes three arguments.
         return (_rebuild, (self.field, self.value, self.fix, self.too_long))
 
 
@@ -22,7 +21,7 @@ def _rebuild(field: str, value: object, fix: str, too_long: bool) -> InvalidRequ
 
 
 class TextTooLong(ValueError):
-    """A text has more tokens than there is room for; `at_least` of them."""
+    """A text has more tokens than the model has room for: at least `at_least`."""
 
     def __init__(self, at_least: int) -> None:
         super().__init__(f"the text has at least {at_least} tokens")
@@ -30,11 +29,11 @@ class TextTooLong(ValueError):
 
 
 class EngineOverloaded(RuntimeError):
-    """More requests are unfinished than the engine may hold; try again later (HTTP 429)."""
+    """The engine holds as many unfinished requests as it may; try again later (HTTP 429)."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be used: names file or tensor, what was found and what to do."""
+    """A checkpoint that cannot be used; names the file or tensor, and a fix."""
 
 
 class BrokenLogits(RuntimeError):

@@ -1,4 +1,4 @@
-"""What a GPU is."""
+"""GPU architectures."""
 
 from __future__ import annotations
 
@@ -9,5 +9,5 @@ import torch
 
 @cache
 def is_hopper(device: torch.device) -> bool:
-    """Whether this is a GPU that the products of few rows are tuned for."""
+    """Return whether `device` is a Hopper GPU, for which the small matrix products are tuned."""
     return torch.cuda.get_device_capability(device)[0] == 9

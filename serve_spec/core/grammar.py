@@ -1,4 +1,4 @@
-"""What a text has to look like: a grammar as a request states it. Nothing is compiled here."""
+"""Grammars as requests state them, before compilation."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from enum import StrEnum
 from serve_spec.core.errors import InvalidRequest
 
 MAX_GRAMMAR_CHARS = 2**15
-"""What a grammar takes, to compile and for every token, grows with its length."""
+"""Compilation time and time per token grow with the length of a grammar."""
 
 
 class GrammarKind(StrEnum):
-    """The languages grammars are written in."""
+    """Language a grammar is written in."""
 
     JSON_SCHEMA = "json_schema"
     REGEX = "regex"
@@ -24,11 +24,11 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """The whole generated text is to match this.
+    """A grammar that the whole generated text has to match.
 
-    JSON_SCHEMA: a JSON Schema; REGEX: a regular expression, without look-around; EBNF: Lark's
-    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of texts, one of which is said.
-    `source` is the field of the request it came from, which refusals name.
+    JSON_SCHEMA: a JSON Schema; REGEX: a regular expression without look-around; EBNF: Lark's
+    notation, or GBNF's (`root ::= ...`); CHOICE: a JSON list of alternative texts.
+    `source`: the request field it came from, for error messages.
     """
 
     kind: GrammarKind
@@ -49,7 +49,7 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: object, source: str = "grammar") -> Grammar:
-        """JSON that is valid under a schema: an object, or the JSON text of one."""
+        """Return the grammar of JSON valid under a schema, given as an object or as JSON text."""
         if isinstance(schema, str):
             return cls(GrammarKind.JSON_SCHEMA, schema, source)
         try:
@@ -60,28 +60,28 @@ class Grammar:
 
     @classmethod
     def json_object(cls, source: str = "grammar") -> Grammar:
-        """Any JSON object."""
+        """Return the grammar of any JSON object."""
         return cls.json_schema({"type": "object"}, source)
 
     @classmethod
     def regex(cls, expression: str, source: str = "grammar") -> Grammar:
-        """What a regular expression matches as a whole."""
+        """Return the grammar of the full matches of a regular expression."""
         return cls(GrammarKind.REGEX, expression, source)
 
     @classmethod
     def ebnf(cls, rules: str, source: str = "grammar") -> Grammar:
-        """What can be derived from `start` (Lark) or `root` (GBNF)."""
+        """Return the grammar of what `start` (Lark) or `root` (GBNF) derives."""
         return cls(GrammarKind.EBNF, rules, source)
 
     @classmethod
     def choice(cls, texts: Sequence[str], source: str = "grammar") -> Grammar:
-        """One of some texts."""
+        """Return the grammar of these texts."""
         are_texts = isinstance(texts, list | tuple) and all(isinstance(t, str) for t in texts)
         if not are_texts or not texts or not all(texts):
-            fix = "give a list of one text at least, none of them empty"
+            fix = "give a list of at least one text, none of them empty"
             raise InvalidRequest(source, f"<{type(texts).__name__}>", fix)
         return cls(GrammarKind.CHOICE, json.dumps(list(texts)), source)
 
     def refusal(self, fix: str) -> InvalidRequest:
-        """An error that names where this came from; the text itself may be long."""
+        """Return an error that names the source field, and the length of the grammar only."""
         return InvalidRequest(self.source, f"<{self.kind} of {len(self.text)} characters>", fix)

@@ -1,4 +1,4 @@
-"""What the machine says of itself."""
+"""Hardware description of this machine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def cpu_model() -> str:
-    """The processor's model as Linux names it; elsewhere its architecture."""
+    """Return the processor's model name on Linux; elsewhere its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

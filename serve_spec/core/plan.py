@@ -1,4 +1,4 @@
-"""Everything that crosses from the scheduler to a worker and back. Plain data, picklable."""
+"""Data that the scheduler and a worker exchange. Plain and picklable."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from serve_spec.core.round import DRAFT_SHARPNESS
 
 @dataclass(frozen=True)
 class EditedText:
-    """What the score edits of a row's request need to know of its text.
+    """Tokens that the score edits of a request depend on.
 
-    `token_ids` are the committed ones, the `num_prompt_tokens` of the prompt first; none where no
-    penalty counts them. `held_ids` may not be drawn before `min_tokens` are generated.
+    `token_ids`: the committed tokens, of which `num_prompt_tokens` are the prompt's; empty without
+    penalties. `held_ids` may not be drawn before `min_tokens` are generated.
     """
 
     num_prompt_tokens: int
@@ -27,25 +27,24 @@ class EditedText:
 
 
 class ScheduledRequest(NamedTuple):
-    """One request's share of a step. A tuple: hundreds are made in every step.
+    """A request in a step. A tuple, because hundreds are made in every step.
 
     The target computes `token_ids` (committed tokens, positions `start ..`) and, if the request
     `samples`, the drafts of its `shape` after them; it then draws one token at each of them.
 
-    `extend_ids` are the tokens of the missing draft KV entries, `draft_start ..` (entry j carries
-    token j+1); a request that does not draft may leave them out. One that `extends` has none
-    missing before the root after the step, whether or not it drafts. `num_missing` bounds what it
-    lacks when the step starts.
+    `extend_ids` are the tokens of the missing draft KV entries, `draft_start ..` (entry j is made
+    from token j+1); a request that does not draft may leave them out. After the step, a request
+    that `extends` has all entries before the root. `num_missing` bounds what it lacks at its start.
 
     `request_slot` is its row in the device's tensors of running requests.
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities are
-    wanted; each is decided by the position before it.
-    `draft_ids` are drafts that the host found in the text; no draft model is asked. `draft_parents`
-    are those of a tree: the draft before each, counted from 1, 0 for the root.
-    `edited` is there for requests that draw and edit scores, unless a step in flight adds tokens:
-    then the tokens before this one are known to the device alone.
-    `generated_ids` are the committed tokens after the prompt, of requests that draw by a grammar;
-    none of these follows a step in flight.
+    wanted.
+    `draft_ids` are n-gram drafts, used instead of a draft model's. `draft_parents` are those of a
+    tree: the draft before each, counted from 1, 0 for the root.
+    `edited` is set if the request draws with score edits, unless a step in flight adds tokens that
+    only the device knows.
+    `generated_ids` are the committed tokens after the prompt, if a grammar masks the draws; such a
+    request never follows a step in flight.
     """
 
     request_id: str
@@ -71,12 +70,12 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def length(self) -> int:
-        """Committed tokens after this row: the position its first draw decides."""
+        """Committed tokens, including `token_ids`: the position of the first drawn token."""
         return self.start + len(self.token_ids)
 
     @property
     def num_steps(self) -> int:
-        """Levels of its drafts: of a chain, all of them."""
+        """Levels of its drafts; of a chain, their number."""
         return self.shape.depth
 
     @property
@@ -91,22 +90,22 @@ class ScheduledRequest(NamedTuple):
 
     @property
     def query_len(self) -> int:
-        """Rows of the target forward: committed tokens and drafts."""
+        """Tokens of the target forward: committed ones and drafts."""
         return len(self.token_ids) + self.num_draft_tokens
 
     @property
     def model_steps(self) -> int:
-        """Drafts that a model is asked for: none where the text has them."""
+        """Levels that a draft model drafts; 0 with n-gram drafts."""
         return 0 if self.draft_ids else self.num_steps
 
 
 @dataclass(frozen=True)
 class WorkerLimits:
-    """What a plan may ask of a worker.
+    """What a worker accepts in a plan.
 
-    max_missing: missing draft KV entries that it makes for any decoding request, drafting or not,
-    in a step in which some request drafts. Entries of tokens the host knows do not count.
-    async_scheduling: whether it takes a plan that `follows`.
+    max_missing: most missing draft KV entries that a step with drafts makes for any decoding
+    request. Entries whose tokens are in the plan do not count.
+    async_scheduling: whether it accepts a plan that `follows`.
     """
 
     max_missing: int
@@ -115,79 +114,76 @@ class WorkerLimits:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One round: what every row computes, and the largest shape that a request drafts.
+    """The plan of a step. `shape` is the largest that a request drafts.
 
-    Decode rows come first. `batch_size` counts them: the number the policy is asked about.
+    Decoding requests come first; `batch_size` counts them.
 
-    A plan that `follows` was made while its predecessor ran, so its decode rows know nothing of the
-    tokens that one commits: `token_ids`, `start`, `draft_start` and `extend_ids` are those of
-    before. A worker that runs ahead knows where they really are. `max_missing` bounds the draft
-    entries any row that catches up has to make.
+    A plan that `follows` was made while the step before it ran. `token_ids`, `start`, `draft_start`
+    and `extend_ids` of its decoding requests are those before that step; the worker's request slots
+    hold the current ones. `max_missing` bounds the draft KV entries that any request extends by.
     """
 
-    rows: tuple[ScheduledRequest, ...]
+    requests: tuple[ScheduledRequest, ...]
     shape: DraftShape
     batch_size: int
     follows: bool = False
     was_postponed: bool = False
-    """It could have been launched while its predecessor ran, but for its drafts, which that one's
-    outcome decides: the device waited."""
+    """It was not launched ahead, because its drafts depend on the result of the step before."""
     max_missing: int = 0
     draft_sharpness: float = DRAFT_SHARPNESS
-    """At which temperature sampled rows draft, over their own."""
+    """Temperature of sampled drafts over their request's."""
 
     @cached_property
-    def decode_rows(self) -> tuple[ScheduledRequest, ...]:
-        """The rows that decode, which come first."""
-        return tuple([row for row in self.rows if row.is_decode])
+    def decode_requests(self) -> tuple[ScheduledRequest, ...]:
+        """The requests that decode."""
+        return tuple([req for req in self.requests if req.is_decode])
 
     @property
-    def prompt_rows(self) -> tuple[ScheduledRequest, ...]:
-        """The rows that compute prompts, after them."""
-        return self.rows[len(self.decode_rows) :]
+    def prefill_requests(self) -> tuple[ScheduledRequest, ...]:
+        """The prefill chunks."""
+        return self.requests[len(self.decode_requests) :]
 
     @property
     def num_prefill_tokens(self) -> int:
-        """Tokens of prompts that it computes."""
-        return sum(len(row.token_ids) for row in self.prompt_rows)
+        """Prompt tokens that the step computes."""
+        return sum(len(req.token_ids) for req in self.prefill_requests)
 
     @cached_property
-    def sampling_rows(self) -> tuple[ScheduledRequest, ...]:
-        """The rows that draw a token this round, in order."""
-        return tuple([row for row in self.rows if row.samples])
+    def sampling_requests(self) -> tuple[ScheduledRequest, ...]:
+        """The requests that draw a token, in order."""
+        return tuple([req for req in self.requests if req.samples])
 
     @cached_property
-    def num_rows(self) -> int:
-        """Rows of the target's forward."""
-        return sum([row.query_len for row in self.rows])
+    def num_tokens(self) -> int:
+        """Tokens of the target's forward."""
+        return sum([req.query_len for req in self.requests])
 
     @property
     def has_grammars(self) -> bool:
-        """Whether what some row draws is ruled by a grammar."""
-        return any(row.params.grammar is not None for row in self.sampling_rows)
+        """Whether a grammar masks any draw."""
+        return any(req.params.grammar is not None for req in self.sampling_requests)
 
     def cut(self, num_steps: Sequence[int]) -> ScheduledBatch:
-        """The same round with shorter chains verified: of so many drafts of each sampling row."""
+        """Return the plan with shorter chains: `num_steps` drafts of each sampling request."""
         left = map(DraftShape.chain, num_steps)
-        rows = (row._replace(shape=next(left)) if row.samples else row for row in self.rows)
-        return replace(self, rows=tuple(rows))
+        requests = (req._replace(shape=next(left)) if req.samples else req for req in self.requests)
+        return replace(self, requests=tuple(requests))
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any row asks for log-probabilities of what it draws."""
-        return any(row.params.logprobs is not None for row in self.sampling_rows)
+        """Whether any request asks for log-probabilities of generated tokens."""
+        return any(req.params.logprobs is not None for req in self.sampling_requests)
 
 
 @dataclass(frozen=True)
 class BatchResult:
-    """What a worker gives back: the tokens each sampling row emits, and where the time went.
+    """Results of a step: the tokens each sampling request emits, and times.
 
-    `broken_drafts` are the sampling rows (by number) whose draft gave no usable token: NaN, or
-    none of the vocabulary. Their text is none the worse. `idle_ms` passed on the device between
-    the end of the round before and the start of this one, where that is known.
+    `broken_drafts`: indices of sampling requests whose draft gave NaN or an unknown token; their
+    text is still correct. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
-    `logprobs`: by request id, of rows that ask for them and sample, aligned with their tokens.
-    `prompt_logprobs`: by request id, aligned with the rows' `scored_ids`.
+    `logprobs`: by request id, aligned with the emitted tokens. `prompt_logprobs`: by request id,
+    aligned with `scored_ids`. Both only for requests that ask for them.
     """
 
     token_ids: list[list[int]]
@@ -200,8 +196,8 @@ class BatchResult:
 
 
 class PendingBatch(Protocol):
-    """A round under way."""
+    """A step in flight."""
 
     def result(self) -> BatchResult:
-        """Waits for its end. To be asked once."""
+        """Wait for the step to end. Call it once."""
         ...

@@ -1,4 +1,4 @@
-"""What became of a step: `ScheduledBatch` -> `BatchResult` -> `StepRecord`.
+"""Figures of a finished step: `ScheduledBatch` -> `BatchResult` -> `StepRecord`.
 
 The engine makes one record per step. The policy learns from it, counters and metrics add it up.
 """
@@ -16,18 +16,18 @@ from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, RoundNotes
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """Milliseconds of a step as the clock gave them, which may be broken: NaN, or negative."""
+    """Milliseconds of a step as measured; a broken clock gives NaN or negative times."""
 
     draft_ms: float
     verify_ms: float
     step_ms: float
     """The whole step, with the host's share."""
     idle_ms: float = 0.0
-    """How long the device waited before the step, where that is known."""
+    """Time the device was idle before the step; 0 if unknown."""
 
 
 class DraftColumns(NamedTuple):
-    """What some requests drafted in a step of one shape, and how much of it the target kept."""
+    """Drafts per request in a step of one shape, and how many of them the target accepted."""
 
     request_ids: Sequence[str]
     row_steps: Sequence[int]
@@ -37,29 +37,29 @@ class DraftColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """What became of a step.
+    """Figures of a finished step.
 
-    The columns from `request_ids` to `is_from_text` hold the decoding requests that go on after
-    the step: what is drafted past a stop says nothing about the text. `accept_lengths` and the
-    sums are over all decoding requests. Requests that ended while the step was in flight count
-    among `num_planned_seqs` and `num_planned_drafts` alone: the step took time for them.
+    The columns from `request_ids` to `is_from_text` hold the decoding requests that continue after
+    the step, because acceptance past a stop means nothing. `accept_lengths` and the sums are over
+    all decoding requests. Requests that ended while the step was in flight count in
+    `num_planned_seqs` and `num_planned_drafts` only.
     """
 
     shape: DraftShape
-    """What was drafted, which need not be the active shape any more."""
+    """What was drafted; the policy may have switched since."""
     request_ids: Sequence[str] = ()
     row_steps: Sequence[int] = ()
     """Drafts verified of each; of trees, levels."""
     row_correct_drafts: Sequence[int] = ()
-    """Drafts the target kept of each, before any stop."""
+    """Drafts the target accepted of each, before any stop."""
     is_sampled: Sequence[bool] = ()
     """Which of them sample; empty if unknown."""
     is_from_text: Sequence[bool] = ()
-    """Whose drafts were found in the text; empty if there is one source of drafts only."""
+    """Which of them verified n-gram drafts; empty if there is only one source of drafts."""
     accept_lengths: Sequence[int] = ()
     """Tokens each decoding request emitted."""
     num_draft_tokens: int = 0
-    """Drafts verified, those from texts included."""
+    """Drafts verified, n-gram drafts included."""
     num_tokens: int = 0
     """Context tokens of all decoding requests, before the step."""
     num_stale_seqs: int = 0
@@ -73,11 +73,11 @@ class StepRecord:
     deepest: int = 0
     """Most drafts any of these drafted."""
     num_text_drafts: int = 0
-    """Drafts from texts, beside a model."""
+    """N-gram drafts, if there is a draft model, too."""
     num_catch_up: int = 0
-    """Draft entries made up before drafting: a few per request, or all of a prompt."""
+    """Draft KV entries made by draft extend: a few per request, or all of a prompt."""
     num_prefill_tokens: int = 0
-    """Prompt tokens computed: with any, the times are not those of decoding alone."""
+    """Prompt tokens computed. If there are any, the times are not those of decoding alone."""
     num_ended: int = 0
     """Requests that ended in this step,"""
     num_ended_prompt_rows: int = 0
@@ -89,19 +89,18 @@ class StepRecord:
     draft_sharpness: float = DRAFT_SHARPNESS
     """Temperature of sampled drafts over their request's."""
     follows: bool = False
-    """It was launched while the step before it ran, so that its time may be what the host took
-    for that one."""
+    """It was launched ahead, so its time may be the host's time for the step before."""
     was_postponed: bool = False
-    """It was not, because the outcome of that one decides what there is to draft: the time the
-    device waited is the price of drafts, whether or not there are any."""
+    """It was not launched ahead, because its drafts depend on the result of the step before: the
+    device's idle time is a cost of drafting, even if nothing was drafted."""
     notes: RoundNotes = NO_NOTES
     """What the policy expected."""
     switch_reason: str | None = None
-    """Why the shape differs from that of the step before; None if it does not."""
+    """Why the policy switched the shape for this step; None if it did not."""
     speedup: float | None = None
-    """Measured speed of drafting over plain steps of this batch size, before this step."""
+    """Measured speed of steps with drafts over plain steps near this batch size."""
     num_broken_drafts: int = 0
-    """Sequences whose draft gave NaN or no token of the vocabulary; they draft no more."""
+    """Sequences whose draft gave NaN or an unknown token; they stop drafting."""
     num_running_seqs: int = 0
     num_waiting_seqs: int = 0
     num_used_pages: int = 0
@@ -123,7 +122,7 @@ class StepRecord:
 
     @property
     def num_correct_drafts(self) -> int:
-        """Drafts among these."""
+        """Accepted and emitted drafts."""
         return sum(self.accept_lengths) - len(self.accept_lengths)
 
     @property
@@ -138,12 +137,12 @@ class StepRecord:
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing was drafted, nor waited for."""
+        """Whether the step neither drafted nor waited for drafts."""
         return not (self.num_planned_drafts or self.was_postponed)
 
     @property
     def draft_ms(self) -> float:
-        """Time of drafting; this and the next three are 0 if no clock measured them."""
+        """Time of drafting. This and the next three are 0 if not measured."""
         return 0.0 if self.times is None else _measured(self.times.draft_ms)
 
     @property
@@ -158,12 +157,12 @@ class StepRecord:
 
     @property
     def idle_ms(self) -> float:
-        """How long the device waited before it."""
+        """Idle time of the device before the step."""
         return 0.0 if self.times is None else _measured(self.times.idle_ms)
 
     @property
     def decodes_only(self) -> bool:
-        """Whether its times are those of decoding: measured, and no prompt shared the step."""
+        """Whether the step was measured and computed no prompt tokens."""
         return self.batch_size > 0 and self.num_prefill_tokens == 0 and self.step_ms > 0
 
     @property
@@ -173,14 +172,14 @@ class StepRecord:
 
     @property
     def model_drafts(self) -> DraftColumns:
-        """The columns of drafts from models; requests that drafted from their text have none."""
+        """The columns of model drafts; requests with n-gram drafts count as without drafts."""
         if any(self.is_from_text):
             return self._drafts(self.shape, from_text=False)
         return DraftColumns(self.request_ids, self.row_steps, self.row_correct_drafts, self.shape)
 
     @property
     def text_drafts(self) -> DraftColumns:
-        """The columns of drafts from texts, as chains; other requests have none."""
+        """The columns of n-gram drafts, as chains; other requests count as without drafts."""
         return self._drafts(PLAIN, from_text=True)
 
     def _drafts(self, shape: DraftShape, *, from_text: bool) -> DraftColumns:
@@ -191,5 +190,5 @@ class StepRecord:
 
 
 def _measured(ms: float) -> float:
-    """Return 0 for what is no time: one such would spoil every sum."""
+    """Return 0 for NaN, infinite and negative times, which would spoil every sum."""
     return ms if 0.0 <= ms < math.inf else 0.0

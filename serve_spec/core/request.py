@@ -1,4 +1,4 @@
-"""What a caller asks for and what it gets back."""
+"""Requests and their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_spec.core.logprobs import MAX_LOGPROBS, TokenLogprob
 
 
 class FinishReason(StrEnum):
-    """Why a text ended, in the words of the OpenAI API (`abort`: the caller went away)."""
+    """Why a text ended, as in the OpenAI API; `abort`: cancelled."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -23,7 +23,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SpeculativeOptions:
-    """What one request says about speculation: switch it off, or cap its depth."""
+    """Speculation of one request: switch it off, or cap its depth."""
 
     enabled: bool = True
     max_steps: int | None = None
@@ -38,30 +38,28 @@ class SpeculativeOptions:
 class SamplingParams:
     """How to draw tokens. Names and meanings are those of the OpenAI API and of vLLM.
 
-    `temperature=0` is greedy, and so is any below 1e-5, where noise can not change a choice. The
-    filters act jointly on the tempered distribution: a token survives if it is among the `top_k`
-    likeliest, inside the smallest set of mass `top_p`, and at least `min_p` times as likely as the
-    likeliest. `seed` fixes the text; without one a random seed is drawn on arrival.
+    `temperature=0` is greedy, and so is any value below 1e-5. The filters act jointly on the
+    tempered distribution: a token survives if it is among the `top_k` likeliest, inside the
+    smallest set of mass `top_p`, and at least `min_p` times as likely as the likeliest. `seed`
+    fixes the text; without one a random seed is drawn on arrival.
 
-    Before that, scores are edited, in this order. `logit_bias` is added to the logits of its token
+    Before that, logits are edited, in this order. `logit_bias` is added to the logits of its token
     ids. `repetition_penalty` divides the positive and multiplies the negative logits of every token
     that is in the prompt or was generated; `frequency_penalty` is subtracted once for each time a
-    token was generated, `presence_penalty` once if it was at all. Then tokens that are not among
-    `allowed_token_ids` (None: all are), or are among `bad_token_ids`, are ruled out, and those that
-    would end the text (`stop_token_ids`, and the end-of-text tokens, also with `ignore_eos`) until
-    `min_tokens` are generated; before that no `stop` string ends it either.
+    token was generated, `presence_penalty` once if it was at all. Then tokens outside
+    `allowed_token_ids` (None: all) and inside `bad_token_ids` are masked. Until `min_tokens` are
+    generated, tokens that end the text (`stop_token_ids`, and end-of-text tokens, also with
+    `ignore_eos`) are masked, too, and `stop` strings do not end it.
 
-    With a `grammar`, last of all tokens are ruled out that do not lead to a text of it. Where it
-    leaves the end of the text alone, the text ends, whatever `ignore_eos` says. Where those other
-    rules would leave none of the tokens that it allows, they yield: the text may end before
-    `min_tokens`, and bad tokens may come.
+    A `grammar` masks last. A complete text ends, even with `ignore_eos`. If the other masks leave
+    none of the tokens that the grammar allows, the grammar wins: the text may end before
+    `min_tokens`, and bad tokens may be drawn.
 
-    `logprobs` asks for the log-probability of every generated token and of that many likeliest ones
-    (0: of the generated token alone; None: of nothing). They are those of the distribution the
-    token was drawn from: edited, tempered, filtered, and normalised over what is left; for greedy
-    requests, which are neither tempered nor filtered, those of the edited softmax. This is vLLM's
-    `processed_logprobs`. `prompt_logprobs` asks the same of the prompt's tokens. Nobody drew them,
-    so theirs are the model's own whatever the parameters; the first token has none.
+    `logprobs` asks for the log-probabilities of every generated token and of that many likeliest
+    ones (0: of the generated token alone; None: none). They are those of the distribution the token
+    was drawn from: edited, tempered, filtered and normalised; for greedy requests, the softmax of
+    the edited logits. This is vLLM's `processed_logprobs`. `prompt_logprobs` asks for those of the
+    prompt's tokens: the model's own, whatever the parameters; the first token has none.
     """
 
     max_tokens: int = 16
@@ -105,7 +103,7 @@ class SamplingParams:
             # Scores far beyond those of a model would leave the range of float32.
             ("repetition_penalty", _in_range(self.repetition_penalty, 0.01, 100), _REPETITION),
             ("logit_bias", all(_in_range(b, -100, 100) for b in self.logit_bias.values()), _BIAS),
-            ("allowed_token_ids", self.allowed_token_ids != (), "name one at least, or None: all"),
+            ("allowed_token_ids", self.allowed_token_ids != (), "name at least one, or None: all"),
             ("min_tokens", 0 <= self.min_tokens <= self.max_tokens, _MIN_TOKENS),
             ("stop", all(self.stop), "a stop string must not be empty"),
             ("logprobs", _is_count(self.logprobs), _COUNT),
@@ -116,13 +114,13 @@ class SamplingParams:
 
     @cached_property
     def edits_scores(self) -> bool:
-        """Whether anything changes the model's logits before a token is drawn from them."""
+        """Whether the model's logits are edited before a draw."""
         is_biased = bool(self.logit_bias or self.bad_token_ids or self.min_tokens)
         return is_biased or self.allowed_token_ids is not None or self.counts_tokens
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether a penalty depends on the tokens before a draw."""
+        """Whether there is a penalty, which depends on the tokens before a draw."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -174,7 +172,7 @@ _COUNT = f"use an integer in [0, {MAX_LOGPROBS}], or None: none"
 
 
 def _check_types(prefix: str, values: dict[str, object]) -> None:
-    """Refuses values of a wrong type here, where the caller can hear it, not inside a round."""
+    """Raise InvalidRequest for values of a wrong type."""
     for name, value in values.items():
         if name in _ITEM_TYPES:
             item = _ITEM_TYPES[name]
@@ -187,10 +185,10 @@ def _check_types(prefix: str, values: dict[str, object]) -> None:
             if not _is_bias(value):
                 raise InvalidRequest(prefix + name, value, "use a mapping of token id to number")
             continue
-        types, said = _TYPES[name]
-        # bool is an int to Python, never to a caller.
+        types, wanted = _TYPES[name]
+        # bool is a subclass of int.
         if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
-            raise InvalidRequest(prefix + name, value, f"use {said}")
+            raise InvalidRequest(prefix + name, value, f"use {wanted}")
 
 
 def _is_bias(value: object) -> bool:
@@ -200,7 +198,7 @@ def _is_bias(value: object) -> bool:
 
 
 def _shown(value: object) -> object:
-    """A value as a refusal repeats it: of a long mapping its size."""
+    """Return a value for an error message; of a long mapping only its size."""
     is_long = isinstance(value, Mapping) and len(value) > _MAX_SHOWN
     return f"<{len(value)} entries>" if is_long else value  # type: ignore[arg-type]
 
@@ -210,15 +208,15 @@ def _is_count(value: int | None) -> bool:
 
 
 def _in_range(value: float, low: float, high: float) -> bool:
-    """Not a number is in no range."""
+    """Return whether low ≤ value ≤ high; False for NaN."""
     return low <= value <= high
 
 
 @dataclass
 class SpeculationStats:
-    """What speculation did for one request; sums over its decode rounds.
+    """Speculation of one request, summed over its decode rounds.
 
-    `num_draft_tokens` counts drafts really verified, `num_correct_drafts` those kept and emitted.
+    `num_draft_tokens` counts verified drafts, `num_correct_drafts` accepted and emitted ones.
     `synthetic_acceptance`: the engine forces acceptance for a load test; the text is not real.
     """
 
@@ -230,20 +228,20 @@ class SpeculationStats:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per decode round: kept drafts plus the final token (1.0 without speculation)."""
+        """Tokens per decode round: accepted drafts and the bonus token; 1.0 without speculation."""
         return 1.0 + self.num_correct_drafts / self.num_rounds if self.num_rounds else 1.0
 
     def observe(
         self, num_steps: int, num_correct_drafts: int, num_draft_tokens: int | None = None
     ) -> None:
-        """Counts one round of `num_steps` verified drafts, or of a tree of so many levels."""
+        """Count one round of `num_steps` verified drafts, or of a tree of so many levels."""
         self.num_rounds += 1
         self.num_draft_tokens += num_steps if num_draft_tokens is None else num_draft_tokens
         self.num_correct_drafts += num_correct_drafts
         self.rounds_by_num_steps[num_steps] = self.rounds_by_num_steps.get(num_steps, 0) + 1
 
     def as_dict(self) -> dict[str, object]:
-        """The JSON form: `usage.speculation` of the HTTP API; the label only where it is true."""
+        """Return the JSON form, `usage.speculation` of the HTTP API."""
         label = {"synthetic_acceptance": True} if self.synthetic_acceptance else {}
         return {
             **label,
@@ -256,14 +254,12 @@ class SpeculationStats:
 
 
 class TokenDelta(NamedTuple):
-    """What one engine round adds to one request: new tokens and the text they complete. A tuple:
-    hundreds are made in every round.
+    """What one step adds to one request: new tokens and text. A tuple, because hundreds are made.
 
     Text is held back while a character or a stop string is incomplete, so `text` may be empty.
-    `finish_reason` is set on the last delta only, `num_cached_tokens` on the first: prompt tokens
-    that were not computed for this request. `logprobs` are aligned with `token_ids`, and
-    `prompt_logprobs`, on the first delta only, with the prompt, whose first token has none; both
-    are None for requests that did not ask.
+    `finish_reason` is set on the last delta only, `num_cached_tokens` (prompt tokens taken from the
+    prefix cache) on the first. `logprobs` are aligned with `token_ids`, and `prompt_logprobs`, on
+    the first delta only, with the prompt, whose first token has none; both are None unless wanted.
     """
 
     request_id: str
@@ -280,10 +276,9 @@ class TokenDelta(NamedTuple):
 class RequestOutput:
     """A finished request.
 
-    `num_cached_tokens` of its prompt were not computed for it: others had left them in the cache.
-
-    `logprobs` are aligned with `token_ids`, `prompt_logprobs` with `prompt_token_ids`, whose first
-    has none; both are None where `SamplingParams` did not ask.
+    `num_cached_tokens`: prompt tokens taken from the prefix cache. `logprobs` are aligned with
+    `token_ids`, `prompt_logprobs` with `prompt_token_ids`, whose first has none; both are None
+    unless wanted.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""One request while it runs: its tokens, how far they are computed, and the pages it holds."""
+"""A running request: its tokens, how many are computed, and its pages."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from serve_spec.core.request import FinishReason, SamplingParams, SpeculationSta
 
 @dataclass(eq=False)
 class Sequence:
-    """A sequence and the two caches' progress through it.
+    """The tokens of a request, and how far target KV and draft KV are computed.
 
-    Positions: `token_ids[j]` sits at absolute position j. The target's cache holds positions
-    `0 .. num_computed-1`. Draft entry j is (token j+1, target feature j), so it can exist only for
-    `j < num_computed`; the drafter has made entries `.. num_draft_computed-1` and catches up
-    lazily, before it drafts. A whole model as a draft begins with entry -1, of the first token.
+    `token_ids[j]` is at absolute position j. The target KV holds positions `0 .. num_computed-1`.
+    Draft KV entry j is made from token j+1 and target feature j, so it needs `j < num_computed`.
+    Entries `.. num_draft_computed-1` exist; draft extend makes the missing ones before the request
+    drafts. A standalone draft model begins with entry -1, of the first token.
 
         prompt [a b c d], two tokens e f generated, decoding:
         token_ids = a b c d e f      num_computed = 5 (f has not been through the target)
-        draft entries 0..4 = (b,f0) (c,f1) (d,f2) (e,f3) (f,f4); entry 4 predicts position 6
+        draft KV entries 0..4 = (b,f0) (c,f1) (d,f2) (e,f3) (f,f4); entry 4 predicts position 6
     """
 
     request_id: str
@@ -31,15 +31,15 @@ class Sequence:
     num_draft_computed: int = 0
     page_ids: list[int] = field(default_factory=list)
     request_slot: int = -1
-    """Its place among the running sequences; -1 while it waits."""
+    """Index in the device's tensors of running requests; -1 while it waits."""
     held_token_ids: tuple[int, ...] = ()
-    """What may not be drawn before `min_tokens` are generated; empty without such a limit."""
+    """Tokens masked until `min_tokens` are generated; empty without such a limit."""
     num_cached_tokens: int | None = None
-    """Tokens it began with that others had computed; None before it is first admitted."""
+    """Tokens taken from the prefix cache; None before it is first admitted."""
     has_broken_draft: bool = False
-    """Its draft gave NaN or no token of the vocabulary: it speculates no more."""
+    """Its draft gave NaN or an unknown token, so it stops drafting."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of prompt tokens 1 .., as far as they are known; empty unless they are asked for."""
+    """Of prompt tokens 1 .., as far as computed; empty unless wanted."""
     finish_reason: FinishReason | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 
@@ -57,18 +57,18 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
-    def num_prompt_rows(self) -> int:
-        """Tokens of the prompt that were computed for this request alone."""
+    def num_uncached_prompt_tokens(self) -> int:
+        """Prompt tokens that were computed for this request."""
         return self.num_prompt_tokens - (self.num_cached_tokens or 0)
 
     @property
     def num_pending(self) -> int:
-        """Committed tokens the target has not seen: 1 while decoding, more during prefill."""
+        """Committed tokens the target has not computed: 1 while decoding, more during prefill."""
         return len(self.token_ids) - self.num_computed
 
     @property
     def is_decoding(self) -> bool:
-        """Whether the prompt is done and everything but the last token is computed."""
+        """Whether everything but the last token is computed."""
         return self.num_computed >= self.num_prompt_tokens and self.num_pending == 1
 
     @property
@@ -84,7 +84,7 @@ class Sequence:
     def unscored(self, start: int, end: int) -> range:
         """Return the prompt positions whose log-probabilities a chunk `start .. end - 1` adds.
 
-        Preemption forgets none of them, and those before a chunk are known or in flight.
+        Those before a chunk are known, also after a preemption, or in flight.
         """
         if self.params.prompt_logprobs is None:
             return range(0)
@@ -92,6 +92,6 @@ class Sequence:
         return range(first, min(end + 1, self.num_prompt_tokens))
 
     def forget_computed(self) -> None:
-        """Preemption: the tokens stay, everything computed from them is to be made anew."""
+        """Drop what is computed after a preemption; the tokens stay."""
         self.num_computed = 0
         self.num_draft_computed = 0

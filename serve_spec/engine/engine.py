@@ -24,7 +24,7 @@ from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
 from serve_spec.parallel.followers import Followers
-from serve_spec.scheduler.scheduler import CommittedRow, Scheduler
+from serve_spec.scheduler.scheduler import CommittedRequest, Scheduler
 from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)
@@ -63,7 +63,7 @@ class EngineCounters:
 
 
 @dataclass(frozen=True)
-class _Flight:
+class _InFlight:
     """A round under way, and what the policy thought of it."""
 
     plan: ScheduledBatch
@@ -109,7 +109,7 @@ class SpecEngine:
         self.costs = costs
         self._followers = followers
         self._outputs: dict[str, OutputText] = {}
-        self._flight: _Flight | None = None
+        self._in_flight: _InFlight | None = None
         self._settled_at = 0.0
         self._tail_s = 0.0
         """What the step before did after its round was settled: the next round waited for it."""
@@ -118,36 +118,36 @@ class SpecEngine:
     def step(self) -> list[TokenDelta]:
         """One round over every running sequence: plan, execute, commit, learn."""
         entered = time.perf_counter()
-        flight = self._flight or self._launch(self._plan(), entered - self._tail_s)
-        if flight is None:
+        step = self._in_flight or self._launch(self._plan(), entered - self._tail_s)
+        if step is None:
             return []
-        self._flight = self._launch(self._plan(flight.plan), time.perf_counter())
-        return self._finish(flight)
+        self._in_flight = self._launch(self._plan(step.plan), time.perf_counter())
+        return self._finish(step)
 
     def drain(self) -> list[TokenDelta]:
         """Finish the step in flight and launch no other, so that another engine may use the worker.
 
         Return what the step emitted.
         """
-        flight, self._flight = self._flight, None
-        deltas = [] if flight is None else self._finish(flight)
+        step, self._in_flight = self._in_flight, None
+        deltas = [] if step is None else self._finish(step)
         self.worker.drain()
         return deltas
 
-    def _finish(self, flight: _Flight) -> list[TokenDelta]:
+    def _finish(self, step: _InFlight) -> list[TokenDelta]:
         """Wait for a step, commit it, learn from it."""
-        result = flight.pending.result()
-        committed = self.scheduler.commit(flight.plan, result, self._cut)
-        step_ms = self._step_ms(flight)
-        self._report(self._record(flight, result, committed, step_ms))
-        deltas = [self._delta(row, result) for row in committed]
+        result = step.pending.result()
+        committed = self.scheduler.commit(step.plan, result, self._cut)
+        step_ms = self._step_ms(step)
+        self._report(self._record(step, result, committed, step_ms))
+        deltas = [self._delta(each, result) for each in committed]
         self._tail_s = time.perf_counter() - self._settled_at
         return deltas
 
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do."""
-        return self.scheduler.has_work or self._flight is not None
+        return self.scheduler.has_work or self._in_flight is not None
 
     def idle_wait_s(self) -> float | None:
         """Seconds until `use_idle_time` has something to do; None: it has nothing."""
@@ -332,14 +332,14 @@ class SpecEngine:
             return None
         return self.scheduler.plan(self.controller.choose_steps, limits, before)
 
-    def _launch(self, plan: ScheduledBatch | None, started: float) -> _Flight | None:
+    def _launch(self, plan: ScheduledBatch | None, started: float) -> _InFlight | None:
         if plan is None:
             return None
         reason, notes = self.controller.switch_reason, self.controller.notes
         pending = self.worker.submit(plan)
-        return _Flight(plan, pending, started, reason and reason.value, notes)
+        return _InFlight(plan, pending, started, reason and reason.value, notes)
 
-    def _step_ms(self, flight: _Flight) -> float:
+    def _step_ms(self, step: _InFlight) -> float:
         """Wall time of a round that is settled now: since its start, or its predecessor's end.
 
         With what a round is planned, learned from and reported in, for no other runs meanwhile
@@ -347,30 +347,34 @@ class SpecEngine:
         have the most of it per token.
         """
         now = time.perf_counter()
-        since = max(flight.started, self._settled_at)
+        since = max(step.started, self._settled_at)
         self._settled_at = now
         return (now - since) * 1e3
 
     def _record(
-        self, flight: _Flight, result: BatchResult, committed: list[CommittedRow], step_ms: float
+        self,
+        step: _InFlight,
+        result: BatchResult,
+        committed: list[CommittedRequest],
+        step_ms: float,
     ) -> StepRecord:
         """Return what became of a step. One pass per column: hundreds of requests may decode."""
-        plan, scheduler, cache = flight.plan, self.scheduler, self.scheduler.cache
-        planned = plan.decode_rows
-        decoded = [each for each in committed if each.row.is_decode]
+        plan, scheduler, cache = step.plan, self.scheduler, self.scheduler.cache
+        planned = plan.decode_requests
+        decoded = [each for each in committed if each.scheduled.is_decode]
         live = [each for each in decoded if not each.seq.finished]
         ended = [each.seq for each in committed if each.seq.finished]
-        has_model, has_texts = scheduler.has_draft_model, scheduler.texts is not None
+        has_model, has_texts = scheduler.has_draft_model, scheduler.text_drafts is not None
         drafted = [row.model_steps if has_model else row.num_steps for row in planned]
-        num_drafts = sum([each.row.num_draft_tokens for each in decoded])
+        num_drafts = sum([each.scheduled.num_draft_tokens for each in decoded])
         prefix = scheduler.take_prefix_counts()
         return StepRecord(
             shape=plan.shape,
             request_ids=tuple([each.seq.request_id for each in live]),
-            row_steps=tuple([each.row.num_steps for each in live]),
+            row_steps=tuple([each.scheduled.num_steps for each in live]),
             row_correct_drafts=tuple([each.num_correct_drafts for each in live]),
-            is_sampled=tuple([not each.row.params.is_greedy for each in live]),
-            is_from_text=tuple([bool(each.row.draft_ids) for each in live])
+            is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
+            is_from_text=tuple([bool(each.scheduled.draft_ids) for each in live])
             if has_texts and has_model
             else (),
             accept_lengths=tuple([len(each.token_ids) for each in decoded]),
@@ -385,14 +389,14 @@ class SpecEngine:
             num_catch_up=sum([len(row.extend_ids) for row in planned if row.model_steps]),
             num_prefill_tokens=plan.num_prefill_tokens,
             num_ended=len(ended),
-            num_ended_prompt_rows=sum(seq.num_prompt_rows for seq in ended),
+            num_ended_prompt_rows=sum(seq.num_uncached_prompt_tokens for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
             times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
             draft_sharpness=plan.draft_sharpness,
             follows=plan.follows,
             was_postponed=plan.was_postponed,
-            notes=flight.notes if decoded else NO_NOTES,
-            switch_reason=flight.switch_reason if decoded else None,
+            notes=step.notes if decoded else NO_NOTES,
+            switch_reason=step.switch_reason if decoded else None,
             speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
             num_running_seqs=len(scheduler.running),
@@ -410,14 +414,14 @@ class SpecEngine:
         self.collector.observe(record)
         self.metrics.observe(record)
 
-    def _delta(self, row: CommittedRow, result: BatchResult) -> TokenDelta:
-        seq = row.seq
+    def _delta(self, committed: CommittedRequest, result: BatchResult) -> TokenDelta:
+        seq = committed.seq
         output = self._outputs[seq.request_id]
         text = output.take()
         if seq.finished:
             del self._outputs[seq.request_id]
         stats = seq.stats if seq.finished else None
-        tokens = tuple(row.token_ids)
+        tokens = tuple(committed.token_ids)
         logprobs = result.logprobs.get(seq.request_id)
         is_first = seq.num_output_tokens == len(tokens)
         wants_prompt = is_first and seq.params.prompt_logprobs is not None

@@ -17,7 +17,7 @@ from serve_spec.engine.build import build_worker, load_models, rank_device
 from serve_spec.parallel.group import join
 from serve_spec.parallel.line import Address
 from serve_spec.parallel.orders import Orders
-from serve_spec.worker.tensor_parallel import obey
+from serve_spec.worker.tensor_parallel import run_worker_loop
 
 
 def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> None:
@@ -32,7 +32,7 @@ def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> N
         orders.ready()
         parallel = join(rank, size, device, address, orders.host)
         try:
-            obey(build_worker(config, load_models(config, parallel)), orders)
+            run_worker_loop(build_worker(config, load_models(config, parallel)), orders)
         finally:
             parallel.close()
 

@@ -1,4 +1,4 @@
-"""Page bookkeeping per sequence: reserve ahead of a round, give the surplus back after it."""
+"""Pages per sequence: reserve them before a step, return the surplus after it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from serve_spec.kvcache.radix import PrefixHit, PrefixTree
 
 
 class KVCacheManager:
-    """Sequences hold pages in position order: page i covers positions `i·page_size ..`.
+    """Assigns pages to sequences: page i of a sequence covers positions `i·page_size ..`.
 
-    Target and draft caches share the page ids (their pools differ). Drafts are written into
-    reserved pages optimistically; rejecting them costs nothing but the length that rewinds.
+    Target and draft KV share the page ids, in pools of their own. Drafts are written into reserved
+    pages; rejecting them only lowers the sequence's length.
 
-    With `prefix_caching`, full pages of committed and computed tokens are known to a tree: others
-    begin with them, and they stay, when nobody holds them, until their room is needed.
+    With `prefix_caching`, full pages of computed tokens enter a prefix tree. Other sequences start
+    from them, and idle ones stay cached until their room is needed.
     """
 
     def __init__(self, num_pages: int, page_size: int, *, prefix_caching: bool = False) -> None:
@@ -36,15 +36,15 @@ class KVCacheManager:
         return self.allocator.num_pages
 
     def pages_for(self, num_tokens: int) -> int:
-        """Pages that `num_tokens` positions need."""
+        """Return how many pages `num_tokens` positions take."""
         return -(-num_tokens // self.page_size)
 
     def can_reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether `seq` could grow to `num_tokens` positions now."""
+        """Return whether `seq` can grow to `num_tokens` positions now."""
         return self.pages_for(num_tokens) - len(seq.page_ids) <= self.num_free_pages
 
     def can_reserve_all(self, sequences: Iterable[Sequence], num_tokens: Iterable[int]) -> bool:
-        """Whether all of them could grow to that many positions each, together."""
+        """Return whether all sequences together can grow to so many positions each."""
         missing = (
             max(0, self.pages_for(count) - len(seq.page_ids))
             for seq, count in zip(sequences, num_tokens, strict=True)
@@ -52,15 +52,15 @@ class KVCacheManager:
         return sum(missing) <= self.num_free_pages
 
     def find(self, seq: Sequence) -> PrefixHit:
-        """The pages known of a text of which nothing is computed."""
+        """Return the cached prefix of a sequence of which nothing is computed."""
         return self.tree.match(seq.token_ids, self.most_cached(seq))
 
     def most_cached(self, seq: Sequence) -> int:
-        """Most tokens `seq` could begin with.
+        """Return the most tokens `seq` may take from the cache.
 
-        The last one is computed in any case, for what follows is drawn from it, and so are those
-        whose log-probabilities are asked for. A preempted text computes two, so that it starts
-        anew as texts start, with a row of a prompt: that tells a worker to forget where it was.
+        The last token is always computed, because the next one is drawn from it, and so are tokens
+        whose log-probabilities are wanted. A preempted sequence computes two, so that it restarts
+        with a prefill chunk, which makes the worker drop its old state.
         """
         if not self.prefix_caching:
             return 0
@@ -69,26 +69,26 @@ class KVCacheManager:
         return len(seq) - (1 if seq.num_output_tokens == 0 else 2)
 
     def can_start(self, seq: Sequence, hit: PrefixHit, num_tokens: int) -> bool:
-        """Whether `seq`, which holds nothing, could begin with a hit and grow to `num_tokens`."""
+        """Return whether `seq`, without pages, can start from a hit and grow to `num_tokens`."""
         missing = self.pages_for(num_tokens) - len(hit.page_ids)
         return missing <= self.num_free_pages - self.tree.num_idle_of(hit)
 
     def start(self, seq: Sequence, hit: PrefixHit) -> None:
-        """Lets `seq`, of which nothing is computed, begin with a hit."""
+        """Start `seq`, of which nothing is computed, from a cached prefix."""
         self.tree.hold(hit)
         seq.page_ids = list(hit.page_ids)
         seq.num_computed = len(hit.page_ids) * self.page_size
         if hit.num_draft_pages:
-            # Drafting starts from the output of the last entry, so that one is made in any case.
+            # Drafting starts from the output of the last entry, so that one is always computed.
             seq.num_draft_computed = hit.num_draft_pages * self.page_size - 1
 
     def publish(self, seq: Sequence) -> None:
-        """Makes the full pages of what is computed of a running text known to others."""
+        """Let other sequences use the full computed pages of a running one."""
         if self.prefix_caching:
             self.tree.publish(seq.token_ids, self._full_pages(seq), self._num_draft_pages(seq))
 
     def reserve(self, seq: Sequence, num_tokens: int) -> None:
-        """Grows `seq` to cover `num_tokens` positions.
+        """Grow `seq` to cover `num_tokens` positions.
 
         Raises:
             OutOfPages: too few are free; nothing was taken.
@@ -101,10 +101,10 @@ class KVCacheManager:
         seq.page_ids += self.allocator.allocate(missing)
 
     def unheld_pages(self, count: int) -> list[int]:
-        """Ids of `count` pages that no sequence holds and the tree does not know; they stay free.
+        """Return the ids of `count` pages that no sequence holds and the tree does not cache.
 
         Raises:
-            OutOfPages: sequences hold too many.
+            OutOfPages: too few are free.
         """
         if count <= self.num_free_pages:
             self.tree.evict(max(0, count - self.allocator.num_free))
@@ -113,7 +113,7 @@ class KVCacheManager:
         return pages
 
     def trim(self, seq: Sequence, num_tokens: int) -> None:
-        """Returns the pages past `num_tokens` positions (rejected drafts, shortened texts)."""
+        """Free the pages past `num_tokens` positions (rejected drafts, texts cut by a stop)."""
         keep = self.pages_for(num_tokens)
         if keep < len(seq.page_ids):
             surplus = seq.page_ids[keep:]
@@ -121,7 +121,7 @@ class KVCacheManager:
             self.allocator.release(surplus)
 
     def release(self, seq: Sequence) -> None:
-        """Returns every page of `seq`, which leaves; others may begin with what it computed."""
+        """Free every page of `seq`; full pages stay cached for other sequences."""
         if self.prefix_caching:
             full = self._full_pages(seq)
             del seq.page_ids[: len(full)]
@@ -129,15 +129,15 @@ class KVCacheManager:
         self.trim(seq, 0)
 
     def _full_pages(self, seq: Sequence) -> list[int]:
-        """Pages of committed tokens that the target has computed, the one after them known."""
+        """Return the pages that are full of computed tokens, and whose next token is known."""
         return seq.page_ids[: seq.num_computed // self.page_size]
 
     def _num_draft_pages(self, seq: Sequence) -> int:
-        """Of those, the pages whose draft entries are made by catching up, and usable."""
+        """Return how many of those have complete and usable draft KV."""
         return 0 if seq.has_broken_draft else max(0, seq.num_draft_computed) // self.page_size
 
     def check_integrity(self, sequences: Iterable[Sequence]) -> None:
-        """Every page is counted as often as it is held; every sequence's cache fits its pages."""
+        """Raise AssertionError unless reference counts fit the holders, and lengths the pages."""
         live = list(sequences)
         held = {seq.request_id: seq.page_ids for seq in live}
         self.allocator.check_integrity({**held, "the prefix tree": self.tree.page_ids})

@@ -1,4 +1,4 @@
-"""Pages of the KV cache: a free list and reference counts. Host only, no tensors."""
+"""Page ids of the KV cache: a free list and reference counts. Host only, no tensors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from collections.abc import Iterable
 
 
 class OutOfPages(RuntimeError):
-    """More pages were asked for than are free; the caller decides who gives way."""
+    """More pages are wanted than are free; the caller decides what to preempt."""
 
 
 class PageAllocator:
-    """Hands out page ids `0 .. num_pages-1`; a page returns when its last reference goes."""
+    """Allocates page ids `0 .. num_pages-1`; a page is free again after its last release."""
 
     def __init__(self, num_pages: int) -> None:
         if num_pages < 1:
-            raise ValueError(f"num_pages={num_pages}: a cache needs at least one page")
+            raise ValueError(f"num_pages={num_pages}: a cache needs a page; use at least 1")
         self.num_pages = num_pages
         # A stack: the page freed last is used next, while its memory is still warm.
         self._free = list(range(num_pages - 1, -1, -1))
@@ -22,11 +22,11 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages nobody holds."""
+        """Pages without a reference."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int]:
-        """Takes `count` pages, one reference each.
+        """Return `count` free pages, with one reference each.
 
         Raises:
             OutOfPages: fewer are free; nothing was taken.
@@ -39,17 +39,17 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """One more reference of each page."""
+        """Add a reference to each page."""
         for page in pages:
-            assert self._references[page] > 0, f"page {page} shared, but nobody holds it"
+            assert self._references[page] > 0, f"page {page} is shared without a reference"
             self._references[page] += 1
 
     def references(self, page: int) -> int:
-        """How often a page is held."""
+        """Return the number of references of a page."""
         return self._references[page]
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drops one reference of each page."""
+        """Drop a reference of each page."""
         for page in pages:
             assert self._references[page] > 0, f"page {page} released without a reference"
             self._references[page] -= 1
@@ -57,10 +57,7 @@ class PageAllocator:
                 self._free.append(page)
 
     def check_integrity(self, held: dict[str, list[int]]) -> None:
-        """Every page is either free or held as often as it is counted.
-
-        held: pages by owner. Raises AssertionError naming the page and its owners.
-        """
+        """Raise AssertionError unless every page has as many references as owners in `held`."""
         owners: dict[int, list[str]] = {}
         for owner, pages in held.items():
             for page in pages:

@@ -1,4 +1,4 @@
-"""The tensors that pages address: keys and values of one model, features of the target."""
+"""The tensors that pages index: keys and values of one model, features of the target."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from serve_spec.core.context import KVShape
 class PagedKVPool:
     """Keys and values of all layers; `keys[layer]` is [num_slots, num_heads, key_dim].
 
-    Slot `page · page_size + offset` is one token's place; the pages of one request serve every
-    model that shares the allocator. Zero at first, because masked slots are still multiplied: what
-    they hold must be finite. One page more than the allocator's takes what padding writes.
+    Slot `page · page_size + offset` holds one token; all models use the same page ids. Slots start
+    as zeros, because masked slots are still multiplied and must be finite. One scratch page more
+    than the allocator's takes the writes of padding.
 
     Neighbouring layers of one shape share a tensor [layers, num_slots, num_heads, dim]; `tensors`
     lists these.

@@ -1,9 +1,9 @@
-"""A radix tree over texts, a node per full page: which pages hold the beginning of a text.
+"""A radix tree with a node per full page: which pages hold a cached prefix (RadixAttention).
 
-A page is known by its tokens and the one after them, for the last draft entry of a page carries the
-token that follows it (EAGLE: entry j is token j+1 with feature j). So whatever is made of a known
-page, the target's keys and values, its features and the draft's entries, is the same for all who
-share it. Texts that part exactly where a page ends do not share that page.
+A node's key holds the page's tokens and the next one, because the last draft KV entry of a page
+depends on the token after it (EAGLE: entry j is token j+1 with feature j). So target KV, features
+and draft KV of a cached page are the same for all sequences that share it. Sequences that diverge
+exactly at the end of a page do not share that page.
 
 Host only, no tensors.
 """
@@ -21,9 +21,9 @@ _Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class PrefixHit:
-    """Pages that hold the beginning of a text, in position order.
+    """Cached pages of a prefix, in position order.
 
-    num_draft_pages: how many of them, the first ones, hold the draft's entries, too.
+    num_draft_pages: how many of the first ones hold draft KV, too.
     """
 
     page_ids: tuple[int, ...] = ()
@@ -32,7 +32,7 @@ class PrefixHit:
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """A page after the pages of its ancestors; without a parent, the first of a text."""
+    """A page that follows the pages of its ancestors."""
 
     page: int
     key: _Key
@@ -42,10 +42,10 @@ class _Node:
 
 
 class PrefixTree:
-    """Owns one reference of every page it knows; a page that nobody else holds is idle.
+    """Holds one reference of every cached page; a page without another reference is idle.
 
-    Whoever holds a known page holds its ancestors, too. So below an idle page all are idle, and
-    the one that is idle longest has nothing below it: evicting is taking the first of a queue.
+    A sequence that holds a cached page holds its ancestors, too. So all descendants of an idle page
+    are idle, and the one idle longest is a leaf: eviction takes the first of a queue (LRU).
     """
 
     def __init__(self, allocator: PageAllocator, page_size: int) -> None:
@@ -54,7 +54,7 @@ class PrefixTree:
         self._page_size = page_size
         self._first: dict[_Key, _Node] = {}
         self._nodes: dict[int, _Node] = {}
-        # In the order they became idle; of a text, the last page first.
+        # In the order they became idle; of one sequence, the last page first.
         self._idle: OrderedDict[int, _Node] = OrderedDict()
 
     def __len__(self) -> int:
@@ -62,25 +62,25 @@ class PrefixTree:
 
     @property
     def num_idle(self) -> int:
-        """Pages that only the tree holds."""
+        """Pages that no sequence holds."""
         return len(self._idle)
 
     def match(self, token_ids: Sequence[int], most_tokens: int) -> PrefixHit:
-        """The pages known of the text's beginning, `most_tokens` tokens at most."""
+        """Return the cached pages of a prefix of at most `most_tokens` tokens."""
         pages: list[int] = []
         num_draft_pages = 0
-        for node in self._walk(token_ids, min(most_tokens, len(token_ids) - 1)):
+        for node in self._cached_nodes(token_ids, min(most_tokens, len(token_ids) - 1)):
             if node.has_draft and num_draft_pages == len(pages):
                 num_draft_pages += 1
             pages.append(node.page)
         return PrefixHit(tuple(pages), num_draft_pages)
 
     def num_idle_of(self, hit: PrefixHit) -> int:
-        """How many pages of a hit only the tree holds."""
+        """Return how many pages of a hit no sequence holds."""
         return sum(page in self._idle for page in hit.page_ids)
 
     def hold(self, hit: PrefixHit) -> None:
-        """One more reference of every page of a hit, for whoever found it."""
+        """Add a reference to every page of a hit."""
         self._allocator.share(hit.page_ids)
         for page in hit.page_ids:
             self._idle.pop(page, None)
@@ -88,21 +88,18 @@ class PrefixTree:
     def publish(
         self, token_ids: Sequence[int], page_ids: Sequence[int], num_draft_pages: int
     ) -> None:
-        """Makes the pages of a running text known, up to one that the tree has another page for.
+        """Insert the pages of a running sequence, up to the first that the tree has already.
 
-        Beyond it the text would hold known pages, and not their ancestors.
+        Beyond that one the sequence would hold cached pages, but not their ancestors.
         token_ids: the tokens of the pages and the one after them. num_draft_pages: see `PrefixHit`.
         """
-        self._enter(token_ids, page_ids, num_draft_pages, stop_at_others=True)
+        self._insert(token_ids, page_ids, num_draft_pages, stop_at_others=True)
 
     def retire(
         self, token_ids: Sequence[int], page_ids: Sequence[int], num_draft_pages: int
     ) -> None:
-        """Takes over the pages of a text that ends; those the tree has others for are released.
-
-        Arguments as for `publish`.
-        """
-        path = self._enter(token_ids, page_ids, num_draft_pages, stop_at_others=False)
+        """Insert the pages of a sequence that ends and drop its references; see `publish`."""
+        path = self._insert(token_ids, page_ids, num_draft_pages, stop_at_others=False)
         self._allocator.release(page_ids)
         for node in reversed(path):
             if self._allocator.references(node.page) == 1:
@@ -110,7 +107,7 @@ class PrefixTree:
                 self._idle.move_to_end(node.page)
 
     def evict(self, count: int) -> None:
-        """Frees the `count` pages, of the idle ones, that were used longest ago."""
+        """Free the `count` least recently used idle pages."""
         assert count <= self.num_idle, f"{count} pages to evict, {self.num_idle} are idle"
         for _ in range(count):
             page, node = self._idle.popitem(last=False)
@@ -120,8 +117,7 @@ class PrefixTree:
         self.num_evicted += count
 
     def page_texts(self) -> Iterator[tuple[int, list[int], bool]]:
-        """Every page known: its id, the text up to the token after it, whether it has a draft's
-        entries."""
+        """Yield every cached page: id, tokens up to the one after it, whether it has draft KV."""
         for node in self._nodes.values():
             keys, up = [node.key], node.parent
             while up is not None:
@@ -131,7 +127,7 @@ class PrefixTree:
             yield node.page, [*text, node.key[-1]], node.has_draft
 
     def check_integrity(self) -> None:
-        """Nodes are linked both ways, idle pages queue leaf first. Raises AssertionError."""
+        """Raise AssertionError unless links go both ways and idle pages are queued leaf first."""
         place = {page: number for number, page in enumerate(self._idle)}
         for page, node in self._nodes.items():
             parent = node.parent
@@ -143,18 +139,18 @@ class PrefixTree:
                 assert parent.key[-1] == node.key[0], f"page {page}: does not follow its parent"
                 last = place.get(parent.page)
                 assert last is None or place.get(page, last) < last, f"page {page}: before its leaf"
-        assert set(place) <= set(self._nodes), "an idle page that is not known"
+        assert set(place) <= set(self._nodes), "an idle page that is not cached"
 
     @property
     def page_ids(self) -> list[int]:
-        """Every page known."""
+        """Every cached page."""
         return list(self._nodes)
 
     def _key(self, token_ids: Sequence[int], number: int) -> _Key:
         first = number * self._page_size
         return tuple(token_ids[first : first + self._page_size + 1])
 
-    def _walk(self, token_ids: Sequence[int], most_tokens: int) -> Iterator[_Node]:
+    def _cached_nodes(self, token_ids: Sequence[int], most_tokens: int) -> Iterator[_Node]:
         children = self._first
         for number in range(most_tokens // self._page_size):
             node = children.get(self._key(token_ids, number))
@@ -163,7 +159,7 @@ class PrefixTree:
             yield node
             children = node.children
 
-    def _enter(
+    def _insert(
         self,
         token_ids: Sequence[int],
         page_ids: Sequence[int],
@@ -171,7 +167,7 @@ class PrefixTree:
         *,
         stop_at_others: bool,
     ) -> list[_Node]:
-        """The nodes of a text, those it had and new ones of its own pages."""
+        """Return the nodes of a sequence, adding those that are missing."""
         path: list[_Node] = []
         parent: _Node | None = None
         for number, page in enumerate(page_ids):

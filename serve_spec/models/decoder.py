@@ -44,7 +44,7 @@ class DecoderLayer(Layer):
         """
         heads, residual = self.before_attention(hidden, residual)
         attended = self.attention.attend(heads, rotation, ctx)
-        residual = ctx.of_asked(residual)
+        residual = ctx.select_queries(residual)
         if not len(residual):
             return residual, residual
         return self.after_attention(attended, residual)

@@ -53,7 +53,7 @@ class Eagle3FirstLayer(Layer):
         """Both inputs [T, H] -> (last addend, residual stream before it) [R, H]: `DecoderLayer`."""
         heads, residual = self.before_attention(embedded, hidden)
         attended = self.attention.attend(heads, rotation, ctx)
-        residual = ctx.of_asked(residual)
+        residual = ctx.select_queries(residual)
         if not len(residual):
             return residual, residual
         return self.after_attention(attended, residual)

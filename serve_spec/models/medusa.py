@@ -108,7 +108,7 @@ class Medusa(Layer):
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
         """The feature again, [R, H]: no head reads tokens."""
-        return ctx.of_asked(hidden)
+        return ctx.select_queries(hidden)
 
     __call__ = forward
 

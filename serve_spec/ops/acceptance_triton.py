@@ -1,4 +1,4 @@
-"""Acceptance, advancing of request slots, and the host's read-back: one program per request."""
+"""Acceptance, request slots and results in one launch: one program per request."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -9,15 +9,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from serve_spec.ops.acceptance import MAX_ROWS, AcceptedPath
+from serve_spec.ops.acceptance import MAX_TREE_TOKENS, AcceptedPath
 from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.noise_triton import load_row_keys
+from serve_spec.ops.noise_triton import load_noise_keys
 
 _COUNT_BLOCK = 128
 
 
 def accept_path(
-    row_tokens: Tensor,
+    input_ids: Tensor,
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
@@ -26,12 +26,12 @@ def accept_path(
 ) -> AcceptedPath:
     """See `acceptance.accept_path`."""
     accepted = _empty_path(query_starts, max_depth)
-    _walk(accepted, row_tokens, parents, drawn, query_starts, forced)
+    _accept(accepted, input_ids, parents, drawn, query_starts, forced)
     return accepted
 
 
 def accept_and_advance(
-    row_tokens: Tensor,
+    input_ids: Tensor,
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
@@ -43,8 +43,8 @@ def accept_and_advance(
 ) -> AcceptedPath:
     """See `acceptance.accept_and_advance`."""
     accepted = _empty_path(query_starts, results.shape[1] - 3)
-    _walk(
-        accepted, row_tokens, parents, drawn, query_starts, forced,
+    _accept(
+        accepted, input_ids, parents, drawn, query_starts, forced,
         recent, lengths, request_slots, results,
     )  # fmt: skip
     return accepted
@@ -68,7 +68,7 @@ def tree_masks(parents: Tensor, query_starts: Tensor) -> Tensor:
     dependent = dependent_launch(parents.device)
     _mask_kernel[(len(query_starts),)](
         masks, parents, query_starts, len(parents),
-        ROWS=MAX_ROWS, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
+        TOKENS=MAX_TREE_TOKENS, DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
     return masks
 
@@ -83,9 +83,9 @@ def _empty_path(query_starts: Tensor, max_depth: int) -> AcceptedPath:
     )
 
 
-def _walk(
+def _accept(
     accepted: AcceptedPath,
-    row_tokens: Tensor,
+    input_ids: Tensor,
     parents: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
@@ -97,70 +97,70 @@ def _walk(
 ) -> None:
     num_sequences, width = accepted.path.shape
     dependent = dependent_launch(query_starts.device)
-    _walk_kernel[(num_sequences,)](
-        *accepted, row_tokens, parents, drawn, query_starts, forced,
+    _accept_kernel[(num_sequences,)](
+        *accepted, input_ids, parents, drawn, query_starts, forced,
         recent, lengths, request_slots, results, 0 if recent is None else recent.shape[1],
-        DEPTH=width - 1, WIDTH=triton.next_power_of_2(width), ROWS=MAX_ROWS,
+        DEPTH=width - 1, WIDTH=triton.next_power_of_2(width), TOKENS=MAX_TREE_TOKENS,
         DEPENDENT=dependent, num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
 
 
 @triton.jit
-def _walk_kernel(
-    token_ids, num_correct, path, row_tokens, parents, drawn, query_starts, forced,
+def _accept_kernel(
+    token_ids, num_correct, path, input_ids, parents, drawn, query_starts, forced,
     recent, lengths, request_slots, results, window,
-    DEPTH: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, DEPENDENT: tl.constexpr,
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a sequence are in registers; a step finds the child and reads its draw."""
+    """One program per sequence, its tokens in registers; each iteration accepts a child."""
     b = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     begin = tl.load(query_starts + b)
-    num_rows = tl.load(query_starts + b + 1) - begin
-    offsets = tl.arange(0, ROWS)
-    inside = offsets < num_rows
+    num_tokens = tl.load(query_starts + b + 1) - begin
+    offsets = tl.arange(0, TOKENS)
+    inside = offsets < num_tokens
     is_draft = inside & (offsets > 0)
-    tokens = tl.load(row_tokens + begin + offsets, mask=is_draft, other=-1).to(tl.int32)
+    tokens = tl.load(input_ids + begin + offsets, mask=is_draft, other=-1).to(tl.int32)
     above = tl.load(parents + begin + offsets, mask=is_draft, other=-1)
     columns = tl.arange(0, WIDTH)
     emitted = tl.zeros([WIDTH], dtype=tl.int32)
-    rows = tl.zeros([WIDTH], dtype=tl.int32)
+    accepted = tl.zeros([WIDTH], dtype=tl.int32)
     limit = DEPTH
     if forced is not None:
         limit = tl.minimum(tl.load(forced + b), DEPTH)
-    has_rows = num_rows > 0
-    draw = tl.load(drawn + begin, mask=has_rows, other=0).to(tl.int32)
+    has_tokens = num_tokens > 0
+    draw = tl.load(drawn + begin, mask=has_tokens, other=0).to(tl.int32)
     current = tl.zeros([], dtype=tl.int32)
     kept = tl.zeros([], dtype=tl.int32)
-    going = has_rows & (limit > 0)
+    going = has_tokens & (limit > 0)
     while going:
         fits = (above == current) & (tokens >= 0)
         if forced is None:
             fits = fits & (tokens == draw)
-        child = tl.min(tl.where(fits, offsets, ROWS), axis=0)
-        going = child < ROWS
+        child = tl.min(tl.where(fits, offsets, TOKENS), axis=0)
+        going = child < TOKENS
         if going:
-            token = tl.load(row_tokens + begin + child).to(tl.int32)
+            token = tl.load(input_ids + begin + child).to(tl.int32)
             draw = tl.load(drawn + begin + child).to(tl.int32)
             emitted = tl.where(columns == kept, token, emitted)
             kept += 1
-            rows = tl.where(columns == kept, child, rows)
+            accepted = tl.where(columns == kept, child, accepted)
             current = child
             going = kept < limit
-    emitted = tl.where((columns == kept) & has_rows, draw, emitted)
+    emitted = tl.where((columns == kept) & has_tokens, draw, emitted)
     tl.store(num_correct + b, kept)
     wide = columns <= DEPTH
     at = b * (DEPTH + 1) + columns
     tl.store(token_ids + at, emitted.to(tl.int64), mask=wide)
-    tl.store(path + at, rows, mask=wide)
+    tl.store(path + at, accepted, mask=wide)
     if results is not None:
         broken = tl.max((is_draft & (tokens < 0)).to(tl.int32), axis=0)
-        verdict = results + b * (DEPTH + 3)
-        tl.store(verdict, kept)
-        tl.store(verdict + 1, broken)
-        tl.store(verdict + 2 + columns, emitted, mask=wide)
-        if has_rows:
+        packed = results + b * (DEPTH + 3)
+        tl.store(packed, kept)
+        tl.store(packed + 1, broken)
+        tl.store(packed + 2 + columns, emitted, mask=wide)
+        if has_tokens:
             request_slot = tl.load(request_slots + b)
             length = tl.load(lengths + request_slot)
             places = recent + request_slot * window + ((length + columns) & (window - 1))
@@ -173,14 +173,14 @@ def _count_kernel(
     counts, seeds, positions, num_steps, survival, num_sequences,
     STEPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """In float64, as the host does it: the word and the table are exact there."""
+    """In float64, as in the reference: the word and the table are exact there."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_sequences
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     b = tl.where(inside, b, 0)
-    _, word = load_row_keys(seeds, b, tl.load(positions + b))
+    _, word = load_noise_keys(seeds, b, tl.load(positions + b))
     uniform = word.to(tl.int32, bitcast=True).to(tl.float64) * 2.0**-32 + 0.5
     steps = tl.minimum(tl.maximum(tl.load(num_steps + b), 0), STEPS)
     count = tl.zeros([BLOCK], dtype=tl.int32)
@@ -190,29 +190,29 @@ def _count_kernel(
     tl.store(counts + b, count, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _mask_kernel(
-    masks, parents, query_starts, num_rows, ROWS: tl.constexpr, DEPENDENT: tl.constexpr
+    masks, parents, query_starts, num_tokens, TOKENS: tl.constexpr, DEPENDENT: tl.constexpr
 ):
-    """One program per sequence; every row walks to the root. The last program does the padding."""
+    """One program per sequence follows every token to its root. The last one writes the padding."""
     b = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     begin = tl.load(query_starts + b)
-    offsets = tl.arange(0, ROWS)
+    offsets = tl.arange(0, TOKENS)
     if b == tl.num_programs(0) - 1:
-        for first in range(begin, num_rows, ROWS):
-            rows = first + offsets
-            tl.store(masks + rows, tl.zeros([ROWS], dtype=tl.int64), mask=rows < num_rows)
+        for first in range(begin, num_tokens, TOKENS):
+            index = first + offsets
+            tl.store(masks + index, tl.zeros([TOKENS], dtype=tl.int64), mask=index < num_tokens)
     else:
         inside = offsets < tl.load(query_starts + b + 1) - begin
-        row = tl.where(inside, offsets, -1)
-        mask = tl.zeros([ROWS], dtype=tl.int64)
+        above = tl.where(inside, offsets, -1)
+        mask = tl.zeros([TOKENS], dtype=tl.int64)
         step = tl.zeros([], dtype=tl.int32)
-        while (tl.max(row, axis=0) >= 0) & (step < ROWS):
-            here = tl.full([ROWS], 1, dtype=tl.int64) << tl.maximum(row, 0).to(tl.int64)
-            mask |= tl.where(row >= 0, here, 0)
-            row = tl.load(parents + begin + row, mask=row >= 0, other=-1)
+        while (tl.max(above, axis=0) >= 0) & (step < TOKENS):
+            here = tl.full([TOKENS], 1, dtype=tl.int64) << tl.maximum(above, 0).to(tl.int64)
+            mask |= tl.where(above >= 0, here, 0)
+            above = tl.load(parents + begin + above, mask=above >= 0, other=-1)
             step += 1
         tl.store(masks + begin + offsets, mask, mask=inside)

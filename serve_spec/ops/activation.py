@@ -1,4 +1,4 @@
-"""The gated activation of Llama's feed-forward."""
+"""SwiGLU activation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_spec.ops.dispatch import has_kernel
 
 @has_kernel
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """silu(gate) · up, the former rounded to the dtype before the product.
+    """Return silu(gate) · up, with silu(gate) rounded to the dtype before the product.
 
     gate_up: [T, 2·I], gates first. Returns [T, I].
     """

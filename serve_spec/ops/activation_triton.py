@@ -1,4 +1,4 @@
-"""The gated activation in one pass."""
+"""SwiGLU activation in one pass."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -14,7 +14,7 @@ _BLOCK = 1024
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """See `activation.silu_and_mul`. Rows may be strided, their numbers not."""
+    """See `activation.silu_and_mul`. Rows may be strided, their elements not."""
     num_rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(num_rows, width)
     dependent = dependent_launch(gate_up.device)
@@ -40,7 +40,7 @@ def _silu_and_mul_kernel(gate_up, out, width, stride, BLOCK: tl.constexpr, DEPEN
 
 @triton.jit
 def gated(gate, up):
-    """silu(gate) · up of one dtype, the former rounded to it first."""
+    """Return silu(gate) · up, with silu(gate) rounded to the dtype first."""
     wide = gate.to(tl.float32)
     silu = (wide * tl.sigmoid(wide)).to(gate.dtype)
     return (silu.to(tl.float32) * up.to(tl.float32)).to(gate.dtype)

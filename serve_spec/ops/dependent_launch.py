@@ -1,8 +1,7 @@
-"""Programmatic dependent launch: a kernel starts before the one in front of it has ended.
+"""Programmatic dependent launch (Hopper and later): a kernel starts before the last one has ended.
 
-Hopper and later. A kernel launched so may read what no kernel writes (weights) at once, and waits
-for its predecessor in every program before it reads or writes anything else. Because all of them
-wait, the end of one implies the end of all before it.
+Such a kernel may read weights at once. Every program waits for the kernel before it reads or writes
+anything else, so the end of one kernel implies the end of all before it.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 
 
 def dependent_launch(device: torch.device) -> bool:
-    """Whether kernels on `device` should be launched so."""
+    """Return whether `device` supports dependent launches."""
     return device.type == "cuda" and _supported(device)
 
 

@@ -14,12 +14,11 @@ R = TypeVar("R")
 
 
 def has_kernel(reference: Callable[P, R]) -> Callable[P, R]:
-    """Return a function that calls the kernel of `reference` where its tensors live on a GPU.
+    """Return a function that calls the kernel of `reference` for tensors on a GPU.
 
     The kernel of a function of `x.py` is the function of the same name in `x_triton.py`, imported
-    on its first use: machines without a GPU need no Triton. The first parameter annotated `Tensor`
-    decides and must be passed by position. torch's compiler traces the reference, which stays
-    reachable as `__wrapped__`.
+    on first use, because machines without a GPU need no Triton. The first parameter annotated
+    `Tensor` decides and must be passed by position. torch's compiler traces the reference.
     """
     position = list(reference.__annotations__.values()).index("Tensor")
 

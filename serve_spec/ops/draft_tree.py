@@ -1,17 +1,17 @@
-"""Trees of drafts: a beam that grows level by level, and the best of all it met.
+"""Draft trees: a beam grows level by level, and the likeliest candidates make the tree.
 
-EAGLE-2 (arXiv 2406.16858): every level has the topk likeliest children of each token of the beam;
-the topk likeliest of them, by the product of probabilities from the root on, are the next beam.
-Of all candidates of all levels the likeliest make the tree.
+EAGLE-2 (arXiv 2406.16858): a level holds the topk likeliest children of each token of the beam; the
+topk of them with the largest product of probabilities from the root on are the next beam. The
+likeliest candidates of all levels make the tree.
 
     topk = 2      root ─┬─ a ─┬─ c        level 0: a b       beam a b
                         │     └─ d        level 1: c d e f   beam c e
                         └─ b ─┬─ e        the 4 likeliest: a c b e
                               └─ f
 
-A score is a logarithm: a child's is its parent's and something not above 0. So the likeliest
-candidates hold their parents, too, if equal scores rank by number, and parents have the smaller
-one. All shapes are fixed: a GPU replays this without asking the host.
+A score is a logarithm, and a child's is at most its parent's. So the likeliest candidates include
+their parents, if ties rank by number, because parents have smaller numbers. All shapes are fixed,
+so that a CUDA graph can replay this.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _NEVER = float("-inf")
 
 
 class Level(NamedTuple):
-    """The candidates of one level, C of them: topk of the first one, topk² of each other.
+    """The C candidates of one level: topk of the first, topk² of each other.
 
     token_ids: int64 [B, C], -1 for none. scores: float32 [B, C], sums of logarithms; -inf for none.
-    parents: int64 [B, C], each one's parent among the candidates of all levels; -1 for the root.
+    parents: int64 [B, C], number of the parent among the candidates of all levels; -1: the root.
     """
 
     token_ids: Tensor
@@ -40,12 +40,12 @@ class Level(NamedTuple):
 
 
 class Beam(NamedTuple):
-    """Candidates of a level that have children, W of them; they take cache entries.
+    """The W candidates of a level that have children; each takes a draft KV slot.
 
-    token_ids, scores: as in `Level`, [B, W]. numbers: int64 [B, W], which candidates they are.
-    befores: int64 [B, W], the place of each one's parent in the beam before.
-    masks: int64 [B, W], the entries on each one's path, its own included: bit l·topk + i stands for
-    place i of the beam of level l.
+    token_ids, scores: as in `Level`, [B, W]. numbers: int64 [B, W], among the candidates of all
+    levels. befores: int64 [B, W], index of the parent in the beam before.
+    masks: int64 [B, W], the path of each, itself included: bit l·topk + i stands for candidate i of
+    the beam of level l.
     """
 
     token_ids: Tensor
@@ -56,7 +56,7 @@ class Beam(NamedTuple):
 
 
 def root_beam(batch_size: int, device: torch.device) -> Beam:
-    """The roots alone: what comes before the first level. They take no entry of the beams'."""
+    """Return the beam before the first level: the roots."""
     none = torch.full((batch_size, 1), -1, dtype=torch.int64, device=device)
     zero = torch.zeros_like(none)
     return Beam(none, zero.float(), none, zero, zero)
@@ -64,10 +64,10 @@ def root_beam(batch_size: int, device: torch.device) -> Beam:
 
 @has_kernel
 def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tuple[Level, Beam]:
-    """The level number `step`, and its beam.
+    """Return level `step` and its beam.
 
-    token_ids: int64 [B, W, topk], the children of every place of the beam `before`, -1 for none.
-    scores: float32 [B, W, topk], the logarithm of something that says how likely each is.
+    token_ids: int64 [B, W, topk], the children of the beam `before`, -1 for none.
+    scores: float32 [B, W, topk], their log-likelihoods, cut at 0.
     """
     topk = token_ids.shape[2]
     total = before.scores.unsqueeze(2) + scores.clamp(max=0.0)
@@ -91,12 +91,11 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
 def choose_drafts(
     levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
 ) -> tuple[Tensor, Tensor]:
-    """The likeliest candidates, a tree: parents are among them, and come before their children.
+    """Return the tree of the likeliest candidates. Parents come before their children.
 
-    num_steps, num_draft_tokens: [B], the levels of each sequence that count, and how many drafts
-    are wanted, no more than those levels have, at most `width`.
+    num_steps, num_draft_tokens: [B], levels to use, and drafts to choose, at most `width`.
     Returns token ids int64 [B, width] and parents int32 [B, width], the draft before each, counted
-    from 1, 0 for the root; what stands past `num_draft_tokens` is anything valid.
+    from 1, 0 for the root; both hold any valid values past `num_draft_tokens`.
     """
     token_ids = torch.cat([level.token_ids for level in levels], dim=1)
     parents = torch.cat([level.parents for level in levels], dim=1)
@@ -111,10 +110,10 @@ def choose_drafts(
     num_candidates = scores.shape[1]
     ranked = scores.argsort(dim=1, descending=True, stable=True)[:, :width]
     place = torch.arange(ranked.shape[1], device=scores.device)
-    # In order of their numbers; those that are not wanted stand last.
+    # In order of their numbers, those that are not wanted last.
     chosen = ranked.where(place < count, num_candidates).sort(dim=1).values
     numbers = chosen.clamp(max=num_candidates - 1)
-    # Where each candidate went, counted from 1; the last column is the root's.
+    # The place of each candidate in the tree, counted from 1; the last column is the root's.
     places = torch.zeros_like(scores[:, :1], dtype=torch.int64).repeat(1, num_candidates + 2)
     places.scatter_(1, chosen, (place + 1).expand_as(chosen))
     before = parents.gather(1, numbers)
@@ -125,14 +124,13 @@ def choose_drafts(
 def likeliest_children(
     scores: Tensor, topk: int, target_ids: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """The topk best of every row, and the logarithm of its share of exp(scores).
+    """Return the topk largest scores of every row, as token ids and log-softmax.
 
-    scores: float32 [R, Vd], tempered, with the noise of their position where a row is random: what
-    the target will draw there is then told by these, not by probabilities alone. (Ranked by those,
-    trees kept 10 to 15% less of the shipped pair's drafts at temperature 0.7.)
-    Equal scores rank by column, so that the first child is the draft of a chain.
-    target_ids: as in `draw.draw_drafts`. Returns int64 and float32 [R, topk]; the ids of a
-    row that holds a NaN, or nothing finite, are -1, and so are those of children scored -inf.
+    scores: float32 [R, Vd], tempered, with the noise of their position if the request samples,
+    because noise and probability together predict the target's draw. Ties rank by column, so that
+    the first child is the draft of a chain. target_ids: as in `draw.draw_drafts`.
+    Returns int64 and float32 [R, topk]; ids are -1 for children scored -inf, and in rows that hold
+    NaN or nothing finite.
     """
     left, best, children = scores.clone(), [], []
     for _ in range(topk):

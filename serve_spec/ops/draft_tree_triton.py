@@ -1,7 +1,7 @@
-"""Trees of drafts: one launch a level, and one that chooses. A program per sequence.
+"""Draft trees: one launch per level and one to choose, with a program per sequence.
 
-Scores are ranked by counting what is better, chunk by chunk: as many comparisons as a sort of so
-few would take, and no order of equals to mind.
+A score's rank is the number of better ones, counted block by block: so few scores are not worth a
+sort.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -21,7 +21,7 @@ from serve_spec.ops.dispatch import reference_of
 from serve_spec.ops.draft_tree import Beam, Level
 
 MAX_CANDIDATES = 1024
-"""Of one sequence; more are ranked faster by a sort."""
+"""Per sequence; more are ranked faster by a sort."""
 _CHUNK = 16
 
 
@@ -113,7 +113,7 @@ def _total(
     token_ids, scores, before_scores, first, before, column,
     WIDTH: tl.constexpr, TOPK: tl.constexpr,
 ):  # fmt: skip
-    """Scores from the root on; -inf for no token, and past the candidates."""
+    """Return scores from the root on; -inf for no token, and past the candidates."""
     inside = column < WIDTH * TOPK
     token = tl.load(token_ids + first + column, mask=inside, other=-1)
     score = tl.load(scores + first + column, mask=inside, other=0.0)
@@ -124,7 +124,7 @@ def _total(
 
 @triton.jit
 def _num_before(value, column, others, other, num_columns):
-    """How many of `others` [M] rank before each `value` [N]: int32 [N]."""
+    """Return how many of `others` [M] rank before each `value` [N]: int32 [N]."""
     better = others[None, :] > value[:, None]
     better |= (others[None, :] == value[:, None]) & (other[None, :] < column[:, None])
     better &= (other < num_columns)[None, :]
@@ -165,7 +165,7 @@ def _choose_kernel(
 
 @triton.jit
 def _counting(scores, first, column, num_candidates, steps, TOPK: tl.constexpr):
-    """Scores of candidates; -inf where their level does not count."""
+    """Return the scores of candidates; -inf for levels that are not used."""
     level = tl.where(column < TOPK, 0, 1 + (column - TOPK) // (TOPK * TOPK))
     counts = (column < num_candidates) & (level < steps)
     return tl.load(scores + first + column, mask=counts, other=float("-inf"))

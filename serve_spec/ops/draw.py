@@ -4,14 +4,13 @@
     distribution) → argmax(score + noise)
 
 The logits here are edited (`ops/score_edits.py`) and masked (`ops/token_masks.py`) already. A token
-depends on them, on its request's parameters and on (seed, position) alone: never on the other
-requests of the batch. Greedy requests take the argmax; ties go to the smallest token id.
+depends on them, on its request's parameters and on (seed, position) only, never on other requests
+of the batch. Greedy requests take the argmax; ties go to the smallest token id.
 
-Parameters, seeds and positions are tensors, so that a step can be prepared and replayed without
-asking the device anything. (The kernels ask nothing; the functions here look at the parameters to
-leave out sorts and noise that no request needs.)
+Parameters, seeds and positions are tensors, so that a CUDA graph can replay the kernels. The
+references read parameters on the host, to leave out sorts and noise that no request needs.
 
-Token -1 means that no token can be drawn: the logits hold a NaN or plus infinity, or nothing above
+Token -1 means that no token can be drawn: the logits hold NaN or plus infinity, or nothing above
 minus infinity.
 """
 
@@ -27,19 +26,19 @@ from serve_spec.ops.dispatch import has_kernel
 from serve_spec.ops.draft_tree import likeliest_children
 from serve_spec.ops.layout import on_host
 from serve_spec.ops.noise import (
-    MAX_KNOWN,
+    MAX_CACHED,
     Stream,
+    cached_noise,
     gumbel_noise,
-    known_noise,
-    row_keys_of,
-    stream_seeds_of,
+    noise_keys,
+    stream_seeds,
 )
 
 _WORD = 0xFFFFFFFF
 
 
 class DrawParams(NamedTuple):
-    """How each of B sequences draws: device tensors [B], in the units of `SamplingParams`.
+    """Sampling parameters of B sequences: device tensors [B], in the units of `SamplingParams`.
 
     inverse_temperature: float32, 0 for greedy sequences, whose filters then do nothing.
     seeds: int32 [B, 2], low and high word of the 64-bit seed.
@@ -53,19 +52,19 @@ class DrawParams(NamedTuple):
     min_p: Tensor
 
     def of(self, owners: Tensor) -> DrawParams:
-        """The parameters of rows [T] that belong to sequences `owners` (-1: any)."""
+        """Return the parameters of the sequences `owners` [T] (-1: any)."""
         index = owners.clamp(min=0)
         return DrawParams(*(field.index_select(0, index) for field in self))
 
     @property
     def has_filters(self) -> bool:
-        """Whether any of the sequences has filters. The host waits for the device."""
+        """Whether any sequence has filters. The host waits for the device."""
         columns = (self.top_k.tolist(), self.top_p.tolist(), self.min_p.tolist())
         return any(k > 0 or p < 1.0 or m > 0.0 for k, p, m in zip(*columns, strict=True))
 
     @property
     def is_random(self) -> list[bool]:
-        """Which of the sequences draw at random. The host waits for the device."""
+        """Which sequences sample. The host waits for the device."""
         return [inverse > 0 for inverse in self.inverse_temperature.tolist()]
 
 
@@ -78,14 +77,14 @@ def draw_tokens(
     *,
     num_ids: int | None = None,
 ) -> Tensor:
-    """Return the token each row draws: the likeliest if greedy, else argmax(log p + noise).
+    """Return the draw of every token: the likeliest if greedy, else argmax(log p + noise).
 
     p: the tempered, filtered distribution. A filtered token scores -inf and is never drawn.
 
     logits: [T, V], any float dtype, read as float32; columns from `num_ids` on are never drawn.
-    owners: int32 [T], the sequence of each row, -1 for padding, which draws 0.
-    positions: int64 [T], the position each row's draw decides.
-    Returns int64 [T]; -1 where no token can be drawn (see above).
+    owners: int32 [T], the sequence of each token, -1 for padding, which draws 0.
+    positions: int64 [T], the position of each drawn token.
+    Returns int64 [T]; -1 if no token can be drawn (see above).
     """
     return _likeliest(perturbed_scores(logits, owners, positions, params, num_ids=num_ids), owners)
 
@@ -101,11 +100,10 @@ def draw_drafts(
     *,
     num_ids: int | None = None,
 ) -> Tensor:
-    """Return the token each draft row proposes, under the target's own noise, without filters.
+    """Return coupled drafts: argmax(log q / τ + noise), τ = sharpness · temperature, no filters.
 
-    That is argmax(log q / τ + noise), τ = sharpness · temperature, with the noise that decides the
-    same position of the target. Any choice keeps the output exact; this one is likely accepted
-    (Gumbel coupling, arXiv 2408.07978; τ slightly below the temperature measured better).
+    The noise is that of the target's draw at the same position, so both likely pick the same token
+    (Gumbel coupling, arXiv 2408.07978). The output is exact for any drafts.
 
     sharpness: float32 [1], the drafts' temperature over their requests'.
     target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same.
@@ -129,13 +127,13 @@ def sample_drafts(
     params: DrawParams,
     target_ids: Tensor | None = None,
 ) -> Tensor:
-    """Return the token each draft row draws from its own distribution, for rejection sampling.
+    """Return drafts drawn from the draft's own distribution, for rejection sampling.
 
-    roots: int64 [T], the position that each row's round decides first; the noise is that of
-    `Stream.DRAFT`, by draft id. Everything else as for `draw_drafts`. Returns target ids, or -1.
+    roots: int64 [T], the first position that each sequence draws in this round; the noise is
+    that of `Stream.DRAFT`, by draft id. Everything else as for `draw_drafts`.
     """
     rows = params.of(owners)
-    keys = row_keys_of(stream_seeds_of(Stream.DRAFT, rows.seeds, roots), positions)
+    keys = noise_keys(stream_seeds(Stream.DRAFT, rows.seeds, roots), positions)
     noise = gumbel_noise(keys, logits.shape[1])
     scores = tempered(logits, rows.inverse_temperature) + noise * _is_random(rows)
     return _over_target_ids(_likeliest(scores, owners), owners, target_ids)
@@ -151,7 +149,7 @@ def draw_children(
     target_ids: Tensor | None,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    """The topk best of what `draw_drafts` takes the largest of, and how likely each is.
+    """Return the topk largest of the scores whose argmax `draw_drafts` takes, and log-softmax.
 
     Returns int64 and float32 [T, topk]; see `draft_tree.likeliest_children`.
     """
@@ -168,7 +166,7 @@ def perturbed_scores(
     *,
     num_ids: int | None = None,
 ) -> Tensor:
-    """What `draw_tokens` takes the largest of: float32 [T, num_ids], -inf where filtered."""
+    """Return the scores whose argmax is drawn: float32 [T, num_ids], -inf if filtered."""
     rows = params.of(owners)
     if not any(rows.is_random):  # filters do nothing then
         return logits[:, :num_ids].float()
@@ -177,9 +175,9 @@ def perturbed_scores(
 
 
 def processed_scores(logits: Tensor, rows: DrawParams, *, has_filters: bool) -> Tensor:
-    """Scores [T, V] whose softmax is what rows draw from: tempered, -inf where filtered.
+    """Return scores [T, V] whose softmax is drawn from: tempered, -inf if filtered.
 
-    has_filters: whether any row may have filters.
+    has_filters: False if no row has filters.
     """
     scores = tempered(logits, rows.inverse_temperature)
     if not has_filters:
@@ -188,11 +186,10 @@ def processed_scores(logits: Tensor, rows: DrawParams, *, has_filters: bool) -> 
 
 
 def survivors(scores: Tensor, rows: DrawParams) -> Tensor:
-    """Return which tokens of tempered scores [T, V] the filters of their rows keep.
+    """Return which tokens of tempered scores [T, V] the filters keep: bool [T, V].
 
     rank < top_k, mass of the likelier tokens < top_p, p ≥ min_p · max p, all on softmax(scores).
-    Equal scores rank by token id. The likeliest token always survives, and every token of a greedy
-    row. Returns bool [T, V].
+    Ties rank by token id. The likeliest token always survives, and every token of a greedy row.
     """
     ordered, order = scores.sort(dim=-1, descending=True, stable=True)
     probs = ordered.softmax(dim=-1)
@@ -200,7 +197,7 @@ def survivors(scores: Tensor, rows: DrawParams) -> Tensor:
     top_k, top_p, min_p = (x.unsqueeze(1) for x in (rows.top_k, rows.top_p, rows.min_p))
     mass_before = probs.cumsum(dim=-1) - probs
     keep = (rank < top_k) | (top_k < 1)
-    # top_p = 1 keeps all: a cumulative sum that rounds to 1 early must not cut the tail.
+    # top_p = 1 keeps all, even if the cumulative sum rounds to 1 early.
     keep &= (mass_before < top_p) | (top_p >= 1.0)
     keep &= probs >= min_p * probs[:, :1]
     keep |= (rank == 0) | (_is_random(rows) == 0)
@@ -208,7 +205,7 @@ def survivors(scores: Tensor, rows: DrawParams) -> Tensor:
 
 
 def tempered(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
-    """Scores in float32, [T, V]; rows with inverse temperature 0 [T] stay as they are."""
+    """Return float32 scores [T, V] over temperature; greedy rows (0 [T]) are not scaled."""
     scale = inverse_temperature.where(inverse_temperature > 0, 1.0)
     return logits.float() * scale.unsqueeze(1)
 
@@ -216,20 +213,20 @@ def tempered(logits: Tensor, inverse_temperature: Tensor) -> Tensor:
 def _with_noise(
     scores: Tensor, rows: DrawParams, positions: Tensor, target_ids: Tensor | None
 ) -> Tensor:
-    """Adds to the scores of random rows the noise of their tokens' target ids."""
+    """Return scores plus the noise of their target ids, in rows that sample."""
     is_random = rows.is_random
     if not any(is_random):
         return scores
     width = scores.shape[1] if target_ids is None else int(target_ids[: scores.shape[1]].max()) + 1
-    if len(is_random) > MAX_KNOWN:
-        noise = gumbel_noise(row_keys_of(rows.seeds, positions), width)
+    if len(is_random) > MAX_CACHED:
+        noise = gumbel_noise(noise_keys(rows.seeds, positions), width)
         noise = noise * (rows.inverse_temperature > 0).unsqueeze(1)
     else:
         none = scores.new_zeros(width)
         drawn = zip(is_random, rows.seeds.tolist(), positions.tolist(), strict=True)
         noise = torch.stack(
             [
-                known_noise(low & _WORD | high << 32, position, width, scores.device)[:width]
+                cached_noise(low & _WORD | high << 32, position, width, scores.device)[:width]
                 if random
                 else none
                 for random, (low, high), position in drawn
@@ -241,12 +238,12 @@ def _with_noise(
 
 
 def _is_random(rows: DrawParams) -> Tensor:
-    """1.0 for rows that see the noise, 0.0 for greedy ones; [T, 1]."""
+    """Return 1.0 for rows that sample, 0.0 for greedy ones; [T, 1]."""
     return (rows.inverse_temperature > 0).float().unsqueeze(1)
 
 
 def _likeliest(values: Tensor, owners: Tensor) -> Tensor:
-    """Column of the largest value, the first of equals; -1 without one, 0 for padding."""
+    """Return the column of the largest value, the first of equals; -1 if none, 0 for padding."""
     scores = on_host(values)
     choice = scores.argmax(axis=1)
     choice[~np.isfinite(scores[np.arange(len(scores)), choice])] = -1
@@ -255,7 +252,7 @@ def _likeliest(values: Tensor, owners: Tensor) -> Tensor:
 
 
 def _over_target_ids(choice: Tensor, owners: Tensor, target_ids: Tensor | None) -> Tensor:
-    """Draft ids [T] as the target's; what is no token, or nobody's, stays as it is."""
+    """Return draft ids [T] as target ids; -1 and padding are kept."""
     if target_ids is None:
         return choice
     return target_ids[choice.clamp(min=0)].where((choice >= 0) & (owners >= 0), choice)

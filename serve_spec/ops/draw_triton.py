@@ -1,17 +1,15 @@
-"""The sampling law as two launches: best token of every chunk of a row, then best of the row.
+"""Sampling in two launches: the best token of every chunk of a row, then the best of the row.
 
-A tree's children, the topk best, are found alike. There a score and its column are one number, its
-key: the largest keys are the best scores, of equal ones those of the smallest columns.
+The topk children of a tree are found alike. There, a score and its column form one integer key:
+larger keys are better scores, or smaller columns of equal ones.
 
-What a token scores is computed from its logit and hash alone, multiplication and addition rounded
-one by one (no fused ones but those written), so neither the number of rows nor the chunk size can
-change a draw.
+A score depends on its logit and hash alone, without implicit fused operations, so neither the batch
+nor the chunk size changes a draw.
 
-Filters need no sort. Each keeps a prefix of the tokens in order of likelihood, so the winner over
-the whole vocabulary is the filtered winner too if it survives, and whether it does follows from
-the number and the mass of the tokens before it: one sweep over the row. If it does not, neither
-does any token after it, and the next candidate is the winner among those before. With top-p 0.9
-the first candidate fails one time in ten at most.
+Filters need no sort. Each keeps a prefix of the tokens in order of likelihood. One sweep over the
+row gives number and mass of the tokens before the winner, which decide whether it survives. If not,
+no token after it does, and the next candidate is the winner among those before. With top-p 0.9 the
+first candidate fails at most one time in ten.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -26,10 +24,10 @@ from torch import Tensor
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import Stream
-from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys, load_stream_keys
+from serve_spec.ops.noise_triton import gumbel_noise_of, load_noise_keys, load_stream_keys
 
 _SMALLEST_CHUNK = 1024
-# The sweeps of one row add up in the same order whatever the batch.
+# Sums over a row have the same order in every batch.
 _SWEEP_BLOCK = 8192
 _SWEEP_WARPS = 16
 _SWEEP_STAGES = 1
@@ -95,7 +93,7 @@ def sample_drafts(
 def _best_of_rows(
     values: Tensor, tokens: Tensor, owners: Tensor, target_ids: Tensor | None, width: int
 ) -> Tensor:
-    """The best of every row's chunks, as a target id: int64 [T]."""
+    """Return the best token over the chunks of every row, as a target id: int64 [T]."""
     drafts = torch.empty(len(owners), dtype=torch.int64, device=values.device)
     dependent = dependent_launch(values.device)
     _draft_kernel[(len(owners),)](
@@ -141,7 +139,7 @@ def draw_children(
 
 
 def _choose_chunk(num_rows: int, num_ids: int) -> tuple[int, int]:
-    """Tokens per program and its warps: enough programs to fill the device, but not many more."""
+    """Return tokens per program and its warps: just enough programs to fill the device."""
     chunk = _SMALLEST_CHUNK
     while chunk < 8192 and num_rows * num_ids > 512 * chunk:
         chunk *= 2
@@ -149,7 +147,7 @@ def _choose_chunk(num_rows: int, num_ids: int) -> tuple[int, int]:
 
 
 def _most_chunks(num_ids: int) -> int:
-    """A power of two that holds the chunks of any choice: one kernel serves every batch."""
+    """Return a power of two ≥ the chunks of any batch, so that one kernel serves all."""
     return int(triton.next_power_of_2(triton.cdiv(num_ids, _SMALLEST_CHUNK)))
 
 
@@ -163,9 +161,9 @@ def _best_of_chunks(
     num_ids: int,
     roots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Largest perturbed score, its column and the largest score of every chunk: [T, C] each.
+    """Return each chunk's largest perturbed score, its column and its largest score: [T, C].
 
-    roots: see `sample_drafts`; None: the noise is the sampling law's.
+    roots: see `sample_drafts`; None: the noise of `draw_tokens`.
     """
     num_rows = len(owners)
     chunk, num_warps = _choose_chunk(num_rows, num_ids)
@@ -189,7 +187,7 @@ def _chunk_kernel(
     logits, row_stride, owners, positions, roots, inverse_temperature, seeds, target_ids,
     sharpness, num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, row): its largest perturbed score, that token, its largest score."""
+    """One program per (chunk, row): see `_best_of_chunks`."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -252,7 +250,7 @@ def _children_kernel(
     tops = _score_of(tl.load(keys + chunks * TOPK, mask=inside, other=0))
     mass = tl.load(masses + row * num_chunks + chunks, mask=inside, other=0.0)
     top = tl.max(tl.where(inside, tops, float("-inf")), axis=0)
-    # In a row of -inf alone, or with a +inf, this is NaN, and so are all shares.
+    # In a row of -inf only, or with a +inf, this is NaN, and so are all shares.
     total = tl.sum(tl.where(inside, mass * tl.exp(tops - top), 0.0), axis=0)
     columns, places = tl.arange(0, COLUMNS), tl.arange(0, PLACES)
     candidates = tl.load(keys + columns, mask=columns < num_chunks * TOPK, other=_NO_KEY)
@@ -269,7 +267,7 @@ def _children_kernel(
 
 @triton.jit
 def _keys(scores, ids):
-    """int64: the bits of a score, as a number that orders as scores do; below, its id."""
+    """Return int64 keys that sort as (score, smaller id)."""
     bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & _NO_ID)
     return (order.to(tl.int64) << 32) | (_NO_ID - ids)
@@ -277,14 +275,14 @@ def _keys(scores, ids):
 
 @triton.jit
 def _score_of(keys):
-    """The scores in keys."""
+    """Return the scores of keys."""
     order = (keys >> 32).to(tl.int32)
     return (order ^ ((order >> 31) & _NO_ID)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _best_keys(keys, places, TOPK: tl.constexpr):
-    """The largest TOPK of keys that differ, the largest at place 0; `_NO_KEY` past them."""
+    """Return the TOPK largest of distinct keys, the largest first, then `_NO_KEY`."""
     best = tl.full(places.shape, _NO_KEY, dtype=tl.int64)
     for place in range(TOPK):
         largest = tl.max(keys, axis=0)
@@ -298,7 +296,7 @@ def _scores(
     logits, ids, num_ids, owner, position, root,
     inverse_temperature, seeds, target_ids, sharpness,
 ):  # fmt: skip
-    """The tempered scores of `ids`, and the same with the noise of a row that is random."""
+    """Return the tempered scores of `ids`, without and with noise."""
     inverse = tl.load(inverse_temperature + owner)
     scale = inverse
     if sharpness is not None:
@@ -308,7 +306,7 @@ def _scores(
     perturbed = scores
     if inverse > 0:
         if root is None:
-            first, second = load_row_keys(seeds, owner, tl.load(position))
+            first, second = load_noise_keys(seeds, owner, tl.load(position))
         else:
             first, second = load_stream_keys(seeds, owner, tl.load(root), tl.load(position), _DRAFT)
         noise_ids = ids
@@ -343,7 +341,7 @@ def _draw_kernel(
     NUM_IDS: tl.constexpr, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the best of its chunks, or the best that the row's filters keep."""
+    """One program per row: the best of its chunks that the row's filters keep."""
     row = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -364,7 +362,7 @@ def _draw_kernel(
             )
             top = tl.max(chunk_tops, axis=0)
             floor = tl.where(share > 0, top + tl.log(tl.maximum(share, 1e-30)), float("-inf"))
-            first, second = load_row_keys(seeds, owner, tl.load(positions + row))
+            first, second = load_noise_keys(seeds, owner, tl.load(positions + row))
             logits += row.to(tl.int64) * row_stride
             survives = False
             while survives == 0:
@@ -386,14 +384,14 @@ def _draw_kernel(
 
 @triton.jit
 def _tempered(logits, ids, num_ids, scale):
-    """Scores of `ids`, -inf past the vocabulary; a NaN becomes +inf, which no draw survives."""
+    """Return scores of `ids`, -inf past the vocabulary; NaN becomes +inf, which is never drawn."""
     scores = tl.load(logits + ids, mask=ids < num_ids, other=float("-inf")).to(tl.float32) * scale
     return tl.where(scores == scores, scores, float("inf"))
 
 
 @triton.jit
 def _best_of_row(values, tokens, row, num_chunks, CHUNKS: tl.constexpr):
-    """The token of the largest value, the smallest of equals; -1 if that value is not finite."""
+    """Return the token of the largest value, the smallest of equals; -1 if it is not finite."""
     chunks = tl.arange(0, CHUNKS)
     inside = chunks < num_chunks
     at = row * num_chunks + chunks
@@ -409,7 +407,7 @@ def _before(
     logits, scale, score, token, top,
     NUM_IDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Number and mass of the tokens likelier than `token`, and the mass of all; the top's is 1."""
+    """Return number and mass of the tokens likelier than `token`, and the total; the top's is 1."""
     count = tl.zeros([BLOCK], dtype=tl.int32)
     mass = tl.zeros([BLOCK], dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
@@ -429,7 +427,7 @@ def _best_before(
     logits, scale, score, token, floor, first, second,
     NUM_IDS: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """The token of the largest perturbed score among those likelier than `token`, from `floor`."""
+    """Return the best token among those likelier than `token` and not below `floor`."""
     best = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     winner = tl.full([BLOCK], _NO_ID, dtype=tl.int32)
     for start in tl.range(0, NUM_IDS, BLOCK, num_stages=STAGES):
@@ -437,7 +435,7 @@ def _best_before(
         scores = _tempered(logits, ids, NUM_IDS, scale)
         before = (scores > score) | ((scores == score) & (ids < token))
         before = before & (scores >= floor)
-        # Few blocks hold a likely token, and the noise is what costs.
+        # The noise is expensive, and few blocks hold a likely token.
         if tl.max(before.to(tl.int32), axis=0) > 0:
             perturbed = scores + gumbel_noise_of(ids, first, second)
             perturbed = tl.where(before, perturbed, float("-inf"))

@@ -1,4 +1,4 @@
-"""Kept drafts of a tree move next to each other: one launch per pool."""
+"""KV of the accepted drafts of a tree moves to where a chain has it: one launch per pool."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -40,10 +40,10 @@ def _move_kernel(
     pool, slots, query_starts, path, num_correct, path_width, num_slots, width,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """A block of numbers of one layer and sequence, row by row.
+    """One program per block of a layer and sequence, moved in ascending order.
 
-    Going up is safe: path[j + 1] > j, so no row is read after it was written, and every number is
-    read and written by one thread.
+    path[j + 1] > j, so no entry is read after it was written, and one thread reads and writes every
+    number.
     """
     b, layer = tl.program_id(0), tl.program_id(1)
     at = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)

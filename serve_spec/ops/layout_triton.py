@@ -1,4 +1,4 @@
-"""The layout of a round in one launch: one program per sequence, and one for the padding."""
+"""The token layout in one launch: one program per sequence, and one for the padding."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -10,36 +10,36 @@ import triton.language as tl
 from torch import Tensor
 
 from serve_spec.ops.dependent_launch import dependent_launch
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import TokenLayout
 
 _BLOCK = 128
 
 
-def lay_out_rows(
+def lay_out_tokens(
     query_lens: Tensor,
     starts: Tensor,
     first_valid: Tensor,
     tables: Tensor,
     page_size: int,
-    num_rows: int,
+    num_tokens: int,
     scratch_slot: int,
-) -> RowLayout:
-    """See `layout.lay_out_rows`."""
+) -> TokenLayout:
+    """See `layout.lay_out_tokens`."""
     num_sequences = len(query_lens)
     device = query_lens.device
     for dense in (query_lens, starts, first_valid):
-        assert dense.is_contiguous(), "what is known of sequences is dense"
-    layout = RowLayout(
-        owners=torch.empty(num_rows, dtype=torch.int32, device=device),
-        offsets=torch.empty(num_rows, dtype=torch.int32, device=device),
-        positions=torch.empty(num_rows, dtype=torch.int64, device=device),
-        slots=torch.empty(num_rows, dtype=torch.int64, device=device),
+        assert dense.is_contiguous(), "tensors over sequences are contiguous"
+    layout = TokenLayout(
+        owners=torch.empty(num_tokens, dtype=torch.int32, device=device),
+        offsets=torch.empty(num_tokens, dtype=torch.int32, device=device),
+        positions=torch.empty(num_tokens, dtype=torch.int64, device=device),
+        slots=torch.empty(num_tokens, dtype=torch.int64, device=device),
         query_starts=torch.empty(num_sequences + 1, dtype=torch.int32, device=device),
     )
     dependent = dependent_launch(device)
     _layout_kernel[(num_sequences + 1,)](
         *layout, query_lens, starts, first_valid, tables, tables.stride(0), tables.shape[1],
-        num_sequences, num_rows, page_size, scratch_slot,
+        num_sequences, num_tokens, page_size, scratch_slot,
         SEQUENCES=triton.next_power_of_2(num_sequences), BLOCK=_BLOCK, DEPENDENT=dependent,
         num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
@@ -57,11 +57,11 @@ def ring_tokens(recent: Tensor, request_slots: Tensor, positions: Tensor) -> Ten
     return tokens
 
 
-@triton.jit(do_not_specialize=["num_sequences", "num_rows", "table_width"])
+@triton.jit(do_not_specialize=["num_sequences", "num_tokens", "table_width"])
 def _layout_kernel(
     owners, offsets, positions, slots, query_starts,
     query_lens, starts, first_valid, tables, table_stride, table_width,
-    num_sequences, num_rows, page_size, scratch_slot,
+    num_sequences, num_tokens, page_size, scratch_slot,
     SEQUENCES: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0)
@@ -70,25 +70,25 @@ def _layout_kernel(
         tl.extra.cuda.gdc_wait()
     sequence = tl.arange(0, SEQUENCES)
     lens = tl.load(query_lens + sequence, mask=sequence < num_sequences, other=0)
-    begin = tl.minimum(tl.sum(tl.where(sequence < b, lens, 0), axis=0), num_rows)
+    begin = tl.minimum(tl.sum(tl.where(sequence < b, lens, 0), axis=0), num_tokens)
     tl.store(query_starts + b, begin)
     if b == num_sequences:
-        for first in range(begin, num_rows, BLOCK):
-            row = first + tl.arange(0, BLOCK)
-            inside = row < num_rows
-            tl.store(owners + row, tl.full([BLOCK], -1, dtype=tl.int32), mask=inside)
-            tl.store(offsets + row, tl.zeros([BLOCK], dtype=tl.int32), mask=inside)
-            tl.store(positions + row, tl.zeros([BLOCK], dtype=tl.int64), mask=inside)
+        for first in range(begin, num_tokens, BLOCK):
+            index = first + tl.arange(0, BLOCK)
+            inside = index < num_tokens
+            tl.store(owners + index, tl.full([BLOCK], -1, dtype=tl.int32), mask=inside)
+            tl.store(offsets + index, tl.zeros([BLOCK], dtype=tl.int32), mask=inside)
+            tl.store(positions + index, tl.zeros([BLOCK], dtype=tl.int64), mask=inside)
             scratch = tl.zeros([BLOCK], dtype=tl.int64) + scratch_slot
-            tl.store(slots + row, scratch, mask=inside)
+            tl.store(slots + index, scratch, mask=inside)
     else:
-        count = tl.minimum(tl.load(query_lens + b), num_rows - begin)
+        count = tl.minimum(tl.load(query_lens + b), num_tokens - begin)
         start = tl.load(starts + b).to(tl.int64)
         valid_from = tl.maximum(tl.load(first_valid + b).to(tl.int64), 0)
         for first in range(0, count, BLOCK):
             offset = first + tl.arange(0, BLOCK)
             inside = offset < count
-            row = begin + offset
+            index = begin + offset
             position = start + offset
             is_valid = inside & (position >= valid_from)
             position = tl.maximum(position, 0)
@@ -98,23 +98,23 @@ def _layout_kernel(
                 tables + b.to(tl.int64) * table_stride + column, mask=is_valid, other=0
             ).to(tl.int64)
             slot = tl.where(is_valid, page * page_size + position % page_size, scratch_slot)
-            tl.store(owners + row, tl.zeros([BLOCK], dtype=tl.int32) + b, mask=inside)
-            tl.store(offsets + row, offset, mask=inside)
-            tl.store(positions + row, position, mask=inside)
-            tl.store(slots + row, slot, mask=inside)
+            tl.store(owners + index, tl.zeros([BLOCK], dtype=tl.int32) + b, mask=inside)
+            tl.store(offsets + index, offset, mask=inside)
+            tl.store(positions + index, position, mask=inside)
+            tl.store(slots + index, slot, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit(do_not_specialize=["num_tokens"])
 def _ring_kernel(
-    tokens, recent, request_slots, positions, num_rows, window,
+    tokens, recent, request_slots, positions, num_tokens, window,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < num_rows
+    index = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = index < num_tokens
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    request_slot = tl.load(request_slots + row, mask=inside, other=-1).to(tl.int64)
-    column = tl.load(positions + row, mask=inside, other=0) & (window - 1)
+    request_slot = tl.load(request_slots + index, mask=inside, other=-1).to(tl.int64)
+    column = tl.load(positions + index, mask=inside, other=0) & (window - 1)
     token = tl.load(recent + request_slot * window + column, mask=request_slot >= 0, other=0)
-    tl.store(tokens + row, token.to(tl.int64), mask=inside)
+    tl.store(tokens + index, token.to(tl.int64), mask=inside)

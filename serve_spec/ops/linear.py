@@ -1,4 +1,4 @@
-"""Matrix products; those of a few rows are summed in float32 and rounded once."""
+"""Matrix products. Small ones (few rows) are summed in float32 and rounded once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def linear(
     """Return x·Wᵀ + b in `out_dtype` (default: x's), by the faster of our kernel and torch.
 
     x: [T, in]; weight: [out, in]; bias: [out]; eight_bit: the weight in eight bits, used if that is
-    faster. Returns [T, out]. A wider dtype than x's holds what torch rounded to x's, but on a GPU
-    without a bias it is never rounded.
+    faster. Returns [T, out]. torch rounds to x's dtype first, except on a GPU without a bias.
     """
     if eight_bit is not None and _is_ours(x, weight, eight_bit=True):
         return small_linear(x, eight_bit.values, bias, out_dtype, eight_bit.scale)
@@ -40,7 +39,7 @@ def linear(
 
 
 def addends(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Tensor:
-    """Return x·Wᵀ [T, out], or its addends for the next kernel to add up, which spares a launch.
+    """Return x·Wᵀ [T, out], or its addends, which the next kernel sums to save a launch.
 
     See `whole`. eight_bit: see `linear`.
     """
@@ -64,7 +63,7 @@ def gate_up(x: Tensor, weight: Tensor, eight_bit: EightBit | None = None) -> Ten
 
 
 def _is_ours(x: Tensor, weight: Tensor, *, gated: bool = False, eight_bit: bool = False) -> bool:
-    """Return whether the kernels of `linear_triton` can do this product, and fastest."""
+    """Return whether `linear_triton` supports this product and is fastest."""
     return (
         x.is_cuda
         and not is_compiling()
@@ -84,10 +83,10 @@ def small_linear(
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """x·Wᵀ + b in `out_dtype` (default: x's).
+    """Return x·Wᵀ + b in `out_dtype` (default: x's).
 
-    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]; scale: what each row of an
-    eight-bit weight is to be multiplied with, float32 [out]. Returns [T, out].
+    x: [T, in]; weight: [out, in] with contiguous rows; bias: [out]; scale: factor of each row of an
+    eight-bit weight, float32 [out]. Returns [T, out].
     """
     bias = None if bias is None else bias.float()
     whole = weight.float() if scale is None else weight.float() * scale[:, None]
@@ -96,12 +95,12 @@ def small_linear(
 
 @has_kernel
 def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """What `small_linear` adds up and rounds: float32 [n, T, out], n as suits the shape."""
+    """Return the addends of `small_linear`: float32 [n, T, out], n by shape."""
     return small_linear(x, weight, None, torch.float32, scale)[None]
 
 
 def whole(x: Tensor, like: Tensor) -> Tensor:
-    """x, or where it is addends of what has the dimensions of `like`, float32 [n, ...], their sum.
+    """Return x, or if x is addends float32 [n, *like.shape], their sum.
 
     Added first to last and rounded once, to the dtype of `like`.
     """
@@ -115,7 +114,7 @@ def whole(x: Tensor, like: Tensor) -> Tensor:
 
 @has_kernel
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """silu(gate) · up of both products at once, each rounded as if it had been stored.
+    """Return silu(gate) · up of both products, each rounded to x's dtype.
 
     x: [T, in]; weight: [2·I, in], the rows of the gate first; scale: see `small_linear`. Returns
     [T, I].
@@ -127,7 +126,7 @@ def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
 class EightBit:
     """A weight [out, in] in eight bits: values · scale[:, None], values float8_e4m3fn.
 
-    One factor per row, so that the largest number of each is the largest of its kind.
+    The scale of a row maps its largest value to the largest float8.
     """
 
     values: Tensor
@@ -135,7 +134,7 @@ class EightBit:
 
     @classmethod
     def of(cls, weight: Tensor) -> EightBit:
-        """The nearest to `weight`, floating point [out, in]."""
+        """Quantize `weight`, floating point [out, in]."""
         dtype = torch.float8_e4m3fn
         largest = weight.float().abs().amax(dim=1).clamp(min=torch.finfo(torch.float32).tiny)
         scale = largest / torch.finfo(dtype).max

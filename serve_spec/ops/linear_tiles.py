@@ -1,8 +1,8 @@
-"""How a product of few rows is cut into programs: a pure function of its shape.
+"""Tile sizes of products of few rows: a pure function of the shape.
 
-The weights pass through once, so what counts is bytes in flight: a program for every
-multiprocessor, all of them resident at once, each with a deep pipeline. Constants: measured on one
-H200 with the products of an 8B model and its draft (docs/results/kernels-h200).
+The weights are read once, so the speed depends on bytes in flight: a program for every
+multiprocessor, all resident at once, each with a deep pipeline. Constants: measured on one H200
+with the products of an 8B model and its draft (docs/results/kernels-h200).
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ class Tiles:
     """What one program of `linear_triton` does.
 
     It multiplies `outputs` weight rows (with a gate: that many pairs) by `rows` rows of x, both
-    powers of two, and sums `columns` of them, a multiple of `depth`; the sums of the next columns
-    belong to another program. `stages` blocks of `depth` columns are in flight. Results under equal
-    `columns` are equal bit for bit: only they change the order of a sum.
+    powers of two, and sums over `columns` columns, a multiple of `depth`. `stages` blocks of
+    `depth` columns are in flight. Only `columns` changes the order of a sum, and so its bits.
     """
 
     outputs: int
@@ -30,7 +29,7 @@ class Tiles:
 
 @dataclass(frozen=True)
 class _Block:
-    """A kind of tile; see `Tiles`."""
+    """Constants of a tile; see `Tiles`."""
 
     outputs: int
     depth: int
@@ -38,14 +37,13 @@ class _Block:
     stages: int
 
 
-# By the rows of x they are for, at most. These are for products of more programs than there are
-# multiprocessors, so that several have to be resident on each, or follow each other.
+# By the most rows of x. For products of more programs than multiprocessors.
 _PLAIN = {
     16: _Block(outputs=64, depth=128, warps=4, stages=5),
     32: _Block(outputs=128, depth=128, warps=8, stages=3),
     64: _Block(outputs=128, depth=128, warps=8, stages=4),
 }
-# Instead of the first where that would leave some multiprocessors with twice the work.
+# Replaces the first if that would leave some multiprocessors with twice the work.
 _FINE = _Block(outputs=32, depth=128, warps=4, stages=6)
 _GATED = {
     16: _Block(outputs=32, depth=128, warps=4, stages=5),
@@ -53,7 +51,7 @@ _GATED = {
     64: _Block(outputs=64, depth=128, warps=4, stages=4),
     128: _Block(outputs=128, depth=64, warps=8, stages=4),
 }
-# One program to a multiprocessor, which has its memory for itself.
+# For one program per multiprocessor.
 _PLAIN_ALONE = {
     16: _Block(outputs=64, depth=128, warps=4, stages=7),
     32: _Block(outputs=64, depth=128, warps=4, stages=5),
@@ -65,7 +63,7 @@ _GATED_ALONE = {
     64: _Block(outputs=64, depth=64, warps=4, stages=5),
     128: _Block(outputs=64, depth=64, warps=8, stages=7),
 }
-# Where that leaves multiprocessors idle, the others have to ask for more.
+# For fewer programs than multiprocessors: each keeps more bytes in flight.
 _PLAIN_SPARSE = {
     16: _Block(outputs=128, depth=128, warps=4, stages=5),
     32: _Block(outputs=128, depth=128, warps=4, stages=5),
@@ -77,8 +75,8 @@ _GATED_SPARSE = {
     64: _Block(outputs=64, depth=64, warps=4, stages=7),
     128: _Block(outputs=64, depth=64, warps=8, stages=7),
 }
-# The same for weights of eight bits. With 32 outputs or fewer, programs multiply by the older
-# instructions, whose operands take less shuffling; with more rows that no longer decides.
+# For eight-bit weights. At most 32 outputs use the older tensor core instructions, whose operands
+# need less shuffling.
 _PLAIN_EIGHT_BIT = {
     16: _Block(outputs=32, depth=512, warps=2, stages=3),
     32: _Block(outputs=128, depth=128, warps=4, stages=5),
@@ -91,23 +89,22 @@ _GATED_EIGHT_BIT = {
 }
 _MULTIPROCESSORS = 132
 _MAX_UNEVENNESS = 1.2
-# Sums are cut as long as all multiprocessors can take a share each, of so many outputs.
+# Sums are split while there is a multiprocessor for each program of so many outputs.
 _CUT_OUTPUTS = 64
 _CUT_OUTPUTS_EIGHT_BIT = 128
-# With less than this share of the multiprocessors at work, a product is sparse.
+# A product is sparse if it uses less than this share of the multiprocessors.
 _SPARSE = 0.75
-# Sums that are this long when cut once more may be, by programs of twice the outputs.
+# Sparse sums are split once more if the parts are at least this long.
 _LONG_SUM = 2048
-# The finest cut of a sum: a multiple of every depth.
+# Fewest columns of a part of a sum: a multiple of every depth.
 _MIN_COLUMNS = 256
 
 
 def is_ours(num_rows: int, *, gated: bool = False, eight_bit: bool = False) -> bool:
-    """Whether these kernels, and not the vendor's library, multiply so many rows.
+    """Return whether these kernels, and not the vendor's library, multiply so many rows.
 
-    Up to the 64 rows of a plain product they are faster, or (a few percent) slower with the same
-    bits for a row whatever else is in the batch, which the library does not give. A gated product
-    saves a kernel, and is faster up to 128.
+    Up to 64 rows of a plain product they are faster, or a few percent slower, and the bits of a row
+    do not depend on the batch. A gated product saves a kernel and is faster up to 128 rows.
     """
     if eight_bit:
         return num_rows <= max(_GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT)
@@ -121,10 +118,10 @@ def choose_tiles(
     gated: bool = False,
     eight_bit: bool = False,
 ) -> Tiles:
-    """Tiles for x [num_rows, in] by num_outputs weight rows (with `gated`: that many pairs).
+    """Return the tiles for x [num_rows, in] by num_outputs weight rows (`gated`: pairs of them).
 
-    `columns` does not depend on `num_rows`: a row is summed in the same order in every batch, but
-    for eight-bit weights, which only drafts have.
+    `columns` does not depend on `num_rows`, so a row is summed in the same order in every batch,
+    except for eight-bit weights, which only drafts have.
     """
     blocks, cuts = _blocks_and_cuts(num_outputs, in_features, gated, eight_bit)
     rows = next((most for most in blocks if num_rows <= most), max(blocks))
@@ -145,11 +142,11 @@ def choose_tiles(
 def _blocks_and_cuts(
     num_outputs: int, in_features: int, gated: bool, eight_bit: bool
 ) -> tuple[dict[int, _Block], int]:
-    """Blocks by rows, and programs that share a sum, a power of two."""
+    """Return blocks by rows, and the number of programs that share a sum, a power of two."""
     if eight_bit:
         cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS_EIGHT_BIT)
         return _GATED_EIGHT_BIT if gated else _PLAIN_EIGHT_BIT, cuts
-    # The product of two sums needs both of them whole.
+    # The product of two sums needs both in one program.
     cuts = 1 if gated else _cuts(num_outputs, _CUT_OUTPUTS)
     share = _ceil(num_outputs, _CUT_OUTPUTS) * cuts / _MULTIPROCESSORS
     if share > 1:
@@ -162,7 +159,7 @@ def _blocks_and_cuts(
 
 
 def _cuts(num_outputs: int, outputs: int) -> int:
-    """Programs of so many outputs that share a sum and still have a multiprocessor each."""
+    """Return how many programs share a sum while each has a multiprocessor, a power of two."""
     cuts = 1
     while 2 * cuts * _ceil(num_outputs, outputs) <= _MULTIPROCESSORS:
         cuts *= 2
@@ -170,7 +167,7 @@ def _cuts(num_outputs: int, outputs: int) -> int:
 
 
 def _unevenness(num_outputs: int, block: _Block) -> float:
-    """The busiest multiprocessor's programs over the mean, from 1 on."""
+    """Return the busiest multiprocessor's programs over the mean, ≥ 1."""
     programs = _ceil(num_outputs, block.outputs)
     return _ceil(programs, _MULTIPROCESSORS) * _MULTIPROCESSORS / programs
 

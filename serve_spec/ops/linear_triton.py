@@ -1,9 +1,9 @@
 """Matrix products of a few rows at the speed of memory.
 
 A block of weight rows is the wide operand, the rows of x (padded to 16, 32, ...) the narrow one, so
-the tensor cores do one product per weight however few rows there are. Large sums are split over
-several programs, whose partial sums a second kernel adds in a fixed order: no atomics, so the same
-input gives the same bits on every run, and a row the same bits in a batch of any size.
+the tensor cores read every weight once. Large sums are split over several programs (split-K), whose
+partial sums a second kernel adds in a fixed order, without atomics. So a row has the same bits on
+every run and in a batch of any size.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -19,7 +19,7 @@ from serve_spec.ops.activation_triton import gated
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.linear_tiles import Tiles, choose_tiles
 
-# Columns of each weight row that a program asks for while its predecessor still runs.
+# Columns of each weight row that a program prefetches while the kernel before still runs.
 _PREFETCH = 512
 _SUM_BLOCK = 512
 
@@ -31,7 +31,7 @@ def small_linear(
     out_dtype: torch.dtype | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
-    """See `linear.small_linear`. Rows of x may be strided, their numbers not."""
+    """See `linear.small_linear`. Rows of x may be strided, their elements not."""
     out = x.new_empty(x.shape[0], weight.shape[0], dtype=out_dtype or x.dtype)
     num_outputs, in_features = weight.shape
     tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
@@ -40,7 +40,7 @@ def small_linear(
 
 
 def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """See `linear.small_addends`; a sum that is not shared comes whole. Rows may be strided."""
+    """See `linear.small_addends`; a sum in one program is returned whole. Rows may be strided."""
     num_outputs, in_features = weight.shape
     tiles = choose_tiles(num_outputs, in_features, x.shape[0], eight_bit=scale is not None)
     splits = triton.cdiv(in_features, tiles.columns)
@@ -52,7 +52,7 @@ def small_addends(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Ten
 
 
 def small_gate_up(x: Tensor, weight: Tensor, scale: Tensor | None = None) -> Tensor:
-    """See `linear.small_gate_up`. Rows of x may be strided, their numbers not."""
+    """See `linear.small_gate_up`. Rows of x may be strided, their elements not."""
     width, in_features = weight.shape[0] // 2, weight.shape[1]
     out = x.new_empty(x.shape[0], width)
     eight_bit = scale is not None
@@ -95,7 +95,7 @@ def _multiply_only(
     is_gated: bool = False,
     prefetch: int = _PREFETCH,
 ) -> None:
-    """out: [T, out], or [splits, T, out] where several programs share a sum."""
+    """Write out [T, out], or [splits, T, out] if several programs share a sum."""
     num_rows, in_features = x.shape
     num_outputs = out.shape[-1]
     dependent = dependent_launch(x.device)
@@ -108,23 +108,23 @@ def _multiply_only(
         EVEN=in_features % tiles.depth == 0,
         PRECISION="ieee" if x.dtype == torch.float32 else None,
         PREFETCH=prefetch if in_features % 8 == 0 and in_features >= prefetch else 0,
-        PIECES=max(32 * tiles.warps, tiles.outputs), DEPENDENT=dependent,
+        BLOCKS=max(32 * tiles.warps, tiles.outputs), DEPENDENT=dependent,
         num_warps=tiles.warps, num_stages=tiles.stages, launch_pdl=dependent,
     )  # fmt: skip
 
 
-# Not specialized: a kernel for one row and another for sixteen would only take longer to compile.
+# Not specialized: kernels for 1 and for 16 rows would only take longer to compile.
 @triton.jit(do_not_specialize=["num_rows"])
 def _product_kernel(
     x, weight, scale, bias, out, num_rows, num_outputs, in_features, columns, x_stride,
     OUTPUTS: tl.constexpr, ROWS: tl.constexpr, DEPTH: tl.constexpr, GATED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    PREFETCH: tl.constexpr, PIECES: tl.constexpr, DEPENDENT: tl.constexpr,
+    PREFETCH: tl.constexpr, BLOCKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """out[split, row, output] = Σ over the split's columns of x[row] · weight[output].
 
-    Eight-bit weights are multiplied in the dtype of x, which holds them exactly. Into float16 they
-    go in one instruction, into bfloat16 in so many that nothing is gained.
+    Eight-bit weights are converted to the dtype of x, which holds them exactly. Conversion to
+    float16 is one instruction; to bfloat16 it is so many that nothing is gained.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     first_output = tl.program_id(1) * OUTPUTS
@@ -133,7 +133,7 @@ def _product_kernel(
     last = tl.minimum(first + columns, in_features)
     tl.assume(first < last)  # Else ptxas runs the tensor cores one instruction at a time.
 
-    # Rows past the end are read again from the last one, and not stored.
+    # Rows past the end repeat the last one and are not stored.
     output = first_output + tl.arange(0, OUTPUTS)
     weight_row = tl.minimum(output, num_outputs - 1).to(tl.int64)
     if DEPENDENT:
@@ -141,10 +141,10 @@ def _product_kernel(
         if PREFETCH > 0:
             last_output = num_outputs - 1
             _prefetch(weight, first_output, last_output, first, in_features,
-                      OUTPUTS, PREFETCH, PIECES)  # fmt: skip
+                      OUTPUTS, PREFETCH, BLOCKS)  # fmt: skip
             if GATED:
                 _prefetch(weight, num_outputs + first_output, num_outputs + last_output, first,
-                          in_features, OUTPUTS, PREFETCH, PIECES)  # fmt: skip
+                          in_features, OUTPUTS, PREFETCH, BLOCKS)  # fmt: skip
         tl.extra.cuda.gdc_wait()
 
     column = tl.arange(0, DEPTH)
@@ -180,14 +180,14 @@ def _product_kernel(
 
 @triton.jit
 def _load_weights(weights, inside, dtype: tl.constexpr, EVEN: tl.constexpr):
-    """A block of weights in the dtype of x; 0 in columns that are not inside."""
+    """Return a block of weights in the dtype of x; 0 in columns that are not inside."""
     block = tl.load(weights) if EVEN else tl.load(weights, mask=inside[None, :], other=0.0)
     return block.to(dtype)
 
 
 @triton.jit
 def load_whole(places, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl.constexpr):
-    """See `linear.whole`; places: of the first addend's numbers."""
+    """See `linear.whole`; places: pointers into the first addend."""
     numbers = tl.load(places, mask=mask, other=0.0)
     for index in tl.static_range(1, NUM_ADDENDS):
         numbers += tl.load(places + index * addend_stride, mask=mask, other=0.0)
@@ -197,15 +197,15 @@ def load_whole(places, mask, addend_stride, NUM_ADDENDS: tl.constexpr, dtype: tl
 @triton.jit
 def _prefetch(
     weight, first_output, last_output, first, in_features,
-    OUTPUTS: tl.constexpr, PREFETCH: tl.constexpr, PIECES: tl.constexpr,
+    OUTPUTS: tl.constexpr, PREFETCH: tl.constexpr, BLOCKS: tl.constexpr,
 ):  # fmt: skip
-    """Asks L2 for the first columns of every weight row: one bulk request per thread."""
-    piece = tl.arange(0, PIECES)
-    row = tl.minimum(first_output + piece % OUTPUTS, last_output)
-    columns: tl.constexpr = PREFETCH * OUTPUTS // PIECES
-    column = tl.minimum(first + piece // OUTPUTS * columns, in_features - columns)
+    """Prefetch the first columns of every weight row to L2: one bulk request per thread."""
+    number = tl.arange(0, BLOCKS)
+    row = tl.minimum(first_output + number % OUTPUTS, last_output)
+    columns: tl.constexpr = PREFETCH * OUTPUTS // BLOCKS
+    column = tl.minimum(first + number // OUTPUTS * columns, in_features - columns)
     address = weight + row.to(tl.int64) * in_features + column
-    size = tl.full((PIECES,), columns * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
+    size = tl.full((BLOCKS,), columns * (weight.dtype.element_ty.primitive_bitwidth // 8), tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; // $0", "=r,l,r",
         [address.to(tl.int64), size], dtype=tl.int32, is_pure=False, pack=1,
@@ -217,7 +217,7 @@ def _sum_kernel(
     parts, bias, out, size, num_outputs,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """out = Σ parts[split], first to last, + bias."""
+    """out = Σ parts[split] + bias, first to last."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < size
     if DEPENDENT:

@@ -1,8 +1,7 @@
 """Log-probabilities of tokens under the distribution they are drawn from.
 
-The same pipeline as a draw (`ops/draw.py`), without its noise: tempered, filtered, normalised over
-what is left. Rows of greedy sequences are the plain softmax. Logits come edited, as for a draw
-(`ops/score_edits.py`). Nothing here asks the device.
+The same pipeline as a draw (`ops/draw.py`) of edited logits, without noise: tempered, filtered,
+normalised. Greedy rows are the plain softmax. The host never waits for the device.
 """
 
 from __future__ import annotations
@@ -14,20 +13,20 @@ from torch import Tensor
 
 from serve_spec.ops.draw import DrawParams, survivors, tempered
 
-_NUMBERS_AT_ONCE = 2**23
-"""Bounds the logits looked at together: 64 rows of a vocabulary of 128k are 32 MiB."""
+_MAX_LOGITS = 2**23
+"""Most logits at once: 64 rows of a vocabulary of 128k are 32 MiB."""
 
 
 def score_tokens(
     logits: Tensor, token_ids: Tensor, rows: DrawParams, num_top: int, *, has_filters: bool
 ) -> Tensor:
-    """What is told of one token per row, as one tensor for one read-back.
+    """Return log-probability, rank and top tokens for one token per row, in one tensor.
 
     logits: float32 [R, V]; token_ids: int64 [R]; rows: the parameters of each row, [R].
-    has_filters: whether any row may have filters.
+    has_filters: False if no row has filters.
     Returns int32 [R, 2 + 2·num_top] (num_top ≤ V): the token's log-probability (the bits of a
-    float32), its rank (1: the likeliest; equals rank by id), the ids of the likeliest tokens, their
-    log-probabilities. The token itself survives every filter, as whatever was drawn did.
+    float32), its rank (1: the likeliest; ties rank by id), the ids of the likeliest tokens, their
+    log-probabilities. The token itself survives every filter.
     """
     scores = tempered(logits, rows.inverse_temperature)
     token = token_ids.unsqueeze(1)
@@ -50,7 +49,7 @@ def score_tokens(
     )
 
 
-def score_rows(
+def score_in_slices(
     logits_of: Callable[[slice], Tensor],
     vocab_size: int,
     token_ids: Tensor,
@@ -59,25 +58,25 @@ def score_rows(
     *,
     has_filters: bool,
 ) -> Tensor:
-    """`score_tokens` of any number of rows in bounded memory.
+    """Run `score_tokens` on any number of rows in bounded memory.
 
     logits_of: float32 [n, V] of the rows of a slice; V = vocab_size.
     """
     return torch.cat(
         [
             score_tokens(
-                logits_of(piece),
-                token_ids[piece],
-                DrawParams(*(field[piece] for field in rows)),
+                logits_of(part),
+                token_ids[part],
+                DrawParams(*(field[part] for field in rows)),
                 num_top,
                 has_filters=has_filters,
             )
-            for piece in pieces(len(token_ids), vocab_size)
+            for part in slices(len(token_ids), vocab_size)
         ]
     )
 
 
-def pieces(num_rows: int, vocab_size: int) -> Iterator[slice]:
-    """Slices of rows whose logits may be looked at together."""
-    size = max(1, _NUMBERS_AT_ONCE // vocab_size)
+def slices(num_rows: int, vocab_size: int) -> Iterator[slice]:
+    """Yield slices of rows that fit `_MAX_LOGITS`."""
+    size = max(1, _MAX_LOGITS // vocab_size)
     return (slice(first, first + size) for first in range(0, num_rows, size))

@@ -1,13 +1,12 @@
 """Counter-based Gumbel noise: a pure function of (seed, position, token id).
 
-No generator state exists, so the noise a token sees cannot depend on the batch it is computed in,
-on speculation, on preemption or on a retry. The draft reads the same values (coupled drafting:
-Daliri, Musco, Suresh, "Coupling without Communication", arXiv 2408.07978).
+There is no generator state, so noise does not depend on the batch, on speculation, on preemption or
+on a retry. The draft reads the same values (coupled drafting: Daliri, Musco, Suresh, "Coupling
+without Communication", arXiv 2408.07978).
 
-The hash is two rounds of a 32-bit avalanche mixer over the token id, each keyed with one word
-derived from (seed, position). It is not Philox: ten Philox rounds over a whole vocabulary cost a
-small model's forward on a CPU, and nothing here needs cryptographic strength. The hash is integer
-arithmetic, the same bits on every device; the logarithms may differ in the last place.
+The hash is two rounds of a 32-bit avalanche mixer over the token id, each keyed with one word of
+(seed, position). Ten Philox rounds over a vocabulary would cost a small model's forward on a CPU.
+The hash has the same bits on every device; the logarithms may differ in the last place.
 """
 
 from __future__ import annotations
@@ -22,10 +21,9 @@ _MASK32 = 0xFFFFFFFF
 
 
 class Stream(IntEnum):
-    """Noise besides that of the sampling law, for rounds that sample drafts and reject some.
+    """Independent noise for rejection sampling: drafting, acceptance, recovered tokens.
 
-    Were a token drawn in place of a lost draft to see that draft's own noise, it would not follow
-    the target's distribution.
+    A recovered token drawn with its draft's noise would not follow the target's distribution.
     """
 
     DRAFT = 1
@@ -33,7 +31,7 @@ class Stream(IntEnum):
     RECOVER = 3
 
 
-def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
+def noise_keys(seeds: Tensor, positions: Tensor) -> Tensor:
     """Return two 32-bit key words per row, for `gumbel_noise` and `uniform_noise`.
 
     seeds: int32 [R, 2], low and high word; positions: int64 [R]. Returns int32 [R, 2].
@@ -45,12 +43,11 @@ def row_keys_of(seeds: Tensor, positions: Tensor) -> Tensor:
     return torch.stack([first, second], dim=1)
 
 
-def stream_seeds_of(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
-    """Return seeds [R, 2] whose noise is that of another stream, new in every round.
+def stream_seeds(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
+    """Return seeds [R, 2] of another stream, new in every round.
 
-    seeds: int32 [R, 2]; roots: int64 [R], the position that each row's round decides first.
-    Whether a block of drafts is kept depends on the noise of all its positions: the next round
-    must not see it again.
+    seeds: int32 [R, 2]; roots: int64 [R], the first position that each row's round draws. Block
+    verification uses the noise of all positions of a block, so the next round must not reuse it.
     """
     low, high = seeds.unbind(1)
     low = mix_words(low ^ mix_words(roots.to(torch.int32)))
@@ -59,53 +56,53 @@ def stream_seeds_of(stream: Stream, seeds: Tensor, roots: Tensor) -> Tensor:
 
 
 def uniform_noise(keys: Tensor) -> Tensor:
-    """One number in (0, 1) for every row; int32 [R, 2] -> float64 [R]."""
+    """Return a uniform number in (0, 1) for every row; int32 [R, 2] -> float64 [R]."""
     return keys[:, 1].double() * 2.0**-32 + (0.5 + 2.0**-33)
 
 
 def gumbel_noise(keys: Tensor, vocab_size: int) -> Tensor:
-    """Standard Gumbel noise for every (row, token id).
+    """Return standard Gumbel noise for every (row, token id).
 
-    keys: int32 [R, 2] from `row_keys_of`, on the device to compute on. Returns float32 [R, V].
+    keys: int32 [R, 2] from `noise_keys`, on the device to compute on. Returns float32 [R, V].
 
-    The uniform is v = (h + 0.5) / 2^32 and the noise -log(-log1p(-v)): small v, where the winners
-    live, keeps full relative precision in float32 (values up to 22.9), and v is kept below 1 so
-    that a token can never see minus infinity.
+    The uniform is v = (h + 0.5) / 2^32 and the noise -log(-log1p(-v)), so that small v, the largest
+    noise, has full relative precision in float32 (values up to 22.9). v is kept below 1, so noise
+    is never minus infinity.
     """
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=keys.device)
     bits = mix_words(token_ids * -1640531527 + keys[:, :1])  # 0x9E3779B9 as a signed word
     bits = mix_words(bits ^ keys[:, 1:])
-    # Halves: a 32-bit word does not fit float32's 24 bits, and the small values are the winners.
+    # Halves, because a 32-bit word does not fit float32's 24 bits.
     high, low = (bits >> 16) & 0xFFFF, bits & 0xFFFF
     uniform = high.to(torch.float32) * 2.0**-16 + (low.to(torch.float32) + 0.5) * 2.0**-32
     return -torch.log(-torch.log1p(-uniform.clamp_(max=1.0 - 2.0**-24)))
 
 
-def known_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
-    """`gumbel_noise` of a seed's position, float32 [V or more].
+def cached_noise(seed: int, position: int, vocab_size: int, device: torch.device) -> Tensor:
+    """Return `gumbel_noise` of a seed and position, float32 [V or more], from an LRU cache.
 
-    The newest are kept: drafts and verification read the same, over vocabularies of their own.
+    Drafts and verification of a step read the same noise.
     """
     width = -(-vocab_size // 1024) * 1024
     return _noise_of_block(seed, position // _BLOCK, width, device)[position % _BLOCK]
 
 
 _BLOCK = 4
-MAX_KNOWN = 64
-"""Requests whose newest noise is kept; with more, making it anew costs less than looking it up."""
+MAX_CACHED = 64
+"""Requests whose newest noise is cached; for more, computing it costs less than the look-up."""
 
 
-@lru_cache(maxsize=MAX_KNOWN)
+@lru_cache(maxsize=MAX_CACHED)
 def _noise_of_block(seed: int, block: int, width: int, device: torch.device) -> tuple[Tensor, ...]:
-    """The noise of `_BLOCK` positions, made at once: the text will come to all of them."""
+    """Return the noise of `_BLOCK` positions, computed at once."""
     positions = torch.arange(block * _BLOCK, (block + 1) * _BLOCK)
     seeds = torch.tensor([seed_words(seed)] * _BLOCK, dtype=torch.int32)
-    return gumbel_noise(row_keys_of(seeds, positions).to(device), width).unbind()
+    return gumbel_noise(noise_keys(seeds, positions).to(device), width).unbind()
 
 
 def mix_words(x: Tensor) -> Tensor:
-    """Avalanche mixer on int32 words (constants: C. Wellons' `lowbias32`, public domain)."""
-    # Right shifts of int32 copy the sign bit, hence the masks: the law is on unsigned words.
+    """Mix int32 words (constants: C. Wellons' `lowbias32`, public domain)."""
+    # Right shifts of int32 copy the sign bit; the masks make them unsigned.
     x = x ^ ((x >> 16) & 0xFFFF)
     x = x * 0x7FEB352D
     x = x ^ ((x >> 15) & 0x1FFFF)
@@ -114,10 +111,10 @@ def mix_words(x: Tensor) -> Tensor:
 
 
 def seed_words(seed: int) -> tuple[int, int]:
-    """Low and high 32 bits of a seed, as int32 holds them."""
+    """Return the low and high 32 bits of a seed as int32 values."""
     return _signed(seed & _MASK32), _signed((seed >> 32) & _MASK32)
 
 
 def _signed(word: int) -> int:
-    """An unsigned 32-bit word as the int32 with the same bits."""
+    """Return an unsigned 32-bit word as the int32 with the same bits."""
     return word - (1 << 32) if word >= 1 << 31 else word

@@ -1,7 +1,4 @@
-"""The noise of `ops/noise.py` inside kernels: the same bits, logarithms within 2^-22.
-
-Device functions only; they are called from other kernels, with unsigned words throughout.
-"""
+"""Device functions for the noise of `ops/noise.py`: the same bits, logarithms within 2^-22."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -23,7 +20,7 @@ _SERIES_END = tl.constexpr(0.125)
 
 @triton.jit
 def mix_words(x):
-    """The avalanche mixer on uint32."""
+    """See `noise.mix_words`, on uint32."""
     x = x ^ (x >> 16)
     x = x * 0x7FEB352D
     x = x ^ (x >> 15)
@@ -32,24 +29,24 @@ def mix_words(x):
 
 
 @triton.jit
-def load_row_keys(seeds, sequence, position):
-    """The two key words of (seed, position). seeds: int32 [B, 2], low word first."""
+def load_noise_keys(seeds, sequence, position):
+    """See `noise.noise_keys`. seeds: int32 [B, 2], low word first."""
     low, high = _load_seed(seeds, sequence)
-    return _row_keys(low, high, position)
+    return _noise_keys(low, high, position)
 
 
 @triton.jit
 def load_stream_keys(seeds, sequence, root, position, STREAM: tl.constexpr):
-    """The same of another stream, in the round that decides `root` first."""
+    """See `noise.stream_seeds`: the keys of another stream, in the round that begins at `root`."""
     low, high = _load_seed(seeds, sequence)
     low = mix_words(low ^ mix_words(root.to(tl.uint32)))
     high = mix_words(low ^ high ^ mix_words(tl.full([], STREAM, dtype=tl.uint32)))
-    return _row_keys(mix_words(low ^ high ^ 0x85EBCA6B), high, position)
+    return _noise_keys(mix_words(low ^ high ^ 0x85EBCA6B), high, position)
 
 
 @triton.jit
 def gumbel_noise_of(token_ids, first, second):
-    """Standard Gumbel noise of token ids under a row's two key words, float32."""
+    """Return standard Gumbel noise of token ids under two key words, float32."""
     bits = mix_words(token_ids.to(tl.uint32) * 0x9E3779B9 + first)
     bits = mix_words(bits ^ second)
     high, low = (bits >> 16).to(tl.float32), (bits & 0xFFFF).to(tl.float32)
@@ -66,7 +63,7 @@ def _load_seed(seeds, sequence):
 
 
 @triton.jit
-def _row_keys(low, high, position):
+def _noise_keys(low, high, position):
     first = mix_words(low ^ mix_words(position.to(tl.uint32)))
     second = mix_words(first ^ mix_words(high ^ 0x9E3779B9) ^ 0x85EBCA6B)
     return first, second
@@ -74,7 +71,7 @@ def _row_keys(low, high, position):
 
 @triton.jit
 def _minus_log1p(v):
-    """-log(1 - v) for 0 < v < 1, with the relative precision that log(1 - v) loses near 0."""
+    """Return -log(1 - v) for 0 < v < 1, precise near 0."""
     series = tl.fma(v, 1 / 7, 1 / 6)
     series = tl.fma(v, series, 1 / 5)
     series = tl.fma(v, series, 1 / 4)
@@ -86,5 +83,5 @@ def _minus_log1p(v):
 
 @triton.jit
 def _log2(x):
-    """The device's own instruction: a tenth of the precise function's price, within 2^-22 of it."""
+    """Return log2(x) within 2^-22, at a tenth of the cost of the precise function."""
     return tl.log2(x) if _INTERPRETED else libdevice.fast_log2f(x)

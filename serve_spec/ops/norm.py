@@ -1,4 +1,4 @@
-"""Root-mean-square normalisation over the last dimension, alone and after a residual addition."""
+"""RMS norm over the last dimension, alone and fused with a residual addition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_spec.ops.linear import whole
 
 @has_kernel
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x²) + eps) · weight: float32 inside, rounded once, to x's dtype.
+    """Return x / sqrt(mean(x²) + eps) · weight, in float32, rounded once to x's dtype.
 
     x: [..., width]; weight: [width].
     """
@@ -20,9 +20,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @has_kernel
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """(rms_norm(x + residual), x + residual); the sum is rounded before it is normed.
+    """Return (rms_norm(x + residual), x + residual); the sum is rounded before the norm.
 
-    residual: [..., width]; x: the same, or its addends (see `linear.whole`). Neither is changed.
+    residual: [..., width]; x: the same, or its addends (see `linear.whole`).
     """
     total = residual + whole(x, residual)
     return rms_norm(total, weight, eps), total

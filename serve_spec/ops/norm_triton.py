@@ -1,4 +1,4 @@
-"""Norms of a decode step: one program per row, one pass over memory."""
+"""RMS norms: one program per row, one pass over memory."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -14,7 +14,7 @@ from serve_spec.ops.linear_triton import load_whole
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """See `norm.rms_norm`. The rows of x may be strided, their numbers not."""
+    """See `norm.rms_norm`. The rows of x may be strided, their elements not."""
     rows = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(rows, memory_format=torch.contiguous_format)
     _launch(rows, None, weight, out, None, eps)
@@ -22,7 +22,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """See `norm.add_rms_norm`. Rows may be strided, their numbers not."""
+    """See `norm.add_rms_norm`. Rows may be strided, their elements not."""
     rows = residual.reshape(-1, residual.shape[-1])
     addends = x if x.dim() > residual.dim() else x[None]
     addends = addends.reshape(len(addends), *rows.shape)
@@ -42,7 +42,7 @@ def _launch(
     addend_stride: int = 0,
     num_addends: int = 1,
 ) -> None:
-    """x: the first addend."""
+    """Launch the kernel. x: the first addend."""
     num_rows, width = x.shape
     block = triton.next_power_of_2(width)
     dependent = dependent_launch(x.device)

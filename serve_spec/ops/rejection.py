@@ -1,18 +1,17 @@
-"""Sampled drafts, kept or replaced so that the text follows the target's distribution.
+"""Rejection sampling: accept sampled drafts or replace them, for the target's distribution.
 
-A draft x drawn from q is kept with chance min(1, p(x) / q(x)), and what is emitted in place of the
-first one that is not comes from norm((p - q)+): the most that any exact rule can keep of one draft
-(Leviathan et al., arXiv 2211.17192; Chen et al., arXiv 2302.01318). Block verification decides on
-the drafts together and never keeps fewer on average (Sun et al., arXiv 2403.10444).
+A draft x drawn from q is accepted with probability min(1, p(x) / q(x)); in place of the first
+rejected one, a recovered token is drawn from norm((p - q)+) (Leviathan et al., arXiv 2211.17192;
+Chen et al., arXiv 2302.01318). Block verification decides on the drafts together and accepts at
+least as many on average (Sun et al., arXiv 2403.10444).
 
-Exact for any q, also where it is 0 and p is not, as long as the drafts were drawn from the very q
-given here and the coins know nothing of them. p is the whole law of a row: edited, tempered,
-filtered. Unlike the walk (`ops/acceptance.py`), whose tokens are draws of the target, these depend
-on the draft: another draft, another text of the same distribution.
+This is exact for any q, if the drafts were drawn from it and the uniform numbers are independent of
+them. p is edited, tempered and filtered. Unlike draws of the target (`ops/acceptance.py`), the
+tokens depend on the draft: another draft gives another text of the same distribution.
 
-Everywhere: B sequences, K drafts of the longest, V tokens. `drafts` int64 [B, K]; `draft_probs` q
-[B, K, V]; `target_probs` p [B, K + 1, V]; `num_steps` int64 [B], drafts of each sequence; what lies
-beyond them is never looked at. Probabilities in any float dtype.
+Shapes: B sequences, at most K drafts, V tokens. `drafts` int64 [B, K]; `draft_probs` q [B, K, V];
+`target_probs` p [B, K + 1, V]; `num_steps` int64 [B], drafts of each sequence; entries beyond them
+are ignored. Probabilities in any float dtype.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from serve_spec.ops.draw import (
 from serve_spec.ops.noise import (
     Stream,
     gumbel_noise,
-    row_keys_of,
-    stream_seeds_of,
+    noise_keys,
+    stream_seeds,
     uniform_noise,
 )
 
@@ -41,15 +40,15 @@ ChancesOf: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, 
 """(drafts, draft_probs, target_probs, num_steps) -> chances, weights."""
 
 Keep: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(chances, coins, num_steps) -> drafts kept."""
+"""(chances, uniforms, num_steps) -> number of accepted drafts."""
 
 
 def token_chances(
     drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, num_steps: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Standard rule: the chance [B, K] of each draft, if those before it are kept; all weights 1.
+    """Return the acceptance probability [B, K] of each draft, if those before are accepted.
 
-    Weights [B, K + 1]: see `leftover`.
+    All weights [B, K + 1] are 1; see `leftover`.
     """
     chances = _ratios(drafts, draft_probs, target_probs).clamp(max=1)
     return chances, torch.ones_like(target_probs[:, :, 0])
@@ -58,35 +57,35 @@ def token_chances(
 def block_chances(
     drafts: Tensor, draft_probs: Tensor, target_probs: Tensor, num_steps: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Block rule: the chance [B, K] that the first i drafts are kept, if no more are.
+    """Return the block rule's probability [B, K] to accept the first i drafts, if no more are.
 
-    Weights [B, K + 1]: the share of the target's mass that the first i drafts stand for.
+    Weights [B, K + 1]: the running products of p / q, each cut at 1.
     """
     weights = [torch.ones_like(target_probs[:, 0, 0])]
     for ratio in _ratios(drafts, draft_probs, target_probs).unbind(1):
         weights.append((weights[-1] * ratio).clamp(max=1))
     weight = torch.stack(weights, dim=1)
-    # Of the row after i drafts: what the target has left beyond the next draft's law.
+    # After i drafts: the target's mass beyond the next draft's distribution.
     surplus = (weight[:, :-1, None] * target_probs[:, :-1] - draft_probs).clamp(min=0).sum(dim=2)
     surplus, kept = surplus[:, 1:], weight[:, 1:]
     missing = surplus + 1 - kept[:, :-1]
     chances = kept.clone()
     chances[:, :-1] = (surplus / missing).where(missing > 0, 1)
     number = torch.arange(1, chances.shape[1] + 1, device=drafts.device)
-    # The last draft of a sequence has none after it.
+    # The last draft of a sequence has no draft after it.
     return chances.where(number < num_steps.unsqueeze(1), kept), weight
 
 
-def keep_in_order(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
-    """How many drafts are kept, int64 [B]: up to the first whose coin [B, K], in [0, 1), is not
-    below its chance."""
-    return _won(chances, coins, num_steps).long().cumprod(dim=1).sum(dim=1)
+def keep_in_order(chances: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
+    """Return how many drafts are accepted, int64 [B]: all before the first whose uniform number
+    [B, K], in [0, 1), is not below its chance."""
+    return _accepted(chances, uniforms, num_steps).long().cumprod(dim=1).sum(dim=1)
 
 
-def keep_longest(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
-    """The same: as many as the last draft whose coin is below its chance."""
+def keep_longest(chances: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
+    """Return how many drafts are accepted: all up to the last whose uniform is below its chance."""
     number = torch.arange(1, chances.shape[1] + 1, device=chances.device)
-    return (_won(chances, coins, num_steps) * number).amax(dim=1)
+    return (_accepted(chances, uniforms, num_steps) * number).amax(dim=1)
 
 
 RULES: dict[str, tuple[ChancesOf, Keep]] = {
@@ -97,7 +96,7 @@ RULES: dict[str, tuple[ChancesOf, Keep]] = {
 
 
 class DraftLogits(NamedTuple):
-    """From what the drafts of N sequences were drawn: their softmax at each one's temperature.
+    """Logits that the drafts of N sequences were drawn from, before temperature.
 
     logits: float32 [N, K, Vd], over draft ids; draft_ids: int32 [V], the draft's id of each of the
     target's ids, -1 where it has none.
@@ -128,7 +127,7 @@ class DraftLogits(NamedTuple):
 @has_kernel
 def reject_drafts(
     logits: Tensor,
-    row_tokens: Tensor,
+    input_ids: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
     request_slots: Tensor,
@@ -137,14 +136,14 @@ def reject_drafts(
     drafted: DraftLogits,
     method: str,
 ) -> Tensor:
-    """How many drafts each of B sequences keeps, int32 [B]: what `accept_path` is then to force.
+    """Return how many drafts each of B sequences accepts, int32 [B], as `accept_path`'s `forced`.
 
-    Sampled drafts are judged by `method`, and what is drawn in place of one that is lost goes into
-    `drawn`, to the row before it. Greedy ones are kept while they equal what is drawn.
+    Sampled drafts are verified by `method`, and the recovered token is written to `drawn`, before
+    the rejected draft. Greedy ones are accepted while they equal the draw.
 
-    logits: float32 [T, V], edited and masked. row_tokens, drawn: int64 [T] and query_starts: int32
+    logits: float32 [T, V], edited and masked. input_ids, drawn: int64 [T] and query_starts: int32
     [B + 1], of chains, as for `accept_path`. request_slots: int32 [B], the row of each in `params`.
-    positions: int64 [T], the position each row's draw decides.
+    positions: int64 [T], the position of each drawn token.
     """
     depth = drafted.logits.shape[1]
     first = query_starts[:-1].long()
@@ -152,8 +151,8 @@ def reject_drafts(
     column = torch.arange(depth + 1, device=logits.device)
     rows = first.unsqueeze(1) + torch.minimum(column, counts.unsqueeze(1))
     rows = rows.clamp(max=len(drawn) - 1)
-    drafts = row_tokens[rows[:, 1:]].where(column[:-1] < counts.unsqueeze(1), -1)
-    # A chain ends before a draft that is none, as if no more had been asked for.
+    drafts = input_ids[rows[:, 1:]].where(column[:-1] < counts.unsqueeze(1), -1)
+    # A chain ends before a broken draft (-1).
     steps = (drafts >= 0).long().cumprod(dim=1).sum(dim=1)
     equal = (drafts == drawn[rows[:, :-1]]) & (column[:-1] < steps.unsqueeze(1))
     kept = equal.long().cumprod(dim=1).sum(dim=1)
@@ -164,13 +163,13 @@ def reject_drafts(
         rows, drafts, steps, request_slots = (
             x[sampled] for x in (rows, drafts, steps, request_slots)
         )
-        target = _laws(
+        target = _target_probs(
             logits[rows.flatten()], params.of(request_slots.repeat_interleave(depth + 1))
         )
         scale = params.inverse_temperature[request_slots.long()].repeat_interleave(depth)
         draft = tempered(drafted.logits[sampled].flatten(0, 1), scale).softmax(dim=-1)
         at, roots = params.of(request_slots).seeds, positions[rows[:, 0]]
-        seeds = stream_seeds_of(Stream.ACCEPT, at, roots).repeat_interleave(depth, dim=0)
+        seeds = stream_seeds(Stream.ACCEPT, at, roots).repeat_interleave(depth, dim=0)
         decided = (roots.unsqueeze(1) + column[:-1]).flatten()
         correct, recovered = keep_or_replace(
             method,
@@ -178,8 +177,8 @@ def reject_drafts(
             _over_draft_ids(draft.view(-1, depth, draft.shape[1]), drafted.draft_ids),
             target.view(-1, depth + 1, logits.shape[1]),
             steps,
-            uniform_noise(row_keys_of(seeds, decided)).view(-1, depth),
-            row_keys_of(stream_seeds_of(Stream.RECOVER, at, roots), roots),
+            uniform_noise(noise_keys(seeds, decided)).view(-1, depth),
+            noise_keys(stream_seeds(Stream.RECOVER, at, roots), roots),
         )
         last = rows.gather(1, correct.unsqueeze(1)).squeeze(1)
         drawn.index_copy_(0, last, recovered.where(correct < steps, drawn[last]))
@@ -193,17 +192,17 @@ def keep_or_replace(
     draft_probs: Tensor,
     target_probs: Tensor,
     num_steps: Tensor,
-    coins: Tensor,
+    uniforms: Tensor,
     keys: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """How many drafts are kept, and the token in place of the first that is not, int64 [B] each.
+    """Return how many drafts are accepted, and the recovered token, int64 [B] each.
 
-    method: a key of `RULES`. coins: [B, K], in [0, 1). keys: int32 [B, 2], of the noise that token
-    is drawn with. It is -1 where the target gave NaN; past the last draft it means nothing.
+    method: a key of `RULES`. uniforms: [B, K], in [0, 1). keys: int32 [B, 2], noise keys of the
+    recovered token, which is -1 if the target gave NaN, and undefined if all drafts are accepted.
     """
     chances_of, keep = RULES[method]
     chances, weights = chances_of(drafts, draft_probs, target_probs, num_steps)
-    correct = keep(chances, coins, num_steps)
+    correct = keep(chances, uniforms, num_steps)
     left = leftover(draft_probs, target_probs, weights, correct, num_steps)
     best, replaced = (left.log() + gumbel_noise(keys, left.shape[1])).max(dim=1)
     return correct, replaced.masked_fill(~best.isfinite(), -1)
@@ -216,41 +215,41 @@ def leftover(
     num_correct: Tensor,
     num_steps: Tensor,
 ) -> Tensor:
-    """From what the token after the kept drafts is drawn: (w·p - q)+, not normalised, [B, V].
+    """Return what the token after the accepted drafts is drawn from, not normalised: [B, V].
 
-    After the last draft of a sequence that is p itself.
+    That is (w·p - q)+, or p after the last draft.
     """
     row = torch.arange(len(num_correct), device=num_correct.device)
     target, weight = target_probs[row, num_correct], weights[row, num_correct]
     draft = draft_probs[row, num_correct.clamp(max=draft_probs.shape[1] - 1)]
     left = (weight.unsqueeze(1) * target - draft).clamp(min=0)
-    # Equal laws lose no draft; where rounding says they did, either is right.
+    # If p equals q no draft is rejected, except by rounding.
     is_target = (num_correct == num_steps) | (left.sum(dim=1) <= 0)
     return target.where(is_target.unsqueeze(1), left)
 
 
 def _ratios(drafts: Tensor, draft_probs: Tensor, target_probs: Tensor) -> Tensor:
-    """p(x) / q(x) of every draft, [B, K]; 0 where q is, as of padding."""
+    """Return p(x) / q(x) of every draft, [B, K]; 0 if q(x) is 0, as for padding."""
     at = drafts.clamp(min=0).unsqueeze(2)
     p = target_probs[:, :-1].gather(2, at).squeeze(2)
     q = draft_probs.gather(2, at).squeeze(2)
     return (p / q).where(q > 0, 0)
 
 
-def _won(chances: Tensor, coins: Tensor, num_steps: Tensor) -> Tensor:
+def _accepted(chances: Tensor, uniforms: Tensor, num_steps: Tensor) -> Tensor:
     column = torch.arange(chances.shape[1], device=chances.device)
-    return (coins < chances) & (column < num_steps.unsqueeze(1))
+    return (uniforms < chances) & (column < num_steps.unsqueeze(1))
 
 
-def _laws(logits: Tensor, rows: DrawParams) -> Tensor:
-    """What rows draw from: probabilities [T, V]."""
+def _target_probs(logits: Tensor, rows: DrawParams) -> Tensor:
+    """Return the probabilities [T, V] that rows draw from."""
     return processed_scores(logits, rows, has_filters=rows.has_filters).softmax(dim=-1)
 
 
 def _over_draft_ids(probs: Tensor, draft_ids: Tensor) -> Tensor:
     """Return draft distributions over target ids, [B, K, Vd] -> [B, K, V], 0 without a draft id.
 
-    draft_ids: see `DraftLogits`. NaN, of tokens that gave no draft, becomes 0.
+    draft_ids: see `DraftLogits`. NaN becomes 0.
     """
     probs = probs.nan_to_num(0.0)
     return probs[:, :, draft_ids.clamp(min=0)].where(draft_ids >= 0, 0.0)

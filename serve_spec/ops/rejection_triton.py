@@ -1,10 +1,10 @@
-"""Rejection of sampled drafts where logits lie: four launches, five for blocks, whatever the batch.
+"""Rejection sampling on logits: four launches, five for block verification.
 
-Each law is swept once for its largest score and its sum, and a filtered one some ten times more,
-to find where its tokens end: every filter keeps a prefix of the tokens in order of likelihood, so a
-law is four numbers beside its logits, and no probabilities are ever written. Blocks sweep both laws
-of every row but the first once more, and the row that a draft is lost at is swept for what takes
-its place. Rows that do not draft, or are greedy, cost a look.
+A distribution is its logits and four numbers: largest score, sum, and where filters cut it, because
+every filter keeps a prefix of the tokens in order of likelihood. No probabilities are written. One
+sweep finds the largest score and the sum, about ten more the cut. Block verification sweeps both
+distributions of every row but the first once more, and a rejected draft's row is swept for the
+recovered token. Greedy requests and those without drafts are skipped.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -34,7 +34,7 @@ _NO_MASS = tl.constexpr(104.0)
 
 def reject_drafts(
     logits: Tensor,
-    row_tokens: Tensor,
+    input_ids: Tensor,
     drawn: Tensor,
     query_starts: Tensor,
     request_slots: Tensor,
@@ -52,7 +52,7 @@ def reject_drafts(
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty((num_sequences, *shape), dtype=dtype, device=device)
 
-    # Of each sequence's K + 1 target laws, then of its K draft laws.
+    # Of each sequence's K + 1 target distributions, then of its K draft distributions.
     tops, totals = empty(2 * depth + 1), empty(2 * depth + 1)
     cut_scores, cut_ids = empty(2 * depth + 1), empty(2 * depth + 1, dtype=torch.int32)
     steps, counts = empty(dtype=torch.int32), empty(dtype=torch.int32)
@@ -62,33 +62,33 @@ def reject_drafts(
         logits, logits.stride(0), query_starts, request_slots, params.inverse_temperature,
         drafted.logits, drafted.draft_ids,
     )  # fmt: skip
-    laws = tops, totals, cut_scores, cut_ids
+    distributions = tops, totals, cut_scores, cut_ids
     noise = params.seeds, positions
     dependent = dependent_launch(device)
     columns = triton.next_power_of_2(depth + 1)
     sizes = {"DEPTH": depth, "NUM_IDS": num_ids, "NUM_DRAFT_IDS": num_draft_ids}
     few = {"COLUMNS": columns, "BLOCK_RULE": is_block}
     launch = {"DEPENDENT": dependent, "launch_pdl": dependent}
-    _law_kernel[(2 * depth + 1, num_sequences)](
-        *laws, *chains, params.top_k, params.top_p, params.min_p,
+    _distribution_kernel[(2 * depth + 1, num_sequences)](
+        *distributions, *chains, params.top_k, params.top_p, params.min_p,
         **sizes, BLOCK=_SWEEP_BLOCK, CUT_BLOCK=_SWEEP_BLOCK // 2,
         num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
     )  # fmt: skip
-    _weigh_kernel[(num_sequences,)](
-        steps, chances, weights, row_tokens, *laws, *chains,
+    _chance_kernel[(num_sequences,)](
+        steps, chances, weights, input_ids, *distributions, *chains,
         **sizes, **few, num_warps=1, enable_fp_fusion=False, **launch,
     )  # fmt: skip
     if is_block and depth > 1:
         _surplus_kernel[(depth - 1, num_sequences)](
-            chances, steps, weights, *laws, *chains,
+            chances, steps, weights, *distributions, *chains,
             **sizes, BLOCK=_SWEEP_BLOCK, num_warps=_SWEEP_WARPS, enable_fp_fusion=False, **launch,
         )  # fmt: skip
     _replace_kernel[(num_chunks, num_sequences)](
-        values, tokens, steps, chances, weights, *noise, *laws, *chains,
+        values, tokens, steps, chances, weights, *noise, *distributions, *chains,
         **sizes, **few, CHUNK=_CHUNK, num_warps=4, enable_fp_fusion=False, **launch,
     )  # fmt: skip
-    _settle_kernel[(num_sequences,)](
-        counts, drawn, row_tokens, values, tokens, num_chunks, steps, chances, *noise, tops, totals,
+    _result_kernel[(num_sequences,)](
+        counts, drawn, input_ids, values, tokens, num_chunks, steps, chances, *noise, tops, totals,
         query_starts, request_slots, params.inverse_temperature,
         DEPTH=depth, CHUNKS=triton.next_power_of_2(num_chunks), **few, num_warps=1, **launch,
     )  # fmt: skip
@@ -96,16 +96,16 @@ def reject_drafts(
 
 
 @triton.jit
-def _law_kernel(
+def _distribution_kernel(
     tops, totals, cut_scores, cut_ids,
     logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     top_k, top_p, min_p,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     BLOCK: tl.constexpr, CUT_BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per law: its largest score, the sum of exp(score - it), and where it is cut.
+    """One program per distribution: its largest score, the sum of exp(score - it), and its cut.
 
-    Of the target's laws the sum is that of the tokens its filters keep.
+    The sum of a target distribution is over the tokens that its filters keep.
     """
     place, b = tl.program_id(0), tl.program_id(1)
     if DEPENDENT:
@@ -131,10 +131,10 @@ def _law_kernel(
                 if share > 0:
                     cut = tl.maximum(cut, top + tl.log(tl.maximum(share, 1e-30)))
                 if mass_end < 1.0:
-                    # All scores below this hold less than the filter takes away.
+                    # All scores below this hold less mass than the filter removes.
                     mass_cut = top + tl.log((1.0 - mass_end) * total / NUM_IDS)
                     cut = tl.maximum(cut, mass_cut)
-                else:  # all are kept, whatever their sum is rounded to
+                else:  # keeps all tokens, whatever the rounding of their sum
                     mass_end = 2.0
                 cut, cut_id, total = _cut_of(
                     row, scale, top, total, cut, rank_end, mass_end, NUM_IDS, CUT_BLOCK
@@ -149,15 +149,15 @@ def _law_kernel(
 
 
 @triton.jit
-def _weigh_kernel(
-    steps, chances, weights, row_tokens, tops, totals, cut_scores, cut_ids,
+def _chance_kernel(
+    steps, chances, weights, input_ids, tops, totals, cut_scores, cut_ids,
     logits, row_stride, query_starts, request_slots, inverse_temperature, draft_logits, draft_ids,
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence: how many drafts are judged, and by p / q of each its chance.
+    """One program per sequence: its valid drafts, and the acceptance probability of each.
 
-    Of blocks the chances are those of whole chains, and the weights of their beginnings.
+    For blocks: the probability of the whole chain, and the weights of its beginnings.
     """
     b = tl.program_id(0)
     if DEPENDENT:
@@ -167,13 +167,13 @@ def _weigh_kernel(
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
     scale = tl.load(inverse_temperature + tl.load(request_slots + b))
     columns = tl.arange(0, COLUMNS)
-    tokens = tl.load(row_tokens + begin + 1 + columns, mask=columns < num_drafts, other=-1)
+    tokens = tl.load(input_ids + begin + 1 + columns, mask=columns < num_drafts, other=-1)
     tokens = tokens.to(tl.int32)
-    judged = tl.min(tl.where(tokens < 0, columns, DEPTH), axis=0)
-    judged = tl.where(scale > 0, judged, 0)
-    tl.store(steps + b, judged)
-    if judged > 0:
-        inside = columns < judged
+    num_valid = tl.min(tl.where(tokens < 0, columns, DEPTH), axis=0)
+    num_valid = tl.where(scale > 0, num_valid, 0)
+    tl.store(steps + b, num_valid)
+    if num_valid > 0:
+        inside = columns < num_valid
         at = b * (2 * DEPTH + 1) + columns
         row = logits + (begin + columns).to(tl.int64) * row_stride
         p = _likelihood(
@@ -191,7 +191,7 @@ def _weigh_kernel(
         total = tl.load(totals + at, mask=inside, other=1.0)
         q = tl.math.div_rn(tl.exp(score - top), total)
         ratio = tl.where(q > 0, tl.math.div_rn(p, tl.where(q > 0, q, 1.0)), 0.0)
-        # NaN stays: it is below no coin.
+        # NaN stays, and rejects.
         chance = tl.where(ratio >= 1, 1.0, ratio)
         if BLOCK_RULE:
             weight = tl.full([], 1.0, dtype=tl.float32)
@@ -211,7 +211,7 @@ def _surplus_kernel(
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per draft but the last: the chance that those up to it are kept, and no more."""
+    """One program per draft but the last: the probability to accept those up to it, and no more."""
     step, b = tl.program_id(0) + 1, tl.program_id(1)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -245,18 +245,18 @@ def _replace_kernel(
     DEPTH: tl.constexpr, NUM_IDS: tl.constexpr, NUM_DRAFT_IDS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per (chunk, sequence) that loses a draft: the best of what is left, and of p."""
+    """One program per (chunk, sequence) with a rejection: its best recovered token, and of p."""
     chunk, b = tl.program_id(0), tl.program_id(1)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    judged = tl.load(steps + b)
-    if judged > 0:
+    num_valid = tl.load(steps + b)
+    if num_valid > 0:
         begin = tl.load(query_starts + b)
         request_slot = tl.load(request_slots + b)
         root = tl.load(positions + begin)
-        kept = _kept(chances + b * DEPTH, judged, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
-        if kept < judged:
+        kept = _kept(chances + b * DEPTH, num_valid, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
+        if kept < num_valid:
             scale = tl.load(inverse_temperature + request_slot)
             weight = tl.full([], 1.0, dtype=tl.float32)
             if BLOCK_RULE:
@@ -278,40 +278,40 @@ def _replace_kernel(
 
 
 @triton.jit(do_not_specialize=["num_chunks"])
-def _settle_kernel(
-    counts, drawn, row_tokens, values, tokens, num_chunks, steps, chances, seeds, positions,
+def _result_kernel(
+    counts, drawn, input_ids, values, tokens, num_chunks, steps, chances, seeds, positions,
     tops, totals, query_starts, request_slots, inverse_temperature,
     DEPTH: tl.constexpr, CHUNKS: tl.constexpr,
     COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per sequence: what it keeps, and the token in place of a draft it loses."""
+    """One program per sequence: accepted drafts and recovered token."""
     b = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     begin = tl.load(query_starts + b)
     num_drafts = tl.load(query_starts + b + 1) - begin - 1
-    judged = tl.load(steps + b)
+    num_valid = tl.load(steps + b)
     kept = tl.zeros([], dtype=tl.int32)
-    if judged > 0:
+    if num_valid > 0:
         request_slot = tl.load(request_slots + b)
         root = tl.load(positions + begin)
-        kept = _kept(chances + b * DEPTH, judged, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
-        if kept < judged:
+        kept = _kept(chances + b * DEPTH, num_valid, seeds, request_slot, root, COLUMNS, BLOCK_RULE)
+        if kept < num_valid:
             chunks = tl.arange(0, CHUNKS)
             inside = chunks < num_chunks
             at = b * 2 * num_chunks + chunks
             best, token = _best_of(values + at, tokens + at, inside)
-            if best == float("-inf"):  # equal laws, where rounding lost a draft
+            if best == float("-inf"):  # p equals q, and rounding rejected a draft
                 best, token = _best_of(values + at + num_chunks, tokens + at + num_chunks, inside)
-            law = b * (2 * DEPTH + 1) + kept
-            mass = tl.load(tops + law) + tl.load(totals + law)
+            place = b * (2 * DEPTH + 1) + kept
+            mass = tl.load(tops + place) + tl.load(totals + place)
             usable = (tl.abs(best) < float("inf")) & (tl.abs(mass) < float("inf"))
             tl.store(drawn + begin + kept, tl.where(usable, token, -1).to(tl.int64))
     elif num_drafts > 0:
         columns = tl.arange(0, COLUMNS)
         inside = columns < num_drafts
-        draft = tl.load(row_tokens + begin + 1 + columns, mask=inside, other=-1)
+        draft = tl.load(input_ids + begin + 1 + columns, mask=inside, other=-1)
         draw = tl.load(drawn + begin + columns, mask=inside, other=-1)
         fits = inside & (draft >= 0) & (draft == draw)
         kept = tl.min(tl.where(fits, DEPTH, columns), axis=0)
@@ -320,7 +320,7 @@ def _settle_kernel(
 
 @triton.jit
 def _sum_of(row, scale, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest score of a row, and the sum of exp(score - it); NaN where one is NaN."""
+    """Return the largest score of a row, and the sum of exp(score - it); NaN if one is NaN."""
     tops = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     sums = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, NUM_IDS, BLOCK):
@@ -340,17 +340,17 @@ def _cut_of(
     row, scale, top, total, floor, rank_end, mass_end,
     NUM_IDS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Where a filtered law ends, as (score, id), and the sum of exp(score - top) before it.
+    """Return where filters cut a distribution, (score, id), and the sum of exp(score - top) before.
 
-    Between `low` and `high` the filters end: after the tokens above `high` they keep another one,
-    after those above `low` none. A sweep quarters that, until there is one token between, or
+    The cut is between `low` and `high`: after the tokens above `high` the filters keep another one,
+    after those above `low` none. A sweep quarters that interval, until it holds one token, or
     several of one score, of which the smallest ids are kept.
     """
     low, high = _next_below(floor), top
     cut, cut_id = low, tl.zeros([], dtype=tl.int32)
     low_count, low_mass = _before(row, scale, top, cut, cut_id, NUM_IDS, BLOCK)
     high_count = tl.zeros([], dtype=tl.int32)
-    # A NaN among the scores leaves nothing to look for.
+    # With a NaN among the scores there is no cut.
     if (_keeps_more(low_count, low_mass, rank_end, mass_end * total) == 0) & (
         tl.abs(top) < float("inf")
     ):
@@ -387,14 +387,14 @@ def _cut_of(
 
 @triton.jit
 def _keeps_more(counts, masses, rank_end, mass_end):
-    """Whether filters keep a token that has so many before it, of so much mass."""
+    """Return whether filters keep a token after so many tokens of so much mass."""
     by_rank = (rank_end < 1) | (counts < rank_end)
     return (counts == 0) | (by_rank & (masses < mass_end))
 
 
 @triton.jit
 def _next_below(x):
-    """The largest float32 below x."""
+    """Return the largest float32 below x."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where(x > 0, bits - 1, tl.where(x < 0, bits + 1, -(2**31) + 1))
     return bits.to(tl.float32, bitcast=True)
@@ -402,7 +402,7 @@ def _next_below(x):
 
 @triton.jit
 def _above(row, scale, top, a, b, c, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """Number of the scores above a, b and c, and their sums of exp(score - top)."""
+    """Return the numbers of scores above a, b and c, and their sums of exp(score - top)."""
     a_counts = tl.zeros([BLOCK], dtype=tl.int32)
     b_counts, c_counts = a_counts, a_counts
     a_masses = tl.zeros([BLOCK], dtype=tl.float32)
@@ -425,7 +425,7 @@ def _above(row, scale, top, a, b, c, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr)
 
 @triton.jit
 def _before(row, scale, top, cut, cut_id, NUM_IDS: tl.constexpr, BLOCK: tl.constexpr):
-    """The same of the tokens before (cut, cut_id): those of larger scores, then of smaller ids."""
+    """Return number and sum of the tokens before (cut, cut_id), by score, then id."""
     counts = tl.zeros([BLOCK], dtype=tl.int32)
     masses = tl.zeros([BLOCK], dtype=tl.float32)
     for start in range(0, NUM_IDS, BLOCK):
@@ -439,7 +439,7 @@ def _before(row, scale, top, cut, cut_id, NUM_IDS: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def _likelihood(scores, ids, top, total, cut, cut_id):
-    """p of tokens; 0 from where their law is cut."""
+    """Return p of tokens; 0 past the cut."""
     before = (scores > cut) | ((scores == cut) & (ids < cut_id))
     return tl.where(before, tl.math.div_rn(tl.exp(scores - top), total), 0.0)
 
@@ -449,7 +449,7 @@ def _both(
     ids, scale, row, draft_row, draft_ids, at, tops, totals, cut_scores, cut_ids,
     NUM_IDS: tl.constexpr, DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """p and q of target ids; 0 past the vocabulary. at: place of the target's law in the tables."""
+    """Return p and q of target ids; 0 past the vocabulary. at: index of the target distribution."""
     inside = ids < NUM_IDS
     scores = tl.load(row + ids, mask=inside, other=float("-inf")) * scale
     p = _likelihood(
@@ -464,22 +464,22 @@ def _both(
 
 @triton.jit
 def _kept(
-    chances, judged, seeds, request_slot, root, COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr
+    chances, num_valid, seeds, request_slot, root, COLUMNS: tl.constexpr, BLOCK_RULE: tl.constexpr
 ):
-    """How many of the drafts that are judged the coins keep: `keep_in_order`, `keep_longest`."""
+    """Return how many drafts are accepted; see `keep_in_order` and `keep_longest`."""
     columns = tl.arange(0, COLUMNS)
-    chance = tl.load(chances + columns, mask=columns < judged, other=0.0)
+    chance = tl.load(chances + columns, mask=columns < num_valid, other=0.0)
     _, word = load_stream_keys(seeds, request_slot, root, root + columns, _ACCEPT)
-    coin = (word.to(tl.int32, bitcast=True).to(tl.float64) + 0.5) * 2.0**-32 + 0.5
-    won = (coin < chance.to(tl.float64)) & (columns < judged)
+    uniform = (word.to(tl.int32, bitcast=True).to(tl.float64) + 0.5) * 2.0**-32 + 0.5
+    accepted = (uniform < chance.to(tl.float64)) & (columns < num_valid)
     if BLOCK_RULE:
-        return tl.max(tl.where(won, columns + 1, 0), axis=0)
-    return tl.min(tl.where(won, COLUMNS, columns), axis=0)
+        return tl.max(tl.where(accepted, columns + 1, 0), axis=0)
+    return tl.min(tl.where(accepted, COLUMNS, columns), axis=0)
 
 
 @triton.jit
 def _store_best(value, token, mass, noise, ids):
-    """The best of log(mass) + noise, and its id; of what has no mass -inf."""
+    """Store the best of log(mass) + noise, and its id; -inf without mass."""
     is_some = mass > 0
     scores = tl.where(is_some, tl.log(tl.where(is_some, mass, 1.0)) + noise, float("-inf"))
     best = tl.max(scores, axis=0)
@@ -489,7 +489,7 @@ def _store_best(value, token, mass, noise, ids):
 
 @triton.jit
 def _best_of(values, tokens, inside):
-    """The largest value and its token, the smallest of equals."""
+    """Return the largest value and its token, the smallest of equals."""
     value = tl.load(values, mask=inside, other=float("-inf"))
     token = tl.load(tokens, mask=inside, other=_NO_ID)
     best = tl.max(value, axis=0)

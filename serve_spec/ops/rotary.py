@@ -1,4 +1,4 @@
-"""Rotary positions: turning the heads of a forward's rows, and leaving their keys and values."""
+"""Rotary embedding, fused with writing keys and values to the pool."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from serve_spec.ops.linear import whole
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Rotates [T, heads, d] by its rows' positions; float32 inside, x's dtype outside."""
+    """Return x [T, heads, d] rotated by its positions, computed in float32."""
     rolled = x.roll(x.shape[-1] // 2, -1)
     return torch.addcmul(x * rotation.cos, rolled, rotation.sin).to(x.dtype)
 
@@ -20,12 +20,11 @@ def rotate(x: Tensor, rotation: Rotation) -> Tensor:
 def rotate_and_store(
     heads: Tensor, rotation: Rotation, slots: Tensor, keys: Tensor, values: Tensor, num_heads: int
 ) -> Tensor:
-    """Rotates queries and keys, and writes keys and values of one layer to the pool.
+    """Rotate queries and keys, and write keys and values of one layer to the pool.
 
-    heads: [T, num_heads + 2·kv_heads, d], queries, keys, values as their product leaves them, or
-    its addends (see `linear.whole`);
-    slots: int64 [T]; keys, values: [num_slots, kv_heads, d]. Returns the rotated queries
-    [T, num_heads, d], here a view of queries and keys. Of rows that share a slot any one may win.
+    heads: [T, num_heads + 2·kv_heads, d], queries, keys and values, or their addends (see
+    `linear.whole`); slots: int64 [T]; keys, values: [num_slots, kv_heads, d]. Returns the rotated
+    queries [T, num_heads, d]. Of tokens that share a slot any one may win.
     """
     heads = whole(heads, keys)
     num_rotated = num_heads + keys.shape[1]

@@ -1,4 +1,4 @@
-"""Rotation and both writes to the pool in one launch."""
+"""Rotary embedding and both writes to the pool in one launch."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -34,10 +34,10 @@ def _launch(
     num_warps: int,
 ) -> Tensor:
     num_rows, num_all, head_dim = heads.shape[-3:]
-    assert heads.stride()[-2:] == (head_dim, 1), "the heads of a row lie side by side"
+    assert heads.stride()[-2:] == (head_dim, 1), "the heads of a token are contiguous"
     num_addends = len(heads) if heads.dim() == 4 else 1
     for pool in (keys, values):
-        assert pool.is_contiguous(), "one layer of a pool is dense"
+        assert pool.is_contiguous(), "a layer of the pool is contiguous"
     query = keys.new_empty((num_rows, num_heads, head_dim))
     if num_rows == 0:
         return query

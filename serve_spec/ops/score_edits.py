@@ -1,11 +1,10 @@
-"""Edits of a round's logits before tokens are drawn from them: bias, penalties, masks.
+"""Edits of logits before a draw: bias, penalties, masks.
 
     logit bias → penalties (repetition, then frequency and presence) → masks
 
-What follows (temperature, filters, noise) is `ops/draw.py`. Penalties count what was generated
-up to a row: the committed tokens, of which a table keeps count, and the drafts on the row's own
-path, which in a chain are the rows before it. So an edited row is a function of its logits, the
-request and the text before it: the same for plain decoding and for every verified row.
+Temperature, filters and noise follow in `ops/draw.py`. Penalties count the tokens generated before
+a draw: the committed ones, which a table counts, and the drafts on its path. So edits depend on the
+logits, the request and the text before only, with and without speculation.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ GENERATED_ONCE = 4
 
 
 class ScoreEdits(NamedTuple):
-    """How each of S sequences edits its scores over V token ids; device tensors.
+    """Score edits of S request slots over V token ids; device tensors.
 
-    is_on: int32 [S], 0 for sequences that edit nothing, whose rows below may hold anything.
+    is_on: int32 [S], 0 for requests without edits, whose rows below may hold anything.
     bias: float32 [S, V], added to the logits; -inf for tokens that may never be drawn.
-    marks: int32 [S, V], the sum of IN_PROMPT, HELD_BACK, and GENERATED_ONCE for every time.
+    marks: int32 [S, V], the sum of IN_PROMPT, HELD_BACK and GENERATED_ONCE per occurrence.
     repetition, frequency, presence: float32 [S], the penalties.
-    min_lengths: int32 [S]; a token that is held back decides no position below it.
+    min_lengths: int32 [S]; tokens marked HELD_BACK are masked at positions below it.
     """
 
     is_on: Tensor
@@ -42,7 +41,7 @@ class ScoreEdits(NamedTuple):
 
     @classmethod
     def create(cls, num_sequences: int, vocab_size: int, device: torch.device) -> ScoreEdits:
-        """For sequences that edit nothing."""
+        """Return edits of requests that edit nothing."""
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.zeros(num_sequences, *shape, dtype=dtype, device=device)
@@ -68,14 +67,14 @@ def edit_scores(
     edits: ScoreEdits,
     backs: Tensor | None = None,
 ) -> None:
-    """Edits the rows of sequences that ask for it, in place.
+    """Edit the logits of requests with edits, in place.
 
     logits: float32 [T, V].
-    owners: int32 [T], the sequence of each row, -1 for none; its rows stand together.
-    positions: int64 [T], the position each row's draw decides.
-    token_ids: int64 [T], what each row computes; -1, a draft without a token, counts for nothing.
-    depths: int32 [T], how many of the rows up to and with this one are drafts on its path.
-    backs: int32 [T], how many rows before each draft the one is that it follows; None: one.
+    owners: int32 [T], the request slot of each token, -1 for none; its tokens are contiguous.
+    positions: int64 [T], the position of each drawn token.
+    token_ids: int64 [T], roots and drafts; -1, a broken draft, is not counted.
+    depths: int32 [T], drafts on each token's path, its own included.
+    backs: int32 [T], distance from each draft to its parent; None: 1.
     """
     if not any(edits.is_on.index_select(0, owners.clamp(min=0)).tolist()):
         return
@@ -89,9 +88,9 @@ def edit_scores(
 
 
 def penalized(scores: Tensor, is_seen: Tensor, counts: Tensor, of: ScoreEdits) -> Tensor:
-    """Scores of some tokens after the penalties of a sequence.
+    """Return the scores of some tokens after the penalties of a request.
 
-    is_seen: bool, whether a token is in prompt or text. counts: int, how often it was generated.
+    is_seen: bool, whether a token is in prompt or output. counts: int, how often it was generated.
     """
     repeated = torch.where(scores > 0, scores / of.repetition, scores * of.repetition)
     scores = torch.where(is_seen, repeated, scores)
@@ -99,27 +98,27 @@ def penalized(scores: Tensor, is_seen: Tensor, counts: Tensor, of: ScoreEdits) -
 
 
 @has_kernel
-def count_tokens(members: Tensor, results: Tensor, edits: ScoreEdits) -> None:
-    """Counts what sequences emit, so that the next round's rows see it; in place.
+def count_tokens(request_slots: Tensor, results: Tensor, edits: ScoreEdits) -> None:
+    """Count emitted tokens for the penalties of later steps, in place.
 
-    members: int32 [B], which sequence each is, no one that edits twice.
-    results: int32 [B, K + 3], drafts kept, flags, then the tokens; see `ops.acceptance`.
+    request_slots: int32 [B], distinct for requests with edits.
+    results: int32 [B, K + 3], accepted drafts, flags, then the tokens; see `ops.acceptance`.
     """
-    if not any(edits.is_on.index_select(0, members).tolist()):
+    if not any(edits.is_on.index_select(0, request_slots).tolist()):
         return
     tokens = results[:, 2:]
     column = torch.arange(tokens.shape[1], device=tokens.device)
     emitted = (column <= results[:, :1]) & (tokens >= 0)
-    emitted &= edits.is_on[members.long()].unsqueeze(1) > 0
-    members = members.long().unsqueeze(1).expand_as(tokens)[emitted]
-    once = torch.full_like(members, GENERATED_ONCE, dtype=torch.int32)
-    edits.marks.index_put_((members, tokens[emitted].long()), once, accumulate=True)
+    emitted &= edits.is_on[request_slots.long()].unsqueeze(1) > 0
+    request_slots = request_slots.long().unsqueeze(1).expand_as(tokens)[emitted]
+    once = torch.full_like(request_slots, GENERATED_ONCE, dtype=torch.int32)
+    edits.marks.index_put_((request_slots, tokens[emitted].long()), once, accumulate=True)
 
 
 def _edit_rows(logits: Tensor, positions: Tensor, paths: Tensor, of: ScoreEdits) -> None:
-    """Edits the rows [R, V] of one sequence; paths: the drafts that lead to each, [R, depth]."""
+    """Edit the logits [R, V] of one request. paths: the drafts on each token's path, [R, depth]."""
     logits += of.bias
-    is_touched = of.marks > 0  # nothing but the bias changes the others
+    is_touched = of.marks > 0  # only the bias changes the others
     is_touched[paths[paths >= 0]] = True
     ids = is_touched.nonzero().squeeze(1)
     marks = of.marks[ids]
@@ -131,7 +130,7 @@ def _edit_rows(logits: Tensor, positions: Tensor, paths: Tensor, of: ScoreEdits)
 
 
 def _paths(rows: Tensor, token_ids: Tensor, depths: Tensor, backs: Tensor | None) -> Tensor:
-    """The drafts that lead to each row and to its draw: int64 [R, depth], -1 for none."""
+    """Return the drafts on each token's path: int64 [R, depth], -1 for none."""
     drafts = []
     at = rows
     for step in range(int(depths[rows].max())):

@@ -1,4 +1,4 @@
-"""Edits of scores where logits lie: rows that edit nothing cost a look at a flag."""
+"""Score edits in one launch; rows without edits read a flag only."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -12,7 +12,7 @@ from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
 
 _PARTS = 16
-"""Programs that share a row: few, for as a rule no row has anything to edit."""
+"""Programs per row: few, because most rows have no edits."""
 _BLOCK = 2048
 _IN_PROMPT = tl.constexpr(IN_PROMPT)
 _HELD_BACK = tl.constexpr(HELD_BACK)
@@ -29,8 +29,8 @@ def edit_scores(
     backs: Tensor | None = None,
 ) -> None:
     """See `score_edits.edit_scores`."""
-    for of_row in (owners, positions, token_ids, depths):
-        assert of_row.is_contiguous(), "what is known of rows is dense"
+    for x in (owners, positions, token_ids, depths):
+        assert x.is_contiguous(), "tensors over tokens are contiguous"
     dependent = dependent_launch(logits.device)
     _edit_kernel[(_PARTS, logits.shape[0])](
         logits, logits.stride(0), owners, positions, token_ids, depths, backs,
@@ -40,12 +40,12 @@ def edit_scores(
     )  # fmt: skip
 
 
-def count_tokens(members: Tensor, results: Tensor, edits: ScoreEdits) -> None:
+def count_tokens(request_slots: Tensor, results: Tensor, edits: ScoreEdits) -> None:
     """See `score_edits.count_tokens`."""
     dependent = dependent_launch(results.device)
     width = results.shape[1]
-    _count_kernel[(len(members),)](
-        members, results, edits.is_on, edits.marks, edits.marks.shape[1],
+    _count_kernel[(len(request_slots),)](
+        request_slots, results, edits.is_on, edits.marks, edits.marks.shape[1],
         WIDTH=width, COLUMNS=triton.next_power_of_2(width - 2), DEPENDENT=dependent,
         num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
@@ -95,7 +95,7 @@ def _edit_kernel(
 
 @triton.jit
 def _count_kernel(
-    members, results, is_on, marks, num_ids,
+    request_slots, results, is_on, marks, num_ids,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per sequence."""
@@ -103,11 +103,11 @@ def _count_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    member = tl.load(members + b)
-    if tl.load(is_on + member) > 0:
-        verdict = results + b * WIDTH
+    request_slot = tl.load(request_slots + b)
+    if tl.load(is_on + request_slot) > 0:
+        packed = results + b * WIDTH
         columns = tl.arange(0, COLUMNS)
-        inside = (columns <= tl.load(verdict)) & (columns < WIDTH - 2)
-        tokens = tl.load(verdict + 2 + columns, mask=inside, other=-1)
-        at = marks + member.to(tl.int64) * num_ids + tl.maximum(tokens, 0)
+        inside = (columns <= tl.load(packed)) & (columns < WIDTH - 2)
+        tokens = tl.load(packed + 2 + columns, mask=inside, other=-1)
+        at = marks + request_slot.to(tl.int64) * num_ids + tl.maximum(tokens, 0)
         tl.atomic_add(at, _GENERATED_ONCE, mask=tokens >= 0)

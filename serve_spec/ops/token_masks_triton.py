@@ -1,4 +1,4 @@
-"""Masks of tokens where logits lie: rows without one cost a look at their place."""
+"""Grammar masks in one launch; rows without one read their place only."""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
@@ -12,7 +12,7 @@ from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.token_masks import LEAST
 
 _PARTS = 16
-"""Programs that share a row: few, for as a rule no row has a mask."""
+"""Programs per row: few, because most rows have no mask."""
 _BLOCK = 2048
 _LEAST = tl.constexpr(LEAST)
 

@@ -1,1 +1,1 @@
-"""Which sequences run this round, and what a finished round means for them. Host only."""
+"""Continuous batching: which sequences run in a step, and what its results mean. Host only."""

@@ -1,16 +1,16 @@
-"""An answer of the policy that has to wait for its round."""
+"""Keep a policy's answer for a step that is planned later than it was asked."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from serve_spec.core.round import DecodeBatch, RoundSteps
-from serve_spec.scheduler.rows import wanted_steps
+from serve_spec.scheduler.requests import wanted_steps
 
 
 @dataclass(frozen=True)
 class PostponedChoice:
-    """Drafts by request, for rows that may leave or change places meanwhile."""
+    """Draft counts by request id. Requests may end or change places before the step is planned."""
 
     steps: RoundSteps
     row_steps: dict[str, int]
@@ -18,7 +18,7 @@ class PostponedChoice:
 
     @classmethod
     def of(cls, steps: RoundSteps, batch: DecodeBatch) -> PostponedChoice:
-        """What the policy answered when asked about `batch`."""
+        """Return what the policy answered for `batch`."""
         ids, from_text = batch.request_ids, steps.text_steps
         return cls(
             steps,
@@ -28,11 +28,11 @@ class PostponedChoice:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether it is drafts that it waits for."""
+        """Whether the postponed step drafts."""
         return any(self.row_steps.values()) or any((self.text_steps or {}).values())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:
-        """The same answer for the rows that are left."""
+        """Return the same answer for the requests that are left."""
         ids, from_text = batch.request_ids, self.text_steps
         return replace(
             self.steps,

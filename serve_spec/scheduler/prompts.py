@@ -1,4 +1,4 @@
-"""Prompts in a round: pieces of what is not computed yet, and the room they take."""
+"""Prefill chunks of a step, within the token budget."""
 
 from __future__ import annotations
 
@@ -7,39 +7,39 @@ from dataclasses import dataclass
 
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.core.sequence import Sequence
-from serve_spec.scheduler.rows import prompt_row
+from serve_spec.scheduler.requests import prefill_request
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A sequence whose text is not computed yet from position `start` on."""
+    """A sequence whose tokens are not computed from position `start` on."""
 
     seq: Sequence
     start: int
 
     @property
     def num_pending(self) -> int:
-        """Tokens the target has not seen."""
+        """Tokens that the target has not computed."""
         return len(self.seq) - self.start
 
 
-def prompt_rows(
+def prefill_requests(
     prompts: SequenceOf[Prompt], budget: int, *, chunked: bool
 ) -> list[ScheduledRequest]:
-    """Pieces of those that still have pages, the oldest first; of `budget` tokens in all.
+    """Return prefill chunks of prompts that hold pages, the oldest first, of `budget` tokens.
 
-    One prompt a round may overrun the budget, by a token or, without chunks, whole: decode rows
-    could otherwise keep it waiting for ever.
+    The first may exceed the budget, by one token or, without chunking, by the whole prompt.
+    Otherwise decoding requests could starve it.
     """
-    rows: list[ScheduledRequest] = []
+    reqs: list[ScheduledRequest] = []
     for prompt in prompts:
         seq, start, count = prompt.seq, prompt.start, prompt.num_pending
-        is_first = not rows
+        is_first = not reqs
         if chunked:
             count = min(count, max(budget, 1 if is_first else 0))
         elif count > budget and not is_first:
             count = 0
         if count > 0 and seq.page_ids:
-            rows.append(prompt_row(seq, start, count, samples=count == prompt.num_pending))
+            reqs.append(prefill_request(seq, start, count, samples=count == prompt.num_pending))
             budget -= count
-    return rows
+    return reqs

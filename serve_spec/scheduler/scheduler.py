@@ -1,4 +1,4 @@
-"""Continuous batching: admit, plan a round, commit its result. Plain host code, no tensors."""
+"""Continuous batching: admit, plan a step, commit its result. Plain host code, no tensors."""
 
 from __future__ import annotations
 
@@ -19,21 +19,22 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
 from serve_spec.scheduler.choice import PostponedChoice
-from serve_spec.scheduler.prompts import Prompt, prompt_rows
-from serve_spec.scheduler.rows import (
-    RowDrafts,
-    decode_row,
+from serve_spec.scheduler.prompts import Prompt, prefill_requests
+from serve_spec.scheduler.requests import (
+    RequestDrafts,
+    decode_request,
+    extend_limit,
     fair_drafts,
-    kept_up_to,
+    max_committed,
     missing_after,
-    most_coming,
-    text_drafted_row,
+    ngram_request,
     usable_steps,
 )
-from serve_spec.scheduler.texts import Texts
+from serve_spec.scheduler.text_drafts import TextDraftCache
 
-WORTH_A_ROUND = 128
-"""Prompt tokens that cost at least what a round costs that waits for somebody else's."""
+MIN_SHARED_TOKENS = 128
+"""Fewest prompt tokens for which waiting for another request's prefill costs less than computing
+them again."""
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
@@ -41,31 +42,29 @@ CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
 
 @dataclass
 class PrefixCounts:
-    """Tokens of the texts that were admitted, and those of them that were computed before. What is
-    admitted again after a preemption does not count."""
+    """Tokens of newly admitted sequences, and how many of them the prefix cache held."""
 
     num_query_tokens: int = 0
     num_hit_tokens: int = 0
 
 
-class CommittedRow(NamedTuple):
-    """What a step did to one sequence, as planned in `row`: the tokens it gained.
+class CommittedRequest(NamedTuple):
+    """A sequence after a step, how it was `scheduled`, and the tokens it gained.
 
-    The target kept `num_correct_drafts` of its drafts, some of them past the end of the text.
+    `num_correct_drafts` counts accepted drafts, also those past the end of the text.
     """
 
     seq: Sequence
-    row: ScheduledRequest
+    scheduled: ScheduledRequest
     token_ids: list[int]
     num_correct_drafts: int
 
 
 class Scheduler:
-    """Runs the oldest sequences first; when pages run out, the youngest gives way.
+    """First come, first served; when pages run out, the youngest sequence is preempted.
 
-    A preempted sequence keeps its tokens and recomputes its caches later, but for the pages that
-    are known then. Since every draw is a function of (prefix, seed, position), the text does not
-    notice.
+    A preempted sequence keeps its tokens and recomputes its KV cache later, except for cached
+    prefix pages. Its text does not change: a draw depends on (prefix, seed, position) only.
     """
 
     def __init__(
@@ -79,19 +78,21 @@ class Scheduler:
         has_draft_model: bool = True,
         vocab_size: int = sys.maxsize,
     ) -> None:
-        """text_drafter: who drafts from texts, if anybody: such drafts are in a row's plan.
-        first_draft_entry: of every sequence, see `Sequence`.
-        has_draft_model: whether a model drafts, where there is a text drafter for the rows in whose
-        text it finds nothing. vocab_size: of the target, which a text drafter may get wrong.
+        """text_drafter: proposes n-gram drafts, if any; they are part of the plan.
+        first_draft_entry: number of each sequence's first draft KV entry; see `Sequence`.
+        has_draft_model: whether a model drafts, too, for requests without n-gram drafts.
+        vocab_size: of the target; n-gram drafts are checked against it.
         """
         self.limits = limits
         self.cache = cache
-        self.texts = None if text_drafter is None else Texts(text_drafter, vocab_size)
+        self.text_drafts = (
+            None if text_drafter is None else TextDraftCache(text_drafter, vocab_size)
+        )
         self.vocab_size = vocab_size
         self.first_draft_entry = first_draft_entry
         self.has_draft_model = has_draft_model or text_drafter is None
         self.on_leave = on_leave
-        """Told of every sequence that leaves the batch: finished, aborted or preempted."""
+        """Called with every sequence that leaves the batch: finished, aborted or preempted."""
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -101,18 +102,18 @@ class Scheduler:
         self._postponed: PostponedChoice | None = None
 
     def add(self, seq: Sequence) -> None:
-        """Queues a new sequence."""
+        """Queue a new sequence."""
         self.waiting.append(seq)
 
     def abort(self, request_id: str) -> Sequence | None:
-        """Drops a sequence at any moment between rounds; None if it is not (or no longer) here."""
+        """End a sequence between steps. Return None if it is unknown or has ended."""
         seq = next((s for s in self.sequences() if s.request_id == request_id), None)
         if seq is not None:
             self._finish(seq, FinishReason.ABORT)
         return seq
 
     def sequences(self) -> Iterator[Sequence]:
-        """Every sequence that is not finished."""
+        """Yield every unfinished sequence."""
         yield from self.running
         yield from self.waiting
 
@@ -129,71 +130,71 @@ class Scheduler:
         choose_steps: asked once, before anything is drafted. before: a step in flight. Lengths of
         its requests are then bounds, and nothing is preempted.
 
-        None: there is nothing to do, or the outcome of `before` must be known first. Drafts from
-        texts and grammar masks depend on it. The known text decides: if it has no drafts for any
-        request now, it hardly has them one step later.
+        None: there is nothing to do, or the result of `before` must be known first. N-gram drafts
+        and grammar masks depend on it. N-gram drafts found in the committed text decide: if there
+        are none now, one more step hardly adds any.
         """
-        in_flight = {} if before is None else {row.request_id: row for row in before.rows}
+        in_flight = {} if before is None else {req.request_id: req for req in before.requests}
         self._admit()
-        decoding, prompts = self._after(in_flight)
+        decoding, prompts = self._after_step(in_flight)
         if before is not None and (
             not (decoding or prompts)
             or any(seq.params.grammar for seq in (*decoding, *(each.seq for each in prompts)))
         ):
             return None
-        rows_before = [in_flight.get(seq.request_id) for seq in decoding]
+        reqs_before = [in_flight.get(seq.request_id) for seq in decoding]
         budget = self.limits.max_num_batched_tokens
-        batch = self._decode_batch(decoding, prompts, budget, rows_before)
+        batch = self._decode_batch(decoding, prompts, budget, reqs_before)
         was_postponed = self._postponed is not None and self._postponed.has_drafts
         steps = self._choose(choose_steps, batch) if decoding else RoundSteps(PLAIN)
         drafts = fair_drafts(steps, batch)
-        kept_up = kept_up_to(limits, drafts)
+        limit = extend_limit(limits, drafts)
         if before is None:
-            # Only decode rows preempt, the oldest first, and only younger requests, so no row that
-            # is planned already loses its pages.
+            # Only decoding requests preempt, and only younger ones, so no request that is planned
+            # already loses its pages.
             planned = [
-                self._plan_decode(seq, of_row, kept_up) if seq.page_ids else None
-                for seq, of_row in zip(decoding, drafts, strict=True)
+                self._plan_decode(seq, wanted, limit) if seq.page_ids else None
+                for seq, wanted in zip(decoding, drafts, strict=True)
             ]
-            rows = [row for row in planned if row is not None]
-        elif self._reserve_beside(decoding, rows_before, drafts):
-            rows = [
-                decode_row(
-                    seq, of_row, missing_after(seq, row), kept_up, is_under_way=row is not None
+            reqs = [req for req in planned if req is not None]
+        elif self._reserve_ahead(decoding, reqs_before, drafts):
+            reqs = [
+                decode_request(
+                    seq, wanted, missing_after(seq, req), limit, in_flight=req is not None
                 )
-                for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
+                for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
             ]
         else:
             self._postponed = PostponedChoice.of(steps, batch)
             return None
-        rows += prompt_rows(
+        reqs += prefill_requests(
             prompts,
-            budget - sum(row.query_len for row in rows),
+            budget - sum(req.query_len for req in reqs),
             chunked=self.limits.chunked_prefill,
         )
-        if not rows:
+        if not reqs:
             return None
         return self._planned(
-            rows,
+            reqs,
             steps,
             batch,
             follows=before is not None,
             was_postponed=was_postponed and before is None,
         )
 
-    def _reserve_beside(
+    def _reserve_ahead(
         self,
         decoding: list[Sequence],
-        rows_before: list[ScheduledRequest | None],
-        drafts: list[RowDrafts],
+        reqs_before: list[ScheduledRequest | None],
+        drafts: list[RequestDrafts],
     ) -> bool:
-        """Reserve pages beside a step in flight, for whatever it commits.
+        """Reserve pages for whatever a step in flight may commit, and the drafts after it.
 
-        False: there is no room, or drafts have to be found in texts that are not known yet.
+        Return False if there is no room, or if n-gram drafts need tokens that are not known yet.
         """
         ends = [
-            len(seq) + most_coming(row) + self._slots_past(of_row.shape)
-            for seq, row, of_row in zip(decoding, rows_before, drafts, strict=True)
+            len(seq) + max_committed(req) + self._slots_past(wanted.shape)
+            for seq, req, wanted in zip(decoding, reqs_before, drafts, strict=True)
         ]
         has_room = self.cache.can_reserve_all(decoding, ends)
         if not has_room or any(map(self._is_from_text, drafts)):
@@ -204,22 +205,22 @@ class Scheduler:
 
     def _planned(
         self,
-        rows: list[ScheduledRequest],
+        reqs: list[ScheduledRequest],
         steps: RoundSteps,
         batch: DecodeBatch,
         *,
         follows: bool = False,
         was_postponed: bool = False,
     ) -> ScheduledBatch:
-        """The plan of these rows, the newest from now on."""
-        if not any(row.model_steps for row in rows):  # no draft runs, so nothing catches up with it
-            rows = [row._replace(extends=False) if row.extends else row for row in rows]
-        num_missing = max(row.num_missing if row.extends else 0 for row in rows)
+        """Return the plan of these requests and keep it as the newest."""
+        if not any(req.model_steps for req in reqs):  # no draft model runs, so none extends
+            reqs = [req._replace(extends=False) if req.extends else req for req in reqs]
+        num_missing = max(req.num_missing if req.extends else 0 for req in reqs)
         shape = steps.shape
         if shape.is_chain:
-            shape = max([shape, *(row.shape for row in rows if row.draft_ids)])
+            shape = max([shape, *(req.shape for req in reqs if req.draft_ids)])
         self._newest = ScheduledBatch(
-            tuple(rows),
+            tuple(reqs),
             shape,
             batch.size,
             follows,
@@ -231,51 +232,51 @@ class Scheduler:
 
     def commit(
         self, plan: ScheduledBatch, result: BatchResult, cut: CutOutput
-    ) -> list[CommittedRow]:
-        """Appends what the round drew, ends what is done, returns surplus pages.
+    ) -> list[CommittedRequest]:
+        """Append emitted tokens, finish sequences that end, return surplus pages.
 
-        cut: how many of the drawn tokens the text keeps, and why it ends (stop, length), if so.
+        cut: returns how many of the tokens the text keeps, and why it ends (stop, length), if so.
         """
         by_id = {seq.request_id: seq for seq in self.running}
         for number in result.broken_drafts:
-            seq = by_id.get(plan.sampling_rows[number].request_id)
+            seq = by_id.get(plan.sampling_requests[number].request_id)
             if seq is not None:
                 seq.has_broken_draft = True
         drawn = iter(result.token_ids)
         committed = []
-        for row in plan.rows:
-            tokens = next(drawn) if row.samples else None
-            seq = by_id.get(row.request_id)
+        for req in plan.requests:
+            tokens = next(drawn) if req.samples else None
+            seq = by_id.get(req.request_id)
             if seq is None:
-                continue  # it ended while the round ran
-            if row.scored_ids:
-                seq.prompt_logprobs += result.prompt_logprobs[row.request_id]
+                continue  # it ended while the step ran
+            if req.scored_ids:
+                seq.prompt_logprobs += result.prompt_logprobs[req.request_id]
             if tokens is None:
-                seq.num_computed = row.length
+                seq.num_computed = req.length
                 self.cache.publish(seq)
             else:
-                committed.append(self._commit_row(seq, row, tokens, cut))
-        self._return_pages(plan, [row.seq for row in committed])
+                committed.append(self._commit_request(seq, req, tokens, cut))
+        self._return_pages(plan, [each.seq for each in committed])
         return committed
 
     def take_prefix_counts(self) -> PrefixCounts:
-        """What was admitted since this was asked last."""
+        """Return and reset the counts since the last call."""
         counts, self._prefix_counts = self._prefix_counts, PrefixCounts()
         return counts
 
     def check_integrity(self) -> None:
-        """Every page counted as often as held, every length consistent. Raises AssertionError."""
+        """Raise AssertionError unless reference counts and lengths are consistent."""
         self.cache.check_integrity(self.sequences())
         assert all(not seq.page_ids for seq in self.waiting), "a waiting sequence holds pages"
         assert len(self.running) <= self.limits.max_num_seqs, "more sequences run than allowed"
 
     def _admit(self) -> None:
-        """Moves waiting sequences in while what is not known of their texts fits the free pages."""
+        """Admit waiting sequences in order while their uncached tokens fit the free pages."""
         for seq in tuple(islice(self.waiting, len(self._free_slots))):
             hit = self.cache.find(seq)
             if not self.cache.can_start(seq, hit, len(seq) + 1):
-                break  # first come, first served: for want of room nobody overtakes
-            if self._is_computed_now(seq, hit):
+                break  # first come, first served
+            if self._is_being_computed(seq, hit):
                 continue
             self.waiting.remove(seq)
             seq.request_slot = self._free_slots.pop()
@@ -285,13 +286,13 @@ class Scheduler:
             self._count_hit(seq)
             self.running.append(seq)
 
-    def _is_computed_now(self, seq: Sequence, hit: PrefixHit) -> bool:
-        """Whether a prompt that runs is about to compute the better half of what `seq` lacks.
+    def _is_being_computed(self, seq: Sequence, hit: PrefixHit) -> bool:
+        """Whether a running prefill is about to compute half or more of what `seq` lacks.
 
-        Several answers to one prompt arrive together: the first computes it for all of them.
+        If several requests with one prompt arrive together, the first computes it for all.
         """
         known = len(hit.page_ids) * self.cache.page_size
-        shared = known + max(WORTH_A_ROUND, (len(seq) - known) // 2)
+        shared = known + max(MIN_SHARED_TOKENS, (len(seq) - known) // 2)
         if shared > self.cache.most_cached(seq):
             return False
         return any(
@@ -303,35 +304,35 @@ class Scheduler:
         )
 
     def _count_hit(self, seq: Sequence) -> None:
-        """Counts what a sequence begins with, the first time it is admitted."""
+        """Count a sequence's cached prefix, the first time it is admitted."""
         if seq.num_cached_tokens is None:
             seq.num_cached_tokens = seq.num_computed
             self._prefix_counts.num_query_tokens += len(seq)
             self._prefix_counts.num_hit_tokens += seq.num_computed
 
     def _choose(self, choose_steps: ChooseSteps, batch: DecodeBatch) -> RoundSteps:
-        """The policy's answer, which is asked for once a round."""
+        """Return the policy's answer, asking it once a step."""
         choice, self._postponed = self._postponed, None
         return choose_steps(batch) if choice is None else choice.now(batch)
 
-    def _after(
-        self, under_way: Mapping[str, ScheduledRequest]
+    def _after_step(
+        self, in_flight: Mapping[str, ScheduledRequest]
     ) -> tuple[list[Sequence], list[Prompt]]:
-        """Who decodes and whose prompt is not done once the round of these rows is committed.
+        """Return the sequences that decode and the unfinished prompts after a step in flight.
 
-        Who decodes gains one token at least: whoever needs no other is done.
+        A decoding request gains at least one token, so one that needs no more has ended.
         """
         decoding: list[Sequence] = []
         prompts: list[Prompt] = []
         for seq in self.running:
-            row = under_way.get(seq.request_id)
-            if row is None:
+            req = in_flight.get(seq.request_id)
+            if req is None:
                 if seq.is_decoding:
                     decoding.append(seq)
                 else:
                     prompts.append(Prompt(seq, seq.num_computed))
-            elif not row.samples:
-                prompts.append(Prompt(seq, row.length))
+            elif not req.samples:
+                prompts.append(Prompt(seq, req.length))
             elif seq.num_remaining > 1:
                 decoding.append(seq)
         return decoding, prompts
@@ -341,25 +342,25 @@ class Scheduler:
         decoding: list[Sequence],
         prompts: list[Prompt],
         budget: int,
-        rows_before: list[ScheduledRequest | None],
+        reqs_before: list[ScheduledRequest | None],
     ) -> DecodeBatch:
-        """Return what the policy may know of the decoding requests of the next step.
+        """Return the decoding requests of the next step, for the policy.
 
-        rows_before: their rows of a step in flight.
+        reqs_before: the same requests in the step in flight.
         """
         budget -= len(decoding)
         num_prompt_rows = max(0, min(sum(prompt.num_pending for prompt in prompts), budget))
-        # Prompts that wait keep half of what the decode rows leave.
+        # Prefill chunks get up to half of what the decoding requests leave.
         budget -= min(num_prompt_rows, budget // 2)
         lengths = [len(seq) for seq in decoding]
         page_size = self.cache.page_size
         held = sum(len(seq.page_ids) for seq in decoding) * page_size - sum(lengths)
-        held -= sum(map(most_coming, rows_before))
+        held -= sum(map(max_committed, reqs_before))
         max_steps = [
-            usable_steps(seq, 0 if row is None else 1)
-            for seq, row in zip(decoding, rows_before, strict=True)
+            usable_steps(seq, 0 if req is None else 1)
+            for seq, req in zip(decoding, reqs_before, strict=True)
         ]
-        text_steps = [] if self.texts is None else self.texts.find(decoding, max_steps)
+        text_steps = [] if self.text_drafts is None else self.text_drafts.find(decoding, max_steps)
         return DecodeBatch(
             request_ids=[seq.request_id for seq in decoding],
             max_steps=max_steps if self.has_draft_model else text_steps,
@@ -378,26 +379,25 @@ class Scheduler:
     def _slots_past(self, shape: DraftShape) -> int:
         """Return the KV entries past a request's length that its drafts take.
 
-        Texts are not drafted in a cache. Beside a model, their trees take the room of the model's:
-        it drafts for every row of a round.
+        A draft model drafts for every request of a step, also for those with n-gram drafts.
         """
         return shape.draft_slots if self.has_draft_model else shape.size
 
-    def _is_from_text(self, drafts: RowDrafts) -> bool:
-        """Whether they have to be found in the row's text; without a model, all there are."""
+    def _is_from_text(self, drafts: RequestDrafts) -> bool:
+        """Whether these are n-gram drafts."""
         return drafts.from_text or (drafts.shape.depth > 0 and not self.has_draft_model)
 
     def _plan_decode(
-        self, seq: Sequence, drafts: RowDrafts, kept_up: int
+        self, seq: Sequence, drafts: RequestDrafts, limit: int
     ) -> ScheduledRequest | None:
         found = None
-        if self.texts is not None and self._is_from_text(drafts):
-            found = self.texts.drafts(seq, drafts)
+        if self.text_drafts is not None and self._is_from_text(drafts):
+            found = self.text_drafts.drafts(seq, drafts)
         if found is not None and found.parents:
             drafts = drafts._replace(shape=replace(drafts.shape, size=len(found.token_ids)))
         while not self.cache.can_reserve(seq, len(seq) + self._slots_past(drafts.shape)):
             if drafts.shape.depth:
-                drafts = drafts.less()  # drafts are optional; somebody else's text is not
+                drafts = drafts.shortened()  # before any other request is preempted
                 continue
             if not self._preempt_younger_than(seq):
                 self._preempt(seq)
@@ -405,44 +405,44 @@ class Scheduler:
         self.cache.reserve(seq, len(seq) + self._slots_past(drafts.shape))
         num_missing = len(seq) - 1 - seq.num_draft_computed
         if found is None:
-            return decode_row(seq, drafts, num_missing, kept_up)
-        return text_drafted_row(seq, drafts, found, num_missing, kept_up)
+            return decode_request(seq, drafts, num_missing, limit)
+        return ngram_request(seq, drafts, found, num_missing, limit)
 
-    def _commit_row(
-        self, seq: Sequence, row: ScheduledRequest, tokens: list[int], cut: CutOutput
-    ) -> CommittedRow:
+    def _commit_request(
+        self, seq: Sequence, req: ScheduledRequest, tokens: list[int], cut: CutOutput
+    ) -> CommittedRequest:
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
         num_entries = seq.num_draft_computed
-        if row.extends:
-            # Catch-up made the entries before the root; those of the drafting itself are stale.
+        if req.extends:
+            # Draft extend made the entries before the root; those made while drafting are stale.
             seq.num_draft_computed = len(seq) - 1
-        if row.is_decode:
-            # The last emitted token of a round is its final token, also where a stop cut the run.
-            seq.stats.observe(row.num_steps, len(kept) - 1, row.num_draft_tokens)
+        if req.is_decode:
+            # The last token that is emitted counts as the bonus token, also if a stop cuts the run.
+            seq.stats.observe(req.num_steps, len(kept) - 1, req.num_draft_tokens)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
             self._finish(seq, reason)
-        elif not row.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
-            # A prompt is computed, or the draft has caught up with it. Texts follow when they end.
+        elif not req.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
+            # The prompt, or its draft KV, is complete. Generated pages are published at the end.
             self.cache.publish(seq)
-        return CommittedRow(seq, row, kept, len(tokens) - 1)
+        return CommittedRequest(seq, req, kept, len(tokens) - 1)
 
     def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
-        """Gives back what rejected drafts leave, but not what a round under way writes to.
+        """Return the pages of rejected drafts, except those that a step in flight writes to.
 
-        A sequence that ended may give back all: whoever gets the pages writes after that round.
+        A sequence that ended returns all: the next user of a page writes to it after that step.
         """
         ahead = self._newest
-        rows_ahead = () if ahead is None or ahead is plan else ahead.rows
-        slots_ahead = {row.request_id: self._slots_past(row.shape) for row in rows_ahead}
+        reqs_ahead = () if ahead is None or ahead is plan else ahead.requests
+        slots_ahead = {req.request_id: self._slots_past(req.shape) for req in reqs_ahead}
         for seq in sequences:
             if not seq.finished:
                 self.cache.trim(seq, len(seq) + slots_ahead.get(seq.request_id, 0))
 
     def _preempt_younger_than(self, seq: Sequence) -> bool:
-        """Preempts the youngest running sequence; False if `seq` itself is the youngest."""
+        """Preempt the youngest running sequence. Return False if that is `seq`."""
         youngest = self.running[-1]
         if youngest is seq:
             return False
@@ -467,6 +467,6 @@ class Scheduler:
         self._free_slots.append(seq.request_slot)
         seq.request_slot = -1
         self.cache.release(seq)
-        if self.texts is not None:
-            self.texts.forget(seq.request_id)
+        if self.text_drafts is not None:
+            self.text_drafts.forget(seq.request_id)
         self.on_leave(seq)

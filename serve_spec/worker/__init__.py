@@ -1,1 +1,1 @@
-"""One rank: target, drafter and verdict, composed into the execution of a plan."""
+"""Executes plans on one rank: target, draft model and verification."""

@@ -1,4 +1,4 @@
-"""Everything shaped by a draft shape, captured once at startup at every size it can meet."""
+"""The stages of every draft shape, captured once at startup at every size they can meet."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from serve_spec.worker.verify import Verifier
 logger = get_logger(__name__)
 
 MAX_CAPTURED_PROMPT_TOKENS = 1024
-"""Most tokens of a captured step that computes prompts: computing more takes longer than launching
+"""Most tokens of a captured step with prefill chunks: computing more takes longer than launching
 the kernels one by one."""
 
 WIDE_EXTEND = 16
@@ -46,7 +46,7 @@ _TIMING_NOISE = 1.005
 
 @dataclass(frozen=True)
 class SpecRuntimeState:
-    """The stages of one draft shape. Choosing a shape is one look-up; switching costs nothing.
+    """The captured stages of one draft shape, so that switching shapes is one look-up.
 
     `extend` makes up to depth + 1 draft KV entries per request, `draft` drafts, `verify` runs the
     target and the verification. Without a draft model there is only `verify`.
@@ -60,9 +60,9 @@ class SpecRuntimeState:
 
 @dataclass(frozen=True)
 class CaptureReport:
-    """What capturing stages took; those shared with deeper shapes are counted there.
+    """Time and memory of capturing a shape, without stages shared with deeper shapes.
 
-    shape: None for the stages that compute prompts, which all shapes share.
+    shape: None for the stages with prefill chunks, which all shapes share.
     """
 
     shape: DraftShape | None
@@ -79,11 +79,11 @@ class CaptureReport:
 
 
 class CapturedShapes:
-    """All draft shapes of a worker, the largest captured first: the others fit into its memory.
+    """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
     Trees come before chains and are captured for every batch size.
     largest_batch: for a depth, the batch size beyond which no policy chooses it; None: no limit.
-    The deepest chain has stages for every batch size and stands in for the others.
+    The deepest chain has stages for every batch size and is used where another has none.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class CapturedShapes:
         self._verify_runs: dict[tuple[StepSize, int, bool], tuple[Run, float]] = {}
 
     def build(self, shapes: Iterable[DraftShape]) -> None:
-        """Capture every shape, and the plain one, then the stages that compute prompts.
+        """Capture every shape, and the plain one, then the stages with prefill chunks.
 
         Raises:
-            MemoryError: one does not fit; says what each takes.
+            MemoryError: one does not fit; names what each takes.
         """
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
@@ -142,7 +142,7 @@ class CapturedShapes:
         return max(self._extends, default=0)
 
     def state_for(self, shape: DraftShape, num_requests: int) -> SpecRuntimeState:
-        """Return the smallest state that drafts `shape` for so many requests: the whole switch."""
+        """Return the smallest state that drafts `shape` for so many requests."""
         if not shape.is_chain:
             return self.states[shape]
         chains = [s for s in self.states if s.is_chain]
@@ -150,11 +150,11 @@ class CapturedShapes:
         return self.states[min(fits, default=max(chains))]
 
     def mixed(self, shape: DraftShape) -> StageRunner:
-        """Return the verification of a step that computes prompts, too."""
+        """Return the verification of a mixed prefill-decode batch."""
         return self._mixed[not shape.is_chain]
 
     def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
-        """Return the narrowest draft extend that makes so many entries of so many requests."""
+        """Return the smallest draft extend that makes so many entries for so many requests."""
         if not self._recorder.captures:
             return self._extend_stage(max(num_missing, 1), ())
         return self._extends[
@@ -166,7 +166,7 @@ class CapturedShapes:
         ]
 
     def draft_for(self, shape: DraftShape, num_requests: int) -> StageRunner:
-        """Return the stage that drafts `shape` for so many requests, no deeper than it must."""
+        """Return the shallowest stage that drafts `shape` for so many requests."""
         if not self._recorder.captures:
             return StageRunner(partial(self._draft, shape))
         draft = self.state_for(shape, num_requests).draft
@@ -199,9 +199,9 @@ class CapturedShapes:
         return min(most, self._largest_batch(shape.depth) or most)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
-        """Capture draft extend after steps of a shape; before the first of them the widest one."""
+        """Capture draft extend after steps of a shape, and first of all the widest one."""
         if not self._extends:
-            # What a step leaves missing, and one entry that the host leaves of older ones.
+            # A step leaves max_depth + 1 entries missing, and `_extend_known` leaves one.
             widest = max(WIDE_EXTEND, self._buffers.max_depth + 2)
             all_sizes = [StepSize(n, n) for n in batch_sizes(self._buffers.max_requests)]
             self._extends[widest] = self._extend_stage(widest, all_sizes)
@@ -250,8 +250,8 @@ class CapturedShapes:
     ) -> StageRunner:
         """Capture a verification. Shapes of similar width share it: only attention's tiles differ.
 
-        A size that takes longer than a larger one is left out: some matrix products are slower.
-        Times scatter, so it has to be longer by more than `_TIMING_NOISE`.
+        A size that takes longer than a larger one, by more than `_TIMING_NOISE`, is left out: some
+        matrix products are slower at smaller sizes.
         """
         width = 1 << (max_query_len - 1).bit_length()
 
@@ -273,7 +273,7 @@ class CapturedShapes:
         return StageRunner(verify, kept)
 
     def _mixed_stage(self, *, has_trees: bool) -> StageRunner:
-        """Capture the verification of any shape beside prefill chunks."""
+        """Capture the verification of any shape in a mixed prefill-decode batch."""
         widest = self._buffers.max_drafts if has_trees else self._deepest
         return self._verify_stage(self._mixed_sizes(), widest + 1, has_trees=has_trees)
 
@@ -295,13 +295,13 @@ class CapturedShapes:
         return self._captured(stage, self._mixed_sizes())
 
     def _milliseconds(self, run: Run) -> float:
-        """Return what a captured stage takes on rank 0, so that all ranks pad alike."""
+        """Return the time of a captured stage on rank 0, so that all ranks pad alike."""
         found = torch.tensor([self._recorder.milliseconds(run)], device=self._device)
         return float(self._parallel.broadcast(found))
 
     @contextmanager
     def _reported(self, shape: DraftShape | None) -> Iterator[None]:
-        """Note what capturing takes."""
+        """Report time and memory of capturing in the block."""
         started, reserved = time.perf_counter(), self._reserved_bytes()
         before = self._recorder.num_captured
 
@@ -323,7 +323,7 @@ class CapturedShapes:
         return torch.cuda.memory_reserved(self._device) if self._device.type == "cuda" else 0
 
     def _no_room_for(self, failed: CaptureReport) -> str:
-        """Return the message for a device too small for the shapes: what each took."""
+        """Return the error message for a device too small for the shapes."""
         shape, max_requests = failed.shape, self._buffers.max_requests
         if shape is None:
             what, remedy = f"max_num_batched_tokens={self._max_tokens}", "max_num_batched_tokens"

@@ -1,4 +1,4 @@
-"""Prefill chunks: tokens of prompts that a stage computes, in static buffers."""
+"""Prefill chunks in static buffers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SLOT, _START, _LEN = range(3)
 
 @dataclass(frozen=True)
 class PrefillChunks:
-    """The chunks of a step, P of them and `max_tokens` tokens at most.
+    """The chunks of a step: at most P chunks and `max_tokens` tokens.
 
     `table` int32 [3, P]: request slot, first position, length (0 past the last chunk).
     `tokens` int64 [max_tokens]: the tokens of all chunks, one after another.
@@ -79,13 +79,13 @@ class PrefillChunks:
         self.tokens[: len(tokens)].copy_(tokens, non_blocking=True)
         return len(given)
 
-    def tokens_of(self, rows: Tensor) -> Tensor:
-        """Return the tokens int64 [T] at `rows` [T] of the chunks; any token outside of them."""
-        return self.tokens[rows.long().clamp(0, self.max_tokens - 1)]
+    def tokens_of(self, index: Tensor) -> Tensor:
+        """Return the chunk tokens int64 [T] at `index` [T]; any token if that is out of range."""
+        return self.tokens[index.long().clamp(0, self.max_tokens - 1)]
 
 
 def grouped(chunks: Iterable[Chunk], max_tokens: int, max_chunks: int) -> Iterator[list[Chunk]]:
-    """Yield the same tokens in order, as groups of at most `max_tokens` tokens and `max_chunks`."""
+    """Yield groups of chunks of at most `max_tokens` tokens, cutting chunks that do not fit."""
     group: list[Chunk] = []
     room = max_tokens
     for slot, start, token_ids in chunks:

@@ -1,6 +1,6 @@
-"""Continuations from a text that many requests share: code of one's own, documents, old answers.
+"""N-gram drafts from a corpus that all requests share: a code base, documents, earlier outputs.
 
-A suffix array (Manber & Myers 1993) over the first tokens of every suffix, built once; a look-up is
+A suffix array (Manber & Myers 1993) over the first tokens of every suffix, built once. A look-up is
 two binary searches on the host.
 """
 
@@ -20,18 +20,15 @@ from serve_spec.log import get_logger
 logger = get_logger(__name__)
 
 MAX_TOKENS = 1 << 24
-"""What a longer corpus has beyond is left out. Each takes 8 bytes, and some 60 at start."""
+"""Most tokens that are used. Each takes 8 bytes, and about 60 while the corpus is built."""
 COMPARED_BEYOND = 4
-"""Tokens after a match by which places are in order, so that like continuations lie together."""
+"""Tokens after a match that suffixes are sorted by, so that equal continuations are adjacent."""
 
 _BYTES = 4
 
 
 class Corpus:
-    """Token ids, and the places in them in the order of what stands there.
-
-    max_match: most tokens that are looked up at once.
-    """
+    """A suffix array of token ids. max_match: most tokens of a look-up."""
 
     def __init__(self, token_ids: Sequence[int] | NDArray[np.int64], max_match: int) -> None:
         self.num_tokens = len(token_ids)
@@ -44,10 +41,10 @@ class Corpus:
         self._places = array("I", np.lexsort(keys).astype(np.uint32).tobytes())
 
     def continuations(self, newest: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
-        """Up to `most` tokens that follow `newest` here, of one place after the other.
+        """Yield up to `most` tokens after each occurrence of `newest`.
 
-        In the order of what follows, the middle place first: where one continuation is the usual
-        one, it lies there. Then the middles of both halves, and so on.
+        Occurrences are sorted by what follows. The middle one comes first, because it likely has
+        the most frequent continuation, then the middles of both halves, and so on.
         """
         wanted = (np.asarray(newest) + 1).astype(">u4").tobytes()
 
@@ -57,7 +54,7 @@ class Corpus:
         first = bisect_left(self._places, wanted, key=stands_at)
         last = bisect_right(self._places, wanted, lo=first, key=stands_at)
         if first < last and self._places[first] + len(newest) == self.num_tokens:
-            first += 1  # the end, which nothing follows, comes before all other places
+            first += 1  # the end of the corpus, which nothing follows, is sorted first
         for number in _middles(first, last):
             start = self._places[number] + len(newest)
             end = min(start + most, self.num_tokens)
@@ -66,7 +63,7 @@ class Corpus:
 
 
 def _middles(first: int, last: int) -> Iterator[int]:
-    """All numbers from `first` to before `last`: the middle one, then those of both halves, ..."""
+    """Yield `first` to `last - 1`: the middle, then the middles of both halves, and so on."""
     parts = deque([(first, last)])
     while parts:
         low, high = parts.popleft()
@@ -77,10 +74,10 @@ def _middles(first: int, last: int) -> Iterator[int]:
 
 
 def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) -> Corpus:
-    """Reads a text (UTF-8), or token ids as NumPy stores them (`.npy`, integers [N]).
+    """Read a text file (UTF-8), or token ids (`.npy`, integers [N]).
 
     Raises:
-        ValueError: it is neither; names the file.
+        ValueError: the file is neither; names it.
     """
     key = f"speculative_ngram_corpus={str(path)!r}"
     try:
@@ -90,16 +87,16 @@ def load_corpus(path: Path, encode: Callable[[str], list[int]], max_match: int) 
             token_ids = np.array(encode(path.read_text(encoding="utf-8")), dtype=np.int64)
     except (OSError, ValueError) as error:
         fix = "give a text file (UTF-8), or token ids as .npy"
-        raise ValueError(f"{key}: can not be read: {error}; {fix}") from error
+        raise ValueError(f"{key}: cannot be read: {error}; {fix}") from error
     if token_ids.ndim != 1 or not np.issubdtype(token_ids.dtype, np.integer):
         shape = f"{token_ids.dtype} {list(token_ids.shape)}"
-        raise ValueError(f"{key} holds {shape}; give integers [N]")
+        raise ValueError(f"{key}: the file holds {shape}; give integers [N]")
     if len(token_ids) and not 0 <= token_ids.min() <= token_ids.max() < 2**31:
-        raise ValueError(f"{key} holds numbers that are no token ids; give integers in [0, 2^31)")
+        raise ValueError(f"{key}: not all numbers are token ids; give integers in [0, 2^31)")
     if len(token_ids) > MAX_TOKENS:
         logger.warning(
-            "%s: of %d tokens the first %d are used", path, len(token_ids), MAX_TOKENS
+            "%s: only the first %d of %d tokens are used", path, MAX_TOKENS, len(token_ids)
         )  # fmt: skip
     corpus = Corpus(token_ids[:MAX_TOKENS], max_match)
-    logger.info("%s: drafts may go on as any of %d tokens did", path, corpus.num_tokens)
+    logger.info("%s: n-gram drafts from a corpus of %d tokens", path, corpus.num_tokens)
     return corpus

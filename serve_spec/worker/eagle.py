@@ -1,8 +1,7 @@
 """Chains and trees from a draft model: draft extend, then one forward per further level.
 
-Chains are drawn one token a level. Trees grow by beams (EAGLE-2, arXiv 2406.16858): every token of
-every level has a KV entry of its own behind those of the text, so nothing is moved when a token
-continues another parent; it attends to the text, its own path and itself.
+Chains have one token per level. Trees grow by beams (EAGLE-2, arXiv 2406.16858): every beam token
+has a KV slot of its own after the committed text, and attends to the text, its path and itself.
 """
 
 from __future__ import annotations
@@ -17,9 +16,9 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops import draft_tree, draw
-from serve_spec.ops import layout as row_layout
+from serve_spec.ops import layout as token_layout
 from serve_spec.ops.draft_tree import Beam, root_beam
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import TokenLayout
 from serve_spec.ops.paged_attention import AttentionPlan
 from serve_spec.worker.attention import SlotAttention
 from serve_spec.worker.graphs import StepSize
@@ -29,10 +28,9 @@ _NEVER = torch.iinfo(torch.int32).max - 1
 
 
 class DraftModel:
-    """Drafts with a head or a whole model over its own paged KV pool.
+    """A draft head or a standalone draft model with its own paged KV pool.
 
-    Its KV entries follow the text lazily: draft extend makes those that are missing from the
-    target's features, before a step that drafts.
+    Its KV is computed lazily: draft extend makes the missing entries before a step that drafts.
     """
 
     def __init__(self, head: DraftHead, pool: PagedKVPool, features: FeaturePool) -> None:
@@ -42,7 +40,7 @@ class DraftModel:
         self.kinds = head.shape.attention_kinds
 
     def extend_chunks(self, buffers: StepBuffers, size: StepSize) -> None:
-        """Make the draft KV entries of `buffers.chunks`, for prompts and long pauses.
+        """Make the draft KV entries of `buffers.chunks`, for prompts and after long pauses.
 
         The tokens of a chunk are those after its positions.
         """
@@ -57,14 +55,14 @@ class DraftModel:
             starts,
             num_tokens=size.tokens,
             max_query_len=size.tokens,
-            asked=slice(0, 0) if self.head.ends_early else None,
+            queries=slice(0, 0) if self.head.ends_early else None,
         )
         hidden = self.head.encode(self.features.read(layout.slots))
-        rows = torch.arange(size.tokens, device=hidden.device)
-        self.head.forward(chunks.tokens_of(rows), hidden, context)
+        index = torch.arange(size.tokens, device=hidden.device)
+        self.head.forward(chunks.tokens_of(index), hidden, context)
 
     def extend(self, buffers: StepBuffers, num_requests: int, length: int) -> None:
-        """Make each request's missing entries, up to `length`; leave `buffers.hidden`.
+        """Make each request's missing draft KV entries, up to `length`; write `buffers.hidden`.
 
         Every request gets `length` tokens that end at its last entry. Entries it already has are
         not written, and a request that lacks more writes none: it does not draft in this step.
@@ -85,10 +83,10 @@ class DraftModel:
             num_tokens=num_requests * length,
             max_query_len=length,
             first_valid=made.masked_fill(lacks_more, _NEVER),
-            asked=last if self.head.ends_early else None,
+            queries=last if self.head.ends_early else None,
         )
         token_slots = request_slots.repeat_interleave(length)
-        tokens = row_layout.ring_tokens(
+        tokens = token_layout.ring_tokens(
             slots.recent, token_slots, layout.positions + 1 - self.head.shift
         )
         hidden = self.head.encode(self.features.read(layout.slots))
@@ -99,10 +97,10 @@ class DraftModel:
         )
 
     def draft(self, buffers: StepBuffers, num_requests: int, shape: DraftShape) -> None:
-        """Draft from `buffers.hidden`; leave `buffers.drafts`, and `.parents` of trees.
+        """Draft from `buffers.hidden`; write `buffers.drafts`, and `.parents` of trees.
 
         Requests of smaller depth or size get smaller trees; chains hold any token past their depth.
-        Where drafts are sampled, leave `buffers.draft_logits`, too.
+        Sampled drafts also write `buffers.draft_logits`.
         """
         assert buffers.hidden is not None, "drafting needs a draft model"
         request_slots = buffers.request_slots[:num_requests]
@@ -220,10 +218,10 @@ class DraftModel:
 
     @staticmethod
     def _first_valid(buffers: StepBuffers, num_requests: int, step: int) -> Tensor:
-        """Return from where on requests write entries after level `step`, [B].
+        """Return the first position that each request writes after level `step`, [B].
 
-        Requests whose drafts end there write none: they have no pages for it, and the pages that
-        their slots still name may belong to others.
+        Requests whose drafts end there write nothing: they have no pages for it, and stale entries
+        of their page tables may belong to other requests.
         """
         return (buffers.depths[:num_requests] <= step + 1) * _NEVER
 
@@ -237,28 +235,28 @@ class DraftModel:
         num_tokens: int,
         max_query_len: int,
         first_valid: Tensor | None = None,
-        asked: slice | None = None,
+        queries: slice | None = None,
         tree_mask: Tensor | None = None,
         tree_len: int | None = None,
-    ) -> tuple[RowLayout, ForwardContext]:
+    ) -> tuple[TokenLayout, ForwardContext]:
         """Lay out `query_lens` [B] tokens of `request_slots` [B], of entries from `starts` [B] on.
 
-        asked: the tokens that attend, the last of each request, or none; None: all of them.
+        queries: the tokens that attend, the last of each request, or none; None: all of them.
         """
         shift = self.head.shift
         starts = starts + shift
         tables = buffers.slots.pages.index_select(0, request_slots)
-        layout = row_layout.lay_out_rows(
+        layout = token_layout.lay_out_tokens(
             query_lens,
             starts,
             torch.zeros_like(starts) if first_valid is None else first_valid + shift,
             tables,
             self.pool.page_size,
-            num_rows=num_tokens,
+            num_tokens=num_tokens,
             scratch_slot=self.pool.scratch_slot,
         )
         query_starts = layout.query_starts
-        if asked is not None:
+        if queries is not None:
             query_starts = torch.arange(len(query_starts), out=torch.empty_like(query_starts))
             max_query_len = 1
         plan = AttentionPlan(
@@ -270,5 +268,5 @@ class DraftModel:
             tree_mask,
             tree_len,
         )
-        attention = SlotAttention(self.pool, self.kinds, layout.slots, plan, asked)
-        return layout, ForwardContext(layout.positions, attention, asked)
+        attention = SlotAttention(self.pool, self.kinds, layout.slots, plan, queries)
+        return layout, ForwardContext(layout.positions, attention, queries)

@@ -13,9 +13,9 @@ from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
 from serve_spec.ops import acceptance, kv_move
-from serve_spec.ops import layout as row_layout
+from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
-from serve_spec.ops.layout import RowLayout
+from serve_spec.ops.layout import TokenLayout
 from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
 from serve_spec.worker.attention import SlotAttention
 from serve_spec.worker.graphs import StepSize
@@ -24,11 +24,10 @@ from serve_spec.worker.step_buffers import StepBuffers
 
 @dataclass(frozen=True)
 class TargetRunner:
-    """The target on one rank: its weights, its KV pool, and the features its drafter reads.
+    """The target on one rank: weights, KV pool, and the features that the draft model reads.
 
-    The features of every token are kept by KV slot, beside its key and value. So the drafter can
-    extend at any later step over any positions: after steps without speculation, after a
-    preemption, after a prompt computed in chunks.
+    Features are kept by KV slot, so draft extend can run at any later step: after steps without
+    speculation, after a preemption, after a chunked prefill.
     """
 
     model: Llama
@@ -37,7 +36,7 @@ class TargetRunner:
     capture: FeatureCapture | None = None
     features: FeaturePool | None = None
 
-    def keep(self, layout: RowLayout, accepted: AcceptedPath) -> None:
+    def keep(self, layout: TokenLayout, accepted: AcceptedPath) -> None:
         """Move the KV entries and features of accepted tree drafts next to each other."""
         pools = [*self.pool.tensors]
         if self.features is not None:
@@ -49,17 +48,17 @@ class TargetRunner:
 
 @dataclass(frozen=True)
 class VerifiedTokens:
-    """What a target forward leaves for the verification: T tokens of the drawing requests.
+    """Output of a target forward: T tokens of the requests that draw.
 
     `token_ids` int64 [T]: each request's root, then its drafts (-1: no token), then padding.
-    `request_slots` int32 [T]: -1 for padding. `logits` float32 [T, V]. Where drafts branch,
+    `request_slots` int32 [T]: -1 for padding. `logits` float32 [T, V]. For trees,
     `parents` int32 [T]: see `accept_path`, and `depths` int32 [T]: drafts on each token's path, its
     own included. `hidden` [*, H]: of all tokens of the forward.
     """
 
     token_ids: Tensor
     request_slots: Tensor
-    layout: RowLayout
+    layout: TokenLayout
     logits: Tensor
     hidden: Tensor
     parents: Tensor | None = None
@@ -92,13 +91,13 @@ def run_target(
         # Chunks are chains, also beside trees: so are groups of more tokens than a tree has.
         groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
     tables = slots.pages.index_select(0, request_slots)
-    layout = row_layout.lay_out_rows(
+    layout = token_layout.lay_out_tokens(
         query_lens,
         starts,
         torch.zeros_like(starts),
         tables,
         target.pool.page_size,
-        num_rows=size.tokens,
+        num_tokens=size.tokens,
         scratch_slot=target.pool.scratch_slot,
     )
     # Only the first tokens can draw.
@@ -125,14 +124,14 @@ def run_target(
     token_slots = request_slots.index_select(0, layout.owners.clamp_min(0))
     token_ids = _draft_tokens(buffers, layout, positions, token_slots)
     if size.chunks:
-        rows = torch.arange(size.tokens, device=token_ids.device)
-        given = chunks.tokens_of(rows - layout.query_starts[num_requests])
+        index = torch.arange(size.tokens, device=token_ids.device)
+        given = chunks.tokens_of(index - layout.query_starts[num_requests])
         token_ids = torch.where(layout.owners < num_requests, token_ids, given)
     output = target.model.forward(
         token_ids.clamp_min(0), ForwardContext(positions, attention), target.capture
     )
     if target.features is not None:
-        assert output.features is not None, "a drafter waits for features"
+        assert output.features is not None, "the draft model needs features"
         target.features.write(layout.slots, output.features)
     return VerifiedTokens(
         token_ids[:num_drawn],
@@ -146,7 +145,7 @@ def run_target(
 
 
 class _TreeLayout(NamedTuple):
-    """Places of tokens in their trees; each [T], see `VerifiedTokens`."""
+    """Positions of tokens in their trees; each [T], see `VerifiedTokens`."""
 
     parents: Tensor
     masks: Tensor
@@ -155,7 +154,7 @@ class _TreeLayout(NamedTuple):
 
 
 def _tree_layout(
-    buffers: StepBuffers, layout: RowLayout, draws: Tensor, starts: Tensor
+    buffers: StepBuffers, layout: TokenLayout, draws: Tensor, starts: Tensor
 ) -> _TreeLayout:
     """Lay out the trees of drawing requests. starts: position of each request's first token."""
     assert buffers.parents is not None, "buffers without parents hold chains"
@@ -169,16 +168,16 @@ def _tree_layout(
 
 
 def _draft_tokens(
-    buffers: StepBuffers, layout: RowLayout, positions: Tensor, token_slots: Tensor
+    buffers: StepBuffers, layout: TokenLayout, positions: Tensor, token_slots: Tensor
 ) -> Tensor:
     """Return roots and drafts of the requests that draw, int64 [T]; of others any token."""
-    roots = row_layout.ring_tokens(buffers.slots.recent, token_slots, positions)
+    roots = token_layout.ring_tokens(buffers.slots.recent, token_slots, positions)
     if not buffers.max_drafts:
         return roots
     return torch.where(layout.offsets > 0, _of_drafts(buffers.drafts, layout), roots)
 
 
-def _of_drafts(table: Tensor, layout: RowLayout) -> Tensor:
+def _of_drafts(table: Tensor, layout: TokenLayout) -> Tensor:
     """Return the entries of a table [B, N] of drafts for tokens [T]; any value for roots."""
     most, width = table.shape
     owners = layout.owners.clamp(0, most - 1)

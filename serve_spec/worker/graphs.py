@@ -26,18 +26,18 @@ Run: TypeAlias = Callable[[], Tensor | None]
 
 
 class Recorder(Protocol):
-    """Turns stages of fixed sizes into something that runs faster."""
+    """Captures stages of fixed sizes."""
 
     captures: bool
-    """False: stages run as they are, at the exact size."""
+    """False: stages run uncaptured, at the exact size."""
     num_captured: int
 
     def start_over(self) -> None:
-        """Free what captured stages share; none of them may run again."""
+        """Free the memory of captured stages; none of them may run again."""
         ...
 
     def capture(self, run: Run) -> Run:
-        """Return what to call instead of `run`."""
+        """Return the captured `run`."""
         ...
 
     def milliseconds(self, run: Run) -> float:
@@ -46,7 +46,7 @@ class Recorder(Protocol):
 
 
 class NoRecorder:
-    """Runs every stage as it is. For CPUs, and to debug."""
+    """Runs every stage uncaptured. For CPUs and debugging."""
 
     captures = False
     num_captured = 0
@@ -59,7 +59,7 @@ class NoRecorder:
         return run
 
     def milliseconds(self, run: Run) -> float:
-        """Return 0: every size runs as it is."""
+        """Return 0: every size runs uncaptured."""
         return 0.0
 
 
@@ -69,8 +69,8 @@ _TIMED_REPLAYS = 5
 class GraphRecorder:
     """Captures stages as CUDA graphs that share one memory pool.
 
-    They may share it because no two replay at once, and what outlives a replay is in static
-    buffers. Capture the largest first: the others then fit into its memory.
+    They share it because no two replay at once and results are in static buffers. Capture the
+    largest first: the others then fit into its memory.
     """
 
     captures = True
@@ -81,11 +81,11 @@ class GraphRecorder:
         self.start_over()
 
     def start_over(self) -> None:
-        """Take a new pool: the old one is freed with the last of its graphs."""
+        """Start a new pool; the old one is freed with the last of its graphs."""
         self._pool = torch.cuda.graph_pool_handle()
 
     def capture(self, run: Run) -> Run:
-        """Capture a stage. Run it once before, since kernels compile on their first launch."""
+        """Run a stage once, because kernels compile on their first launch, then capture it."""
         run()
         torch.cuda.synchronize(self._device)
         graph = torch.cuda.CUDAGraph()
@@ -95,7 +95,7 @@ class GraphRecorder:
         return graph.replay if output is None else _Replay(graph, output)
 
     def milliseconds(self, run: Run) -> float:
-        """Return the shortest of a few replays, over whatever the static buffers hold."""
+        """Return the shortest time of a few replays."""
         found = []
         for _ in range(_TIMED_REPLAYS):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -108,10 +108,10 @@ class GraphRecorder:
 
 
 class _Replay:
-    """A graph and the place of its output.
+    """A graph and the address of its output.
 
-    Keeping the tensor would keep its memory from all later graphs, so only its address is kept.
-    The pool lives as long as any of its graphs, and between two replays nothing writes to it.
+    A tensor would keep its memory from later graphs. The pool lives as long as any of its graphs,
+    and nothing writes to it between two replays.
     """
 
     def __init__(self, graph: torch.cuda.CUDAGraph, output: Tensor) -> None:
@@ -129,7 +129,7 @@ class _Replay:
 
 
 class _Place:
-    """Where a float32 tensor lies, in the form that `torch.as_tensor` reads."""
+    """Address of a float32 tensor, in the form that `torch.as_tensor` reads."""
 
     def __init__(self, x: Tensor) -> None:
         self.device = x.device
@@ -184,6 +184,6 @@ def token_counts(largest: int) -> tuple[int, ...]:
 
 
 def mixed_token_counts(largest: int) -> tuple[int, ...]:
-    """Return the padded numbers of tokens of steps that compute prompts."""
+    """Return the padded numbers of tokens of mixed prefill-decode batches."""
     counts = [16, 32, 64, 96, *range(128, 512, 32), *range(512, largest + 128, 128)]
     return (*(count for count in counts if count < largest), largest)

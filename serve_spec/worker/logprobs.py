@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens and of prompts, for the requests that ask."""
+"""Log-probabilities of emitted tokens and of prompts, for the requests that ask for them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.ops.draw import DrawParams
-from serve_spec.ops.logprobs import score_rows
-from serve_spec.ops.sending import sent
+from serve_spec.ops.logprobs import score_in_slices
+from serve_spec.ops.transfer import to_device
 from serve_spec.worker.step_buffers import StepBuffers
 
 Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
@@ -20,40 +20,40 @@ Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
 
 
 class EmittedLogprobs:
-    """Log-probabilities of a step in flight, of which the host does not know yet how many it needs.
+    """Log-probabilities of the tokens that a step in flight may emit.
 
-    Every verified token of a chain is scored as if its draft were accepted; of a tree as many as
+    Every verified token of a chain is scored as if its draft were accepted; of a tree, as many as
     its path may have. Create it after the verification, before any other stage runs, and read it
     after the step's results.
     """
 
     def __init__(
         self,
-        rows: Sequence[ScheduledRequest],
+        reqs: Sequence[ScheduledRequest],
         logits: Tensor,
         buffers: StepBuffers,
         *,
         has_trees: bool,
     ) -> None:
-        """Start scoring. rows: the drawing requests. logits: float32 [T, V] of their tokens."""
-        self._asking = [*_asking(rows)]
+        """Start scoring. reqs: the drawing requests. logits: float32 [T, V] of their tokens."""
+        self._asking = [*_asking(reqs)]
         places = [
             (one.first_token, one.number, i)
             for one in self._asking
-            for i in range(one.row.num_steps + 1)
+            for i in range(one.req.num_steps + 1)
         ]
-        first, number, column = sent(torch.tensor(places), logits.device).unbind(1)
+        first, number, column = to_device(torch.tensor(places), logits.device).unbind(1)
         paths = buffers.paths if has_trees else None
         at = first + (column if paths is None else paths[number, column])
         vocab_size = logits.shape[1]
-        table = score_rows(
-            lambda piece: logits.index_select(0, at[piece]),
+        table = score_in_slices(
+            lambda part: logits.index_select(0, at[part]),
             vocab_size,
             # Behind the count and the flags; -1 is a token that could not be drawn.
             buffers.results[number, column + 2].clamp(min=0).long(),
             buffers.slots.params.of(buffers.request_slots[number]),
             min(max(one.num_top for one in self._asking), vocab_size),
-            has_filters=any(one.row.params.filters for one in self._asking),
+            has_filters=any(one.req.params.filters for one in self._asking),
         )
         self._table = _start_reading(table)
 
@@ -64,13 +64,13 @@ class EmittedLogprobs:
         for one in self._asking:
             tokens = token_ids[one.number]
             table = self._table[first : first + len(tokens)]
-            found[one.row.request_id] = _entries(table, tokens, one.num_top)
-            first += one.row.num_steps + 1
+            found[one.req.request_id] = _entries(table, tokens, one.num_top)
+            first += one.req.num_steps + 1
         return found
 
 
 class PromptLogprobs:
-    """Log-probabilities of prompt tokens in flight, as the model gives them, without temperature.
+    """Log-probabilities of prompt tokens in flight, without temperature or filters.
 
     Create it on every rank right after the target's forward.
     """
@@ -83,52 +83,52 @@ class PromptLogprobs:
         vocab_size: int,
     ) -> None:
         """Start scoring. hidden: [T, H] of all tokens of the step; logits_of: [n, H] -> [n, V]."""
-        self._rows = [row for row in plan.rows if row.scored_ids]
+        self._reqs = [req for req in plan.requests if req.scored_ids]
         at = torch.tensor(_scored_places(plan), device=hidden.device)
-        tokens = [token for row in self._rows for token in row.scored_ids]
+        tokens = [token for req in self._reqs for token in req.scored_ids]
         self._table = _start_reading(
-            score_rows(
-                lambda piece: logits_of(hidden[at[piece]]),
+            score_in_slices(
+                lambda part: logits_of(hidden[at[part]]),
                 vocab_size,
                 torch.tensor(tokens, device=hidden.device),
                 _plain_params(len(tokens), hidden.device),
-                min(max(_num_top(row) for row in self._rows), vocab_size),
+                min(max(_num_top(req) for req in self._reqs), vocab_size),
                 has_filters=False,
             )
         )
 
     def read(self) -> Logprobs:
         """Return them by request, aligned with `ScheduledRequest.scored_ids`."""
-        parts = self._table.split([len(row.scored_ids) for row in self._rows])
+        parts = self._table.split([len(req.scored_ids) for req in self._reqs])
         return {
-            row.request_id: _entries(part, row.scored_ids, _num_top(row))
-            for row, part in zip(self._rows, parts, strict=True)
+            req.request_id: _entries(part, req.scored_ids, _num_top(req))
+            for req, part in zip(self._reqs, parts, strict=True)
         }
 
 
 def _scored_places(plan: ScheduledBatch) -> list[int]:
-    """Return the places of the tokens that decide `scored_ids` among the tokens of a step.
+    """Return the indices, among the tokens of a step, of those before the `scored_ids`.
 
     Roots and drafts of the drawing requests come first, then the chunks.
     """
     places: list[int] = []
     root = 0
-    chunk = sum(row.num_draft_tokens + 1 for row in plan.sampling_rows)
-    for row in plan.rows:
-        num_chunk_tokens = len(row.token_ids) - row.samples
-        if row.scored_ids:
-            # Entry `scored_start` is decided one token before it.
-            wanted = range(row.scored_start - 1, row.scored_start - 1 + len(row.scored_ids))
-            ends = row.start + num_chunk_tokens
-            places += [root if p == ends else chunk + p - row.start for p in wanted]
-        root += row.num_draft_tokens + 1 if row.samples else 0
-        chunk += 0 if row.is_decode else num_chunk_tokens
+    chunk = sum(req.num_draft_tokens + 1 for req in plan.sampling_requests)
+    for req in plan.requests:
+        num_chunk_tokens = len(req.token_ids) - req.samples
+        if req.scored_ids:
+            # A token is scored by the logits one position before it.
+            wanted = range(req.scored_start - 1, req.scored_start - 1 + len(req.scored_ids))
+            ends = req.start + num_chunk_tokens
+            places += [root if p == ends else chunk + p - req.start for p in wanted]
+        root += req.num_draft_tokens + 1 if req.samples else 0
+        chunk += 0 if req.is_decode else num_chunk_tokens
     return places
 
 
-def _num_top(row: ScheduledRequest) -> int:
-    assert row.params.prompt_logprobs is not None, "only requests that ask are scored"
-    return row.params.prompt_logprobs
+def _num_top(req: ScheduledRequest) -> int:
+    assert req.params.prompt_logprobs is not None, "only requests that ask are scored"
+    return req.params.prompt_logprobs
 
 
 def _plain_params(count: int, device: torch.device) -> DrawParams:
@@ -142,25 +142,25 @@ def _plain_params(count: int, device: torch.device) -> DrawParams:
 
 
 class _Asking(NamedTuple):
-    """A request that asks, its place among those that draw, and the first of its tokens."""
+    """A request that asks, its index among those that draw, and the index of its root."""
 
-    row: ScheduledRequest
+    req: ScheduledRequest
     number: int
     first_token: int
     num_top: int
 
 
-def _asking(rows: Sequence[ScheduledRequest]) -> Iterator[_Asking]:
+def _asking(reqs: Sequence[ScheduledRequest]) -> Iterator[_Asking]:
     """Yield the drawing requests that ask. Each draws once per draft and once more."""
     first_token = 0
-    for number, row in enumerate(rows):
-        if row.params.logprobs is not None:
-            yield _Asking(row, number, first_token, row.params.logprobs)
-        first_token += row.num_draft_tokens + 1
+    for number, req in enumerate(reqs):
+        if req.params.logprobs is not None:
+            yield _Asking(req, number, first_token, req.params.logprobs)
+        first_token += req.num_draft_tokens + 1
 
 
 def _entries(table: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:
-    """Return one entry per row of a table of `score_tokens` on the host."""
+    """Return one entry per row of a `score_tokens` table on the host."""
     width = (table.shape[1] - 2) // 2
     logprobs = table.view(torch.float32)
     chosen, ranks = logprobs[:, 0].tolist(), table[:, 1].tolist()
@@ -177,13 +177,13 @@ def _entries(table: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[Tok
 def _top(
     ids: Sequence[int], logprobs: Sequence[float], num_top: int
 ) -> tuple[tuple[int, float], ...]:
-    """Return the first of them, without those that filters removed; equals by token id."""
+    """Return the likeliest `num_top` that the filters left; ties rank by token id."""
     left = [(t, p) for t, p in zip(ids, logprobs, strict=True) if p > float("-inf")]
     return tuple(sorted(left, key=lambda entry: (-entry[1], entry[0]))[:num_top])
 
 
 def _start_reading(table: Tensor) -> Tensor:
-    """Return a copy on the host, complete once the stream has passed this point."""
+    """Start a copy to the host, complete once the stream has passed this point."""
     if not table.is_cuda:
         return table
     read_back = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)

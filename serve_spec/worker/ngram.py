@@ -1,8 +1,8 @@
-"""Drafts from the text itself: how it went on the last time its newest tokens occurred.
+"""N-gram drafts: what followed the last occurrence of the newest tokens.
 
-Prompt lookup (Saxena 2023; LLMA, arXiv 2304.04487): code, quotations and edits repeat themselves.
-It runs on the host, before a round is planned: where nothing matches, nothing is drafted, and the
-round costs what a plain one does. Trees hold the other times, too.
+Prompt lookup (Saxena 2023; LLMA, arXiv 2304.04487), on the host, before a step is planned. Without
+a match nothing is drafted, and the step costs as much as a plain one. Trees hold the continuations
+of several occurrences.
 """
 
 from __future__ import annotations
@@ -17,16 +17,15 @@ from serve_spec.worker.corpus import Corpus, load_corpus
 from serve_spec.worker.text_trees import branched
 
 BRANCHING_PLACES = 16
-"""Places a tree's continuations are taken from; on texts of the shipped pair, more added nothing.
-The host takes about 2 µs for each."""
+"""Most occurrences that a tree takes continuations from; each costs the host about 2 µs."""
 
 
 class NgramDrafter:
-    """Remembers, for every request, where each of its n-grams occurred.
+    """Keeps an index of each request's n-grams.
 
-    min_match, max_match: tokens that have to match, at least and at most; the longest match counts,
-    and of several the last. max_steps: drafts at a time, one after the other. corpus: where to look
-    when a text has no match of its own. topk: children of a draft in a tree.
+    min_match, max_match: fewest and most tokens of a match; the longest wins, then the newest.
+    max_steps: most drafts of a chain. corpus: looked up if the request's own text has no match.
+    topk: children of a draft in a tree.
     """
 
     def __init__(
@@ -44,7 +43,7 @@ class NgramDrafter:
         self._texts: dict[str, _Text] = {}
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
-        """Up to `most` tokens that may follow the committed text `token_ids`; often none."""
+        """See `TextDrafter`."""
         most = min(most, self.max_steps)
         if most < 1:
             return ()
@@ -53,7 +52,7 @@ class NgramDrafter:
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
-        """The continuations of more places: where longer matches are, the newest first."""
+        """Return a tree of the continuations of several matches: longer ones first, then newer."""
         most = min(shape.depth, self.max_steps)
         found = self._continuations(request_id, token_ids, most)
         return branched(islice(found, BRANCHING_PLACES), self.topk, shape.size)
@@ -61,7 +60,7 @@ class NgramDrafter:
     def _continuations(
         self, request_id: str, token_ids: Sequence[int], most: int
     ) -> Iterator[tuple[int, ...]]:
-        """What followed the newest tokens elsewhere, up to `most` tokens each, the best first."""
+        """Yield what followed the newest tokens elsewhere, up to `most` tokens, the best first."""
         text = self._texts.setdefault(request_id, _Text(self._lengths))
         text.learn(token_ids)
         end = None
@@ -78,17 +77,17 @@ class NgramDrafter:
                 yield from self.corpus.continuations(token_ids[-length:], most)
 
     def forget(self, request_id: str) -> None:
-        """The request has left."""
+        """See `TextDrafter`."""
         self._texts.pop(request_id, None)
 
 
 def build_ngram(
     config: SpeculativeConfig, encode: Callable[[str], list[int]], max_steps: int
 ) -> NgramDrafter:
-    """The drafter a configuration asks for. encode: token ids of a text, for a corpus.
+    """Return the configured n-gram drafter. encode: tokenizes a corpus.
 
     Raises:
-        ValueError: a corpus that can not be used.
+        ValueError: the corpus cannot be used.
     """
     longest, path = config.speculative_ngram_max_match_window_size, config.speculative_ngram_corpus
     corpus = None if path is None else load_corpus(path, encode, longest)
@@ -97,19 +96,18 @@ def build_ngram(
 
 
 class _Text:
-    """The n-grams of one text, each with the places after its occurrences.
+    """Index of the n-grams of a growing text: the positions after their occurrences.
 
-    Only those that something follows: the newest ones are what is looked up. A text only grows.
-    lengths: of n-grams, descending.
+    It lacks the n-grams at the end of the text, which are looked up. lengths: descending.
     """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._newest: dict[tuple[int, ...], int] = {}
         self._earlier: dict[int, list[int]] = {length: [0] * length for length in lengths}
-        """By length and place, the place after the occurrence before that; 0: there is none."""
+        """By length and end: the end of the occurrence before it; 0: none."""
 
     def learn(self, token_ids: Sequence[int]) -> None:
-        """Takes in all that is new."""
+        """Add the n-grams of new tokens."""
         for length, earlier in self._earlier.items():
             for end in range(len(earlier), len(token_ids)):
                 ngram = tuple(token_ids[end - length : end])
@@ -117,7 +115,7 @@ class _Text:
                 self._newest[ngram] = end
 
     def ends(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """Places after what `token_ids` ends with: of longer n-grams first, the newest first."""
+        """Yield the ends of earlier matches of the last tokens: longer ones first, then newer."""
         seen: set[int] = set()
         for length, earlier in self._earlier.items():
             ngram = tuple(token_ids[-length:])
@@ -130,7 +128,7 @@ class _Text:
 
 
 def _continued(token_ids: Sequence[int], start: int, count: int) -> tuple[int, ...]:
-    """`count` tokens as from `start` on; a match that reaches the end repeats itself."""
+    """Return `count` tokens from `start` on, repeating them past the end of the text."""
     found = list(token_ids[start : start + count])
     while len(found) < count:
         found.append(found[len(found) - (len(token_ids) - start)])

@@ -1,4 +1,4 @@
-"""Plans as differences to the last one: what rank 0 sends to the other ranks every step."""
+"""Plans as differences to the one before, as rank 0 sends them to the other ranks."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ _GROWING = frozenset({"page_ids", "generated_ids"})
 
 @dataclass(frozen=True)
 class PlanDelta:
-    """A plan without its rows; `rows` holds new requests in full, of others the changed fields."""
+    """A plan whose requests are sent in full if new, and else as their changed fields."""
 
     plan: ScheduledBatch
-    rows: tuple[ScheduledRequest | dict[str, Any], ...]
+    requests: tuple[ScheduledRequest | dict[str, Any], ...]
 
 
 class PlanEncoder:
-    """Encodes plans for a `PlanDecoder` that has decoded all plans before."""
+    """Encodes plans for a `PlanDecoder`."""
 
     def __init__(self) -> None:
         self._known: dict[str, ScheduledRequest] = {}
 
     def encode(self, plan: ScheduledBatch) -> PlanDelta:
         """Return the difference to the last plan."""
-        rows = tuple([self._encode(row) for row in plan.rows])
-        self._known = {row.request_id: row for row in plan.rows}
-        return PlanDelta(replace(plan, rows=()), rows)
+        reqs = tuple([self._encode(req) for req in plan.requests])
+        self._known = {req.request_id: req for req in plan.requests}
+        return PlanDelta(replace(plan, requests=()), reqs)
 
-    def _encode(self, row: ScheduledRequest) -> ScheduledRequest | dict[str, Any]:
-        known = self._known.get(row.request_id)
+    def _encode(self, req: ScheduledRequest) -> ScheduledRequest | dict[str, Any]:
+        known = self._known.get(req.request_id)
         if known is None:
-            return row
-        changes: dict[str, Any] = {"request_id": row.request_id}
+            return req
+        changes: dict[str, Any] = {"request_id": req.request_id}
         pairs: list[tuple[str, Any, Any]] = [
-            *zip(ScheduledRequest._fields, known, row, strict=True)
+            *zip(ScheduledRequest._fields, known, req, strict=True)
         ]
         for name, old, new in pairs:
             if old is new or old == new:
@@ -67,11 +67,14 @@ class PlanDecoder:
 
     def decode(self, delta: PlanDelta) -> ScheduledBatch:
         """Return the plan that was encoded."""
-        rows = tuple(
-            [row if isinstance(row, ScheduledRequest) else self._decode(row) for row in delta.rows]
+        reqs = tuple(
+            [
+                req if isinstance(req, ScheduledRequest) else self._decode(req)
+                for req in delta.requests
+            ]
         )
-        self._known = {row.request_id: row for row in rows}
-        return replace(delta.plan, rows=rows)
+        self._known = {req.request_id: req for req in reqs}
+        return replace(delta.plan, requests=reqs)
 
     def _decode(self, changes: dict[str, Any]) -> ScheduledRequest:
         known = self._known[changes["request_id"]]
@@ -86,7 +89,7 @@ class PlanDecoder:
 
 
 def _longer(old: tuple[Any, ...], new: tuple[Any, ...]) -> _Longer:
-    """Return how `new` continues `old`, compared from the start."""
+    """Return `new` as a change of `old`."""
     same = min(len(old), len(new))
     if old[:same] != new[:same]:
         same = next(i for i in range(same) if old[i] != new[i])

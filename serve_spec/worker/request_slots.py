@@ -1,9 +1,8 @@
-"""Request slots: what the device knows of every running request.
+"""Request slots: the state of every running request on the device.
 
-A request slot is a row of device tensors. A step reads lengths and last tokens there and leaves new
-ones, so the next step can be launched before the host has read the last one. What the host alone
-decides (pages, sampling parameters, a new request) reaches the device in `RequestStates.sync`,
-ordered with the steps by the stream.
+A request slot is a row of device tensors. A step reads lengths and last tokens there and writes new
+ones, so the next step can be launched before the host has read the results. The host sends what
+only it knows (pages, sampling parameters, new requests) in `RequestStates.sync`, in stream order.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from serve_spec.core.request import SamplingParams
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.noise import seed_words
 from serve_spec.ops.score_edits import GENERATED_ONCE, HELD_BACK, IN_PROMPT, ScoreEdits
-from serve_spec.ops.sending import sent
+from serve_spec.ops.transfer import to_device
 
 RING_TOKENS = 64
 """Newest tokens kept for each request: a power of two, more than any draft extend reads."""
@@ -52,10 +51,10 @@ class RequestSlots:
         device: torch.device,
     ) -> RequestSlots:
         """Return `num_slots` slots and one for padding, whose pages are the scratch page."""
-        rows = num_slots + 1
+        num_rows = num_slots + 1
 
         def full(*shape: int, value: float = 0, dtype: torch.dtype = torch.int32) -> Tensor:
-            return torch.full((rows, *shape), value, dtype=dtype, device=device)
+            return torch.full((num_rows, *shape), value, dtype=dtype, device=device)
 
         return cls(
             pages=full(max_pages, value=scratch_page),
@@ -69,7 +68,7 @@ class RequestSlots:
                 top_p=full(value=1, dtype=torch.float32),
                 min_p=full(dtype=torch.float32),
             ),
-            edits=ScoreEdits.create(rows, vocab_size, device),
+            edits=ScoreEdits.create(num_rows, vocab_size, device),
         )
 
     @property
@@ -85,107 +84,107 @@ class RequestSlots:
 
 @dataclass
 class _CachedState:
-    """The request in a slot, and those of its pages that the device knows."""
+    """The request in a slot, and its pages on the device."""
 
     request_id: str
     page_ids: tuple[int, ...]
 
 
 class RequestStates:
-    """Keeps request slots in step with the host, sending only what the device cannot know."""
+    """Synchronizes request slots with the host, sending only what changed."""
 
     def __init__(self, slots: RequestSlots) -> None:
         self.slots = slots
         self._device = slots.lengths.device
         self._cached: dict[int, _CachedState] = {}
 
-    def forget(self, rows: Iterable[ScheduledRequest]) -> None:
-        """Drop the state of these requests: the next step with one of them sends all of it."""
-        for row in rows:
-            self._cached.pop(row.request_slot, None)
+    def forget(self, reqs: Iterable[ScheduledRequest]) -> None:
+        """Drop the cached state of requests, so that the next step sends all of it."""
+        for req in reqs:
+            self._cached.pop(req.request_slot, None)
 
     def forget_all(self) -> None:
         """Drop the state of every request."""
         self._cached.clear()
 
-    def sync(self, rows: Iterable[ScheduledRequest]) -> None:
-        """Send new pages, and the whole state of requests whose slot holds another one."""
+    def sync(self, reqs: Iterable[ScheduledRequest]) -> None:
+        """Send new pages, and the whole state of requests that are new in their slot."""
         new_requests = []
         new_pages: list[tuple[int, int, int]] = []
-        for row in rows:
-            cached = self._cached.get(row.request_slot)
-            if cached is None or cached.request_id != row.request_id:
-                cached = self._cached[row.request_slot] = _CachedState(row.request_id, ())
-                new_requests.append(row)
-            if cached.page_ids == row.page_ids:
+        for req in reqs:
+            cached = self._cached.get(req.request_slot)
+            if cached is None or cached.request_id != req.request_id:
+                cached = self._cached[req.request_slot] = _CachedState(req.request_id, ())
+                new_requests.append(req)
+            if cached.page_ids == req.page_ids:
                 continue
-            first = _first_difference(cached.page_ids, row.page_ids)
-            if first < len(row.page_ids):
-                fresh = row.page_ids[first:]
+            first = _first_difference(cached.page_ids, req.page_ids)
+            if first < len(req.page_ids):
+                fresh = req.page_ids[first:]
                 cached.page_ids = cached.page_ids[:first] + fresh
-                new_pages += ((row.request_slot, i, page) for i, page in enumerate(fresh, first))
+                new_pages += ((req.request_slot, i, page) for i, page in enumerate(fresh, first))
         if new_pages:
             slot, column, page = self._send(new_pages).unbind(1)
             self.slots.pages.index_put_((slot.long(), column.long()), page)
         if new_requests:
             self._write(new_requests)
 
-    def set_draft_lengths(self, rows: Iterable[ScheduledRequest]) -> None:
-        """Note that requests have the draft KV entries before their `draft_start`."""
-        slot, made = self._send([(row.request_slot, row.draft_start) for row in rows]).unbind(1)
+    def set_draft_lengths(self, reqs: Iterable[ScheduledRequest]) -> None:
+        """Write that requests have the draft KV entries before their `draft_start`."""
+        slot, made = self._send([(req.request_slot, req.draft_start) for req in reqs]).unbind(1)
         self.slots.draft_lengths.index_copy_(0, slot.long(), made)
 
-    def _write(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Write all but the pages of requests that the device does not know."""
+    def _write(self, reqs: Sequence[ScheduledRequest]) -> None:
+        """Write all but the pages of new requests."""
         slots, params = self.slots, self.slots.params
-        numbers = self._send([_numbers(row) for row in rows])
+        numbers = self._send([_numbers(req) for req in reqs])
         at = numbers[:, 0].long()
         slots.lengths[at] = numbers[:, 1]
         slots.draft_lengths[at] = numbers[:, 2]
         params.seeds[at] = numbers[:, 3:5]
         params.top_k[at] = numbers[:, 5]
-        shares = self._send([_shares(row.params) for row in rows], torch.float32)
+        shares = self._send([_shares(req.params) for req in reqs], torch.float32)
         params.inverse_temperature[at] = shares[:, 0]
         params.top_p[at] = shares[:, 1]
         params.min_p[at] = shares[:, 2]
-        tokens = self._send([token for row in rows for token in _known_tokens(row)]).long()
+        tokens = self._send([token for req in reqs for token in _known_tokens(req)]).long()
         slots.recent.index_put_((tokens[:, 0], tokens[:, 1]), tokens[:, 2].to(torch.int32))
         slots.edits.is_on.index_fill_(0, at, 0)
-        for row in rows:
-            if row.edited is not None:
-                write_edits(slots.edits, row.request_slot, row)
+        for req in reqs:
+            if req.edited is not None:
+                write_edits(slots.edits, req.request_slot, req)
             else:
-                edits = row.samples and row.params.edits_scores
+                edits = req.samples and req.params.edits_scores
                 assert not edits, "a new request that edits scores brings its text"
 
     def _send(self, rows: Sequence[tuple[float, ...]], dtype: torch.dtype = torch.int32) -> Tensor:
-        """Return [len(rows), columns] on the device, in the stream's order, without waiting."""
-        return sent(torch.tensor(rows, dtype=dtype), self._device)
+        """Return [len(rows), columns] on the device, in stream order, without waiting."""
+        return to_device(torch.tensor(rows, dtype=dtype), self._device)
 
 
-def write_edits(edits: ScoreEdits, slot: int, row: ScheduledRequest) -> None:
-    """Write how a request edits its scores, without waiting for the device."""
-    params, text = row.params, row.edited
+def write_edits(edits: ScoreEdits, slot: int, req: ScheduledRequest) -> None:
+    """Write the score edits of a request, without waiting for the device."""
+    params, text = req.params, req.edited
     assert text is not None, "a request that edits scores comes with its text"
     bias, marks = edits.bias[slot], edits.marks[slot]
     device = bias.device
     bias.fill_(0.0 if params.allowed_token_ids is None else float("-inf"))
     if params.allowed_token_ids is not None:
-        bias.index_fill_(0, _sent(params.allowed_token_ids, device), 0.0)
+        bias.index_fill_(0, _to_device(params.allowed_token_ids, device), 0.0)
     if params.logit_bias:
-        ids = _sent([*params.logit_bias], device)
-        bias[ids] += _sent([*params.logit_bias.values()], device, torch.float32)
+        ids = _to_device([*params.logit_bias], device)
+        bias[ids] += _to_device([*params.logit_bias.values()], device, torch.float32)
     if params.bad_token_ids:
-        bias.index_fill_(0, _sent(params.bad_token_ids, device), float("-inf"))
+        bias.index_fill_(0, _to_device(params.bad_token_ids, device), float("-inf"))
     marks.zero_()
     if text.token_ids:
-        ids = _sent(text.token_ids, device)
+        ids = _to_device(text.token_ids, device)
         marks.index_fill_(0, ids[: text.num_prompt_tokens], IN_PROMPT)
         generated = ids[text.num_prompt_tokens :]
         once = torch.full_like(generated, GENERATED_ONCE, dtype=torch.int32)
         marks.index_add_(0, generated, once)
     if text.held_ids:
-        marks[_sent(text.held_ids, device)] += HELD_BACK
+        marks[_to_device(text.held_ids, device)] += HELD_BACK
     edits.repetition[slot] = params.repetition_penalty
     edits.frequency[slot] = params.frequency_penalty
     edits.presence[slot] = params.presence_penalty
@@ -193,26 +192,23 @@ def write_edits(edits: ScoreEdits, slot: int, row: ScheduledRequest) -> None:
     edits.is_on[slot] = 1
 
 
-def _sent(
+def _to_device(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    return sent(torch.tensor(values, dtype=dtype), device)
+    return to_device(torch.tensor(values, dtype=dtype), device)
 
 
 def _first_difference(known: tuple[int, ...], pages: tuple[int, ...]) -> int:
-    """Return the first place where `pages` differs from `known`.
-
-    Later places may agree again: a request may get back a page that it returned.
-    """
+    """Return the first index where `pages` differs from `known`; later ones may be equal again."""
     same = min(len(known), len(pages))
     if known[:same] == pages[:same]:
         return same
     return next(i for i in range(same) if known[i] != pages[i])
 
 
-def _numbers(row: ScheduledRequest) -> tuple[int, ...]:
-    low, high = seed_words(row.seed)
-    return (row.request_slot, row.length, row.draft_start, low, high, max(0, row.params.top_k))
+def _numbers(req: ScheduledRequest) -> tuple[int, ...]:
+    low, high = seed_words(req.seed)
+    return (req.request_slot, req.length, req.draft_start, low, high, max(0, req.params.top_k))
 
 
 def _shares(params: SamplingParams) -> tuple[float, float, float]:
@@ -220,8 +216,8 @@ def _shares(params: SamplingParams) -> tuple[float, float, float]:
     return (inverse, params.top_p, params.min_p)
 
 
-def _known_tokens(row: ScheduledRequest) -> list[tuple[int, int, int]]:
-    """Return (slot, column, token) of the newest tokens: those the draft lacks, or the last."""
-    tokens = (row.extend_ids or row.token_ids)[-RING_TOKENS:]
-    first = row.length - len(tokens)
-    return [(row.request_slot, (first + i) % RING_TOKENS, token) for i, token in enumerate(tokens)]
+def _known_tokens(req: ScheduledRequest) -> list[tuple[int, int, int]]:
+    """Return (slot, column, token) of the tokens without draft KV, or of the last one."""
+    tokens = (req.extend_ids or req.token_ids)[-RING_TOKENS:]
+    first = req.length - len(tokens)
+    return [(req.request_slot, (first + i) % RING_TOKENS, token) for i, token in enumerate(tokens)]

@@ -1,4 +1,4 @@
-"""Static buffers of a step: what its stages read, and leave for each other."""
+"""Static buffers of a step, which its stages read and write."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from serve_spec.core.round import DRAFT_SHARPNESS
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops.rejection import DraftLogits
-from serve_spec.ops.sending import sent
+from serve_spec.ops.transfer import to_device
 from serve_spec.structured.masks import RoundMasks
 from serve_spec.worker.chunks import PrefillChunks
 from serve_spec.worker.request_slots import RequestSlots
@@ -40,8 +40,8 @@ class GrammarMasks:
         """Write the masks of the next step, without waiting for the device."""
         self.clear()
         device = self.places.device
-        places = sent(torch.tensor(masks.places, dtype=torch.int32), device)
-        words = sent(torch.from_numpy(masks.words.view(np.int32)), device)
+        places = to_device(torch.tensor(masks.places, dtype=torch.int32), device)
+        words = to_device(torch.from_numpy(masks.words.view(np.int32)), device)
         self.places[: len(places)] = places
         self.words[: len(words)] = words
         self._is_clear = False
@@ -55,17 +55,17 @@ class GrammarMasks:
 
 @dataclass(frozen=True)
 class StepBuffers:
-    """Inputs, hand-overs and outputs of a step: up to B requests, N drafts of each, K deep.
+    """Inputs, intermediate results and outputs of a step: up to B requests of N drafts, K deep.
 
     `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
-    [B]: how deep its drafts go. `query_lens` int32 [B]: tokens the target verifies, its drafts and
-    one, and 0 past the last. `hidden` [B, H]: the draft's state after draft extend. `drafts` int64
+    [B]: levels of its drafts. `query_lens` int32 [B]: tokens the target verifies, its drafts and
+    the root, and 0 past the last. `hidden` [B, H]: hidden state after draft extend. `drafts` int64
     [B, N]: -1 where the draft gave no token. `results` int32 [B, K + 3]: accepted drafts, flags,
     then the tokens; see `ops.acceptance`. `sharpness` float32 [1]: temperature of sampled drafts
-    over their requests'. `masks`: what may be drawn, by grammar. `chunks`: prefill chunks.
-    Where drafts may branch: `parents` int32 [B, N], the draft before each counted from 1, 0 for the
-    root; `paths` int32 [B, K + 1], see `AcceptedPath`.
-    Where drafts are sampled: `draft_logits`, from which those in `drafts` were drawn.
+    over their requests'. `masks`: grammar masks. `chunks`: prefill chunks.
+    For trees: `parents` int32 [B, N], the draft before each counted from 1, 0 for the root; `paths`
+    int32 [B, K + 1], see `AcceptedPath`.
+    For sampled drafts: `draft_logits`, from which those in `drafts` were drawn.
     """
 
     slots: RequestSlots
@@ -93,7 +93,7 @@ class StepBuffers:
         *,
         samples_drafts: bool = False,
     ) -> StepBuffers:
-        """Return buffers of a step without requests, for as many as there are request slots.
+        """Return empty buffers for as many requests as there are slots.
 
         max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
 
@@ -144,10 +144,7 @@ class StepBuffers:
     def write_requests(
         self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
     ) -> None:
-        """Write the requests of a step: slot, depth of the drafts, drafts to verify.
-
-        The host does not wait for the device.
-        """
+        """Write slot, depth and number of drafts of a step's requests, without waiting."""
         empty = [0] * (self.max_requests - len(slots))
         padded = [*slots, *[self.slots.padding] * len(empty)]
         query_lens = [*(count + 1 for count in num_drafts), *empty]
@@ -159,7 +156,7 @@ class StepBuffers:
         self.depths.copy_(rows[2], non_blocking=True)
 
     def write_drafts(self, drafts: Mapping[int, TextDrafts]) -> None:
-        """Write drafts found on the host, by the request's place in the step, without waiting."""
+        """Write n-gram drafts by the request's index in the step, without waiting."""
         _write_rows(self.drafts, {at: found.token_ids for at, found in drafts.items()})
         parents = {at: found.parents for at, found in drafts.items() if found.parents}
         if parents:
@@ -188,6 +185,6 @@ def _draft_logits(slots: RequestSlots, max_depth: int, head: DraftHead) -> Draft
 def _write_rows(table: Tensor, entries: Mapping[int, Sequence[int]]) -> None:
     """Write rows of `table` [B, N], padded."""
     padded = padded_drafts(entries.values(), table.shape[1])
-    rows = [[number, *of_row] for number, of_row in zip(entries, padded, strict=True)]
-    written = sent(torch.tensor(rows, dtype=torch.int64), table.device)
+    rows = [[number, *row] for number, row in zip(entries, padded, strict=True)]
+    written = to_device(torch.tensor(rows, dtype=torch.int64), table.device)
     table.index_copy_(0, written[:, 0], written[:, 1:].to(table.dtype))

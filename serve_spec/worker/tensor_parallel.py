@@ -1,9 +1,7 @@
-"""One plan on every rank: rank 0 decides and tells, the others do the same.
+"""One plan on every rank: rank 0 broadcasts it, and all ranks execute it.
 
-What could make ranks differ is rank 0's alone: the plan (who runs, the tier, the tokens committed
-so far) comes with every order, and workers take over rank 0's drafts, and its draws where they
-stay on the device. All else follows from them: sums over ranks are the same everywhere to the last
-bit, and shapes depend on the plan alone.
+Ranks cannot diverge: the plan, the drafts and the draws are rank 0's, sums over ranks are equal on
+all ranks to the last bit, and shapes depend on the plan alone.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ _DRAIN = "drain"
 
 
 class TensorParallelWorker:
-    """Rank 0's worker, which all other ranks follow. See `Worker`.
+    """Rank 0's worker, which broadcasts every call to the other ranks. See `Worker`.
 
     Every call may raise `RankLost`, after which none succeeds.
     """
@@ -41,12 +39,12 @@ class TensorParallelWorker:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the target computes in."""
+        """See `Worker`."""
         return self._worker.dtype
 
     @property
     def draft_dtype(self) -> torch.dtype | None:
-        """What the draft computes in; None: there is none."""
+        """See `Worker`."""
         return self._worker.draft_dtype
 
     @property
@@ -60,17 +58,17 @@ class TensorParallelWorker:
         return self._worker.states
 
     def init_states(self, shapes: Iterable[DraftShape]) -> None:
-        """Builds every tier on every rank."""
+        """Capture every shape on every rank."""
         order = tuple(shapes)
         self._followers.tell(order)
         with self._followers.in_step():
             self._worker.init_states(order)
 
     def submit(self, plan: ScheduledBatch) -> PendingBatch:
-        """Starts a round on every rank."""
+        """Launch a step on every rank."""
         self._followers.tell(self._encoder.encode(plan))
         with self._followers.in_step():
-            return _JointRound(self._worker.submit(plan), self._followers)
+            return _JointStep(self._worker.submit(plan), self._followers)
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
         """Run a step to its end."""
@@ -84,32 +82,32 @@ class TensorParallelWorker:
 
 
 @dataclass(frozen=True)
-class _JointRound:
+class _JointStep:
     """See `PendingBatch`."""
 
-    mine: PendingBatch
+    local: PendingBatch
     followers: Followers
 
     def result(self) -> BatchResult:
-        """Rank 0's."""
+        """Return rank 0's result."""
         with self.followers.in_step():
-            return self.mine.result()
+            return self.local.result()
 
 
-def obey(worker: Worker, orders: Iterable[object]) -> None:
-    """What every other rank does with `TensorParallelWorker`'s orders until there are no more."""
+def run_worker_loop(worker: Worker, broadcasts: Iterable[object]) -> None:
+    """Execute what `TensorParallelWorker` broadcasts, on every rank but 0, until it ends."""
     before: PendingBatch | None = None
     decoder = PlanDecoder()
-    for order in orders:
-        if isinstance(order, PlanDelta):
-            newest = worker.submit(decoder.decode(order))
+    for message in broadcasts:
+        if isinstance(message, PlanDelta):
+            newest = worker.submit(decoder.decode(message))
             if before is not None:
                 before.result()
             before = newest
-        elif order == _DRAIN:
+        elif message == _DRAIN:
             worker.drain()
         else:
-            assert isinstance(order, tuple), "an order is a plan, the draft shapes, or _DRAIN"
-            worker.init_states(order)
+            assert isinstance(message, tuple), "broadcast a plan, the draft shapes, or _DRAIN"
+            worker.init_states(message)
     if before is not None:
-        before.result()  # rank 0 may still wait for this rank's part of it
+        before.result()  # rank 0 may still wait for this rank's share

@@ -1,8 +1,7 @@
-"""Trees of what texts went on with: the trie of several continuations of the same tokens.
+"""N-gram draft trees: the trie of several continuations of the same tokens.
 
-REST (arXiv 2311.08252) keeps those nodes of such a trie that most continuations share. Here the
-continuations come best first, and fill it in that order: on texts of the shipped pair that keeps as
-many drafts as counting does, to half a percent.
+REST (arXiv 2311.08252) keeps the nodes that most continuations share. Here continuations come best
+first and fill the trie in that order, which is accepted as often, to half a percent.
 """
 
 from __future__ import annotations
@@ -15,10 +14,7 @@ from serve_spec.core.draft import TextDrafts
 def branched(
     continuations: Iterable[Sequence[int]], topk: int, num_draft_tokens: int
 ) -> TextDrafts:
-    """The trie of `continuations`, as far as it has room for them, one after the other.
-
-    A token has at most topk children; what would be another one is left out, and what follows it.
-    """
+    """Return the trie of `continuations`, cut to `num_draft_tokens` tokens of `topk` children."""
     token_ids: list[int] = []
     parents: list[int] = []
     children: list[dict[int, int]] = [{}]

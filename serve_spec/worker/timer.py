@@ -1,4 +1,4 @@
-"""Stage times of a round, on the clock of the device that runs it."""
+"""Stage times of a step, by the device's clock."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ import torch
 
 
 class StageTimer:
-    """Marks points in a round; `ms(a, b)` reads the time between two of them.
+    """Marks points of a step and measures the time between them.
 
-    On a GPU the marks are events in the stream, so measuring does not make the host wait until a
-    time is read (after the round's own synchronisation).
+    On a GPU the marks are CUDA events, so the host waits only when a time is read.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,7 +18,7 @@ class StageTimer:
         self._marks: dict[str, torch.cuda.Event | float] = {}
 
     def mark(self, name: str) -> None:
-        """Remembers this point as `name`."""
+        """Mark this point as `name`."""
         if self._cuda:
             event = torch.cuda.Event(enable_timing=True)
             event.record()
@@ -28,17 +27,17 @@ class StageTimer:
             self._marks[name] = time.perf_counter()
 
     def wait(self, name: str) -> None:
-        """Waits until the device has passed mark `name`."""
+        """Wait until the device has passed mark `name`."""
         mark = self._marks[name]
         if not isinstance(mark, float):
             mark.synchronize()
 
     def ms_since(self, before: StageTimer, name: str) -> float:
-        """Milliseconds from mark `name` of `before` to the first mark of this one."""
+        """Return the milliseconds from mark `name` of `before` to the first mark of this one."""
         return _ms_between(before._marks[name], next(iter(self._marks.values())))
 
     def ms(self, start: str, end: str) -> float:
-        """Milliseconds from mark `start` to mark `end`; waits for `end` on a GPU."""
+        """Return the milliseconds from mark `start` to mark `end`; on a GPU, wait for `end`."""
         return _ms_between(self._marks[start], self._marks[end])
 
 

@@ -1,4 +1,4 @@
-"""Verification of a step: draw a token at every verified position, accept drafts, advance."""
+"""Verification of a step: draw a token at every position, accept drafts, advance the requests."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ from serve_spec.worker.step_buffers import StepBuffers
 logger = get_logger(__name__)
 
 Acceptance: TypeAlias = float | Sequence[float]
-"""Forced acceptance, for load tests: an accept length ≥ 1, or chances 0..1 by position.
+"""Synthetic acceptance, for load tests: an accept length ≥ 1, or probabilities by position.
 
 As with SGLang's SGLANG_SIMULATE_ACC_LEN, a step runs in full, and only the number of accepted
-drafts is drawn by chance. The texts are not the model's.
+drafts is random. The texts are not the model's.
 
-A length holds at every depth that can reach it: the chance p, the same at all positions, is solved
-for each number of drafts k from p + p² + ... + p^k = length - 1. Then no depth emits more than
-another, so load-test a policy that chooses the depth with a list of chances, the same for all
-depths; positions past its end have the last chance.
+A length holds at every depth that can reach it: the acceptance probability p of each draft solves
+p + p² + ... + p^k = length - 1 for k drafts. Then all depths emit as much, so use a list of
+probabilities to test a policy that chooses the depth. Positions past its end have the last one.
 """
 
 
 class Verifier:
-    """Decides what every request of a step emits, and advances its request slot.
+    """Verifies the drafts of a step and advances its request slots.
 
-    synthetic_acceptance: accept drafts by chance; see `Acceptance`.
-    rejection_sample_method: how sampled drafts are verified, where `buffers.draft_logits` is kept.
+    synthetic_acceptance: see `Acceptance`.
+    rejection_sample_method: how sampled drafts are verified, if there are `buffers.draft_logits`.
     """
 
     def __init__(
@@ -52,8 +51,7 @@ class Verifier:
         self.survival = None
         if synthetic_acceptance is not None:
             logger.warning(
-                "synthetic_acceptance=%s: acceptance is forced, for load tests; "
-                "no text is the model's",
+                "synthetic_acceptance=%s: for load tests only; the texts are not the model's",
                 synthetic_acceptance,
             )
             if max_depth:
@@ -118,7 +116,7 @@ class Verifier:
         return accepted
 
     def _forced(self, buffers: StepBuffers, request_slots: Tensor) -> Tensor | None:
-        """Return how many drafts each request accepts by chance; None: the target decides."""
+        """Return how many drafts each request accepts at random; None: the target decides."""
         if self.survival is None:
             return None
         slots = buffers.slots
@@ -131,9 +129,9 @@ class Verifier:
 
 
 class VerifyResult(NamedTuple):
-    """What the drawing requests of a step emit: accepted drafts, then the bonus token.
+    """Verification result: per drawing request, its accepted drafts and the bonus token.
 
-    `broken_drafts`: requests, by place, with a draft of -1.
+    `broken_drafts`: indices of requests with a draft of -1.
     """
 
     token_ids: list[list[int]]
@@ -141,7 +139,7 @@ class VerifyResult(NamedTuple):
 
 
 def read_results(table: list[list[int]]) -> VerifyResult:
-    """Return what a step emits from `StepBuffers.results` on the host.
+    """Return the verification result from `StepBuffers.results` on the host.
 
     Raises:
         BrokenLogits: the target's logits held NaN, or nothing finite (-1: see `ops.draw`).
@@ -153,7 +151,7 @@ def read_results(table: list[list[int]]) -> VerifyResult:
 
 
 def survival_table(forced: Acceptance, max_depth: int) -> Tensor:
-    """Return the chance that the first 1 .. k of n drafts are accepted: float64 [K + 1, K], row n.
+    """Return P(the first 1 .. k of n drafts are accepted), float64 [K + 1, K], row n.
 
     forced: see `Acceptance`. K: max_depth.
     """
@@ -165,14 +163,14 @@ def survival_table(forced: Acceptance, max_depth: int) -> Tensor:
 
 
 def draft_chances(forced: Acceptance, depth: int) -> list[float]:
-    """Return the chance of each of `depth` drafts, given that those before it were accepted."""
+    """Return the acceptance probability of each of `depth` drafts, if those before it are."""
     if isinstance(forced, int | float):
         return [_chance_for(forced, depth)] * depth
     return [forced[min(i, len(forced) - 1)] for i in range(depth)]
 
 
 def _chance_for(accept_length: float, depth: int) -> float:
-    """Return p with 1 + p + ... + p^depth = accept_length; 1 if that is out of reach."""
+    """Return p with 1 + p + ... + p^depth = accept_length; 1 if no p reaches it."""
     low, high = 0.0, 1.0
     for _ in range(60):  # halves the interval down to the last bits of a float
         middle = (low + high) / 2

@@ -36,28 +36,28 @@ _STEPS_IN_FLIGHT = 2
 
 
 class Worker(Protocol):
-    """What an engine asks of whatever executes its plans."""
+    """Executes an engine's plans."""
 
     vocab_size: int
     device: torch.device
     synthetic_acceptance: Acceptance | None
     grammars: Grammars
     async_scheduling: bool
-    """Whether a step may be launched before the result of the last one is read."""
+    """Whether a step may be launched before the result of the one before is read."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the target computes in."""
+        """Compute dtype of the target."""
         ...
 
     @property
     def draft_dtype(self) -> torch.dtype | None:
-        """What the draft computes in; None: there is none."""
+        """Compute dtype of the draft; None without one."""
         ...
 
     @property
     def limits(self) -> WorkerLimits:
-        """What a plan may ask for; known after `init_states`."""
+        """What the worker accepts in a plan; known after `init_states`."""
         ...
 
     @property
@@ -89,10 +89,10 @@ class SpecWorker:
     """A target, a draft model (or none), and one captured state per draft shape.
 
     Lengths and last tokens stay on the device, so a step can be launched before the result of the
-    one before it is read; the host reads one small tensor of each.
+    one before it is read. The host reads one small tensor per step.
 
     max_tokens: most tokens of one target forward. largest_batch: see `CapturedShapes`.
-    synthetic_acceptance: forces the acceptance, for load tests; see `worker.verify`.
+    synthetic_acceptance: for load tests; see `worker.verify`.
     rejection_sample_method: how sampled drafts are verified.
     """
 
@@ -131,12 +131,12 @@ class SpecWorker:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the target computes in."""
+        """See `Worker`."""
         return self.target.pool.dtype
 
     @property
     def draft_dtype(self) -> torch.dtype | None:
-        """What the draft computes in; None: there is none."""
+        """See `Worker`."""
         return None if self.drafter is None else self.drafter.head.dtype
 
     @property
@@ -191,21 +191,20 @@ class SpecWorker:
 
     @torch.inference_mode()
     def submit(self, plan: ScheduledBatch) -> PendingBatch:
-        """Launch a step; on a GPU nothing is waited for."""
-        rows, prompts = plan.decode_rows, plan.prompt_rows
-        self._requests.forget(prompts)  # after a preemption their pages are others
-        self._requests.sync(plan.rows)
+        """Launch a step; the host does not wait for a GPU."""
+        reqs, prompts = plan.decode_requests, plan.prefill_requests
+        self._requests.forget(prompts)  # a preemption may have changed their pages
+        self._requests.sync(plan.requests)
         # A prompt that is not complete has no root for the next step: send its state again then.
-        self._requests.forget(row for row in prompts if not row.samples)
-        state = self.captured.state_for(_cut_depth(plan, rows), len(rows))
-        # From here on the host does no work before the launches: what it did is the device's idle
-        # time, not the step's.
+        self._requests.forget(req for req in prompts if not req.samples)
+        state = self.captured.state_for(_cut_depth(plan, reqs), len(reqs))
+        # The host's work so far is idle time of the device, not time of the step.
         timer = StageTimer(self.device)
         timer.mark("start")
         if state.shape.depth:
-            self._write_requests(rows)
+            self._write_requests(reqs)
             self._write_sharpness(plan.draft_sharpness)
-            self._draft(rows, plan)
+            self._draft(reqs, plan)
         timer.mark("drafted")
         plan = self._mask(plan)
         step = self._verify(plan, state, timer)
@@ -222,84 +221,84 @@ class SpecWorker:
         self._requests.forget_all()
         self._newest_timer = None
 
-    def _draft(self, rows: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
-        """Extend and draft if a model is asked; add drafts found in texts."""
-        if self.drafter is not None and any(row.model_steps for row in rows):
-            self._ask_model(rows, plan)
+    def _draft(self, reqs: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
+        """Run the draft model if any request needs it, and write n-gram drafts."""
+        if self.drafter is not None and any(req.model_steps for req in reqs):
+            self._draft_with_model(reqs, plan)
         from_text = {
-            b: TextDrafts(row.draft_ids, row.draft_parents)
-            for b, row in enumerate(rows)
-            if row.draft_ids
+            b: TextDrafts(req.draft_ids, req.draft_parents)
+            for b, req in enumerate(reqs)
+            if req.draft_ids
         }
         if from_text:
             self.buffers.write_drafts(from_text)
 
-    def _ask_model(self, rows: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
-        """Draft for every request, as deep as the deepest of them."""
+    def _draft_with_model(self, reqs: Sequence[ScheduledRequest], plan: ScheduledBatch) -> None:
+        """Extend, then draft for every request, as deep as the deepest of them."""
         most = self.captured.max_extend
         num_missing = plan.max_missing
-        long = [row for row in rows if row.model_steps and row.num_missing > most]
+        long = [req for req in reqs if req.model_steps and req.num_missing > most]
         if long:
             self._extend_known(long)
-            num_missing = max(_missing_after(row, most) for row in rows if row.extends)
-        size = StepSize(len(rows), len(rows))
-        self.captured.extend_for(num_missing, len(rows)).run(size)
-        shape = _cut_depth(plan, [row for row in rows if row.model_steps])
-        self.captured.draft_for(shape, len(rows)).run(size)
+            num_missing = max(_missing_after(req, most) for req in reqs if req.extends)
+        size = StepSize(len(reqs), len(reqs))
+        self.captured.extend_for(num_missing, len(reqs)).run(size)
+        shape = _cut_depth(plan, [req for req in reqs if req.model_steps])
+        self.captured.draft_for(shape, len(reqs)).run(size)
 
-    def _extend_known(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Make the draft KV entries of prompts and long pauses, whose tokens the host knows.
+    def _extend_known(self, reqs: Sequence[ScheduledRequest]) -> None:
+        """Make the draft KV entries of prompts and after long pauses from tokens the host knows.
 
         One entry is left: draft extend makes it from the tokens in the request slots.
         """
         extend_chunks = self.captured.extend_chunks
         assert extend_chunks is not None, "draft extend needs a draft model"
-        chunks = (Chunk(row.request_slot, row.draft_start, row.extend_ids[:-1]) for row in rows)
+        chunks = (Chunk(req.request_slot, req.draft_start, req.extend_ids[:-1]) for req in reqs)
         buffer = self.buffers.chunks
         for group in grouped(chunks, buffer.max_tokens, buffer.max_chunks):
             count = buffer.write(group)
             extend_chunks.run(StepSize(sum(len(c.token_ids) for c in group), 0, count))
-        self._requests.set_draft_lengths([row._replace(draft_start=row.start - 1) for row in rows])
+        self._requests.set_draft_lengths([req._replace(draft_start=req.start - 1) for req in reqs])
 
     def _mask(self, plan: ScheduledBatch) -> ScheduledBatch:
         """Write the step's grammar masks. Return the plan without drafts that cannot be drawn."""
         if not plan.has_grammars:
             self.buffers.masks.clear()
             return plan
-        rows = plan.sampling_rows
+        reqs = plan.sampling_requests
         has_trees = not plan.shape.is_chain
-        if any(row.model_steps for row in rows):
-            self.grammars.read(rows)  # while the device drafts
-            token_ids = self.buffers.drafts[: len(rows)].tolist()
+        if any(req.model_steps for req in reqs):
+            self.grammars.read(reqs)  # while the device drafts
+            token_ids = self.buffers.drafts[: len(reqs)].tolist()
             parents = None
             if has_trees and self.buffers.parents is not None:
-                parents = self.buffers.parents[: len(rows)].tolist()
+                parents = self.buffers.parents[: len(reqs)].tolist()
         else:
-            token_ids = [row.draft_ids for row in rows]
-            parents = [row.draft_parents for row in rows] if has_trees else None
-        # Rejection sampling needs sampled drafts as they were drawn, also impossible ones.
+            token_ids = [req.draft_ids for req in reqs]
+            parents = [req.draft_parents for req in reqs] if has_trees else None
+        # Rejection sampling needs all sampled drafts, also those that the grammar forbids.
         keeps_all = has_trees or (
-            self.rejection_sample_method != "coupled" and any(row.model_steps for row in rows)
+            self.rejection_sample_method != "coupled" and any(req.model_steps for req in reqs)
         )
-        masks = self.grammars.round_masks(rows, token_ids, parents, keeps_all=keeps_all)
+        masks = self.grammars.round_masks(reqs, token_ids, parents, keeps_all=keeps_all)
         self.buffers.masks.write(masks)
         return plan if has_trees else plan.cut(masks.num_drafts)
 
     def _verify(
         self, plan: ScheduledBatch, state: SpecRuntimeState, timer: StageTimer
     ) -> _StepInFlight:
-        """Run target and verification, and start reading their results."""
-        rows, prompts = plan.sampling_rows, plan.prompt_rows
-        # The last tokens of prompts draw with the others, but took no part in drafting.
-        self._write_requests(rows)
+        """Run target and verification, and start to read the results."""
+        reqs, prompts = plan.sampling_requests, plan.prefill_requests
+        # Complete prompts draw, too, but did not draft.
+        self._write_requests(reqs)
         num_chunks = 0
         stage = state.verify
         if prompts:
-            num_chunks = self.buffers.chunks.write(_chunk_of(row) for row in prompts)
+            num_chunks = self.buffers.chunks.write(_chunk_of(req) for req in prompts)
             stage = self.captured.mixed(state.shape)
-        size = StepSize(plan.num_rows, max(1, len(rows)), num_chunks)
+        size = StepSize(plan.num_tokens, max(1, len(reqs)), num_chunks)
         prompt_logprobs = None
-        if any(row.scored_ids for row in prompts):
+        if any(req.scored_ids for req in prompts):
             tokens = self.captured.run_target(state.shape, size)
             logits: Tensor | None = tokens.logits
             prompt_logprobs = PromptLogprobs(
@@ -313,51 +312,51 @@ class SpecWorker:
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
-            logprobs = EmittedLogprobs(rows, logits, self.buffers, has_trees=has_trees)
+            logprobs = EmittedLogprobs(reqs, logits, self.buffers, has_trees=has_trees)
         return _StepInFlight(
-            read_back[: len(rows)], timer, self._newest_timer, logprobs, prompt_logprobs
+            read_back[: len(reqs)], timer, self._newest_timer, logprobs, prompt_logprobs
         )
 
-    def _write_requests(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Write who takes part, unless it is as written last."""
+    def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
+        """Write the requests of a stage if they have changed."""
         requests = (
-            tuple([row.request_slot for row in rows]),
-            tuple([row.num_steps for row in rows]),
-            tuple([row.num_draft_tokens for row in rows]),
+            tuple([req.request_slot for req in reqs]),
+            tuple([req.num_steps for req in reqs]),
+            tuple([req.num_draft_tokens for req in reqs]),
         )
         if requests != self._written:
             self.buffers.write_requests(*requests)
             self._written = requests
 
     def _write_sharpness(self, sharpness: float) -> None:
-        """Write the draft temperature scale, unless it is as written last."""
+        """Write the draft temperature scale if it has changed."""
         if sharpness != self._sharpness:
             self.buffers.sharpness.fill_(sharpness)
             self._sharpness = sharpness
 
 
-def _cut_depth(plan: ScheduledBatch, rows: Sequence[ScheduledRequest]) -> DraftShape:
+def _cut_depth(plan: ScheduledBatch, reqs: Sequence[ScheduledRequest]) -> DraftShape:
     """Return the shape that holds the drafts of these requests."""
-    depth = max((row.num_steps for row in rows), default=0)
+    depth = max((req.num_steps for req in reqs), default=0)
     return DraftShape.chain(depth) if plan.shape.is_chain or not depth else plan.shape
 
 
-def _chunk_of(row: ScheduledRequest) -> Chunk:
-    """Return what a step computes of a prompt beside the token that draws, if one does."""
-    return Chunk(row.request_slot, row.start, row.token_ids[:-1] if row.samples else row.token_ids)
+def _chunk_of(req: ScheduledRequest) -> Chunk:
+    """Return the prefill chunk of a request, without the token that draws, if one does."""
+    return Chunk(req.request_slot, req.start, req.token_ids[:-1] if req.samples else req.token_ids)
 
 
-def _missing_after(row: ScheduledRequest, max_extend: int) -> int:
-    """Return how many entries a request lacks after `_extend_known`, at most."""
-    if row.num_missing <= max_extend:
-        return row.num_missing
-    # The entry left by it, and those of a step in flight.
-    return row.num_missing - (row.start - row.draft_start) + 1
+def _missing_after(req: ScheduledRequest, max_extend: int) -> int:
+    """Return the most entries a request lacks after `_extend_known`."""
+    if req.num_missing <= max_extend:
+        return req.num_missing
+    # The entry it leaves, and those of a step in flight.
+    return req.num_missing - (req.start - req.draft_start) + 1
 
 
 @dataclass(frozen=True)
 class _StepInFlight:
-    """See `PendingBatch`. before: the timer of the step before, if one ran."""
+    """See `PendingBatch`. before: the timer of the step before, if any."""
 
     read_back: Tensor
     timer: StageTimer

@@ -157,7 +157,7 @@ def checked(llm: LLM) -> LLM:
         deltas = step()
         engine.scheduler.check_integrity()
         if not engine.has_work:
-            texts: Any = engine.scheduler.texts
+            texts: Any = engine.scheduler.text_drafts
             assert engine.worker.grammars.num_followed == 0, "the grammar of a request that ended"
             assert texts is None or len(texts) == 0, "the text of a request that ended"
             assert not getattr(getattr(texts, "drafter", None), "_texts", ()), "its index"
@@ -210,7 +210,7 @@ def heard_rounds(llm: LLM) -> list[tuple[ScheduledRequest, list[int]]]:
     commit = llm.engine.scheduler.commit
 
     def hear(plan: ScheduledBatch, result: BatchResult, cut: Any) -> Any:
-        rounds.extend(zip(plan.sampling_rows, result.token_ids, strict=True))
+        rounds.extend(zip(plan.sampling_requests, result.token_ids, strict=True))
         return commit(plan, result, cut)
 
     llm.engine.scheduler.commit = hear  # type: ignore[method-assign]

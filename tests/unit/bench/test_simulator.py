@@ -34,7 +34,7 @@ from serve_spec.config.adaptive_file import PRESETS, load_slots
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, RoundSteps
-from serve_spec.scheduler.rows import fair_steps
+from serve_spec.scheduler.requests import fair_steps
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
 PHASES = [
@@ -119,7 +119,7 @@ def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) 
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=9), st.sampled_from(PHASES))
-def test_whatever_is_asked_every_text_is_emitted_once_and_no_row_drafts_past_its_end(
+def test_whatever_is_asked_every_text_is_emitted_once_and_no_drafts_past_its_end(
     numbers: list[int], phase: Phase
 ) -> None:
     policy = RandomPolicy(numbers)

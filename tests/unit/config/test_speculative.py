@@ -11,7 +11,7 @@ import pytest
 
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.speculative import SpeculativeConfig, parse_update
-from serve_spec.ops.acceptance import MAX_ROWS
+from serve_spec.ops.acceptance import MAX_TREE_TOKENS
 
 EAGLE, NGRAM = {"speculative_algorithm": "EAGLE"}, {"speculative_algorithm": "NGRAM"}
 NONE = {"speculative_algorithm": "NONE"}
@@ -59,7 +59,7 @@ def resolved(drafting: dict[str, Any], keys: dict[str, Any]) -> SpeculativeConfi
         (shape(1, 4), "num_draft_tokens", 5),
         (shape(7, 10), "num_draft_tokens", 64),
         (shape(0, 4), "num_draft_tokens", 1),
-        (shape(9, 8), "num_draft_tokens", MAX_ROWS),
+        (shape(9, 8), "num_draft_tokens", MAX_TREE_TOKENS),
         ({**NGRAM, **NO_DRAFT, **shape(3, 2)}, "num_draft_tokens", 7),
         ({"speculative_draft_sharpness": 0.01}, "speculative_draft_sharpness", 0.01),
         ({"speculative_draft_sharpness": 2.0}, "speculative_draft_sharpness", 2.0),

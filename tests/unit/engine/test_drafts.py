@@ -82,7 +82,7 @@ class Heard:
         """Holds every draft against the plain head's; how many of them the text kept."""
         end, total = num_prompt, 0
         drafted = iter(self.drafted)
-        for row in (plan.rows[0] for plan in self.plans if plan.rows[0].samples):
+        for row in (plan.requests[0] for plan in self.plans if plan.requests[0].samples):
             if end >= len(text):
                 break  # planned ahead of the end
             kept = 0

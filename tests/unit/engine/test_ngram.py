@@ -33,7 +33,7 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
 
 def sources(plan: ScheduledBatch) -> set[str]:
     """Who drafted for the rows of a round."""
-    return {"text" if row.draft_ids else "model" for row in plan.rows if row.num_steps}
+    return {"text" if row.draft_ids else "model" for row in plan.requests if row.num_steps}
 
 
 def num_kept(outputs: Sequence[RequestOutput]) -> int:
@@ -48,7 +48,7 @@ def test_where_nothing_matches_a_round_is_a_plain_one(
     plans = heard_plans(llm)
     [output] = llm.generate([list(range(10, 30))], SamplingParams(max_tokens=2, temperature=0.0))
     assert output.speculation.num_draft_tokens == 0
-    assert all(row.query_len == len(row.token_ids) for plan in plans for row in plan.rows)
+    assert all(row.query_len == len(row.token_ids) for plan in plans for row in plan.requests)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_nor_does_anything_wait_for_a_text_while_the_policy_wants_no_drafts(
     switch_every_round(llm, [0])
     plans = heard_plans(llm)
     llm.generate(*prompts_and_params())
-    alone = [plan for plan in plans if plan.batch_size == len(plan.rows)]
+    alone = [plan for plan in plans if plan.batch_size == len(plan.requests)]
     assert len(alone) > 8
     assert all(plan.follows for plan in alone[1:])
 

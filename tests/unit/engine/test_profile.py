@@ -41,12 +41,12 @@ class FakeWorker:
         self.plans.append(plan)
         context = mean_context(plan)
         factor = next(self._noise)
-        draft = factor * true_draft_ms(len(plan.rows), plan.shape.depth)
-        verify = factor * true_verify_ms(len(plan.rows), plan.shape.depth, context)
-        if not plan.rows[0].params.is_greedy:
-            verify += SAMPLED_ROW_MS * sum(row.query_len for row in plan.rows)
+        draft = factor * true_draft_ms(len(plan.requests), plan.shape.depth)
+        verify = factor * true_verify_ms(len(plan.requests), plan.shape.depth, context)
+        if not plan.requests[0].params.is_greedy:
+            verify += SAMPLED_ROW_MS * sum(row.query_len for row in plan.requests)
         self.now += (draft + verify + 0.5) / 1e3
-        return BatchResult([[1]] * len(plan.rows), draft, verify)
+        return BatchResult([[1]] * len(plan.requests), draft, verify)
 
 
 def true_draft_ms(batch_size: int, num_steps: int) -> float:
@@ -75,11 +75,11 @@ def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
 
 
 def cells_of(plans: Sequence[ScheduledBatch]) -> list[Cell]:
-    return [Cell(mean_context(plan), len(plan.rows), plan.shape) for plan in plans]
+    return [Cell(mean_context(plan), len(plan.requests), plan.shape) for plan in plans]
 
 
 def mean_context(plan: ScheduledBatch) -> int:
-    return round(sum(row.length for row in plan.rows) / len(plan.rows))
+    return round(sum(row.length for row in plan.requests) / len(plan.requests))
 
 
 def test_with_time_enough_every_cell_is_the_truth() -> None:
@@ -231,7 +231,7 @@ def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> Non
     worker = FakeWorker()
     costs = measured(worker, num_pages=96)
     assert costs.batch_sizes == (1, 2, 4, 8)
-    assert max(page for p in worker.plans for row in p.rows for page in row.page_ids) < 96
+    assert max(page for p in worker.plans for row in p.requests for page in row.page_ids) < 96
     assert (8, 0) in costs.extrapolated, "8 texts of 512 tokens take 256 pages"
     assert (2, 7) not in costs.extrapolated
 
@@ -283,7 +283,7 @@ def test_a_measurement_may_pause_after_every_round_and_finds_the_same() -> None:
     costs = finish(measurement, pause)
     assert paused_s > 100.0 * len(worker.plans)
     assert costs == measured(FakeWorker())
-    used = {page for plan in worker.plans for row in plan.rows for page in row.page_ids}
+    used = {page for plan in worker.plans for row in plan.requests for page in row.page_ids}
     assert used == set(range(1000, 1000 + max(asked)))
 
 
@@ -305,11 +305,11 @@ def test_progress_grows_to_one() -> None:
 )
 def test_plans_look_like_those_of_a_scheduler(cell: Cell) -> None:
     plan = SyntheticPlans(page_size=16, vocab_size=50).plan(cell, temperature=0.8)
-    pages = [page for row in plan.rows for page in row.page_ids]
+    pages = [page for row in plan.requests for page in row.page_ids]
     assert sorted(pages) == list(range(cell.num_pages(16))), "every row on pages of its own"
-    assert plan.batch_size == len(plan.rows) == cell.batch_size
-    assert sum(row.query_len for row in plan.rows) == cell.num_rows
-    for row in plan.rows:
+    assert plan.batch_size == len(plan.requests) == cell.batch_size
+    assert sum(row.query_len for row in plan.requests) == cell.num_rows
+    for row in plan.requests:
         check_row(row, cell)
 
 
@@ -338,7 +338,7 @@ class BranchingWorker(FakeWorker):
         result = super().execute(plan)
         if plan.shape.is_chain:
             return result
-        size, context = len(plan.rows), mean_context(plan)
+        size, context = len(plan.requests), mean_context(plan)
         verify = true_verify_ms(size, plan.shape.size, context)
         draft = 2 * true_draft_ms(size, plan.shape.depth)
         self.now += (draft + verify - result.draft_ms - result.verify_ms) / 1e3
@@ -360,7 +360,7 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
     branched = [plan for plan in worker.plans if not plan.shape.is_chain]
     assert {plan.shape for plan in branched} == set(TREES)
     for plan in branched:
-        for row in plan.rows:
+        for row in plan.requests:
             assert (row.num_steps, row.tree_drafts) == (plan.shape.depth, plan.shape.size)
             room = len(row.page_ids) * 16
             slots = row.shape.draft_slots

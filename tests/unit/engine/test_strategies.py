@@ -117,7 +117,7 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     assert names == set(shown.get("candidate_trees", ()))
     assert bool(names) == bool(tree)
     assert controller._policy.survival.num_requests == 0, "the requests have ended"
-    drafted = [sum(row.num_steps for row in plan.rows) for plan in plans]
+    drafted = [sum(row.num_steps for row in plan.requests) for plan in plans]
     # A round may have been planned ahead of the change.
     before, off, after = (
         sum(drafted[: planned[5]]),

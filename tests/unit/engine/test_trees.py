@@ -91,7 +91,8 @@ def test_trees_are_drafted_beside_prompts(make_llm: MakeLLM) -> None:
     mixed = [
         plan
         for plan in plans
-        if any(row.tree_drafts for row in plan.rows) and not all(row.is_decode for row in plan.rows)
+        if any(row.tree_drafts for row in plan.requests)
+        and not all(row.is_decode for row in plan.requests)
     ]
     assert len(mixed) > 3
     assert any(plan.follows for plan in mixed)

@@ -125,9 +125,9 @@ def test_forced_acceptance_follows_first_children(
 
 @BOTH
 def test_a_sequence_may_fill_every_row_there_is(ops: Any) -> None:
-    chain = Tree(tuple((7, i - 1, 7) for i in range(acceptance.MAX_ROWS)))
-    found = ops.accept_path(*tensors_of([chain, chain]), acceptance.MAX_ROWS)
-    assert found.num_correct.tolist() == [acceptance.MAX_ROWS - 1] * 2
+    chain = Tree(tuple((7, i - 1, 7) for i in range(acceptance.MAX_TREE_TOKENS)))
+    found = ops.accept_path(*tensors_of([chain, chain]), acceptance.MAX_TREE_TOKENS)
+    assert found.num_correct.tolist() == [acceptance.MAX_TREE_TOKENS - 1] * 2
     _, parents, _, starts = tensors_of([chain])
     masks = ops.tree_masks(parents, starts).tolist()
     assert [mask % 2**64 for mask in masks] == [2 ** (i + 1) - 1 for i in range(len(chain.rows))]

@@ -73,7 +73,7 @@ def test_every_row_knows_whose_it_is_and_where_it_goes(
     tables = [[100 * b + 7 * page for page in range(PAGES)] for b in range(len(sequences))]
     kind = torch.int64 if wide else torch.int32
     with poisoned_memory():
-        found = twin.lay_out_rows(
+        found = twin.lay_out_tokens(
             int_tensor(query_lens),
             int_tensor(starts, kind),
             int_tensor(first_valid, kind),

@@ -13,7 +13,7 @@ from torch import Tensor
 from serve_spec.core.request import SamplingParams
 from serve_spec.ops import logprobs
 from serve_spec.ops.draw import draw_tokens
-from serve_spec.ops.logprobs import score_rows, score_tokens
+from serve_spec.ops.logprobs import score_in_slices, score_tokens
 from tests.helpers.plain_logprobs import processed
 from tests.helpers.plain_sampling import draw_params
 
@@ -81,8 +81,8 @@ def test_rows_looked_at_in_pieces_give_what_they_give_together(
         seen.append(len(logits[piece]))
         return logits[piece]
 
-    monkeypatch.setattr(logprobs, "_NUMBERS_AT_ONCE", 4 * VOCAB)
+    monkeypatch.setattr(logprobs, "_MAX_LOGITS", 4 * VOCAB)
     rows = draw_params(params, [0] * 11, CPU)
-    found = score_rows(logits_of, VOCAB, tokens, rows, 3, has_filters=True)
+    found = score_in_slices(logits_of, VOCAB, tokens, rows, 3, has_filters=True)
     assert seen == [4, 4, 3]
     assert torch.equal(found, together)

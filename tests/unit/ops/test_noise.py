@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from serve_spec.ops.noise import Stream, gumbel_noise, row_keys_of, seed_words, stream_seeds_of
+from serve_spec.ops.noise import Stream, gumbel_noise, noise_keys, seed_words, stream_seeds
 from tests.helpers.plain_sampling import gumbel, row_key, stream_key
 from tests.helpers.triton import DEVICE
 
 import triton  # isort: skip
 import triton.language as tl  # isort: skip
 
-from serve_spec.ops.noise_triton import gumbel_noise_of, load_row_keys  # isort: skip
+from serve_spec.ops.noise_triton import gumbel_noise_of, load_noise_keys  # isort: skip
 
 rows = st.lists(
     st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.integers(0, 9)),
@@ -33,7 +33,7 @@ def words(seeds: list[int]) -> Tensor:
 
 
 def row_keys(seeds: list[int], positions: list[int]) -> Tensor:
-    return row_keys_of(words(seeds), torch.tensor(positions, device=DEVICE)).cpu()
+    return noise_keys(words(seeds), torch.tensor(positions, device=DEVICE)).cpu()
 
 
 def unsigned(keys: Tensor) -> list[tuple[int, ...]]:
@@ -47,8 +47,8 @@ def test_keys_are_those_of_plain_integers(rows: list[tuple[int, int, int]]) -> N
     expected = [row_key(*row) for row in zip(seeds, positions, strict=True)]
     assert unsigned(row_keys(seeds, positions)) == expected
     for stream in Stream:
-        of_stream = stream_seeds_of(stream, words(seeds), torch.tensor(roots, device=DEVICE))
-        found = row_keys_of(of_stream, torch.tensor(positions, device=DEVICE))
+        of_stream = stream_seeds(stream, words(seeds), torch.tensor(roots, device=DEVICE))
+        found = noise_keys(of_stream, torch.tensor(positions, device=DEVICE))
         columns = zip(seeds, roots, positions, strict=True)
         assert unsigned(found) == [stream_key(stream, *row) for row in columns]
 
@@ -56,7 +56,7 @@ def test_keys_are_those_of_plain_integers(rows: list[tuple[int, int, int]]) -> N
 @triton.jit
 def noise_kernel(noise, seeds, positions, SIZE: tl.constexpr):
     row = tl.program_id(0)
-    first, second = load_row_keys(seeds, row, tl.load(positions + row))
+    first, second = load_noise_keys(seeds, row, tl.load(positions + row))
     ids = tl.arange(0, SIZE)
     tl.store(noise + row * SIZE + ids, gumbel_noise_of(ids, first, second))
 

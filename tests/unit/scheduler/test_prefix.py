@@ -14,7 +14,7 @@ from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.scheduler import scheduler as scheduler_module
-from serve_spec.scheduler.scheduler import WORTH_A_ROUND, Scheduler
+from serve_spec.scheduler.scheduler import MIN_SHARED_TOKENS, Scheduler
 
 PAGE = 4
 ALONE, AHEAD = WorkerLimits(8), WorkerLimits(8, async_scheduling=True)
@@ -57,7 +57,7 @@ class RememberingWorker:
         known = set(self.cache.tree.page_ids)
         owners: dict[int, str] = {}
         drawn = []
-        for row in plan.rows:
+        for row in plan.requests:
             assert row.token_ids, "an empty row"
             if not row.is_decode:
                 self.start_anew(row)
@@ -92,7 +92,7 @@ class RememberingWorker:
                 self.target[slot] = whole[: position + 1] if is_committed else None
         scored = {
             row.request_id: tuple(TokenLogprob(token, 0.0, 1) for token in row.scored_ids)
-            for row in plan.rows
+            for row in plan.requests
             if row.scored_ids
         }
         return BatchResult(drawn, 0.0, 0.0, prompt_logprobs=scored)
@@ -208,7 +208,9 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
 
     No token and no page is lost. One round is in flight while another is planned, or none.
     """
-    monkeypatch.setattr(scheduler_module, "WORTH_A_ROUND", 8)  # the texts of this test are short
+    monkeypatch.setattr(
+        scheduler_module, "MIN_SHARED_TOKENS", 8
+    )  # the texts of this test are short
     rng = random.Random(num_pages + shift)
     scheduler = make(num_pages, shift=shift)
     worker = RememberingWorker(scheduler.cache, shift, rng)
@@ -222,7 +224,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
         plan = scheduler.plan(lambda batch: any_steps(rng, batch), limits, under_way)
         if plan is None:
             return None
-        assert sum(row.query_len for row in plan.rows) <= BUDGET
+        assert sum(row.query_len for row in plan.requests) <= BUDGET
         return plan, worker.execute(plan)
 
     for step in range(1200):
@@ -240,7 +242,7 @@ def test_what_is_read_is_of_ones_own_text_and_what_is_known_was_committed(
             continue
         following = run(flight[0]) if runs_ahead else None
         if following is not None:
-            num_prompts_ahead += not all(row.is_decode for row in following[0].rows)
+            num_prompts_ahead += not all(row.is_decode for row in following[0].requests)
         committed = scheduler.commit(*flight, cut)
         num_finished += sum(row.seq.finished for row in committed)
         scheduler.check_integrity()
@@ -288,12 +290,12 @@ def run(scheduler: Scheduler, *sequences: Sequence) -> list[list[ScheduledReques
     while scheduler.has_work:
         plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
         assert plan is not None
-        rounds.append(list(plan.rows))
+        rounds.append(list(plan.requests))
         scheduler.commit(plan, worker.execute(plan), cut)
     return rounds
 
 
-LONG = [token % 7 for token in range(2 * WORTH_A_ROUND)]
+LONG = [token % 7 for token in range(2 * MIN_SHARED_TOKENS)]
 
 
 def first_round_of(rounds: list[list[ScheduledRequest]], name: str) -> int:
@@ -314,7 +316,10 @@ def test_several_answers_to_a_prompt_wait_a_round_and_compute_it_once() -> None:
 
 def test_what_others_compute_is_waited_for_only_where_it_pays() -> None:
     """Short prompts, prompts that part early, prompts whose tokens are scored: all at once."""
-    for shared, num_own in ((WORTH_A_ROUND - 1, 0), (WORTH_A_ROUND + 8, 2 * WORTH_A_ROUND)):
+    for shared, num_own in (
+        (MIN_SHARED_TOKENS - 1, 0),
+        (MIN_SHARED_TOKENS + 8, 2 * MIN_SHARED_TOKENS),
+    ):
         scheduler = make(512, max_num_batched_tokens=4096)
         texts = [[*LONG[:shared], *[token] * (num_own + 1)] for token in (3, 4)]
         sequences = [sequence(str(i), text, max_tokens=3) for i, text in enumerate(texts)]
@@ -344,7 +349,7 @@ def test_room_that_a_hit_brings_lets_a_text_in_that_would_not_fit_beside_others(
             scheduler.add(second) if second not in scheduler.waiting else None
         plan = scheduler.plan(lambda _: RoundSteps(DraftShape.chain(0)), WorkerLimits(0))
         assert plan is not None
-        assert len(plan.rows) == (2 if prefix_caching else 1)
+        assert len(plan.requests) == (2 if prefix_caching else 1)
         scheduler.check_integrity()
 
 

@@ -35,7 +35,7 @@ class PretendedWorker:
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
         drawn = []
-        for row in plan.rows:
+        for row in plan.requests:
             if row.samples:
                 count = self.rng.randint(0, row.num_steps) + 1
                 drawn.append([token_at(row.seed, row.length + i) for i in range(count)])
@@ -96,7 +96,7 @@ def test_drafts_never_keep_a_prompt_from_its_share_of_the_budget(num_steps: int)
         if round_number == 2:
             scheduler.add(arriving := sequence("9", 20, max_tokens=4))
         plan = step(scheduler, worker, num_steps)
-        assert sum(row.query_len for row in plan.rows) <= 32
+        assert sum(row.query_len for row in plan.requests) <= 32
     assert arriving.num_output_tokens >= 1
 
 
@@ -111,14 +111,14 @@ def test_requests_draft_beside_a_prompt_that_arrives_during_a_step(
     under_way = planned(scheduler, 0, AHEAD)
     scheduler.add(arriving := sequence("5", num_prompt_tokens, max_tokens=60))
     plan = planned(scheduler, 7, AHEAD, under_way)
-    assert [row.is_decode for row in plan.rows] == [True] * 4 + [False]
-    assert all(row.num_steps > 0 for row in plan.rows[:4])
-    assert plan.rows[4].token_ids == tuple(arriving.token_ids)
+    assert [row.is_decode for row in plan.requests] == [True] * 4 + [False]
+    assert all(row.num_steps > 0 for row in plan.requests[:4])
+    assert plan.requests[4].token_ids == tuple(arriving.token_ids)
     scheduler.commit(under_way, worker.execute(under_way), cut)
     # The next one knows the prompt to be done, whatever it drew.
     after = planned(scheduler, 7, AHEAD, plan)
-    assert [row.is_decode for row in after.rows] == [True] * 5
-    assert after.rows[4].num_missing == num_prompt_tokens
+    assert [row.is_decode for row in after.requests] == [True] * 5
+    assert after.requests[4].num_missing == num_prompt_tokens
 
 
 def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts() -> None:
@@ -130,8 +130,8 @@ def test_a_long_prompt_is_cut_beside_a_step_in_flight_and_leaves_room_for_drafts
     cut_at = []
     while plan is not None and len(cut_at) < 2:
         following = planned(scheduler, 7, AHEAD, plan)
-        cut_at += [row.length for row in following.rows if not row.is_decode]
-        assert following.rows[0].num_steps == 7
+        cut_at += [row.length for row in following.requests if not row.is_decode]
+        assert following.requests[0].num_steps == 7
         scheduler.commit(plan, worker.execute(plan), cut)
         plan = following
     assert cut_at == [12, 24]
@@ -157,7 +157,7 @@ def test_a_choice_that_has_to_wait_is_not_asked_for_again() -> None:
     plan = scheduler.plan(lambda _: pytest.fail("asked twice"), AHEAD)
     assert plan is not None
     assert plan.shape.depth == 3
-    assert any(row.num_steps for row in plan.rows)
+    assert any(row.num_steps for row in plan.requests)
 
 
 @pytest.mark.parametrize("num_steps", [0, 3])
@@ -211,8 +211,8 @@ def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
     for name in ("1", "2"):
         scheduler.add(sequence(name, 40, max_tokens=2))
     plan = planned(scheduler, 3)
-    assert [len(row.token_ids) for row in plan.rows] == [40]
-    assert plan.rows[0].samples
+    assert [len(row.token_ids) for row in plan.requests] == [40]
+    assert plan.requests[0].samples
 
 
 def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> None:
@@ -252,7 +252,7 @@ def test_known_mistake_5_pages_are_held_for_the_drafts_of_the_round_and_returned
     seq = sequence("1", 5, max_tokens=200)
     scheduler.add(seq)
     for turn in range(60):
-        (row,) = step(scheduler, worker, (7, 0, 1, 3)[turn % 4]).rows
+        (row,) = step(scheduler, worker, (7, 0, 1, 3)[turn % 4]).requests
         assert len(row.page_ids) == -(-(row.length + row.num_steps) // 4)
         held = 64 - scheduler.cache.num_free_pages
         assert held <= -(-len(seq) // 4), "what was rejected is free again"
@@ -263,7 +263,7 @@ def test_only_what_penalties_count_is_named() -> None:
     scheduler.add(sequence("1", 3, logit_bias={5: 1.0}))
     scheduler.add(sequence("2", 3))
     plan = planned(scheduler, 0)
-    assert [row.edited for row in plan.rows] == [EditedText(3), None]
+    assert [row.edited for row in plan.requests] == [EditedText(3), None]
 
 
 def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way() -> None:
@@ -277,7 +277,7 @@ def test_rows_by_a_grammar_name_what_is_generated_and_follow_no_round_under_way(
     for _ in range(3):
         said = ruled.output_token_ids
         plan = step(scheduler, worker, 0, AHEAD)
-        assert [row.generated_ids for row in plan.rows] == [(), tuple(said)]
+        assert [row.generated_ids for row in plan.requests] == [(), tuple(said)]
         assert plan.has_grammars
         assert scheduler.plan(lambda _: zero, AHEAD, plan) is None
     scheduler.abort("2")

@@ -71,11 +71,11 @@ def test_a_corpus_is_a_text_or_token_ids(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("noise.txt", b"\xff\xfe\xff", "can not be read: .*UTF-8"),
-        ("noise.npy", b"nothing", "can not be read"),
+        ("noise.txt", b"\xff\xfe\xff", "cannot be read: .*UTF-8"),
+        ("noise.npy", b"nothing", "cannot be read"),
         ("table.npy", np.zeros((2, 2), np.int64), r"int64 \[2, 2\]; give integers"),
         ("shares.npy", np.zeros(2), "float64"),
-        ("signed.npy", np.array([3, -1]), "no token ids"),
+        ("signed.npy", np.array([3, -1]), "not all numbers are token ids"),
     ],
 )
 def test_what_is_neither_is_refused_by_name(

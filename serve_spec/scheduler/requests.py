@@ -1,4 +1,4 @@
-"""What one sequence does in a round: how much it drafts, and its row of the plan."""
+"""What each request drafts in a step, and its entry in the plan."""
 
 from __future__ import annotations
 
@@ -12,59 +12,56 @@ from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 
 SHORT_EXTEND = 32
-"""Draft entries a row that does not draft still names."""
+"""Most missing draft KV entries whose tokens are sent for a request that does not draft."""
 
 
-class RowDrafts(NamedTuple):
-    """What a request drafts.
-
-    `from_text`: it was found in its text, where a model would have drafted something else.
-    """
+class RequestDrafts(NamedTuple):
+    """What a request drafts. `from_text`: n-gram drafts instead of the draft model's."""
 
     shape: DraftShape
     from_text: bool = False
 
-    def less(self) -> RowDrafts:
-        """Return what is drafted where this has no room: a shorter chain; of a tree, nothing."""
+    def shortened(self) -> RequestDrafts:
+        """Return the drafts to try if these do not fit: a chain one shorter, or none for a tree."""
         shape = self.shape
         return self._replace(shape=DraftShape.chain(shape.depth - 1) if shape.is_chain else PLAIN)
 
 
-def most_coming(row: ScheduledRequest | None) -> int:
-    """Most tokens a row that still runs commits."""
-    return 0 if row is None else row.num_steps + 1
+def max_committed(req: ScheduledRequest | None) -> int:
+    """Return the most tokens a request in flight commits."""
+    return 0 if req is None else req.num_steps + 1
 
 
-def missing_after(seq: Sequence, row: ScheduledRequest | None) -> int:
-    """Most draft entries `seq` lacks once the round of `row`, which still runs, is committed."""
-    if row is not None and row.extends:
-        return most_coming(row)
-    return len(seq) - 1 - seq.num_draft_computed + most_coming(row)
+def missing_after(seq: Sequence, req: ScheduledRequest | None) -> int:
+    """Return the most draft KV entries `seq` lacks once `req`, in flight, is committed."""
+    if req is not None and req.extends:
+        return max_committed(req)
+    return len(seq) - 1 - seq.num_draft_computed + max_committed(req)
 
 
-def kept_up_to(limits: WorkerLimits, drafts: list[RowDrafts]) -> int:
-    """Backlogs up to this are made up for rows for which no model drafts, if one drafts at all."""
-    has_model_drafts = any(of_row.shape.depth and not of_row.from_text for of_row in drafts)
-    return limits.max_missing if has_model_drafts else 0
+def extend_limit(limits: WorkerLimits, drafts: list[RequestDrafts]) -> int:
+    """Return up to how many missing entries requests without model drafts extend, too."""
+    drafts_by_model = any(each.shape.depth and not each.from_text for each in drafts)
+    return limits.max_missing if drafts_by_model else 0
 
 
-def usable_steps(seq: Sequence, coming: int) -> int:
-    """Most drafts a sequence wants and can still use, when `coming` tokens are on their way."""
+def usable_steps(seq: Sequence, num_in_flight: int) -> int:
+    """Return the most drafts a sequence can use while `num_in_flight` tokens are computed."""
     options = seq.params.speculative
     if not options.enabled or seq.has_broken_draft:
         return 0
-    # The final token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
-    useful = max(0, seq.num_remaining - coming - 1)
+    # The bonus token needs no draft: with r tokens to go, r-1 drafts can still be emitted.
+    useful = max(0, seq.num_remaining - num_in_flight - 1)
     return useful if options.max_steps is None else min(useful, options.max_steps)
 
 
 def wanted_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Drafts per row of the policy's answer, but for those from texts."""
+    """Return the drafts per request that the policy wants, without n-gram drafts."""
     return [steps.shape.depth] * batch.size if steps.row_steps is None else list(steps.row_steps)
 
 
 def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Drafts per row from its text instead of a model; 0: its drafts are a model's, if any."""
+    """Return the n-gram drafts per request; 0: a model drafts, if anything does."""
     if not any(batch.text_steps):
         return [0] * batch.size
     wanted = wanted_steps(steps, batch) if steps.text_steps is None else steps.text_steps
@@ -72,25 +69,25 @@ def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
 
 
 def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Drafts per row: what the policy wants, what the row can use, an even share of the room."""
+    """Return the drafts per request: wanted, usable and within an even share of the room."""
     return _shared(_usable_steps(steps, batch, text_steps(steps, batch)), batch)
 
 
 def _usable_steps(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
-    rows = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
-    return [from_text or min(want, most) for from_text, want, most in rows]
+    reqs = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
+    return [from_text or min(want, most) for from_text, want, most in reqs]
 
 
 def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
-    """The drafts of every row; where there is no room for all, an even share of it at most."""
+    """Return the drafts of every request, at most an even share of a room too small for all."""
     if sum(num_drafts) <= batch.max_draft_tokens:
         return num_drafts
     share = batch.max_draft_tokens // batch.size
     return [min(count, share) for count in num_drafts]
 
 
-def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RowDrafts]:
-    """Return what every request drafts: of the policy's shape as many levels as it can use."""
+def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
+    """Return what every request drafts: as many levels of the policy's shape as it can use."""
     shape, from_texts = steps.shape, text_steps(steps, batch)
     usable = _usable_steps(steps, batch, from_texts)
     if shape.is_chain:
@@ -98,8 +95,8 @@ def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RowDrafts]:
     else:
         sizes = _shared([shape.size_at(levels) for levels in usable], batch)
         shapes = map(partial(_tree, shape.topk), usable, sizes)
-    rows = zip(shapes, from_texts, strict=True)
-    return [RowDrafts(own, from_text=of_text > 0) for own, of_text in rows]
+    reqs = zip(shapes, from_texts, strict=True)
+    return [RequestDrafts(own, from_text=of_text > 0) for own, of_text in reqs]
 
 
 def _tree(topk: int, levels: int, size: int) -> DraftShape:
@@ -120,17 +117,17 @@ def generated_ids(seq: Sequence) -> tuple[int, ...]:
     return () if seq.params.grammar is None else tuple(seq.output_token_ids)
 
 
-def decode_row(
-    seq: Sequence, drafts: RowDrafts, num_missing: int, kept_up: int, *, is_under_way: bool = False
+def decode_request(
+    seq: Sequence, drafts: RequestDrafts, num_missing: int, limit: int, *, in_flight: bool = False
 ) -> ScheduledRequest:
     """Return a request that verifies these drafts.
 
-    num_missing: draft KV entries it lacks when the step starts. kept_up: see `kept_up_to`.
-    is_under_way: a step in flight adds tokens that the host does not know.
+    num_missing: draft KV entries it lacks when the step starts. limit: see `extend_limit`.
+    in_flight: a step in flight adds tokens that the host does not know.
     """
     last, shape = len(seq) - 1, drafts.shape
-    # A request that does not draft names a few missing entries, too: the next step may need them.
-    is_named = shape.depth or last - seq.num_draft_computed <= SHORT_EXTEND
+    # A request that does not draft sends a few missing tokens, too: the next step may need them.
+    is_sent = shape.depth or last - seq.num_draft_computed <= SHORT_EXTEND
     return ScheduledRequest(
         request_id=seq.request_id,
         token_ids=(seq.token_ids[last],),
@@ -141,22 +138,22 @@ def decode_row(
         seed=seq.seed,
         is_decode=True,
         shape=shape,
-        draft_start=seq.num_draft_computed if is_named else min(0, seq.num_draft_computed),
+        draft_start=seq.num_draft_computed if is_sent else min(0, seq.num_draft_computed),
         # Draft entry j carries token j+1; entries up to last-1 exist once these are added.
-        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_named else (),
-        extends=shape.depth > 0 or 0 < num_missing <= kept_up,
+        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 :]) if is_sent else (),
+        extends=shape.depth > 0 or 0 < num_missing <= limit,
         num_missing=num_missing,
         request_slot=seq.request_slot,
-        edited=None if is_under_way else edited_text(seq),
+        edited=None if in_flight else edited_text(seq),
         generated_ids=generated_ids(seq),
     )
 
 
-def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> ScheduledRequest:
-    """A row that computes `count` tokens from `start` on; with the last of them it samples."""
+def prefill_request(seq: Sequence, start: int, count: int, *, samples: bool) -> ScheduledRequest:
+    """Return a prefill chunk of `count` tokens. If it `samples`, its last token draws."""
     end = start + count
     scored = seq.unscored(start, end)
-    is_named = end - 1 - seq.num_draft_computed <= SHORT_EXTEND
+    is_sent = end - 1 - seq.num_draft_computed <= SHORT_EXTEND
     return ScheduledRequest(
         request_id=seq.request_id,
         token_ids=tuple(seq.token_ids[start:end]),
@@ -166,7 +163,7 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> Sched
         params=seq.params,
         seed=seq.seed,
         draft_start=seq.num_draft_computed,
-        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_named else (),
+        extend_ids=tuple(seq.token_ids[seq.num_draft_computed + 1 : end]) if is_sent else (),
         request_slot=seq.request_slot,
         scored_start=scored.start,
         scored_ids=tuple(seq.token_ids[scored.start : scored.stop]),
@@ -175,14 +172,13 @@ def prompt_row(seq: Sequence, start: int, count: int, *, samples: bool) -> Sched
     )
 
 
-def text_drafted_row(
-    seq: Sequence, drafts: RowDrafts, found: TextDrafts, num_missing: int, kept_up: int
+def ngram_request(
+    seq: Sequence, drafts: RequestDrafts, found: TextDrafts, num_missing: int, limit: int
 ) -> ScheduledRequest:
-    """A row that verifies the first of what was found; to a draft model, if there is one, a row
-    without any drafts."""
-    row = decode_row(seq, RowDrafts(PLAIN), num_missing, kept_up)
+    """Return a request that verifies n-gram drafts. A draft model sees one without drafts."""
+    req = decode_request(seq, RequestDrafts(PLAIN), num_missing, limit)
     shape = drafts.shape
-    return row._replace(
+    return req._replace(
         shape=shape,
         draft_ids=found.token_ids[: shape.size],
         draft_parents=found.parents[: shape.size],

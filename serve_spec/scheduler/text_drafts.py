@@ -1,4 +1,4 @@
-"""What texts have to draft for the round being planned."""
+"""N-gram drafts of the step being planned."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from collections.abc import Sequence as SequenceOf
 
 from serve_spec.core.draft import TextDrafter, TextDrafts
 from serve_spec.core.sequence import Sequence
-from serve_spec.scheduler.rows import RowDrafts
+from serve_spec.scheduler.requests import RequestDrafts
 
 
-class Texts:
-    """Asks a text drafter, once a round and sequence, and remembers what it found.
+class TextDraftCache:
+    """Keeps what a text drafter proposed for each sequence, so it is asked once a step.
 
-    An id beyond the target's `vocab_size` becomes -1, no token: the round counts it as a broken
-    draft, and its sequence drafts no more. The target could not even look it up.
+    An id beyond the target's `vocab_size` becomes -1: the step counts it as a broken draft, and
+    its sequence stops drafting.
     """
 
     def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:
@@ -22,21 +22,21 @@ class Texts:
         self._chains: dict[str, tuple[int, ...]] = {}
 
     def find(self, sequences: SequenceOf[Sequence], most: SequenceOf[int]) -> list[int]:
-        """Looks for a chain of up to `most` drafts of each sequence; how many there are."""
+        """Propose up to `most` drafts for each sequence. Return how many were found."""
         for seq, count in zip(sequences, most, strict=True):
             found = self.drafter.propose(seq.request_id, seq.token_ids, count)
             self._chains[seq.request_id] = self._known(found)
         return [len(self._chains[seq.request_id]) for seq in sequences]
 
-    def drafts(self, seq: Sequence, wanted: RowDrafts) -> TextDrafts:
-        """The chain that was found, or, where a tree is wanted, a tree."""
+    def drafts(self, seq: Sequence, wanted: RequestDrafts) -> TextDrafts:
+        """Return the chain that was found, or a tree if one is wanted."""
         if wanted.shape.is_chain:
             return TextDrafts(self._chains[seq.request_id])
         tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, wanted.shape)
         return tree._replace(token_ids=self._known(tree.token_ids))
 
     def forget(self, request_id: str) -> None:
-        """The sequence has left the batch."""
+        """Drop the state of a sequence that leaves the batch."""
         self.drafter.forget(request_id)
         self._chains.pop(request_id, None)
 
@@ -46,5 +46,5 @@ class Texts:
         return tuple(token if token < self.vocab_size else -1 for token in token_ids)
 
     def __len__(self) -> int:
-        """Sequences of which something is remembered."""
+        """Return the number of sequences with drafts."""
         return len(self._chains)
