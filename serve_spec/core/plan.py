@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
@@ -186,6 +188,9 @@ class BatchResult:
     none of the vocabulary. Their text is none the worse. `idle_ms` passed on the device between
     the end of the round before and the start of this one, where that is known.
 
+    `draft_shares` float32 [rows, N]: how likely each draft of the sampling rows seemed to the draft
+    model, see `StepBuffers.shares`; None without one.
+
     `logprobs`: by request id, of rows that ask for them and sample, aligned with their tokens.
     `prompt_logprobs`: by request id, aligned with the rows' `scored_ids`.
     """
@@ -195,6 +200,7 @@ class BatchResult:
     verify_ms: float
     broken_drafts: tuple[int, ...] = ()
     idle_ms: float = 0.0
+    draft_shares: np.ndarray | None = None
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 
