@@ -136,7 +136,7 @@ def _draw_row(width: int, count: int, topk: int, device: torch.device) -> dict[s
     """Return the times of draws from the same logits.
 
     greedy_us, random_us: a level's children, with temperature and noise. torch_us: topk and
-    logsumexp alone. draft_us: a chain's random draft.
+    logsumexp alone. draft_us: a chain's random draft, which is the best child.
     """
     logits = torch.randn(count, width, device=device)
     owners = torch.zeros(count, dtype=torch.int32, device=device)
@@ -163,7 +163,7 @@ def _draw_row(width: int, count: int, topk: int, device: torch.device) -> dict[s
         "greedy_us": draw_us(draw.draw_children, 0.0, topk),
         "random_us": draw_us(draw.draw_children, 1.0, topk),
         "torch_us": us(lambda: (logits.topk(topk, dim=1), logits.logsumexp(dim=1))),
-        "draft_us": draw_us(draw.draw_drafts, 1.0),
+        "draft_us": draw_us(draw.draw_children, 1.0, 1),
     }
 
 

@@ -16,8 +16,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
 from tqdm import tqdm
 
 from serve_spec.bench.configuration import tree_size
@@ -50,6 +51,8 @@ class AcceptanceTrace:
     """
     of_trees: tuple[tuple[int, ...], ...] = ()
     """The same of every shape in `TraceSet.trees`."""
+    draft_shares: tuple[tuple[float, ...], ...] = ()
+    """The logarithm of each draft's share in such a round (`ops.draw`); empty without a model."""
 
     @property
     def kind(self) -> TextKind:
@@ -137,9 +140,9 @@ def _parsed(data: Mapping[str, Any]) -> TraceSet:
         counts = _counts("num_correct_drafts", entry["num_correct_drafts"], most)
         pairs = zip(trees, entry.get("of_trees", ()), strict=True)
         of_trees = tuple(_counts("of_trees", mine, tree.depth) for tree, mine in pairs)
-        traces.append(
-            AcceptanceTrace(**{**entry, "num_correct_drafts": counts, "of_trees": of_trees})
-        )
+        shares = tuple(map(tuple, entry.get("draft_shares", ())))
+        known = {"num_correct_drafts": counts, "of_trees": of_trees, "draft_shares": shares}
+        traces.append(AcceptanceTrace(**{**entry, **known}))
     return TraceSet(most, tuple(traces), trees)
 
 
@@ -172,14 +175,14 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
             ignore_eos=True,
         )
         engine.add(engine.new_sequence(str(index), list(request.prompt), params))
-    with _one_token_per_round(engine, num_steps) as counts, tqdm(total=len(requests)) as bar:
+    with _one_token_per_round(engine, num_steps) as rounds, tqdm(total=len(requests)) as bar:
         while engine.has_work:
             if num_done := sum(delta.finish_reason is not None for delta in engine.step()):
                 bar.update(num_done)
     traces = []
     for index, request in enumerate(requests):
-        kept = counts[str(index)][: num_tokens - 1]
-        if len(kept) < num_tokens - 1:
+        mine = rounds[str(index)][: num_tokens - 1]
+        if len(mine) < num_tokens - 1:
             raise ValueError(
                 f"num_pages={engine.scheduler.cache.num_pages}: rounds drafted less than "
                 f"num_steps={num_steps}; give more pages and a larger max_num_batched_tokens"
@@ -190,7 +193,8 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
                 temperature=request.kind.temperature,
                 seed=request.seed,
                 num_prompt_tokens=len(request.prompt),
-                num_correct_drafts=tuple(kept),
+                num_correct_drafts=tuple(kept for kept, _ in mine),
+                draft_shares=tuple(shares for _, shares in mine if shares),
             )
         )
     return TraceSet(num_steps, tuple(traces))
@@ -207,27 +211,34 @@ class _Finished:
         return self.outcome
 
 
+_Round: TypeAlias = tuple[int, tuple[float, ...]]
+"""Drafts kept, and the share of each draft."""
+
+
 @contextmanager
-def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[int]]]:
-    """Let steps commit their first token only. Yield accepted drafts by request, in order.
+def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[_Round]]]:
+    """Let steps commit their first token only. Yield rounds by request, in order.
 
     The engine must not schedule ahead.
     """
-    counts: dict[str, list[int]] = defaultdict(list)
+    rounds: dict[str, list[_Round]] = defaultdict(list)
     worker = engine.worker
     submit = worker.submit
 
     def first_token_only(plan: ScheduledBatch) -> PendingBatch:
         result = submit(plan).result()
         worker.drain()  # request slots hold more tokens than the engine commits
-        for row, tokens in zip(plan.sampling_requests, result.token_ids, strict=True):
+        for number, row in enumerate(plan.sampling_requests):
             if row.num_steps == num_steps:
-                counts[row.request_id].append(len(tokens) - 1)
+                shares: tuple[float, ...] = ()
+                if result.draft_shares is not None and plan.shape.is_chain:
+                    shares = tuple(result.draft_shares[number, :num_steps].round(3).tolist())
+                rounds[row.request_id].append((len(result.token_ids[number]) - 1, shares))
         return _Finished(replace(result, token_ids=[tokens[:1] for tokens in result.token_ids]))
 
     worker.submit = first_token_only  # type: ignore[method-assign]
     try:
-        yield counts
+        yield rounds
     finally:
         worker.submit = submit  # type: ignore[method-assign]
 
@@ -305,10 +316,55 @@ def _table(traces: TraceSet) -> str:
         survival = [
             sum(n >= k for n in counts) / len(counts) for k in range(1, traces.num_steps + 1)
         ]
-        rows.append([kind.prompts, kind.temperature, len(counts), *survival, *_kept(traces, kind)])
+        rows.append(
+            [
+                kind.prompts,
+                kind.temperature,
+                len(counts),
+                *survival,
+                *confidence_of(traces.of(kind)).values(),
+                *_kept(traces, kind),
+            ]
+        )
     depths = [f"≥ {k}" for k in range(1, traces.num_steps + 1)]
     trees = [f"kept of {tree}" for tree in traces.trees]
-    return table(["prompts", "T", "positions", *depths, *trees], rows)
+    confidence = confidence_of(traces.traces)
+    return table(["prompts", "T", "positions", *depths, *confidence, *trees], rows)
+
+
+def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
+    """Return how well shares tell which drafts are kept, of those that were reached.
+
+    `AUC`: chance that a kept draft has a larger share than a rejected one. `error`: mean difference
+    between the share and what was kept, over ten bins of equally many drafts of each position.
+    Empty without shares.
+    """
+    reached = [
+        (position, np.exp(share), position < kept)
+        for trace in traces
+        for kept, shares in zip(trace.num_correct_drafts, trace.draft_shares, strict=False)
+        for position, share in enumerate(shares[: kept + 1])
+    ]
+    if not reached:
+        return {}
+    positions, chances, kept = map(np.array, zip(*reached, strict=True))
+    order = chances.argsort(kind="stable")
+    ranks = np.empty(len(order))
+    ranks[order] = np.arange(len(order))
+    num_kept = int(kept.sum())
+    pairs = num_kept * (len(kept) - num_kept)
+    above = ranks[kept].sum() - num_kept * (num_kept - 1) / 2
+    errors, sizes = [], []
+    for position in np.unique(positions):
+        of_one = np.flatnonzero(positions == position)
+        for members in np.array_split(of_one[chances[of_one].argsort()], 10):
+            if len(members):
+                errors.append(abs(chances[members].mean() - kept[members].mean()))
+                sizes.append(len(members))
+    return {
+        "AUC": float(above / pairs) if pairs else float("nan"),
+        "error": float(np.average(errors, weights=sizes)),
+    }
 
 
 def _kept(traces: TraceSet, kind: TextKind) -> list[float]:

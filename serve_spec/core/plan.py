@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple, Protocol
 
+import numpy as np
+
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
@@ -182,6 +184,9 @@ class BatchResult:
     `broken_drafts`: indices of sampling requests whose draft gave NaN or an unknown token; their
     text is still correct. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
+    `draft_shares` float32 [B, N]: how likely the draft model found each draft of the sampling
+    requests, see `StepBuffers.shares`; None without a model.
+
     `logprobs`: by request id, aligned with the emitted tokens. `prompt_logprobs`: by request id,
     aligned with `scored_ids`. Both only for requests that ask for them.
     """
@@ -191,6 +196,7 @@ class BatchResult:
     verify_ms: float
     broken_drafts: tuple[int, ...] = ()
     idle_ms: float = 0.0
+    draft_shares: np.ndarray | None = None
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.ops.dispatch import has_kernel
+from serve_spec.ops.layout import on_host
 
 _NEVER = float("-inf")
 
@@ -31,12 +32,14 @@ class Level(NamedTuple):
     """The C candidates of one level: topk of the first, topk² of each other.
 
     token_ids: int64 [B, C], -1 for none. scores: float32 [B, C], sums of logarithms; -inf for none.
-    parents: int64 [B, C], number of the parent among the candidates of all levels; -1: the root.
+    parents: int64 [B, C], each one's parent among the candidates of all levels; -1 for the root.
+    shares: float32 [B, C], the candidate's own logarithm.
     """
 
     token_ids: Tensor
     scores: Tensor
     parents: Tensor
+    shares: Tensor
 
 
 class Beam(NamedTuple):
@@ -73,7 +76,7 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
     total = before.scores.unsqueeze(2) + scores.clamp(max=0.0)
     total = total.where((token_ids >= 0) & (total == total), _NEVER).flatten(1)
     parents = before.numbers.repeat_interleave(topk, dim=1)
-    level = Level(token_ids.flatten(1), total, parents)
+    level = Level(token_ids.flatten(1), total, parents, scores.flatten(1))
     best = total.argsort(dim=1, descending=True, stable=True)[:, :topk]
     befores = best // topk
     first = topk + (step - 1) * topk * topk if step else 0
@@ -90,12 +93,14 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
 @has_kernel
 def choose_drafts(
     levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
-    """Return the tree of the likeliest candidates. Parents come before their children.
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The likeliest candidates, a tree: parents are among them, and come before their children.
 
-    num_steps, num_draft_tokens: [B], levels to use, and drafts to choose, at most `width`.
-    Returns token ids int64 [B, width] and parents int32 [B, width], the draft before each, counted
-    from 1, 0 for the root; both hold any valid values past `num_draft_tokens`.
+    num_steps, num_draft_tokens: [B], the levels of each sequence that count, and how many drafts
+    are wanted, no more than those levels have, at most `width`.
+    Returns token ids int64 [B, width], parents int32 [B, width], the draft before each, counted
+    from 1, 0 for the root, and shares float32 [B, width]; what stands past `num_draft_tokens` is
+    anything valid.
     """
     token_ids = torch.cat([level.token_ids for level in levels], dim=1)
     parents = torch.cat([level.parents for level in levels], dim=1)
@@ -118,7 +123,12 @@ def choose_drafts(
     places.scatter_(1, chosen, (place + 1).expand_as(chosen))
     before = parents.gather(1, numbers)
     before = before.where(before >= 0, num_candidates + 1)
-    return token_ids.gather(1, numbers), places.gather(1, before).to(torch.int32)
+    shares = torch.cat([level.shares for level in levels], dim=1)
+    return (
+        token_ids.gather(1, numbers),
+        places.gather(1, before).to(torch.int32),
+        shares.gather(1, numbers),
+    )
 
 
 def likeliest_children(
@@ -128,17 +138,20 @@ def likeliest_children(
 
     scores: float32 [R, Vd], tempered, with the noise of their position if the request samples,
     because noise and probability together predict the target's draw. Ties rank by column, so that
-    the first child is the draft of a chain. target_ids: as in `draw.draw_drafts`.
+    the first child is the draft of a chain. target_ids: as in `draw.draw_children`.
     Returns int64 and float32 [R, topk]; ids are -1 for children scored -inf, and in rows that hold
     NaN or nothing finite.
     """
-    left, best, children = scores.clone(), [], []
+    top = scores.amax(dim=1, keepdim=True)
+    total = (scores - top).exp_().sum(dim=1, keepdim=True).log_()
+    left = scores
+    children: list[Tensor] = []
     for _ in range(topk):
-        value, child = left.max(dim=1, keepdim=True)  # the first of equals, which topk is not
-        left.scatter_(1, child, _NEVER)
-        best.append(value)
-        children.append(child)
+        if children:
+            left = left.scatter(1, children[-1], _NEVER)
+        # The first of equals, which torch's topk and argmax need not give.
+        children.append(torch.from_numpy(on_host(left).argmax(axis=1)).to(left.device).unsqueeze(1))
     columns = torch.cat(children, dim=1)
-    likely = torch.cat(best, dim=1) - scores.logsumexp(dim=1, keepdim=True)
+    likely = scores.gather(1, columns) - top - total
     ids = columns if target_ids is None else target_ids[columns]
     return ids.where(likely.isfinite(), -1), likely

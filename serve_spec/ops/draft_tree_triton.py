@@ -46,31 +46,32 @@ def grow_beam(before: Beam, token_ids: Tensor, scores: Tensor, step: int) -> tup
         WIDTH=width, TOPK=topk, COLUMNS=triton.next_power_of_2(width * topk), CHUNK=_CHUNK,
         DEPENDENT=dependent, num_warps=4 if width * topk <= 256 else 8, launch_pdl=dependent,
     )  # fmt: skip
-    return Level(token_ids, total, parents), beam
+    return Level(token_ids, total, parents, scores), beam
 
 
 def choose_drafts(
     levels: Sequence[Level], num_steps: Tensor, num_draft_tokens: Tensor, width: int
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """See `draft_tree.choose_drafts`."""
     if sum(level.scores.shape[1] for level in levels) > MAX_CANDIDATES:
         return reference_of(draft_tree.choose_drafts)(levels, num_steps, num_draft_tokens, width)
-    token_ids, scores, parents = (
+    token_ids, scores, parents, shares = (
         torch.cat(columns, dim=1) for columns in zip(*levels, strict=True)
     )
     batch_size, num_candidates = scores.shape
     width = min(width, num_candidates)
     chosen = token_ids.new_zeros(batch_size, width)
     before = token_ids.new_zeros(batch_size, width, dtype=torch.int32)
+    shown = shares.new_zeros(batch_size, width)
     places = torch.empty_like(parents, dtype=torch.int32)
     dependent = dependent_launch(token_ids.device)
     _choose_kernel[(batch_size,)](
-        chosen, before, places, token_ids, scores, parents, num_steps, num_draft_tokens,
-        num_candidates, width,
+        chosen, before, shown, places, token_ids, scores, parents, shares, num_steps,
+        num_draft_tokens, num_candidates, width,
         TOPK=levels[0].scores.shape[1], COLUMNS=triton.next_power_of_2(num_candidates),
         CHUNK=_CHUNK, DEPENDENT=dependent, num_warps=8, launch_pdl=dependent,
     )  # fmt: skip
-    return chosen, before
+    return chosen, before, shown
 
 
 @triton.jit(do_not_specialize=["first_number", "first_bit"])
@@ -133,8 +134,8 @@ def _num_before(value, column, others, other, num_columns):
 
 @triton.jit(do_not_specialize=["num_candidates", "width"])
 def _choose_kernel(
-    chosen, before, places, token_ids, scores, parents, num_steps, num_draft_tokens,
-    num_candidates, width,
+    chosen, before, shown, places, token_ids, scores, parents, shares, num_steps,
+    num_draft_tokens, num_candidates, width,
     TOPK: tl.constexpr, COLUMNS: tl.constexpr, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     b = tl.program_id(0).to(tl.int64)
@@ -158,6 +159,7 @@ def _choose_kernel(
     tl.debug_barrier()
     at = b * width + place - 1
     tl.store(chosen + at, tl.load(token_ids + first + column, mask=inside), mask=is_chosen)
+    tl.store(shown + at, tl.load(shares + first + column, mask=inside), mask=is_chosen)
     parent = tl.load(parents + first + column, mask=inside, other=-1)
     above = tl.load(places + first + tl.maximum(parent, 0), mask=inside & (parent >= 0), other=0)
     tl.store(before + at, above, mask=is_chosen)

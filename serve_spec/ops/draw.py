@@ -90,35 +90,6 @@ def draw_tokens(
 
 
 @has_kernel
-def draw_drafts(
-    logits: Tensor,
-    owners: Tensor,
-    positions: Tensor,
-    params: DrawParams,
-    sharpness: Tensor,
-    target_ids: Tensor | None = None,
-    *,
-    num_ids: int | None = None,
-) -> Tensor:
-    """Return coupled drafts: argmax(log q / τ + noise), τ = sharpness · temperature, no filters.
-
-    The noise is that of the target's draw at the same position, so both likely pick the same token
-    (Gumbel coupling, arXiv 2408.07978). The output is exact for any drafts.
-
-    sharpness: float32 [1], the drafts' temperature over their requests'.
-    target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same.
-    Everything else as for `draw_tokens`, with logits over draft ids. Returns target ids, or -1.
-    """
-    rows = params.of(owners)
-    scores = logits[:, :num_ids]
-    if any(rows.is_random):
-        scores = tempered(scores, rows.inverse_temperature / sharpness)
-        scores = _with_noise(scores, rows, positions, target_ids)
-    choice = _likeliest(scores.float(), owners)
-    return _over_target_ids(choice, owners, target_ids)
-
-
-@has_kernel
 def sample_drafts(
     logits: Tensor,
     owners: Tensor,
@@ -126,17 +97,23 @@ def sample_drafts(
     roots: Tensor,
     params: DrawParams,
     target_ids: Tensor | None = None,
-) -> Tensor:
-    """Return drafts drawn from the draft's own distribution, for rejection sampling.
+) -> tuple[Tensor, Tensor]:
+    """Return the token each draft row draws from its own distribution, for rejection sampling.
 
-    roots: int64 [T], the first position that each sequence draws in this round; the noise is
-    that of `Stream.DRAFT`, by draft id. Everything else as for `draw_drafts`.
+    roots: int64 [T], the position that each row's round decides first; the noise is that of
+    `Stream.DRAFT`, by draft id. Everything else as for `draw_children`.
+
+    Returns target ids int64 [T], 0 for padding, -1 where no token can be drawn; and float32 [T],
+    the logarithm of the largest probability of the distribution, which does not depend on what was
+    drawn: so it may decide whether the draft is verified.
     """
     rows = params.of(owners)
     keys = noise_keys(stream_seeds(Stream.DRAFT, rows.seeds, roots), positions)
     noise = gumbel_noise(keys, logits.shape[1])
-    scores = tempered(logits, rows.inverse_temperature) + noise * _is_random(rows)
-    return _over_target_ids(_likeliest(scores, owners), owners, target_ids)
+    scores = tempered(logits, rows.inverse_temperature)
+    peaks = scores.amax(dim=1) - scores.logsumexp(dim=1)
+    choice = _likeliest(scores + noise * _is_random(rows), owners)
+    return _over_target_ids(choice, owners, target_ids), peaks
 
 
 @has_kernel
@@ -149,9 +126,20 @@ def draw_children(
     target_ids: Tensor | None,
     topk: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return the topk largest of the scores whose argmax `draw_drafts` takes, and log-softmax.
+    """Return the topk drafts of each row that the target most likely draws, and their shares.
 
-    Returns int64 and float32 [T, topk]; see `draft_tree.likeliest_children`.
+    They are the largest of log q / τ + noise, τ = sharpness · temperature, with the noise that
+    decides the same position of the target, without filters. Any choice keeps the output exact;
+    this one is likely accepted (Gumbel coupling, arXiv 2408.07978; τ slightly below the temperature
+    measured better). The first is the draft of a chain.
+
+    logits: [T, Vd], any float dtype, over draft ids. owners: int32 [T], the sequence of each row;
+    padding (-1) drafts anything. positions: int64 [T], the position that each row's draft decides.
+    sharpness: float32 [1], the drafts' temperature over their requests'.
+    target_ids: int64 [Vd], the target's id of each draft id, or None where they are the same.
+
+    Returns int64 [T, topk], target ids or -1, and float32 [T, topk], the logarithm of each one's
+    share of the softmax of these numbers; see `draft_tree.likeliest_children`.
     """
     rows = params.of(owners)
     scores = tempered(logits, rows.inverse_temperature / sharpness)

@@ -46,7 +46,7 @@ def draw_tokens(
 ) -> Tensor:
     """See `serve_spec.ops.draw.draw_tokens`."""
     width = logits.shape[1] if num_ids is None else num_ids
-    values, tokens, tops = _best_of_chunks(logits, owners, positions, params, None, None, width)
+    values, tokens, tops = _best_of_chunks(logits, owners, positions, params, width)
     drawn = torch.empty(len(owners), dtype=torch.int64, device=logits.device)
     dependent = dependent_launch(logits.device)
     _draw_kernel[(len(owners),)](
@@ -58,24 +58,6 @@ def draw_tokens(
     return drawn
 
 
-def draw_drafts(
-    logits: Tensor,
-    owners: Tensor,
-    positions: Tensor,
-    params: DrawParams,
-    sharpness: Tensor,
-    target_ids: Tensor | None = None,
-    *,
-    num_ids: int | None = None,
-) -> Tensor:
-    """See `serve_spec.ops.draw.draw_drafts`."""
-    width = logits.shape[1] if num_ids is None else num_ids
-    values, tokens, _ = _best_of_chunks(
-        logits, owners, positions, params, sharpness, target_ids, width
-    )
-    return _best_of_rows(values, tokens, owners, target_ids, width)
-
-
 def sample_drafts(
     logits: Tensor,
     owners: Tensor,
@@ -83,25 +65,24 @@ def sample_drafts(
     roots: Tensor,
     params: DrawParams,
     target_ids: Tensor | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """See `serve_spec.ops.draw.sample_drafts`."""
-    width = logits.shape[1]
-    values, tokens, _ = _best_of_chunks(logits, owners, positions, params, None, None, width, roots)
-    return _best_of_rows(values, tokens, owners, target_ids, width)
-
-
-def _best_of_rows(
-    values: Tensor, tokens: Tensor, owners: Tensor, target_ids: Tensor | None, width: int
-) -> Tensor:
-    """Return the best token over the chunks of every row, as a target id: int64 [T]."""
-    drafts = torch.empty(len(owners), dtype=torch.int64, device=values.device)
-    dependent = dependent_launch(values.device)
-    _draft_kernel[(len(owners),)](
-        drafts, values, tokens, values.shape[1], owners, target_ids,
+    num_rows, width = logits.shape
+    masses = torch.empty(
+        (num_rows, triton.cdiv(width, _choose_chunk(num_rows, width)[0])),
+        dtype=torch.float32,
+        device=logits.device,
+    )
+    values, tokens, tops = _best_of_chunks(logits, owners, positions, params, width, roots, masses)
+    drafts = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
+    peaks = torch.empty(num_rows, dtype=torch.float32, device=logits.device)
+    dependent = dependent_launch(logits.device)
+    _draft_kernel[(num_rows,)](
+        drafts, peaks, values, tokens, tops, masses, values.shape[1], owners, target_ids,
         CHUNKS=_most_chunks(width), DEPENDENT=dependent,
         num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
-    return drafts
+    return drafts, peaks
 
 
 def draw_children(
@@ -156,14 +137,14 @@ def _best_of_chunks(
     owners: Tensor,
     positions: Tensor,
     params: DrawParams,
-    sharpness: Tensor | None,
-    target_ids: Tensor | None,
     num_ids: int,
     roots: Tensor | None = None,
+    masses: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return each chunk's largest perturbed score, its column and its largest score: [T, C].
+    """Return the largest perturbed score, its column and the largest score of every chunk: [T, C].
 
-    roots: see `sample_drafts`; None: the noise of `draw_tokens`.
+    roots: see `sample_drafts`; None: the noise is that of the target's draws. masses: [T, C],
+    written: the sum of exp(score - largest score).
     """
     num_rows = len(owners)
     chunk, num_warps = _choose_chunk(num_rows, num_ids)
@@ -173,8 +154,8 @@ def _best_of_chunks(
     tops = torch.empty_like(values)
     dependent = dependent_launch(logits.device)
     _chunk_kernel[(shape[1], shape[0])](
-        values, tokens, tops, logits, logits.stride(0), owners, positions, roots,
-        params.inverse_temperature, params.seeds, target_ids, sharpness, num_ids,
+        values, tokens, tops, masses, logits, logits.stride(0), owners, positions, roots,
+        params.inverse_temperature, params.seeds, num_ids,
         CHUNK=chunk, DEPENDENT=dependent,
         num_warps=num_warps, enable_fp_fusion=False, launch_pdl=dependent,
     )  # fmt: skip
@@ -183,9 +164,9 @@ def _best_of_chunks(
 
 @triton.jit
 def _chunk_kernel(
-    values, tokens, tops,
-    logits, row_stride, owners, positions, roots, inverse_temperature, seeds, target_ids,
-    sharpness, num_ids, CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
+    values, tokens, tops, masses,
+    logits, row_stride, owners, positions, roots, inverse_temperature, seeds, num_ids,
+    CHUNK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (chunk, row): see `_best_of_chunks`."""
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -198,13 +179,17 @@ def _chunk_kernel(
         scores, perturbed = _scores(
             logits + row.to(tl.int64) * row_stride, ids, num_ids, owner, positions + row,
             None if roots is None else roots + row,
-            inverse_temperature, seeds, target_ids, sharpness,
+            inverse_temperature, seeds, None, None,
         )  # fmt: skip
         best = tl.max(perturbed, axis=0)
         at = row * tl.num_programs(0) + chunk
         tl.store(values + at, best)
         tl.store(tokens + at, tl.min(tl.where(perturbed == best, ids, _NO_ID), axis=0))
-        tl.store(tops + at, tl.max(scores, axis=0))
+        top = tl.max(scores, axis=0)
+        tl.store(tops + at, top)
+        if masses is not None:
+            top = tl.where(top > float("-inf"), top, 0.0)
+            tl.store(masses + at, tl.sum(tl.exp(scores - top), axis=0))
 
 
 @triton.jit
@@ -318,10 +303,10 @@ def _scores(
 
 @triton.jit(do_not_specialize=["num_chunks"])
 def _draft_kernel(
-    drafts, values, tokens, num_chunks, owners, target_ids,
+    drafts, peaks, values, tokens, tops, masses, num_chunks, owners, target_ids,
     CHUNKS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per row: the best of its chunks, as a target id."""
+    """One program per row: the best of its chunks, as a target id, and its largest probability."""
     row = tl.program_id(0)
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
@@ -331,6 +316,13 @@ def _draft_kernel(
         token = _best_of_row(values, tokens, row, num_chunks, CHUNKS).to(tl.int64)
         if target_ids is not None:
             token = tl.where(token < 0, token, tl.load(target_ids + tl.maximum(token, 0)))
+        chunks = tl.arange(0, CHUNKS)
+        at, inside = row * num_chunks + chunks, chunks < num_chunks
+        top = tl.load(tops + at, mask=inside, other=float("-inf"))
+        mass = tl.load(masses + at, mask=inside, other=0.0)
+        largest = tl.max(top, axis=0)
+        mass = tl.where(mass > 0.0, mass * tl.exp(top - largest), 0.0)
+        tl.store(peaks + row, -tl.log(tl.sum(mass, axis=0)))
     tl.store(drafts + row, token)
 
 

@@ -97,7 +97,7 @@ class DraftModel:
         )
 
     def draft(self, buffers: StepBuffers, num_requests: int, shape: DraftShape) -> None:
-        """Draft from `buffers.hidden`; write `buffers.drafts`, and `.parents` of trees.
+        """Draft from `buffers.hidden`; write `buffers.drafts`, `.shares`, and `.parents` of trees.
 
         Requests of smaller depth or size get smaller trees; chains hold any token past their depth.
         Sampled drafts also write `buffers.draft_logits`.
@@ -119,8 +119,9 @@ class DraftModel:
         one_token = torch.ones_like(lengths)
         for step in range(depth):
             logits = self.head.logits(hidden, step)
-            tokens = self._draw(buffers, logits, request_slots, positions, step)
+            tokens, shares = self._draw(buffers, logits, request_slots, positions, step)
             buffers.drafts[:num_requests, step] = tokens
+            buffers.shares[:num_requests, step] = shares
             if step + 1 < depth:
                 _, context = self._context(
                     buffers,
@@ -140,13 +141,17 @@ class DraftModel:
         request_slots: Tensor,
         positions: Tensor,
         step: int,
-    ) -> Tensor:
-        """Draw draft number `step` of each request, int64 [B], from logits float32 [B, Vd]."""
+    ) -> tuple[Tensor, Tensor]:
+        """Draw draft number `step` of each request from logits float32 [B, Vd].
+
+        Return int64 [B], and what `StepBuffers.shares` keeps, float32 [B].
+        """
         params, target_ids = buffers.slots.params, self.head.target_ids
         if buffers.draft_logits is None:
-            return draw.draw_drafts(
-                logits, request_slots, positions + step, params, buffers.sharpness, target_ids
+            children, shares = draw.draw_children(
+                logits, request_slots, positions + step, params, buffers.sharpness, target_ids, 1
             )
+            return children[:, 0], shares[:, 0]
         buffers.draft_logits.logits[: len(request_slots), step].copy_(logits)
         return draw.sample_drafts(
             logits, request_slots, positions + step, positions, params, target_ids
@@ -180,10 +185,11 @@ class DraftModel:
             if step + 1 < shape.depth:
                 hidden = self._follow(buffers, beam, hidden, request_slots, lengths, step)
         counts = buffers.query_lens[:num_requests] - 1
-        token_ids, parents = draft_tree.choose_drafts(
+        token_ids, parents, shares = draft_tree.choose_drafts(
             levels, buffers.depths[:num_requests], counts, shape.size
         )
         buffers.drafts[:num_requests, : shape.size] = token_ids
+        buffers.shares[:num_requests, : shape.size] = shares
         buffers.parents[:num_requests, : shape.size] = parents
 
     def _follow(

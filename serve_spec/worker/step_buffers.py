@@ -60,9 +60,11 @@ class StepBuffers:
     `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
     [B]: levels of its drafts. `query_lens` int32 [B]: tokens the target verifies, its drafts and
     the root, and 0 past the last. `hidden` [B, H]: hidden state after draft extend. `drafts` int64
-    [B, N]: -1 where the draft gave no token. `results` int32 [B, K + 3]: accepted drafts, flags,
-    then the tokens; see `ops.acceptance`. `sharpness` float32 [1]: temperature of sampled drafts
-    over their requests'. `masks`: grammar masks. `chunks`: prefill chunks.
+    [B, N]: -1 where the draft gave no token. `shares` float32 [B, N]: how likely each draft of a
+    model seemed when it was drawn, a logarithm; see `ops.draw.draw_children`, `sample_drafts`.
+    `results` int32 [B, K + 3]: accepted drafts, flags, then the tokens; see `ops.acceptance`.
+    `sharpness` float32 [1]: temperature of sampled drafts over their requests'. `masks`: grammar
+    masks. `chunks`: prefill chunks.
     For trees: `parents` int32 [B, N], the draft before each counted from 1, 0 for the root; `paths`
     int32 [B, K + 1], see `AcceptedPath`.
     For sampled drafts: `draft_logits`, from which those in `drafts` were drawn.
@@ -74,6 +76,7 @@ class StepBuffers:
     query_lens: Tensor
     hidden: Tensor | None
     drafts: Tensor
+    shares: Tensor
     results: Tensor
     sharpness: Tensor
     masks: GrammarMasks
@@ -115,6 +118,7 @@ class StepBuffers:
             if head is None
             else zeros(max_requests, head.hidden_size, dtype=head.dtype),
             drafts=zeros(max_requests, most, dtype=torch.int64),
+            shares=zeros(max_requests, most, dtype=torch.float32),
             results=zeros(max_requests, max_depth + 3),
             sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
             masks=GrammarMasks(max_requests * (most + 1), slots.vocab_size, device),

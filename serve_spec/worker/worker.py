@@ -162,9 +162,11 @@ class SpecWorker:
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
             samples_drafts=samples_drafts,
         )
+        pinned = self.device.type == "cuda"
         self._read_backs = cycle(
-            torch.empty_like(
-                self.buffers.results, device="cpu", pin_memory=self.device.type == "cuda"
+            tuple(
+                torch.empty_like(read, device="cpu", pin_memory=pinned)
+                for read in (self.buffers.results, self.buffers.shares)
             )
             for _ in range(_STEPS_IN_FLIGHT + 1)
         )
@@ -306,15 +308,22 @@ class SpecWorker:
             )
         else:
             logits = stage.run(size)
-        read_back = next(self._read_backs)
+        read_back, shares = next(self._read_backs)
         read_back.copy_(self.buffers.results, non_blocking=True)
+        if self.drafter is not None:
+            shares.copy_(self.buffers.shares, non_blocking=True)
         logprobs = None
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
             logprobs = EmittedLogprobs(reqs, logits, self.buffers, has_trees=has_trees)
         return _StepInFlight(
-            read_back[: len(reqs)], timer, self._newest_timer, logprobs, prompt_logprobs
+            read_back[: len(reqs)],
+            None if self.drafter is None else shares[: len(reqs)],
+            timer,
+            self._newest_timer,
+            logprobs,
+            prompt_logprobs,
         )
 
     def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
@@ -359,6 +368,7 @@ class _StepInFlight:
     """See `PendingBatch`. before: the timer of the step before, if any."""
 
     read_back: Tensor
+    shares: Tensor | None
     timer: StageTimer
     before: StageTimer | None
     logprobs: EmittedLogprobs | None
@@ -373,6 +383,7 @@ class _StepInFlight:
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=result.broken_drafts,
+            draft_shares=None if self.shares is None else self.shares.numpy().copy(),
             logprobs={} if self.logprobs is None else self.logprobs.read(result.token_ids),
             prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from itertools import takewhile
+from math import log
 from pathlib import Path
+from statistics import fmean
 
 import pytest
 from hypothesis import given
@@ -19,6 +21,7 @@ from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import (
     AcceptanceTrace,
     TraceSet,
+    confidence_of,
     load_traces,
     main,
     record,
@@ -57,6 +60,23 @@ def test_every_request_has_one_count_for_every_place_a_round_can_start(traces: T
     assert [len(each) for each in counts] == [NUM_TOKENS - 1] * 6
     assert [trace.kind for trace in traces.traces] == [r.kind for r in requests()]
     assert {trace.num_prompt_tokens for trace in traces.traces} == {9}
+    rounds = [shares for trace in traces.traces for shares in trace.draft_shares]
+    shares = [share for shares in rounds for share in shares]
+    assert len(shares) == 6 * (NUM_TOKENS - 1) * DEPTH
+    assert -20 < min(shares) < max(shares) <= 0
+
+
+def test_confidence_is_measured_on_the_drafts_that_were_reached() -> None:
+    chances = [(0.9, 0.4), (0.3, 0.99), (0.8, 0.7), (0.85, 0.5)]
+    trace = AcceptanceTrace(
+        *("code", 0.0, 0, 9),
+        num_correct_drafts=(1, 0, 2, 0),
+        draft_shares=tuple((log(first), log(second)) for first, second in chances),
+    )
+    # Kept: 0.9, 0.8, 0.7. Rejected: 0.4, 0.3, 0.85. Not reached: 0.99, 0.5.
+    errors = 0.1, 0.3, 0.2, 0.85, 0.4, 0.3
+    assert confidence_of([trace]) == pytest.approx({"AUC": 7 / 9, "error": fmean(errors)})
+    assert confidence_of([replace(trace, draft_shares=())]) == {}
 
 
 def test_a_recorded_count_is_what_a_round_of_the_engine_keeps_there(
@@ -183,6 +203,7 @@ def trace_sets() -> st.SearchStrategy[TraceSet]:
         num_prompt_tokens=st.integers(1, 1000),
         num_correct_drafts=st.lists(st.integers(0, 5), max_size=9).map(tuple),
         of_trees=st.tuples(*[st.lists(st.integers(0, 2), max_size=9).map(tuple)] * 2),
+        draft_shares=st.lists(st.tuples(*[st.floats(-20, 0)] * 5), max_size=9).map(tuple),
     )
     trees = st.integers(2, 8).map(lambda topk: (DraftShape(2, 4, topk), DraftShape(3, 9, topk)))
     return st.builds(TraceSet, st.just(5), st.lists(trace, max_size=4).map(tuple), trees)

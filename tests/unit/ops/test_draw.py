@@ -22,7 +22,6 @@ from tests.helpers.triton import DEVICE
 from serve_spec.ops import draw_triton  # isort: skip
 
 draw_tokens = reference_of(dispatched.draw_tokens)
-draw_drafts = reference_of(dispatched.draw_drafts)
 draw_children = reference_of(dispatched.draw_children)
 
 CPU = torch.device("cpu")
@@ -94,19 +93,14 @@ def test_a_temperature_too_small_to_divide_by_is_greedy() -> None:
     assert torch.equal(found, logits.argmax(-1))
 
 
-@pytest.mark.parametrize(
-    "drafts", [draw_drafts, draw_triton.draw_drafts], ids=["reference", "kernel"]
-)
+@CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
 @pytest.mark.parametrize("sharpness", [0.7, 1.0, 1.3])
 def test_drafts_read_the_noise_that_decides_their_position(
-    drafts: Draw, is_reduced: bool, sharpness: float
+    children: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool, sharpness: float
 ) -> None:
-    """So a draft with the target's own logits, at its temperature, is what the target draws.
-
-    What is behind `num_ids` is padding.
-    """
-    num_ids, count = VOCAB - 10, 24
+    """So a draft with the target's own logits, at its temperature, is what the target draws."""
+    num_ids, count = VOCAB, 24
     params = [SamplingParams(temperature=t) for t in (0.0, 0.7, 1.0, 1.6)] * 6
     logits, owners = randn(count, VOCAB) * 2, torch.arange(count, dtype=torch.int32)
     ids = [3 * v + 1 if is_reduced else v for v in range(num_ids)]
@@ -116,16 +110,16 @@ def test_drafts_read_the_noise_that_decides_their_position(
     at = torch.tensor([sharpness], device=DEVICE)
     reduced = None if target_ids is None else target_ids.to(DEVICE)
     with poisoned_memory():
-        found = drafts(logits.to(DEVICE), *given, at, reduced, num_ids=num_ids)
+        found = children(logits.to(DEVICE), *given, at, reduced, 1)[0][:, 0]
     places = {token: v for v, token in enumerate(ids)}
     numbers = [
         draft_values(row, params[r], r, 8, sharpness, ids if is_reduced else None)
-        for r, row in enumerate(logits[:, :num_ids].tolist())
+        for r, row in enumerate(logits.tolist())
     ]
     assert_largest([places[token] for token in found.tolist()], numbers)
     if sharpness == 1:
         spread = torch.full((count, ids[-1] + 1), -1e9)
-        spread[:, ids] = logits[:, :num_ids]
+        spread[:, ids] = logits
         assert torch.equal(found, draw_tokens(spread.to(DEVICE), *given))
 
 
@@ -192,15 +186,16 @@ def test_a_row_that_no_token_can_be_drawn_from_says_so(draw: Draw, value: float)
     broken = torch.zeros(18, dtype=torch.bool)
     broken[3:9], broken[12:] = True, True
     assert (found.cpu() == -1).tolist() == (broken & (owners.cpu() >= 0)).tolist()
-    drafts = (draw_drafts if draw is draw_tokens else draw_triton.draw_drafts)(
+    ids, _ = (draw_children if draw is draw_tokens else draw_triton.draw_children)(
         logits,
         owners,
         positions,
         params,
         torch.full((1,), 0.9, device=DEVICE),
         torch.arange(200, device=DEVICE) + 1000,
+        1,
     )
-    assert (drafts == -1).tolist() == (found == -1).tolist()
+    assert (ids[owners >= 0, 0] == -1).tolist() == (found[owners >= 0] == -1).tolist()
 
 
 @DRAW
@@ -215,7 +210,7 @@ def test_greedy_takes_the_smallest_of_equal_tokens_and_padding_draws_nothing(dra
 
 @CHILDREN
 @pytest.mark.parametrize("is_reduced", [False, True])
-def test_children_are_the_likeliest_drafts_and_the_first_is_the_chains(
+def test_children_are_the_likeliest_drafts_and_say_how_likely(
     children: Callable[..., tuple[Tensor, Tensor]], is_reduced: bool
 ) -> None:
     width = 700 if is_reduced else VOCAB
@@ -232,7 +227,6 @@ def test_children_are_the_likeliest_drafts_and_the_first_is_the_chains(
         target_ids,
     )
     found, likely = children(*arguments, 4)
-    assert torch.equal(found[:, 0], draw_drafts(*arguments))
     for r, params in enumerate(MIX):
         row = logits[r].tolist()
         numbers = draft_values(
@@ -262,8 +256,9 @@ def test_the_kernel_ranks_children_as_the_reference_does(
         found, its_likely = draw_triton.draw_children(*arguments, topk)
     assert torch.equal(found, ids)
     torch.testing.assert_close(its_likely, likely, rtol=1e-5, atol=1e-5)
-    chain = draw_triton.draw_drafts(*arguments)
-    assert torch.equal(found[owners >= 0, 0], chain[owners >= 0])
+    chain, share = draw_triton.draw_children(*arguments, 1)
+    assert torch.equal(found[:, :1], chain)
+    torch.testing.assert_close(its_likely[:, :1], share, rtol=1e-5, atol=1e-5)
 
 
 def test_children_are_the_same_in_chunks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:

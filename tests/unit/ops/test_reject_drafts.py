@@ -87,7 +87,7 @@ class Batch:
         rows, owners = draw_params(params, seeds, CPU), torch.arange(size, dtype=torch.int32)
         roots = torch.tensor(lengths)
         drafts = [
-            reference(draw).sample_drafts(near[:, i], owners, roots + i, roots, rows, target_ids)
+            reference(draw).sample_drafts(near[:, i], owners, roots + i, roots, rows, target_ids)[0]
             for i in range(depth)
         ]
         drafted = torch.stack(drafts, dim=1)
@@ -194,10 +194,11 @@ def test_sampled_drafts_have_noise_of_their_own(ops: Any, is_reduced: bool) -> N
         logits = made.draft_logits[:, step].to(DEVICE)
         logits[7, 3] = float("nan")
         with poisoned_memory():
-            found = ops.sample_drafts(logits, owners, roots + step, roots, params, ids).tolist()
+            drafts, peaks = ops.sample_drafts(logits, owners, roots + step, roots, params, ids)
+        found = drafts.tolist()
         assert (found[4], found[7]) == (0, -1)
         whole = [b for b in range(size) if b not in (4, 7)]
-        numbers = []
+        numbers, most_likely = [], []
         for b in whole:
             row, root = made.params[b], made.lengths[b]
             key = stream_key(Stream.DRAFT, made.seeds[b], root, root + step)
@@ -205,6 +206,8 @@ def test_sampled_drafts_have_noise_of_their_own(ops: Any, is_reduced: bool) -> N
             is_random = not row.is_greedy
             scale = 1 / row.temperature if is_random else 1.0
             numbers.append(scores * scale + is_random * gumbel(key, len(scores)))
+            most_likely.append((scores * scale).max() - np.logaddexp.reduce(scores * scale))
+        np.testing.assert_allclose(peaks[whole].cpu(), most_likely, rtol=1e-4, atol=1e-4)
         assert_largest([draft_id[found[b]] for b in whole], numbers)
 
 
