@@ -159,7 +159,7 @@ def test_any_number_of_ranks_verifies_the_trees_of_the_first(
     switch_every_round(llm, [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3)])
     assert texts(llm) == plain
     counters = llm.engine.counters
-    assert counters.num_correct_drafts > counters.num_decode_rows / 2
+    assert counters.num_correct_drafts > counters.num_decode_requests / 2
     llm.shutdown()
 
 
