@@ -401,7 +401,7 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
         _check_window(speculative.speculative_eagle_topk, window)
     if tokenizer.vocab_size > shape.vocab_size:
         raise CheckpointError(
-            f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json says "
+            f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json has "
             f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
         )
 

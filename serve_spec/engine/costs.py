@@ -124,7 +124,7 @@ class CostSource:
             return None
 
     def wait_s(self) -> float:
-        """Seconds until `advance` has something to do."""
+        """Return the seconds until `advance` has something to do."""
         return 0.0 if self._measurement else max(0.0, self._due_s - self._clock())
 
     def advance(self) -> CostTable | None:

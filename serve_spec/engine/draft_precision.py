@@ -1,4 +1,4 @@
-"""Precision of draft weights and activations. It affects acceptance, never the text."""
+"""Precision of draft weights and activations. It affects how many drafts are accepted only."""
 
 from __future__ import annotations
 

@@ -364,7 +364,7 @@ class SpecEngine:
         live = [each for each in decoded if not each.seq.finished]
         ended = [each.seq for each in committed if each.seq.finished]
         has_model, has_texts = scheduler.has_draft_model, scheduler.text_drafts is not None
-        drafted = [row.model_steps if has_model else row.num_steps for row in planned]
+        drafted = [req.model_steps if has_model else req.num_steps for req in planned]
         num_drafts = sum([each.scheduled.num_draft_tokens for each in decoded])
         prefix = scheduler.take_prefix_counts()
         return StepRecord(
@@ -380,11 +380,11 @@ class SpecEngine:
             num_draft_tokens=num_drafts,
             num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
             num_stale_seqs=len(planned) - len(decoded),
-            num_stale_drafts=sum([row.num_draft_tokens for row in planned]) - num_drafts,
-            num_sampled=sum([not row.params.is_greedy for row in planned]),
+            num_stale_drafts=sum([req.num_draft_tokens for req in planned]) - num_drafts,
+            num_sampled=sum([not req.params.is_greedy for req in planned]),
             num_drafting=sum([steps > 0 for steps in drafted]),
             deepest=max(drafted, default=0),
-            num_text_drafts=sum([len(row.draft_ids) for row in planned]) if has_model else 0,
+            num_text_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
             num_catch_up=sum([len(req.extend_ids) for req in planned if req.model_steps]),
             num_prefill_tokens=plan.num_prefill_tokens,
             num_ended=len(ended),

@@ -231,7 +231,7 @@ class _Profiler:
         self._longest_run_s = longest_run_s
         self._runs: dict[Point, list[_Run]] = {}
         self._shortest_s: dict[Point, float] = {}
-        """Of every point that ran."""
+        """Shortest run of every point that ran."""
         self._num_sweeps = 0
 
     def sweeps(self, essential: list[Point], points: list[Point]) -> _Part[None]:
