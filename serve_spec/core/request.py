@@ -36,7 +36,7 @@ class SpeculativeOptions:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. Names and meanings are those of the OpenAI API and of vLLM.
+    """Sampling parameters, named as in the OpenAI API and vLLM.
 
     `temperature=0` is greedy, and so is any value below 1e-5. The filters act jointly on the
     tempered distribution: a token survives if it is among the `top_k` likeliest, inside the

@@ -39,7 +39,7 @@ class Sequence:
     has_broken_draft: bool = False
     """Its draft gave NaN or an unknown token, so it stops drafting."""
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of prompt tokens 1 .., as far as computed; empty unless wanted."""
+    """Log-probabilities of prompt tokens 1 .., as far as computed; empty unless wanted."""
     finish_reason: FinishReason | None = None
     stats: SpeculationStats = field(default_factory=SpeculationStats)
 

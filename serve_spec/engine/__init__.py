@@ -1,1 +1,1 @@
-"""The process: one scheduler, one worker, one controller, and the ways in."""
+"""The engine of one process: scheduler, worker and controller, with its offline and async APIs."""

@@ -1,4 +1,4 @@
-"""From a configuration to a ready engine: load, size the caches, build the tiers."""
+"""Build an engine from a configuration: load models, size KV caches, capture draft shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.first_logits import check_first_logits
-from serve_spec.engine.garbage import calm_collector
+from serve_spec.engine.garbage import freeze_gc
 from serve_spec.engine.profile import Measurement, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager
@@ -47,19 +47,19 @@ logger = get_logger(__name__)
 
 _FIRST_PROMPT = "The quick brown fox"
 _PROFILE_BUDGET_S = {"cpu": 10.0, "cuda": 20.0}
-"""Seconds that measuring costs may take, when no table is at hand."""
+"""Seconds that measuring a cost table may take."""
 
 
 def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> SpecEngine:
-    """Loads target, draft and tokenizer and makes an engine that is ready for its first request.
+    """Load target, draft and tokenizer, and return an engine that is ready for requests.
 
-    With several ranks this process is rank 0; it starts the others, and `SpecEngine.shutdown` ends
-    them. launcher: where they run; None: as processes of this host.
+    With tensor parallelism this process is rank 0. It starts the other ranks, which
+    `SpecEngine.shutdown` ends. launcher: where they run; None: as processes of this host.
 
     Raises:
-        CheckpointError: a file that can not be used.
-        ValueError: sizes that do not fit together; names the fields.
-        RankLost: another rank can not start.
+        CheckpointError: a file cannot be used.
+        ValueError: sizes do not fit together; names the fields.
+        RankLost: another rank cannot start.
     """
     if config.model.tensor_parallel_size == 1:
         return _build_engine(config, SINGLE, None)
@@ -74,7 +74,7 @@ def build_engine(config: ServeSpecConfig, launcher: Launcher | None = None) -> S
 
 
 def _start_followers(config: ServeSpecConfig, launcher: Launcher | None) -> Followers:
-    """All ranks but this one, after the refusals that need none of them."""
+    """Check what needs no other rank, then start all ranks but this one."""
     size = config.model.tensor_parallel_size
     ModelShape.from_directory(config.model.path).on_rank_of(size)
     is_on_gpu = rank_device(config, 0).type == "cuda"
@@ -130,8 +130,8 @@ def _build_engine(
         policy, table, logger.warning, costs_are_rough=not costs.is_final
     )
     scheduler = scheduler_on(cache, _text_drafter(config.speculative, tokenizer, policy.max_depth))
-    if loaded.device.type == "cuda":  # the host has to keep up with it
-        calm_collector()
+    if loaded.device.type == "cuda":
+        freeze_gc()
     return SpecEngine(
         scheduler,
         worker,
@@ -147,7 +147,7 @@ def _build_engine(
 
 @dataclass(frozen=True)
 class LoadedModels:
-    """What one rank computes with, and how many pages every rank has room for."""
+    """The models of one rank, and the number of KV pages, which is equal on all ranks."""
 
     target: Llama
     head: DraftHead | None
@@ -158,17 +158,17 @@ class LoadedModels:
 
 
 def load_models(config: ServeSpecConfig, parallel: TensorParallel) -> LoadedModels:
-    """Loads a rank's part of the target, and the draft.
+    """Load a rank's shard of the target, and the draft.
 
     Raises:
-        CheckpointError: a file that can not be used.
-        ValueError: a device that can not do what is wanted; names the field.
+        CheckpointError: a file cannot be used.
+        ValueError: the device does not support a setting; names the field.
     """
     device = rank_device(config, parallel.rank)
     if config.model.torch_compile and device.type == "cpu":
         raise ValueError(
-            "torch_compile=True: on a CPU the products are oneDNN's, which torch's compiler does "
-            "not take in; set it to false, or device to 'cuda'"
+            "torch_compile=True: torch's compiler does not support the oneDNN products used on "
+            "CPUs; set it to false, or device to 'cuda'"
         )
     dtype = torch_dtype(_dtype_name(config.model.dtype, device))
     if config.replica.torch_num_threads is not None:
@@ -201,8 +201,8 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
         capture=head.capture if head else None,
         features=features if head and head.feature_dim else None,
     )
-    # Steps in flight may run past the end of a text by all their drafts, twice; of trees only by
-    # the accepted ones, and all of the other.
+    # Two steps in flight may write past the end of a text: all drafts of one, and the accepted
+    # ones of the other.
     max_pages = -(-(target.max_model_len + RING_TOKENS + MAX_TREE_ROWS) // page_size)
     slots = RequestSlots.create(
         config.scheduler.max_num_seqs,
@@ -235,11 +235,11 @@ def _captures_graphs(config: ServeSpecConfig, device: torch.device) -> bool:
 
 
 def rank_device(config: ServeSpecConfig, rank: int) -> torch.device:
-    """Where a rank computes: on a GPU of its own, or on its host's CPU."""
+    """Return the device of a rank: a GPU of its own, or the host's CPU."""
     device = _device(config.model.device)
     if device.type == "cpu" or config.model.tensor_parallel_size == 1:
         return device
-    # A process that is shown one GPU only calls it the first, whatever its rank.
+    # A process that sees one GPU calls it 0, whatever its rank.
     return torch.device("cuda", rank % torch.cuda.device_count())
 
 
@@ -250,7 +250,7 @@ def _cost_source(
     cache: KVCacheManager,
     max_model_len: int,
 ) -> CostSource:
-    """What rounds cost on this machine, from a file or from rounds on free pages."""
+    """Return the source of step costs on this machine: a file, or steps on free pages."""
     max_batch_size, max_steps = config.scheduler.max_num_seqs, policy.max_depth
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
@@ -260,7 +260,7 @@ def _cost_source(
             num_pages=cache.num_pages,
             max_batch_size=max_batch_size,
             max_steps=max_steps,
-            max_num_rows=config.scheduler.max_num_batched_tokens,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
             max_model_len=max_model_len,
             budget_s=_PROFILE_BUDGET_S[worker.device.type],
             every_step=worker.device.type == "cuda",
@@ -316,7 +316,7 @@ def _load_head(
 
 
 def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
-    """Measures what of the draft is to be measured, the layers it reads before its rotary base."""
+    """Probe the draft's settings that are configured as "probe": first aux layers, then theta."""
     speculative = config.speculative
     probes_layers = speculative.speculative_draft_aux_layers_mean == "probe"
     probes_theta = speculative.speculative_draft_rope_theta == "probe"
@@ -324,7 +324,7 @@ def _probe(config: ServeSpecConfig, head: DraftHead, target: Llama) -> None:
         return
     text = Tokenizer(Path(config.model.path)).encode(probe_text())
     path = speculative.speculative_draft_model_path
-    assert path is not None, "what is probed was loaded"
+    assert path is not None, "a loaded draft has a path"
     if probes_layers:
         readings = both_readings(read_draft(path), target.shape.num_layers)
         settle_layers(head, target, text, readings)
@@ -344,7 +344,7 @@ def _text_drafter(
 
 
 def _grammar_compiler(config: ServeSpecConfig, shape: ModelShape) -> GrammarCompiler:
-    """Compiles grammars over the target's vocabulary."""
+    """Return a compiler for grammars over the target's vocabulary."""
     folder = Path(config.model.path)
     return GrammarCompiler(
         lambda: Tokenizer(folder).describe(), shape.vocab_size, shape.eos_token_ids
@@ -358,10 +358,10 @@ def _num_pages(
     dtype: torch.dtype,
     device: torch.device,
 ) -> int:
-    """Pages the memory budget holds, or what the configuration says.
+    """Return the configured number of KV pages, or as many as fit the memory budget.
 
     Raises:
-        ValueError: more memory is asked for than there is; names the field.
+        ValueError: they need more memory than there is; names the field.
     """
     page_size = config.cache.page_size
     page_bytes = PagedKVPool.bytes_per_page(target.rank_shape.kv_shapes, page_size, dtype)
@@ -381,7 +381,7 @@ def _num_pages(
         given = f"num_pages={num_pages}"
     if num_pages * page_bytes > free_bytes:
         raise ValueError(
-            f"{given}: the caches would take {num_pages * page_bytes / 2**30:.1f} GiB, but "
+            f"{given}: the KV cache needs {num_pages * page_bytes / 2**30:.1f} GiB, but "
             f"there are {free_bytes / 2**30:.1f} GiB; lower it"
         )
     logger.info("KV cache: %d pages of %d tokens", num_pages, page_size)
@@ -389,7 +389,7 @@ def _num_pages(
 
 
 def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
-    """What can be refused before anything large is read."""
+    """Raise for settings that do not fit the checkpoint, before weights are loaded."""
     shape, max_model_len = ModelShape.from_directory(config.model.path), config.model.max_model_len
     if max_model_len is not None and max_model_len > shape.max_position_embeddings:
         raise ValueError(
@@ -401,17 +401,17 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
         _check_window(speculative.speculative_eagle_topk, window)
     if tokenizer.vocab_size > shape.vocab_size:
         raise CheckpointError(
-            f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json says "
+            f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json has "
             f"vocab_size={shape.vocab_size}: they are not of the same model; use its own tokenizer"
         )
 
 
 def _check_window(topk: int, window: int) -> None:
-    """Rows of trees, and pieces of prompts beside them, see all of their own path."""
+    """Raise ValueError if draft trees do not fit the sliding window."""
     if window < MAX_TREE_ROWS:
         raise ValueError(
-            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} rows have to lie "
-            f"within the target's sliding_window={window}; use speculative_eagle_topk=1"
+            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} tokens do not fit "
+            f"the target's sliding_window={window}; use speculative_eagle_topk=1"
         )
 
 
@@ -424,7 +424,7 @@ def _check_steps(policy: PolicySettings) -> None:
     if most is not None and deepest > most:
         raise ValueError(
             f"speculative_num_steps={policy.shape.depth}, or the adaptive config: {deepest} steps, "
-            f"but the draft makes {most} at most; lower them"
+            f"but the draft supports at most {most}; lower them"
         )
 
 
@@ -440,5 +440,5 @@ def _check_sizes(config: ServeSpecConfig, num_pages: int, max_model_len: int) ->
     if not config.scheduler.chunked_prefill and budget < max_model_len:
         raise ValueError(
             f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} while "
-            "chunked_prefill is off: no round could hold the longest prompt; raise it"
+            "chunked_prefill is off: no step could hold the longest prompt; raise it"
         )

@@ -1,11 +1,10 @@
-"""What speculation is worth here and now, kept from what rounds report; for operators to read.
+"""Speculation metrics for operators, over a sliding window and since start.
 
-Two spans: a sliding window of the last rounds, and everything since start. Time is engine time,
-the sum of what rounds took, so an idle engine forgets nothing.
+The window is in engine time, the sum of round times, so an idle engine forgets nothing.
 
-Speeds are compared like with like: rounds without prompts, of one range of batch sizes (a power of
-two up to the next), per row. Drafting rounds are those that verified drafts, plain ones those at
-tier 0; a round of a higher tier in which no row could draft is neither.
+Speeds are compared per request, over rounds without prefill, in one range of batch sizes (a power
+of two up to the next). Drafting rounds verified drafts; plain rounds had depth 0. A round of a
+larger depth in which no request could draft is neither.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ from serve_spec.metrics import batch_size_bucket
 WINDOW_ROUNDS = 1024
 WINDOW_S = 60.0
 SPEED_ROUNDS = 128
-"""Rounds a speed is averaged over. A plain round every hundred or so keeps the comparison alive."""
+"""Rounds a speed is averaged over. An occasional plain round keeps the comparison alive."""
 
 
 @dataclass
 class RoundSums:
-    """Sums over rounds that decode. Times, but for `busy_ms`, of rounds without prompts alone."""
+    """Sums over rounds that decode. Times except `busy_ms` are of rounds without prefill."""
 
     rounds: int = 0
-    rows: int = 0
+    requests: int = 0
     output_tokens: int = 0
     draft_tokens: int = 0
     correct_drafts: int = 0
@@ -41,9 +40,9 @@ class RoundSums:
     step_ms: float = 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Counts one round."""
+        """Add one round."""
         self.rounds += 1
-        self.rows += record.batch_size
+        self.requests += record.batch_size
         self.output_tokens += record.num_output_tokens
         self.draft_tokens += record.num_draft_tokens
         self.correct_drafts += record.num_correct_drafts
@@ -55,60 +54,60 @@ class RoundSums:
             self.step_ms += record.step_ms
 
     def snapshot(self) -> dict[str, object]:
-        """The sums as rates and shares; None where there is nothing to divide by."""
+        """Return rates and shares; None for a division by zero."""
         models_ms = self.draft_ms + self.verify_ms
         return {
             "rounds": self.rounds,
             "busy_s": round(self.busy_ms / 1e3, 3),
             "accept_rate": _ratio(self.correct_drafts, self.draft_tokens),
-            "tokens_per_step": _ratio(self.output_tokens, self.rows),
+            "tokens_per_step": _ratio(self.output_tokens, self.requests),
             "probe_share": _ratio(self.probe_rounds, self.rounds),
             "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
-            # Stages overlap where a device works while the host does.
+            # Host and device may overlap.
             "host_share": _ratio(max(0.0, self.step_ms - models_ms), self.step_ms),
         }
 
 
 class RecentSpeed:
-    """Speed of the last rounds without prompts of one kind."""
+    """Speed of the last rounds of one kind, without prefill."""
 
     def __init__(self) -> None:
         self._rounds: deque[tuple[int, float, float]] = deque(maxlen=SPEED_ROUNDS)
-        self._tokens, self._ms, self._row_ms = 0, 0.0, 0.0
+        self._tokens, self._ms, self._request_ms = 0, 0.0, 0.0
 
     def add(self, record: StepRecord) -> None:
-        """Counts one round; the oldest makes room."""
+        """Add one round and drop the oldest."""
         if len(self._rounds) == SPEED_ROUNDS:
             self._sum(*self._rounds[0], sign=-1)
         entry = record.num_output_tokens, record.step_ms, record.step_ms * record.batch_size
         self._rounds.append(entry)
         self._sum(*entry, sign=1)
 
-    def _sum(self, tokens: int, ms: float, row_ms: float, *, sign: int) -> None:
+    def _sum(self, tokens: int, ms: float, request_ms: float, *, sign: int) -> None:
         self._tokens += sign * tokens
         self._ms += sign * ms
-        self._row_ms += sign * row_ms
+        self._request_ms += sign * request_ms
 
     @property
     def tokens_per_ms(self) -> float | None:
-        """Of the whole batch; None before the first round."""
+        """Speed of the whole batch; None before the first round."""
         return self._tokens / self._ms if self._ms > 0 else None
 
     @property
-    def tokens_per_row_ms(self) -> float | None:
-        """Of one row, so that neighbouring batch sizes compare; None before the first round."""
-        return self._tokens / self._row_ms if self._row_ms > 0 else None
+    def tokens_per_request_ms(self) -> float | None:
+        """Speed per request, which compares between batch sizes; None before the first round."""
+        return self._tokens / self._request_ms if self._request_ms > 0 else None
 
 
 class BucketSpeed:
-    """Speeds of one range of batch sizes: by tier, and of all drafting rounds together."""
+    """Speeds of one range of batch sizes: by draft shape, and of all drafting rounds."""
 
     def __init__(self) -> None:
         self.by_shape: dict[DraftShape, RecentSpeed] = {}
         self.drafting = RecentSpeed()
 
     def add(self, record: StepRecord) -> None:
-        """Counts one round without prompts."""
+        """Add one round without prefill."""
         if record.num_draft_tokens:
             self.drafting.add(record)
         elif record.shape.depth:
@@ -116,19 +115,19 @@ class BucketSpeed:
         self.by_shape.setdefault(record.shape, RecentSpeed()).add(record)
 
     @property
-    def plain_tokens_per_row_ms(self) -> float | None:
-        """Measured speed of one row without drafts; None before the first such round."""
+    def plain_tokens_per_request_ms(self) -> float | None:
+        """Measured speed per request without drafts; None before the first such round."""
         plain = self.by_shape.get(PLAIN)
-        return None if plain is None else plain.tokens_per_row_ms
+        return None if plain is None else plain.tokens_per_request_ms
 
     @property
     def speedup(self) -> float | None:
-        """Drafting over plain, both measured; None until both were."""
-        drafting, plain = self.drafting.tokens_per_row_ms, self.plain_tokens_per_row_ms
+        """Measured speed of drafting over plain rounds; None until both were measured."""
+        drafting, plain = self.drafting.tokens_per_request_ms, self.plain_tokens_per_request_ms
         return None if drafting is None or plain is None else drafting / plain
 
     def snapshot(self) -> dict[str, object]:
-        """Speedup, and the batch's tokens per ms at every tier it ran at."""
+        """Return the speedup, and the batch's tokens per ms by draft shape."""
         speeds = self.by_shape.copy()
         return {
             "effective_speedup": _rounded(self.speedup),
@@ -139,13 +138,13 @@ class BucketSpeed:
 
 
 class MetricsCollector:
-    """Takes every round's figures (a `MetricsSink`) and answers for the recent ones and for all.
+    """A `MetricsSink` that summarizes the recent rounds and all rounds.
 
-    A round costs a few additions; what needs sorting waits for `snapshot`. Memory: the figures of
-    `window_rounds` rounds and, per range of batch sizes and tier, three numbers for each of
-    `SPEED_ROUNDS`. One thread observes; any may read.
+    A round costs a few additions; `snapshot` sorts. Memory: the records of `window_rounds` rounds
+    and, per range of batch sizes and draft shape, three numbers for each of `SPEED_ROUNDS`. One
+    thread observes; any may read.
 
-    window_rounds, window_s: the window ends at whichever is reached first; seconds of engine time.
+    window_rounds, window_s: the window ends at the first limit reached; seconds of engine time.
     """
 
     def __init__(self, window_rounds: int = WINDOW_ROUNDS, window_s: float = WINDOW_S) -> None:
@@ -156,9 +155,9 @@ class MetricsCollector:
         self._buckets: dict[int, BucketSpeed] = {}
 
     def observe(self, record: StepRecord) -> None:
-        """Records a round. One that decodes nothing only passes time."""
+        """Record a round. One without decoding only advances the clock."""
         self._clock_ms += record.step_ms
-        # Before the window: a reader that sees the round there finds its bucket.
+        # Before the window, so that a reader that sees the round there finds its bucket.
         if record.decodes_only:
             bucket = batch_size_bucket(record.batch_size)
             self._buckets.setdefault(bucket, BucketSpeed()).add(record)
@@ -169,26 +168,26 @@ class MetricsCollector:
             self._window.popleft()
 
     def speedup(self, batch_size: int) -> float | None:
-        """Measured speed of drafting over plain rounds near this batch size; None: not known."""
+        """Return the measured speed of drafting over plain rounds near a batch size, if known."""
         bucket = self._buckets.get(batch_size_bucket(batch_size)) if batch_size else None
         return None if bucket is None else bucket.speedup
 
     def snapshot(self) -> dict[str, object]:
-        """Everything it knows, JSON-able; what is not known (yet) is None.
+        """Return all metrics, JSON-able; unknown ones are None.
 
-            accept_rate        drafts kept and emitted per draft verified, 0..1
-            tokens_per_step    tokens a row emits in a round: correct drafts and the final token
+            accept_rate        drafts accepted and emitted per draft verified, 0..1
+            tokens_per_step    tokens a request emits in a round: correct drafts and bonus token
             overhead_ratio     drafting / verification, in time
-            host_share         time of rounds in which neither model ran
+            host_share         share of round time in which neither model ran
             effective_speedup  time plain rounds would have taken for the tokens of the window's
                                drafting rounds, over the time those took; both sides measured
             estimated_speedup  the same by the throughput equation, without plain rounds: tokens of
                                a request in a drafting round / (1 + overhead_ratio), as if a plain
                                round took what verification takes
 
-        Means weigh every draft (row, millisecond) alike; a p50 is over rounds.
+        Means weigh every draft (request, millisecond) alike; a p50 is over rounds.
         """
-        # One call in C each, so the engine's thread can not change them half way through.
+        # One call in C each, so the engine's thread cannot change them meanwhile.
         rounds = [record for _, record in tuple(self._window)]
         buckets = self._buckets.copy()
         return {
@@ -220,7 +219,7 @@ def _window_snapshot(rounds: list[StepRecord]) -> dict[str, object]:
 
 
 def _shape_times(rounds: list[StepRecord]) -> dict[str, object]:
-    """Return the milliseconds of one shape's rounds without prompts."""
+    """Return the milliseconds of one shape's rounds without prefill."""
     times = {
         "draft_ms": [s.draft_ms for s in rounds],
         "verify_ms": [s.verify_ms for s in rounds],
@@ -234,8 +233,8 @@ def _shape_times(rounds: list[StepRecord]) -> dict[str, object]:
 
 
 def _measured_to_predicted(pure: list[StepRecord]) -> float | None:
-    foreseen = [(s.step_ms, s.notes.predicted_ms) for s in pure if s.notes.predicted_ms is not None]
-    return _ratio(sum(ms for ms, _ in foreseen), sum(predicted for _, predicted in foreseen))
+    known = [(s.step_ms, s.notes.predicted_ms) for s in pure if s.notes.predicted_ms is not None]
+    return _ratio(sum(ms for ms, _ in known), sum(predicted for _, predicted in known))
 
 
 def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float | None:
@@ -243,7 +242,7 @@ def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float
     for record in rounds:
         if not (record.decodes_only and record.num_draft_tokens):
             continue
-        plain = buckets[batch_size_bucket(record.batch_size)].plain_tokens_per_row_ms
+        plain = buckets[batch_size_bucket(record.batch_size)].plain_tokens_per_request_ms
         if plain:
             drafting_ms += record.step_ms
             plain_ms += record.num_output_tokens / (plain * record.batch_size)
@@ -270,5 +269,5 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _rounded(value: float | None) -> float | None:
-    """To five significant digits: a speed may be far below one."""
+    """Return value to five significant digits, because a speed may be far below one."""
     return None if value is None else float(f"{value:.5g}")

@@ -1,4 +1,4 @@
-"""`serve-spec generate`: prompts in, texts out, on the command line."""
+"""`serve-spec generate`: complete prompts on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_spec.engine.llm import LLM
 
 
 def main(argv: list[str]) -> int:
-    """Completes each prompt and prints text and speculation counts."""
+    """Complete each prompt; print its text and speculation counts."""
     parser = argparse.ArgumentParser(prog="serve-spec generate", description=__doc__)
     parser.add_argument("prompts", nargs="+", help="one or more prompts")
     parser.add_argument("--config", default="configs/tiny.yaml", help="configuration file")

@@ -1,4 +1,4 @@
-"""Which rounds a cost table is made of, and the cells that could not be measured."""
+"""The grid of steps that a cost table holds, and values for those that were not measured."""
 
 from __future__ import annotations
 
@@ -21,41 +21,39 @@ _UNEVEN = 0.2
 
 
 def batch_grid(max_batch_size: int) -> list[int]:
-    """1, 2, 4, ... and `max_batch_size` itself."""
+    """Return 1, 2, 4, ... and `max_batch_size` itself."""
     powers = [1 << i for i in range(max_batch_size.bit_length())]
     return sorted({*powers, max_batch_size})
 
 
-def step_grid(tiers: Collection[int], max_steps: int, *, every: bool = False) -> list[int]:
-    """Tiers to measure up to `max_steps`: all small ones, then each two fifths above the last.
+def step_grid(depths: Collection[int], max_steps: int, *, every: bool = False) -> list[int]:
+    """Return the depths to measure up to `max_steps`, each at least 7/5 of the one before.
 
-    every: all of them.
-
-    Of all tiers 0 .. 14: 0, 1, 2, 3, 5, 7, 10, 14. Costs between them follow.
+    Of 0 .. 14 these are 0, 1, 2, 3, 5, 7, 10, 14. every: return all of them.
     """
-    built = sorted(tier for tier in tiers if tier <= max_steps)
+    captured = sorted(depth for depth in depths if depth <= max_steps)
     grid: list[int] = []
-    for tier in built:
-        if every or not grid or 5 * tier >= 7 * grid[-1] or tier == built[-1]:
-            grid.append(tier)
+    for depth in captured:
+        if every or not grid or 5 * depth >= 7 * grid[-1] or depth == captured[-1]:
+            grid.append(depth)
     return grid
 
 
 def context_grid(longest: int) -> tuple[int, int]:
-    """A short and a long text in tokens, where the longest possible has `longest`.
+    """Return a short and a long context in tokens, at most `longest`.
 
-    Long is a quarter of the longest within reason: costs of still longer texts continue the line.
+    The long one is about a quarter of `longest`; costs are extrapolated beyond it.
     """
     long = min(longest, max(_LONG_CONTEXT, min(_LONGEST_CONTEXT, longest // 4)))
     return min(_SHORT_CONTEXT, long // 4), long
 
 
 def even_steps(draft_ms: Milliseconds, steps: Sequence[int]) -> Milliseconds:
-    """Drafting of which every further step takes the same; NaN stays.
+    """Return drafting times smoothed to be linear in the steps; NaN stays.
 
-    A chain begins once, and its steps are alike; measured one by one they differ by what else the
-    machine did, and between two depths the difference decides. Where no straight line comes within
-    `_UNEVEN` of every cell, steps are not alike (another stage may stand in for one), and are kept.
+    The steps of a chain take equal times, but measured depths differ by noise, and a policy
+    compares depths by their difference. If no line fits every cell within `_UNEVEN`, the measured
+    times are kept: a depth may use another depth's stage.
     """
     evened = draft_ms.copy()
     numbers = np.array(steps, dtype=np.float64)
@@ -64,7 +62,7 @@ def even_steps(draft_ms: Milliseconds, steps: Sequence[int]) -> Milliseconds:
         known = np.isfinite(ms) & (numbers > 0) & (ms > 0.0)
         if known.sum() < _FEWEST_OF_A_LINE:
             continue
-        # Relative errors: a deep chain is measured as well as a short one, by its own measure.
+        # Fit relative errors, because noise grows with the time.
         line = np.stack([np.ones(known.sum()), numbers[known]], axis=1)
         of_ms = line / ms[known, None]
         begin_ms, step_ms = np.linalg.lstsq(of_ms, np.ones(known.sum()), rcond=None)[0]
@@ -77,16 +75,16 @@ def even_steps(draft_ms: Milliseconds, steps: Sequence[int]) -> Milliseconds:
 def fill_missing(
     ms: Milliseconds, batch_sizes: Sequence[int], num_steps: Sequence[int]
 ) -> Milliseconds:
-    """The table without gaps (NaN): each continues, linearly in rows, what was measured near it.
+    """Return the table with gaps (NaN) extrapolated linearly in the number of tokens.
 
-    What is missing is large, and large rounds are bound by arithmetic: linear in their rows. At
-    the shorter context the smallest batch size must hold its plain round and one other.
+    Gaps are large steps, which are bound by arithmetic, so linear in their tokens. At the shorter
+    context the smallest batch size must hold its plain step and another one.
     """
     missing = np.isnan(ms)
-    # Lines start from what the cost model will make of the measured cells.
+    # The cost model will make the measured cells monotone, so extrapolate from that.
     measured = np.where(missing, np.nan, monotone(np.where(missing, np.inf, ms)))
     filled = measured.copy()
-    for c, b, k in np.argwhere(missing):  # ascending: whatever is smaller is filled by then
+    for c, b, k in np.argwhere(missing):  # ascending: smaller cells are filled first
         if c:
             guess = _longer(filled, b, k, batch_sizes, num_steps)
         else:
@@ -96,10 +94,10 @@ def fill_missing(
 
 
 def fill_tree(ms: Milliseconds, expected: Milliseconds) -> Milliseconds:
-    """[contexts, batch sizes] of one shape of trees without gaps (NaN).
+    """Return the times [contexts, batch sizes] of one tree shape with gaps (NaN) filled.
 
-    What is missing takes the multiple of `expected` that was measured at the shorter context, or
-    else at the batch size before; where nothing was measured, `expected` itself.
+    A gap gets the multiple of `expected` that was measured at the shorter context, or else at the
+    batch size before, or `expected` itself.
     """
     missing = np.isnan(ms)
     ratios = ms / expected
@@ -116,15 +114,15 @@ def _larger(
     batch_sizes: Sequence[int],
     num_steps: Sequence[int],
 ) -> float:
-    """A cell of the shorter context, [batch sizes, steps]."""
+    """Return a missing cell of the shorter context, [batch sizes, steps]."""
     known = np.flatnonzero(~np.isnan(measured[b]))
     if len(known) > 2 and measured[b, 0] == 0:
-        known = known[1:]  # drafting nothing is free: a corner, not a point of the line
+        known = known[1:]  # drafting nothing is free, so no point of the line
     if len(known) >= 2:
         first, last = known[0], known[-1]
         rise = (measured[b, last] - measured[b, first]) / (num_steps[last] - num_steps[first])
         return float(measured[b, last] + rise * (num_steps[k] - num_steps[last]))
-    # The batch size before, its part that grows with steps scaled to the rows of this one.
+    # The batch size before, with the part that grows with steps scaled to this one.
     growth = batch_sizes[b] / batch_sizes[b - 1]
     if k == 0:
         return float(filled[b - 1, 0] * growth)
@@ -138,7 +136,7 @@ def _longer(
     batch_sizes: Sequence[int],
     num_steps: Sequence[int],
 ) -> float:
-    """A cell of the longer context: what it adds grows with the rows that attend to it."""
+    """Return a missing cell of the longer context: the surplus grows with the tokens."""
     added = filled[1] - filled[0]
     if b:
         more = added[b - 1, k] * batch_sizes[b] / batch_sizes[b - 1]

@@ -1,4 +1,4 @@
-"""Where the goodput policy's costs come from: a file that is named, one kept, or a measurement."""
+"""Source of the goodput policy's cost table: a given file, a cached one, or a measurement."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ from serve_spec.worker.worker import Worker
 
 logger = get_logger(__name__)
 
-# What stands for the attention backend in keys, by whether steps are launched ahead.
+# The attention backend in keys, by whether steps are launched ahead.
 _ATTENTION = {False: "paged", True: "paged, async"}
 
-# The rooms whose code decides what a round costs.
-_ROUND_ROOMS = (
+# The packages whose code affects the cost of a step.
+_STEP_PACKAGES = (
     "kvcache",
     "layers",
     "models",
@@ -46,28 +46,28 @@ _ROUND_ROOMS = (
     "worker",
 )
 _WEIGHT_FILES = ("*.safetensors", "*.bin")
-# Names and shapes stand at the head of a weights file, and its size says the rest.
+# The head of a weights file has names and shapes, and its size covers the rest.
 _HEAD_BYTES = 1 << 16
 _HASH_LENGTH = 16
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 30.0, 600.0
-"""Between attempts to measure; each pause is twice as long as the one before."""
+"""Between attempts to measure; every pause is twice as long as the one before."""
 _LONGEST_IDLE_RUN_S = 0.5
-"""Of one round that an idle engine measures: a request that comes meanwhile waits for it."""
+"""Longest step that an idle engine measures, because a request that arrives waits for it."""
 
 Clock: TypeAlias = Callable[[], float]
 Report: TypeAlias = Mapping[str, str]
 
 UNUSED: Report = {"state": "unused", "detail": "the strategy does not weigh costs"}
-"""The report where no source is asked."""
+"""The report without a source."""
 
 
 class CostSource:
-    """Where the costs of an engine's rounds come from: a named file, one kept, or a measurement.
+    """Source of an engine's cost table: a given file, a cached one, or a measurement.
 
-    What was measured is kept under `$SERVE_SPEC_CACHE` (default ~/.cache/serve_spec). A file that
-    is corrupt or of another setting is passed over with a warning. What could not be measured at
-    start, or only roughly, is measured later, between the engine's rounds: see `advance`.
+    Measurements are cached under `$SERVE_SPEC_CACHE` (default ~/.cache/serve_spec). A file that is
+    corrupt or of another setting is ignored with a warning. If measuring at start failed or ran out
+    of time, the engine measures again while it is idle: see `advance`.
     """
 
     def __init__(
@@ -83,17 +83,17 @@ class CostSource:
     ) -> None:
         """
         Args:
-            path: `speculative_cost_table`; None: whatever was kept.
+            path: `speculative_cost_table`; None: the cached file.
             max_batch_size: with `max_steps` and `trees`, the grid that is measured.
-            measure: starts a measurement, by a clock, of rounds of so many seconds at most.
+            measure: starts a measurement with a clock and the longest step in seconds.
         """
         self.report: Report = {"state": "missing", "detail": "not measured yet"}
-        """What an operator should know: state missing, measured or loaded, and why."""
+        """State (missing, measured or loaded) and its reason."""
         self.is_final = False
-        """Whether nothing better can be had."""
+        """Whether no better measurement is possible."""
         self._key = key
         self._path = path
-        self._kept = _cache_file(key, max_batch_size, max_steps, trees)
+        self._cached = _cache_file(key, max_batch_size, max_steps, trees)
         self._max_steps = max_steps
         self._trees = trees
         self._measure = measure
@@ -104,39 +104,39 @@ class CostSource:
         self._due_s = 0.0
 
     def load(self) -> CostTable | None:
-        """The table of the named file, or of the one that is kept; None if none fits."""
+        """Return the table of the given or the cached file; None if neither fits."""
         if self._path is not None:
             if (table := self._read(self._path)) is not None:
                 return table
-            self._path = None  # warned of once
-        return self._read(self._kept) if os.path.exists(self._kept) else None
+            self._path = None  # warn once
+        return self._read(self._cached) if os.path.exists(self._cached) else None
 
     def obtain(self) -> CostTable | None:
-        """The costs at start; None, with a warning, if they cannot be measured."""
+        """Return the table at start; None, with a warning, if it cannot be measured."""
         table = self.load()
         if table is not None:
             return table
-        logger.info("costs: measuring rounds")
+        logger.info("costs: measuring steps")
         try:
             return self._take(finish(self._measure(self._clock, math.inf)))
-        except Exception as error:  # whatever a device can come up with
-            self._put_off(error)
+        except Exception as error:  # a device may raise anything
+            self._retry_later(error)
             return None
 
     def wait_s(self) -> float:
-        """Seconds until `advance` has something to do."""
+        """Return the seconds until `advance` has something to do."""
         return 0.0 if self._measurement else max(0.0, self._due_s - self._clock())
 
     def advance(self) -> CostTable | None:
-        """Runs one round of a measurement while the engine is idle; the table after the last one.
+        """Run one step of a measurement while the engine is idle. Return the table at its end.
 
-        Its clock stands still between two calls, so requests may come in between.
+        The clock of a measurement stops between calls, so requests may run in between.
         """
         if self.wait_s():
             return None
         try:
             if self._measurement is None:
-                if (table := self.load()) is not None:  # kept by another engine meanwhile
+                if (table := self.load()) is not None:  # cached by another engine meanwhile
                     return table
                 self._left_at, self._away_s = self._clock(), 0.0
                 self._measurement = self._measure(self._working_s, _LONGEST_IDLE_RUN_S)
@@ -148,7 +148,7 @@ class CostSource:
             return self._take(end.value)
         except Exception as error:
             self._measurement = None
-            self._put_off(error)
+            self._retry_later(error)
         return None
 
     def _working_s(self) -> float:
@@ -168,14 +168,14 @@ class CostSource:
         return table
 
     def _take(self, measured: MeasuredCosts) -> CostTable:
-        """The table of a measurement, kept unless it is rough."""
+        """Return the table of a measurement, and cache it unless it is rough."""
         table = as_table(self._key, measured)
         self.is_final = not measured.is_rough
         if measured.is_rough:
             self._pause()
-            where = "not kept: time ran out, they are measured again when the engine is idle"
+            where = "not cached: time ran out, they are measured again when the engine is idle"
         else:
-            where = f"kept in {self._kept}" if _keep(table, self._kept) else "not kept"
+            where = f"cached in {self._cached}" if _cache(table, self._cached) else "not cached"
         detail = (
             f"in {table.measured_s:.1f} s, {len(table.extrapolated)} of "
             f"{len(table.batch_sizes) * len(table.num_steps)} cells extrapolated; {where}"
@@ -184,34 +184,34 @@ class CostSource:
         logger.info("costs: measured %s", detail)
         return table
 
-    def _put_off(self, error: Exception) -> None:
+    def _retry_later(self, error: Exception) -> None:
         self._pause()
         why = f"{type(error).__name__}: {error}"
         if self.report["state"] == "measured":  # roughly
             logger.info("costs: not measured again: %s", why)
             return
         logger.warning(
-            "costs: not measured, strategy ema decides until they are; tried again when the engine "
-            "is idle: %s",
+            "costs: not measured, strategy ema decides until they are; the engine tries again when "
+            "it is idle: %s",
             why,
         )
         self.report = {"state": "missing", "detail": why}
 
     def _pause(self) -> None:
-        """Waits longer after every attempt."""
+        """Wait longer after every attempt."""
         self._due_s = self._clock() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _LONGEST_PAUSE_S)
 
 
 def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
-    """What was measured, and on what."""
+    """Return the cost table of a measurement."""
     found = dataclasses.asdict(costs)
     del found["is_rough"]
     return CostTable(version=FORMAT_VERSION, key=key, padded=True, **found)
 
 
 def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
-    """What the costs of this worker's rounds depend on."""
+    """Return what the costs of this worker's steps depend on."""
     draft = config.speculative.speculative_draft_model_path
     return CostKey(
         hardware=_hardware(worker.device),
@@ -229,14 +229,14 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
 
 
 def _algorithm(config: ServeSpecConfig) -> str:
-    """Who drafts and, if drafts are not coupled, how they are judged."""
+    """Return the algorithm and, unless drafts are coupled, how they are verified."""
     speculative = config.speculative
-    judged = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
-    return speculative.speculative_algorithm + judged
+    method = f", {speculative.rejection_sample_method}" if speculative.samples_drafts else ""
+    return speculative.speculative_algorithm + method
 
 
 def _draft_numbers(config: ServeSpecConfig, worker: Worker) -> str:
-    """What the draft computes in and, if other, what it reads its weights in."""
+    """Return the draft's compute dtype and, if other, its weights' format."""
     if worker.draft_dtype is None:
         return ""
     wanted = config.speculative.speculative_draft_model_quantization
@@ -246,7 +246,7 @@ def _draft_numbers(config: ServeSpecConfig, worker: Worker) -> str:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """A short hash of a checkpoint's config and of its weights files' names, sizes and heads."""
+    """Return a hash of a checkpoint's config and its weights files' names, sizes and heads."""
     hashed = hashlib.sha256()
     for pattern in ("config.json", "expansion.json", *_WEIGHT_FILES):
         for file in sorted(checkpoint.glob(pattern)):
@@ -258,10 +258,10 @@ def fingerprint(checkpoint: Path) -> str:
 
 @cache
 def code_version() -> str:
-    """Versions of this package and of torch, and a short hash of the code that shapes a round."""
+    """Return the versions of this package and torch, and a short hash of `_STEP_PACKAGES`."""
     package = Path(serve_spec.__file__).parent
     hashed = hashlib.sha256()
-    for room in _ROUND_ROOMS:
+    for room in _STEP_PACKAGES:
         for file in sorted((package / room).rglob("*.py")):
             _add(hashed, [file.relative_to(package).as_posix().encode(), file.read_bytes()])
     digest = hashed.hexdigest()[:_HASH_LENGTH]
@@ -269,17 +269,17 @@ def code_version() -> str:
 
 
 def _add(hashed: hashlib._Hash, parts: Iterable[bytes]) -> None:
-    """With lengths, so that no two lists of parts run together to the same bytes."""
+    """Hash parts with their lengths, so that no two lists give the same bytes."""
     for part in parts:
         hashed.update(len(part).to_bytes(8, "big") + part)
 
 
-def _keep(table: CostTable, file: Path) -> bool:
+def _cache(table: CostTable, file: Path) -> bool:
     try:
         write_cost_table(table, file)
     except OSError as error:
         logger.warning(
-            "costs: not kept for the next start: %s; make $SERVE_SPEC_CACHE writable", error
+            "costs: not cached for the next start: %s; make $SERVE_SPEC_CACHE writable", error
         )
         return False
     return True
@@ -288,7 +288,7 @@ def _keep(table: CostTable, file: Path) -> bool:
 def _cache_file(
     key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[DraftShape]
 ) -> Path:
-    """One file for each setting and grid."""
+    """Return the cache file of a setting and grid."""
     grid = f"{max_batch_size} {max_steps} {_shapes(trees)}"
     setting = f"{FORMAT_VERSION} {grid} {key.model_dump_json()}"
     name = hashlib.sha256(setting.encode()).hexdigest()[:_HASH_LENGTH]
@@ -296,7 +296,7 @@ def _cache_file(
 
 
 def _shapes(trees: Sequence[DraftShape]) -> list[tuple[int, int]]:
-    """As a table knows them."""
+    """Return trees as a table stores them."""
     return [(tree.depth, tree.size) for tree in trees]
 
 

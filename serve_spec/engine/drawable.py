@@ -1,4 +1,4 @@
-"""Which tokens a request may draw at all: what is known of them before it runs."""
+"""Checks of the token ids that a request allows, biases or forbids, before it runs."""
 
 from __future__ import annotations
 
@@ -11,19 +11,16 @@ from serve_spec.core.request import SamplingParams
 def held_token_ids(
     params: SamplingParams, eos_token_ids: Collection[int], num_ids: int
 ) -> tuple[int, ...]:
-    """What may not be drawn before `min_tokens`: end-of-text and stop tokens below `num_ids`."""
+    """Return the tokens masked until `min_tokens`: end-of-text and stop tokens below `num_ids`."""
     if not params.min_tokens:
         return ()
     return tuple(sorted(t for t in {*eos_token_ids, *params.stop_token_ids} if 0 <= t < num_ids))
 
 
 def check_token_ids(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
-    """Refuses score edits of tokens that are not below `num_ids`, and those that leave none.
+    """Raise InvalidRequest if score edits name an unknown token, or leave no token.
 
     held: see `held_token_ids`.
-
-    Raises:
-        InvalidRequest: names the first such token, or the field that leaves none.
     """
     named: dict[str, Iterable[int]] = {
         "logit_bias": params.logit_bias,
@@ -41,8 +38,8 @@ def _check_some_left(params: SamplingParams, held: Collection[int], num_ids: int
     if params.allowed_token_ids is not None:
         left = set(params.allowed_token_ids) - set(params.bad_token_ids)
         if not left - set(held):
-            fix = "bad_token_ids and min_tokens leave none of them; allow others too"
+            fix = "bad_token_ids and min_tokens mask all of them; allow other tokens, too"
             raise InvalidRequest("allowed_token_ids", f"<{len(params.allowed_token_ids)}>", fix)
     elif len({*params.bad_token_ids, *held}) >= num_ids:
-        fix = "no token is left, before min_tokens at least; rule out fewer"
+        fix = "no token is left until min_tokens are generated; name fewer"
         raise InvalidRequest("bad_token_ids", f"<{len(params.bad_token_ids)}>", fix)

@@ -1,4 +1,4 @@
-"""Encode texts beside an event loop: short ones at once, long ones one after the other."""
+"""Encode texts without blocking the event loop: long ones run in a thread, one at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ T = TypeVar("T")
 
 # About a millisecond of work.
 _SHORT_CHARS = 4096
-# One thread: many long texts at once must not take the cores from the engine.
+# One thread, so that many long texts do not take the cores from the engine.
 _long_texts = ThreadPoolExecutor(1, thread_name_prefix="encode")
 
 
-async def encode_beside(num_chars: int, encode: Callable[[], T]) -> T:
-    """Return `encode()`, computed in a thread where `num_chars` characters take long."""
+async def encode_async(num_chars: int, encode: Callable[[], T]) -> T:
+    """Return `encode()`, computed in a thread if `num_chars` characters take long."""
     if num_chars <= _SHORT_CHARS:
         return encode()
     return await asyncio.get_running_loop().run_in_executor(_long_texts, encode)

@@ -1,4 +1,4 @@
-"""The loop: admit, plan, execute, commit, learn."""
+"""The engine: plan, launch, commit, report."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.costs import UNUSED, CostSource
 from serve_spec.engine.drawable import check_token_ids, held_token_ids
-from serve_spec.engine.garbage import restore_collector
+from serve_spec.engine.garbage import unfreeze_gc
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
@@ -32,10 +32,10 @@ logger = get_logger(__name__)
 
 @dataclass
 class EngineCounters:
-    """Sums since start. Rows and tokens are of decoding, but for those of prefixes; times in ms."""
+    """Sums since start. `num_decode_requests` sums batch sizes over steps; times in ms."""
 
     num_steps_executed: int = 0
-    num_decode_rows: int = 0
+    num_decode_requests: int = 0
     num_decode_tokens: int = 0
     num_draft_tokens: int = 0
     num_correct_drafts: int = 0
@@ -46,13 +46,14 @@ class EngineCounters:
 
     @property
     def accept_length(self) -> float:
-        """Tokens per decoding row and round."""
-        return self.num_decode_tokens / self.num_decode_rows if self.num_decode_rows else 1.0
+        """Tokens per decoding request and step."""
+        requests = self.num_decode_requests
+        return self.num_decode_tokens / requests if requests else 1.0
 
     def observe(self, record: StepRecord) -> None:
-        """Adds one executed round."""
+        """Add one executed step."""
         self.num_steps_executed += 1
-        self.num_decode_rows += record.batch_size
+        self.num_decode_requests += record.batch_size
         self.num_decode_tokens += record.num_output_tokens
         self.num_draft_tokens += record.num_draft_tokens
         self.num_correct_drafts += record.num_correct_drafts
@@ -64,22 +65,21 @@ class EngineCounters:
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A round under way, and what the policy thought of it."""
+    """A step in flight, and the policy's notes on it."""
 
     plan: ScheduledBatch
     pending: PendingBatch
     started: float
-    """When nothing but this round was left to be done, in s."""
+    """When the work for this step began, in s."""
     switch_reason: str | None
     notes: RoundNotes
 
 
 class SpecEngine:
-    """Runs requests to their end, one round per `step`. Single-threaded; see `EngineLoop`.
+    """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineLoop`.
 
-    With a worker that runs ahead, the round after the one a `step` reports is under way when the
-    step returns. Sequences that end meanwhile are planned once more than they need; what that round
-    draws for them is dropped, which no text notices.
+    With asynchronous scheduling the next step is in flight when `step` returns. Sequences that end
+    meanwhile are computed once more; those results are dropped.
     """
 
     def __init__(
@@ -110,15 +110,15 @@ class SpecEngine:
         self._followers = followers
         self._outputs: dict[str, OutputText] = {}
         self._in_flight: _InFlight | None = None
-        self._settled_at = 0.0
-        self._tail_s = 0.0
-        """What the step before did after its round was settled: the next round waited for it."""
+        self._synced_at = 0.0
+        self._overhead_s = 0.0
+        """Host time after the results of the step before, which the next step waited for."""
         scheduler.on_leave = self._forget
 
     def step(self) -> list[TokenDelta]:
-        """One round over every running sequence: plan, execute, commit, learn."""
+        """Run one step over the batch. Return what it emitted."""
         entered = time.perf_counter()
-        step = self._in_flight or self._launch(self._plan(), entered - self._tail_s)
+        step = self._in_flight or self._launch(self._plan(), entered - self._overhead_s)
         if step is None:
             return []
         self._in_flight = self._launch(self._plan(step.plan), time.perf_counter())
@@ -135,13 +135,13 @@ class SpecEngine:
         return deltas
 
     def _finish(self, step: _InFlight) -> list[TokenDelta]:
-        """Wait for a step, commit it, learn from it."""
+        """Wait for a step, commit and report it."""
         result = step.pending.result()
         committed = self.scheduler.commit(step.plan, result, self._cut)
         step_ms = self._step_ms(step)
         self._report(self._record(step, result, committed, step_ms))
         deltas = [self._delta(each, result) for each in committed]
-        self._tail_s = time.perf_counter() - self._settled_at
+        self._overhead_s = time.perf_counter() - self._synced_at
         return deltas
 
     @property
@@ -150,14 +150,14 @@ class SpecEngine:
         return self.scheduler.has_work or self._in_flight is not None
 
     def idle_wait_s(self) -> float | None:
-        """Seconds until `use_idle_time` has something to do; None: it has nothing."""
+        """Return the seconds until `use_idle_time` has something to do; None: nothing."""
         if self.costs is None or self.costs.is_final or not self.controller.weighs_costs:
             return None
         return self.costs.wait_s()
 
     def use_idle_time(self) -> None:
-        """Runs one round to measure costs that the start could not; while there is no work."""
-        assert not self.has_work, "pages of requests could be written to"
+        """Run one step to measure costs that were not measured at start. Only without work."""
+        assert not self.has_work, "a measurement may overwrite pages of requests"
         if self.costs is None or self.idle_wait_s() != 0.0:
             return
         table = self.costs.advance()
@@ -172,13 +172,13 @@ class SpecEngine:
         params: SamplingParams,
         emitted: Collection[int] = (),
     ) -> Sequence:
-        """A validated sequence. Pure: safe to call from any thread, before `add`.
+        """Return a validated sequence for `add`. Pure: safe to call from any thread.
 
-        emitted: what another engine generated of it, part of `max_tokens` and all other counts.
+        emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long, or not of this vocabulary, the score
-                edits name other tokens or leave none, or the grammar can not be compiled.
+            InvalidRequest: the prompt is empty, too long or outside the vocabulary, score edits
+                name unknown tokens or leave none, or the grammar cannot be compiled.
         """
         token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
         shown = f"<{len(token_ids)} tokens>"
@@ -221,7 +221,7 @@ class SpecEngine:
         except UnicodeEncodeError as error:
             fix = f"character {error.start} is half of a surrogate pair; send valid text"
             raise InvalidRequest("prompt", prompt, fix) from error
-        if not prompt:  # whatever special tokens the checkpoint would put around it
+        if not prompt:  # without the special tokens that the checkpoint would add
             return []
         try:
             return self.tokenizer.encode(prompt, max_tokens=self.max_model_len - 1)
@@ -229,22 +229,22 @@ class SpecEngine:
             raise self._too_long(f"<at least {error.at_least} tokens>") from None
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compiles a grammar, which may take a second; what is compiled is kept a while. Pure.
+        """Compile a grammar, which may take a second, and cache it. Pure.
 
         Raises:
-            InvalidRequest: it can not be served.
+            InvalidRequest: the grammar cannot be served.
         """
         if self.worker.synthetic_acceptance is not None:
             raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
         self.worker.grammars.check(grammar)
 
     def add(self, seq: Sequence) -> None:
-        """Queues a sequence made by `new_sequence`."""
+        """Queue a sequence made by `new_sequence`."""
         self._outputs[seq.request_id] = OutputText(self.tokenizer, seq, self.eos_token_ids)
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
-        """Ends a request between rounds and frees its pages; None if it already ended."""
+        """End a request between steps and free its pages; None if it has ended."""
         seq = self.scheduler.abort(request_id)
         if seq is None:
             return None
@@ -252,7 +252,7 @@ class SpecEngine:
         return TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats)
 
     def snapshot(self) -> dict[str, object]:
-        """The state an operator looks at, JSON-able: the replica's part of `/server_info`."""
+        """Return the state for operators, JSON-able: the replica's part of `/server_info`."""
         counters, cache = self.counters, self.scheduler.cache
         policy = self.controller.snapshot()
         forced = self.worker.synthetic_acceptance
@@ -274,7 +274,7 @@ class SpecEngine:
             },
             "counters": {
                 "steps": counters.num_steps_executed,
-                "decode_rows": counters.num_decode_rows,
+                "decode_rows": counters.num_decode_requests,
                 "decode_tokens": counters.num_decode_tokens,
                 "draft_tokens": counters.num_draft_tokens,
                 "correct_drafts": counters.num_correct_drafts,
@@ -286,34 +286,34 @@ class SpecEngine:
         }
 
     def _costs_snapshot(self, of_policy: object) -> dict[str, object]:
-        """Where the costs are from, and what the policy corrects in them."""
+        """Return the source of the costs, and the policy's corrections of them."""
         report = UNUSED
         if self.costs is not None and self.controller.weighs_costs:
             report = self.costs.report
         return {**report, **(of_policy if isinstance(of_policy, dict) else {})}
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
-        """Changes policy knobs between rounds; refused as a whole when invalid."""
+        """Change policy settings between steps; invalid ones change nothing."""
         self.controller.reconfigure(settings)
 
     def check_health(self) -> None:
-        """Raises RankLost when this engine has lost one of its ranks. From any thread."""
+        """Raise RankLost if this engine has lost a rank. From any thread."""
         if self._followers is not None:
             self._followers.check()
 
     def give_up(self, reason: str) -> None:
-        """Frees a round that waits for a rank which does not answer. From any thread."""
+        """Abort a step that waits for a rank that does not answer. From any thread."""
         if self._followers is not None:
             self._followers.give_up(reason)
 
     def shutdown(self) -> None:
-        """Ends the ranks beside this one, if there are any; no round runs afterwards."""
+        """End the other ranks, if any; no step may run afterwards."""
         if self._followers is not None:
             self._followers.stop()
-        restore_collector()
+        unfreeze_gc()
 
     def _forget(self, seq: Sequence) -> None:
-        """Of a sequence that leaves the batch, for a while or for good."""
+        """Drop the state of a sequence that leaves the batch, also by preemption."""
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
 
@@ -340,15 +340,14 @@ class SpecEngine:
         return _InFlight(plan, pending, started, reason and reason.value, notes)
 
     def _step_ms(self, step: _InFlight) -> float:
-        """Wall time of a round that is settled now: since its start, or its predecessor's end.
+        """Return the wall time of a step that has ended, from its start or the last step's end.
 
-        With what a round is planned, learned from and reported in, for no other runs meanwhile
-        unless it was launched ahead: where that is left out plain rounds look the better, which
-        have the most of it per token.
+        It includes the host's time for planning and reporting, unless the step was launched ahead.
+        Without that, plain steps, which have the most of it per token, would look too fast.
         """
         now = time.perf_counter()
-        since = max(step.started, self._settled_at)
-        self._settled_at = now
+        since = max(step.started, self._synced_at)
+        self._synced_at = now
         return (now - since) * 1e3
 
     def _record(
@@ -358,14 +357,14 @@ class SpecEngine:
         committed: list[CommittedRequest],
         step_ms: float,
     ) -> StepRecord:
-        """Return what became of a step. One pass per column: hundreds of requests may decode."""
+        """Return the record of a step. One pass per column, because hundreds of requests decode."""
         plan, scheduler, cache = step.plan, self.scheduler, self.scheduler.cache
         planned = plan.decode_requests
         decoded = [each for each in committed if each.scheduled.is_decode]
         live = [each for each in decoded if not each.seq.finished]
         ended = [each.seq for each in committed if each.seq.finished]
         has_model, has_texts = scheduler.has_draft_model, scheduler.text_drafts is not None
-        drafted = [row.model_steps if has_model else row.num_steps for row in planned]
+        drafted = [req.model_steps if has_model else req.num_steps for req in planned]
         num_drafts = sum([each.scheduled.num_draft_tokens for each in decoded])
         prefix = scheduler.take_prefix_counts()
         return StepRecord(
@@ -381,12 +380,12 @@ class SpecEngine:
             num_draft_tokens=num_drafts,
             num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
             num_stale_seqs=len(planned) - len(decoded),
-            num_stale_drafts=sum([row.num_draft_tokens for row in planned]) - num_drafts,
-            num_sampled=sum([not row.params.is_greedy for row in planned]),
+            num_stale_drafts=sum([req.num_draft_tokens for req in planned]) - num_drafts,
+            num_sampled=sum([not req.params.is_greedy for req in planned]),
             num_drafting=sum([steps > 0 for steps in drafted]),
             deepest=max(drafted, default=0),
-            num_text_drafts=sum([len(row.draft_ids) for row in planned]) if has_model else 0,
-            num_catch_up=sum([len(row.extend_ids) for row in planned if row.model_steps]),
+            num_text_drafts=sum([len(req.draft_ids) for req in planned]) if has_model else 0,
+            num_catch_up=sum([len(req.extend_ids) for req in planned if req.model_steps]),
             num_prefill_tokens=plan.num_prefill_tokens,
             num_ended=len(ended),
             num_ended_prompt_rows=sum(seq.num_uncached_prompt_tokens for seq in ended),

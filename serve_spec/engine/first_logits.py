@@ -1,4 +1,4 @@
-"""Two rounds at start: a target whose logits are broken is refused, not served."""
+"""A check at start: two steps that refuse a target with broken logits."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _MOST_PROMPT_TOKENS = 4
 def check_first_logits(
     worker: Worker, scheduler: Scheduler, prompt: list[int], target: Path, draft: Path | None
 ) -> None:
-    """Runs a short prompt and one round of drafts. A draft with broken logits is only warned of.
+    """Run a short prompt and one step with drafts. Broken draft logits only give a warning.
 
-    scheduler: one of its own, on pages that no sequence holds.
+    scheduler: an unused one, for this check only.
 
     Raises:
         CheckpointError: the target's logits hold NaN, or nothing finite.
-        RankLost: so they do, and another rank noticed, too.
+        RankLost: so they do, and another rank failed first.
     """
     params = SamplingParams(temperature=0.0, ignore_eos=True)
     token_ids = prompt[:_MOST_PROMPT_TOKENS] or [0]
@@ -47,7 +47,7 @@ def check_first_logits(
         scheduler.commit(plan, result, _keep_all)
     if seq.has_broken_draft:
         logger.warning(
-            "%s: draft model produced NaN logits, none of its drafts is kept; check the checkpoint "
+            "%s: draft model produced NaN logits, its drafts are not used; check the checkpoint "
             "or use speculative_draft_dtype=float32",
             draft,
         )

@@ -1,6 +1,6 @@
-"""A rank that follows rank 0: the same models, the same rounds.
+"""A tensor parallel rank other than 0: the same models, the same steps.
 
-As a program (`ProcessLauncher` starts it) it reads what to follow from its standard input.
+`ProcessLauncher` runs this module as a program and sends the arguments of `follow` on stdin.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from serve_spec.worker.tensor_parallel import run_worker_loop
 
 
 def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> None:
-    """Loads this rank's part and executes rank 0's plans until it is told to stop, or rank 0 ends.
+    """Load this rank's shard and execute rank 0's plans until rank 0 stops it or ends.
 
-    What fails here, rank 0 hears.
+    Errors are reported to rank 0.
     """
     with Orders(address, rank) as orders:
         device = rank_device(config, rank)
@@ -38,7 +38,7 @@ def follow(config: ServeSpecConfig, rank: int, size: int, address: Address) -> N
 
 
 def main() -> int:
-    """Follows as standard input says."""
+    """Run `follow` with the arguments on stdin."""
     try:
         follow(*pickle.load(sys.stdin.buffer))
     except BaseException:
@@ -51,5 +51,5 @@ if __name__ == "__main__":
     status = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    # Without the farewells of libraries, some of which wait for ranks that are gone.
+    # Skip exit handlers of libraries, some of which wait for lost ranks.
     os._exit(status)

@@ -1,29 +1,27 @@
-"""Python's cycle collector, kept out of rounds: while it looks around, the device waits."""
+"""Settings of Python's garbage collector, which would make the device wait."""
 
 from __future__ import annotations
 
 import gc
 
-_USUAL = gc.get_threshold()
+_DEFAULT_THRESHOLDS = gc.get_threshold()
 
-YOUNG_OBJECTS = 50_000
-"""Objects more than before that make it look. A round of 256 rows holds some thousands at a time,
-so that by Python's own number, 700, it looks at every round again and again, and finds nothing:
-what rounds are made of has no cycles."""
+GC_THRESHOLD = 50_000
+"""New objects that trigger a collection. A step of 256 requests has some thousands, without cycles;
+with Python's default of 700 every step would be scanned several times."""
 
 
-def calm_collector() -> None:
-    """What is there now is never looked at again, what comes seldom.
+def freeze_gc() -> None:
+    """Exclude existing objects from collection, and collect rarely.
 
-    An engine lives as long as the process, as a rule: looking through all of it takes a tenth of a
-    second.
+    A scan of a whole engine takes a tenth of a second.
     """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(YOUNG_OBJECTS, *_USUAL[1:])
+    gc.set_threshold(GC_THRESHOLD, *_DEFAULT_THRESHOLDS[1:])
 
 
-def restore_collector() -> None:
-    """As Python has it."""
+def unfreeze_gc() -> None:
+    """Restore Python's settings."""
     gc.unfreeze()
-    gc.set_threshold(*_USUAL)
+    gc.set_threshold(*_DEFAULT_THRESHOLDS)

@@ -1,4 +1,4 @@
-"""The offline API: prompts in, finished texts out."""
+"""The offline API."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_spec.engine.build import build_engine
 
 
 class LLM:
-    """A target with its draft and controller, in this process.
+    """An engine in this process.
 
     config: a YAML file, a mapping or a `ServeSpecConfig`; keyword arguments override leaf keys,
     for example ``LLM("configs/tiny.yaml", speculative_num_steps=3, device="cpu")``.
@@ -30,12 +30,12 @@ class LLM:
         prompts: str | Iterable[str | Iterable[int]],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> list[RequestOutput]:
-        """Completes every prompt (text or token ids); outputs in the order of the prompts.
+        """Complete every prompt (text or token ids). Return outputs in the order of the prompts.
 
         sampling_params: one for all, or one per prompt.
 
         Raises:
-            InvalidRequest: a prompt or a parameter can not be served; nothing was run.
+            InvalidRequest: a prompt or a parameter cannot be served; nothing was run.
         """
         batch = [prompts] if isinstance(prompts, str) else list(prompts)
         params = self._params_for(len(batch), sampling_params)
@@ -51,13 +51,13 @@ class LLM:
             while self.engine.has_work:
                 for delta in self.engine.step():
                     deltas[delta.request_id].append(delta)
-        finally:  # interrupted: leave nothing behind that the next call would meet
+        finally:  # after an interrupt, unfinished requests must not reach the next call
             for seq in sequences:
                 self.engine.abort(seq.request_id)
         return [_finished(seq, deltas[seq.request_id]) for seq in sequences]
 
     def shutdown(self) -> None:
-        """Frees the model and ends its processes; the object can not be used afterwards."""
+        """Free the model and end its processes; the object cannot be used afterwards."""
         self.engine.shutdown()
         del self.engine
 

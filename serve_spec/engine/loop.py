@@ -1,4 +1,4 @@
-"""The engine in its own thread; requests and streams on the asyncio side."""
+"""The engine in a thread, with asyncio streams for its requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.engine.build import build_engine
-from serve_spec.engine.encoding import encode_beside
+from serve_spec.engine.encoding import encode_async
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink
@@ -33,11 +33,11 @@ class TokenStream:
         self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
 
     def put(self, item: TokenDelta | Exception) -> None:
-        """Hands over one item from the engine's thread."""
+        """Add an item. Called from the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the listener's event loop is closed: nobody is left to tell
-            logger.debug("stream %s lost its listener", self.request_id)
+        except RuntimeError:  # the reader's event loop is closed
+            logger.debug("stream %s has no reader", self.request_id)
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         finished = False
@@ -50,14 +50,14 @@ class TokenStream:
 
 
 class EngineLoop:
-    """Owns a `SpecEngine` and its thread. Everything that touches the engine goes through it."""
+    """Owns a `SpecEngine` and its thread. All access to the engine goes through it."""
 
     def __init__(self, config: ServeSpecConfig, launcher: Launcher | None = None) -> None:
         """launcher: see `build_engine`."""
         self.config = config
         self._engine: SpecEngine = build_engine(config, launcher)
         self.tokenizer = self._engine.tokenizer
-        self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
         self._preparing: set[str] = set()
         limits = config.scheduler
@@ -76,12 +76,12 @@ class EngineLoop:
         request_id: str,
         emitted: Sequence[int] = (),
     ) -> TokenStream:
-        """Queues a request and returns its stream.
+        """Queue a request and return its stream.
 
         emitted: see `SpecEngine.new_sequence`.
 
         Raises:
-            InvalidRequest: the prompt or a parameter can not be served.
+            InvalidRequest: the prompt or a parameter cannot be served.
             EngineOverloaded: too many requests are unfinished.
             RuntimeError: the engine thread has died.
         """
@@ -100,21 +100,21 @@ class EngineLoop:
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats))
             return stream
         self._streams[request_id] = stream
-        self._inbox.put(lambda: self._engine.add(seq))
+        self._commands.put(lambda: self._engine.add(seq))
         # The thread may have died since the first check, before it could see this stream.
         self.check_health()
         return stream
 
     async def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a prompt; other streams go on meanwhile.
+        """Return the token ids of a prompt without blocking the event loop.
 
         Raises:
             InvalidRequest: as `SpecEngine.encode`.
         """
-        return await encode_beside(len(prompt), partial(self._engine.encode, prompt))
+        return await encode_async(len(prompt), partial(self._engine.encode, prompt))
 
     def cancel(self, request_id: str) -> None:
-        """Ends a request and frees its pages before the next round; harmless if it has ended."""
+        """End a request and free its pages before the next step; harmless if it has ended."""
         self._preparing.discard(request_id)
 
         def abort() -> None:
@@ -122,12 +122,12 @@ class EngineLoop:
             if delta is not None:
                 self._deliver(delta)
 
-        self._inbox.put(abort)
+        self._commands.put(abort)
 
     async def _prepare(
         self, prompt: str | list[int], grammar: Grammar | None, request_id: str
     ) -> tuple[list[int], bool]:
-        """Encode a prompt and compile its grammar while other streams go on.
+        """Encode a prompt and compile its grammar without blocking the event loop.
 
         Returns the token ids, and whether the request was cancelled meanwhile.
         """
@@ -141,33 +141,33 @@ class EngineLoop:
             self._preparing.discard(request_id)
 
     def reconfigure(self, settings: Mapping[str, object]) -> None:
-        """Changes policy knobs between rounds.
+        """Change policy settings between steps.
 
         Raises:
             ValueError: the settings are invalid; nothing changed.
             RuntimeError: the engine thread has died.
         """
-        self._ask(lambda: self._engine.reconfigure(settings))
+        self._call(lambda: self._engine.reconfigure(settings))
 
     def start_from(self, accept_rates: Sequence[float]) -> None:
-        """Gives the policy what other engines learned of this pair; before the first request.
+        """Set acceptance rates learned by other engines; before the first request.
 
         Raises:
-            ValueError: not one rate within (0, 1) for each position; nothing changed.
+            ValueError: not one rate in (0, 1) per position; nothing changed.
             RuntimeError: the engine thread has died.
         """
-        self._ask(lambda: self._engine.controller.start_from(accept_rates))
+        self._call(lambda: self._engine.controller.start_from(accept_rates))
 
     def report_to(self, metrics: MetricsSink) -> None:
-        """Sends the figures of every round from now on to `metrics`, from the engine's thread."""
+        """Send the record of every step from now on to `metrics`, from the engine's thread."""
         self._engine.metrics = metrics
 
     def snapshot(self) -> dict[str, object]:
-        """The engine's state for operators, JSON-able; read without stopping it."""
+        """Return the engine's state for operators, JSON-able, without stopping it."""
         return self._engine.snapshot()
 
     def check_health(self) -> None:
-        """Raises RuntimeError: the thread has ended or hangs inside a round, or a rank is lost."""
+        """Raise RuntimeError if the thread has ended or hangs in a step, or a rank is lost."""
         if self._stopping:
             raise RuntimeError("the engine has been shut down")
         if self._failure is not None:
@@ -176,21 +176,21 @@ class EngineLoop:
         started = self._round_started
         if started is not None and time.monotonic() - started > self._stuck_after_s:
             limit = f"replica.round_timeout_s={self._stuck_after_s:g}"
-            reason = f"a round has been running for longer than {limit} seconds"
+            reason = f"a step has been running for longer than {limit} seconds"
             self._engine.give_up(reason)
             raise RuntimeError(reason)
 
     def shutdown(self) -> None:
-        """Stops the thread after the round in progress; unfinished streams are aborted."""
+        """Stop the thread after the current step; unfinished streams are aborted."""
         self._stopping = True
-        self._inbox.put(lambda: None)
+        self._commands.put(lambda: None)
         self._thread.join()
         self._engine.shutdown()
 
     def _run(self) -> None:
         try:
             while not self._stopping:
-                self._serve_inbox(0.0 if self._engine.has_work else self._engine.idle_wait_s())
+                self._run_commands(0.0 if self._engine.has_work else self._engine.idle_wait_s())
                 self._round_started = time.monotonic()
                 if self._engine.has_work:
                     for delta in self._engine.step():
@@ -201,26 +201,26 @@ class EngineLoop:
             for request_id in list(self._streams):
                 ended = TokenDelta(request_id, (), "", FinishReason.ABORT)
                 self._deliver(self._engine.abort(request_id) or ended)
-        except BaseException as error:  # the thread's last words: every stream must hear them
+        except BaseException as error:  # every stream gets the error
             logger.exception("the engine thread died")
             self._failure = error
             for stream in list(self._streams.values()):
                 stream.put(RuntimeError(f"the engine thread died: {error!r}"))
 
-    def _ask(self, change: Callable[[], None]) -> None:
-        """Runs a change between rounds; what it raises is raised here."""
+    def _call(self, change: Callable[[], None]) -> None:
+        """Run a change between steps and wait; its errors are raised here."""
         self.check_health()
         done: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
 
         def apply() -> None:
             try:
                 change()
-            except Exception as error:  # the caller's to hear, not the engine thread's to die of
+            except Exception as error:  # for the caller; the engine's thread goes on
                 done.put(error)
             else:
                 done.put(None)
 
-        self._inbox.put(apply)
+        self._commands.put(apply)
         try:
             error = done.get(timeout=self._stuck_after_s)
         except queue.Empty:
@@ -230,11 +230,11 @@ class EngineLoop:
         if error is not None:
             raise error
 
-    def _serve_inbox(self, wait_s: float | None) -> None:
-        """Runs what callers asked for; waits for it up to `wait_s` seconds, None: for ever."""
+    def _run_commands(self, wait_s: float | None) -> None:
+        """Run queued commands; wait up to `wait_s` seconds for the first, None: for ever."""
         while True:
             try:
-                command = self._inbox.get(timeout=wait_s)
+                command = self._commands.get(timeout=wait_s)
             except queue.Empty:
                 return
             command()

@@ -1,4 +1,4 @@
-"""What a request has said so far: incremental text, and where it ends."""
+"""Incremental detokenization and stop checks."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from serve_spec.core.sequence import Sequence
 from serve_spec.engine.tokenizer import Tokenizer
 
 _INCOMPLETE = "\ufffd"
-# Tokenizers decode a token by its neighbours (spaces, multi-byte characters), so each piece of
-# text is the difference of two decodings that share this many tokens of context, at least.
+# A token's text depends on its neighbours (spaces, multi-byte characters), so new text is the
+# difference of two decodings that share at least this many tokens of context.
 _CONTEXT_TOKENS = 6
-# A shared beginning need not be decoded twice while it is short.
+# A shorter context is kept, so that it is decoded only once.
 _LONGEST_CONTEXT_TOKENS = 24
 
 
 class OutputText:
-    """Text of one request, grown token by token, so that a stop inside an accepted run ends it.
+    """Text of one request, grown token by token, so that it can stop among accepted drafts.
 
-    Text is handed out by `take` as soon as it can no longer change: not while a character is
-    incomplete, nor while its end could still become a stop string.
+    `take` returns text that can no longer change: without an incomplete character, or an end that
+    may become a stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, seq: Sequence, eos_token_ids: Collection[int]) -> None:
@@ -40,7 +40,7 @@ class OutputText:
         self.finish_reason: FinishReason | None = None
 
     def push(self, token_ids: list[int]) -> int:
-        """Adds tokens until the text ends; how many of them belong to it.
+        """Add tokens until the text ends. Return how many belong to it.
 
         A stop token counts as generated but adds no text; a stop string is cut off.
         """
@@ -50,7 +50,7 @@ class OutputText:
                 self.finish_reason = FinishReason.STOP
             else:
                 self._ids.append(token)
-                # Without stop strings no text decides anything: `take` decodes a run at once.
+                # Without stop strings `take` decodes all new tokens at once.
                 is_stopped = bool(self._stop) and self._stops(self._read_to(len(self._ids)))
                 if not is_stopped and self._num_remaining == 0:
                     self.finish_reason = FinishReason.LENGTH
@@ -59,7 +59,7 @@ class OutputText:
         return len(token_ids)
 
     def take(self) -> str:
-        """The text since the last call that can no longer change."""
+        """Return the text since the last call that can no longer change."""
         self._read_all()
         if self.finish_reason is FinishReason.LENGTH:
             self.text += self._decoded(len(self._ids))[len(self._context) :]
@@ -67,44 +67,46 @@ class OutputText:
         end = len(self.text)
         if self._stop and self.finish_reason is None:
             end -= self._held_back()
-        piece = self.text[self._taken : end]
+        new = self.text[self._taken : end]
         self._taken = max(self._taken, end)
-        return piece
+        return new
 
     def _decoded(self, end: int) -> str:
-        """The context, and the tokens after it."""
+        """Return the text of the context and the tokens up to `end`."""
         return self._tokenizer.decode(self._ids[self._context_start : end])
 
     def _begin_context(self, start: int) -> None:
-        """From now on what is read is decoded from there."""
+        """Decode with context from `start` on from now on."""
         self._context_start = start
         self._context = self._decoded(self._read)
 
     def _read_all(self) -> None:
-        """Moves complete characters into `text`, though tokens after them begin another one."""
+        """Move complete characters into `text`, also if later tokens begin another one."""
         if self._read < len(self._ids) and not self._read_to(len(self._ids)):
             for end in range(self._read + 1, len(self._ids)):
                 self._read_to(end)
 
     def _read_to(self, end: int) -> int:
-        """Moves what these tokens say into `text`, if its last character is complete; how many
-        characters that are."""
+        """Move the text up to token `end` into `text` if its last character is complete.
+
+        Return the number of new characters.
+        """
         decoded = self._decoded(end)
-        piece = decoded[len(self._context) :]
-        if not piece or piece.endswith(_INCOMPLETE):
+        new = decoded[len(self._context) :]
+        if not new or new.endswith(_INCOMPLETE):
             return 0
-        self.text += piece
+        self.text += new
         self._read, self._context = end, decoded
         if end - self._context_start > _LONGEST_CONTEXT_TOKENS:
             self._begin_context(end - _CONTEXT_TOKENS)
-        return len(piece)
+        return len(new)
 
     def _stops(self, num_new: int) -> bool:
-        """Whether a stop string that counts ends in the last `num_new` characters; cuts it off."""
+        """Cut `text` at a stop string past `min_tokens`. Return whether there was one."""
         return self._num_remaining < self._may_stop_below and self._cut_at_stop(num_new)
 
     def _cut_at_stop(self, num_new: int) -> bool:
-        """Cuts `text` at the earliest stop string that ends in its last `num_new` characters."""
+        """Cut `text` at the earliest stop string that ends in its last `num_new` characters."""
         hits = []
         for stop in self._stop:
             first = self.text.find(stop, max(0, len(self.text) - num_new - len(stop) + 1))
@@ -116,7 +118,7 @@ class OutputText:
         return bool(hits)
 
     def _held_back(self) -> int:
-        """Length of the longest end of `text` with which a stop string could begin."""
+        """Return the length of the longest end of `text` that begins a stop string."""
         longest = max(len(stop) - 1 for stop in self._stop)
         for count in range(min(longest, len(self.text)), 0, -1):
             if any(stop.startswith(self.text[-count:]) for stop in self._stop):

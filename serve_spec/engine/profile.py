@@ -1,7 +1,7 @@
-"""Measures what rounds cost by running them: the real worker on synthetic plans.
+"""Measure the costs of steps by running synthetic plans on the real worker.
 
-What the plans leave in the caches is garbage, so they may only use pages that no sequence holds: a
-sequence writes every page anew before it reads it.
+The plans write garbage to the KV cache, so they may only use pages that no sequence holds; a
+sequence writes a page before it reads it.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from serve_spec.engine.cost_grid import (
     fill_tree,
     step_grid,
 )
-from serve_spec.engine.synthetic import Cell, SyntheticPlans
+from serve_spec.engine.synthetic import Point, SyntheticPlans
 
 WARM_UP_RUNS = 3
 MEASURED_RUNS = 5
 
 _TABLE_SHARE = 0.85
-"""Of the budget; the rest measures what sampling adds."""
-_SAMPLED_CELLS = 3
+"""Share of the budget for the table; the rest measures the cost of sampling."""
+_SAMPLED_POINTS = 3
 _SAMPLED_PAIRS = 5
 _TEMPERATURE = 0.8
 _LEAST_MS = 1e-6
 _ESSENTIAL_BUDGETS = 3.0
-"""Budgets that the rounds no table can do without may take, on a machine that is busy."""
+"""Budgets that the points which every table needs may take on a busy machine."""
 
 
-class RunsRounds(Protocol):
-    """What is measured: a `SpecWorker`."""
+class StepExecutor(Protocol):
+    """The part of a worker that is measured."""
 
     vocab_size: int
 
@@ -54,13 +54,13 @@ class RunsRounds(Protocol):
         ...
 
     def execute(self, plan: ScheduledBatch) -> BatchResult:
-        """Runs a round."""
+        """Run a step to its end."""
         ...
 
 
 @dataclass(frozen=True)
 class MeasuredCosts:
-    """What a `CostTable` holds beside its key; see there."""
+    """The fields of a `CostTable` without its key."""
 
     batch_sizes: tuple[int, ...]
     num_steps: tuple[int, ...]
@@ -72,21 +72,21 @@ class MeasuredCosts:
     measured_s: float
     trees: tuple[TreeCosts, ...] = ()
     is_rough: bool = False
-    """Whether time ran out before every batch size was measured; no part of a table."""
+    """Whether time ran out before every batch size was measured; not part of a table."""
 
 
 Measurement: TypeAlias = Generator[float, None, MeasuredCosts]
-"""Runs a round each time it is advanced and yields the share of the budget that is spent."""
+"""Runs a step each time it is advanced; yields the share of the budget that is spent."""
 
 
 def measure_costs(
-    worker: RunsRounds,
+    worker: StepExecutor,
     *,
     page_size: int,
     num_pages: int,
     max_batch_size: int,
     max_steps: int,
-    max_num_rows: int,
+    max_num_tokens: int,
     max_model_len: int,
     budget_s: float,
     every_step: bool = False,
@@ -95,45 +95,45 @@ def measure_costs(
     pages: Callable[[int], Sequence[int]] = range,
     longest_run_s: float = math.inf,
 ) -> Measurement:
-    """Runs rounds of every size for up to `budget_s` seconds and takes medians; see `finish`.
+    """Run steps of every size for up to `budget_s` seconds and take medians; see `finish`.
 
-    Batch sizes that do not fit even with short texts and no drafts are left out; other rounds that
-    do not fit the pages, `max_num_rows` or the budget are extrapolated. Short rounds without and
-    with drafts are measured even if that takes a few budgets.
+    Batch sizes that do not fit even with short contexts and no drafts are left out. Other points
+    that do not fit the pages, `max_num_tokens` or the budget are extrapolated. Batch size 1 without
+    and with drafts is measured even if that takes a few budgets.
 
     Args:
-        max_num_rows: most rows of one target forward.
+        max_num_tokens: most tokens of one target forward.
         max_model_len: most tokens of a sequence.
-        every_step: measures every tier, not a selection; where rounds are quick.
-        trees: shapes to measure beside chains, ascending.
-        clock: seconds; may stand still while the measurement is not advanced.
-        pages: ids of so many pages that no sequence holds, for the next round.
-        longest_run_s: rounds expected to take longer are extrapolated, but for the shortest.
+        every_step: measure every depth, not a selection.
+        trees: shapes to measure besides chains, ascending.
+        clock: seconds; may stop while the measurement is not advanced.
+        pages: returns the ids of so many pages that no sequence holds.
+        longest_run_s: steps expected to take longer are extrapolated, except the smallest.
 
     Raises:
         ValueError: lengths, pages or time leave nothing to measure.
     """
     started = clock()
-    room = _Room(page_size, num_pages, max_num_rows, max_model_len)
+    limits = _Limits(page_size, num_pages, max_num_tokens, max_model_len)
     chains = [shape.depth for shape in worker.states if shape.is_chain]
     steps = step_grid(chains, max_steps, every=every_step)
     shapes = [*map(DraftShape.chain, steps), *trees]
-    contexts = room.contexts(steps[-1])
-    sizes = [b for b in batch_grid(max_batch_size) if room.holds(Cell(contexts[0], b, PLAIN))]
-    essential = [Cell(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
-    if not all(map(room.holds, essential)):
+    contexts = limits.contexts(steps[-1])
+    sizes = [b for b in batch_grid(max_batch_size) if limits.fits(Point(contexts[0], b, PLAIN))]
+    essential = [Point(contexts[0], 1, shape) for shape in shapes[: len(steps[:2])]]
+    if not all(map(limits.fits, essential)):
         raise ValueError(
-            f"max_num_batched_tokens={max_num_rows}: no round with drafts fits; raise it"
+            f"max_num_batched_tokens={max_num_tokens}: no step with drafts fits; raise it"
         )
-    cells = [Cell(c, b, shape) for c in contexts for b in sizes for shape in shapes]
+    points = [Point(c, b, shape) for c in contexts for b in sizes for shape in shapes]
     plans = SyntheticPlans(page_size, worker.vocab_size, pages)
     profiler = _Profiler(worker, plans, clock, budget_s, longest_run_s)
-    yield from profiler.sweeps(essential, list(filter(room.holds, cells)))
+    yield from profiler.sweeps(essential, list(filter(limits.fits, points)))
     draft, verify = profiler.tables(contexts, sizes, steps)
     if np.isfinite(verify[0, 0]).sum() < len(essential):
         raise ValueError(
-            f"no round with drafts ended within {_ESSENTIAL_BUDGETS * budget_s:.3g} s: the machine "
-            "is too busy; leave it more room, or name a table of `serve-spec tune` as "
+            f"no step with drafts ended within {_ESSENTIAL_BUDGETS * budget_s:.3g} s: the machine "
+            "is too busy; free some of it, or give a table of `serve-spec tune` as "
             "speculative_cost_table"
         )
     sampled_row_ms = yield from profiler.sampled_row_ms()
@@ -154,14 +154,14 @@ def measure_costs(
             _tree_costs(tree, profiler.tree_table(tree, contexts, sizes), draft, verify, steps)
             for tree in trees
         ),
-        is_rough=profiler.lacks(Cell(contexts[0], b, PLAIN) for b in sizes),
+        is_rough=profiler.lacks(Point(contexts[0], b, PLAIN) for b in sizes),
     )
 
 
 def finish(
     measurement: Measurement, progress: Callable[[float], None] = lambda share: None
 ) -> MeasuredCosts:
-    """Runs a measurement to its end. progress: told the share of the budget that is spent."""
+    """Run a measurement to its end. progress: called with the share of the budget spent."""
     while True:
         try:
             progress(next(measurement))
@@ -171,18 +171,18 @@ def finish(
 
 
 @dataclass(frozen=True)
-class _Room:
-    """What the engine has room for."""
+class _Limits:
+    """Limits of the engine."""
 
     page_size: int
     num_pages: int
-    max_num_rows: int
+    max_num_tokens: int
     max_model_len: int
 
     def contexts(self, max_steps: int) -> tuple[int, int]:
-        """A short and a long text that leave room for drafts. Raises ValueError if none does."""
+        """Return a short and a long context with room for drafts. Raise ValueError if none fits."""
         longest = min(self.max_model_len, self.num_pages * self.page_size) - max_steps
-        short, long = context_grid(longest * 4 // 5)  # rows are up to a quarter longer
+        short, long = context_grid(longest * 4 // 5)  # requests are up to a quarter longer
         if short * 3 // 4 <= max_steps + 1:
             raise ValueError(
                 f"max_model_len={self.max_model_len}, num_pages={self.num_pages} of "
@@ -191,19 +191,19 @@ class _Room:
             )
         return short, long
 
-    def holds(self, cell: Cell) -> bool:
-        """Whether the round fits."""
-        pages = cell.num_pages(self.page_size)
-        return pages <= self.num_pages and cell.num_rows <= self.max_num_rows
+    def fits(self, point: Point) -> bool:
+        """Return whether a point fits."""
+        pages = point.num_pages(self.page_size)
+        return pages <= self.num_pages and point.num_tokens <= self.max_num_tokens
 
 
 Outcome = TypeVar("Outcome")
-_Rounds: TypeAlias = Generator[float, None, Outcome]
+_Part: TypeAlias = Generator[float, None, Outcome]
 """Part of a `Measurement`."""
 
 
 class _Run(NamedTuple):
-    """What one execution took."""
+    """Times of one execution."""
 
     draft_ms: float
     verify_ms: float
@@ -213,11 +213,11 @@ class _Run(NamedTuple):
 
 
 class _Profiler:
-    """Runs cells while there is time, and keeps what every run took."""
+    """Runs points while there is time, and keeps the times of every run."""
 
     def __init__(
         self,
-        worker: RunsRounds,
+        worker: StepExecutor,
         plans: SyntheticPlans,
         clock: Callable[[], float],
         budget_s: float,
@@ -229,167 +229,162 @@ class _Profiler:
         self._started = clock()
         self._budget_s = budget_s
         self._longest_run_s = longest_run_s
-        self._runs: dict[Cell, list[_Run]] = {}
-        self._shortest_s: dict[Cell, float] = {}
-        """Of every cell that ran, for whatever reason."""
+        self._runs: dict[Point, list[_Run]] = {}
+        self._shortest_s: dict[Point, float] = {}
+        """Shortest run of every point that ran."""
         self._num_sweeps = 0
 
-    def sweeps(self, essential: list[Cell], cells: list[Cell]) -> _Rounds[None]:
-        """Measures the cells in sweeps.
+    def sweeps(self, essential: list[Point], points: list[Point]) -> _Part[None]:
+        """Measure the points in sweeps.
 
-        A sweep runs all rounds of one batch size once, so that a noisy moment hits every number of
-        steps alike; before it the first of them, for another size has left the caches cold. First
-        come the essential ones, until they are warm, then the plain rounds of all sizes. Then every
-        batch size gets about the same time: small ones many sweeps, large ones few. Where time is
-        short even for that, the largest are cut short.
+        A sweep runs all points of one batch size once, so that noise affects all depths alike,
+        after an uncounted run, because another size has left the caches cold. First come the
+        essential points, until they are warm, then the plain steps of all sizes. Then every batch
+        size gets about the same time: small ones many sweeps, large ones few, or a part of one.
         """
-        by_size: dict[int, list[Cell]] = {}
-        for cell in cells:
-            by_size.setdefault(cell.batch_size, []).append(cell)
-        # Whatever runs first pays for the start of libraries: nothing may be judged by that.
+        by_size: dict[int, list[Point]] = {}
+        for point in points:
+            by_size.setdefault(point.batch_size, []).append(point)
+        # The first runs include the start of libraries.
         for _ in range(WARM_UP_RUNS + 1):
             yield from self._sweep(essential, _ESSENTIAL_BUDGETS, math.inf)
-        # These count only where time is too short for sweeps of all steps.
+        # These count only if there is no time for sweeps of all steps.
         essential_runs, self._runs = self._runs, {}
         plain = [same_size[0] for same_size in by_size.values()]
         yield from self._sweep(plain[1:], _TABLE_SHARE)
         while by_size:
-            size = min(by_size, key=lambda size: self._turn_s(by_size[size]))
+            size = min(by_size, key=lambda size: self._priority_s(by_size[size]))
             if self._has_time_for(by_size[size][0], 2, _TABLE_SHARE):
-                yield from self._run(by_size[size][0], temperature=0.0)  # counts for nothing
+                yield from self._run(by_size[size][0], temperature=0.0)  # not counted
             if not (yield from self._sweep(by_size[size], _TABLE_SHARE)):
                 del by_size[size]
         self._runs = essential_runs | self._runs
 
-    def lacks(self, cells: Iterable[Cell]) -> bool:
-        """Whether one of the cells had no time to run."""
+    def lacks(self, points: Iterable[Point]) -> bool:
+        """Return whether a point did not run for lack of time."""
         return any(
-            cell not in self._runs and self._expected_s(cell) <= self._longest_run_s
-            for cell in cells
+            point not in self._runs and self._expected_s(point) <= self._longest_run_s
+            for point in points
         )
 
     def _sweep(
-        self, cells: list[Cell], share: float, longest_run_s: float | None = None
-    ) -> _Rounds[bool]:
-        """Runs every cell once that is not done and fits the time; whether any did."""
+        self, points: list[Point], share: float, longest_run_s: float | None = None
+    ) -> _Part[bool]:
+        """Run every unfinished point once if there is time. Return whether any ran."""
         self._num_sweeps += 1
         before = sum(map(len, self._runs.values()))
-        for cell in cells:
-            is_done = len(self._runs.get(cell, ())) >= WARM_UP_RUNS + MEASURED_RUNS
-            if not is_done and self._has_time_for(cell, 1, share, longest_run_s):
-                run = yield from self._run(cell, temperature=0.0)
-                self._runs.setdefault(cell, []).append(run)
+        for point in points:
+            is_done = len(self._runs.get(point, ())) >= WARM_UP_RUNS + MEASURED_RUNS
+            if not is_done and self._has_time_for(point, 1, share, longest_run_s):
+                run = yield from self._run(point, temperature=0.0)
+                self._runs.setdefault(point, []).append(run)
         return sum(map(len, self._runs.values())) > before
 
     def _has_time_for(
-        self, cell: Cell, count: int, share: float, longest_run_s: float | None = None
+        self, point: Point, count: int, share: float, longest_run_s: float | None = None
     ) -> bool:
-        """Whether so many runs would end within a share of the budget, none of them too long."""
-        expected_s = self._expected_s(cell)
+        """Return whether `count` runs fit a share of the budget, none of them too long."""
+        expected_s = self._expected_s(point)
         if expected_s > (self._longest_run_s if longest_run_s is None else longest_run_s):
             return False
         return self._clock() + count * expected_s <= self._started + share * self._budget_s
 
-    def _turn_s(self, cells: list[Cell]) -> float:
-        """The lowest is next: time spent, and part of what is due, so that dear ones wait a bit."""
-        spent = sum(run.wall_s for cell in cells for run in self._runs.get(cell, ()))
-        return spent + sum(map(self._expected_s, cells)) / 4
+    def _priority_s(self, points: list[Point]) -> float:
+        """Return the time spent and a quarter of the next sweep's; the lowest is next."""
+        spent = sum(run.wall_s for point in points for run in self._runs.get(point, ()))
+        return spent + sum(map(self._expected_s, points)) / 4
 
-    def _expected_s(self, cell: Cell) -> float:
-        """What a run takes: as before, or at most in proportion to a smaller round; 0: unknown."""
-        if cell in self._shortest_s:
-            return self._shortest_s[cell]
+    def _expected_s(self, point: Point) -> float:
+        """Return a run's expected time, scaled from a smaller point if needed; 0: unknown."""
+        if point in self._shortest_s:
+            return self._shortest_s[point]
         bounds = [
-            wall_s * (cell.num_rows / known.num_rows) * (cell.context / known.context)
+            wall_s * (point.num_tokens / known.num_tokens) * (point.context / known.context)
             for known, wall_s in self._shortest_s.items()
-            if cell.holds(known)
+            if point.covers(known)
         ]
         return min(bounds, default=0.0)
 
-    def _run(self, cell: Cell, temperature: float) -> _Rounds[_Run]:
-        plan = self._plans.plan(cell, temperature)
+    def _run(self, point: Point, temperature: float) -> _Part[_Run]:
+        plan = self._plans.plan(point, temperature)
         started = self._clock()
         result = self._worker.execute(plan)
         wall_s = self._clock() - started
-        self._shortest_s[cell] = min(wall_s, self._shortest_s.get(cell, wall_s))
+        self._shortest_s[point] = min(wall_s, self._shortest_s.get(point, wall_s))
         yield min(1.0, (self._clock() - self._started) / self._budget_s)
         return _Run(result.draft_ms, result.verify_ms, wall_s, self._num_sweeps)
 
     def tables(
         self, contexts: Sequence[int], sizes: Sequence[int], steps: Sequence[int]
     ) -> tuple[Milliseconds, Milliseconds]:
-        """Drafting and verification, see `_medians`; NaN where nothing ran."""
+        """Return the medians of drafting and verification; NaN where nothing ran."""
         draft = np.full((len(contexts), len(sizes), len(steps)), np.nan)
         verify = draft.copy()
-        draft[:, :, 0] = 0.0  # a glance that finds nothing to draft
-        for cell, (draft_ms, verify_ms) in self._medians.items():
-            if not cell.shape.is_chain:
+        draft[:, :, 0] = 0.0  # nothing is drafted
+        for point, (draft_ms, verify_ms) in self._medians.items():
+            if not point.shape.is_chain:
                 continue
             at = (
-                contexts.index(cell.context),
-                sizes.index(cell.batch_size),
-                steps.index(cell.shape.depth),
+                contexts.index(point.context),
+                sizes.index(point.batch_size),
+                steps.index(point.shape.depth),
             )
             verify[at] = verify_ms
-            if cell.shape != PLAIN:
+            if point.shape != PLAIN:
                 draft[at] = draft_ms
         return draft, verify
 
     def tree_table(
         self, tree: DraftShape, contexts: Sequence[int], sizes: Sequence[int]
     ) -> Milliseconds:
-        """Of drafting and of verification, [2, contexts, sizes]; NaN where nothing ran."""
+        """Return the same of one tree shape, [2, contexts, sizes]."""
         ms = np.full((2, len(contexts), len(sizes)), np.nan)
-        for cell, stages_ms in self._medians.items():
-            if cell.shape == tree:
-                ms[:, contexts.index(cell.context), sizes.index(cell.batch_size)] = stages_ms
+        for point, stages_ms in self._medians.items():
+            if point.shape == tree:
+                ms[:, contexts.index(point.context), sizes.index(point.batch_size)] = stages_ms
         return ms
 
     @cached_property
-    def _medians(self) -> dict[Cell, tuple[float, float]]:
-        """What ran, and what drafting and verification took once it was warm.
-
-        Over the sweeps of a batch size, each by how fast the machine was meanwhile. For when all
-        sweeps are over.
-        """
-        medians: dict[Cell, tuple[float, float]] = {}
-        for size in {cell.batch_size for cell in self._runs}:
-            cells = [cell for cell in self._runs if cell.batch_size == size]
-            runs = [_warm_runs(self._runs[cell]) for cell in cells]
-            draft_ms = _settled([{run.sweep: run.draft_ms for run in same} for same in runs])
-            verify_ms = _settled([{run.sweep: run.verify_ms for run in same} for same in runs])
-            medians |= zip(cells, zip(draft_ms, verify_ms, strict=True), strict=True)
+    def _medians(self) -> dict[Point, tuple[float, float]]:
+        """Drafting and verification times of every point, over warm runs; after all sweeps."""
+        medians: dict[Point, tuple[float, float]] = {}
+        for size in {point.batch_size for point in self._runs}:
+            points = [point for point in self._runs if point.batch_size == size]
+            runs = [_warm_runs(self._runs[point]) for point in points]
+            draft_ms = _median_polish([{r.sweep: r.draft_ms for r in same} for same in runs])
+            verify_ms = _median_polish([{r.sweep: r.verify_ms for r in same} for same in runs])
+            medians |= zip(points, zip(draft_ms, verify_ms, strict=True), strict=True)
         return medians
 
-    def sampled_row_ms(self) -> _Rounds[float]:
-        """What sampling adds to one verified row: a median over some cells.
+    def sampled_row_ms(self) -> _Part[float]:
+        """Return the cost of sampling per verified token: a median over some points.
 
-        0 where there is no time for a pair of rounds; rounds that run correct it.
+        0 if there is no time for a pair of runs; the policy corrects it later.
         """
-        # Jitter grows with a run's length, what is looked for with its rows, pairs are the fewer
-        # the longer they are: this finds the cells that tell most in the time there is.
-        cells = sorted(self._runs, key=lambda cell: self._expected_s(cell) ** 1.5 / cell.num_rows)
-        greedy: dict[Cell, float] = {}
-        sampled: dict[Cell, float] = {}
-        for cell in cells[:_SAMPLED_CELLS] * _SAMPLED_PAIRS:
-            # A sampled round may take twice as long as a greedy one.
-            if self._has_time_for(cell, 3, 1.0):
+        # Noise grows with a run's time, the effect with its tokens, and long runs leave time for
+        # fewer pairs: these points are the most informative.
+        points = sorted(self._runs, key=lambda p: self._expected_s(p) ** 1.5 / p.num_tokens)
+        greedy: dict[Point, float] = {}
+        sampled: dict[Point, float] = {}
+        for point in points[:_SAMPLED_POINTS] * _SAMPLED_PAIRS:
+            # A sampled step may take twice as long as a greedy one.
+            if self._has_time_for(point, 3, 1.0):
                 for best, temperature in ((greedy, 0.0), (sampled, _TEMPERATURE)):
-                    verify_ms = (yield from self._run(cell, temperature)).verify_ms
-                    best[cell] = min(verify_ms, best.get(cell, verify_ms))
-        extra = [(sampled[cell] - greedy[cell]) / cell.num_rows for cell in sampled]
+                    verify_ms = (yield from self._run(point, temperature)).verify_ms
+                    best[point] = min(verify_ms, best.get(point, verify_ms))
+        extra = [(sampled[point] - greedy[point]) / point.num_tokens for point in sampled]
         return max(0.0, median(extra)) if extra else 0.0
 
 
 def _warm_runs(runs: Sequence[_Run]) -> Sequence[_Run]:
-    """All but the first ones, or the later half of few."""
+    """Return all but the first runs, or the later half if there are few."""
     return runs[min(WARM_UP_RUNS, (len(runs) - 1) // 2) :]
 
 
-def _settled(ms_by_sweep: Sequence[Mapping[int, float]]) -> list[float]:
-    """One time for every column of a table with gaps, whose rows (sweeps) differ by their pace.
+def _median_polish(ms_by_sweep: Sequence[Mapping[int, float]]) -> list[float]:
+    """Return one time per column of a table with gaps, whose rows (sweeps) differ in pace.
 
-    Tukey's median polish, of two rounds. The lower one of two medians: noise only ever adds.
+    Tukey's median polish in two iterations, with lower medians, because noise only adds time.
     """
     sweeps = sorted(set().union(*ms_by_sweep))
     ms = np.array([[column.get(sweep, np.nan) for column in ms_by_sweep] for sweep in sweeps])
@@ -403,7 +398,7 @@ def _settled(ms_by_sweep: Sequence[Mapping[int, float]]) -> list[float]:
 
 
 def _median_low(values: Milliseconds) -> Milliseconds:
-    """Of every column, gaps (NaN) aside."""
+    """Return the lower median of every column without gaps (NaN)."""
     found: Milliseconds = np.nanquantile(values, 0.5, axis=0, method="lower")
     return found
 
@@ -415,7 +410,7 @@ def _tree_costs(
     verify: Milliseconds,
     steps: Sequence[int],
 ) -> TreeCosts:
-    """What was measured of a shape; the rest follows chains, [contexts, sizes, steps] each."""
+    """Return the costs of a tree shape. Gaps are filled from chains, [contexts, sizes, steps]."""
     step_ms = np.maximum(_LEAST_MS, draft[:, :, -1] / steps[-1])
     draft_ms = fill_tree(measured[0], step_ms * tree.depth)
     rise = (verify[:, :, -1] - verify[:, :, 0]) / steps[-1]
@@ -423,16 +418,16 @@ def _tree_costs(
     return TreeCosts(
         num_steps=tree.depth,
         num_draft_tokens=tree.size,
-        draft_ms=_as_cells(draft_ms),
-        verify_ms=_as_cells(verify_ms),
+        draft_ms=_as_tuples(draft_ms),
+        verify_ms=_as_tuples(verify_ms),
     )
 
 
-def _as_cells(ms: Milliseconds) -> tuple[tuple[float, ...], ...]:
-    return tuple(tuple(max(_LEAST_MS, round(float(cell), 6)) for cell in cells) for cells in ms)
+def _as_tuples(ms: Milliseconds) -> tuple[tuple[float, ...], ...]:
+    return tuple(tuple(max(_LEAST_MS, round(float(point), 6)) for point in points) for points in ms)
 
 
 def _as_grid(ms: Milliseconds) -> Grid:
     return tuple(
-        tuple(tuple(round(float(cell), 6) for cell in cells) for cells in rows) for rows in ms
+        tuple(tuple(round(float(point), 6) for point in points) for points in rows) for rows in ms
     )

@@ -1,4 +1,4 @@
-"""Rounds nobody asked for: plans that cost what real ones of their size do."""
+"""Synthetic plans that cost as much as real ones of their size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from serve_spec.core.request import SamplingParams
 _GOLDEN = (5**0.5 - 1) / 2
 
 
-class Cell(NamedTuple):
-    """One size of round: `batch_size` decode rows of `context` tokens draft a `shape` each.
+class Point(NamedTuple):
+    """A point of the cost grid: `batch_size` requests of `context` tokens draft a `shape` each.
 
-    Rows of a real round differ, and what computes them together pays for that; so rows differ
-    here: their contexts by up to a quarter around the mean, their backlogs from 1 to all that a
-    round can leave, in the mean half of it for any number of rows.
+    As in real steps, requests differ, which costs time: contexts by up to a quarter around the
+    mean, missing draft KV entries from 1 to all that a step can leave, on average half of that.
     """
 
     context: int
@@ -26,12 +25,12 @@ class Cell(NamedTuple):
     shape: DraftShape
 
     @property
-    def num_rows(self) -> int:
-        """Rows the target verifies."""
+    def num_tokens(self) -> int:
+        """Tokens of the target forward."""
         return self.batch_size * (self.shape.size + 1)
 
-    def holds(self, other: Cell) -> bool:
-        """Return whether the round is at least as large as another one in everything."""
+    def covers(self, other: Point) -> bool:
+        """Return whether every dimension is at least as large as that of another point."""
         mine, its = self.shape, other.shape
         return (
             self.context >= other.context
@@ -41,32 +40,32 @@ class Cell(NamedTuple):
             and mine.topk >= its.topk
         )
 
-    def length(self, row: int) -> int:
-        """Tokens of one row."""
-        spread = (2 * row + 1 - self.batch_size) / (4 * self.batch_size)
+    def length(self, index: int) -> int:
+        """Return the context tokens of one request."""
+        spread = (2 * index + 1 - self.batch_size) / (4 * self.batch_size)
         return max(1, round(self.context * (1 + spread)))
 
-    def num_catch_up(self, row: int) -> int:
-        """Draft entries one row has to make up, as after rounds that kept all or few drafts."""
+    def num_missing(self, index: int) -> int:
+        """Return the draft KV entries that one request lacks, as after a step."""
         if not self.shape.depth:
             return 0
-        share = (0.5 + row * _GOLDEN) % 1.0  # as even as can be over the first rows, however many
-        return min(self.length(row) - 1, 1 + int(share * (self.shape.depth + 1))) or 1
+        share = (0.5 + index * _GOLDEN) % 1.0  # evenly spread for any batch size
+        return min(self.length(index) - 1, 1 + int(share * (self.shape.depth + 1))) or 1
 
     def num_pages(self, page_size: int) -> int:
-        """Pages its plan takes."""
-        return self.batch_size * self.pages_per_row(page_size)
+        """Return the pages of the plan."""
+        return self.batch_size * self.pages_per_request(page_size)
 
-    def pages_per_row(self, page_size: int) -> int:
-        """Pages of the longest sequence and its drafts."""
+    def pages_per_request(self, page_size: int) -> int:
+        """Return the pages of the longest sequence and its drafts."""
         longest = self.length(self.batch_size - 1)
         return -(-(longest + self.shape.draft_slots) // page_size)
 
 
 class SyntheticPlans:
-    """Makes plans of random tokens, every row on pages of its own.
+    """Makes plans of random tokens, every request on its own pages.
 
-    pages: ids of so many pages that a plan may overwrite.
+    pages: returns the ids of so many pages that a plan may overwrite.
     """
 
     def __init__(
@@ -76,22 +75,22 @@ class SyntheticPlans:
         self._vocab_size = vocab_size
         self._pages = pages
         self._num_plans = 0
-        self._random = random.Random(0)  # its own, so that nobody else's numbers change
+        self._random = random.Random(0)  # does not touch the global state
 
-    def plan(self, cell: Cell, temperature: float) -> ScheduledBatch:
-        """A round of this size."""
+    def plan(self, point: Point, temperature: float) -> ScheduledBatch:
+        """Return the plan of a point."""
         params = SamplingParams(temperature=temperature)
-        self._num_plans += 1  # other requests every time, for none continues the last plan's
-        pages = self._pages(cell.num_pages(self._page_size))
-        rows = tuple(self._row(cell, b, params, pages) for b in range(cell.batch_size))
-        num_missing = max(len(row.extend_ids) for row in rows)
-        return ScheduledBatch(rows, cell.shape, cell.batch_size, max_missing=num_missing)
+        self._num_plans += 1  # new request ids, so that no state is reused
+        pages = self._pages(point.num_pages(self._page_size))
+        reqs = tuple(self._request(point, b, params, pages) for b in range(point.batch_size))
+        num_missing = max(len(req.extend_ids) for req in reqs)
+        return ScheduledBatch(reqs, point.shape, point.batch_size, max_missing=num_missing)
 
-    def _row(
-        self, cell: Cell, b: int, params: SamplingParams, pages: Sequence[int]
+    def _request(
+        self, point: Point, b: int, params: SamplingParams, pages: Sequence[int]
     ) -> ScheduledRequest:
-        start, num_catch_up = cell.length(b) - 1, cell.num_catch_up(b)
-        num_pages = cell.pages_per_row(self._page_size)
+        start, num_missing = point.length(b) - 1, point.num_missing(b)
+        num_pages = point.pages_per_request(self._page_size)
         return ScheduledRequest(
             request_id=f"synthetic-{self._num_plans}-{b}",
             token_ids=self._tokens(1),
@@ -101,11 +100,11 @@ class SyntheticPlans:
             params=params,
             seed=b,
             is_decode=True,
-            shape=cell.shape,
-            draft_start=start - num_catch_up if cell.shape.depth else 0,
-            extend_ids=self._tokens(num_catch_up),
-            extends=cell.shape.depth > 0,
-            num_missing=num_catch_up,
+            shape=point.shape,
+            draft_start=start - num_missing if point.shape.depth else 0,
+            extend_ids=self._tokens(num_missing),
+            extends=point.shape.depth > 0,
+            num_missing=num_missing,
             request_slot=b,
         )
 

@@ -10,12 +10,12 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as HFTokenizer
 
 from serve_spec.core.errors import CheckpointError, TextTooLong
-from serve_spec.engine.spelling import Speller
-from serve_spec.engine.token_bytes import max_token_bytes
+from serve_spec.engine.max_token_bytes import max_token_bytes
+from serve_spec.engine.token_bytes import TokenToBytes
 
-# A text with more characters per token than prose or code has is counted in pieces first.
+# A text with more characters per token than prose or code is counted in parts first.
 _USUAL_CHARS_PER_TOKEN = 8
-_PIECE_CHARS = 65_536
+_PART_CHARS = 65_536
 # Cutting a text adds tokens at the cuts, far fewer than this factor allows for.
 _CUT_FACTOR = 1.25
 
@@ -32,7 +32,7 @@ class Tokenizer:
         try:
             self._tokenizer = HFTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception for a malformed file
-            raise CheckpointError(f"{path} can not be read: {error}") from error
+            raise CheckpointError(f"{path} cannot be read: {error}") from error
 
     @property
     def vocab_size(self) -> int:
@@ -41,7 +41,7 @@ class Tokenizer:
 
     @property
     def added_tokens(self) -> dict[str, bool]:
-        """Tokens that are found in a text before anything else, and whether they are special."""
+        """Tokens matched before the text is tokenized, and whether they are special."""
         added = self._tokenizer.get_added_tokens_decoder().values()
         return {token.content: bool(token.special) for token in added}
 
@@ -50,7 +50,7 @@ class Tokenizer:
     ) -> list[int]:
         """Return the token ids of a text.
 
-        Other threads run meanwhile, and a text that is far too long costs little.
+        It releases the GIL, and fails early for a text that is far too long.
 
         Args:
             add_special_tokens: add the special tokens the checkpoint puts around a text.
@@ -71,41 +71,41 @@ class Tokenizer:
         return list(_encoding(self._literal, text, add_special_tokens=False).ids)
 
     def decode(self, token_ids: list[int]) -> str:
-        """The text of token_ids without special tokens; incomplete characters become U+FFFD."""
+        """Return the text without special tokens; incomplete characters become U+FFFD."""
         return str(self._tokenizer.decode(token_ids))
 
     def describe(self) -> str:
-        """Its tokenizer.json, without what would cut or pad a text."""
+        """Return its tokenizer.json without truncation and padding."""
         description = json.loads(self._tokenizer.to_str())
         return json.dumps({**description, "truncation": None, "padding": None})
 
     def refuse_long(self, text: str, max_tokens: int) -> None:
-        """Raise TextTooLong for a text that is too long by far: by its length, or by its pieces."""
+        """Raise TextTooLong for a text that is far too long."""
         if len(text) <= _USUAL_CHARS_PER_TOKEN * max_tokens:
             return
         num_bytes = len(text.encode())
         if self.max_token_bytes and num_bytes > max_tokens * self.max_token_bytes:
             raise TextTooLong(-(-num_bytes // self.max_token_bytes))
         count = 0
-        for start in range(0, len(text), _PIECE_CHARS):
-            piece = text[start : start + _PIECE_CHARS]
-            count += len(_encoding(self._tokenizer, piece, add_special_tokens=False))
+        for start in range(0, len(text), _PART_CHARS):
+            part = text[start : start + _PART_CHARS]
+            count += len(_encoding(self._tokenizer, part, add_special_tokens=False))
             if count > _CUT_FACTOR * max_tokens + 1:
                 raise TextTooLong(max_tokens + 1)
 
     @cached_property
     def max_token_bytes(self) -> int | None:
-        """Most bytes of a text that one token covers; None where there is no such bound."""
+        """Most bytes of a text that one token covers; None without a bound."""
         return max_token_bytes(json.loads(self._tokenizer.to_str()))
 
     @cached_property
-    def spell(self) -> Speller:
-        """The bytes of one token."""
-        return Speller(self._tokenizer)
+    def token_bytes(self) -> TokenToBytes:
+        """A function from token ids to bytes."""
+        return TokenToBytes(self._tokenizer)
 
     @cached_property
     def _literal(self) -> HFTokenizer:
-        # Only special tokens can be switched off, and only for a whole tokenizer.
+        # The library can ignore special tokens only, and only for a whole tokenizer.
         description = json.loads(self._tokenizer.to_str())
         for token in description["added_tokens"]:
             token["special"] = True
@@ -115,5 +115,5 @@ class Tokenizer:
 
 
 def _encoding(tokenizer: HFTokenizer, text: str, *, add_special_tokens: bool) -> Encoding:
-    # Of the library's ways to encode, those for batches alone let other threads run.
+    # Only the library's batch functions release the GIL.
     return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]

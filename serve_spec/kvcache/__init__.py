@@ -1,1 +1,1 @@
-"""Pages: who owns them (host), and the tensors they address (device)."""
+"""KV cache: page allocation and prefix cache (host), and the tensors that pages index (device)."""

@@ -173,7 +173,7 @@ def _count_kernel(
     counts, seeds, positions, num_steps, survival, num_sequences,
     STEPS: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """In float64, as in the reference: the word and the table are exact there."""
+    """Compute in float64, as the reference does: the word and the table are exact there."""
     b = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = b < num_sequences
     if DEPENDENT:

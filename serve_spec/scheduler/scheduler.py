@@ -287,7 +287,7 @@ class Scheduler:
             self.running.append(seq)
 
     def _is_being_computed(self, seq: Sequence, hit: PrefixHit) -> bool:
-        """Whether a running prefill is about to compute half or more of what `seq` lacks.
+        """Return whether a running prefill will compute half or more of what `seq` lacks.
 
         If several requests with one prompt arrive together, the first computes it for all.
         """
@@ -384,7 +384,7 @@ class Scheduler:
         return shape.draft_slots if self.has_draft_model else shape.size
 
     def _is_from_text(self, drafts: RequestDrafts) -> bool:
-        """Whether these are n-gram drafts."""
+        """Return whether these are n-gram drafts."""
         return drafts.from_text or (drafts.shape.depth > 0 and not self.has_draft_model)
 
     def _plan_decode(

@@ -10,7 +10,7 @@ from typing import Any
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
 
-from serve_spec.engine.encoding import encode_beside
+from serve_spec.engine.encoding import encode_async
 
 
 class LargeBodyRoute(APIRoute):
@@ -30,4 +30,4 @@ class _LargeBody(Request):
     async def json(self) -> Any:
         """Return the body, parsed; large ones are parsed in a thread, one at a time."""
         body = await self.body()
-        return await encode_beside(len(body), partial(json.loads, body))
+        return await encode_async(len(body), partial(json.loads, body))

@@ -12,10 +12,10 @@ from typing import TypeAlias
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.engine.spelling import Spelling
+from serve_spec.engine.token_bytes import TokenBytes
 
-Spell: TypeAlias = Callable[[int], Spelling]
-"""`engine.tokenizer.Tokenizer.spell`."""
+Spell: TypeAlias = Callable[[int], TokenBytes]
+"""`engine.tokenizer.Tokenizer.token_bytes`."""
 
 UNLIKELY = -9999.0
 """What the OpenAI API says of tokens that can hardly come up; JSON has no infinity."""
@@ -69,14 +69,14 @@ class TextOffsets:
         self._num_characters = start
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def next(self, spelling: Spelling) -> int:
+    def next(self, spelling: TokenBytes) -> int:
         """Characters before this token. One that goes on with a character begins where it does."""
         start = self._num_characters
         self._num_characters += self._length(spelling)
         return start
 
-    def _length(self, spelling: Spelling) -> int:
-        return 0 if spelling.is_special else len(self._decoder.decode(spelling.said))
+    def _length(self, spelling: TokenBytes) -> int:
+        return 0 if spelling.is_special else len(self._decoder.decode(spelling.data))
 
 
 class EchoOffsets(TextOffsets):
@@ -90,9 +90,9 @@ class EchoOffsets(TextOffsets):
         super().__init__()
         self._text = text
 
-    def _length(self, spelling: Spelling) -> int:
+    def _length(self, spelling: TokenBytes) -> int:
         special = spelling.is_special
-        said = spelling.said.decode() if special else self._decoder.decode(spelling.said)
+        said = spelling.data.decode() if special else self._decoder.decode(spelling.data)
         for found in (said, said.removeprefix(" ")):  # SentencePiece puts a space before the text
             if self._text.startswith(found, self._num_characters):
                 return len(found)
@@ -160,8 +160,8 @@ def _empty() -> CompletionLogprobs:
     return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
 
 
-def _add(shown: CompletionLogprobs, spelling: Spelling, offsets: TextOffsets) -> None:
-    shown["tokens"].append(_completion_text(spelling.said))
+def _add(shown: CompletionLogprobs, spelling: TokenBytes, offsets: TextOffsets) -> None:
+    shown["tokens"].append(_completion_text(spelling.data))
     shown["text_offset"].append(offsets.next(spelling))
 
 
@@ -170,17 +170,17 @@ def _alternatives(entry: TokenLogprob, spell: Spell) -> dict[str, float]:
     pairs = [*entry.top, (entry.token_id, entry.logprob)]
     found: dict[str, float] = {}
     for token, logprob in pairs:  # of tokens that read alike, the likeliest
-        found.setdefault(_completion_text(spell(token).said), _finite(logprob))
+        found.setdefault(_completion_text(spell(token).data), _finite(logprob))
     return found
 
 
 def _chat_token(token_id: int, logprob: float, spell: Spell) -> ChatTopLogprob:
     spelling = spell(token_id)
-    text = _text(spelling.said)
+    text = _text(spelling.data)
     return {
-        "token": _escaped(spelling.said) if text is None else text,
+        "token": _escaped(spelling.data) if text is None else text,
         "logprob": _finite(logprob),
-        "bytes": None if spelling.is_special else list(spelling.said),
+        "bytes": None if spelling.is_special else list(spelling.data),
     }
 
 

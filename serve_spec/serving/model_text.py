@@ -17,7 +17,7 @@ from pathlib import Path
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine.encoding import encode_beside
+from serve_spec.engine.encoding import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.chat_template import RESERVED, ChatTemplate, ChatTemplateError
 from serve_spec.serving.control_tokens import ControlTokens
@@ -53,7 +53,7 @@ class ModelText:
         """
         loaded = await asyncio.to_thread(self._files)
         num_chars = sum(len(message.content) for message in request.messages)
-        token_ids = await encode_beside(num_chars, partial(loaded.conversation, request))
+        token_ids = await encode_async(num_chars, partial(loaded.conversation, request))
         room = loaded.room_for_answer(token_ids, request)
         limit = request.limit[1]
         return token_ids, replace(params, max_tokens=room if limit is None else limit)
@@ -89,7 +89,7 @@ class ModelText:
         for prompt in prompts:
             if isinstance(prompt, str) and len(prompt) > _UNUSUAL_CHARS:
                 loaded = await asyncio.to_thread(self._files)
-                await encode_beside(len(prompt), partial(loaded.refuse_long, prompt))
+                await encode_async(len(prompt), partial(loaded.refuse_long, prompt))
 
     async def spell(self) -> Spell:
         """What spells single tokens.
@@ -104,7 +104,7 @@ class ModelText:
         if not prompt:  # for the engine to refuse, whatever special tokens would be added
             return []
         loaded = await asyncio.to_thread(self._files)
-        return await encode_beside(len(prompt), partial(loaded.prompt, prompt))
+        return await encode_async(len(prompt), partial(loaded.prompt, prompt))
 
     async def _text(self, token_ids: list[int]) -> str:
         loaded = await asyncio.to_thread(self._files)
@@ -126,7 +126,7 @@ class _Loaded:
 
     def __init__(self, model: ModelConfig) -> None:
         self.tokenizer = Tokenizer(model.path)
-        self.spell: Spell = lru_cache(_KEPT_SPELLINGS)(self.tokenizer.spell)
+        self.spell: Spell = lru_cache(_KEPT_SPELLINGS)(self.tokenizer.token_bytes)
         self._template = ChatTemplate.from_folder(model.path)
         self._control = ControlTokens(self.tokenizer, self._template.source)
         self._max_model_len = model.max_model_len or _max_model_len(model.path)

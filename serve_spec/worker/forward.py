@@ -88,7 +88,7 @@ def run_target(
         request_slots = torch.cat([request_slots, chunks.request_slots[: size.chunks]])
         query_lens = torch.cat([query_lens, chunks.lens[: size.chunks]])
         starts = torch.cat([starts, chunks.starts[: size.chunks]])
-        # Chunks are chains, also beside trees: so are groups of more tokens than a tree has.
+        # Chunks are chains, also in a step with trees: a group with more tokens than a tree is one.
         groups += ((size.chunks, max(size.tokens, MAX_TREE_ROWS + has_trees)),)
     tables = slots.pages.index_select(0, request_slots)
     layout = token_layout.lay_out_tokens(

@@ -47,7 +47,7 @@ class GrammarMasks:
         self._is_clear = False
 
     def clear(self) -> None:
-        """Leave every draw without a mask."""
+        """Remove all masks."""
         if not self._is_clear:
             self.places.fill_(-1)
             self._is_clear = True

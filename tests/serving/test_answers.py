@@ -11,7 +11,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
-from serve_spec.engine.spelling import Spelling
+from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.serving.answers import (
     AnswerFormat,
     AnswerHead,
@@ -86,8 +86,8 @@ def test_the_official_client_finds_nothing_missing_in_them() -> None:
         assert ChatCompletionChunk.model_validate(chunk).model_extra == {}
 
 
-def spell(token_id: int) -> Spelling:
-    return Spelling(bytes([token_id]))
+def spell(token_id: int) -> TokenBytes:
+    return TokenBytes(bytes([token_id]))
 
 
 def scored(token: str, finish: FinishReason | None = None) -> TokenDelta:

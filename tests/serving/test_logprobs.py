@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.engine.spelling import Spelling
+from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.serving.logprobs import (
     CompletionLogprobs,
     EchoOffsets,
@@ -25,11 +25,11 @@ EOS = 256
 EURO = [TokenLogprob(300, -0.5, 1), TokenLogprob(0xAC, -1.0, 2), TokenLogprob(0x61, -2.0, 3)]
 
 
-def spell(token_id: int) -> Spelling:
+def spell(token_id: int) -> TokenBytes:
     """One byte per id; one special token; one token of two bytes that are no character."""
     if token_id == EOS:
-        return Spelling(b"<eos>", is_special=True)
-    return Spelling(b"\xe2\x82" if token_id == 300 else bytes([token_id]))
+        return TokenBytes(b"<eos>", is_special=True)
+    return TokenBytes(b"\xe2\x82" if token_id == 300 else bytes([token_id]))
 
 
 def test_a_completion_shows_a_token_its_likelihood_its_rivals_and_its_place() -> None:
@@ -95,7 +95,7 @@ def test_tokens_of_a_prompt_are_found_in_its_text(
 ) -> None:
     """Added tokens and spaces, special tokens that a client wrote, and texts that were changed."""
     places = EchoOffsets(text)
-    spelled = [Spelling(token.encode(), token == "<eos>") for token in tokens]
+    spelled = [TokenBytes(token.encode(), token == "<eos>") for token in tokens]
     assert [places.next(spelling) for spelling in spelled] == offsets
 
 
@@ -104,7 +104,7 @@ def test_broken_characters_of_a_prompt_do_not_move_what_follows(said: bytes) -> 
     """Bytes that are none are shown as U+FFFD, one for several of them."""
     text = said.decode(errors="replace") + "end"
     places = EchoOffsets(text)
-    offsets = [places.next(Spelling(bytes([byte]))) for byte in said + b"end"]
+    offsets = [places.next(TokenBytes(bytes([byte]))) for byte in said + b"end"]
     assert [text[offset:] for offset in offsets[-2:]] == ["nd", "d"]
     assert offsets == sorted(offsets)
 

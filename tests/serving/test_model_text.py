@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from serve_spec.config.engine import ModelConfig
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams
-from serve_spec.engine.spelling import Spelling
+from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.model_text import ModelText
@@ -136,8 +136,8 @@ def test_an_empty_prompt_has_no_tokens_for_which_the_engine_would_take_it(tmp_pa
 def test_tokens_are_spelled_as_the_tokenizer_does(tmp_path: Path) -> None:
     spell = asyncio.run(text_of(write_text_files(tmp_path)).spell())
     bos, *rest = byte_tokenizer().encode("é").ids
-    assert spell(bos) == Spelling(BOS.encode(), is_special=True)
-    assert b"".join(spell(token).said for token in rest) == "é".encode()
+    assert spell(bos) == TokenBytes(BOS.encode(), is_special=True)
+    assert b"".join(spell(token).data for token in rest) == "é".encode()
 
 
 def test_files_are_asked_for_when_they_are_needed_and_missing_ones_named(tmp_path: Path) -> None:

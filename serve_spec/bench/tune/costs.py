@@ -40,7 +40,7 @@ def write_costs(
                 num_pages=llm.engine.scheduler.cache.num_pages,
                 max_batch_size=max_batch_size,
                 max_steps=max_steps,
-                max_num_rows=llm.config.scheduler.max_num_batched_tokens,
+                max_num_tokens=llm.config.scheduler.max_num_batched_tokens,
                 max_model_len=llm.engine.max_model_len,
                 budget_s=BUDGET_S,
                 trees=trees,

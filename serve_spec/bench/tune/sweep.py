@@ -176,7 +176,7 @@ def _measure(
     after = engine.counters
     num_rows = num_rounds * len(sequences)
     if (
-        after.num_decode_rows - before.num_decode_rows != num_rows
+        after.num_decode_requests - before.num_decode_requests != num_rows
         or after.num_draft_tokens - before.num_draft_tokens != num_rows * shape.size
     ):
         raise ConfigError(

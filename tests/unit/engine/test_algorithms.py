@@ -49,7 +49,7 @@ def test_a_name_that_nobody_registered_is_refused_with_those_that_are(pair: Pair
 
 
 def test_more_drafts_than_there_are_heads_are_refused(make_llm: MakeLLM) -> None:
-    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft makes 4 at most"):
+    with pytest.raises(ValueError, match=r"speculative_num_steps=5.*the draft supports at most 4"):
         make_llm("MEDUSA", 5)
 
 

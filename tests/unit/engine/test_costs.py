@@ -18,7 +18,7 @@ import serve_spec
 from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.engine.costs import (
-    _ROUND_ROOMS,
+    _STEP_PACKAGES,
     Clock,
     CostSource,
     as_table,
@@ -128,7 +128,7 @@ def test_what_was_measured_once_is_read_at_the_next_start(
     (file,) = cache.glob("costs/*.json")
     _, measured, read = infos_in(said)
     assert "measured in 1.5 s, 1 of 4 cells extrapolated" in measured
-    assert f"kept in {file}" in measured
+    assert f"cached in {file}" in measured
     assert f"read from {file}" in read
     assert not warnings_in(said)
 
@@ -211,9 +211,9 @@ def test_a_place_that_can_not_be_written_costs_a_warning_and_nothing_else(
     assert found is not None
     assert found.measured_s == 1.5
     (warning,) = warnings_in(said)
-    assert "not kept for the next start" in warning
+    assert "not cached for the next start" in warning
     assert "make $SERVE_SPEC_CACHE writable" in warning
-    assert "not kept" in infos_in(said)[-1]
+    assert "not cached" in infos_in(said)[-1]
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_a_measurement_that_fails_gives_no_costs_and_one_warning(
     (warning,) = warnings_in(said)
     assert type(error).__name__ in warning
     assert str(error) in warning
-    assert "tried again when the engine is idle" in warning
+    assert "tries again when it is idle" in warning
     assert found.report == {"state": "missing", "detail": f"{type(error).__name__}: {error}"}
     assert not found.is_final
     assert not cache.exists()
@@ -345,4 +345,4 @@ def test_a_fingerprint_follows_the_files_and_not_their_folder(pair: Pair, tmp_pa
 
 def test_the_code_that_is_fingerprinted_is_there() -> None:
     package = Path(serve_spec.__file__).parent
-    assert all(list((package / room).glob("*.py")) for room in _ROUND_ROOMS)
+    assert all(list((package / room).glob("*.py")) for room in _STEP_PACKAGES)

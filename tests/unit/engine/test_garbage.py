@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_spec.engine.garbage import YOUNG_OBJECTS, calm_collector, restore_collector
+from serve_spec.engine.garbage import GC_THRESHOLD, freeze_gc, unfreeze_gc
 
 
 @pytest.fixture(autouse=True)
 def _as_python_has_it() -> Iterator[None]:
     yield
-    restore_collector()
+    unfreeze_gc()
 
 
 def num_looks(num_objects: int) -> int:
@@ -27,22 +27,22 @@ def num_looks(num_objects: int) -> int:
 
 def test_what_a_round_of_many_rows_is_made_of_is_not_looked_at() -> None:
     usually = num_looks(10 * gc.get_threshold()[0])
-    calm_collector()
+    freeze_gc()
     assert usually > 0
     assert num_looks(10_000) == 0
 
 
 def test_a_calm_collector_still_looks_now_and_then() -> None:
-    calm_collector()
-    assert num_looks(3 * YOUNG_OBJECTS) > 0
+    freeze_gc()
+    assert num_looks(3 * GC_THRESHOLD) > 0
 
 
 @pytest.mark.parametrize("num_engines", [1, 2])
 def test_what_was_there_is_looked_at_again_once_it_is_restored(num_engines: int) -> None:
     usual = gc.get_threshold()
     for _ in range(num_engines):
-        calm_collector()
+        freeze_gc()
     assert gc.get_freeze_count() > 0
-    restore_collector()
+    unfreeze_gc()
     assert gc.get_threshold() == usual
     assert gc.get_freeze_count() == 0

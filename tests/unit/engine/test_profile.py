@@ -18,7 +18,7 @@ from serve_spec.config.root import leaf_sections
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
-from serve_spec.engine.synthetic import Cell, SyntheticPlans
+from serve_spec.engine.synthetic import Point, SyntheticPlans
 
 SAMPLED_ROW_MS = 0.3
 
@@ -63,7 +63,7 @@ def begun(worker: FakeWorker, **changes: Any) -> Measurement:
         "num_pages": 2048,
         "max_batch_size": 32,
         "max_steps": 7,
-        "max_num_rows": 512,
+        "max_num_tokens": 512,
         "max_model_len": 1024,
         "budget_s": 60.0,
     }
@@ -74,8 +74,8 @@ def measured(worker: FakeWorker, **changes: Any) -> MeasuredCosts:
     return finish(begun(worker, **changes))
 
 
-def cells_of(plans: Sequence[ScheduledBatch]) -> list[Cell]:
-    return [Cell(mean_context(plan), len(plan.requests), plan.shape) for plan in plans]
+def cells_of(plans: Sequence[ScheduledBatch]) -> list[Point]:
+    return [Point(mean_context(plan), len(plan.requests), plan.shape) for plan in plans]
 
 
 def mean_context(plan: ScheduledBatch) -> int:
@@ -99,7 +99,7 @@ def test_with_time_enough_every_cell_is_the_truth() -> None:
 class Disturbed(FakeWorker):
     """Rounds take a multiple of their time that depends on the cells run so far, the own last."""
 
-    def __init__(self, slowness: Callable[[list[Cell]], float], pause_s: float) -> None:
+    def __init__(self, slowness: Callable[[list[Point]], float], pause_s: float) -> None:
         super().__init__()
         self._slowness, self._pause_s = slowness, pause_s
 
@@ -130,7 +130,7 @@ class Disturbed(FakeWorker):
     ],
 )
 def test_slow_first_runs_and_rare_disturbances_do_not_show(
-    slowness: Callable[[list[Cell]], float], pause_s: float, sizes: dict[str, Any]
+    slowness: Callable[[list[Point]], float], pause_s: float, sizes: dict[str, Any]
 ) -> None:
     costs = measured(Disturbed(slowness, pause_s), **{"max_batch_size": 4, **sizes})
     for b, size in enumerate(costs.batch_sizes):
@@ -153,7 +153,7 @@ def test_the_budget_holds_and_what_it_did_not_reach_is_extrapolated_by_name(
         for size in costs.batch_sizes
         for steps in costs.num_steps
         if any(
-            Cell(context, size, DraftShape.chain(steps)) not in ran for context in costs.contexts
+            Point(context, size, DraftShape.chain(steps)) not in ran for context in costs.contexts
         )
     }
     assert set(costs.extrapolated) == missing
@@ -167,9 +167,9 @@ def test_small_batches_come_first_but_plain_rounds_of_every_size_before_them() -
     worker = FakeWorker()
     measured(worker, budget_s=0.6)
     ran = set(cells_of(worker.plans))
-    assert {Cell(128, size, DraftShape.chain(0)) for size in (1, 2, 4, 8, 16, 32)} <= ran
-    assert {Cell(c, 1, DraftShape.chain(k)) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
-    assert Cell(512, 32, DraftShape.chain(7)) not in ran
+    assert {Point(128, size, DraftShape.chain(0)) for size in (1, 2, 4, 8, 16, 32)} <= ran
+    assert {Point(c, 1, DraftShape.chain(k)) for c in (128, 512) for k in (0, 1, 2, 3, 5, 7)} <= ran
+    assert Point(512, 32, DraftShape.chain(7)) not in ran
 
 
 @pytest.mark.parametrize(("num_slow", "num_fast"), [(40, 60), (30, 70), (45, 60), (20, 30)])
@@ -190,8 +190,8 @@ def test_a_noisy_moment_does_not_set_one_number_of_steps_apart(
 def test_rows_of_a_profile_make_up_about_half_of_what_a_round_can_leave(
     batch_size: int, num_steps: int
 ) -> None:
-    cell = Cell(128, batch_size, DraftShape.chain(num_steps))
-    backlogs = [cell.num_catch_up(row) for row in range(batch_size)]
+    cell = Point(128, batch_size, DraftShape.chain(num_steps))
+    backlogs = [cell.num_missing(row) for row in range(batch_size)]
     assert all(1 <= num_missing <= num_steps + 1 for num_missing in backlogs)
     middle = (1 + num_steps + 1) / 2
     assert np.mean(backlogs) == pytest.approx(middle, rel=0.4)
@@ -210,13 +210,13 @@ def test_only_tiers_the_worker_has_are_run(tiers: tuple[int, ...]) -> None:
 @pytest.mark.parametrize(
     ("limit", "largest", "too_large"),
     [
-        ({"max_num_rows": 64}, Cell(128, 8, DraftShape.chain(7)), (16, 5)),
+        ({"max_num_tokens": 64}, Point(128, 8, DraftShape.chain(7)), (16, 5)),
         # 28 ms, and 103 ms.
-        ({"longest_run_s": 0.05}, Cell(128, 16, DraftShape.chain(1)), (16, 7)),
+        ({"longest_run_s": 0.05}, Point(128, 16, DraftShape.chain(1)), (16, 7)),
     ],
 )
 def test_rounds_beyond_a_limit_are_extrapolated_and_never_run(
-    limit: dict[str, Any], largest: Cell, too_large: tuple[int, int]
+    limit: dict[str, Any], largest: Point, too_large: tuple[int, int]
 ) -> None:
     worker = FakeWorker()
     costs = measured(worker, **limit)
@@ -241,7 +241,7 @@ def test_batches_that_do_not_fit_the_pages_are_left_out_or_extrapolated() -> Non
     [
         ({"max_model_len": 24}, "max_model_len=24, num_pages=2048 .* too short for 7 steps"),
         ({"num_pages": 1}, "num_pages=1 of page_size=16: too short"),
-        ({"max_num_rows": 1}, "max_num_batched_tokens=1: no round with drafts fits; raise it"),
+        ({"max_num_tokens": 1}, "max_num_batched_tokens=1: no step with drafts fits; raise it"),
         ({"budget_s": 1e-3}, "within 0.003 s: the machine is too busy; .* speculative_cost_table"),
     ],
 )
@@ -298,22 +298,22 @@ def test_progress_grows_to_one() -> None:
 @pytest.mark.parametrize(
     "cell",
     [
-        Cell(32, 1, DraftShape.chain(0)),
-        Cell(33, 3, DraftShape.chain(7)),
-        Cell(128, 4, DraftShape.chain(1)),
+        Point(32, 1, DraftShape.chain(0)),
+        Point(33, 3, DraftShape.chain(7)),
+        Point(128, 4, DraftShape.chain(1)),
     ],
 )
-def test_plans_look_like_those_of_a_scheduler(cell: Cell) -> None:
+def test_plans_look_like_those_of_a_scheduler(cell: Point) -> None:
     plan = SyntheticPlans(page_size=16, vocab_size=50).plan(cell, temperature=0.8)
     pages = [page for row in plan.requests for page in row.page_ids]
     assert sorted(pages) == list(range(cell.num_pages(16))), "every row on pages of its own"
     assert plan.batch_size == len(plan.requests) == cell.batch_size
-    assert sum(row.query_len for row in plan.requests) == cell.num_rows
+    assert sum(row.query_len for row in plan.requests) == cell.num_tokens
     for row in plan.requests:
         check_row(row, cell)
 
 
-def check_row(row: ScheduledRequest, cell: Cell) -> None:
+def check_row(row: ScheduledRequest, cell: Point) -> None:
     assert row.is_decode
     assert row.samples
     assert 0.75 * cell.context - 1 <= row.length <= 1.25 * cell.context + 1
@@ -374,7 +374,7 @@ def test_chains_cost_the_same_whether_or_not_trees_are_measured_too() -> None:
 
 
 def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> None:
-    costs = measured(BranchingWorker(), trees=TREES, max_num_rows=200)
+    costs = measured(BranchingWorker(), trees=TREES, max_num_tokens=200)
     (_, largest) = costs.trees
     assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
     for draft, verify in zip(largest.draft_ms, largest.verify_ms, strict=True):

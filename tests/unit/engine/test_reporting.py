@@ -72,7 +72,7 @@ def test_times_of_rounds_add_up_to_those_of_the_steps_and_pauses_are_none_of_the
         assert llm.engine.counters.num_steps_executed == settled + 1
         steps_s += clock.now - before
         clock.now += 1000.0
-    after_the_last = clock.now - 1000.0 - llm.engine._settled_at
+    after_the_last = clock.now - 1000.0 - llm.engine._synced_at
     assert sum(stats.step_ms for stats in steps) / 1e3 == pytest.approx(
         steps_s - after_the_last, abs=2 * Ticking.TICK_S * len(steps)
     )

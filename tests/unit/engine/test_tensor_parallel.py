@@ -177,7 +177,7 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     switch_every_round(llm, [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3), 7])
     assert texts(llm) == plain
     counters = llm.engine.counters
-    assert counters.num_correct_drafts > counters.num_decode_rows / 2
+    assert counters.num_correct_drafts > counters.num_decode_requests / 2
     llm.shutdown()
 
 

@@ -16,8 +16,8 @@ from tokenizers import decoders, models, pre_tokenizers
 import serve_spec
 from serve_spec.core.errors import CheckpointError, TextTooLong
 from serve_spec.engine import tokenizer as module
-from serve_spec.engine.spelling import Speller, Spelling
-from serve_spec.engine.token_bytes import max_token_bytes
+from serve_spec.engine.max_token_bytes import max_token_bytes
+from serve_spec.engine.token_bytes import TokenBytes, TokenToBytes
 from serve_spec.engine.tokenizer import Tokenizer
 from tests.helpers.checkpoints import BOS_ID, make_tokenizer
 from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files
@@ -154,7 +154,7 @@ def test_what_is_missing_or_broken_is_named(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
         Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(CheckpointError, match="can not be read"):
+    with pytest.raises(CheckpointError, match="cannot be read"):
         Tokenizer(tmp_path)
 
 
@@ -179,30 +179,30 @@ def sentencepiece_like() -> HFTokenizer:
 
 @given(st.text(max_size=30))
 def test_tokens_of_a_byte_level_vocabulary_spell_the_text(byte_level: Tokenizer, text: str) -> None:
-    spelled = [byte_level.spell(token) for token in byte_level.encode(text)]
-    assert b"".join(spelling.said for spelling in spelled) == text.encode()
+    spelled = [byte_level.token_bytes(token) for token in byte_level.encode(text)]
+    assert b"".join(spelling.data for spelling in spelled) == text.encode()
 
 
 def test_a_special_token_says_its_name_and_that_it_is_special(byte_level: Tokenizer) -> None:
-    assert byte_level.spell(BOS_ID) == Spelling(b"<bos>", is_special=True)
+    assert byte_level.token_bytes(BOS_ID) == TokenBytes(b"<bos>", is_special=True)
 
 
 def test_an_id_without_a_token_says_nothing(byte_level: Tokenizer) -> None:
-    assert byte_level.spell(280) == Spelling(b"")
+    assert byte_level.token_bytes(280) == TokenBytes(b"")
 
 
 @given(st.lists(st.integers(1, 260), min_size=1, max_size=12))
 def test_marked_spaces_and_named_bytes_spell_what_the_decoder_says(token_ids: list[int]) -> None:
     tokenizer = sentencepiece_like()
-    said = b"".join(Speller(tokenizer)(token).said for token in token_ids)
+    said = b"".join(TokenToBytes(tokenizer)(token).data for token in token_ids)
     decoded = tokenizer.decode(token_ids)
     if "\ufffd" not in decoded:
         assert said.decode() == decoded
-    assert Speller(tokenizer)(0) == Spelling(b"<unk>", is_special=True)
+    assert TokenToBytes(tokenizer)(0) == TokenBytes(b"<unk>", is_special=True)
 
 
 def test_words_of_a_byte_level_sequence_of_decoders_are_bytes_too() -> None:
     tokenizer = HFTokenizer(models.BPE(vocab={"Ġa": 0, "Ã": 1}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
-    assert [Speller(tokenizer)(token).said for token in (0, 1)] == [b" a", b"\xc3"]
+    assert [TokenToBytes(tokenizer)(token).data for token in (0, 1)] == [b" a", b"\xc3"]
