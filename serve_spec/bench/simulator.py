@@ -1,6 +1,6 @@
 """Replays recorded acceptance through any policy: no model, and time is the sum of the costs.
 
-What a round keeps is looked up (`trace`), what it takes is computed (`simulated_costs`), and the
+What a round keeps is looked up (`trace`), what it takes is computed (`RoundCosts`), and the
 policy is asked and told what the engine would ask and tell. Prompts are computed in one piece.
 """
 
@@ -10,19 +10,57 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple, TypeAlias
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.regret import best_arms, phase_regrets, relative_rates, trace_regret
 from serve_spec.bench.report import table
-from serve_spec.bench.simulated_costs import RoundCosts, RoundShape
 from serve_spec.bench.trace import TraceSet
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.record import StepRecord
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, RoundSteps
 
 OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
+
+
+class RoundShape(NamedTuple):
+    """Everything a round's time may depend on."""
+
+    batch_size: int
+    """Decode rows."""
+    drafting: tuple[int, ...]
+    """Rows that draft at least 1, 2, ... steps; as long as the deepest row drafts."""
+    num_tokens: int
+    """Context tokens of all decode rows."""
+    num_sampled: int
+    num_catch_up: int
+    """Draft entries made up before drafting."""
+    num_prefill_tokens: int
+    draft: DraftShape = PLAIN
+    """What rows draft; `drafting` counts the levels, of chains and of trees."""
+
+    @property
+    def num_steps(self) -> int:
+        """Draft forwards: the deepest row's drafts."""
+        return len(self.drafting)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of decoding sequences in the target's forward, roots included."""
+        if self.draft.is_chain or not self.drafting:
+            return self.batch_size + sum(self.drafting)
+        # A row of fewer levels has the drafts its beams make.
+        deeper = (*self.drafting[1:], 0)
+        by_levels = enumerate(zip(self.drafting, deeper, strict=True), start=1)
+        return self.batch_size + sum(
+            (rows - beyond) * self.draft.size_at(levels) for levels, (rows, beyond) in by_levels
+        )
+
+
+RoundCosts: TypeAlias = Callable[[RoundShape], StepTimes]
+"""What a round takes."""
 
 
 @dataclass

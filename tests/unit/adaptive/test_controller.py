@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from serve_spec.adaptive import AdaptiveController, Reason
 from serve_spec.adaptive.acceptance import PositionCounters
 from serve_spec.adaptive.controller import PolicySettings
-from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.core.draft_shape import DraftShape
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 EAGER = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
 TWO_SLOTS = {**EAGER, "1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]}}

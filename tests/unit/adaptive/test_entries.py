@@ -14,11 +14,11 @@ from serve_spec.adaptive.entries import Entries
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.objective import Floats, RoundCosts
 from serve_spec.adaptive.policy import Reason
-from serve_spec.bench.simulated_costs import TWO_CPU_CORES, recorded_table
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes
 from serve_spec.core.round import DecodeBatch
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import TWO_CPU_CORES, recorded_table
 
 OFF_MS = 10.0
 COSTS = RoundCosts(2, np.ones((3, 3)), np.full(4, OFF_MS), np.ones(7), 0.0)

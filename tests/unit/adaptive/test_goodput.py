@@ -19,13 +19,6 @@ from serve_spec.adaptive.goodput import MAX_BAD_TIMES, MOST_PLAN_ROUNDS, Goodput
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulated_costs import (
-    GPU_8B,
-    TWO_CPU_CORES,
-    RoundCosts,
-    RoundShape,
-    recorded_table,
-)
 from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.adaptive_file import PRESETS
@@ -34,6 +27,13 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import (
+    GPU_8B,
+    TWO_CPU_CORES,
+    RoundCosts,
+    RoundShape,
+    recorded_table,
+)
 
 TABLE = recorded_table(TWO_CPU_CORES)
 GPU_TABLE = recorded_table(GPU_8B, (1, 2, 4, 8, 16, 32, 64, 128))

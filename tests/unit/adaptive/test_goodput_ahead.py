@@ -9,9 +9,9 @@ import pytest
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import Reason
-from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.core.record import StepTimes
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 
 SIZE = 4
 

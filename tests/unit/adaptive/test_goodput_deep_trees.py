@@ -20,11 +20,11 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulated_costs import RoundShape, interpolate, recorded_table
 from serve_spec.bench.simulator import PhaseReport, Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes
+from tests.helpers.simulated_costs import RoundShape, interpolate, recorded_table
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "deep_tree_traces.json")
 SHALLOW, DEEP = TRACES.trees

@@ -17,12 +17,12 @@ from serve_spec.adaptive.exploration import (
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 
 
 class Watched(GoodputPolicy):

@@ -16,7 +16,6 @@ from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import EXPLORATION_SHARE
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, RoundCosts, recorded_table
 from serve_spec.bench.simulator import Comparison, ControllerPolicy, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.cost_table import CostTable
@@ -24,6 +23,7 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, RoundCosts, recorded_table
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "tree_traces.json")
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

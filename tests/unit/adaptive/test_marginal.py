@@ -15,7 +15,7 @@ from serve_spec.adaptive.marginal import (
     marginal_ms_by_rows,
     tier_speeds,
 )
-from serve_spec.bench.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
+from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, recorded_table
 from tests.unit.adaptive.test_cost_model import (
     TREE,
     draft_ms,

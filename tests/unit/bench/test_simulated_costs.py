@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.simulated_costs import (
+from tests.helpers.simulated_costs import (
     GPU_8B,
     TWO_CPU_CORES,
     GridCosts,

@@ -16,13 +16,6 @@ from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase, TextKind
-from serve_spec.bench.simulated_costs import (
-    GPU_8B,
-    TWO_CPU_CORES,
-    RoundCosts,
-    RoundShape,
-    noisy,
-)
 from serve_spec.bench.simulator import (
     PhaseReport,
     Simulator,
@@ -35,6 +28,13 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.scheduler.requests import fair_steps
+from tests.helpers.simulated_costs import (
+    GPU_8B,
+    TWO_CPU_CORES,
+    RoundCosts,
+    RoundShape,
+    noisy,
+)
 
 TRACES = load_traces(Path(__file__).parents[2] / "data" / "acceptance_traces.json")
 PHASES = [

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.closed_loop import run_phase
 from serve_spec.bench.phases import Phase, TextKind, TextRequest
-from serve_spec.bench.simulated_costs import TWO_CPU_CORES
 from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import (
     AcceptanceTrace,
@@ -31,6 +30,7 @@ from serve_spec.config import ConfigError
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
+from tests.helpers.simulated_costs import TWO_CPU_CORES
 
 DEPTH = 4
 NUM_TOKENS = 20

@@ -15,13 +15,13 @@ from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
-from serve_spec.bench.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.round import NO_NOTES
 from serve_spec.engine import engine
 from tests.helpers.engines import MakeLLM, heard_steps
 from tests.helpers.rounds import decode_batch, verified_round
+from tests.helpers.simulated_costs import TWO_CPU_CORES, RoundShape, recorded_table
 
 PROMPTS = [[i, *range(20, 35)] for i in range(3)]
 

@@ -15,11 +15,11 @@ import pytest
 
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.simulated_costs import GPU_8B, recorded_table
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.engine import build
 from serve_spec.worker.graphs import NoRecorder
 from tests.helpers.engines import MakeLLM, heard_plans, texts
+from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 TREE: dict[str, Any] = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7}
 TEXT: dict[str, Any] = {"speculative_ngram_min_match_window_size": 1}

@@ -1,53 +1,18 @@
-"""What rounds cost in the simulator: recorded figures, interpolated, and seeded noise on top."""
+"""Costs of rounds for the simulator: recorded figures, interpolated, with seeded noise."""
 
 from __future__ import annotations
 
 import math
 import random
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
+from serve_spec.bench.simulator import RoundCosts, RoundShape
 from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, TreeCosts
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes
-
-
-class RoundShape(NamedTuple):
-    """Everything a round's time may depend on."""
-
-    batch_size: int
-    """Decode rows."""
-    drafting: tuple[int, ...]
-    """Rows that draft at least 1, 2, ... steps; as long as the deepest row drafts."""
-    num_tokens: int
-    """Context tokens of all decode rows."""
-    num_sampled: int
-    num_catch_up: int
-    """Draft entries made up before drafting."""
-    num_prefill_tokens: int
-    draft: DraftShape = PLAIN
-    """What rows draft; `drafting` counts the levels, of chains and of trees."""
-
-    @property
-    def num_steps(self) -> int:
-        """Draft forwards: the deepest row's drafts."""
-        return len(self.drafting)
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of decoding sequences in the target's forward, roots included."""
-        if self.draft.is_chain or not self.drafting:
-            return self.batch_size + sum(self.drafting)
-        # A row of fewer levels has the drafts its beams make.
-        deeper = (*self.drafting[1:], 0)
-        by_levels = enumerate(zip(self.drafting, deeper, strict=True), start=1)
-        return self.batch_size + sum(
-            (rows - beyond) * self.draft.size_at(levels) for levels, (rows, beyond) in by_levels
-        )
-
 
 _NO_MACHINE = CostKey(
     hardware="recorded",
@@ -61,8 +26,6 @@ _NO_MACHINE = CostKey(
     attention_backend="torch",
     code="recorded",
 )
-
-RoundCosts = Callable[[RoundShape], StepTimes]
 
 
 @dataclass(frozen=True)
