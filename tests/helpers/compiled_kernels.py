@@ -1,4 +1,4 @@
-"""Compiling the attention kernels for a Hopper GPU on any machine: `python -m ...` prints JSON.
+"""Compiling attention and admission for a Hopper GPU on any machine: `python -m ...` prints JSON.
 
 One line per kernel of every case: registers, bytes of spills and of shared memory.
 """
@@ -9,6 +9,9 @@ import json
 import re
 import subprocess
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,10 +20,10 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from serve_spec.ops import paged_attention_triton as op
+from serve_spec.ops import admission_triton, paged_attention_triton
 from serve_spec.ops.paged_attention import AttentionKind, AttentionPlan
 
-CASES: dict[str, dict[str, Any]] = {
+ATTENTION: dict[str, dict[str, Any]] = {
     "decode, batch 1": {},
     "decode, batch 8": {"batch": 8},
     "decode, batch 64": {"batch": 64},
@@ -29,6 +32,11 @@ CASES: dict[str, dict[str, Any]] = {
     "chunk": {"query_len": 2048},
     "window and sinks": {"batch": 8, "width": 64, "kind": AttentionKind(window=128, sinks=True)},  # type: ignore[arg-type]
     "softcap": {"batch": 8, "width": 256, "kind": AttentionKind(softcap=50.0)},
+}
+ADMISSION: dict[str, dict[str, Any]] = {
+    "chains": {},
+    "long chains": {"width": 63, "depth": 63, "kept": True},
+    "trees, most slots": {"batch": 256, "width": 63, "kept": True, "tree": True},
 }
 
 
@@ -76,7 +84,16 @@ def _resources(ptx: str) -> dict[str, int]:
     return {name: int(re.search(pattern, said)[1]) for name, pattern in found.items()}  # type: ignore[index]
 
 
-def compile_case(
+@contextmanager
+def recorded(op: ModuleType, case: str) -> Iterator[None]:
+    """Compile what the kernels of `op` would be launched with."""
+    kernels = {name: kernel for name, kernel in vars(op).items() if name.endswith("_kernel")}
+    vars(op).update({name: _Recorder(case, kernel) for name, kernel in kernels.items()})
+    yield
+    vars(op).update(kernels)
+
+
+def compile_attention(
     case: str,
     batch: int = 1,
     query_len: int = 1,
@@ -99,17 +116,37 @@ def compile_case(
     kind = kind or AttentionKind()
     if kind.sinks is not None:
         kind = AttentionKind(window=kind.window, sinks=query[0, :, 0].contiguous())
-    kernels = ("_plan_kernel", "_attend_kernel", "_merge_kernel")
-    originals = {name: getattr(op, name) for name in kernels}
-    for name, kernel in originals.items():
-        setattr(op, name, _Recorder(case, kernel))
-    op.paged_attention(query, pool, pool, plan, kind)
-    for name, kernel in originals.items():
-        setattr(op, name, kernel)
+    with recorded(paged_attention_triton, case):
+        paged_attention_triton.paged_attention(query, pool, pool, plan, kind)
+
+
+def compile_admission(
+    case: str,
+    batch: int = 8,
+    width: int = 7,
+    depth: int = 7,
+    kept: bool = False,
+    tree: bool = False,
+) -> None:
+    """Compile what chains or trees of so many requests, drafts and levels launch."""
+    numbers, slots = torch.zeros(batch, dtype=torch.int32), torch.zeros(batch, width)
+    with recorded(admission_triton, case):
+        admission_triton.admit_drafts(
+            slots,
+            *[numbers] * 4,
+            calibration=torch.zeros(2, depth, 2),
+            budget=numbers[:1],
+            kept=numbers if kept else None,
+            drafts=slots.long() if tree else None,
+            parents=slots.int() if tree else None,
+        )
 
 
 if __name__ == "__main__":
-    op.dependent_launch = lambda device: True
-    op._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
-    for case, settings in CASES.items():
-        compile_case(case, **settings)
+    admission_triton.dependent_launch = lambda device: True
+    paged_attention_triton.dependent_launch = lambda device: True
+    paged_attention_triton._num_multiprocessors = lambda device: 132  # type: ignore[assignment]
+    for case, settings in ATTENTION.items():
+        compile_attention(case, **settings)
+    for case, settings in ADMISSION.items():
+        compile_admission(case, **settings)

@@ -1,0 +1,130 @@
+"""Admission against a sort in plain Python; the reference and the kernel obey the same laws."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from serve_spec.ops.admission import LEAST_SURVIVAL, Admission
+from tests.helpers.memory import poisoned_memory
+from tests.helpers.triton import DEVICE, reference
+
+from serve_spec.ops import admission, admission_triton  # isort: skip
+
+Batch = dict[str, Any]  # arguments of `admit_drafts`, as lists
+TYPES = {"shares": torch.float32, "calibration": torch.float32, "drafts": torch.int64}
+SHARES = st.one_of(*(st.floats(least, 0, width=32) for least in (-40, -1, -(2.0**-18))))
+WAYS = reference(admission), admission_triton
+
+
+@st.composite
+def batches(draw: st.DrawFn, ties: bool) -> Batch:
+    """Draw chains or trees whose drafts number the slots; with ties, chances are 0.5 or 1."""
+    size, width, depth = (draw(st.integers(1, most)) for most in (5, 9, 6))
+
+    def rows(values: st.SearchStrategy[Any], count: int = size) -> list[Any]:
+        return draw(st.lists(values, min_size=count, max_size=count))
+
+    weights = st.just(0.0) if ties else st.floats(-1, 2, width=32)
+    biases = st.sampled_from([0.0, 100.0]) if ties else st.floats(-3, 3, width=32)
+    share = SHARES | st.just(math.nan) | st.just(-math.inf) if draw(st.booleans()) else SHARES
+    parents = [[draw(st.integers(0, place)) for place in range(width)] for _ in range(size)]
+    return {
+        "shares": [rows(share, width) for _ in range(size)],
+        "query_lens": rows(st.sampled_from([0, 1, 1, 1, 7])),
+        "limits": rows(st.integers(0, width) | st.just(width)),
+        "depth_limits": rows(st.integers(0, depth) | st.just(depth + 1)),
+        "kinds": rows(st.integers(0, 1)),
+        "calibration": [rows(st.tuples(weights, biases), depth) for _ in range(2)],
+        "budget": [draw(st.integers(0, size * width + 1))],
+        "kept": rows(st.integers(0, width)) if draw(st.booleans()) else None,
+        "drafts": torch.arange(size * width).view(size, width).tolist(),
+        "parents": parents if draw(st.booleans()) else None,
+    }
+
+
+def admit(way: Any, batch: Batch) -> Admission:
+    given = {name: x for name, x in batch.items() if x is not None}
+    for name, x in given.items():
+        given[name] = torch.tensor(x, dtype=TYPES.get(name, torch.int32), device=DEVICE)
+    with poisoned_memory():
+        found = way.admit_drafts(**given)
+    assert all(x is None or x.is_contiguous() for x in found)
+    return Admission(*(x if x is None else x.tolist() for x in found))
+
+
+def paths_of(drafts: Any, parents: Any) -> list[list[Any]]:
+    """Return the path of each draft: the drafts from the root on, itself included."""
+    found: list[list[Any]] = [[()] for _ in drafts]
+    for b, paths in enumerate(found):
+        for place, draft in enumerate(drafts[b]):
+            paths.append((*paths[parents[b][place] if parents else place], draft))
+    return [paths[1:] for paths in found]
+
+
+def survival_of(batch: Batch, b: int, path: tuple[int, ...]) -> float:
+    """Multiply the chances along a path of slots in float64."""
+    lines = batch["calibration"][batch["kinds"][b]][: batch["depth_limits"][b]][: len(path)]
+    shares = torch.tensor(batch["shares"]).flatten()[list(path)].double()
+    end = batch["drafts"][b][0] + batch["limits"][b] * min(batch["query_lens"][b], 1)
+    if path[-1] >= end or len(path) > len(lines) or not all(shares > -math.inf):
+        return 0.0
+    weights, biases = torch.tensor(lines).double().T
+    chances = (weights * shares.exp().logit().clamp(-15, 15) + biases).sigmoid()
+    return max(chances.prod().item(), LEAST_SURVIVAL)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=60, deadline=None)
+@given(batch=batches(ties=False) | batches(ties=True))
+def test_survival_is_the_product_of_chances_of_drafts_that_exist(way: Any, batch: Batch) -> None:
+    found, paths = admit(way, batch), paths_of(batch["drafts"], batch["parents"])
+    for b, row in enumerate(found.survival):
+        assert row == pytest.approx([survival_of(batch, b, path) for path in paths[b]], 1e-4, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=100, deadline=None)
+@given(batch=batches(ties=False) | batches(ties=True))
+def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way: Any, batch: Batch) -> None:
+    found, kept = admit(way, batch), batch["kept"] or [0] * len(batch["shares"])
+    slots = [
+        (-2.0 if place < kept[b] else -value, b, place)
+        for b, row in enumerate(found.survival)
+        for place, value in enumerate(row)
+        if value > 0
+    ]
+    chosen = sorted((b, place) for _, b, place in sorted(slots)[: batch["budget"][0]])
+    given, verified = paths_of(batch["drafts"], batch["parents"]), paths_of(*found[2:])
+    for b, query_len in enumerate(batch["query_lens"]):
+        expected = [given[b][place] for at, place in chosen if at == b]
+        assert found.query_lens[b] == (1 + len(expected) if query_len else 0)
+        assert verified[b][: len(expected)] == expected
+
+
+def plain_batch(shares: list[list[float]], weight: float, budget: int) -> Batch:
+    width = len(shares[0])
+    numbers = {"query_lens": 1, "limits": width, "depth_limits": width, "kinds": 0}
+    batch: Batch = {name: [number] * len(shares) for name, number in numbers.items()}
+    return batch | {"shares": shares, "calibration": [[(weight, 0)] * width], "budget": [budget]}
+
+
+@settings(max_examples=60, deadline=None)
+@given(batches(ties=True))
+@example(plain_batch([[-1.0] * 63] * 40, 0.0, 99))
+@example(plain_batch([[-1.0] * 63] * 261, 0.0, 999))  # more than the kernel admits itself
+def test_the_kernel_breaks_ties_as_the_reference_does(batch: Batch) -> None:
+    assert admit(admission_triton, batch) == admit(reference(admission), batch)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_survive_by_their_shares_if_not_calibrated(way: Any) -> None:
+    shares = torch.tensor([0.8, 0.5, 1.0, 0.1, *[1e-6] * 7]).log().tolist()
+    found = admit(way, plain_batch([shares], 1.0, 3))
+    assert found.survival[0][:5] == pytest.approx([0.8, 0.4, 0.4, 0.04, 4e-8])
+    assert (found.query_lens, found.survival[0][-1]) == ([4], LEAST_SURVIVAL)
