@@ -138,5 +138,5 @@ def test_without_steps_nothing_drafts_or_reserves_ahead(
     params = SamplingParams(max_tokens=20, temperature=0.9, seed=3, ignore_eos=True)
     llm.generate([[1, 2, 3], [4, 5]], params)
     page_size = llm.engine.scheduler.cache.page_size
-    for row in (row for plan in plans for row in plan.rows):
+    for row in (row for plan in plans for row in plan.requests):
         assert len(row.page_ids) == -(-row.length // page_size), "pages for drafts that are not"
