@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Callable
 from contextlib import suppress
 
 import pytest
@@ -116,6 +117,13 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(admission, "_PATIENCE_S", 0.0)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait until something holds; fail if it does not for 30 seconds."""
+    async with asyncio.timeout(30):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def inside(callers: list[Caller]) -> int:
     return sum(caller.inside for caller in callers)
 
@@ -143,17 +151,18 @@ async def test_a_client_above_its_share_gives_places_back_while_others_wait(
     await settle()
     assert inside(many) == 8, "alone it may have them all"
     few = [Caller(door, "few") for _ in range(2)]
-    await asyncio.sleep(0.01)
-    assert (inside(many), inside(few)) == (6, 2), "as many as others want"
+    await until(lambda: inside(few) == 2)
+    assert inside(many) == 6, "as many as others want"
     assert [c.num_withdrawn for c in many[:8]] == [0] * 6 + [1] * 2, "the newest"
     more = [Caller(door, "more") for _ in range(9)]
+    await until(lambda: inside(more) == 2)
     await asyncio.sleep(0.01)
     assert inside(many) == 4, "never below its share"
     assert (inside(few), inside(more)) == (2, 2)
     for caller in more:
         await caller.leave()
-    await asyncio.sleep(0.01)
-    assert (inside(many), inside(few)) == (6, 2)
+    await until(lambda: inside(many) == 6)
+    assert inside(few) == 2
     assert [c.inside for c in many[5:9]] == [True, False, False, False]
     await empty(door, *many, *few)
 
@@ -167,8 +176,7 @@ async def test_what_waits_inside_a_replica_comes_back_behind_the_others(
     waiting = [Caller(door, "many", begins=False) for _ in range(2)]
     await settle()
     other = Caller(door, "other")
-    await asyncio.sleep(0.01)
-    assert other.inside
+    await until(lambda: other.inside)
     assert [c.num_withdrawn for c in running] == [0] * 5 + [1], "one place to run in"
     assert [c.num_withdrawn for c in waiting] == [1, 1], "all that would come before it"
     assert inside(running) + inside(waiting) == 7
