@@ -32,7 +32,7 @@ from torch import Tensor
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
 
-# Below half as many tiles times kv heads, tiles are cut even at short context.
+# Tiles times kv heads that fill a device. From half as many on, the last program of a tile merges.
 _PROGRAMS = 128
 # Ranges are multiples of this many cache entries.
 _UNIT = tl.constexpr(16)
@@ -78,7 +78,7 @@ def _choose_tiling(
     """Return the tiling for so many requests; heads: query heads and kv heads.
 
     width: of keys or values, the larger, a power of two. Blocks, warps and stages of small tiles
-    were measured on one H200 at 512 entries of context (docs/results/kernels-h200).
+    were measured on one H200 (docs/decisions/003-attention-work.md).
     """
     group = heads[0] // heads[1]
     # Without tensor cores, or with wide heads, larger tiles do not fit into registers.
