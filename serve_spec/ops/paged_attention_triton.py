@@ -5,7 +5,8 @@ reads its cache once. A small kernel lists the tiles of a forward before its fir
 each program a range of them. If tiles are short, a program gets a whole tile. If some are long, the
 cache entries of all tiles are laid end to end and cut into ranges of equal length, one for each
 program that the device holds at once (the partition of stream-K, arXiv 2301.03598): every
-multiprocessor reads as much as any other, also with few requests or uneven lengths. Every layer
+multiprocessor reads as much as any other, also with few requests or uneven lengths. Where ranges at
+most half longer than that let every program read one tile only, they are taken instead. Every layer
 launches a fixed grid over the ranges, so that a CUDA graph serves every batch of its shape.
 
 Shares of a tile are added in one order: the same bits every time. How tiles are cut, and so the

@@ -68,11 +68,6 @@ def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
     return [min(want, found) for want, found in zip(wanted, batch.text_steps, strict=True)]
 
 
-def fair_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Return the drafts per request: wanted, usable and within an even share of the room."""
-    return _shared(_usable_steps(steps, batch, text_steps(steps, batch)), batch)
-
-
 def _usable_steps(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
     reqs = zip(from_texts, wanted_steps(steps, batch), batch.max_steps, strict=True)
     return [from_text or min(want, most) for from_text, want, most in reqs]
@@ -87,7 +82,10 @@ def _shared(num_drafts: list[int], batch: DecodeBatch) -> list[int]:
 
 
 def fair_drafts(steps: RoundSteps, batch: DecodeBatch) -> list[RequestDrafts]:
-    """Return what every request drafts: as many levels of the policy's shape as it can use."""
+    """Return what every request drafts: as much of the policy's shape as it can use and is granted.
+
+    A room too small for all drafts is shared evenly.
+    """
     shape, from_texts = steps.shape, text_steps(steps, batch)
     usable = _usable_steps(steps, batch, from_texts)
     if shape.is_chain:

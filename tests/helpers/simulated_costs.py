@@ -10,22 +10,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from serve_spec.bench.simulator import RoundCosts, RoundShape
-from serve_spec.config.cost_table import FORMAT_VERSION, CostKey, CostTable, TreeCosts
+from serve_spec.config.cost_table import FORMAT_VERSION, CostTable, TreeCosts
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes
-
-_NO_MACHINE = CostKey(
-    hardware="recorded",
-    threads=1,
-    target="recorded",
-    draft="recorded",
-    algorithm="EAGLE3",
-    dtype="float32",
-    draft_dtype="float32",
-    tensor_parallel_size=1,
-    attention_backend="torch",
-    code="recorded",
-)
+from tests.helpers.costs import KEY
 
 
 @dataclass(frozen=True)
@@ -129,7 +117,7 @@ def recorded_table(
     verify = tuple(tuple(cell.verify_ms for cell in row) for row in times)
     return CostTable(
         version=FORMAT_VERSION,
-        key=_NO_MACHINE.model_copy(update={"topk": max([1, *(tree.topk for tree in trees)])}),
+        key=KEY.model_copy(update={"topk": max([1, *(tree.topk for tree in trees)])}),
         batch_sizes=tuple(batch_sizes),
         num_steps=tuple(num_steps),
         contexts=(128, 512),

@@ -236,7 +236,7 @@ async def test_a_submission_that_ends_early_fails_those_it_leaves_unanswered(
     is_cancelled: bool,
 ) -> None:
     wire, door, (a,) = await together("a")
-    if is_cancelled:  # by somebody else
+    if is_cancelled:  # by other code than its own
         (courier,) = door._couriers
         courier.task.cancel()
     else:

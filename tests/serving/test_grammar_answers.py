@@ -80,7 +80,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.parametrize("path", SANE)
 @pytest.mark.parametrize("stream", [False, True])
-def test_what_the_engine_can_not_do_is_a_400_that_names_the_field_and_harms_nobody(
+def test_what_the_engine_cannot_do_is_a_400_that_names_the_field_and_harms_no_other(
     server: Server, loop: EngineLoop, path: str, stream: bool
 ) -> None:
     for field, fields in HOSTILE:

@@ -25,7 +25,7 @@ MAX_ONGOING = 4
 MAX_QUEUED = 4
 COMPLETIONS = "/v1/completions"
 HOLD = {"prompt": "hold on", "max_tokens": 9, "stream": True}
-# Of requests that are turned away at the door, or lose their replica, which may be none.
+# Of requests that are rejected or lose their replica, which may be none.
 NOT_CAUSED = {"serve_spec_rejected_requests", "serve_spec_resumed_requests"}
 QUICK = {
     "min_replicas": 1,
@@ -306,7 +306,7 @@ def test_replicas_come_and_go_with_the_requests_and_start_from_what_the_fleet_kn
     # Two calls with four requests: Serve's own policy would count two, and two are the target.
     held = {"prompt": ["hold on"] * 4, "max_tokens": 9, "stream": True}
     with client.stream("POST", "/other/v1/completions", json=held) as answer:
-        lines = answer.iter_lines()  # kept: a generator that nobody holds closes the stream
+        lines = answer.iter_lines()  # kept: the stream closes with its generator
         assert "hold on" in next(lines)
         found = eventually(started_from, lambda found: len(found) == 2, WITHIN_S)
         assert sorted(map(repr, found)) == sorted([repr(None), repr(RATES)])

@@ -68,7 +68,7 @@ def write_text_files(
 
 
 def drafting(folder: Path, **speculative: Any) -> dict[str, Any]:
-    """A configuration of a pair that nobody loads."""
+    """A configuration of a pair that is never loaded."""
     return {
         "model": {"path": str(folder)},
         "speculative": {

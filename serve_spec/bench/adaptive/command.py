@@ -5,7 +5,7 @@ its controller through all phases and repetitions, as a server would: the first 
 the others are not. On a CPU, whose speed wanders, arms take turns of some ten milliseconds; on a
 GPU each runs a phase in one piece. Where steps are planned ahead, every turn ends with none in
 flight: texts are the same, but not all rounds are those of an arm alone. The arm `off-again`
-repeats `off`: what it differs by is what the measurement can not resolve.
+repeats `off`: what it differs by is what the measurement cannot resolve.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from serve_spec.config.adaptive_file import PRESETS, load_slots
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, RoundSteps
-from serve_spec.scheduler.requests import fair_steps
+from serve_spec.scheduler.requests import fair_drafts
 from tests.helpers.simulated_costs import (
     GPU_8B,
     TWO_CPU_CORES,
@@ -146,7 +146,8 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(
     wanted, usable = zip(*rows, strict=True)
     batch = DecodeBatch([str(i) for i in range(len(rows))], usable, 9, 0, max_draft_tokens)
     steps = RoundSteps(DraftShape.chain(5)) if whole else RoundSteps(DraftShape.chain(9), wanted)
-    assert _row_steps(steps, batch) == fair_steps(steps, batch)
+    granted = [drafts.shape.depth for drafts in fair_drafts(steps, batch)]
+    assert _row_steps(steps, batch) == granted
 
 
 def test_drafts_give_way_where_the_token_budget_is_small() -> None:

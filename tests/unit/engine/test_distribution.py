@@ -120,7 +120,7 @@ requests = st.lists(
 def test_any_requests_together_get_tokens_of_the_plain_distribution(
     drafting: LLM, plain: PlainLogprobs, batch: list[tuple[list[int], SamplingParams]]
 ) -> None:
-    """And the same tokens if nobody asks for log-probabilities."""
+    """And the same tokens without log-probabilities."""
     prompts, params = [p for p, _ in batch], [q for _, q in batch]
     outputs = drafting.generate(prompts, params)
     for output, asked in zip(outputs, params, strict=True):
