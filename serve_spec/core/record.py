@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, RoundNotes
@@ -52,6 +55,14 @@ class StepRecord:
     """Drafts verified of each; of trees, levels."""
     row_correct_drafts: Sequence[int] = ()
     """Drafts the target accepted of each, before any stop."""
+    row_drafted: Sequence[int] = ()
+    """Drafts of each that could have been verified, had the budget allowed; of trees, drafts, not
+    levels. Empty if all were verified."""
+    draft_shares: NDArray[np.float32] | None = field(default=None, compare=False)
+    """[requests, N]: the logarithm of each draft's share when it was drawn, see `ops.draw`; any
+    number past those drafted. None if unknown."""
+    budget: int | None = None
+    """Most drafts of the step that could be verified; None: all."""
     is_sampled: Sequence[bool] = ()
     """Which of them sample; empty if unknown."""
     is_from_text: Sequence[bool] = ()

@@ -7,12 +7,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 from serve_spec.core.draft_shape import DraftShape
 
 DRAFT_SHARPNESS = 0.85
 """Default temperature of sampled drafts over their request's: trained drafts are accepted more
 often than at 1."""
+
+
+Calibration: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]
+"""How shares of drafts become chances, see `ops.admission`: (weight, bias) by kind and position.
+
+Kinds: `GREEDY` and `SAMPLED` requests' model drafts, and n-gram drafts (`FROM_TEXT`). A position
+past the end has the last pair.
+"""
+
+GREEDY, SAMPLED, FROM_TEXT = range(3)
+
+AS_DRAWN: Calibration = (((1.0, 0.0),),) * 3
+"""A draft's chance is its share."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +80,8 @@ class RoundNotes:
     """Batch-size slot of a policy that keeps an average per slot."""
     ema_accept_length: float | None = None
     """That average when the shape was chosen: correct drafts per request."""
+    expected_drafts: float | None = None
+    """Drafts of the whole step that were expected to be accepted; None if not predicted."""
 
 
 NO_NOTES = RoundNotes()
@@ -85,3 +101,8 @@ class RoundSteps:
     draft_sharpness: float = field(default=DRAFT_SHARPNESS, compare=False)
     """Temperature of sampled drafts over their request's."""
     text_steps: Sequence[int] | None = None
+    budget: int | None = None
+    """Most drafts of the whole step that the target verifies: those likeliest to be accepted. None:
+    all that were drafted."""
+    calibration: Calibration = field(default=AS_DRAWN, compare=False)
+    """Tells how likely a draft is accepted. The same object as long as nothing changes."""
