@@ -31,10 +31,19 @@ def padded_drafts(drafts: Iterable[Sequence[int]], width: int) -> list[list[int]
 
 
 class TextDrafts(NamedTuple):
-    """N-gram drafts of one request; `parents` only if they form a tree."""
+    """N-gram drafts of one request; `parents` only if they form a tree.
+
+    match: tokens of the text before them that were found elsewhere, 0 if unknown.
+    """
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...] = ()
+    match: int = 0
+
+    @property
+    def share(self) -> float:
+        """How likely each draft seems, given the one before it: more after a longer match."""
+        return (self.match + 1) / (self.match + 2)
 
 
 class TextDrafter(Protocol):
@@ -48,6 +57,10 @@ class TextDrafter(Protocol):
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:
         """Return a tree of at most this shape, which begins with the chain of `propose`."""
+        ...
+
+    def match_length(self, request_id: str) -> int:
+        """Return the tokens of the match that gave the last drafts; 0 if unknown."""
         ...
 
     def forget(self, request_id: str) -> None:

@@ -8,11 +8,19 @@ from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import DRAFT_SHARPNESS
+from serve_spec.core.round import (
+    AS_DRAWN,
+    DRAFT_SHARPNESS,
+    FROM_TEXT,
+    GREEDY,
+    SAMPLED,
+    Calibration,
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +49,9 @@ class ScheduledRequest(NamedTuple):
     `request_slot` is its row in the device's tensors of running requests.
     `scored_ids` are the prompt tokens at positions `scored_start ..` whose log-probabilities are
     wanted.
-    `draft_ids` are n-gram drafts, used instead of a draft model's. `draft_parents` are those of a
-    tree: the draft before each, counted from 1, 0 for the root.
+    `draft_ids` are n-gram drafts, used instead of a draft model's; a match of `draft_match` tokens
+    gave them. `draft_parents` are those of a tree: the draft before each, counted from 1, 0 for the
+    root.
     `edited` is set if the request draws with score edits, unless a step in flight adds tokens that
     only the device knows.
     `generated_ids` are the committed tokens after the prompt, if a grammar masks the draws; such a
@@ -67,6 +76,7 @@ class ScheduledRequest(NamedTuple):
     scored_ids: tuple[int, ...] = ()
     draft_ids: tuple[int, ...] = ()
     draft_parents: tuple[int, ...] = ()
+    draft_match: int = 0
     edited: EditedText | None = None
     generated_ids: tuple[int, ...] = ()
 
@@ -94,6 +104,11 @@ class ScheduledRequest(NamedTuple):
     def query_len(self) -> int:
         """Tokens of the target forward: committed ones and drafts."""
         return len(self.token_ids) + self.num_draft_tokens
+
+    @property
+    def draft_kind(self) -> int:
+        """See `Calibration`."""
+        return FROM_TEXT if self.draft_ids else GREEDY if self.params.is_greedy else SAMPLED
 
     @property
     def model_steps(self) -> int:
@@ -134,6 +149,9 @@ class ScheduledBatch:
     max_missing: int = 0
     draft_sharpness: float = DRAFT_SHARPNESS
     """Temperature of sampled drafts over their request's."""
+    budget: int | None = None
+    """Most drafts that are verified, see `RoundSteps`; fewer than there are. None: all of them."""
+    calibration: Calibration = AS_DRAWN
 
     @cached_property
     def decode_requests(self) -> tuple[ScheduledRequest, ...]:
@@ -156,20 +174,33 @@ class ScheduledBatch:
         return tuple([req for req in self.requests if req.samples])
 
     @cached_property
+    def num_drafts(self) -> int:
+        """Drafts that may be verified, whatever the budget."""
+        return sum([req.num_draft_tokens for req in self.requests])
+
+    @cached_property
     def num_tokens(self) -> int:
         """Tokens of the target's forward."""
-        return sum([req.query_len for req in self.requests])
+        num_tokens = sum([req.query_len for req in self.requests])
+        return num_tokens if self.budget is None else num_tokens - self.num_drafts + self.budget
 
     @property
     def has_grammars(self) -> bool:
         """Whether a grammar masks any draw."""
         return any(req.params.grammar is not None for req in self.sampling_requests)
 
+    def verified_drafts(self, result: BatchResult) -> Sequence[int]:
+        """Return how many drafts of each sampling request were verified."""
+        return result.num_drafts or [req.num_draft_tokens for req in self.sampling_requests]
+
     def cut(self, num_steps: Sequence[int]) -> ScheduledBatch:
         """Return the plan with shorter chains: `num_steps` drafts of each sampling request."""
         left = map(DraftShape.chain, num_steps)
         requests = (req._replace(shape=next(left)) if req.samples else req for req in self.requests)
-        return replace(self, requests=tuple(requests))
+        plan = replace(self, requests=tuple(requests))
+        if plan.budget is None or plan.budget < plan.num_drafts:
+            return plan
+        return replace(plan, budget=None)
 
     @property
     def wants_logprobs(self) -> bool:
@@ -184,8 +215,9 @@ class BatchResult:
     `broken_drafts`: indices of sampling requests whose draft gave NaN or an unknown token; their
     text is still correct. `idle_ms`: time the device was idle before the step, 0 if unknown.
 
-    `draft_shares` float32 [B, N]: how likely the draft model found each draft of the sampling
-    requests, see `StepBuffers.shares`; None without a model.
+    `num_drafts`: drafts verified of each sampling request; empty: all that were planned.
+    `draft_shares` float32 [B, N]: how likely each draft of the sampling requests seemed, see
+    `StepBuffers.shares`; None if nothing drafts.
 
     `logprobs`: by request id, aligned with the emitted tokens. `prompt_logprobs`: by request id,
     aligned with `scored_ids`. Both only for requests that ask for them.
@@ -196,7 +228,8 @@ class BatchResult:
     verify_ms: float
     broken_drafts: tuple[int, ...] = ()
     idle_ms: float = 0.0
-    draft_shares: np.ndarray | None = None
+    num_drafts: Sequence[int] = ()
+    draft_shares: NDArray[np.float32] | None = None
     logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
     prompt_logprobs: Mapping[str, tuple[TokenLogprob, ...]] = field(default_factory=dict)
 

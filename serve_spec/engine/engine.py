@@ -365,12 +365,21 @@ class SpecEngine:
         ended = [each.seq for each in committed if each.seq.finished]
         has_model, has_texts = scheduler.has_draft_model, scheduler.text_drafts is not None
         drafted = [req.model_steps if has_model else req.num_steps for req in planned]
-        num_drafts = sum([each.scheduled.num_draft_tokens for each in decoded])
+        num_drafts = sum([each.num_drafts for each in decoded])
+        numbers = [each.number for each in live]
+        shares = (
+            None if result.draft_shares is None or not plan.shape.depth else result.draft_shares
+        )
         prefix = scheduler.take_prefix_counts()
         return StepRecord(
             shape=plan.shape,
             request_ids=tuple([each.seq.request_id for each in live]),
-            row_steps=tuple([each.scheduled.num_steps for each in live]),
+            row_steps=tuple([each.num_steps for each in live]),
+            row_drafted=tuple([each.scheduled.num_draft_tokens for each in live])
+            if plan.budget is not None
+            else (),
+            draft_shares=None if shares is None else shares[numbers],
+            budget=plan.budget,
             row_correct_drafts=tuple([each.num_correct_drafts for each in live]),
             is_sampled=tuple([not each.scheduled.params.is_greedy for each in live]),
             is_from_text=tuple([bool(each.scheduled.draft_ids) for each in live])
@@ -380,7 +389,7 @@ class SpecEngine:
             num_draft_tokens=num_drafts,
             num_tokens=sum([len(each.seq) - len(each.token_ids) for each in decoded]),
             num_stale_seqs=len(planned) - len(decoded),
-            num_stale_drafts=sum([req.num_draft_tokens for req in planned]) - num_drafts,
+            num_stale_drafts=sum(plan.verified_drafts(result)[: len(planned)]) - num_drafts,
             num_sampled=sum([not req.params.is_greedy for req in planned]),
             num_drafting=sum([steps > 0 for steps in drafted]),
             deepest=max(drafted, default=0),

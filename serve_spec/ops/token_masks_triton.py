@@ -17,18 +17,22 @@ _BLOCK = 2048
 _LEAST = tl.constexpr(LEAST)
 
 
-def mask_scores(logits: Tensor, places: Tensor, words: Tensor) -> None:
+def mask_scores(
+    logits: Tensor, owners: Tensor, offsets: Tensor, places: Tensor, words: Tensor
+) -> None:
     """See `token_masks.mask_scores`."""
     dependent = dependent_launch(logits.device)
     _mask_kernel[(_PARTS, logits.shape[0])](
-        logits, logits.stride(0), places, words, words.shape[1], logits.shape[1],
+        logits, logits.stride(0), owners, offsets, places, len(places), places.stride(0),
+        words, words.shape[1], logits.shape[1],
         BLOCK=_BLOCK, DEPENDENT=dependent, num_warps=4, launch_pdl=dependent,
     )  # fmt: skip
 
 
 @triton.jit
 def _mask_kernel(
-    logits, row_stride, places, words, num_words, num_ids,
+    logits, row_stride, owners, offsets, places, num_owners, place_stride,
+    words, num_words, num_ids,
     BLOCK: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per (part of the vocabulary, row)."""
@@ -36,7 +40,9 @@ def _mask_kernel(
     if DEPENDENT:
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-    place = tl.load(places + row)
+    owner, offset = tl.load(owners + row), tl.load(offsets + row)
+    is_owned = (owner >= 0) & (owner < num_owners) & (offset < place_stride)
+    place = tl.load(places + owner * place_stride + offset, mask=is_owned, other=-1)
     if place >= 0:
         logits += row.to(tl.int64) * row_stride
         words += place.to(tl.int64) * num_words

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from typing import NamedTuple
 
@@ -66,6 +67,19 @@ def text_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
         return [0] * batch.size
     wanted = wanted_steps(steps, batch) if steps.text_steps is None else steps.text_steps
     return [min(want, found) for want, found in zip(wanted, batch.text_steps, strict=True)]
+
+
+def usable_budget(
+    steps: RoundSteps, reqs: SequenceOf[ScheduledRequest], *, may_choose: bool
+) -> int | None:
+    """Return the policy's budget of drafts; None if all may be verified.
+
+    may_choose: whether the device may choose which drafts are verified.
+    """
+    num_drafts = sum([req.num_draft_tokens for req in reqs])
+    if steps.budget is None or steps.budget >= num_drafts or not may_choose:
+        return None
+    return max(steps.budget, 0)
 
 
 def _usable_steps(steps: RoundSteps, batch: DecodeBatch, from_texts: list[int]) -> list[int]:
@@ -180,4 +194,5 @@ def ngram_request(
         shape=shape,
         draft_ids=found.token_ids[: shape.size],
         draft_parents=found.parents[: shape.size],
+        draft_match=found.match,
     )

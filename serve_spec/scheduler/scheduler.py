@@ -14,7 +14,7 @@ from serve_spec.core.draft import TextDrafter
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
 from serve_spec.core.request import FinishReason
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
@@ -28,6 +28,7 @@ from serve_spec.scheduler.requests import (
     max_committed,
     missing_after,
     ngram_request,
+    usable_budget,
     usable_steps,
 )
 from serve_spec.scheduler.text_drafts import TextDraftCache
@@ -51,13 +52,22 @@ class PrefixCounts:
 class CommittedRequest(NamedTuple):
     """A sequence after a step, how it was `scheduled`, and the tokens it gained.
 
+    `number`: its index among the sampling requests. `num_drafts`: drafts that were verified.
     `num_correct_drafts` counts accepted drafts, also those past the end of the text.
     """
 
     seq: Sequence
     scheduled: ScheduledRequest
     token_ids: list[int]
+    number: int
+    num_drafts: int
     num_correct_drafts: int
+
+    @property
+    def num_steps(self) -> int:
+        """Levels of its drafts; of a chain, the drafts that were verified."""
+        shape = self.scheduled.shape
+        return self.num_drafts if shape.is_chain else shape.depth
 
 
 class Scheduler:
@@ -167,16 +177,17 @@ class Scheduler:
         else:
             self._postponed = PostponedChoice.of(steps, batch)
             return None
-        reqs += prefill_requests(
-            prompts,
-            budget - sum(req.query_len for req in reqs),
-            chunked=self.limits.chunked_prefill,
-        )
+        num_tokens = sum(req.query_len for req in reqs)
+        draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))
+        if draft_budget is not None:
+            num_tokens = len(reqs) + draft_budget
+        reqs += prefill_requests(prompts, budget - num_tokens, chunked=self.limits.chunked_prefill)
         if not reqs:
             return None
         return self._planned(
             reqs,
             steps,
+            draft_budget,
             batch,
             follows=before is not None,
             was_postponed=was_postponed and before is None,
@@ -207,6 +218,7 @@ class Scheduler:
         self,
         reqs: list[ScheduledRequest],
         steps: RoundSteps,
+        draft_budget: int | None,
         batch: DecodeBatch,
         *,
         follows: bool = False,
@@ -227,6 +239,8 @@ class Scheduler:
             was_postponed,
             num_missing,
             draft_sharpness=steps.draft_sharpness,
+            budget=draft_budget,
+            calibration=AS_DRAWN if draft_budget is None else steps.calibration,
         )
         return self._newest
 
@@ -242,10 +256,12 @@ class Scheduler:
             seq = by_id.get(plan.sampling_requests[number].request_id)
             if seq is not None:
                 seq.has_broken_draft = True
-        drawn = iter(result.token_ids)
+        drawn = iter(zip(result.token_ids, plan.verified_drafts(result), strict=True))
+        number = -1
         committed = []
         for req in plan.requests:
-            tokens = next(drawn) if req.samples else None
+            tokens, num_drafts = next(drawn) if req.samples else (None, 0)
+            number += req.samples
             seq = by_id.get(req.request_id)
             if seq is None:
                 continue  # it ended while the step ran
@@ -255,7 +271,8 @@ class Scheduler:
                 seq.num_computed = req.length
                 self.cache.publish(seq)
             else:
-                committed.append(self._commit_request(seq, req, tokens, cut))
+                drafts = number, num_drafts
+                committed.append(self._commit_request(seq, req, tokens, drafts, cut))
         self._return_pages(plan, [each.seq for each in committed])
         return committed
 
@@ -409,17 +426,24 @@ class Scheduler:
         return ngram_request(seq, drafts, found, num_missing, limit)
 
     def _commit_request(
-        self, seq: Sequence, req: ScheduledRequest, tokens: list[int], cut: CutOutput
+        self,
+        seq: Sequence,
+        req: ScheduledRequest,
+        tokens: list[int],
+        drafts: tuple[int, int],
+        cut: CutOutput,
     ) -> CommittedRequest:
+        """Commit one request. drafts: its index among the sampling ones, and drafts verified."""
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
+        committed = CommittedRequest(seq, req, kept, *drafts, len(tokens) - 1)
         num_entries = seq.num_draft_computed
         if req.extends:
             # Draft extend made the entries before the root; those made while drafting are stale.
             seq.num_draft_computed = len(seq) - 1
         if req.is_decode:
             # The last token that is emitted counts as the bonus token, also if a stop cuts the run.
-            seq.stats.observe(req.num_steps, len(kept) - 1, req.num_draft_tokens)
+            seq.stats.observe(committed.num_steps, len(kept) - 1, committed.num_drafts)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
@@ -427,7 +451,7 @@ class Scheduler:
         elif not req.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
             # The prompt, or its draft KV, is complete. Generated pages are published at the end.
             self.cache.publish(seq)
-        return CommittedRequest(seq, req, kept, len(tokens) - 1)
+        return committed
 
     def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
         """Return the pages of rejected drafts, except those that a step in flight writes to.
@@ -470,3 +494,12 @@ class Scheduler:
         if self.text_drafts is not None:
             self.text_drafts.forget(seq.request_id)
         self.on_leave(seq)
+
+
+def _may_choose(reqs: list[ScheduledRequest], prompts: list[Prompt]) -> bool:
+    """Return whether the device may choose which drafts are verified.
+
+    Log-probabilities of prompts and the masks of trees are laid out by the host.
+    """
+    scores = any(each.seq.params.prompt_logprobs is not None for each in prompts)
+    return not scores and all(req.shape.is_chain or req.params.grammar is None for req in reqs)

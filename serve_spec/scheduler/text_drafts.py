@@ -31,9 +31,12 @@ class TextDraftCache:
     def drafts(self, seq: Sequence, wanted: RequestDrafts) -> TextDrafts:
         """Return the chain that was found, or a tree if one is wanted."""
         if wanted.shape.is_chain:
-            return TextDrafts(self._chains[seq.request_id])
+            return TextDrafts(self._chains[seq.request_id], match=self._match(seq))
         tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, wanted.shape)
-        return tree._replace(token_ids=self._known(tree.token_ids))
+        return tree._replace(token_ids=self._known(tree.token_ids), match=self._match(seq))
+
+    def _match(self, seq: Sequence) -> int:
+        return self.drafter.match_length(seq.request_id)
 
     def forget(self, request_id: str) -> None:
         """Drop the state of a sequence that leaves the batch."""

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.log import get_logger
+from serve_spec.ops import admission
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.worker.eagle import DraftModel
 from serve_spec.worker.forward import TargetRunner, VerifiedTokens, run_target
@@ -133,6 +134,7 @@ class CapturedShapes:
                     for trees in ((True, False) if has_trees else (False,))
                 }
                 self.extend_chunks = self._extend_chunks_stage()
+                self._admits = {trees: self._admit_stage(trees) for trees in self._mixed}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
 
@@ -152,6 +154,10 @@ class CapturedShapes:
     def mixed(self, shape: DraftShape) -> StageRunner:
         """Return the verification of a mixed prefill-decode batch."""
         return self._mixed[not shape.is_chain]
+
+    def admit_for(self, shape: DraftShape) -> StageRunner:
+        """Return the stage that admits drafts within a budget."""
+        return self._admits[not shape.is_chain]
 
     def extend_for(self, num_missing: int, num_requests: int) -> StageRunner:
         """Return the smallest draft extend that makes so many entries for so many requests."""
@@ -293,6 +299,45 @@ class CapturedShapes:
             return None
         stage = partial(self._drafter.extend_chunks, self._buffers)
         return self._captured(stage, self._mixed_sizes())
+
+    def _admit_stage(self, has_trees: bool) -> StageRunner:
+        stage = partial(self._admit, has_trees)
+        if not self._deepest:
+            return StageRunner(stage)
+        return self._captured(stage, (StepSize(n, n) for n in batch_sizes(self._most)))
+
+    def _admit(self, has_trees: bool, size: StepSize) -> None:
+        """Admit the drafts likeliest to be accepted; write `query_lens`, and drafts of trees."""
+        buffers, num_requests = self._buffers, size.requests
+        rows = slice(num_requests)
+        drafts = parents = None
+        if has_trees:
+            assert buffers.parents is not None, "buffers without parents hold chains"
+            drafts, parents = buffers.drafts[rows], buffers.parents[rows]
+        query_lens = buffers.query_lens[rows]
+        admitted = admission.admit_drafts(
+            buffers.shares[rows],
+            query_lens,
+            query_lens - 1,
+            buffers.depths[rows],
+            buffers.kinds[rows],
+            buffers.calibration,
+            buffers.budget,
+            drafts=drafts,
+            parents=parents,
+        )
+        moved = [(query_lens, admitted.query_lens)]
+        if drafts is not None and parents is not None:
+            assert admitted.drafts is not None
+            assert admitted.parents is not None
+            moved += [(drafts, admitted.drafts), (parents, admitted.parents)]
+        for before, after in moved:
+            # The same drafts on every rank, also if their shares differ in a bit.
+            before.copy_(self._parallel.broadcast(after))
+
+    @property
+    def _most(self) -> int:
+        return self._buffers.max_requests
 
     def _milliseconds(self, run: Run) -> float:
         """Return the time of a captured stage on rank 0, so that all ranks pad alike."""

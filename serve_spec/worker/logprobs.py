@@ -22,8 +22,8 @@ Logprobs: TypeAlias = Mapping[str, tuple[TokenLogprob, ...]]
 class EmittedLogprobs:
     """Log-probabilities of the tokens that a step in flight may emit.
 
-    Every verified token of a chain is scored as if its draft were accepted; of a tree, as many as
-    its path may have. Create it after the verification, before any other stage runs, and read it
+    Every token of a chain is scored as if its draft were accepted; of a tree, as many as its path
+    may have. Create it after the verification, before any other stage runs, and read it
     after the step's results.
     """
 
@@ -37,14 +37,14 @@ class EmittedLogprobs:
     ) -> None:
         """Start scoring. reqs: the drawing requests. logits: float32 [T, V] of their tokens."""
         self._asking = [*_asking(reqs)]
-        places = [
-            (one.first_token, one.number, i)
-            for one in self._asking
-            for i in range(one.req.num_steps + 1)
-        ]
-        first, number, column = to_device(torch.tensor(places), logits.device).unbind(1)
+        places = [(one.number, i) for one in self._asking for i in range(one.req.num_steps + 1)]
+        number, column = to_device(torch.tensor(places), logits.device).unbind(1)
+        # How many drafts were verified, the device may know alone.
+        lens = buffers.query_lens
+        first = (lens.cumsum(0) - lens)[number]
         paths = buffers.paths if has_trees else None
         at = first + (column if paths is None else paths[number, column])
+        at = at.clamp(max=len(logits) - 1)
         vocab_size = logits.shape[1]
         table = score_in_slices(
             lambda part: logits.index_select(0, at[part]),
@@ -142,21 +142,18 @@ def _plain_params(count: int, device: torch.device) -> DrawParams:
 
 
 class _Asking(NamedTuple):
-    """A request that asks, its index among those that draw, and the index of its root."""
+    """A request that asks, and its index among those that draw."""
 
     req: ScheduledRequest
     number: int
-    first_token: int
     num_top: int
 
 
 def _asking(reqs: Sequence[ScheduledRequest]) -> Iterator[_Asking]:
-    """Yield the drawing requests that ask. Each draws once per draft and once more."""
-    first_token = 0
+    """Yield the drawing requests that ask."""
     for number, req in enumerate(reqs):
         if req.params.logprobs is not None:
-            yield _Asking(req, number, first_token, req.params.logprobs)
-        first_token += req.num_draft_tokens + 1
+            yield _Asking(req, number, req.params.logprobs)
 
 
 def _entries(table: Tensor, token_ids: Sequence[int], num_top: int) -> tuple[TokenLogprob, ...]:

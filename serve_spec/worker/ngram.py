@@ -41,6 +41,7 @@ class NgramDrafter:
         self.topk = topk
         self._lengths = range(max_match, min_match - 1, -1)
         self._texts: dict[str, _Text] = {}
+        self._matches: dict[str, int] = {}
 
     def propose(self, request_id: str, token_ids: Sequence[int], most: int) -> tuple[int, ...]:
         """See `TextDrafter`."""
@@ -57,28 +58,42 @@ class NgramDrafter:
         found = self._continuations(request_id, token_ids, most)
         return branched(islice(found, BRANCHING_PLACES), self.topk, shape.size)
 
+    def match_length(self, request_id: str) -> int:
+        """See `TextDrafter`: of the first match, if a tree holds several."""
+        return self._matches.get(request_id, 0)
+
     def _continuations(
         self, request_id: str, token_ids: Sequence[int], most: int
     ) -> Iterator[tuple[int, ...]]:
         """Yield what followed the newest tokens elsewhere, up to `most` tokens, the best first."""
         text = self._texts.setdefault(request_id, _Text(self._lengths))
         text.learn(token_ids)
-        end = None
-        for end in text.ends(token_ids):
-            yield _continued(token_ids, end, most)
-        if end is None:
-            yield from self._from_corpus(token_ids, most)
+        found = ((n, _continued(token_ids, end, most)) for n, end in text.ends(token_ids))
+        first = next(found, None)
+        rest: Iterator[tuple[int, tuple[int, ...]]] = found
+        if first is None:
+            rest = self._from_corpus(token_ids, most)
+            first = next(rest, None)
+        if first is not None:
+            self._matches[request_id] = first[0]
+            yield first[1]
+            yield from (continuation for _, continuation in rest)
 
-    def _from_corpus(self, token_ids: Sequence[int], most: int) -> Iterator[tuple[int, ...]]:
+    def _from_corpus(
+        self, token_ids: Sequence[int], most: int
+    ) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield continuations from the corpus, each after the tokens of its match."""
         if self.corpus is None:
             return
         for length in self._lengths:
             if length <= len(token_ids):
-                yield from self.corpus.continuations(token_ids[-length:], most)
+                for found in self.corpus.continuations(token_ids[-length:], most):
+                    yield length, found
 
     def forget(self, request_id: str) -> None:
         """See `TextDrafter`."""
         self._texts.pop(request_id, None)
+        self._matches.pop(request_id, None)
 
 
 def build_ngram(
@@ -114,8 +129,8 @@ class _Text:
                 earlier.append(self._newest.get(ngram, 0))
                 self._newest[ngram] = end
 
-    def ends(self, token_ids: Sequence[int]) -> Iterator[int]:
-        """Yield the ends of earlier matches of the last tokens: longer ones first, then newer."""
+    def ends(self, token_ids: Sequence[int]) -> Iterator[tuple[int, int]]:
+        """Yield length and end of earlier matches of the last tokens: longer first, then newer."""
         seen: set[int] = set()
         for length, earlier in self._earlier.items():
             ngram = tuple(token_ids[-length:])
@@ -123,7 +138,7 @@ class _Text:
             while end:
                 if end not in seen:
                     seen.add(end)
-                    yield end
+                    yield length, end
                 end = earlier[end]
 
 

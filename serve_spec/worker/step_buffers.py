@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts, padded_drafts
-from serve_spec.core.round import DRAFT_SHARPNESS
+from serve_spec.core.round import AS_DRAWN, DRAFT_SHARPNESS, Calibration
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops.rejection import DraftLogits
@@ -24,23 +24,32 @@ logger = get_logger(__name__)
 
 
 class GrammarMasks:
-    """Static grammar masks of a step, for up to R draws over V token ids.
+    """Static grammar masks of a step, for up to B requests of N drafts over V token ids.
 
-    `places` int32 [R]: each draw's row of `words`, -1 without a mask. `words` int32
-    [R, ceil(V / 32)].
+    `places` int32 [B, N + 1]: the row of `words` for the draw after each request's root and drafts,
+    -1 without a mask. `words` int32 [B · (N + 1), ceil(V / 32)].
     """
 
-    def __init__(self, num_draws: int, vocab_size: int, device: torch.device) -> None:
-        self.places = torch.full((num_draws,), -1, dtype=torch.int32, device=device)
+    def __init__(
+        self, max_requests: int, max_drafts: int, vocab_size: int, device: torch.device
+    ) -> None:
+        shape = max_requests, max_drafts + 1
+        self.places = torch.full(shape, -1, dtype=torch.int32, device=device)
         num_words = -(-vocab_size // 32)
-        self.words = torch.zeros(num_draws, num_words, dtype=torch.int32, device=device)
+        self.words = torch.zeros(math.prod(shape), num_words, dtype=torch.int32, device=device)
         self._is_clear = True
 
     def write(self, masks: RoundMasks) -> None:
         """Write the masks of the next step, without waiting for the device."""
         self.clear()
         device = self.places.device
-        places = to_device(torch.tensor(masks.places, dtype=torch.int32), device)
+        table = torch.full((len(masks.num_drafts), self.places.shape[1]), -1, dtype=torch.int32)
+        start = 0
+        for row, count in zip(table, masks.num_drafts, strict=True):
+            end = start + count + 1
+            row[: count + 1] = torch.tensor(masks.places[start:end], dtype=torch.int32)
+            start = end
+        places = to_device(table, device)
         words = to_device(torch.from_numpy(masks.words.view(np.int32)), device)
         self.places[: len(places)] = places
         self.words[: len(words)] = words
@@ -59,10 +68,13 @@ class StepBuffers:
 
     `request_slots` int32 [B]: each request's slot, the padding slot past the last. `depths` int32
     [B]: levels of its drafts. `query_lens` int32 [B]: tokens the target verifies, its drafts and
-    the root, and 0 past the last. `hidden` [B, H]: hidden state after draft extend. `drafts` int64
-    [B, N]: -1 where the draft gave no token. `shares` float32 [B, N]: how likely each draft of a
-    model seemed when it was drawn, a logarithm; see `ops.draw.draw_children`, `sample_drafts`.
+    the root, and 0 past the last. `kinds` int32 [B]: see `Calibration`. `hidden` [B, H]: hidden
+    state after draft extend. `drafts` int64 [B, N]: -1 where the draft gave no token. `shares`
+    float32 [B, N]: how likely each draft seemed when it was drawn, a logarithm; see
+    `ops.draw.draw_children`, `sample_drafts`, `TextDrafts.share`.
     `results` int32 [B, K + 3]: accepted drafts, flags, then the tokens; see `ops.acceptance`.
+    `read_back` int32 [B · (K + N + 4)]: the memory of `results`, `query_lens` and `shares`.
+    `budget` int32 [1], `calibration` float32 [3, K, 2]: see `ops.admission`.
     `sharpness` float32 [1]: temperature of sampled drafts over their requests'. `masks`: grammar
     masks. `chunks`: prefill chunks.
     For trees: `parents` int32 [B, N], the draft before each counted from 1, 0 for the root; `paths`
@@ -74,10 +86,14 @@ class StepBuffers:
     request_slots: Tensor
     depths: Tensor
     query_lens: Tensor
+    kinds: Tensor
     hidden: Tensor | None
     drafts: Tensor
     shares: Tensor
     results: Tensor
+    read_back: Tensor
+    budget: Tensor
+    calibration: Tensor
     sharpness: Tensor
     masks: GrammarMasks
     chunks: PrefillChunks
@@ -109,19 +125,26 @@ class StepBuffers:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         most = max(max_depth, max_tree_drafts)
+        sizes = [max_requests * width for width in (max_depth + 3, 1, most)]
+        read_back = zeros(sum(sizes))
+        results, query_lens, shares = read_back.split(sizes)
         return cls(
             slots=slots,
             request_slots=torch.full_like(zeros(max_requests), slots.padding),
             depths=zeros(max_requests),
-            query_lens=zeros(max_requests),
+            query_lens=query_lens,
+            kinds=zeros(max_requests),
             hidden=None
             if head is None
             else zeros(max_requests, head.hidden_size, dtype=head.dtype),
             drafts=zeros(max_requests, most, dtype=torch.int64),
-            shares=zeros(max_requests, most, dtype=torch.float32),
-            results=zeros(max_requests, max_depth + 3),
+            shares=shares.view(torch.float32).view(max_requests, most),
+            results=results.view(max_requests, max_depth + 3),
+            read_back=read_back,
+            budget=zeros(1),
+            calibration=zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32),
             sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
-            masks=GrammarMasks(max_requests * (most + 1), slots.vocab_size, device),
+            masks=GrammarMasks(max_requests, most, slots.vocab_size, device),
             chunks=PrefillChunks.create(max_chunk_tokens, max_requests, device),
             parents=zeros(max_requests, most) if max_tree_drafts else None,
             paths=zeros(max_requests, max_depth + 1) if max_tree_drafts else None,
@@ -146,22 +169,43 @@ class StepBuffers:
         return self.drafts.shape[1]
 
     def write_requests(
-        self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
+        self,
+        slots: Sequence[int],
+        depths: Sequence[int],
+        num_drafts: Sequence[int],
+        kinds: Sequence[int],
     ) -> None:
-        """Write slot, depth and number of drafts of a step's requests, without waiting."""
+        """Write slot, depth, number and kind of drafts of a step's requests, without waiting."""
         empty = [0] * (self.max_requests - len(slots))
         padded = [*slots, *[self.slots.padding] * len(empty)]
         query_lens = [*(count + 1 for count in num_drafts), *empty]
-        rows = torch.tensor([padded, query_lens, [*depths, *empty]], dtype=torch.int32)
+        columns = [padded, query_lens, [*depths, *empty], [*kinds, *empty]]
+        rows = torch.tensor(columns, dtype=torch.int32)
         if self.request_slots.is_cuda:
             rows = rows.pin_memory()
         self.request_slots.copy_(rows[0], non_blocking=True)
         self.query_lens.copy_(rows[1], non_blocking=True)
         self.depths.copy_(rows[2], non_blocking=True)
+        self.kinds.copy_(rows[3], non_blocking=True)
+
+    def write_calibration(self, calibration: Calibration) -> None:
+        """Write what turns shares into chances, without waiting."""
+        width = self.calibration.shape[1]
+        padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in calibration]
+        self.calibration.copy_(to_device(torch.tensor(padded), self.calibration.device))
+
+    def read(self, read_back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the results, query lengths and shares in a copy of `read_back`."""
+        most, width = self.max_requests, self.results.shape[1]
+        results, query_lens, shares = read_back.split([most * width, most, self.shares.numel()])
+        return results.view(most, width), query_lens, shares.view(torch.float32).view(most, -1)
 
     def write_drafts(self, drafts: Mapping[int, TextDrafts]) -> None:
         """Write n-gram drafts by the request's index in the step, without waiting."""
         _write_rows(self.drafts, {at: found.token_ids for at, found in drafts.items()})
+        shares = torch.tensor([[math.log(found.share)] for found in drafts.values()])
+        rows = to_device(torch.tensor([*drafts]), self.shares.device)
+        self.shares[rows] = to_device(shares, self.shares.device)
         parents = {at: found.parents for at, found in drafts.items() if found.parents}
         if parents:
             assert self.parents is not None, "a step with trees has room for parents"

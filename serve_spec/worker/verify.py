@@ -81,7 +81,10 @@ class Verifier:
             slots.edits,
             backs,
         )
-        token_masks.mask_scores(tokens.logits, buffers.masks.places, buffers.masks.words)
+        masks = buffers.masks
+        token_masks.mask_scores(
+            tokens.logits, layout.owners, layout.offsets, masks.places, masks.words
+        )
         drawn = draw.draw_tokens(tokens.logits, tokens.request_slots, decided, slots.params)
         forced = self._forced(buffers, request_slots)
         if buffers.draft_logits is not None and has_drafts:

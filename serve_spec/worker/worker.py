@@ -19,6 +19,7 @@ from serve_spec.core.plan import (
     ScheduledRequest,
     WorkerLimits,
 )
+from serve_spec.core.round import Calibration
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.structured.masks import Grammars
 from serve_spec.worker.capture import CapturedShapes, SpecRuntimeState
@@ -127,6 +128,8 @@ class SpecWorker:
         self._requests = RequestStates(slots)
         self._written: tuple[tuple[int, ...], ...] | None = None
         self._sharpness: float | None = None
+        self._budget: int | None = None
+        self._calibration: Calibration | None = None
         self._newest_timer: StageTimer | None = None
 
     @property
@@ -164,13 +167,10 @@ class SpecWorker:
         )
         pinned = self.device.type == "cuda"
         self._read_backs = cycle(
-            tuple(
-                torch.empty_like(read, device="cpu", pin_memory=pinned)
-                for read in (self.buffers.results, self.buffers.shares)
-            )
+            torch.empty_like(self.buffers.read_back, device="cpu", pin_memory=pinned)
             for _ in range(_STEPS_IN_FLIGHT + 1)
         )
-        self._written = self._sharpness = None
+        self._written = self._sharpness = self._budget = self._calibration = None
         self.recorder.start_over()
         verifier = Verifier(
             self.buffers.max_depth,
@@ -228,7 +228,7 @@ class SpecWorker:
         if self.drafter is not None and any(req.model_steps for req in reqs):
             self._draft_with_model(reqs, plan)
         from_text = {
-            b: TextDrafts(req.draft_ids, req.draft_parents)
+            b: TextDrafts(req.draft_ids, req.draft_parents, req.draft_match)
             for b, req in enumerate(reqs)
             if req.draft_ids
         }
@@ -293,6 +293,8 @@ class SpecWorker:
         reqs, prompts = plan.sampling_requests, plan.prefill_requests
         # Complete prompts draw, too, but did not draft.
         self._write_requests(reqs)
+        if plan.budget is not None:
+            self._admit(plan, len(reqs))
         num_chunks = 0
         stage = state.verify
         if prompts:
@@ -308,23 +310,34 @@ class SpecWorker:
             )
         else:
             logits = stage.run(size)
-        read_back, shares = next(self._read_backs)
-        read_back.copy_(self.buffers.results, non_blocking=True)
-        if self.drafter is not None:
-            shares.copy_(self.buffers.shares, non_blocking=True)
+        read_back = next(self._read_backs)
+        read_back.copy_(self.buffers.read_back, non_blocking=True)
         logprobs = None
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
             logprobs = EmittedLogprobs(reqs, logits, self.buffers, has_trees=has_trees)
         return _StepInFlight(
-            read_back[: len(reqs)],
-            None if self.drafter is None else shares[: len(reqs)],
+            self.buffers,
+            read_back,
+            len(reqs),
             timer,
             self._newest_timer,
             logprobs,
             prompt_logprobs,
         )
+
+    def _admit(self, plan: ScheduledBatch, num_requests: int) -> None:
+        """Admit as many drafts as the plan allows, on the device."""
+        if plan.budget != self._budget:
+            assert plan.budget is not None, "without a budget all drafts are verified"
+            self.buffers.budget.fill_(plan.budget)
+            self._budget = plan.budget
+        if plan.calibration is not self._calibration:
+            self.buffers.write_calibration(plan.calibration)
+            self._calibration = plan.calibration
+        self.captured.admit_for(plan.shape).run(StepSize(num_requests, num_requests))
+        self._written = None  # the device has changed it
 
     def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
         """Write the requests of a stage if they have changed."""
@@ -332,6 +345,7 @@ class SpecWorker:
             tuple([req.request_slot for req in reqs]),
             tuple([req.num_steps for req in reqs]),
             tuple([req.num_draft_tokens for req in reqs]),
+            tuple([req.draft_kind for req in reqs]),
         )
         if requests != self._written:
             self.buffers.write_requests(*requests)
@@ -367,23 +381,27 @@ def _missing_after(req: ScheduledRequest, max_extend: int) -> int:
 class _StepInFlight:
     """See `PendingBatch`. before: the timer of the step before, if any."""
 
+    buffers: StepBuffers
     read_back: Tensor
-    shares: Tensor | None
+    num_requests: int
     timer: StageTimer
     before: StageTimer | None
     logprobs: EmittedLogprobs | None
     prompt_logprobs: PromptLogprobs | None
 
     def result(self) -> BatchResult:
-        """Wait for the results, [B, K + 3] integers."""
+        """Wait for the results."""
         self.timer.wait("verified")
-        result = read_results(self.read_back.tolist())
+        num_requests = self.num_requests
+        results, query_lens, shares = self.buffers.read(self.read_back)
+        result = read_results(results[:num_requests].tolist())
         return BatchResult(
             token_ids=result.token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=result.broken_drafts,
-            draft_shares=None if self.shares is None else self.shares.numpy().copy(),
+            num_drafts=[count - 1 for count in query_lens[:num_requests].tolist()],
+            draft_shares=shares[:num_requests].numpy().copy() if shares.shape[1] else None,
             logprobs={} if self.logprobs is None else self.logprobs.read(result.token_ids),
             prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),

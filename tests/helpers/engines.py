@@ -215,3 +215,16 @@ def heard_rounds(llm: LLM) -> list[tuple[ScheduledRequest, list[int]]]:
 
     llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
     return rounds
+
+
+def heard_records(llm: LLM) -> list[StepRecord]:
+    """The record of every step from now on."""
+    records: list[StepRecord] = []
+    observe = llm.engine.counters.observe
+
+    def hear(record: StepRecord) -> None:
+        records.append(record)
+        observe(record)
+
+    llm.engine.counters.observe = hear  # type: ignore[method-assign]
+    return records

@@ -66,6 +66,9 @@ class Misspeller:
             return (token_ids[-1],) * min(most, 2)
         return (token_ids[-1], 10**6, -7)[:most]
 
+    def match_length(self, request_id: str) -> int:
+        return 0
+
     def propose_tree(
         self, request_id: str, token_ids: Sequence[int], shape: DraftShape
     ) -> TextDrafts:

@@ -11,6 +11,7 @@ another configuration, set its keys in the environment:
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any
@@ -19,8 +20,9 @@ import pytest
 
 from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
+from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.engines import heard_plans
+from tests.helpers.engines import heard_plans, heard_records
 from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -190,6 +192,36 @@ def adaptive(make: MakeLLM, row: Row) -> tuple[LLM, list[dict[str, Any]]]:
     return make(row, slots={"1": slot}), depths
 
 
+def with_budgets(make: MakeLLM, row: Row) -> dict[str, Answer]:
+    """Run with another budget of verified drafts every step, and chances that mean nothing."""
+    llm = make(row)
+    chance = random.Random(row.name)
+    choose_steps = llm.engine.controller.choose_steps
+
+    def choose(batch: DecodeBatch) -> RoundSteps:
+        steps = choose_steps(batch)
+        kinds = [
+            tuple((chance.uniform(-1, 2), chance.gauss(0, 2)) for _ in range(chance.randint(1, 4)))
+            for _ in AS_DRAWN
+        ]
+        most = batch.size * steps.shape.size
+        budget = chance.choice([None, 0, 1, chance.randint(0, most), most])
+        return replace(steps, budget=budget, calibration=tuple(kinds))
+
+    llm.engine.controller.choose_steps = choose  # type: ignore[method-assign]
+    plans = heard_plans(llm)
+    records = heard_records(llm)
+    # The masks of trees are laid out by the host: a step with a grammar verifies all drafts.
+    run(llm, requests(TOGETHER))
+    assert {plan.budget for plan in plans} >= {0, 1, None}
+    answers = run(llm, requests())
+    for record in records:
+        if record.budget is not None:
+            assert record.num_draft_tokens + record.num_stale_drafts <= record.budget
+            assert sum(record.row_drafted) >= sum(record.row_steps) or row.is_tree
+    return answers
+
+
 def with_prefix_hits(make: MakeLLM, row: Row) -> dict[str, Answer]:
     """Run twice on one engine, in two orders, and return the second answers."""
     llm = make(row, num_pages=1024)
@@ -246,6 +278,7 @@ EVENTS = {
     "preemption": with_preemption,
     "abort": with_aborts,
     "depth": with_depth_switches,
+    "budget": with_budgets,
     "prefix": with_prefix_hits,
     "chunks": with_chunks,
     "late": with_late_arrivals,
@@ -288,7 +321,7 @@ def cells(events: Iterable[str]) -> list[Any]:
         pytest.param(row, event, id=f"{row.name}-{event}")
         for row in (PLAIN, *DRAFTING_ROWS)
         for event in events
-        if row != PLAIN or event != "depth"  # it has one depth
+        if row != PLAIN or event not in ("depth", "budget")  # it has one depth
     ]
 
 

@@ -28,17 +28,25 @@ def packed(allowed: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("way", WAYS)
 @settings(max_examples=12, deadline=None)
-@given(st.lists(st.integers(-1, 3), min_size=1, max_size=6), st.integers(0, 2**32))
-def test_a_row_keeps_the_scores_its_mask_allows_and_no_other(
-    way: object, places: list[int], seed: int
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 9)), min_size=1, max_size=6, unique=True),
+    st.lists(st.integers(-1, 3), min_size=6, max_size=6),
+    st.integers(0, 2**32),
+)
+def test_a_token_keeps_the_scores_that_its_mask_allows_and_no_other(
+    way: object, tokens: list[tuple[int, int]], places: list[int], seed: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
-    logits = torch.randn(len(places), VOCAB, generator=generator)
+    logits = torch.randn(len(tokens), VOCAB, generator=generator)
     allowed = torch.rand(4, VOCAB, generator=generator) < 0.5
     found = logits.to(DEVICE)
-    static = torch.tensor([*places, 2, 2], dtype=torch.int32, device=DEVICE)  # more than rows
-    way.mask_scores(found, static, packed(allowed).to(DEVICE))  # type: ignore[attr-defined]
-    for row, place in enumerate(places):
+    owners, offsets = torch.tensor(tokens, dtype=torch.int32, device=DEVICE).unbind(1)
+    table = torch.tensor(places, dtype=torch.int32, device=DEVICE).view(2, 3)
+    layout = owners.contiguous(), offsets.contiguous()
+    way.mask_scores(found, *layout, table, packed(allowed).to(DEVICE))  # type: ignore[attr-defined]
+    for row, (owner, offset) in enumerate(tokens):
+        # Others are padding, or tokens of prompts.
+        place = places[3 * owner + offset] if 0 <= owner < 2 and offset < 3 else -1
         keep = torch.ones(VOCAB, dtype=torch.bool) if place < 0 else allowed[place]
         expected = logits[row].masked_fill(~keep, float("-inf"))
         assert torch.equal(found[row].cpu(), expected)
@@ -51,8 +59,10 @@ def test_what_is_allowed_can_be_drawn_though_nothing_else_wants_it(way: object) 
     logits[2, 3] = float("nan")
     allowed = torch.zeros(1, VOCAB, dtype=torch.bool)
     allowed[0, [3, 60]] = True
-    places = torch.zeros(3, dtype=torch.int32, device=DEVICE)
-    way.mask_scores(logits, places, packed(allowed).to(DEVICE))  # type: ignore[attr-defined]
+    numbers = torch.arange(3, dtype=torch.int32, device=DEVICE)
+    places = torch.zeros(1, 3, dtype=torch.int32, device=DEVICE)
+    words = packed(allowed).to(DEVICE)
+    way.mask_scores(logits, numbers * 0, numbers, places, words)  # type: ignore[attr-defined]
     kept = logits[:, [3, 60]].cpu()
     assert torch.equal(kept[:2], torch.tensor([[LEAST, LEAST], [2.0, LEAST]]))
     assert kept[2].isnan().tolist() == [True, False], "a broken model is still told from a ban"
