@@ -53,6 +53,7 @@ class CommittedRequest(NamedTuple):
     """A sequence after a step, how it was `scheduled`, and the tokens it gained.
 
     `number`: its index among the sampling requests. `num_drafts`: drafts that were verified.
+    `num_steps`: most levels that were verified; of a chain, drafts.
     `num_correct_drafts` counts accepted drafts, also those past the end of the text.
     """
 
@@ -61,13 +62,8 @@ class CommittedRequest(NamedTuple):
     token_ids: list[int]
     number: int
     num_drafts: int
+    num_steps: int
     num_correct_drafts: int
-
-    @property
-    def num_steps(self) -> int:
-        """Levels of its drafts; of a chain, the drafts that were verified."""
-        shape = self.scheduled.shape
-        return self.num_drafts if shape.is_chain else shape.depth
 
 
 class Scheduler:
@@ -436,14 +432,15 @@ class Scheduler:
         """Commit one request. drafts: its index among the sampling ones, and drafts verified."""
         num_kept, reason = cut(seq, tokens)
         kept = tokens[:num_kept]
-        committed = CommittedRequest(seq, req, kept, *drafts, len(tokens) - 1)
+        number, num_drafts = drafts
+        num_steps = min(req.shape.depth, num_drafts)
         num_entries = seq.num_draft_computed
         if req.extends:
             # Draft extend made the entries before the root; those made while drafting are stale.
             seq.num_draft_computed = len(seq) - 1
         if req.is_decode:
             # The last token that is emitted counts as the bonus token, also if a stop cuts the run.
-            seq.stats.observe(committed.num_steps, len(kept) - 1, committed.num_drafts)
+            seq.stats.observe(num_steps, len(kept) - 1, num_drafts)
         seq.token_ids += kept
         seq.num_computed = len(seq) - 1
         if reason is not None:
@@ -451,7 +448,8 @@ class Scheduler:
         elif not req.is_decode or num_entries < seq.num_prompt_tokens <= seq.num_draft_computed:
             # The prompt, or its draft KV, is complete. Generated pages are published at the end.
             self.cache.publish(seq)
-        return committed
+        num_correct = len(tokens) - 1
+        return CommittedRequest(seq, req, kept, number, num_drafts, num_steps, num_correct)
 
     def _return_pages(self, plan: ScheduledBatch, sequences: list[Sequence]) -> None:
         """Return the pages of rejected drafts, except those that a step in flight writes to.

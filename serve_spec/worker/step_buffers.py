@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts, padded_drafts
@@ -60,6 +62,15 @@ class GrammarMasks:
         if not self._is_clear:
             self.places.fill_(-1)
             self._is_clear = True
+
+
+class ReadBack(NamedTuple):
+    """A copy of `StepBuffers.read_back` on the host, and its columns."""
+
+    memory: Tensor
+    results: NDArray[np.int32]
+    query_lens: NDArray[np.int32]
+    shares: NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -194,11 +205,17 @@ class StepBuffers:
         padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in calibration]
         self.calibration.copy_(to_device(torch.tensor(padded), self.calibration.device))
 
-    def read(self, read_back: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the results, query lengths and shares in a copy of `read_back`."""
-        most, width = self.max_requests, self.results.shape[1]
-        results, query_lens, shares = read_back.split([most * width, most, self.shares.numel()])
-        return results.view(most, width), query_lens, shares.view(torch.float32).view(most, -1)
+    def host_copy(self, *, pin_memory: bool) -> ReadBack:
+        """Return memory of the host for a copy of `read_back`."""
+        memory = torch.empty_like(self.read_back, device="cpu", pin_memory=pin_memory)
+        first, end = self.results.numel(), self.results.numel() + len(self.query_lens)
+        results, query_lens, shares = np.split(memory.numpy(), [first, end])
+        return ReadBack(
+            memory,
+            results.reshape(self.results.shape),
+            query_lens,
+            shares.view(np.float32).reshape(self.shares.shape),
+        )
 
     def write_drafts(self, drafts: Mapping[int, TextDrafts]) -> None:
         """Write n-gram drafts by the request's index in the step, without waiting."""

@@ -29,7 +29,7 @@ from serve_spec.worker.forward import TargetRunner
 from serve_spec.worker.graphs import Recorder, StepSize
 from serve_spec.worker.logprobs import EmittedLogprobs, PromptLogprobs
 from serve_spec.worker.request_slots import RequestSlots, RequestStates
-from serve_spec.worker.step_buffers import StepBuffers
+from serve_spec.worker.step_buffers import ReadBack, StepBuffers
 from serve_spec.worker.timer import StageTimer
 from serve_spec.worker.verify import Acceptance, Verifier, read_results
 
@@ -167,8 +167,7 @@ class SpecWorker:
         )
         pinned = self.device.type == "cuda"
         self._read_backs = cycle(
-            torch.empty_like(self.buffers.read_back, device="cpu", pin_memory=pinned)
-            for _ in range(_STEPS_IN_FLIGHT + 1)
+            self.buffers.host_copy(pin_memory=pinned) for _ in range(_STEPS_IN_FLIGHT + 1)
         )
         self._written = self._sharpness = self._budget = self._calibration = None
         self.recorder.start_over()
@@ -311,14 +310,13 @@ class SpecWorker:
         else:
             logits = stage.run(size)
         read_back = next(self._read_backs)
-        read_back.copy_(self.buffers.read_back, non_blocking=True)
+        read_back.memory.copy_(self.buffers.read_back, non_blocking=True)
         logprobs = None
         if plan.wants_logprobs:
             assert logits is not None, "a verification returns its logits"
             has_trees = not state.shape.is_chain
             logprobs = EmittedLogprobs(reqs, logits, self.buffers, has_trees=has_trees)
         return _StepInFlight(
-            self.buffers,
             read_back,
             len(reqs),
             timer,
@@ -333,7 +331,7 @@ class SpecWorker:
             assert plan.budget is not None, "without a budget all drafts are verified"
             self.buffers.budget.fill_(plan.budget)
             self._budget = plan.budget
-        if plan.calibration is not self._calibration:
+        if plan.calibration != self._calibration:
             self.buffers.write_calibration(plan.calibration)
             self._calibration = plan.calibration
         self.captured.admit_for(plan.shape).run(StepSize(num_requests, num_requests))
@@ -381,8 +379,7 @@ def _missing_after(req: ScheduledRequest, max_extend: int) -> int:
 class _StepInFlight:
     """See `PendingBatch`. before: the timer of the step before, if any."""
 
-    buffers: StepBuffers
-    read_back: Tensor
+    read_back: ReadBack
     num_requests: int
     timer: StageTimer
     before: StageTimer | None
@@ -393,15 +390,15 @@ class _StepInFlight:
         """Wait for the results."""
         self.timer.wait("verified")
         num_requests = self.num_requests
-        results, query_lens, shares = self.buffers.read(self.read_back)
-        result = read_results(results[:num_requests].tolist())
+        read_back, shares = self.read_back, self.read_back.shares
+        result = read_results(read_back.results[:num_requests].tolist())
         return BatchResult(
             token_ids=result.token_ids,
             draft_ms=self.timer.ms("start", "drafted"),
             verify_ms=self.timer.ms("drafted", "verified"),
             broken_drafts=result.broken_drafts,
-            num_drafts=[count - 1 for count in query_lens[:num_requests].tolist()],
-            draft_shares=shares[:num_requests].numpy().copy() if shares.shape[1] else None,
+            num_drafts=[count - 1 for count in read_back.query_lens[:num_requests].tolist()],
+            draft_shares=shares[:num_requests].copy() if shares.size else None,
             logprobs={} if self.logprobs is None else self.logprobs.read(result.token_ids),
             prompt_logprobs={} if self.prompt_logprobs is None else self.prompt_logprobs.read(),
             idle_ms=0.0 if self.before is None else self.timer.ms_since(self.before, "verified"),

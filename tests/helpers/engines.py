@@ -87,16 +87,22 @@ class SwitchingController(FakeController):
     A number stands for the chain of that depth.
     """
 
-    def __init__(self, tiers: Sequence[int | DraftShape], ragged: bool) -> None:
+    def __init__(
+        self, tiers: Sequence[int | DraftShape], ragged: bool, budgets: bool = False
+    ) -> None:
         super().__init__(tiers, self._switch)
         self._ragged = ragged
+        self._budgets = budgets
         self._numbers = count()
 
     def _switch(self, batch: DecodeBatch) -> RoundSteps:
         number = next(self._numbers)
         shape = self.shapes[number % len(self.shapes)]
         row_steps = [max(0, shape.depth - (number + 1 + i) % 3) for i in range(batch.size)]
-        return RoundSteps(shape, row_steps if self._ragged else None)
+        budget = None
+        if self._budgets and number % 3:
+            budget = batch.size * shape.size * (number % 4) // 4
+        return RoundSteps(shape, row_steps if self._ragged else None, budget=budget)
 
 
 def llm_maker(pair: Pair, device: str) -> MakeLLM:
@@ -179,9 +185,14 @@ def always_three(llm: LLM) -> FakeController:
     return control(llm, FakeController([3], lambda _: RoundSteps(DraftShape.chain(3))))
 
 
-def switch_every_round(llm: LLM, tiers: Sequence[int | DraftShape], *, ragged: bool = True) -> None:
-    """Replaces the policy by one that changes tier every round: no policy would, engines must."""
-    control(llm, SwitchingController(tiers, ragged))
+def switch_every_round(
+    llm: LLM, tiers: Sequence[int | DraftShape], *, ragged: bool = True, budgets: bool = False
+) -> None:
+    """Replaces the policy by one that changes tier every round: no policy would, engines must.
+
+    budgets: also change how many drafts are verified.
+    """
+    control(llm, SwitchingController(tiers, ragged, budgets))
 
 
 def heard_steps(llm: LLM) -> list[StepRecord]:
@@ -215,16 +226,3 @@ def heard_rounds(llm: LLM) -> list[tuple[ScheduledRequest, list[int]]]:
 
     llm.engine.scheduler.commit = hear  # type: ignore[method-assign]
     return rounds
-
-
-def heard_records(llm: LLM) -> list[StepRecord]:
-    """The record of every step from now on."""
-    records: list[StepRecord] = []
-    observe = llm.engine.counters.observe
-
-    def hear(record: StepRecord) -> None:
-        records.append(record)
-        observe(record)
-
-    llm.engine.counters.observe = hear  # type: ignore[method-assign]
-    return records

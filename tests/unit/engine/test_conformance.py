@@ -22,7 +22,7 @@ from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from tests.helpers.checkpoints import EOS_ID, VOCAB
-from tests.helpers.engines import heard_plans, heard_records
+from tests.helpers.engines import heard_plans, heard_steps
 from tests.helpers.grammars import PARENTHESES, check_text
 from tests.helpers.table import (
     DRAFTING_ROWS,
@@ -210,7 +210,7 @@ def with_budgets(make: MakeLLM, row: Row) -> dict[str, Answer]:
 
     llm.engine.controller.choose_steps = choose  # type: ignore[method-assign]
     plans = heard_plans(llm)
-    records = heard_records(llm)
+    records = heard_steps(llm)
     # The masks of trees are laid out by the host: a step with a grammar verifies all drafts.
     run(llm, requests(TOGETHER))
     assert {plan.budget for plan in plans} >= {0, 1, None}

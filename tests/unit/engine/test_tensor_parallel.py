@@ -126,9 +126,9 @@ def is_follower() -> bool:
 
 
 def stressed(make: MakeLLM, algorithm: str, **overrides: Any) -> LLM:
-    """Another tier every round, too few pages, prompts in pieces."""
+    """Another tier and budget every round, too few pages, prompts in pieces."""
     llm = make(algorithm, 3, num_pages=32, max_num_batched_tokens=24, **overrides)
-    switch_every_round(llm, SWITCHING)
+    switch_every_round(llm, SWITCHING, budgets=True)
     return llm
 
 
@@ -165,6 +165,8 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     def draft_otherwise(self: DraftModel, buffers: StepBuffers, *sizes: Any) -> None:
         draft(self, buffers, *sizes)
         buffers.drafts.copy_(spoiled(buffers.drafts))
+        if is_follower():
+            buffers.shares.copy_(buffers.shares.flip(0) - 1)
 
     def others(scores: Tensor, topk: int, ids: Tensor | None) -> tuple[Tensor, Tensor]:
         children, likely = own(scores, topk, ids)
@@ -174,8 +176,17 @@ def test_ranks_that_draft_and_draw_otherwise_than_rank_0_do_as_it_says(
     monkeypatch.setattr(draw, "draw_tokens", lambda *args, **more: spoiled(drawn(*args, **more)))
     monkeypatch.setattr(draw, "likeliest_children", others)
     llm = make("EAGLE3", 3, speculative_eagle_topk=3, tensor_parallel_size=2)
-    switch_every_round(llm, [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3), 7])
+    shapes = [DraftShape(4, 12, 3), 0, 3, DraftShape(2, 5, 3), 7]
+    switch_every_round(llm, shapes, budgets=True)
+    plans = heard_plans(llm)
     assert texts(llm) == plain
+    # Beside a grammar all drafts of trees are verified.
+    prompts, params = requests()
+    del prompts[3], params[3]
+    found = [output.token_ids for output in llm.generate(prompts, params)]
+    assert found == [*plain[:3], *plain[4:]]
+    assert any(plan.budget and not plan.shape.is_chain for plan in plans)
+    assert any(plan.budget and plan.shape.is_chain for plan in plans)
     counters = llm.engine.counters
     assert counters.num_correct_drafts > counters.num_decode_requests / 2
     llm.shutdown()
