@@ -26,7 +26,6 @@ from serve_spec.ops.dispatch import has_kernel
 LARGEST_LOGIT = 15.0
 LEAST_SURVIVAL = 2.0**-126
 """The smallest normal float32: a slot that exists is told from one that does not."""
-_KEPT = 2.0  # ranks above every survival
 
 
 class Admission(NamedTuple):
@@ -55,7 +54,6 @@ def admit_drafts(
     kinds: Tensor,
     calibration: Tensor,
     budget: Tensor,
-    kept: Tensor | None = None,
     drafts: Tensor | None = None,
     parents: Tensor | None = None,
 ) -> Admission:
@@ -72,7 +70,6 @@ def admit_drafts(
     calibration: float32 [kinds, D, 2], weight and bias by level; (1, 0) leaves a share as it is.
         Drafts past level D do not exist.
     budget: int32 [1], the slots that may be admitted.
-    kept: int32 [B]; the first `kept[b]` drafts rank above all others, whatever their share is.
     drafts, parents: int64 and int32 [B, N], for trees. Parents are numbered as in `Admission`, all
         in 0..N, and come before their children. Without them draft j follows draft j - 1.
     """
@@ -82,13 +79,10 @@ def admit_drafts(
     limits = limits.where(query_lens > 0, 0).unsqueeze(1)
     chances = _chances(shares, above, depth_limits, kinds, calibration).where(place < limits, -1.0)
     survival = _survival(chances, above, calibration.shape[1])
-    keys = survival
-    if kept is not None:
-        keys = keys.where((place >= kept.unsqueeze(1)) | (keys == 0), _KEPT)
-    ranked = keys.flatten().argsort(descending=True, stable=True)
+    ranked = survival.flatten().argsort(descending=True, stable=True)
     ranks = torch.empty_like(ranked)
     ranks[ranked] = torch.arange(len(ranked), device=shares.device)
-    admitted = (ranks.view_as(keys) < budget) & (keys > 0)
+    admitted = (ranks.view_as(survival) < budget) & (survival > 0)
     places = admitted.cumsum(1)
     counts = places[:, -1:]
     query_lens = (counts[:, 0] + 1).where(query_lens > 0, 0).to(torch.int32)

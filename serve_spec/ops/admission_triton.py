@@ -21,7 +21,6 @@ from serve_spec.ops.dispatch import reference_of
 MAX_SLOTS = 16384
 """Of one batch; more do not fit the registers of one program and are sorted by the reference."""
 _LARGEST_LOGIT, _LEAST_SURVIVAL = tl.constexpr(LARGEST_LOGIT), tl.constexpr(LEAST_SURVIVAL)
-_KEPT = tl.constexpr(0x3F800001)  # above the bits of 1.0
 
 
 def admit_drafts(
@@ -32,7 +31,6 @@ def admit_drafts(
     kinds: Tensor,
     calibration: Tensor,
     budget: Tensor,
-    kept: Tensor | None = None,
     drafts: Tensor | None = None,
     parents: Tensor | None = None,
 ) -> Admission:
@@ -40,20 +38,21 @@ def admit_drafts(
     if shares.numel() > MAX_SLOTS:
         return reference_of(admission.admit_drafts)(
             shares, query_lens, limits, depth_limits, kinds, calibration, budget,
-            kept, drafts, parents,
+            drafts, parents,
         )  # fmt: skip
     num_requests, width = shares.shape
     tree = drafts, parents
     inputs = shares, query_lens, limits, depth_limits, kinds, calibration, *tree
     assert all(x is None or x.is_contiguous() for x in inputs), "requests and slots are dense"
     moved = [x if parents is None or x is None else torch.empty_like(x) for x in tree]
-    survival, keys = torch.empty_like(shares), torch.empty_like(shares, dtype=torch.int32)
+    survival = torch.empty_like(shares)
+    keys = survival.view(torch.int32)
     lens, last = torch.empty_like(query_lens), query_lens.new_empty(2)
     dependent = dependent_launch(shares.device)
     columns = max(32, triton.next_power_of_2(width))  # `gather` stays inside a warp
     _survival_kernel[(num_requests,)](
-        survival, keys, shares, parents, query_lens, limits, depth_limits, kinds, calibration, kept,
-        width, LEVELS=calibration.shape[1], COLUMNS=columns, DEPENDENT=dependent,
+        survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width,
+        LEVELS=calibration.shape[1], COLUMNS=columns, DEPENDENT=dependent,
         num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
     block = triton.next_power_of_2(shares.numel())
@@ -70,10 +69,10 @@ def admit_drafts(
 
 @triton.jit(do_not_specialize=["width"])
 def _survival_kernel(
-    survival, keys, shares, parents, query_lens, limits, depth_limits, kinds, calibration, kept,
-    width, LEVELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
+    survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width,
+    LEVELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """One program per request; a turn goes one level down. Keys rank slots, 0 for none."""
+    """One program per request; a turn goes one level down. 0 for slots that do not exist."""
     b = tl.program_id(0)
     column = tl.arange(0, COLUMNS)
     at = b * width + column
@@ -103,10 +102,6 @@ def _survival_kernel(
         at_least = tl.maximum(before * chance, _LEAST_SURVIVAL)
         product = tl.where(exists & (before > 0.0), at_least, 0.0)
     tl.store(survival + at, product, mask=column < width)
-    key = product.to(tl.int32, bitcast=True)
-    if kept is not None:
-        key = tl.where((column < tl.load(kept + b)) & (key > 0), _KEPT, key)
-    tl.store(keys + at, key, mask=column < width)
 
 
 @triton.jit(do_not_specialize=["num_slots"])

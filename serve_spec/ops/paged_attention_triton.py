@@ -33,7 +33,8 @@ from torch import Tensor
 from serve_spec.ops.dependent_launch import dependent_launch
 from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
 
-# Tiles times kv heads that fill a device. From half as many on, the last program of a tile merges.
+# Tiles times kv heads that fill a device. From more than half of them on, the last program of a
+# tile merges.
 _PROGRAMS = 128
 # Ranges are multiples of this many cache entries.
 _UNIT = tl.constexpr(16)
@@ -102,7 +103,7 @@ def _choose_tiling(
         block, warps, stages, programs = 64 if lines <= 16 else 128, 4, 2, 2
     # Blocks of wide heads have fewer entries.
     block = max(16, block * 128 // max(128, width))
-    is_last_merging = num_programs >= _PROGRAMS // 2
+    is_last_merging = num_programs > _PROGRAMS // 2
     return Tiling(tokens, lines, block, warps, stages, programs, is_last_merging=is_last_merging)
 
 

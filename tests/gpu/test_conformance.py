@@ -25,7 +25,7 @@ def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
     return table_maker(tmp_path_factory, "cuda")
 
 
-@pytest.mark.parametrize(("row", "event"), cells(["preemption", "depth", "prefix"]))
+@pytest.mark.parametrize(("row", "event"), cells(["budget", "depth", "prefix"]))
 def test_answers_are_those_of_plain_decoding_on_a_cpu(
     make: MakeLLM, alone: dict[str, Answer], row: Row, event: str
 ) -> None:

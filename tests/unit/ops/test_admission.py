@@ -42,7 +42,6 @@ def batches(draw: st.DrawFn, ties: bool) -> Batch:
         "kinds": rows(st.integers(0, 1)),
         "calibration": [rows(st.tuples(weights, biases), depth) for _ in range(2)],
         "budget": [draw(st.integers(0, size * width + 1))],
-        "kept": rows(st.integers(0, width)) if draw(st.booleans()) else None,
         "drafts": torch.arange(size * width).view(size, width).tolist(),
         "parents": parents if draw(st.booleans()) else None,
     }
@@ -92,9 +91,9 @@ def test_survival_is_the_product_of_chances_of_drafts_that_exist(way: Any, batch
 @settings(max_examples=100, deadline=None)
 @given(batch=batches(ties=False) | batches(ties=True))
 def test_the_first_of_a_sort_are_admitted_each_behind_its_own_path(way: Any, batch: Batch) -> None:
-    found, kept = admit(way, batch), batch["kept"] or [0] * len(batch["shares"])
+    found = admit(way, batch)
     slots = [
-        (-2.0 if place < kept[b] else -value, b, place)
+        (-value, b, place)
         for b, row in enumerate(found.survival)
         for place, value in enumerate(row)
         if value > 0
