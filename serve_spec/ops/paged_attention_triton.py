@@ -61,7 +61,7 @@ class Tiling:
     `tokens`, `lines`: of a tile; lines are a power of two from 16. `block`: cache entries read at
     once. `programs`: how many a multiprocessor holds. `min_share`: fewest cache entries of a share;
     tiles are cut only if one has more than two of them. `is_last_merging`: the last program of a
-    tile adds its shares, instead of a launch of its own.
+    tile adds its shares, instead of a launch of its own, `merge_shares` at a time.
     """
 
     tokens: int
@@ -72,6 +72,7 @@ class Tiling:
     programs: int = 1
     min_share: int = 128
     is_last_merging: bool = False
+    merge_shares: int = 16
 
 
 def _choose_tiling(
@@ -97,6 +98,8 @@ def _choose_tiling(
         block, warps, stages = 64, 4 if width <= 128 else 8, 3
     elif num_programs <= _PROGRAMS:  # each has to have much under way
         block, warps, stages, programs = (128, 4, 2, 2) if lines <= 16 else (64, 4, 3, 2)
+        if lines <= 16 and _PROGRAMS // 4 < num_programs <= _PROGRAMS // 2:
+            block, stages = 64, 4
     elif num_programs <= 2 * _PROGRAMS:
         block, warps, stages, programs = 64, 4, 4 if lines <= 16 else 3, 2
     else:
@@ -104,7 +107,18 @@ def _choose_tiling(
     # Blocks of wide heads have fewer entries.
     block = max(16, block * 128 // max(128, width))
     is_last_merging = num_programs > _PROGRAMS // 2
-    return Tiling(tokens, lines, block, warps, stages, programs, is_last_merging=is_last_merging)
+    # About as many as a long tile has.
+    merge_shares = 4 if is_last_merging else 8 if num_programs > _PROGRAMS // 4 else 16
+    return Tiling(
+        tokens,
+        lines,
+        block,
+        warps,
+        stages,
+        programs,
+        is_last_merging=is_last_merging,
+        merge_shares=merge_shares,
+    )
 
 
 def paged_attention(
@@ -194,9 +208,7 @@ def _launch(
         scale, softcap = 2.0 * scale / kind.softcap, kind.softcap * _LOG2_E.value
     block_dv = max(16, triton.next_power_of_2(value_width))
     # Merging must not take the registers that attending needs.
-    merge_warps, merge_shares, numbers = 4, 16, 2
-    if tiling.is_last_merging:
-        merge_warps, merge_shares, numbers = tiling.num_warps, 4, 4
+    merge_warps, numbers = (tiling.num_warps, 4) if tiling.is_last_merging else (4, 2)
     merge_lines = max(1, min(tiling.lines, 32 * merge_warps * numbers // block_dv))
     dependent = dependent_launch(query.device)
     shape = {
@@ -205,7 +217,7 @@ def _launch(
         "DV": value_width,
         "BLOCK_DV": block_dv,
         "LINES": tiling.lines,
-        "MERGE_SHARES": merge_shares,
+        "MERGE_SHARES": tiling.merge_shares,
         "MERGE_LINES": merge_lines,
         "DEPENDENT": dependent,
     }

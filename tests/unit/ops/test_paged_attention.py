@@ -395,5 +395,5 @@ def test_every_program_reads_a_fair_part_of_long_caches(
 
 
 def test_shares_of_few_requests_are_merged_by_a_launch() -> None:
-    tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 7, 8, 512)]
+    tilings = [kernel._choose_tiling(b, 1, (32, 8), 128, torch.bfloat16) for b in (1, 8, 9, 512)]
     assert [tiling.is_last_merging for tiling in tilings] == [False, False, True, True]
