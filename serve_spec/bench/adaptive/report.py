@@ -17,7 +17,7 @@ from serve_spec.bench.adaptive.arms import OFF
 from serve_spec.bench.adaptive.loads import Load
 from serve_spec.bench.closed_loop import MeasuredRound
 from serve_spec.bench.report import table
-from serve_spec.metrics import unverified_drafts
+from serve_spec.metrics import expected_drafts, unverified_drafts
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ def turn_figures(
         ms, num_tokens = sum(r.ms for r in full), sum(r.record.num_output_tokens for r in full)
         records = [r.record for r in full]
     predicted = [r for r in records if r.decodes_only and r.notes.predicted_ms is not None]
-    expected = [r for r in records if r.notes.expected_drafts is not None]
+    expected = [(r, drafts) for r in records if (drafts := expected_drafts(r)) is not None]
     return {
         "ms": round(ms, 4),
         "tokens": num_tokens,
@@ -45,8 +45,8 @@ def turn_figures(
         "verified": sum(r.num_draft_tokens for r in records),
         "unverified": sum(unverified_drafts(r) for r in records),
         "accepted": sum(r.num_correct_drafts for r in records),
-        "expected": round(sum(r.notes.expected_drafts or 0.0 for r in expected), 3),
-        "observed": sum(r.num_correct_drafts for r in expected),
+        "expected": round(sum(drafts for _, drafts in expected), 3),
+        "observed": sum(r.num_correct_drafts for r, _ in expected),
         "predicted_ms": round(sum(r.notes.predicted_ms or 0.0 for r in predicted), 4),
         "measured_ms": round(sum(r.step_ms for r in predicted), 4),
         "prompt_tokens": sum(r.num_prefill_tokens for r in records),
