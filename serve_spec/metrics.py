@@ -6,9 +6,9 @@ Names end in their unit; counters only grow; a label has few values (never a req
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 from serve_spec.core.record import StepRecord
 
@@ -64,6 +64,12 @@ SWITCHES = Metric("serve_spec_tier_switches", "counter", "Tier changes by reason
 PROBE_ROUNDS = Metric("serve_spec_probe_rounds", "counter", "Rounds taken to learn something.")
 DRAFT_TOKENS = Metric("serve_spec_draft_tokens", "counter", "Drafts the target verified.")
 CORRECT_DRAFTS = Metric("serve_spec_correct_drafts", "counter", "Drafts the target kept.")
+POSITION_PROPOSED = Metric(
+    "serve_spec_position_proposed_tokens",
+    "counter",
+    "Drafts made, by position; those outside the budget are not verified.",
+    ("position",),
+)
 POSITION_DRAFTED = Metric(
     "serve_spec_position_drafted_tokens", "counter", "Drafts verified, by position.", ("position",)
 )
@@ -75,6 +81,25 @@ POSITION_REACHED = Metric(
 )
 POSITION_ACCEPTED = Metric(
     "serve_spec_position_accepted_tokens", "counter", "Drafts kept, by position.", ("position",)
+)
+DRAFT_BUDGET = Metric(
+    "serve_spec_draft_budget_tokens",
+    "gauge",
+    "Most drafts that the last round with a budget verified.",
+)
+BUDGET_ROUNDS = Metric(
+    "serve_spec_budget_rounds", "counter", "Decode rounds whose budget left drafts unverified."
+)
+UNVERIFIED_DRAFTS = Metric(
+    "serve_spec_unverified_draft_tokens", "counter", "Drafts made but not verified: outside budget."
+)
+EXPECTED_DRAFTS = Metric(
+    "serve_spec_expected_correct_drafts",
+    "counter",
+    "Drafts expected to be accepted, in rounds for which the policy predicts it.",
+)
+OBSERVED_DRAFTS = Metric(
+    "serve_spec_observed_correct_drafts", "counter", "Drafts accepted in the same rounds."
 )
 OUTPUT_TOKENS = Metric("serve_spec_output_tokens", "counter", "Tokens emitted by decoding rows.")
 PREFILL_TOKENS = Metric("serve_spec_prefill_tokens", "counter", "Prompt tokens computed.")
@@ -113,7 +138,13 @@ STEP_MS = Metric("serve_spec_step_ms", "histogram", "One whole round, in ms.", b
 PREDICTED_MS = Metric(
     "serve_spec_predicted_step_ms",
     "histogram",
-    "What the policy expected of a round without prompts, in ms.",
+    "Predicted time of a round without prompts, in ms.",
+    buckets=_MS_BUCKETS,
+)
+MEASURED_MS = Metric(
+    "serve_spec_measured_step_ms",
+    "histogram",
+    "Measured time of the rounds whose time was predicted, in ms.",
     buckets=_MS_BUCKETS,
 )
 OVERHEAD = Metric(
@@ -147,9 +178,15 @@ ROUND_METRICS = (
     PROBE_ROUNDS,
     DRAFT_TOKENS,
     CORRECT_DRAFTS,
+    POSITION_PROPOSED,
     POSITION_DRAFTED,
     POSITION_REACHED,
     POSITION_ACCEPTED,
+    DRAFT_BUDGET,
+    BUDGET_ROUNDS,
+    UNVERIFIED_DRAFTS,
+    EXPECTED_DRAFTS,
+    OBSERVED_DRAFTS,
     OUTPUT_TOKENS,
     PREFILL_TOKENS,
     PREFIX_QUERY_TOKENS,
@@ -161,6 +198,7 @@ ROUND_METRICS = (
     IDLE_MS,
     BROKEN_DRAFTS,
     PREDICTED_MS,
+    MEASURED_MS,
     OVERHEAD,
     SPEEDUP,
     EMA_ACCEPT_LENGTH,
@@ -300,6 +338,72 @@ def readings(record: StepRecord) -> Iterator[Reading]:
         yield from _decode_readings(record)
         yield from _position_readings(record)
         yield from _policy_readings(record)
+        yield from _budget_readings(record)
+
+
+RowCounts: TypeAlias = Mapping[tuple[int, int, int], int]
+"""Requests by their drafts in a round: made, verified and accepted; of trees, levels."""
+
+
+class PositionCounts(NamedTuple):
+    """Drafts at one position. A draft is reached if all before it were accepted."""
+
+    proposed: int
+    """Made by the draft model or found in the text."""
+    verified: int
+    reached: int
+    accepted: int
+
+
+_POSITION_METRICS = (POSITION_PROPOSED, POSITION_DRAFTED, POSITION_REACHED, POSITION_ACCEPTED)
+
+
+def row_counts(record: StepRecord) -> Counter[tuple[int, int, int]]:
+    """Count the requests of a round by their drafts."""
+    # Levels of a tree are not counted by the drafts of a budget.
+    proposed = record.row_drafted if record.shape.is_chain else ()
+    rows = zip(
+        proposed or record.row_steps, record.row_steps, record.row_correct_drafts, strict=True
+    )
+    return Counter(rows)
+
+
+def position_counts(rows: RowCounts) -> list[PositionCounts]:
+    """Return the counts of every position, from the first."""
+    deepest = max((proposed for proposed, _, _ in rows), default=0)
+    return [_counts_at(position, rows) for position in range(1, deepest + 1)]
+
+
+def _counts_at(position: int, rows: RowCounts) -> PositionCounts:
+    verified = {row: n for row, n in rows.items() if row[1] >= position}
+    return PositionCounts(
+        proposed=sum(n for (proposed, _, _), n in rows.items() if proposed >= position),
+        verified=sum(verified.values()),
+        reached=sum(n for (_, _, correct), n in verified.items() if correct >= position - 1),
+        accepted=sum(n for (_, _, correct), n in verified.items() if correct >= position),
+    )
+
+
+def unverified_drafts(record: StepRecord) -> int:
+    """Return how many drafts of a round were made but not verified.
+
+    Of trees a lower bound: drafts of requests that ended in the round count as verified.
+    """
+    if not record.row_drafted:
+        return 0
+    verified = sum(record.row_steps) if record.shape.is_chain else record.num_draft_tokens
+    return max(0, sum(record.row_drafted) - verified)
+
+
+def expected_drafts(record: StepRecord) -> float | None:
+    """Return how many of a round's `num_correct_drafts` were expected; None if not predicted.
+
+    The prediction is of all planned requests, which include those that ended meanwhile.
+    """
+    expected = record.notes.expected_drafts
+    if expected is None or not record.batch_size:
+        return None
+    return expected * record.batch_size / record.num_planned_seqs
 
 
 def _decode_readings(record: StepRecord) -> Iterator[Reading]:
@@ -323,17 +427,10 @@ def _decode_readings(record: StepRecord) -> Iterator[Reading]:
 
 
 def _position_readings(record: StepRecord) -> Iterator[Reading]:
-    rows = Counter(zip(record.row_steps, record.row_correct_drafts, strict=True))
-    for position in range(1, max(record.row_steps, default=0) + 1):
+    for position, counts in enumerate(position_counts(row_counts(record)), start=1):
         label = {"position": str(position)}
-        drafted = {row: n for row, n in rows.items() if row[0] >= position}
-        reached = sum(n for (_, correct), n in drafted.items() if correct >= position - 1)
-        accepted = sum(n for (_, correct), n in drafted.items() if correct >= position)
-        yield Reading(POSITION_DRAFTED, sum(drafted.values()), label)
-        if reached:
-            yield Reading(POSITION_REACHED, reached, label)
-        if accepted:
-            yield Reading(POSITION_ACCEPTED, accepted, label)
+        counted = zip(_POSITION_METRICS, counts, strict=True)
+        yield from (Reading(metric, count, label) for metric, count in counted if count)
 
 
 def _policy_readings(record: StepRecord) -> Iterator[Reading]:
@@ -349,3 +446,18 @@ def _policy_readings(record: StepRecord) -> Iterator[Reading]:
         yield Reading(OVERHEAD, record.overhead_ratio)
         if notes.predicted_ms is not None:
             yield Reading(PREDICTED_MS, notes.predicted_ms)
+            yield Reading(MEASURED_MS, record.step_ms)
+
+
+def _budget_readings(record: StepRecord) -> Iterator[Reading]:
+    if record.budget is not None:
+        yield Reading(DRAFT_BUDGET, record.budget)
+        yield Reading(BUDGET_ROUNDS, 1)
+        if unverified := unverified_drafts(record):
+            yield Reading(UNVERIFIED_DRAFTS, unverified)
+    expected = expected_drafts(record)
+    if expected is not None:
+        if expected > 0:
+            yield Reading(EXPECTED_DRAFTS, expected)
+        if record.num_correct_drafts:
+            yield Reading(OBSERVED_DRAFTS, record.num_correct_drafts)

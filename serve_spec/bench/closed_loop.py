@@ -1,22 +1,25 @@
-"""Runs one phase on an engine: a fixed number of requests at a time, every round noted."""
+"""A closed loop on an engine: a fixed number of open requests, one that ends is replaced."""
 
 from __future__ import annotations
 
+import copy
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.phases import TextRequest
 from serve_spec.bench.waves import heard_rounds
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.scheduler.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
 class MeasuredRound:
-    """A round as its caller felt it."""
+    """A step as its caller saw it."""
 
     ms: float
     """Wall time, policy and texts included."""
@@ -25,7 +28,7 @@ class MeasuredRound:
 
 @dataclass
 class PhaseRun:
-    """What became of the requests of a phase, and of every round."""
+    """All rounds and texts of a closed loop of so many requests."""
 
     rounds: list[MeasuredRound] = field(default_factory=list)
     texts: list[list[int]] = field(default_factory=list)
@@ -33,103 +36,107 @@ class PhaseRun:
 
     @property
     def decode_rounds(self) -> list[MeasuredRound]:
-        """Rounds with decode rows, whether or not prompts shared them."""
+        """Rounds in which requests decode, with or without prompt tokens."""
         return [r for r in self.rounds if r.record.batch_size]
-
-    @property
-    def wall_ms(self) -> float:
-        """All rounds."""
-        return sum(r.ms for r in self.rounds)
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all texts."""
-        return sum(len(text) for text in self.texts)
-
-    @property
-    def num_decode_tokens(self) -> int:
-        """Without the first of each text, which its prompt's round draws."""
-        return sum(r.record.num_output_tokens for r in self.rounds)
-
-
-def prompt_ms_per_token(runs: Iterable[PhaseRun]) -> float:
-    """What a prompt token takes, by the rounds that computed nothing but prompts."""
-    alone = [r for run in runs for r in run.rounds if not r.record.batch_size]
-    return sum(r.ms for r in alone) / sum(r.record.num_prefill_tokens for r in alone)
 
 
 class ClosedLoop:
-    """A phase on an engine, as far as it got: `batch_size` of its requests are open at any time.
+    """A closed loop, as far as it got. It may stop after any step and go on later.
 
-    lengths: tokens that each of `requests` emits.
+    requests: each with the number of tokens it emits; may be endless.
     """
 
     def __init__(
-        self,
-        engine: SpecEngine,
-        requests: Sequence[TextRequest],
-        batch_size: int,
-        lengths: Sequence[int],
+        self, engine: SpecEngine, requests: Iterable[tuple[TextRequest, int]], batch_size: int
     ) -> None:
         self.engine = engine
         self.batch_size = batch_size
-        self.lengths = lengths
-        self.num_tokens = sum(lengths)
-        self.run = PhaseRun(texts=[[] for _ in requests])
-        self._waiting = iter(enumerate(requests))
-        self._num_open = 0
-        self._num_emitted = 0
+        self.texts: list[list[int]] = []
+        """Token ids of every request that was opened, in order."""
+        self.num_emitted = 0
+        self._waiting: Iterator[tuple[TextRequest, int]] = iter(requests)
+        self._open: set[str] = set()
 
-    def advance(self, num_tokens: int) -> None:
-        """Runs rounds until the texts have so many tokens together; all of them end every text.
+    def fill(self) -> list[MeasuredRound]:
+        """Run the prompts of the first batch."""
+        return self._run(lambda: not self.texts or not all(self.texts[: self.batch_size]))
 
-        The engine must have no other work. Its metrics go to the run meanwhile.
+    def advance(self, num_tokens: int) -> list[MeasuredRound]:
+        """Run until the texts have so many tokens together, or all requests have ended.
+
+        The engine must have no other work, and has no step in flight afterwards.
         """
-        with heard_rounds(self.engine) as heard:
-            while self._num_emitted < num_tokens:
-                self._open_requests()
-                self._run(self.engine.step, heard)
-            self._run(self.engine.drain, heard)
+        return self._run(lambda: self.num_emitted < num_tokens)
 
-    def _run(self, step: Callable[[], list[TokenDelta]], heard: list[StepRecord]) -> None:
+    def close(self) -> None:
+        """Abort the open requests."""
+        for request_id in self._open:
+            self.engine.abort(request_id)
+        self._open.clear()
+
+    def _run(self, goes_on: Callable[[], bool]) -> list[MeasuredRound]:
+        rounds: list[MeasuredRound] = []
+        with heard_rounds(self.engine) as heard:
+            while goes_on() and self._open_requests():
+                rounds += self._step(self.engine.step, heard)
+            return rounds + self._step(self.engine.drain, heard)
+
+    def _step(
+        self, step: Callable[[], list[TokenDelta]], heard: list[StepRecord]
+    ) -> list[MeasuredRound]:
         started = time.perf_counter()
         deltas = step()
         ms = (time.perf_counter() - started) * 1e3
-        if heard:
-            self.run.rounds.append(MeasuredRound(ms, heard.pop()))
         for delta in deltas:
-            self.run.texts[int(delta.request_id)] += delta.token_ids
-            self._num_emitted += len(delta.token_ids)
-            self._num_open -= delta.finish_reason is not None
+            self.texts[int(delta.request_id)] += delta.token_ids
+            self.num_emitted += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._open.remove(delta.request_id)
+        return [MeasuredRound(ms, heard.pop())] if heard else []
 
-    def _open_requests(self) -> None:
-        for number, request in islice(self._waiting, self.batch_size - self._num_open):
-            asked = _asked(request, self.lengths[number])
-            self.engine.add(self.engine.new_sequence(str(number), *asked))
-            self._num_open += 1
+    def _open_requests(self) -> bool:
+        """Replace the requests that ended; return whether any is open."""
+        for request, num_tokens in islice(self._waiting, self.batch_size - len(self._open)):
+            request_id = str(len(self.texts))
+            params = SamplingParams(
+                max_tokens=num_tokens,
+                temperature=request.kind.temperature,
+                seed=request.seed,
+                ignore_eos=True,
+            )
+            self.engine.add(self.engine.new_sequence(request_id, list(request.prompt), params))
+            self._open.add(request_id)
+            self.texts.append([])
+        return bool(self._open)
 
 
 def run_phase(
-    engine: SpecEngine,
-    requests: Sequence[TextRequest],
-    batch_size: int,
-    num_tokens: int | Sequence[int],
+    engine: SpecEngine, requests: Sequence[TextRequest], batch_size: int, num_tokens: int
 ) -> PhaseRun:
-    """Runs `requests` to `num_tokens` tokens (of all, or of each), `batch_size` at a time.
+    """Run `requests` to `num_tokens` tokens each, `batch_size` at a time, on an idle engine."""
+    loop = ClosedLoop(engine, ((request, num_tokens) for request in requests), batch_size)
+    rounds = loop.advance(num_tokens * len(requests))
+    return PhaseRun(rounds, loop.texts)
 
-    The engine must be idle. Its metrics go to the run meanwhile, and to their sink afterwards.
+
+def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEngine:
+    """Return an engine with requests and a policy of its own, on the worker and pages of `engine`.
+
+    Each has to be drained before another one runs.
     """
-    lengths = [num_tokens] * len(requests) if isinstance(num_tokens, int) else num_tokens
-    loop = ClosedLoop(engine, requests, batch_size, lengths)
-    loop.advance(loop.num_tokens)
-    return loop.run
-
-
-def _asked(request: TextRequest, num_tokens: int) -> tuple[list[int], SamplingParams]:
-    params = SamplingParams(
-        max_tokens=num_tokens,
-        temperature=request.kind.temperature,
-        seed=request.seed,
-        ignore_eos=True,
+    of = engine.scheduler
+    return SpecEngine(
+        Scheduler(
+            of.limits,
+            of.cache,
+            text_drafter=None if of.text_drafts is None else copy.deepcopy(of.text_drafts.drafter),
+            first_draft_entry=of.first_draft_entry,
+            has_draft_model=of.has_draft_model,
+            vocab_size=of.vocab_size,
+        ),
+        engine.worker,
+        controller,
+        engine.tokenizer,
+        eos_token_ids=engine.eos_token_ids,
+        max_model_len=engine.max_model_len,
     )
-    return list(request.prompt), params

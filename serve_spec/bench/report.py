@@ -84,12 +84,16 @@ def save(result: Mapping[str, Any], path: Path | None) -> None:
 
 def write_row(path: Path | None, **row: object) -> None:
     """Print a row as one JSON line and add it to the file, so that a cut-off run keeps its rows."""
-    line = json.dumps(row)
-    print(line, flush=True)
+    print(json.dumps(row), flush=True)
+    append_row(path, row)
+
+
+def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
+    """Add a row to a file of JSON lines, if given."""
     if path is not None:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(row) + "\n")
 
 
 def _without_outputs(argv: Sequence[str]) -> list[str]:

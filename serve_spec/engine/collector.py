@@ -10,13 +10,21 @@ larger depth in which no request could draft is neither.
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.metrics import batch_size_bucket
+from serve_spec.metrics import (
+    RowCounts,
+    batch_size_bucket,
+    expected_drafts,
+    position_counts,
+    row_counts,
+    unverified_drafts,
+)
 
 WINDOW_ROUNDS = 1024
 WINDOW_S = 60.0
@@ -34,24 +42,46 @@ class RoundSums:
     draft_tokens: int = 0
     correct_drafts: int = 0
     probe_rounds: int = 0
+    budget_rounds: int = 0
+    budgets: int = 0
+    unverified_drafts: int = 0
+    expected_drafts: float = 0.0
+    observed_drafts: int = 0
+    """Accepted drafts of the rounds for which they were predicted."""
     busy_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
     step_ms: float = 0.0
+    predicted_ms: float = 0.0
+    measured_ms: float = 0.0
+    """Time of the rounds for which it was predicted."""
+    rows: Counter[tuple[int, int, int]] = field(default_factory=Counter)
 
-    def add(self, record: StepRecord) -> None:
-        """Add one round."""
+    def add(self, record: StepRecord, rows: RowCounts) -> None:
+        """Add one round and its requests by their drafts."""
         self.rounds += 1
         self.requests += record.batch_size
         self.output_tokens += record.num_output_tokens
         self.draft_tokens += record.num_draft_tokens
         self.correct_drafts += record.num_correct_drafts
         self.probe_rounds += record.notes.is_probe
+        self.rows.update(rows)
         self.busy_ms += record.step_ms
+        if record.budget is not None:
+            self.budget_rounds += 1
+            self.budgets += record.budget
+            self.unverified_drafts += unverified_drafts(record)
+        expected = expected_drafts(record)
+        if expected is not None:
+            self.expected_drafts += expected
+            self.observed_drafts += record.num_correct_drafts
         if record.decodes_only:
             self.draft_ms += record.draft_ms
             self.verify_ms += record.verify_ms
             self.step_ms += record.step_ms
+            if record.notes.predicted_ms is not None:
+                self.predicted_ms += record.notes.predicted_ms
+                self.measured_ms += record.step_ms
 
     def snapshot(self) -> dict[str, object]:
         """Return rates and shares; None for a division by zero."""
@@ -62,10 +92,29 @@ class RoundSums:
             "accept_rate": _ratio(self.correct_drafts, self.draft_tokens),
             "tokens_per_step": _ratio(self.output_tokens, self.requests),
             "probe_share": _ratio(self.probe_rounds, self.rounds),
+            "budget_share": _ratio(self.budget_rounds, self.rounds),
+            "mean_budget": _ratio(self.budgets, self.budget_rounds),
+            "unverified_drafts": self.unverified_drafts,
+            "expected_correct_drafts": _rounded(self.expected_drafts),
+            "observed_correct_drafts": self.observed_drafts,
+            "observed_to_expected_drafts": _ratio(self.observed_drafts, self.expected_drafts),
+            "measured_to_predicted_ms": _ratio(self.measured_ms, self.predicted_ms),
+            "positions": [
+                {"position": position, **counts._asdict()}
+                for position, counts in enumerate(position_counts(self.rows.copy()), start=1)
+            ],
             "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
             # Host and device may overlap.
             "host_share": _ratio(max(0.0, self.step_ms - models_ms), self.step_ms),
         }
+
+
+class _Round(NamedTuple):
+    """A round of the window."""
+
+    clock_ms: float
+    record: StepRecord
+    rows: RowCounts
 
 
 class RecentSpeed:
@@ -150,8 +199,9 @@ class MetricsCollector:
     def __init__(self, window_rounds: int = WINDOW_ROUNDS, window_s: float = WINDOW_S) -> None:
         self.window_s = window_s
         self._clock_ms = 0.0
-        self._window: deque[tuple[float, StepRecord]] = deque(maxlen=window_rounds)
+        self._window: deque[_Round] = deque(maxlen=window_rounds)
         self._since_start = RoundSums()
+        self._budget: int | None = None
         self._buckets: dict[int, BucketSpeed] = {}
 
     def observe(self, record: StepRecord) -> None:
@@ -162,9 +212,11 @@ class MetricsCollector:
             bucket = batch_size_bucket(record.batch_size)
             self._buckets.setdefault(bucket, BucketSpeed()).add(record)
         if record.batch_size:
-            self._window.append((self._clock_ms, record))
-            self._since_start.add(record)
-        while self._window and self._window[0][0] < self._clock_ms - self.window_s * 1e3:
+            rows = row_counts(record)
+            self._window.append(_Round(self._clock_ms, record, rows))
+            self._since_start.add(record, rows)
+            self._budget = record.budget
+        while self._window and self._window[0].clock_ms < self._clock_ms - self.window_s * 1e3:
             self._window.popleft()
 
     def speedup(self, batch_size: int) -> float | None:
@@ -185,24 +237,34 @@ class MetricsCollector:
                                a request in a drafting round / (1 + overhead_ratio), as if a plain
                                round took what verification takes
 
+            draft_budget       most drafts that the last round verified; None: all of them
+            budget_share       share of rounds whose budget left drafts unverified; mean_budget is
+                               of these
+            observed_to_expected_drafts, measured_to_predicted_ms
+                               1 if predictions are right; each over the rounds that have one
+            positions          drafts made, verified, reached (all before were accepted), accepted
+
         Means weigh every draft (request, millisecond) alike; a p50 is over rounds.
         """
         # One call in C each, so the engine's thread cannot change them meanwhile.
-        rounds = [record for _, record in tuple(self._window)]
+        window = tuple(self._window)
+        rounds = [each.record for each in window]
         buckets = self._buckets.copy()
         return {
             "effective_speedup": _rounded(_speedup(rounds, buckets)),
             "estimated_speedup": _rounded(_estimated_speedup(rounds)),
-            "window": _window_snapshot(rounds),
+            "draft_budget": self._budget,
+            "window": _window_snapshot(window),
             "since_start": self._since_start.snapshot(),
             "by_batch_size": {str(size): b.snapshot() for size, b in sorted(buckets.items())},
         }
 
 
-def _window_snapshot(rounds: list[StepRecord]) -> dict[str, object]:
+def _window_snapshot(window: Sequence[_Round]) -> dict[str, object]:
     sums = RoundSums()
-    for record in rounds:
-        sums.add(record)
+    for each in window:
+        sums.add(each.record, each.rows)
+    rounds = [each.record for each in window]
     pure = [record for record in rounds if record.decodes_only]
     shapes = sorted({record.shape for record in pure})
     return {
@@ -211,7 +273,6 @@ def _window_snapshot(rounds: list[StepRecord]) -> dict[str, object]:
             s.num_correct_drafts / s.num_draft_tokens for s in rounds if s.num_draft_tokens
         ),
         "tokens_per_step_p50": _median(s.num_output_tokens / s.batch_size for s in rounds),
-        "measured_to_predicted_ms": _measured_to_predicted(pure),
         "by_num_steps": {
             str(shape): _shape_times([s for s in pure if s.shape == shape]) for shape in shapes
         },
@@ -230,11 +291,6 @@ def _shape_times(rounds: list[StepRecord]) -> dict[str, object]:
         for name, values in times.items()
     }
     return {"rounds": len(rounds), **summary}
-
-
-def _measured_to_predicted(pure: list[StepRecord]) -> float | None:
-    known = [(s.step_ms, s.notes.predicted_ms) for s in pure if s.notes.predicted_ms is not None]
-    return _ratio(sum(ms for ms, _ in known), sum(predicted for _, predicted in known))
 
 
 def _speedup(rounds: list[StepRecord], buckets: dict[int, BucketSpeed]) -> float | None:

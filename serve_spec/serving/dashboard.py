@@ -1,7 +1,7 @@
 """The Grafana dashboard, written as code: `python -m serve_spec.serving.dashboard > FILE`.
 
-Queries are built from the declared metrics, so a renamed metric can not leave a dead panel behind.
-Gauges of a replica are the largest over its processes, for those that died linger for a while.
+Queries are built from the declared metrics, so a renamed metric leaves no dead panel behind.
+Gauges of a replica are the largest over its processes, because those that died linger for a while.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ def main() -> None:
 
 def _rows() -> Iterable[tuple[str, list[Panel]]]:
     yield "Fleet", _fleet()
-    yield "Speculation, by tier and position", _speculation()
-    yield "Goodput", _goodput()
+    yield "Speculation, by depth and position", _speculation()
+    yield "Budget of drafts to verify", _budget()
+    yield "Goodput: predicted and measured", _goodput()
     yield "Batch size and queue", _batches()
     yield "Time of a round", _rounds()
     yield "KV pages", _pages()
@@ -83,7 +84,7 @@ def _fleet() -> list[Panel]:
             ("sent away (429)", _rate(metrics.REJECTED)),
             ("taken over by another replica", _rate(metrics.RESUMED)),
         )),
-        Panel("Drafts kept, of those verified", "percentunit", (
+        Panel("Drafts accepted, of those verified", "percentunit", (
             ("fleet", _ratio(*kept)),
             ("replica {{replica}}", _ratio(*kept, "replica")),
         )),
@@ -93,7 +94,7 @@ def _fleet() -> list[Panel]:
         Panel("Sequences that stopped drafting", "short", (
             ("replica {{replica}}", _increase(metrics.BROKEN_DRAFTS, "replica")),
         )),
-        Panel("Acceptance is forced (1): a load test, no real texts", "short", (
+        Panel("Acceptance is forced (1): a load test, not real text", "short", (
             ("replica {{replica}}", _gauge(metrics.FORCED_ACCEPTANCE, "replica")),
         )),
     ]  # fmt: skip
@@ -101,26 +102,26 @@ def _fleet() -> list[Panel]:
 
 def _speculation() -> list[Panel]:
     return [
-        Panel("Tier per replica", "short", (
+        Panel("Speculation depth per replica", "short", (
             ("replica {{replica}}", _gauge(metrics.NUM_STEPS, "replica")),
         )),
-        Panel("Rounds per second by tier", "short", (
-            ("tier {{num_steps}}", _rate(metrics.ROUNDS, "num_steps")),
+        Panel("Rounds per second by depth", "short", (
+            ("depth {{num_steps}}", _rate(metrics.ROUNDS, "num_steps")),
         )),
-        Panel("Tier switches by reason", "short", (
+        Panel("Depth switches by reason", "short", (
             ("{{reason}}", _increase(metrics.SWITCHES, "reason")),
         )),
-        Panel("Kept of those reached, by position", "percentunit", (
+        Panel("Drafts accepted of those reached, by position", "percentunit", (
             ("position {{position}}",
              _ratio(metrics.POSITION_ACCEPTED, metrics.POSITION_REACHED, "position")),
         )),
         Panel("Drafts verified per second, by position", "short", (
             ("position {{position}}", _rate(metrics.POSITION_DRAFTED, "position")),
         )),
-        Panel("Rows by tokens per round", "short", (
+        Panel("Requests by tokens per round", "short", (
             ("{{accept_length}} tokens", _rate(metrics.ACCEPT_LENGTH_ROWS, "accept_length")),
         )),
-        Panel("Average that a slot decides by (strategy ema)", "short", (
+        Panel("Average accepted drafts per batch-size slot", "short", (
             ("slot {{slot}}, replica {{replica}}",
              _gauge(metrics.EMA_ACCEPT_LENGTH, "slot", "replica")),
         )),
@@ -133,18 +134,50 @@ def _speculation() -> list[Panel]:
     ]  # fmt: skip
 
 
+def _budget() -> list[Panel]:
+    unverified = _rate(metrics.UNVERIFIED_DRAFTS)
+    return [
+        Panel("Budget of the last round that had one", "short", (
+            ("replica {{replica}}", _gauge(metrics.DRAFT_BUDGET, "replica")),
+        )),
+        Panel("Rounds whose budget left drafts unverified", "percentunit", (
+            ("fleet", _ratio(metrics.BUDGET_ROUNDS, metrics.ROUNDS)),
+            ("replica {{replica}}", _ratio(metrics.BUDGET_ROUNDS, metrics.ROUNDS, "replica")),
+        )),
+        Panel("Drafts left unverified, of those proposed", "percentunit", (
+            ("fleet", f"{unverified} / ({unverified} + {_rate(metrics.DRAFT_TOKENS)})"),
+        )),
+        Panel("Drafts proposed per second, by position", "short", (
+            ("position {{position}}", _rate(metrics.POSITION_PROPOSED, "position")),
+        )),
+        Panel("Drafts verified of those proposed, by position", "percentunit", (
+            ("position {{position}}",
+             _ratio(metrics.POSITION_DRAFTED, metrics.POSITION_PROPOSED, "position")),
+        )),
+    ]  # fmt: skip
+
+
 def _goodput() -> list[Panel]:
+    calibration = metrics.OBSERVED_DRAFTS, metrics.EXPECTED_DRAFTS
     return [
         Panel("Measured speed over plain decoding", "short", (
             ("batch {{batch_size}}, replica {{replica}}",
              _gauge(metrics.SPEEDUP, "batch_size", "replica")),
         )),
-        Panel("Predicted goodput by tier, tokens per ms", "short", (
-            ("tier {{num_steps}}, replica {{replica}}",
+        Panel("Predicted goodput by depth, tokens per ms", "short", (
+            ("depth {{num_steps}}, replica {{replica}}",
              _gauge(metrics.PREDICTED_GOODPUT, "num_steps", "replica")),
         )),
         Panel("Time of drafting over time of verification", "percentunit", (
             ("replica {{replica}}", _gauge(metrics.OVERHEAD, "replica")),
+        )),
+        Panel("Accepted drafts, observed over expected (1: well calibrated)", "short", (
+            ("fleet", _ratio(*calibration)),
+            ("replica {{replica}}", _ratio(*calibration, "replica")),
+        )),
+        Panel("Time of the same rounds, predicted and measured, median", "ms", (
+            ("predicted", _quantile(metrics.PREDICTED_MS, 0.5)),
+            ("measured", _quantile(metrics.MEASURED_MS, 0.5)),
         )),
     ]  # fmt: skip
 
@@ -157,14 +190,14 @@ def _batches() -> list[Panel]:
         Panel("Rounds per second by batch size", "short", (
             ("{{batch_size}} and more", _rate(metrics.BATCH_SIZE_ROUNDS, "batch_size")),
         )),
-        Panel("Hand-overs per second by requests that went together", "short", (
+        Panel("Submissions per second by number of requests", "short", (
             ("at most {{size}}", _rate(metrics.SUBMISSIONS, "size")),
         )),
         Panel("Sequences in engines", "short", (
             ("running", f"sum({_gauge(metrics.RUNNING_SEQS, 'replica')})"),
             ("waiting", f"sum({_gauge(metrics.WAITING_SEQS, 'replica')})"),
         )),
-        Panel("Requests at the door", "short", (
+        Panel("Requests at the router", "short", (
             ("waiting", f"sum({_gauge(metrics.QUEUE_LEN, 'replica', within=_ALL_REPLICAS)})"),
             ("in flight", f"sum({_gauge(metrics.IN_FLIGHT, 'replica', within=_ALL_REPLICAS)})"),
         )),
@@ -180,10 +213,6 @@ def _rounds() -> list[Panel]:
         )),
         Panel("99th percentile, ms", "ms", tuple(
             (name, _quantile(metric, 0.99)) for metric, name in stages
-        )),
-        Panel("Round as predicted and as measured, median", "ms", (
-            ("predicted", _quantile(metrics.PREDICTED_MS, 0.5)),
-            ("measured", _quantile(metrics.STEP_MS, 0.5)),
         )),
     ]  # fmt: skip
 
@@ -205,8 +234,8 @@ def _pages() -> list[Panel]:
 
 def _latency() -> list[Panel]:
     return [
-        Panel("Time to first token at the door", "ms", _quantiles(metrics.TTFT_MS)),
-        Panel("Time per output token at the door", "ms", _quantiles(metrics.TPOT_MS)),
+        Panel("Time to first token at the router", "ms", _quantiles(metrics.TTFT_MS)),
+        Panel("Time per output token at the router", "ms", _quantiles(metrics.TPOT_MS)),
         Panel("Mean time to first token, split", "ms",
               _split(metrics.FIRST_TOKEN_WAIT_MS, metrics.FIRST_TOKENS)),
         Panel("Mean time per output token, split", "ms",

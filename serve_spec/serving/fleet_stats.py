@@ -30,7 +30,7 @@ _FLEET_COLUMNS = (
     "num_replicas", "batch_size", "num_waiting", "decode_tokens", "mean_num_steps",
     "tokens_per_step", "effective_speedup", "free_pages",
 )  # fmt: skip
-_REPLICA_COLUMNS = ("num_steps", "batch_size", "tokens_per_step", "decode_tokens")
+_REPLICA_COLUMNS = Figures._fields[:7]
 _SHOWN_FIELDS = (
     "replica", "replica_rank", "age_s", "stale", "strategy", "speculative_num_steps",
     "candidate_steps", "last_reason", "fallback", "costs", "refused_user_config", "slot", "slots",

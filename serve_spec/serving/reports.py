@@ -24,6 +24,12 @@ class Figures(NamedTuple):
     batch_size: float
     tokens_per_step: float
     decode_tokens: float
+    draft_budget: float
+    """0 if every draft is verified."""
+    observed_to_expected: float
+    """Accepted drafts over expected ones,"""
+    measured_to_predicted: float
+    """and time of steps over predicted time; of the snapshot's window."""
     num_waiting: float
     free_pages: float
     speedup: float
@@ -39,6 +45,9 @@ class Figures(NamedTuple):
             number(snapshot, "batch_size"),
             number(window, "tokens_per_step"),
             number(section(snapshot, "counters"), "decode_tokens"),
+            number(speculation, "draft_budget"),
+            number(window, "observed_to_expected_drafts"),
+            number(window, "measured_to_predicted_ms"),
             number(snapshot, "num_waiting"),
             number(section(snapshot, "kv"), "free_pages"),
             number(speculation, "effective_speedup"),

@@ -77,7 +77,17 @@ class BusyFleet(ScriptedFleet):
             },
             "speculation": {
                 "effective_speedup": 1.5,
-                "window": {"tokens_per_step": 2.5, "busy_s": 5.0},
+                "draft_budget": 12 + rank,
+                "window": {
+                    "tokens_per_step": 2.5,
+                    "busy_s": 5.0,
+                    "observed_to_expected_drafts": 0.9 if rank else None,
+                    "measured_to_predicted_ms": 1.2,
+                    "positions": [
+                        {"position": 1, "proposed": 9, "verified": 8, "reached": 8, "accepted": 6},
+                        {"position": 2, "proposed": 9, "verified": 5, "reached": 4, "accepted": 3},
+                    ],
+                },
                 "by_batch_size": {
                     "4": {"effective_speedup": 1.5, "tokens_per_ms": {"0": 1.0, "2": 1.5}}
                 },
@@ -174,7 +184,7 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(
         url = f"http://127.0.0.1:{port}"
         page = dump(url, tmp_path, virtual_ms=500)
         later = dump(url, tmp_path, virtual_ms=9000)
-    assert page.count("<canvas") == 7
+    assert page.count("<canvas") == 11
     points = {
         chart: int(re.search(rf'id="{chart}"[^>]*data-points="(\d+)"', page)[1])
         for chart in ("throughput", "batch", "tier", "length", "positions", "breakeven", "needed")
@@ -182,6 +192,10 @@ def test_in_a_browser_charts_draw_and_values_change_under_load(
     assert points["positions"] == 3
     assert points["breakeven"] == 4
     assert min(points[chart] for chart in ("throughput", "batch", "tier", "length")) >= 20
+    assert last_values(page, "budget") == [12, 13]
+    assert last_values(page, "drafts") == [18, 10, 6], "of both replicas, at the last position"
+    assert last_values(page, "calibration") == [None, 0.9]
+    assert last_values(page, "steptime") == [1.2, 1.2]
     assert last_values(page, "breakeven") == [pytest.approx(1.2), None, 1]
     # Three drafts take 2.5 times as long as none, and bring 3 tokens: 1 + a + a² + a³.
     assert last_values(page, "needed") == pytest.approx([0.691, 0.811], abs=1e-3)

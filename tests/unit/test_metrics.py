@@ -6,8 +6,23 @@ from dataclasses import replace
 
 import pytest
 
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.metrics import METRICS, ROUND_METRICS, batch_size_bucket, readings
+from serve_spec.core.round import RoundNotes
+from serve_spec.metrics import (
+    BUDGET_ROUNDS,
+    DRAFT_BUDGET,
+    EXPECTED_DRAFTS,
+    MEASURED_MS,
+    METRICS,
+    OBSERVED_DRAFTS,
+    PREDICTED_MS,
+    ROUND_METRICS,
+    UNVERIFIED_DRAFTS,
+    Metric,
+    batch_size_bucket,
+    readings,
+)
 from tests.helpers.rounds import verified_round
 from tests.serving import reporting_engine
 
@@ -69,6 +84,12 @@ def test_a_round_that_decodes_nothing_leaves_tier_and_batch_size_alone() -> None
     }
 
 
+def values(record: StepRecord, *metrics: Metric) -> list[float]:
+    """The readings of these metrics, in the order asked for."""
+    found = {reading.metric: reading.value for reading in readings(record)}
+    return [found[metric] for metric in metrics if metric in found]
+
+
 def by_position(record: StepRecord, metric: str) -> dict[str, float]:
     name = f"serve_spec_position_{metric}_tokens"
     return {r.labels["position"]: r.value for r in readings(record) if r.metric.name == name}
@@ -76,10 +97,47 @@ def by_position(record: StepRecord, metric: str) -> dict[str, float]:
 
 def test_a_position_is_reached_where_all_before_it_were_kept() -> None:
     """Rows of 3, 3 and 1 drafts; 3, 1 and 0 kept."""
-    record = replace(ROUND, row_steps=(3, 3, 1), row_correct_drafts=(3, 1, 0))
+    record = replace(
+        ROUND, row_drafted=(), row_steps=(3, 3, 1), row_correct_drafts=(3, 1, 0), budget=None
+    )
     assert by_position(record, "drafted") == {"1": 3, "2": 2, "3": 2}
     assert by_position(record, "reached") == {"1": 3, "2": 2, "3": 1}
     assert by_position(record, "accepted") == {"1": 2, "2": 1, "3": 1}
+
+
+def test_drafts_outside_the_budget_are_proposed_and_not_verified() -> None:
+    """Of 4, 3 and 2 drafts, 3, 1 and 0 are verified; 2, 1 and 0 accepted."""
+    record = replace(
+        ROUND, row_drafted=(4, 3, 2), row_steps=(3, 1, 0), row_correct_drafts=(2, 1, 0), budget=4
+    )
+    assert by_position(record, "proposed") == {"1": 3, "2": 3, "3": 2, "4": 1}
+    assert by_position(record, "drafted") == {"1": 2, "2": 1, "3": 1}
+    assert by_position(record, "reached") == {"1": 2, "2": 1, "3": 1}
+    assert by_position(record, "accepted") == {"1": 2, "2": 1}
+    assert values(record, UNVERIFIED_DRAFTS, DRAFT_BUDGET, BUDGET_ROUNDS) == [5, 4, 1]
+    every = replace(record, budget=None, row_drafted=())
+    assert by_position(every, "proposed") == by_position(every, "drafted")
+    assert values(every, UNVERIFIED_DRAFTS, DRAFT_BUDGET, BUDGET_ROUNDS) == []
+
+
+def test_levels_of_a_tree_are_not_counted_by_its_drafts() -> None:
+    tree = replace(ROUND, shape=DraftShape(2, 6, 3), row_steps=(2, 2), row_drafted=(6, 6))
+    assert by_position(tree, "proposed") == by_position(tree, "drafted") == {"1": 2, "2": 2}
+    assert values(replace(tree, num_draft_tokens=9, budget=9), UNVERIFIED_DRAFTS) == [3]
+
+
+def test_expected_drafts_are_compared_with_those_of_the_same_requests() -> None:
+    """Two of four planned requests ended meanwhile, so half of the expected drafts count."""
+    expected = replace(PURE, num_stale_seqs=2, notes=RoundNotes(expected_drafts=5.0))
+    assert values(expected, EXPECTED_DRAFTS, OBSERVED_DRAFTS) == [2.5, 4]
+    silent = replace(expected, notes=RoundNotes())
+    assert values(silent, EXPECTED_DRAFTS, OBSERVED_DRAFTS) == []
+
+
+def test_predicted_and_measured_times_are_of_the_same_rounds() -> None:
+    assert values(PURE, PREDICTED_MS, MEASURED_MS) == [3.5, 4.0]
+    for other in (ROUND, replace(PURE, notes=RoundNotes()), IDLE):
+        assert values(other, PREDICTED_MS, MEASURED_MS) == []
 
 
 @pytest.mark.parametrize(("batch_size", "bucket"), [(1, 1), (2, 2), (3, 2), (8, 8), (255, 128)])
@@ -91,7 +149,11 @@ def test_a_bucket_is_the_power_of_two_at_or_below(batch_size: int, bucket: int) 
 
 
 def test_a_prompt_in_the_round_hides_what_its_time_would_say() -> None:
-    names = {"serve_spec_overhead_ratio", "serve_spec_predicted_step_ms"}
+    names = {
+        "serve_spec_overhead_ratio",
+        "serve_spec_predicted_step_ms",
+        "serve_spec_measured_step_ms",
+    }
     shown = {r.metric.name: r.value for r in readings(PURE)}
     assert shown.keys() >= names
     assert shown["serve_spec_overhead_ratio"] == pytest.approx(1 / 2)

@@ -35,7 +35,7 @@ function draw(id, names, data, options = {}) {
   } else {
     charts[id].plot.setData(data);
   }
-  // What was drawn, for whoever reads the page without eyes.
+  // What was drawn, for screen readers and tests.
   place.dataset.points = data[0].length;
   place.dataset.last = JSON.stringify(data.slice(1).map((column) => column[column.length - 1]));
 }
@@ -89,6 +89,25 @@ function perReplica(replicas, column) {
   return [some.map(nameOf), uPlot.join(tables)];
 }
 
+// The same for a ratio, which is 0 while it is unknown.
+function ratioPerReplica(replicas, column) {
+  const [names, table] = perReplica(replicas, column);
+  return [names, table && table.map((values, i) => (i ? values.map((v) => v || null) : values))];
+}
+
+// Drafts of the recent steps of all replicas, by position.
+function draftsByPosition(replicas) {
+  const sums = [];
+  for (const replica of replicas) {
+    for (const p of replica.speculation?.window?.positions ?? []) {
+      const sum = (sums[p.position - 1] ??= { proposed: 0, verified: 0, accepted: 0 });
+      for (const name of Object.keys(sum)) sum[name] += p[name];
+    }
+  }
+  const column = (name) => sums.map((sum) => sum[name]);
+  return [sums.map((_, i) => i + 1), column("proposed"), column("verified"), column("accepted")];
+}
+
 function byPosition(acceptance) {
   const most = acceptance.reduce((a, b) => (b.num_replicas > (a?.num_replicas ?? -1) ? b : a), null);
   const positions = (most?.positions ?? []).filter((p) => p.accept_rate !== null && p.trials > 0);
@@ -97,7 +116,7 @@ function byPosition(acceptance) {
 
 const largestPowerOfTwo = (size) => 2 ** Math.floor(Math.log2(Math.max(1, size)));
 
-// Predicted and measured speed of every tier, over that of plain decoding.
+// Predicted and measured speed of every depth, over that of plain decoding.
 function breakEven(replica) {
   const predicted = replica.break_even?.tokens_per_ms ?? {};
   const bucket = String(largestPowerOfTwo(replica.break_even?.batch_size ?? replica.batch_size));
@@ -115,7 +134,7 @@ const tokensPerRound = (rate, steps) => {
   return tokens;
 };
 
-// The accept rate, alike at every position, that brings so many tokens a round; null: none does.
+// The acceptance rate, the same at every position, that yields so many tokens a step; null: none.
 function rateFor(tokens, steps) {
   if (tokens > steps + 1) return null;
   let low = 0, high = 1;
@@ -126,7 +145,7 @@ function rateFor(tokens, steps) {
   return high;
 }
 
-// What every tier needs to be as fast as none, and what the traffic brings.
+// The rate at which every depth is as fast as none, and that of the traffic.
 function neededRates(replica) {
   const { round_ms: ms, tokens_per_ms: speeds } = replica.break_even ?? {};
   if (!ms || !("1" in ms)) return null;
@@ -149,11 +168,11 @@ function showTiles(status) {
     replicas: fleet.num_replicas + (fleet.num_stale ? ` (+${fleet.num_stale} silent)` : ""),
     "tokens per second": shown(speed),
     "batch size": shown(fleet.batch_size),
-    "tier × replicas": tiers.join(", ") || "–",
-    "tokens per row and round": shown(fleet.avg_spec_accept_length, 2),
+    "depth × replicas": tiers.join(", ") || "–",
+    "tokens per request and step": shown(fleet.avg_spec_accept_length, 2),
     "speed over plain decoding": shown(fleet.effective_speedup, 2),
-    "waiting at engines": shown(fleet.num_waiting),
-    "waiting at the door": shown(router.queue_len),
+    "waiting at replicas": shown(fleet.num_waiting),
+    "waiting at the router": shown(router.queue_len),
     "free KV pages": `${shown(fleet.kv.free_pages)} / ${shown(fleet.kv.total_pages)}`,
   };
   byId("tiles").replaceChildren(...Object.entries(tiles).map(([name, value]) => {
@@ -181,8 +200,8 @@ function lastDecision(r) {
 }
 
 function showReplicas(replicas) {
-  const columns = ["replica", "strategy", "tier", "batch", "running", "waiting", "free pages",
-    "tokens per row", "speedup", "last decision", "heard of"];
+  const columns = ["replica", "strategy", "depth", "batch", "running", "waiting", "free pages",
+    "tokens per request and step", "speedup", "last decision", "last report"];
   showTable("replicas", columns, replicas.map((r) => ({
     className: r.stale ? "stale" : "",
     cells: [nameOf(r), r.strategy ?? "–", shown(r.speculative_num_steps), shown(r.batch_size),
@@ -213,11 +232,16 @@ function show(status) {
   draw("batch", ...perReplica(replicas, "batch_size"), { range: fromZero });
   draw("tier", ...perReplica(replicas, "num_steps"), { range: fromZero });
   draw("length", ...perReplica(replicas, "tokens_per_step"), { range: fromZero });
-  draw("positions", ["kept"], byPosition(fleet.acceptance),
+  draw("budget", ...perReplica(replicas, "draft_budget"), { range: fromZero });
+  draw("drafts", ["proposed", "verified", "accepted"], draftsByPosition(replicas),
+    { overTime: false, range: fromZero, points: true, empty: "nothing was drafted recently" });
+  draw("calibration", ...ratioPerReplica(replicas, "observed_to_expected"), { range: aroundOne });
+  draw("steptime", ...ratioPerReplica(replicas, "measured_to_predicted"), { range: aroundOne });
+  draw("positions", ["accepted"], byPosition(fleet.acceptance),
     { overTime: false, range: share, bars: true, empty: "nothing was drafted yet" });
   const replica = chosen(replicas);
   draw("breakeven", ["predicted", "measured", "break-even"], replica && breakEven(replica),
-    { overTime: false, range: aroundOne, points: true, empty: "no tier was compared yet" });
+    { overTime: false, range: aroundOne, points: true, empty: "no depths were compared yet" });
   draw("needed", ["break-even", "traffic"], replica && neededRates(replica),
     { overTime: false, range: share, points: true, empty: "known with strategy goodput only" });
   showReplicas(replicas);
@@ -237,7 +261,7 @@ async function poll() {
     state.textContent = `as of ${new Date().toLocaleTimeString()}`;
     state.className = "";
   } catch (error) {
-    state.textContent = `no news: ${error.message}`;
+    state.textContent = `no answer: ${error.message}`;
     state.className = "bad";
   }
   setTimeout(poll, POLL_MS);

@@ -1,92 +1,77 @@
-"""Laws of the trace of phases."""
+"""Laws of the loads of `bench adaptive`."""
 
 from __future__ import annotations
 
 from collections import Counter
+from itertools import islice
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.phases import (
-    CLASSES,
-    CPU_BATCH_SIZES,
-    GPU_BATCH_SIZES,
-    MAX_TOKENS,
-    MIN_TOKENS,
-    MIN_WAVES,
-    Phase,
-    TextKind,
-    phase_requests,
-    phase_trace,
-    shuffled,
-)
+from serve_spec.bench.adaptive.loads import SPREAD, Load, cells, phases
+from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
 
 PROMPTS = {"code": [[i, i + 1, 5, 5] for i in range(20)], "shuffled": [[9, i] for i in range(20)]}
 
 
-@given(
-    st.sampled_from([CPU_BATCH_SIZES, GPU_BATCH_SIZES]),
-    st.floats(0.05, 300),
-    st.floats(0.01, 30),
-)
-def test_a_phase_takes_about_the_time_it_was_given_within_the_limits_of_a_request(
-    batch_sizes: tuple[int, ...], round_ms: float, seconds: float
+def first(load: Load, count: int, number: int = 0) -> list[TextRequest]:
+    return [request for request, _ in islice(load.requests(number, PROMPTS), count)]
+
+
+@given(st.integers(1, 64), st.integers(4, 200))
+def test_lengths_lie_around_the_mean_and_the_first_batch_is_of_all_ages(
+    batch_size: int, num_tokens: int
 ) -> None:
-    trace = phase_trace(batch_sizes, list(CLASSES), dict.fromkeys(batch_sizes, round_ms), seconds)
-    assert len(trace) == len(batch_sizes) * len(CLASSES)
-    for phase in trace:
-        waves = phase.num_requests // phase.batch_size
-        assert phase.num_requests == waves * phase.batch_size > 0
-        assert MIN_TOKENS <= phase.num_tokens <= MAX_TOKENS
-        plain_seconds = waves * phase.num_tokens * round_ms / 1e3
-        shortest = MIN_WAVES * MIN_TOKENS * round_ms / 1e3
-        assert plain_seconds <= max(1.1 * seconds, shortest)
-        assert plain_seconds >= 0.85 * seconds
+    load = Load("mixture", batch_size, num_tokens)
+    ages = [load.length(request) / num_tokens for request in range(batch_size)]
+    assert all(0 < age <= (1 + SPREAD) * (at + 1) / batch_size + 1 for at, age in enumerate(ages))
+    later = [load.length(request) for request in range(batch_size, batch_size + 200)]
+    assert (1 - SPREAD) * num_tokens - 1 <= min(later) < 0.7 * num_tokens + 1
+    assert 1.3 * num_tokens - 1 < max(later) <= (1 + SPREAD) * num_tokens + 1
+    assert sum(later) / 200 == pytest.approx(num_tokens, rel=0.05, abs=1)
 
 
-@given(st.integers(10, 96), st.integers(20, 200))
-def test_lengths_fill_their_range_evenly_and_are_the_same_every_time(
-    num_tokens: int, num_requests: int
-) -> None:
-    phase = Phase("mixture", 4, num_requests, num_tokens, spread=0.5)
-    lengths = [phase.length(request) for request in range(num_requests)]
-    assert lengths == [phase.length(request) for request in range(num_requests)]
-    assert sum(lengths) == phase.total_tokens
-    assert 0.5 * num_tokens - 1 <= min(lengths) < 0.7 * num_tokens
-    assert 1.3 * num_tokens < max(lengths) <= 1.5 * num_tokens + 1
-    assert abs(sum(lengths) / num_requests - num_tokens) <= 0.05 * num_tokens + 1
+def test_full_batches_start_together_and_end_together() -> None:
+    loads = cells([4, 1, 4], ["predictable", "mixture"], [None], 50)
+    assert [load.label for load in loads] == [
+        *("batch 1, predictable T=0", "batch 1, mixture T=0/1"),
+        *("batch 4, predictable T=0", "batch 4, mixture T=0/1"),
+    ]
+    assert {load.length(request) for load in loads for request in range(9)} == {50}
 
 
-def test_of_equal_lengths_every_request_emits_the_mean() -> None:
-    assert {Phase("mixture", 4, 9, 50).length(request) for request in range(9)} == {50}
-
-
-def test_the_way_down_runs_the_classes_backwards() -> None:
-    trace = phase_trace([1, 4, 1], ["predictable", "heated"], {1: 10.0, 4: 10.0}, 1.0)
-    steps = [(phase.batch_size, phase.prompt_class) for phase in trace]
-    assert steps == [
-        *((1, "predictable"), (1, "heated")),
-        *((4, "predictable"), (4, "heated")),
-        *((1, "heated"), (1, "predictable")),
+def test_the_way_down_runs_the_texts_backwards() -> None:
+    trace = phases([1, 4, 1], ["predictable"], [0.0, 0.5])
+    assert [(load.batch_size, load.temperature) for load in trace] == [
+        *((1, 0.0), (1, 0.5)),
+        *((4, 0.0), (4, 0.5)),
+        *((1, 0.5), (1, 0.0)),
     ]
 
 
+def test_a_temperature_replaces_those_of_the_class() -> None:
+    load = Load("mixture", 2, temperature=0.7)
+    assert load.label == "batch 2, mixture T=0.7/0.7"
+    kinds = [request.kind for request in first(load, 2)]
+    assert kinds == [TextKind("code", 0.7), TextKind("shuffled", 0.7)]
+
+
 def test_half_of_a_mixture_is_of_each_kind_in_every_batch() -> None:
-    phase = Phase("mixture", 4, 12, 64)
-    kinds = [request.kind for request in phase_requests(phase, 0, PROMPTS)]
-    for first in range(0, 12, 4):
-        batch = Counter(kinds[first : first + 4])
+    kinds = [request.kind for request in first(Load("mixture", 4), 12)]
+    for start in range(0, 12, 4):
+        batch = Counter(kinds[start : start + 4])
         assert batch == {TextKind("code", 0.0): 2, TextKind("shuffled", 1.0): 2}
 
 
 @given(st.sampled_from(list(CLASSES)), st.integers(0, 50))
-def test_requests_are_the_same_every_time_and_no_two_of_a_trace_share_a_seed(
-    prompt_class: str, index: int
+def test_requests_are_the_same_every_time_and_no_two_of_a_run_share_a_seed(
+    prompt_class: str, number: int
 ) -> None:
-    phase = Phase(prompt_class, 8, 40, 64)
-    requests = phase_requests(phase, index, PROMPTS)
-    assert requests == phase_requests(phase, index, PROMPTS)
-    others = phase_requests(phase, index + 1, PROMPTS)
+    load = Load(prompt_class, 8)
+    requests = first(load, 40, number)
+    assert requests == first(load, 40, number)
+    others = first(load, 40, number + 1)
     assert len({request.seed for request in requests + others}) == 80
     assert all(list(r.prompt) in PROMPTS[r.kind.prompts] for r in requests)
 

@@ -151,6 +151,38 @@ def test_shares_of_probes_and_the_error_of_predictions_are_shown() -> None:
     assert window["measured_to_predicted_ms"] == 1.0
 
 
+def test_expected_and_observed_drafts_are_of_the_same_rounds() -> None:
+    collector = fed(
+        decode_round(3, 2, rows=4, notes=RoundNotes(expected_drafts=10.0)),
+        decode_round(3, 3, rows=4),
+        decode_round(3, 1, rows=4, notes=RoundNotes(expected_drafts=2.0), num_stale_seqs=4),
+    )
+    for span in ("window", "since_start"):
+        shown = view(collector)[span]
+        assert shown["expected_correct_drafts"] == 11.0
+        assert shown["observed_correct_drafts"] == 12
+        assert shown["observed_to_expected_drafts"] == pytest.approx(12 / 11, rel=1e-4)
+
+
+def test_budgets_and_the_drafts_they_leave_out_are_shown_by_position() -> None:
+    cut = decode_round(
+        row_steps=[3, 0], num_steps=3, rows=2, correct=0, row_drafted=[3, 3], budget=3
+    )
+    collector = fed(decode_round(3, 1), cut)
+    assert view(collector)["draft_budget"] == 3
+    for span in ("window", "since_start"):
+        shown = view(collector)[span]
+        assert (shown["budget_share"], shown["mean_budget"]) == (0.5, 3.0)
+        assert shown["unverified_drafts"] == 3
+        assert shown["positions"] == [
+            {"position": 1, "proposed": 3, "verified": 2, "reached": 2, "accepted": 1},
+            {"position": 2, "proposed": 3, "verified": 2, "reached": 1, "accepted": 0},
+            {"position": 3, "proposed": 3, "verified": 2, "reached": 0, "accepted": 0},
+        ]
+    collector.observe(decode_round(3, 1))
+    assert view(collector)["draft_budget"] is None, "every draft of the last round was verified"
+
+
 ROUNDS = st.builds(
     decode_round,
     num_steps=st.integers(2, 3),
