@@ -34,6 +34,9 @@ CLASSES: dict[str, tuple[TextKind, ...]] = {
 """Prompt classes by name. The requests of a phase take the kinds of its class in turn."""
 
 
+_GOLDEN_RATIO = (5**0.5 - 1) / 2
+
+
 @dataclass(frozen=True)
 class Phase:
     """A closed loop: `batch_size` requests run together, the next starts when one ends."""
@@ -42,7 +45,9 @@ class Phase:
     batch_size: int
     num_requests: int
     num_tokens: int
-    """Tokens a request emits."""
+    """Tokens a request emits in the mean."""
+    spread: float = 0.0
+    """Lengths lie within this share around the mean, so that requests do not end in step."""
 
     @property
     def name(self) -> str:
@@ -52,11 +57,13 @@ class Phase:
     @property
     def total_tokens(self) -> int:
         """Tokens of all requests."""
-        return self.num_requests * self.num_tokens
+        return sum(map(self.length, range(self.num_requests)))
 
     def length(self, request: int) -> int:
         """Return the tokens that request number `request` emits."""
-        return self.num_tokens
+        # Multiples of the golden ratio fill the range evenly, in no order.
+        place = 2 * (request * _GOLDEN_RATIO % 1.0) - 1 if self.spread else 0.0
+        return max(1, round(self.num_tokens * (1.0 + self.spread * place)))
 
     @property
     def kinds(self) -> tuple[TextKind, ...]:

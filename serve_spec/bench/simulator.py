@@ -1,7 +1,8 @@
 """Replays recorded acceptance through any policy: no model, and time is the sum of the costs.
 
 What a round keeps is looked up (`trace`), what it takes is computed (`RoundCosts`), and the
-policy is asked and told what the engine would ask and tell. Prompts are computed in one piece.
+policy is asked and told what the engine would ask and tell. Drafts are admitted by their recorded
+shares as on the device (`ops.admission`). Prompts are computed in one piece.
 """
 
 from __future__ import annotations
@@ -10,9 +11,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import NamedTuple, TypeAlias
+from time import thread_time
+from typing import NamedTuple, TypeAlias, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
 
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.calibration import logits
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.regret import best_arms, phase_regrets, relative_rates, trace_regret
@@ -20,7 +26,7 @@ from serve_spec.bench.report import table
 from serve_spec.bench.trace import TraceSet
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, RoundSteps
 
 OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 
@@ -40,6 +46,8 @@ class RoundShape(NamedTuple):
     num_prefill_tokens: int
     draft: DraftShape = PLAIN
     """What rows draft; `drafting` counts the levels, of chains and of trees."""
+    num_admitted: int | None = None
+    """Drafts that are verified; None: all."""
 
     @property
     def num_steps(self) -> int:
@@ -49,6 +57,8 @@ class RoundShape(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Rows of decoding sequences in the target's forward, roots included."""
+        if self.num_admitted is not None:
+            return self.batch_size + self.num_admitted
         if self.draft.is_chain or not self.drafting:
             return self.batch_size + sum(self.drafting)
         # A row of fewer levels has the drafts its beams make.
@@ -73,6 +83,8 @@ class PhaseReport:
     num_rows: int = 0
     """Decode rows of all rounds."""
     num_draft_tokens: int = 0
+    policy_ms: float = 0.0
+    """CPU time of the policy; part of `decode_ms` if it is charged."""
     num_output_tokens: int = 0
     """Tokens of decode rows; the first of every text comes from its prompt."""
     decode_ms: float = 0.0
@@ -139,6 +151,8 @@ class _Row:
     """Tokens so far, the prompt's included."""
     remaining: int
     """Tokens to go."""
+    shares: Sequence[Sequence[float]] = ()
+    """Of the drafts in a round from each entry on."""
     at: int = 0
     """Which entry of its trace the next round meets."""
     num_draft_computed: int = 0
@@ -149,7 +163,10 @@ class _Row:
         return counts[self.at]
 
 
-def _from(start: int, counts: Sequence[int]) -> Sequence[int]:
+_Entry = TypeVar("_Entry")
+
+
+def _from(start: int, counts: Sequence[_Entry]) -> Sequence[_Entry]:
     """The same in a circle, from another place."""
     return [*counts[start:], *counts[:start]]
 
@@ -160,6 +177,7 @@ class Simulator:
     traces: recorded at least as deep as any tier, and as long as any phase's requests.
     max_num_batched_tokens: tokens a round computes at most, prompts and drafts together; drafts
         give way to prompts, which are never cut.
+    charge_thinking: the policy's CPU time counts as time of the round.
     on_round: told of every round with decode rows, after the policy.
 
     Raises:
@@ -173,6 +191,7 @@ class Simulator:
         costs: RoundCosts,
         *,
         max_num_batched_tokens: int = 1 << 30,
+        charge_thinking: bool = False,
         on_round: OnRound | None = None,
     ) -> None:
         deepest = max(shape.depth for shape in policy.shapes)
@@ -183,6 +202,7 @@ class Simulator:
         self.traces = traces
         self.costs = costs
         self.max_num_batched_tokens = max_num_batched_tokens
+        self.charge_thinking = charge_thinking
         self._on_round = on_round
         self._num_phases = 0
         self._shape: DraftShape | None = None
@@ -227,6 +247,7 @@ class Simulator:
             yield _Row(
                 request_id=f"{self._num_phases}-{number}",
                 num_correct_drafts=_from(start, trace.num_correct_drafts),
+                shares=_from(start, trace.draft_shares),
                 of_trees={tree: _from(start, counts) for tree, counts in trees},
                 sampled=kind.temperature > 0,
                 length=trace.num_prompt_tokens,
@@ -236,31 +257,47 @@ class Simulator:
     def _round(self, rows: list[_Row], entering: list[_Row], report: PhaseReport) -> list[_Row]:
         """One round with decode rows; those that go on."""
         batch = self._batch(rows, entering)
+        started = thread_time()
         steps = self.policy.choose(batch)
+        policy_ms = 1e3 * (thread_time() - started)
         if self._shape not in (None, steps.shape):
             report.switches[self.policy.last_reason] += 1
         self._shape = steps.shape
-        row_steps = _row_steps(steps, batch)
+        drafted = row_steps = _row_steps(steps, batch)
+        shares = self._shares(rows, steps)
+        num_admitted = None
+        if shares is not None and steps.budget is not None:
+            kinds = np.array([SAMPLED if row.sampled else GREEDY for row in rows])
+            row_steps = admitted(
+                shares, np.array(drafted), kinds, steps.calibration, steps.budget
+            ).tolist()
+            num_admitted = sum(row_steps)
         kept = [
             min(num_steps, row.kept(steps.shape))
             for num_steps, row in zip(row_steps, rows, strict=True)
         ]
         shape = RoundShape(
             batch_size=len(rows),
-            drafting=_drafting(row_steps),
+            drafting=_drafting(drafted),
             num_tokens=batch.num_tokens,
             num_sampled=batch.num_sampled,
-            num_catch_up=_catch_up(rows, row_steps),
+            num_catch_up=_catch_up(rows, drafted),
             num_prefill_tokens=0,
             draft=steps.shape,
+            num_admitted=num_admitted,
         )
         times = self.costs(shape)
+        sampled = [row.sampled for row in rows]
         live = self._commit(rows, kept)
         record = StepRecord(
             shape=steps.shape,
             request_ids=tuple([batch.request_ids[i] for i in live]),
             row_steps=tuple([row_steps[i] for i in live]),
             row_correct_drafts=tuple([kept[i] for i in live]),
+            row_drafted=() if num_admitted is None else tuple([drafted[i] for i in live]),
+            draft_shares=None if shares is None else shares[live].astype(np.float32),
+            budget=None if num_admitted is None else steps.budget,
+            is_sampled=tuple([sampled[i] for i in live]),
             accept_lengths=tuple([count + 1 for count in kept]),
             num_draft_tokens=shape.num_rows - shape.batch_size,
             num_tokens=shape.num_tokens,
@@ -271,11 +308,20 @@ class Simulator:
             times=None if entering else times,
             notes=steps.notes,
         )
+        started = thread_time()
         self.policy.observe(record)
-        report.count(record, times.step_ms)
+        policy_ms += 1e3 * (thread_time() - started)
+        report.policy_ms += policy_ms
+        report.count(record, times.step_ms + policy_ms * self.charge_thinking)
         if self._on_round is not None:
             self._on_round(batch, steps, record)
         return [rows[i] for i in live]
+
+    def _shares(self, rows: list[_Row], steps: RoundSteps) -> NDArray[np.float64] | None:
+        """Return the shares of what each request drafts, [B, depth]; None if unknown."""
+        if not steps.shape.depth or not steps.shape.is_chain or not all(row.shares for row in rows):
+            return None
+        return np.array([row.shares[row.at] for row in rows])[:, : steps.shape.depth]
 
     def _batch(self, rows: list[_Row], entering: list[_Row]) -> DecodeBatch:
         budget = self.max_num_batched_tokens - len(rows)
@@ -313,6 +359,30 @@ def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
         return usable
     share = batch.max_draft_tokens // batch.size
     return [min(num_steps, share) for num_steps in usable]
+
+
+def admitted(
+    shares: NDArray[np.float64],
+    drafted: NDArray[np.intp],
+    kinds: NDArray[np.intp],
+    calibration: Calibration,
+    budget: int,
+) -> NDArray[np.intp]:
+    """Return how many drafts of each chain are verified, as `ops.admission` decides.
+
+    shares: [B, N]. drafted: [B], drafts of each. kinds: [B], rows of the calibration.
+    """
+    width = shares.shape[1]
+    padded = [[*kind, *kind[-1:] * width][:width] for kind in calibration]
+    pairs = np.array(padded)[kinds]
+    chances = 1.0 / (1.0 + np.exp(-(pairs[..., 0] * logits(shares) + pairs[..., 1])))
+    exists = (np.arange(width) < drafted[:, None]) & (shares > -np.inf)
+    survival = np.cumprod(np.where(exists, chances, 0.0), axis=1).ravel()
+    ranked = np.argsort(-survival, kind="stable")[:budget]
+    taken = np.zeros(survival.size, dtype=bool)
+    taken[ranked] = survival[ranked] > 0.0
+    counts: NDArray[np.intp] = taken.reshape(shares.shape).sum(axis=1)
+    return counts
 
 
 def _drafting(row_steps: list[int]) -> tuple[int, ...]:

@@ -232,7 +232,9 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
             if row.num_steps == num_steps:
                 shares: tuple[float, ...] = ()
                 if result.draft_shares is not None and plan.shape.is_chain:
-                    shares = tuple(result.draft_shares[number, :num_steps].round(3).tolist())
+                    shares = tuple(
+                        result.draft_shares[number, :num_steps].astype(float).round(3).tolist()
+                    )
                 rounds[row.request_id].append((len(result.token_ids[number]) - 1, shares))
         return _Finished(replace(result, token_ids=[tokens[:1] for tokens in result.token_ids]))
 

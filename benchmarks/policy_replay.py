@@ -1,0 +1,106 @@
+"""Replay recorded shares: strategy goodput against every fixed depth, cell by cell and in phases.
+
+python benchmarks/policy_replay.py [--costs h200 cpu]
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from pathlib import Path
+from statistics import fmean
+
+from serve_spec.adaptive.confidence import ConfidencePolicy
+from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.bench.phases import CLASSES, Phase, TextKind
+from serve_spec.bench.simulator import RoundCosts, Simulator
+from serve_spec.bench.trace import load_traces
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.worker.graphs import token_counts
+from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table
+
+TRACES = load_traces(Path("tests/data/share_traces.json"))
+COSTS: dict[str, tuple[RoundCosts, tuple[int, ...], tuple[int, ...]]] = {
+    "h200": (GPU_8B, (1, 8, 16, 32, 64, 128, 256), token_counts(2048)),
+    "cpu": (TWO_CPU_CORES, (1, 4, 16, 64), ()),
+}
+KINDS = {
+    "code 0": (TextKind("code", 0.0),),
+    "code .7": (TextKind("code", 0.7),),
+    "code 1": (TextKind("code", 1.0),),
+    "shuffled 1": (TextKind("shuffled", 1.0),),
+    "mixture": (TextKind("code", 0.0), TextKind("shuffled", 1.0)),
+}
+CLASSES.update(KINDS)
+DEPTHS = range(8)
+NUM_TOKENS, SPREAD = 64, 0.4
+
+
+def goodput(name: str) -> ConfidencePolicy:
+    """Return a policy with the table of a cost model."""
+    costs, sizes, counts = COSTS[name]
+    return ConfidencePolicy(recorded_table(costs, sizes), min_dwell_rounds=0, token_counts=counts)
+
+
+def speeds(name: str, policy: StepPolicy, phases: list[Phase], seed: int = 0) -> list[float]:
+    """Return tokens per ms of every phase; the policy learns throughout and is charged for it."""
+    costs = noisy(COSTS[name][0], 0.02, seed)
+    simulator = Simulator(policy, TRACES, costs, charge_thinking=name == "cpu")
+    return [simulator.run(phase).tokens_per_ms for phase in phases]
+
+
+def cells(name: str) -> list[tuple[str, int, float, float]]:
+    """Return (kind, batch size, speed over the best fixed depth, over off) of every cell."""
+    found = []
+    for kind in KINDS:
+        for size in COSTS[name][1]:
+            phase = Phase(
+                kind,
+                size,
+                max(2, 320 // size) * size if size > 8 else 12 * size,
+                NUM_TOKENS,
+                SPREAD,
+            )
+            fixed = [speeds(name, StaticPolicy(DraftShape.chain(k)), [phase])[0] for k in DEPTHS]
+            mine = speeds(name, goodput(name), [phase])[0]
+            found.append((kind, size, mine / max(fixed), mine / fixed[0]))
+    return found
+
+
+def phases_of(name: str) -> list[Phase]:
+    """Return kinds of text in turn, batch sizes up and down."""
+    sizes = COSTS[name][1]
+    kinds = list(KINDS)
+    order = [*sizes, *reversed(sizes)]
+    return [
+        Phase(kinds[(i + j) % len(kinds)], size, max(3 * size, 12), NUM_TOKENS, SPREAD)
+        for i, size in enumerate(order)
+        for j in (0, 2)
+    ]
+
+
+def main() -> None:
+    """Print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--costs", nargs="+", default=list(COSTS), choices=list(COSTS))
+    for name in parser.parse_args().costs:
+        found = cells(name)
+        for kind, size, best, off in found:
+            print(f"{name:5} {kind:10} {size:4} {best:.3f} x best depth {off:.3f} x off")
+        for size in COSTS[name][1]:
+            pooled = [math.log(best) for _, each, best, _ in found if each == size]
+            print(f"{name:5} batch {size:4} {math.exp(fmean(pooled)):.3f} pooled")
+        phases = phases_of(name)
+        fixed = [speeds(name, StaticPolicy(DraftShape.chain(k)), phases) for k in DEPTHS]
+        mine = speeds(name, goodput(name), phases)
+        best = [max(column) for column in zip(*fixed, strict=True)]
+        tokens = [phase.total_tokens for phase in phases]
+        total = sum(n / b for n, b in zip(tokens, best, strict=True)) / sum(
+            n / m for n, m in zip(tokens, mine, strict=True)
+        )
+        worst = min(m / o for m, o in zip(mine, fixed[0], strict=True))
+        print(f"{name:5} phases: {total:.3f} x best depths, worst phase {worst:.3f} x off")
+
+
+if __name__ == "__main__":
+    main()

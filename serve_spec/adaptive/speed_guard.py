@@ -1,0 +1,69 @@
+"""Insurance: rounds that draft are compared with plain rounds of about the same batch size."""
+
+from __future__ import annotations
+
+import math
+
+FEWEST_ROUNDS = 32
+"""Rounds that draft before they are compared."""
+FIRST_CLOSED = 128
+"""Rounds off after the first loss; each further one doubles them."""
+LAST_CLOSED = 4096
+"""Most rounds off. Never for good."""
+_TOLERANCE = 0.98
+_STANDARD_ERRORS = 2.0
+_FORGIVEN_ROUNDS = 512
+
+
+class SpeedGuard:
+    """Measured speed of one bucket. Times are in units of the table's plain round."""
+
+    def __init__(self) -> None:
+        self.plain: float | None = None
+        """Units that a plain round takes."""
+        self.rounds_left = 0
+        """Rounds that the guard keeps speculation off."""
+        self._closed_rounds = FIRST_CLOSED
+        self._num, self._mean, self._variance = 0, 0.0, 0.0
+        self._tokens = self._units = 0.0
+
+    def observe_plain(self, units: float) -> None:
+        """Take in a plain round."""
+        self.plain = units if self.plain is None else self.plain + 0.25 * (units - self.plain)
+        self.rounds_left = max(0, self.rounds_left - 1)
+
+    def observe(self, tokens: float, units: float) -> None:
+        """Take in a round that drafted and emitted so many tokens per request."""
+        self._tokens = 0.98 * self._tokens + tokens
+        self._units = 0.98 * self._units + units
+        if self.plain is None:
+            return
+        lead = tokens - _TOLERANCE * units / self.plain
+        self._num += 1
+        weight, error = max(0.02, 1.0 / self._num), lead - self._mean
+        self._mean += weight * error
+        self._variance = (1.0 - weight) * (self._variance + weight * error * error)
+        if self._num >= _FORGIVEN_ROUNDS:
+            self._closed_rounds = FIRST_CLOSED
+        limit = _STANDARD_ERRORS * math.sqrt(self._variance / min(self._num, 99))
+        if self._num >= FEWEST_ROUNDS and self._mean < -limit:
+            self.rounds_left = self._closed_rounds
+            self._closed_rounds = min(2 * self._closed_rounds, LAST_CLOSED)
+            self._num, self._mean, self._variance = 0, 0.0, 0.0
+
+    @property
+    def speedup(self) -> float | None:
+        """Measured speed over plain rounds; None before both ran."""
+        if self.plain is None or not self._units:
+            return None
+        return self._tokens / self._units * self.plain
+
+    def snapshot(self) -> dict[str, object]:
+        """Return its state, JSON-able. Speeds are tokens per request and plain round."""
+        speedup = self.speedup
+        return {
+            "guard_rounds_left": self.rounds_left,
+            "plain_speed": None if self.plain is None else round(1.0 / self.plain, 4),
+            "drafting_speed": round(self._tokens / self._units, 4) if self._units else None,
+            "measured_speedup": None if speedup is None else round(speedup, 4),
+        }
