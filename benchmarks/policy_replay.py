@@ -10,10 +10,10 @@ import math
 from pathlib import Path
 from statistics import fmean
 
-from serve_spec.adaptive.confidence import ConfidencePolicy
+from benchmarks.confidence.policy import ConfidencePolicy
+from benchmarks.simulator import RoundCosts, Simulator
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.phases import CLASSES, Phase, TextKind
-from serve_spec.bench.simulator import RoundCosts, Simulator
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.worker.graphs import token_counts

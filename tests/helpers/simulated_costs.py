@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from serve_spec.bench.simulator import RoundCosts, RoundShape
+from benchmarks.simulator import RoundCosts, RoundShape
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable, TreeCosts
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.simulator import Comparison, Simulator, compare
 from serve_spec.adaptive.controller import FALLBACK_ROUNDS, AdaptiveController, PolicySettings
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
@@ -19,7 +20,6 @@ from serve_spec.adaptive.goodput import MAX_BAD_TIMES, MOST_PLAN_ROUNDS, Goodput
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulator import Comparison, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.adaptive_file import PRESETS
 from serve_spec.config.cost_table import CostTable

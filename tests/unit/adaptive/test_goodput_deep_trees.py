@@ -14,13 +14,13 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.simulator import PhaseReport, Simulator
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import EXPLORATION_SHARE
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulator import PhaseReport, Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepTimes

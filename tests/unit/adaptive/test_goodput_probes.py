@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulator import Simulator
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import (
     EXPLORATION_SHARE,
@@ -17,7 +18,6 @@ from serve_spec.adaptive.exploration import (
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import Reason
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, RoundSteps

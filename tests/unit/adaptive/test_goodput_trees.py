@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from benchmarks.simulator import Comparison, ControllerPolicy, Simulator, compare
 from serve_spec.adaptive import AdaptiveController, PolicySettings, Reason
 from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.exploration import EXPLORATION_SHARE
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulator import Comparison, ControllerPolicy, Simulator, compare
 from serve_spec.bench.trace import TraceSet, load_traces
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import DraftShape

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.regret import best_arms, phase_regrets, relative_rates, trace_regret
+from benchmarks.regret import best_arms, phase_regrets, relative_rates, trace_regret
 
 STATICS = ("K=0", "K=3")
 SPEEDS = st.floats(0.01, 1000)

@@ -12,16 +12,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.ema import EmaPolicy
-from serve_spec.adaptive.params import AdaptiveSpeculativeParams
-from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
-from serve_spec.bench.phases import Phase, TextKind
-from serve_spec.bench.simulator import (
+from benchmarks.simulator import (
     PhaseReport,
     Simulator,
     _row_steps,
     compare,
 )
+from serve_spec.adaptive.ema import EmaPolicy
+from serve_spec.adaptive.params import AdaptiveSpeculativeParams
+from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
+from serve_spec.bench.phases import Phase, TextKind
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
 from serve_spec.config.adaptive_file import PRESETS, load_slots
 from serve_spec.core.draft_shape import DraftShape

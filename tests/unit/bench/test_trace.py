@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.simulator import Simulator
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.bench.closed_loop import run_phase
 from serve_spec.bench.phases import Phase, TextKind, TextRequest
-from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import (
     AcceptanceTrace,
     TraceSet,

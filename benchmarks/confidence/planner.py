@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import Floats
-from serve_spec.adaptive.costs import Costs
+from benchmarks.confidence.calibration import Floats
+from benchmarks.confidence.costs import Costs
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 BUDGETS = 16

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import Floats
+from benchmarks.confidence.calibration import Floats
 from serve_spec.adaptive.cost_surface import CostSurface
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.draft_shape import DraftShape

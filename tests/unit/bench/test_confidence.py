@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from serve_spec.adaptive.confidence import EXPLORED_SHARE, ConfidencePolicy
-from serve_spec.adaptive.costs import Costs
-from serve_spec.adaptive.planner import Load, Planner
+from benchmarks.confidence.costs import Costs
+from benchmarks.confidence.planner import Load, Planner
+from benchmarks.confidence.policy import EXPLORED_SHARE, ConfidencePolicy
+from benchmarks.confidence.rates import PositionRates
+from benchmarks.confidence.speed_guard import SpeedGuard
+from benchmarks.simulator import Simulator
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy
-from serve_spec.adaptive.rates import PositionRates
-from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.bench.phases import Phase
-from serve_spec.bench.simulator import Simulator
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes

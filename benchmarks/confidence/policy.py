@@ -1,4 +1,4 @@
-"""Verify the drafts that pay, in tokens per millisecond. Replayed only: no strategy uses it yet.
+"""Verify the drafts that pay, in tokens per millisecond. For replays; no strategy of the engine yet.
 
 Full batches gain by it, batches with many prompts lose (docs/decisions/004-confidence.md).
 Chances of drafts come from their shares (`calibration`) or, without any, from rates by position
@@ -15,12 +15,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from serve_spec.adaptive.calibration import DraftCalibration, Floats, Indices
-from serve_spec.adaptive.costs import Costs, bucket
-from serve_spec.adaptive.planner import Candidate, Load, Planner
+from benchmarks.confidence.calibration import DraftCalibration, Floats, Indices
+from benchmarks.confidence.costs import Costs, bucket
+from benchmarks.confidence.planner import Candidate, Load, Planner
+from benchmarks.confidence.rates import PositionRates, tallied
+from benchmarks.confidence.speed_guard import SpeedGuard
 from serve_spec.adaptive.policy import BadMeasurement, Reason
-from serve_spec.adaptive.rates import PositionRates, tallied
-from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
