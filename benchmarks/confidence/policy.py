@@ -1,4 +1,4 @@
-"""Verify the drafts that pay, in tokens per millisecond. For replays; no strategy of the engine yet.
+"""Verify the drafts that pay, in tokens per millisecond. For replays, not a strategy yet.
 
 Full batches gain by it, batches with many prompts lose (docs/decisions/004-confidence.md).
 Chances of drafts come from their shares (`calibration`) or, without any, from rates by position
