@@ -35,8 +35,8 @@ ATTENTION: dict[str, dict[str, Any]] = {
 }
 ADMISSION: dict[str, dict[str, Any]] = {
     "chains": {},
-    "long chains": {"width": 63, "depth": 63, "kept": True},
-    "trees, most slots": {"batch": 256, "width": 63, "kept": True, "tree": True},
+    "long chains": {"width": 63, "depth": 63},
+    "trees, most slots": {"batch": 256, "width": 63, "tree": True},
 }
 
 
@@ -125,7 +125,6 @@ def compile_admission(
     batch: int = 8,
     width: int = 7,
     depth: int = 7,
-    kept: bool = False,
     tree: bool = False,
 ) -> None:
     """Compile what chains or trees of so many requests, drafts and levels launch."""
@@ -136,7 +135,6 @@ def compile_admission(
             *[numbers] * 4,
             calibration=torch.zeros(2, depth, 2),
             budget=numbers[:1],
-            kept=numbers if kept else None,
             drafts=slots.long() if tree else None,
             parents=slots.int() if tree else None,
         )
