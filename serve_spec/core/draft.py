@@ -42,7 +42,7 @@ class TextDrafts(NamedTuple):
 
     @property
     def share(self) -> float:
-        """How likely each draft seems, given the one before it: more after a longer match."""
+        """Return how likely each draft seems if the one before is accepted, by the match."""
         return (self.match + 1) / (self.match + 2)
 
 

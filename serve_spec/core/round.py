@@ -105,4 +105,4 @@ class RoundSteps:
     """Most drafts of the whole step that the target verifies: those likeliest to be accepted. None:
     all that were drafted."""
     calibration: Calibration = field(default=AS_DRAWN, compare=False)
-    """Tells how likely a draft is accepted. The same object as long as nothing changes."""
+    """Turns a draft's share into its chance to be accepted."""

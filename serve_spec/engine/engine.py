@@ -367,9 +367,7 @@ class SpecEngine:
         drafted = [req.model_steps if has_model else req.num_steps for req in planned]
         num_drafts = sum([each.num_drafts for each in decoded])
         numbers = [each.number for each in live]
-        shares = (
-            None if result.draft_shares is None or not plan.shape.depth else result.draft_shares
-        )
+        shares = result.draft_shares if plan.shape.depth else None
         prefix = scheduler.take_prefix_counts()
         return StepRecord(
             shape=plan.shape,

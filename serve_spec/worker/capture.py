@@ -134,7 +134,7 @@ class CapturedShapes:
                     for trees in ((True, False) if has_trees else (False,))
                 }
                 self.extend_chunks = self._extend_chunks_stage()
-                self._admits = {trees: self._admit_stage(trees) for trees in self._mixed}
+                self._admits = {trees: self._admit_stage(has_trees=trees) for trees in self._mixed}
         if captures:
             logger.info("captured: %s", "; ".join(map(str, self.report)))
 
@@ -300,16 +300,16 @@ class CapturedShapes:
         stage = partial(self._drafter.extend_chunks, self._buffers)
         return self._captured(stage, self._mixed_sizes())
 
-    def _admit_stage(self, has_trees: bool) -> StageRunner:
+    def _admit_stage(self, *, has_trees: bool) -> StageRunner:
         stage = partial(self._admit, has_trees)
-        if not self._deepest:
+        if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
-        return self._captured(stage, (StepSize(n, n) for n in batch_sizes(self._most)))
+        sizes = batch_sizes(self._buffers.max_requests)
+        return self._captured(stage, [StepSize(n, n) for n in sizes])
 
     def _admit(self, has_trees: bool, size: StepSize) -> None:
         """Admit the drafts likeliest to be accepted; write `query_lens`, and drafts of trees."""
-        buffers, num_requests = self._buffers, size.requests
-        rows = slice(num_requests)
+        buffers, rows = self._buffers, slice(size.requests)
         drafts = parents = None
         if has_trees:
             assert buffers.parents is not None, "buffers without parents hold chains"
@@ -334,10 +334,6 @@ class CapturedShapes:
         for before, after in moved:
             # The same drafts on every rank, also if their shares differ in a bit.
             before.copy_(self._parallel.broadcast(after))
-
-    @property
-    def _most(self) -> int:
-        return self._buffers.max_requests
 
     def _milliseconds(self, run: Run) -> float:
         """Return the time of a captured stage on rank 0, so that all ranks pad alike."""

@@ -45,13 +45,9 @@ class GrammarMasks:
         """Write the masks of the next step, without waiting for the device."""
         self.clear()
         device = self.places.device
-        table = torch.full((len(masks.num_drafts), self.places.shape[1]), -1, dtype=torch.int32)
-        start = 0
-        for row, count in zip(table, masks.num_drafts, strict=True):
-            end = start + count + 1
-            row[: count + 1] = torch.tensor(masks.places[start:end], dtype=torch.int32)
-            start = end
-        places = to_device(table, device)
+        table = np.full((len(masks.num_drafts), self.places.shape[1]), -1, np.int32)
+        table[np.arange(table.shape[1]) <= np.array(masks.num_drafts)[:, None]] = masks.places
+        places = to_device(torch.from_numpy(table), device)
         words = to_device(torch.from_numpy(masks.words.view(np.int32)), device)
         self.places[: len(places)] = places
         self.words[: len(words)] = words
@@ -180,30 +176,29 @@ class StepBuffers:
         return self.drafts.shape[1]
 
     def write_requests(
-        self,
-        slots: Sequence[int],
-        depths: Sequence[int],
-        num_drafts: Sequence[int],
-        kinds: Sequence[int],
+        self, slots: Sequence[int], depths: Sequence[int], num_drafts: Sequence[int]
     ) -> None:
-        """Write slot, depth, number and kind of drafts of a step's requests, without waiting."""
+        """Write slot, depth and number of drafts of a step's requests, without waiting."""
         empty = [0] * (self.max_requests - len(slots))
         padded = [*slots, *[self.slots.padding] * len(empty)]
         query_lens = [*(count + 1 for count in num_drafts), *empty]
-        columns = [padded, query_lens, [*depths, *empty], [*kinds, *empty]]
-        rows = torch.tensor(columns, dtype=torch.int32)
+        rows = torch.tensor([padded, query_lens, [*depths, *empty]], dtype=torch.int32)
         if self.request_slots.is_cuda:
             rows = rows.pin_memory()
         self.request_slots.copy_(rows[0], non_blocking=True)
         self.query_lens.copy_(rows[1], non_blocking=True)
         self.depths.copy_(rows[2], non_blocking=True)
-        self.kinds.copy_(rows[3], non_blocking=True)
 
-    def write_calibration(self, calibration: Calibration) -> None:
-        """Write what turns shares into chances, without waiting."""
-        width = self.calibration.shape[1]
+    def write_budget(self, budget: int, kinds: Sequence[int], calibration: Calibration) -> None:
+        """Write how many drafts to admit, and by what, without waiting.
+
+        kinds: of the drafts of each request of the step.
+        """
+        device, width = self.calibration.device, self.calibration.shape[1]
         padded = [[*kind[:width], *kind[-1:] * (width - len(kind))] for kind in calibration]
-        self.calibration.copy_(to_device(torch.tensor(padded), self.calibration.device))
+        self.budget.fill_(budget)
+        self.kinds[: len(kinds)] = to_device(torch.tensor(kinds, dtype=torch.int32), device)
+        self.calibration.copy_(to_device(torch.tensor(padded), device))
 
     def host_copy(self, *, pin_memory: bool) -> ReadBack:
         """Return memory of the host for a copy of `read_back`."""

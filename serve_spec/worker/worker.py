@@ -128,8 +128,7 @@ class SpecWorker:
         self._requests = RequestStates(slots)
         self._written: tuple[tuple[int, ...], ...] | None = None
         self._sharpness: float | None = None
-        self._budget: int | None = None
-        self._calibration: Calibration | None = None
+        self._budget: tuple[int, list[int], Calibration] | None = None
         self._newest_timer: StageTimer | None = None
 
     @property
@@ -169,7 +168,7 @@ class SpecWorker:
         self._read_backs = cycle(
             self.buffers.host_copy(pin_memory=pinned) for _ in range(_STEPS_IN_FLIGHT + 1)
         )
-        self._written = self._sharpness = self._budget = self._calibration = None
+        self._written = self._sharpness = self._budget = None
         self.recorder.start_over()
         verifier = Verifier(
             self.buffers.max_depth,
@@ -293,7 +292,7 @@ class SpecWorker:
         # Complete prompts draw, too, but did not draft.
         self._write_requests(reqs)
         if plan.budget is not None:
-            self._admit(plan, len(reqs))
+            self._admit(plan, plan.budget)
         num_chunks = 0
         stage = state.verify
         if prompts:
@@ -325,17 +324,15 @@ class SpecWorker:
             prompt_logprobs,
         )
 
-    def _admit(self, plan: ScheduledBatch, num_requests: int) -> None:
-        """Admit as many drafts as the plan allows, on the device."""
-        if plan.budget != self._budget:
-            assert plan.budget is not None, "without a budget all drafts are verified"
-            self.buffers.budget.fill_(plan.budget)
-            self._budget = plan.budget
-        if plan.calibration != self._calibration:
-            self.buffers.write_calibration(plan.calibration)
-            self._calibration = plan.calibration
-        self.captured.admit_for(plan.shape).run(StepSize(num_requests, num_requests))
-        self._written = None  # the device has changed it
+    def _admit(self, plan: ScheduledBatch, num_drafts: int) -> None:
+        """Admit so many drafts, on the device."""
+        kinds = [req.draft_kind for req in plan.sampling_requests]
+        budget = num_drafts, kinds, plan.calibration
+        if budget != self._budget:
+            self.buffers.write_budget(*budget)
+            self._budget = budget
+        self.captured.admit_for(plan.shape).run(StepSize(len(kinds), len(kinds)))
+        self._written = None  # the device changes `query_lens`
 
     def _write_requests(self, reqs: Sequence[ScheduledRequest]) -> None:
         """Write the requests of a stage if they have changed."""
@@ -343,7 +340,6 @@ class SpecWorker:
             tuple([req.request_slot for req in reqs]),
             tuple([req.num_steps for req in reqs]),
             tuple([req.num_draft_tokens for req in reqs]),
-            tuple([req.draft_kind for req in reqs]),
         )
         if requests != self._written:
             self.buffers.write_requests(*requests)

@@ -77,7 +77,7 @@ class Requests:
 
     def verify(self, counts: Sequence[int], drafts: Sequence[Sequence[int]]) -> VerifyResult:
         """Verify so many drafts of each request."""
-        self.buffers.write_requests([*range(len(counts))], counts, counts, [0] * len(counts))
+        self.buffers.write_requests([*range(len(counts))], counts, counts)
         self.buffers.write_drafts({b: TextDrafts((*ids,)) for b, ids in enumerate(drafts)})
         size = StepSize(sum(counts) + len(counts), len(counts))
         tokens = run_target(self._target, self.buffers, size, MAX_DEPTH + 1)
