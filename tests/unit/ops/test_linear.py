@@ -20,6 +20,8 @@ from serve_spec.ops.linear_tiles import choose_tiles  # isort: skip
 plain = reference(linear)
 
 TOLERANCE = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-5}
+# Blocks of float32 do not fit into a GPU's shared memory; products there are torch's.
+DTYPES = [dtype for dtype in TOLERANCE if DEVICE == "cpu" or dtype.itemsize == 2]
 # (rows, outputs, in): one block and several, each with a tail; sums of one program and of many.
 SHAPES = [(1, 64, 256), (3, 40, 300), (17, 33, 1100), (40, 130, 64), (150, 20, 40)]
 
@@ -35,7 +37,7 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
 
 
 @pytest.mark.parametrize("is_eight_bit", [False, True])
-@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("num_rows", "num_outputs", "in_features"), [*SHAPES, (2, 48, 1024)])
 def test_the_kernels_follow_their_laws(
     num_rows: int, num_outputs: int, in_features: int, dtype: torch.dtype, is_eight_bit: bool
