@@ -10,8 +10,8 @@ import math
 from pathlib import Path
 from statistics import fmean
 
-from benchmarks.confidence.policy import ConfidencePolicy
 from benchmarks.simulator import RoundCosts, Simulator
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.phases import CLASSES, Phase, TextKind
 from serve_spec.bench.trace import load_traces
@@ -36,10 +36,10 @@ DEPTHS = range(8)
 NUM_TOKENS, SPREAD = 64, 0.4
 
 
-def goodput(name: str) -> ConfidencePolicy:
+def goodput(name: str) -> GoodputPolicy:
     """Return a policy with the table of a cost model."""
     costs, sizes, counts = COSTS[name]
-    return ConfidencePolicy(recorded_table(costs, sizes), min_dwell_rounds=0, token_counts=counts)
+    return GoodputPolicy(recorded_table(costs, sizes), min_dwell_rounds=0, token_counts=counts)
 
 
 def speeds(name: str, policy: StepPolicy, phases: list[Phase], seed: int = 0) -> list[float]:

@@ -17,9 +17,9 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.confidence.calibration import logits
 from benchmarks.regret import best_arms, phase_regrets, relative_rates, trace_regret
 from serve_spec.adaptive import AdaptiveController
+from serve_spec.adaptive.calibration import logits
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.report import table

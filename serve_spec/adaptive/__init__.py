@@ -1,7 +1,6 @@
 """How far to speculate: arithmetic. No torch, no clock, no files, no Ray."""
 
 from serve_spec.adaptive.controller import AdaptiveController, PolicySettings
-from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ledger import AcceptanceLedger
 from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
@@ -14,7 +13,6 @@ __all__ = [
     "AdaptiveSpeculativeParams",
     "AdaptiveSpeculator",
     "AdaptiveStepSlot",
-    "CostModel",
     "PolicySettings",
     "Reason",
     "StaticPolicy",

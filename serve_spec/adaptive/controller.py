@@ -8,7 +8,6 @@ from typing import Any
 
 from serve_spec.adaptive import trees
 from serve_spec.adaptive.acceptance import PositionCounters, SlotAverages
-from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
 from serve_spec.adaptive.goodput import GoodputPolicy
@@ -19,7 +18,6 @@ from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy, StepPolicy
 from serve_spec.adaptive.presets import conservative_slots
 from serve_spec.adaptive.sharpness import SHARPNESSES, SharpnessPolicy
-from serve_spec.adaptive.survival import SurvivalEstimator
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
@@ -51,6 +49,8 @@ class PolicySettings:
     """The largest tree an adaptive policy may draft, unless slots list others; None: chains."""
     cuda_graph_bs: Sequence[int] | None = None
     """The batch sizes there are recordings of: what strategy ema pads to before it picks a slot."""
+    token_counts: Sequence[int] = ()
+    """Tokens that captured graphs verify, ascending; none: any number costs its own time."""
 
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
@@ -139,14 +139,15 @@ class PolicySettings:
             return self._ema(initial_steps, {})
         max_steps = self._deepest(GOODPUT_STEPS)
         return GoodputPolicy(
-            CostModel(costs),
+            costs,
             max_steps=max_steps,
             bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
             trees=self._trees,
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
-            survival=SurvivalEstimator(max_steps, _cut(accept_rates, max_steps), self.trees),
+            accept_rates=accept_rates,
+            token_counts=self.token_counts,
         )
 
     def _ema(self, initial_steps: int, trees: Mapping[int, Mapping[int, DraftShape]]) -> EmaPolicy:
@@ -521,8 +522,3 @@ def _depths(shapes: Sequence[DraftShape]) -> list[int]:
 def _as_rows(shapes: Sequence[DraftShape]) -> list[list[int]]:
     """Return the trees as a user gives them, the root counted."""
     return [[shape.depth, shape.size + 1] for shape in shapes if not shape.is_chain]
-
-
-def _cut(accept_rates: Sequence[float] | None, max_steps: int) -> Sequence[float] | None:
-    """Narrower bounds, set later, use fewer positions."""
-    return None if accept_rates is None else accept_rates[:max_steps]

@@ -1,732 +1,521 @@
-"""Strategy `goodput`: speculate as far as it pays, in tokens per millisecond, here and now.
+"""Strategy `goodput`: draft and verify what pays, in tokens per millisecond.
 
-Three things are kept apart: what drafts are worth (`survival`), what rounds cost (`cost_model`),
-and what follows from both (`objective`). Around them stand dwell and hysteresis, a budget for
-exploration, and a guard that compares measured speed with measured plain decoding.
+Chances of drafts come from their shares (`calibration`) or, without any, from rates by position
+(`rates`), times of rounds from a table (`costs`); `planner` picks a depth and a budget. A plan
+holds for some rounds. One budget of time pays for all exploration, and `speed_guard` turns
+speculation off where it was measured to lose.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import groupby
-from typing import Any, TypeAlias, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from serve_spec.adaptive.baseline import SpeedGuard
-from serve_spec.adaptive.cost_model import ABSURD_RATIO, CostModel
-from serve_spec.adaptive.entries import Entries
-from serve_spec.adaptive.exploration import LONG_BASELINE_ROUNDS, ExplorationBudget
-from serve_spec.adaptive.marginal import marginal_ms_by_rows, tier_speeds
-from serve_spec.adaptive.objective import (
-    Floats,
-    RoundCosts,
-    depth_beside_prompts,
-    usable,
-)
-from serve_spec.adaptive.options import Options, Worths
+from serve_spec.adaptive.calibration import DraftCalibration, Floats, Indices
+from serve_spec.adaptive.costs import Costs, bucket
+from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import BadMeasurement, Reason
-from serve_spec.adaptive.probes import ProbeClock, Probes
-from serve_spec.adaptive.prompt_load import PromptLoad
-from serve_spec.adaptive.round_plan import RoundPlan, by_size, range_key
-from serve_spec.adaptive.step_costs import step_costs
-from serve_spec.adaptive.survival import SurvivalEstimator
-from serve_spec.adaptive.text_first import TextFirst
+from serve_spec.adaptive.rates import PositionRates, tallied
+from serve_spec.adaptive.speed_guard import SpeedGuard
+from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
+from serve_spec.core.record import StepRecord
+from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundNotes, RoundSteps
 
 DEFAULT_MAX_STEPS = 7
-LEAVE_OFF_GAIN = 1.02
-"""Predicted gain that makes the policy leave 0: below, the noise of the costs decides."""
-MOVE_GAIN = 1.01
-"""Predicted gain that makes it move between tiers."""
-WORTH_TRYING = 0.9
-"""Predicted share of the present speed that is worth a try of a tier that never ran,"""
-TRY_AFTER_ROUNDS = 64
-"""after so many rounds at the present one."""
 PLAN_ROUNDS = 8
-"""Rounds that follow one plan, and after which they are learned from, all at once.
-
-Between two rounds of a model the host's caches are cold: arithmetic that takes 20 µs in a loop
-takes 200 there, and the device waits for it.
-"""
+"""Rounds that follow one plan."""
 PLAN_MS = 32.0
-"""A plan of short rounds has more of them, for about so long: to make it and to learn from it takes
-the host a millisecond, several rounds of a small model."""
+"""Milliseconds that a plan of short rounds lasts."""
 MOST_PLAN_ROUNDS = 64
-"""While nothing is drafted a plan lasts twice as long as the one before, up to so many rounds: what
-making it takes is what the policy is slower than off by."""
-SETTLED_ROUNDS = 16
-"""Rounds at a tier after which a plan that turns out as expected serves on: what it would be
-replaced by is the same,"""
-MOST_PROLONGED = 4
-"""at most so many times its rounds,"""
-PROLONGED_MS = 100.0
-"""if they are short: beside longer ones its arithmetic is nothing."""
-SURPRISE = 1.5
-"""Standard errors by which drafts are kept more often, or less, than a plan expected of them, for
-it to be replaced at once."""
-PLAN_ROWS = 64
-"""Rounds more for a plan, by the square of how often it has so many rows: it takes longer to make,
-and each of its rounds says more."""
-PROMPTS_EVERY_PLANS = 4
-"""Plans for batches of about the same size that share what prompts take."""
-APART_EVERY_PLANS = 4
-"""While a few rows draft alike, one plan in so many asks whether they had better not;"""
-APART_FROM_ROWS = 32
-"""of so many rows, every plan: they have more to gain by it, and rounds that take longer."""
-LEARNED_ROWS = 1024
-"""Of a plan's rounds, the newest that hold so many rows are learned from; more say the same."""
-LEARNED_DRAFTING_ROUNDS = MOST_PROLONGED * PLAN_ROUNDS
-"""Of a plan's rounds that drafted, the newest so many are learned from."""
-PRICED_ROUNDS = 8
-"""Of a plan's plain rounds, and of those that drafted, the newest so many say what they cost: there
-are many, all alike."""
-WAITS_SHARE = 0.1
-"""Of a round's time that neither model took: from there on the device waited for the host."""
-MAX_BAD_TIMES = 8
-"""Unusable times in a row after which the clock, or what reads it, is taken to be broken."""
-
-
-_Timed: TypeAlias = tuple[StepRecord, StepTimes]
-_Round = TypeVar("_Round", StepRecord, _Timed)
-
-
-@dataclass
-class _SizeRange:
-    """What is remembered of batches of about the same size, see `range_key`."""
-
-    guard: SpeedGuard = field(default_factory=SpeedGuard)
-    clock: ProbeClock = field(default_factory=ProbeClock)
-    rounds_of: Counter[DraftShape] = field(default_factory=Counter)
-    """Rounds of every shape, those beside prompts aside."""
-
-
-@dataclass
-class _BesidePrompts:
-    """What prompts do to a few plans in a row, found once for all of them when it is asked for."""
-
-    key: tuple[int, int, int] = 0, 0, 0
-    """The range of batch sizes, see `range_key`, and the numbers of depths and of trees."""
-    num_plans: int = 0
-    shares: Floats | None = None
-    """Of a round's time that prompts take, by option."""
-    depths: dict[int, dict[tuple[int, ...], int]] = field(default_factory=lambda: defaultdict(dict))
-    """Drafts per row beside prompts, by those without, then by the numbers asked for: `by_size`."""
-
-
-@dataclass(slots=True)
-class _Standing:
-    """An answer that is given again while its batch is as it was and no probe is due.
-
-    Every round asks, and the device waits meanwhile.
-    """
-
-    steps: RoundSteps
-    key: int
-    """The range of batch sizes, see `range_key`."""
-    request_ids: Sequence[str] | None
-    """None: whoever is in the batch, or joins it, drafts nothing."""
-    num_draft_tokens: int
-    clock: ProbeClock
-    rounds_left: int
-
-    def answers(self, batch: DecodeBatch) -> bool:
-        """Whether it holds for this round, too."""
-        if self.rounds_left <= 0 or batch.text_steps:
-            return False
-        if self.request_ids is None:
-            return range_key(batch.size) == self.key and batch.max_draft_tokens > 0
-        return (
-            batch.request_ids == self.request_ids
-            and batch.max_draft_tokens >= self.num_draft_tokens
-            and not (batch.num_prompts or batch.num_prompt_rows)
-        )
-
-    def again(self) -> RoundSteps:
-        """Gives it once more."""
-        self.rounds_left -= 1
-        self.clock.num_unasked += 1
-        return self.steps
+"""Most rounds of a plan."""
+MOVE_GAIN = 1.015
+"""Predicted gain that changes the depth."""
+SAMPLE_REQUESTS = 256
+"""Newest requests whose drafts' survivals stand for those of the batch."""
+LEARNED_REQUESTS = 512
+"""Newest requests of a plan's rounds that calibration and rates learn from."""
+EXPLORED_SHARE = 0.005
+"""Share of the time that exploration may cost."""
+TRIAL_ROUNDS = 4
+"""Rounds of one trial."""
+FIRST_WAIT, LAST_WAIT = 32, 256
+"""Rounds off before the first trial, and before the later ones at most."""
+PLAIN_EVERY = 256
+"""Rounds that draft before a plain one measures what they are compared with."""
+OPTIMISM = 0.1
+"""What a depth that hardly ran may be better by than it is predicted, as a share."""
+TEXT_RATE = 0.85
+"""Share of n-gram drafts that are accepted once reached, before any was verified."""
+TEXT_RETRY = 64
+"""Rounds without n-gram drafts after which one request verifies its own all the same."""
+_MAX_BAD_TIMES = 8
+_LEAST_TRIALS = 64
 
 
 class GoodputPolicy:
-    """Picks the tier, and within it each row's drafts, that maximise expected goodput.
+    """Picks the depth and the budget of drafts that maximise expected goodput.
 
-    bounds: most steps by the lower bound of a batch-size slot; none: `max_steps` everywhere. The
-    user's slots bound the depth; they do not decide it, and 0 is always allowed.
-    trees: the shapes a batch may draft instead of chains, by the same slots; one slot may stand for
-    all sizes. `costs` and `survival` know them all.
+    bounds: most steps by the lower bound of a batch-size slot; none: `max_steps` everywhere.
+    trees: the shapes a batch may draft instead of chains, by the same slots.
+    per_sequence: whether rounds may have budgets, so that requests verify different numbers.
+    accept_rates: expected by position; None: a default.
+    token_counts: tokens that captured graphs verify; empty: any number costs its own.
     """
 
     def __init__(
         self,
-        costs: CostModel,
+        costs: CostTable,
         *,
         max_steps: int = DEFAULT_MAX_STEPS,
         bounds: Mapping[int, int] | None = None,
         trees: Mapping[int, Sequence[DraftShape]] | None = None,
         per_sequence: bool = True,
-        min_dwell_rounds: int,
-        initial_steps: int,
-        survival: SurvivalEstimator | None = None,
+        min_dwell_rounds: int = 0,
+        initial_steps: int = 3,
+        accept_rates: Sequence[float] | None = None,
+        token_counts: Sequence[int] = (),
     ) -> None:
-        self.costs = costs
+        self.costs = Costs(costs)
         self.max_steps = max_steps
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
-        self._trees = {slot: tuple(shapes) for slot, shapes in sorted((trees or {}).items())}
-        self._trees_of_size: dict[int, tuple[DraftShape, ...]] = {}
-        branched = tuple(sorted({t for shapes in self._trees.values() for t in shapes}))
-        self.shapes = (*map(DraftShape.chain, range(max_steps + 1)), *branched)
-        self.survival = survival or SurvivalEstimator(max_steps, trees=branched)
-        self.text = TextFirst(max_steps)
-        self.budget = ExplorationBudget()
-        self._probes = Probes(costs, self.budget)
-        self.last_reason = Reason.WARM_UP
-        self._tier_reason = Reason.WARM_UP
+        self._planner = Planner(self.costs, token_counts)
         self._bounds = dict(sorted((bounds or {}).items()))
-        self._bound_keys = list(self._bounds)
-        self._ranges: dict[int, _SizeRange] = {}
-        self._range_key: int | None = None
+        self._trees = {slot: tuple(shapes) for slot, shapes in sorted((trees or {}).items())}
+        branched = sorted({tree for shapes in self._trees.values() for tree in shapes})
+        self.shapes = (*map(DraftShape.chain, range(max_steps + 1)), *branched)
+        self.calibration = DraftCalibration(max_steps)
+        self.rates = PositionRates(max_steps, accept_rates)
+        deepest = max(shape.depth for shape in self.shapes)
+        self.tree_rates = PositionRates(deepest)
+        self.text_rates = PositionRates(max_steps, [TEXT_RATE] * max_steps)
+        self.last_reason = Reason.WARM_UP
+        self._pairs = AS_DRAWN
+        self._sample: Floats = np.empty((0, max_steps))
+        self._has_shares = False
+        self._guards: dict[int, SpeedGuard] = {}
+        self._at: int | None = None
         self._shape = DraftShape.chain(min(initial_steps, max_steps))
-        self._rounds_at_tier = 0
-        self.prompts = PromptLoad()
-        self._beside = _BesidePrompts()
-        self._num_alike = 0
-        """Plans since one asked whether rows had better draft differently deep."""
-        self._predicted: dict[DraftShape, float] = {}
-        self._plan: RoundPlan | None = None
-        self._standing: _Standing | None = None
-        self._plan_rounds = self._fewest_rounds = PLAN_ROUNDS
-        self._limits: tuple[int, tuple[DraftShape, ...]] | None = None
-        """Of the plan, where it may draft trees."""
-        self._was_plain = True
-        """Whether the newest round was."""
+        self._candidates: dict[DraftShape, Candidate] = {}
+        self._chosen: Candidate | None = None
+        self._answer = RoundSteps(self._shape)
+        self._trial: frozenset[str] | None = None
+        self._text_steps = 0
+        self._rounds_left = self._rounds_at_shape = 0
+        self._rounds_off = self._rounds_drafting = self._rounds_without_text = 0
+        self._wait = FIRST_WAIT
         self._to_learn: list[StepRecord] = []
-        self._num_expected = 0
-        """Of these, the first so many turned out as their plan expected."""
-        self._left: set[str] = set()
+        self._total_ms = self._explored_ms = 0.0
+        self._mixed = 0.0
+        self._prompts = [0.0, 0.0]  # prompt tokens and emitted tokens of mixed steps
+        self._ended = [0.0, 0.0]  # prompt tokens, emitted tokens
+        self._before: DraftShape | None = None
         self._num_bad_times = 0
-        self._batch_size = 1
-        self._context = 0.0
+        self._load = Load(1, 0.0)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """The best tier for this batch, held for the dwell, and each row's share of it."""
-        if self._standing is not None and self._standing.answers(batch):
-            self._rounds_at_tier += 1
-            return self._standing.again()
-        self._standing = None
-        self._batch_size, self._context = batch.size, batch.context
-        key, here = self._range(batch.size)
-        moved, self._range_key = key != self._range_key, key
-        bound = self._bound(batch.size)
-        if here.guard.is_closed or bound == 0:
-            return self._stay_off(Reason.GUARD if bound else Reason.RANGE)
-        if batch.max_draft_tokens == 0:
-            return self._stay_off(Reason.KV)
-        plan, shapes = self._plan, self._trees_at(batch.size)
-        limits = (bound, shapes) if shapes else None
-        if plan is None or moved or self._shape.depth > bound or limits != self._limits:
-            plan = self._plan = self._make_plan(batch, bound, here, moved=moved)
-            self._limits = limits
-        self._rounds_at_tier += 1
-        wanted = self._wanted(plan, batch)
-        probe = self._probe(batch, bound, here, wanted, plan)
-        if probe is None:
-            self._standing = self._stand(plan, wanted, batch, here)
-        is_baseline = probe is not None and probe.shape == PLAIN
-        if is_baseline or not batch.text_steps:
-            return probe or wanted
-        is_cut = wanted.shape.is_chain and wanted.shape.depth < plan.choice.shape.depth
-        most = min(bound, wanted.shape.depth) if is_cut else bound
-        row_ms = plan.choice.ms / batch.size  # a retry loses what the row would have made of it
-        text_steps = self.text.steps(batch, most, lambda: self.budget.spend(row_ms))
-        return replace(probe or wanted, text_steps=text_steps)
+        """Return the plan's shape and budget; plan anew when the plan has run out."""
+        at = bucket(batch.size)
+        if self._rounds_left <= 0 or at != self._at:
+            self._learn()
+            self._plan(batch, at)
+        self._rounds_left -= 1
+        self._rounds_at_shape += 1
+        answer = self._answer
+        if not answer.shape.depth:
+            return answer
+        most = batch.max_draft_tokens
+        if answer.shape.size * batch.size > most and answer.budget is None:
+            if most < batch.size or not answer.shape.is_chain:
+                self.last_reason = Reason.KV
+                return RoundSteps(PLAIN, notes=answer.notes)
+        elif answer.budget is not None:
+            budget = answer.budget
+            if batch.size != self._load.size:
+                budget = self._planner.scaled(budget, self._load.size, batch.size)
+            if (budget := min(budget, most)) != answer.budget:
+                answer = replace(answer, budget=budget)
+        if self._trial is not None:
+            steps = [answer.shape.depth if i in self._trial else 0 for i in batch.request_ids]
+            answer = replace(answer, row_steps=steps)
+        if batch.text_steps:
+            answer = replace(answer, text_steps=self._of_texts(batch))
+        return answer
 
-    def _probe(
-        self,
-        batch: DecodeBatch,
-        bound: int,
-        here: _SizeRange,
-        wanted: RoundSteps,
-        plan: RoundPlan,
-    ) -> RoundSteps | None:
-        """Once in a while, a round that teaches something that the wanted one would not."""
-        answer = self._probes.due(
-            here.clock,
-            batch,
-            wanted,
-            plan,
-            bound,
-            lambda: self._round_costs(batch, bound),
-            in_doubt=here.guard.is_in_doubt,
-        )
-        if answer is None:
-            return None
-        self.last_reason, steps = answer
+    def _of_texts(self, batch: DecodeBatch) -> list[int]:
+        """Return how many n-gram drafts each request verifies."""
+        steps = [min(found, self._text_steps) for found in batch.text_steps]
+        self._rounds_without_text = 0 if any(steps) else self._rounds_without_text + 1
+        if self._rounds_without_text > TEXT_RETRY and any(batch.text_steps):
+            row = max(range(batch.size), key=batch.text_steps.__getitem__)
+            steps[row] = min(batch.text_steps[row], 2)
         return steps
 
-    def _stand(
-        self, plan: RoundPlan, wanted: RoundSteps, batch: DecodeBatch, here: _SizeRange
-    ) -> _Standing | None:
-        """The answer for the rounds to come, if the plan was not cut for this one."""
-        choice, num_drafts, request_ids = plan.choice, 0, None
-        if choice.shape != PLAIN:
-            if wanted.shape != choice.shape or batch.num_prompts or batch.num_prompt_rows:
-                return None
-            assert wanted.row_steps is not None, "a plan names every row's drafts"
-            num_drafts, request_ids = sum(wanted.row_steps), batch.request_ids
-            if not choice.shape.is_chain:
-                num_drafts = choice.shape.size * sum(map(bool, wanted.row_steps))
-        else:
-            wanted = replace(wanted, row_steps=None)  # however many rows there will be
-        key, clock = range_key(batch.size), here.clock
-        num_rounds = self._probes.quiet_rounds(clock, wanted, in_doubt=here.guard.is_in_doubt)
-        return _Standing(wanted, key, request_ids, num_drafts, clock, num_rounds)
-
-    def _wanted(self, plan: RoundPlan, batch: DecodeBatch) -> RoundSteps:
-        """What the plan asks of this round."""
-        planned, plan = plan, plan.at(batch)
-        row_steps, depth = plan.row_steps(batch), plan.depth(batch)
-        if depth < plan.choice.shape.depth:
-            self.last_reason = Reason.PROMPTS
-            return RoundSteps(DraftShape.chain(depth), [min(steps, depth) for steps in row_steps])
-        self.last_reason = self._tier_reason
-        shape = self._shape
-        if plan is not planned:
-            shape = plan.choice.shape
-            self.last_reason = Reason.PROMPTS if batch.num_prompts else Reason.KV
-        notes = RoundNotes(predicted_ms=plan.choice.ms)
-        if not any(row_steps):  # nobody whom it pays to begin: a plain round, whatever the tier
-            return RoundSteps(PLAIN, row_steps, notes)
-        return RoundSteps(shape, row_steps, notes)
-
     def observe(self, record: StepRecord) -> None:
-        """Keeps the round, and learns from all kept ones when the plan is due to be made anew.
+        """Keep a round until the next plan.
 
         Raises:
-            BadMeasurement: too many times in a row can not be those of a round.
+            BadMeasurement: too many times in a row cannot be those of a round.
         """
-        if not record.shape.is_chain and record.shape not in self.shapes:
-            return  # the policy before this one asked for it
-        self._to_learn.append(self._with_own_times(record))
-        if record.num_planned_drafts:
-            self._plan_rounds = self._fewest_rounds  # what a probe tells is not waited for
-        due = self._plan_rounds + (record.num_planned_seqs // PLAN_ROWS) ** 2
-        num_rounds = len(self._to_learn)
-        if num_rounds - self._num_expected < due:
+        if record.shape not in self.shapes:
+            return  # an earlier policy asked for it
+        self._to_learn.append(record)
+        if record.times is None or not record.batch_size:
             return
-        if num_rounds >= MOST_PROLONGED * due or self._is_surprised(record):
-            self._learn()
-        else:
-            self._num_expected = num_rounds
-
-    def _with_own_times(self, record: StepRecord) -> StepRecord:
-        """The round, without its times where they say nothing of rounds of its kind.
-
-        One that was launched ahead takes as long as the host takes for the one before it, if that
-        is longer than what the device takes; and drafts give the host more to do.
-        """
-        is_plain, times = record.is_plain, record.times
-        is_first, self._was_plain = is_plain != self._was_plain, is_plain
-        if not (is_first and record.follows) or times is None:
-            return record
-        clock = self._range(record.num_planned_seqs)[1].clock
-        if is_plain:
-            clock.baseline_rounds = LONG_BASELINE_ROUNDS if _waits(times) else 1
-        return record if clock.baseline_rounds == 1 else replace(record, times=None)
-
-    def _is_surprised(self, newest: StepRecord) -> bool:
-        """Whether the rounds of a plan are no longer, or never were, what it expected."""
-        if self._plan is None or self._shape == PLAIN or self._rounds_at_tier < SETTLED_ROUNDS:
-            return True
-        if self._plan.choice.ms * self._plan_rounds > PROLONGED_MS:
-            return True
-        if any(map(_is_from_text, self._to_learn)):
-            return True  # how long a text repeats itself is not in the plan
-        # Measured, too: what the guard is not told cannot close it.
-        speedup = self._range(newest.num_planned_seqs)[1].guard.speedup
-        if speedup is None or speedup < LEAVE_OFF_GAIN:
-            return True
-        choice = self._plan.choice
-        kept = [
-            correct
-            for record in self._to_learn
-            if record.shape == choice.shape
-            for correct in record.row_correct_drafts
-        ]
-        if not kept:
-            return True
-        mean = sum(kept) / len(kept)
-        variance = sum(correct * correct for correct in kept) / len(kept) - mean * mean
-        expected = choice.tokens / len(choice.row_steps) - 1.0
-        return (mean - expected) ** 2 * len(kept) > SURPRISE**2 * variance
-
-    def _learn(self) -> None:
-        """Acceptance from live rows, costs from all rounds, speed from those without prompts."""
-        rounds, left = self._to_learn, self._left
-        self._to_learn, self._left = [], set()
-        self._plan = self._standing = None
-        self._num_expected = 0
-        passed = _all_but_newest(rounds, LEARNED_DRAFTING_ROUNDS, _has_drafts)
-        rounds = [each for place, each in enumerate(rounds) if place not in passed]
-        newest = rounds[-max(1, LEARNED_ROWS // rounds[-1].num_planned_seqs) :]
-        self.survival.observe_rounds([record.model_drafts for record in newest])
-        of_texts = [record for record in newest if record.is_from_text]
-        if of_texts:
-            self.text.observe_rounds(of_texts)
-        for request_id in left:  # some of these rounds were its own
-            self.survival.forget(request_id)
-            self.text.forget(request_id)
-        for record in rounds:
-            self.prompts.observe(record)
-        self._learn_times([(each, each.times) for each in rounds if each.times is not None])
-
-    def _learn_times(self, timed: Sequence[_Timed]) -> None:
-        unpriced = _all_but_newest(timed, PRICED_ROUNDS, lambda each: _is_alone(each, drafts=False))
-        unpriced |= _all_but_newest(timed, PRICED_ROUNDS, lambda each: _is_alone(each, drafts=True))
-        priced = [each for place, each in enumerate(timed) if place not in unpriced]
-        usable = iter(self._learn_costs(priced))
-        for place, (record, times) in enumerate(timed):
-            context = record.num_tokens / record.num_planned_seqs
-            unit_ms = self.costs.table_off_ms(record.num_planned_seqs, context, record.num_sampled)
-            is_near = 0.0 < times.step_ms <= ABSURD_RATIO * unit_ms
-            if is_near if place in unpriced else next(usable):
-                self._num_bad_times = 0
-                self._learn_speed(record, times.step_ms, unit_ms)
-                continue
-            self._num_bad_times += 1
-            if self._num_bad_times >= MAX_BAD_TIMES:
-                raise BadMeasurement(
-                    f"{MAX_BAD_TIMES} times in a row are not those of a round, the last: {times}"
-                )
-
-    def _learn_costs(self, timed: Sequence[_Timed]) -> list[bool]:
-        """Those that are alike at once; False where the times can not be those of a round."""
-        usable: list[bool] = []
-
-        def kind(each: _Timed) -> tuple[int, dict[str, Any]]:
-            return each[0].deepest, self._cost_shape(each[0])
-
-        for (_, shape), alike in groupby(timed, kind):
-            rounds, times = zip(*alike, strict=True)
-            context = rounds[0].num_tokens / rounds[0].num_planned_seqs
-            usable += self.costs.observe_alike(times, context=context, **shape)
-        return usable
-
-    def _cost_shape(self, record: StepRecord) -> dict[str, Any]:
-        """What decides a round's costs, beside its context: see `CostModel.observe_alike`."""
-        shape, usual = record.shape, record.num_drafting * (self.max_steps + 1)
-        made_up_for_more = record.num_catch_up > usual  # a prompt, or a pause
-        return {
-            "batch_size": record.num_planned_seqs,
-            "shape": DraftShape.chain(record.deepest) if shape.is_chain else shape,
-            "num_rows": record.num_planned_seqs + record.num_planned_drafts,
-            "num_drafting": record.num_drafting,
-            "num_sampled": record.num_sampled,
-            "num_entries": record.num_catch_up if made_up_for_more else 0,
-            "num_text_drafts": record.num_text_drafts,
-            "num_prompt_rows": record.num_prefill_tokens,
-        }
-
-    def _learn_speed(self, record: StepRecord, round_ms: float, unit_ms: float) -> None:
-        self.budget.pass_time(round_ms)
-        if record.num_prefill_tokens:
+        if 0.0 < record.times.step_ms < float("inf"):
+            self._num_bad_times = 0
             return
-        here = self._range(record.num_planned_seqs)[1]
-        here.rounds_of[record.shape] += 1
-        guard = here.guard
-        if record.is_plain:
-            guard.observe_off(round_ms, unit_ms)
-        elif (
-            self._shape != PLAIN or record.num_text_drafts
-        ):  # of a trial it is known that it is slower
-            guard.observe(record.num_output_tokens, record.num_planned_seqs, round_ms, unit_ms)
+        self._num_bad_times += 1
+        if self._num_bad_times >= _MAX_BAD_TIMES:
+            self._num_bad_times = 0
+            raise BadMeasurement(
+                f"{_MAX_BAD_TIMES} times in a row are not those of a round: {record.times}"
+            )
 
     def forget(self, request_id: str) -> None:
-        """Drops a request's acceptance, also from rounds that are still to be learned from."""
-        self.survival.forget(request_id)
-        self.text.forget(request_id)
-        self._left.add(request_id)
+        """Know no request."""
+
+    def _learn(self) -> None:
+        records, self._to_learn = self._to_learn, []
+        if not records:
+            return
+        num_requests, newest = 0, []
+        for record in reversed(records):
+            if num_requests < LEARNED_REQUESTS and any(record.row_steps or record.row_drafted):
+                newest.append(record)
+                num_requests += len(record.row_steps)
+        self._learn_drafts([r for r in newest if r.shape.is_chain])
+        if trees := [r for r in newest if not r.shape.is_chain]:
+            drafts = [r.model_drafts for r in trees]
+            verified = np.concatenate([d.row_steps for d in drafts])
+            correct = np.concatenate([d.row_correct_drafts for d in drafts])
+            counts = tallied(verified, correct, self.tree_rates.max_steps)
+            self.tree_rates.learn(*counts, len(trees))
+        if texts := [r.text_drafts for r in newest if any(r.is_from_text)]:
+            verified = np.concatenate([d.row_steps for d in texts])
+            correct = np.concatenate([d.row_correct_drafts for d in texts])
+            self.text_rates.learn(*tallied(verified, correct, self.max_steps), len(texts))
+        self.costs.age(records[-1].num_planned_seqs or 1, len(records))
+        for record in records:
+            self._observe_traffic(record)
+            self._learn_times(record)
+
+    def _learn_drafts(self, records: Sequence[StepRecord]) -> None:
+        """Learn from model drafts of chains; the newest record comes first."""
+        width = self.max_steps
+        for has_shares in (False, True):
+            some = [r for r in records if (r.draft_shares is not None) == has_shares]
+            if not some:
+                continue
+            verified = np.concatenate([np.asarray(r.model_drafts.row_steps) for r in some])
+            correct = np.concatenate([np.asarray(r.model_drafts.row_correct_drafts) for r in some])
+            if not has_shares:
+                self.rates.learn(*tallied(verified, correct, width), len(some))
+                continue
+            shares = np.full((len(verified), width), np.nan)
+            drafted, kinds, row = np.zeros(len(verified), int), np.zeros(len(verified), int), 0
+            for r in some:
+                rows = slice(row, row := row + len(r.row_steps))
+                assert r.draft_shares is not None
+                part = r.draft_shares[:, :width]
+                shares[rows, : part.shape[1]] = part
+                drafted[rows] = r.row_drafted or r.row_steps
+                if r.is_sampled:
+                    kinds[rows] = r.is_sampled
+                if r.is_from_text:
+                    drafted[rows] *= ~np.asarray(r.is_from_text, bool)
+            if not (drafted > 0).all():
+                used = drafted > 0
+                shares, kinds, drafted = shares[used], kinds[used], drafted[used]
+                verified, correct = verified[used], correct[used]
+            if not len(drafted):
+                continue
+            shares[np.arange(width) >= drafted[:, None]] = np.nan
+            self._has_shares = True
+            self.calibration.learn(shares, kinds, verified, correct)
+            self._take_sample(shares, kinds, drafted)
+            if all(r.budget is None for r in some):
+                counts = tallied(verified, correct, width)
+            else:  # what was admitted is no fair sample of what was drafted
+                drawn = self._drawn
+                before = np.concatenate([np.ones((len(drawn), 1)), drawn[:, :-1]], axis=1)
+                exists = np.arange(width) < drafted[:, None]
+                counts = (before * exists).sum(0).tolist(), (drawn * exists).sum(0).tolist()
+            self.rates.learn(*counts, len(some))
+        self._pairs = self.calibration.pairs(self.text_rates.rates)
+
+    def _take_sample(self, shares: Floats, kinds: Indices, drafted: Indices) -> None:
+        """Put the survivals of these drafts in front of the sample."""
+        chances = self.calibration.chances(shares, kinds)
+        # Positions that were not drafted go on at the usual rate.
+        exists = np.arange(self.max_steps) < drafted[:, None]
+        self._drawn = np.cumprod(np.where(exists, chances, self.rates.rates), axis=1)
+        unknown = np.where(exists, np.nan, 1.0)
+        kept = [np.where(np.isnan(unknown), self._drawn, -1.0), self._sample]
+        self._sample = np.concatenate(kept)[:SAMPLE_REQUESTS]
+
+    def _survivals(self) -> Floats:
+        """Return survivals [R, K] of the sample; positions not drafted go on at the usual rates."""
+        rates = np.asarray(self.rates.rates)
+        if not len(self._sample):
+            return np.cumprod(rates)[None]
+        found = self._sample.copy()
+        for j in range(self.max_steps):
+            before = found[:, j - 1] if j else 1.0
+            found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])
+        return found
+
+    def _observe_traffic(self, record: StepRecord) -> None:
+        """Take in how many prompt tokens share rounds, and how long requests are."""
+        if record.num_prefill_tokens and record.num_output_tokens:
+            self._prompts[0] += record.num_prefill_tokens - 0.1 * self._prompts[0]
+            self._prompts[1] += record.num_output_tokens - 0.1 * self._prompts[1]
+        self._mixed += 0.05 * ((record.num_prefill_tokens > 0) - self._mixed)
+        if record.num_ended:
+            kept = max(0.0, 1.0 - record.num_ended / 64.0)
+            self._ended[0] = kept * self._ended[0] + record.num_ended_prompt_rows
+            self._ended[1] = kept * self._ended[1] + record.num_ended_tokens
+
+    def _learn_times(self, record: StepRecord) -> None:
+        size, times = record.num_planned_seqs, record.times
+        is_first, self._before = record.follows and record.shape != self._before, record.shape
+        if times is None or not size or not 0.0 < times.step_ms < float("inf"):
+            return
+        ms, context = times.step_ms, record.num_tokens / size
+        self._total_ms += ms
+        if is_first:
+            return  # launched ahead, it may have taken the host's time for the round before
+        drafts, sampled = record.num_planned_drafts, record.num_sampled / size
+        shape = record.shape if drafts or record.num_drafting else PLAIN
+        if shape.is_chain and drafts:
+            shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
+        is_whole = shape == PLAIN or record.num_drafting >= 0.9 * size
+        if record.num_prefill_tokens:
+            if is_whole:
+                ms -= self.costs.entry_ms * record.num_catch_up
+                prompts = record.num_prefill_tokens
+                self.costs.learn_prompt(size, shape, drafts, context, prompts, ms)
+        elif record.num_catch_up > record.num_drafting * (self.max_steps + 1):
+            if is_whole:
+                expected = self.costs.ms(size, shape, np.array([float(drafts)]), context, sampled)
+                self.costs.learn_entries(ms - float(expected[0]), record.num_catch_up, ms)
+        elif is_whole and self.costs.learn(size, shape, drafts, context, sampled, ms):
+            self._compare(record, ms, sampled)
+
+    def _compare(self, record: StepRecord, ms: float, sampled: float) -> None:
+        """Let the guard compare rounds that draft with plain ones."""
+        size = record.num_planned_seqs
+        context = record.num_tokens / size
+        guard = self._guards.setdefault(bucket(size), SpeedGuard())
+        unit = float(self.costs.table_ms(size, PLAIN, np.zeros(1), context, sampled)[0])
+        if record.is_plain:
+            guard.observe_plain(ms / unit)
+        elif record.batch_size:
+            guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
+
+    def _plan(self, batch: DecodeBatch, at: int) -> None:
+        moved, self._at = at != self._at, at
+        size = batch.size
+        bound = min(self._bound(size), max(batch.max_steps, default=0))
+        load = Load(
+            size,
+            batch.context,
+            batch.num_sampled / size,
+            prompts=self._prompts[0] / max(self._prompts[1], 1.0),
+            mixed=self._mixed,
+            begin_ms=self.costs.entry_ms * self._ended[0] / max(self._ended[1], 1.0),
+        )
+        self._load = load
+        survivals = self._survivals()[:, : max(bound, 1)]
+        weights = np.full(survivals.shape[1], size / len(survivals))
+        if min(batch.max_steps) < bound:
+            caps = np.asarray(batch.max_steps)
+            weights *= (caps[:, None] > np.arange(len(weights))).mean(axis=0)
+        found = [self._planner.plain(load)]
+        if bound and batch.max_draft_tokens:
+            found = self._planner.chains(
+                load,
+                survivals,
+                np.maximum(weights, 1e-9),
+                most_drafts=batch.max_draft_tokens,
+                may_admit=self._has_shares and self.per_sequence,
+            )
+        for tree in self._trees_at(size):
+            if tree.depth <= bound and tree.size * size <= batch.max_draft_tokens:
+                found.append(self._planner.tree(load, tree, self.tree_rates.rates))
+        self._candidates = {each.shape: each for each in found}
+        self._rounds_left = min(max(PLAN_ROUNDS, round(PLAN_MS / found[0].ms)), MOST_PLAN_ROUNDS)
+        guard = self._guards.setdefault(at, SpeedGuard())
+        chosen = self._decide(found, guard, moved=moved)
+        if chosen.shape != self._shape:
+            self._shape, self._rounds_at_shape = chosen.shape, 0
+        self._chosen = chosen
+        self._plan_texts(load, chosen)
+        self._trial = None
+        if not guard.rounds_left:
+            chosen = self._explore(batch, chosen, found, guard)
+        self._set_answer(chosen, is_probe=chosen is not self._chosen or self._trial is not None)
+
+    def _decide(self, found: Sequence[Candidate], guard: SpeedGuard, *, moved: bool) -> Candidate:
+        """Return the best candidate, or the present one if that is hardly better."""
+        best = max(found, key=lambda each: each.tokens_per_ms)
+        present = self._candidates.get(self._shape)
+        if guard.rounds_left:
+            self.last_reason = Reason.GUARD
+            return found[0]
+        if present is not None and not moved and best is not present:
+            dwells = self._rounds_at_shape < self.min_dwell_rounds
+            if dwells or best.tokens_per_ms < MOVE_GAIN * present.tokens_per_ms:
+                self.last_reason = Reason.DWELL if dwells else Reason.STEADY
+                return present
+        gained = Reason.GAIN if best.shape.size > self._shape.size else Reason.LOSS
+        self.last_reason = Reason.STEADY if best is present else Reason.RANGE if moved else gained
+        return best
+
+    def _set_answer(self, chosen: Candidate, *, is_probe: bool) -> None:
+        notes = RoundNotes(
+            is_probe=is_probe, predicted_ms=chosen.ms, expected_drafts=round(chosen.expected, 2)
+        )
+        self._answer = RoundSteps(
+            chosen.shape, notes=notes, budget=chosen.budget, calibration=self._pairs
+        )
+
+    def _explore(
+        self, batch: DecodeBatch, chosen: Candidate, found: Sequence[Candidate], guard: SpeedGuard
+    ) -> Candidate:
+        """Return what runs for a few rounds because it teaches something, if the budget pays."""
+        plain = found[0]
+        if not chosen.shape.depth:
+            self._rounds_off += self._rounds_left
+            if self._rounds_off < self._wait or len(found) < 2:
+                return chosen
+            # Whatever is believed, some requests draft now and then: nothing else would tell.
+            self._rounds_off, self._wait = 0, min(2 * self._wait, LAST_WAIT)
+            num = min(batch.size, max(4, batch.size // 16))
+            lacks = batch.backlogs or [0] * batch.size
+            rows = sorted(range(batch.size), key=lacks.__getitem__)[:num]
+            self._trial = frozenset([batch.request_ids[row] for row in rows])
+            tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
+            return self._begin(replace(tried, budget=None), 0.0, Reason.PROBE)
+        self._rounds_off, self._wait = 0, FIRST_WAIT
+        self._rounds_drafting += self._rounds_left
+        lost = plain.ms * max(0.0, 1.0 - plain.tokens_per_ms / chosen.tokens_per_ms)
+        is_due = guard.plain is None or self._rounds_drafting >= PLAIN_EVERY
+        if is_due and self._can_spend(2.0 * lost):
+            self._rounds_drafting = 0
+            tried = self._begin(plain, 2.0 * lost, Reason.BASELINE)
+            self._rounds_left = 2
+            return tried
+        deeper = [
+            each
+            for each in found
+            if each.shape.depth > chosen.shape.depth and self._is_new(each.shape)
+        ]
+        if deeper:
+            tried = max(deeper, key=lambda each: each.tokens_per_ms)
+            share = tried.tokens_per_ms / chosen.tokens_per_ms
+            lost = TRIAL_ROUNDS * tried.ms * max(0.0, 1.0 - share)
+            if share * (1.0 + OPTIMISM) > 1.0 and self._can_spend(lost):
+                return self._begin(tried, lost, Reason.PROBE)
+        return chosen
+
+    def _is_new(self, shape: DraftShape) -> bool:
+        """Whether the deepest level of a shape hardly ran."""
+        rates = self.rates if shape.is_chain else self.tree_rates
+        return rates.trials[shape.depth - 1] < _LEAST_TRIALS
+
+    def _can_spend(self, ms: float) -> bool:
+        return self._explored_ms + ms <= EXPLORED_SHARE * self._total_ms
+
+    def _begin(self, tried: Candidate, lost_ms: float, reason: Reason) -> Candidate:
+        self._explored_ms += lost_ms
+        self._rounds_left, self.last_reason = TRIAL_ROUNDS, reason
+        return tried
+
+    def _plan_texts(self, load: Load, chosen: Candidate) -> None:
+        """Decide how many n-gram drafts a request verifies that has some."""
+        tokens = np.cumsum(np.cumprod([1.0, *self.text_rates.rates]))
+        drafts = load.size * np.arange(len(tokens), dtype=float)
+        ms = self.costs.table_ms(load.size, PLAIN, drafts, load.context, load.sampled)
+        speeds = load.size * tokens / ms
+        best = int(speeds.argmax())
+        self._text_steps = best if speeds[best] >= chosen.tokens_per_ms else 0
+
+    def _bound(self, batch_size: int) -> int:
+        keys = list(self._bounds)
+        if not keys:
+            return self.max_steps
+        return min(self.max_steps, self._bounds[keys[max(0, bisect_right(keys, batch_size) - 1)]])
+
+    def _trees_at(self, batch_size: int) -> tuple[DraftShape, ...]:
+        slots = list(self._trees)
+        return self._trees[slots[max(0, bisect_right(slots, batch_size) - 1)]] if slots else ()
 
     def snapshot(self) -> dict[str, object]:
-        """Predicted goodput of every tier, costs, guards and exploration."""
-        choice = None if self._plan is None else self._plan.choice
-        depths = list(range(self.max_steps + 1))
+        """Return predicted goodput of every candidate, costs, guards and exploration."""
+        chosen, depths = self._chosen, list(range(self.max_steps + 1))
+        predicted = {str(k): round(each.tokens_per_ms, 5) for k, each in self._candidates.items()}
         return {
             "strategy": "goodput",
             "per_sequence": self.per_sequence,
-            "slot": None if self._range_key is None else str(1 << self._range_key),
+            "slot": None if self._at is None else str(1 << self._at),
             "slots": {
-                str(1 << key): {"candidate_steps": depths, **r.guard.snapshot()}
-                for key, r in sorted(self._ranges.items())
+                str(1 << at): {"candidate_steps": depths, **guard.snapshot()}
+                for at, guard in sorted(self._guards.copy().items())
             },
-            "predicted_goodput": {str(k): round(v, 5) for k, v in self._predicted.items()},
-            "predicted_ms": None if choice is None else round(choice.ms, 4),
-            "predicted_tokens": None if choice is None else round(choice.tokens, 4),
-            "explored_share": round(self.budget.spent_share, 6),
-            "acceptance": self.survival.snapshot(),
-            "text_acceptance": self.text.snapshot(),
+            "budget": self._answer.budget,
+            "predicted_goodput": predicted,
+            "predicted_ms": None if chosen is None else round(chosen.ms, 4),
+            "predicted_tokens": (
+                None if chosen is None else round(self._load.size + chosen.expected, 4)
+            ),
+            "explored_share": round(self._explored_ms / max(self._total_ms, 1e-9), 6),
+            "acceptance": {"positions": self.rates.snapshot()},
+            "tree_acceptance": self.tree_rates.snapshot() if self._trees else None,
+            "text_acceptance": self.text_rates.snapshot() if any(self.text_rates.trials) else None,
+            "calibration": self.calibration.snapshot(),
             "costs": self.costs.snapshot(),
             "marginal_ms_by_rows": self._marginal_ms_by_rows(),
             "break_even": self._break_even(),
         }
 
-    def _marginal_ms_by_rows(self) -> dict[str, float]:
-        """What one more request would cost here, in ms per token; see `marginal`."""
-        rates = self.survival.pooled_rates
-        found = marginal_ms_by_rows(
-            self.costs, rates, context=self._context, bound=self._bound, trees=self._tree_rates
-        )
-        return {str(rows): round(ms, 4) for rows, ms in found.items()}
+    def _chain_speeds(self, size: int) -> tuple[Floats, Floats]:
+        """Return ms and tokens per ms of a batch by depth, all requests alike."""
+        tokens = size * np.cumsum(np.cumprod([1.0, *self.rates.rates[: self._bound(size)]]))
+        context, sampled = self._load.context, self._load.sampled
+        shapes = map(DraftShape.chain, range(len(tokens)))
+        ms = [
+            self.costs.ms(size, each, np.array([float(size * each.size)]), context, sampled)[0]
+            for each in shapes
+        ]
+        return np.array(ms), tokens / np.array(ms)
 
     def _break_even(self) -> dict[str, object]:
-        """What every tier of chains takes and brings at the batch of now, for rows like the
-        traffic."""
-        size, rates = self._batch_size, self.survival.pooled_rates
-        tiers = tier_speeds(self.costs, rates, batch_size=size, context=self._context)
+        """Return what every depth takes and brings at the present batch size."""
+        ms, speeds = self._chain_speeds(self._load.size)
         return {
-            "batch_size": size,
-            "round_ms": _by_tier(tiers.round_ms),
-            "tokens_per_ms": _by_tier(tiers.tokens_per_ms),
+            "batch_size": self._load.size,
+            "round_ms": {str(k): round(x, 5) for k, x in enumerate(ms.tolist())},
+            "tokens_per_ms": {str(k): round(x, 5) for k, x in enumerate(speeds.tolist())},
         }
 
-    def _range(self, batch_size: int) -> tuple[int, _SizeRange]:
-        """The size range of a batch, by its key."""
-        key = range_key(batch_size)
-        if key not in self._ranges:
-            self._ranges[key] = _SizeRange()
-        return key, self._ranges[key]
+    def _marginal_ms_by_rows(self) -> dict[str, float]:
+        """Return the ms per token of one more request, by requests there are: 0, 1, 2, 4, ..
 
-    def _bound(self, batch_size: int) -> int:
-        if not self._bound_keys:
-            return self.max_steps
-        slot = max(0, bisect_right(self._bound_keys, batch_size) - 1)
-        return min(self.max_steps, self._bounds[self._bound_keys[slot]])
-
-    def _stay_off(self, reason: Reason) -> RoundSteps:
-        """No drafts, at once: dwell is for choices, not for walls."""
-        if self._shape != PLAIN:
-            self._shape, self._rounds_at_tier = PLAIN, 0
-        self._plan = None
-        self.last_reason = reason
-        return RoundSteps(PLAIN)
-
-    def _trees_at(self, batch_size: int) -> tuple[DraftShape, ...]:
-        """The shapes a batch of this size may draft, chains aside; worked out once."""
-        found = self._trees_of_size.get(batch_size)
-        if found is None:
-            slots, bound = list(self._trees), self._bound(batch_size)
-            at = max(0, bisect_right(slots, batch_size) - 1)
-            shapes = self._trees[slots[at]] if slots else ()
-            found = tuple(shape for shape in shapes if shape.depth <= bound)
-            self._trees_of_size[batch_size] = found
-        return found
-
-    def _tree_rates(self, batch_size: int) -> dict[DraftShape, Floats]:
-        """The same shapes, with what is kept of each level over all traffic."""
-        return {tree: self.survival.rates(tree) for tree in self._trees_at(batch_size)}
-
-    def _worths(self, batch: DecodeBatch, bound: int) -> Worths:
-        """Of chains by position, of trees by level; 0 where a row can not use it."""
-        shapes = self._trees_at(batch.size)
-        all_shapes = [DraftShape.chain(bound), *shapes]
-        worths = self.survival.survivals(batch.request_ids, all_shapes)
-        if min(batch.max_steps) < bound:  # as a rule it is not
-            most = np.asarray(batch.max_steps)
-            worths = [usable(worth, most) for worth in worths]
-        return Worths(worths[0], dict(zip(shapes, worths[1:], strict=True)))
-
-    def _round_costs(self, batch: DecodeBatch, bound: int) -> RoundCosts:
-        size, context = batch.size, batch.context
-        return RoundCosts(
-            batch_size=size,
-            step=step_costs(self.costs, size, context)[:, :bound],
-            verify=self.costs.verify_knots(size, context, batch.num_sampled),
-            factors=self.costs.verify_factors(size),
-            host=self.costs.host_ms(size),
-        )
-
-    def _make_plan(
-        self, batch: DecodeBatch, bound: int, here: _SizeRange, *, moved: bool
-    ) -> RoundPlan:
-        worths = self._worths(batch, bound)
-        costs = self._round_costs(batch, bound)
-        if not self._shape.is_chain and self._shape not in worths.trees:
-            self._shape = DraftShape.chain(self._shape.depth)
-        entries = Entries.of(batch, worths.chains, costs, self.costs.entry_ms)
-        costs = replace(costs, entry=entries.ms)
-        now = self._options(batch, worths.each(entries.of_rows_that_pay), costs)
-        beside = self._beside_prompts(batch, worths)
-        soon = self._soon(batch, worths, entries, costs, now, beside)
-        self._num_alike = 0 if now.are_apart else (self._num_alike + 1) % APART_EVERY_PLANS
-        if moved or self._rounds_at_tier >= self.min_dwell_rounds or self._shape.depth > bound:
-            self._choose_tier(soon, costs.off, here, moved=moved)
-        if batch.text_steps:
-            of_tree = None
-            if not self._shape.is_chain:
-                of_tree = now.worths.speeds(self._shape) / now.trees[self._shape][0].ms
-            self.text.plan(batch.request_ids, now.worths.chains, costs, of_tree)
-        chain = soon.chain(self._shape)
-        context = batch.context
-
-        def speeds_at(size: int) -> Floats:
-            rates = self.survival.pooled_rates[: self._bound(size)]
-            return tier_speeds(self.costs, rates, batch_size=size, context=context).tokens_per_ms
-
-        def depth_at(size: int) -> int:
-            return int(speeds_at(size).argmax())
-
-        def depth_beside(num_prompt_rows: int, size_to_come: int) -> int:
-            prompt_ms = partial(
-                self.costs.prompt_ms, num_prompt_rows, context, batch_size=batch.size
-            )
-            least_ms = (MOVE_GAIN - 1.0) * chain.ms
-            worth = 1.0
-            if range_key(size_to_come) > range_key(batch.size):
-                worth = min(1.0, float(speeds_at(batch.size).max() / speeds_at(size_to_come).max()))
-            return depth_beside_prompts(
-                chain, soon.worths.chains, costs, prompt_ms, least_ms, worth
-            )
-
-        beside_prompts = by_size(depth_beside, beside.depths[chain.shape.depth])
-        others = [choice for tree, (choice, _) in now.trees.items() if tree != self._shape]
-        present = now.chains.choice(chain.shape.depth)
-        plan = RoundPlan(present, batch, entries, beside_prompts, depth_at, chain, others)
-        if self._shape.is_chain:
-            return plan
-        others.append(present)
-        (choice, _), (to_come, _) = now.trees[self._shape], soon.trees[self._shape]
-        return RoundPlan(choice, batch, entries, beside_prompts, depth_at, to_come, others, plan)
-
-    def _soon(
-        self,
-        batch: DecodeBatch,
-        worths: Worths,
-        entries: Entries,
-        costs: RoundCosts,
-        now: Options,
-        beside: _BesidePrompts,
-    ) -> Options:
-        """The options of what the batch becomes, prompts and all; tiers are chosen by these."""
-        if not self.prompts.is_known:
-            return now
-        soon = now
-        if not entries.all_pay:
-            soon = self._options(batch, worths.each(entries.of_rows_to_come), costs)
-        if beside.shares is None:
-            beside.shares = soon.shares_of_prompts(self.prompts, self.costs, batch.context)
-        return soon.slowed(beside.shares)
-
-    def _beside_prompts(self, batch: DecodeBatch, worths: Worths) -> _BesidePrompts:
-        """What plans of now take prompts to do: it changes with the load, and not with the text."""
-        key = range_key(batch.size), worths.chains.shape[1], len(worths.trees)
-        beside = self._beside
-        if beside.key != key or beside.num_plans >= PROMPTS_EVERY_PLANS:
-            beside = self._beside = _BesidePrompts(key)
-        beside.num_plans += 1
-        return beside
-
-    def _options(self, batch: DecodeBatch, worths: Worths, costs: RoundCosts) -> Options:
-        weights = worths.speeds(self._shape)
-        is_asked = batch.size >= APART_FROM_ROWS or not self._num_alike
-        may_differ = self.per_sequence and is_asked
-        return Options.of(batch, worths, weights, costs, self.costs, may_differ=may_differ)
-
-    def _choose_tier(
-        self, options: Options, off_ms: float, here: _SizeRange, *, moved: bool
-    ) -> None:
-        """And for how many rounds it is planned."""
-        was_off = self._shape == PLAIN and not moved
-        self._decide(options.goodput, here, moved=moved)
-        self._try_shallower(options, here)
-        twice = min(2 * self._plan_rounds, MOST_PLAN_ROUNDS)
-        self._fewest_rounds = _fewest_rounds(off_ms)
-        self._plan_rounds = twice if was_off and self._shape == PLAIN else self._fewest_rounds
-
-    def _decide(self, goodput: dict[DraftShape, float], here: _SizeRange, *, moved: bool) -> None:
-        """The global argmax over tiers: costs are staircases, so a climb could stop half way."""
-        self._predicted = goodput
-        present = self._shape
-        if present.is_chain:
-            present = min(present, max(shape for shape in goodput if shape.is_chain))
-        best = max((shape for shape in goodput if shape != PLAIN), key=goodput.__getitem__)
-        hope = goodput[best] / goodput[PLAIN]
-        is_off = present == PLAIN
-        if is_off:
-            here.clock.hear(hope)
-        # What trials could have by bad luck gives nothing up. If drafts really lose a little, the
-        # guard will measure it; whoever is off hears next to nothing.
-        if not is_off and hope < 1.0 / (MOVE_GAIN + self.survival.doubt):
-            best = PLAIN
-        needed = LEAVE_OFF_GAIN if is_off else MOVE_GAIN
-        is_better = goodput[best] >= needed * goodput[present]
-        wanted = best if is_better else present
-        if wanted == self._shape:
-            self._tier_reason = Reason.STEADY
-            return
-        if self._shape == PLAIN:
-            here.clock.wait.succeed()
-        gained = Reason.GAIN if wanted.size > present.size else Reason.LOSS
-        self._tier_reason = Reason.RANGE if moved else gained
-        self._shape, self._rounds_at_tier = wanted, 0
-
-    def _try_shallower(self, options: Options, here: _SizeRange) -> None:
-        """Spends a plan on one draft less than the tier has, if that may be better and never ran.
-
-        Probes go deeper on a few rows. What fewer drafts of all rows cost is the table's word until
-        they run, and where it is wrong nothing else would ever tell.
+        Taken over doublings, because one request more is free between two captured sizes; never
+        less than in a smaller batch, where a table that says so is noise.
         """
-        depth = self._shape.depth - 1
-        if not self._shape.is_chain or depth <= 0:
-            return
-        shallower = DraftShape.chain(depth)
-        is_open = here.rounds_of[shallower] < PLAN_ROUNDS
-        if not is_open or here.guard.is_in_doubt or self._rounds_at_tier < TRY_AFTER_ROUNDS:
-            return
-        share = options.chains.goodput[depth] / options.chains.goodput[self._shape.depth]
-        ms = PLAN_ROUNDS * float(options.chains.ms[depth])
-        if share >= WORTH_TRYING and self.budget.spend(ms * max(0.0, 1.0 - share)):
-            self._shape, self._tier_reason, self._rounds_at_tier = shallower, Reason.PROBE, 0
-
-
-def _waits(times: StepTimes) -> bool:
-    """Whether the device waited for the host."""
-    idle_ms = times.step_ms - times.draft_ms - times.verify_ms
-    return idle_ms > WAITS_SHARE * times.step_ms
-
-
-def _is_from_text(record: StepRecord) -> bool:
-    return any(record.is_from_text)
-
-
-def _has_drafts(record: StepRecord) -> bool:
-    return record.num_planned_drafts > 0
-
-
-def _is_alone(timed: _Timed, *, drafts: bool) -> bool:
-    """Whether a round says what one takes without prompts; those with some are few enough."""
-    return not timed[0].num_prefill_tokens and _has_drafts(timed[0]) == drafts
-
-
-def _all_but_newest(
-    rounds: Sequence[_Round], most: int, is_of_kind: Callable[[_Round], bool]
-) -> set[int]:
-    """Places of the rounds of a kind, but for the newest `most` of them."""
-    return {*[place for place, each in enumerate(rounds) if is_of_kind(each)][:-most]}
-
-
-def _fewest_rounds(off_ms: float) -> int:
-    """Of a plan, where a plain round takes so long."""
-    fitting = PLAN_MS / off_ms if off_ms > 0.0 else MOST_PLAN_ROUNDS
-    return min(max(PLAN_ROUNDS, round(fitting)), MOST_PLAN_ROUNDS)
-
-
-def _by_tier(values: Floats) -> dict[str, float]:
-    return {str(num_steps): round(value, 5) for num_steps, value in enumerate(values.tolist())}
+        sizes = [0, 1]
+        while 2 * sizes[-1] <= self.costs.table.batch_sizes[-1]:
+            sizes.append(2 * sizes[-1])
+        speeds = [0.0, *(float(self._chain_speeds(size)[1].max()) for size in sizes[1:])]
+        found, least = {}, 0.0
+        for i, size in enumerate(sizes[:-1]):
+            gain = max(1e-6, speeds[i + 1] - speeds[i])
+            least = max(least, (sizes[i + 1] - size) / gain)
+            found[str(size)] = round(least, 4)
+        return found

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
 
-from serve_spec.adaptive.survival import Floats, SurvivalEstimator
+from serve_spec.adaptive.calibration import Floats
 
 Summary: TypeAlias = Mapping[str, object]
 
@@ -35,20 +35,6 @@ class DecodeSpeed:
     off: float | None = None
     """In rounds without drafts."""
     speculating: float | None = None
-
-
-def summarise(
-    survival: SurvivalEstimator, speeds: Mapping[int, DecodeSpeed] | None = None
-) -> dict[str, object]:
-    """What a replica reports, JSON-able.
-
-    speeds: by the smallest batch size of the bucket.
-    """
-    return {
-        "accept_rates": survival.pooled_rates.tolist(),
-        "trials": survival.pooled_trials.tolist(),
-        "tokens_per_ms": {str(size): asdict(speed) for size, speed in (speeds or {}).items()},
-    }
 
 
 @dataclass(frozen=True, slots=True)

@@ -125,7 +125,12 @@ def _build_engine(
     costs = _cost_source(config, worker, policy, cache, max_model_len)
     table = costs.obtain() if policy.needs_costs else None
     if _captures_graphs(config, loaded.device):
-        policy = replace(policy, cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs))
+        deepest = worker.states[max(shape for shape in worker.states if shape.is_chain)]
+        policy = replace(
+            policy,
+            cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs),
+            token_counts=[size.tokens for size in deepest.verify.sizes],
+        )
     controller = AdaptiveController(
         policy, table, logger.warning, costs_are_rough=not costs.is_final
     )

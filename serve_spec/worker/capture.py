@@ -34,7 +34,7 @@ from serve_spec.worker.verify import Verifier
 
 logger = get_logger(__name__)
 
-MAX_CAPTURED_PROMPT_TOKENS = 1024
+MAX_CAPTURED_PROMPT_TOKENS = 2048
 """Most tokens of a captured step with prefill chunks: computing more takes longer than launching
 the kernels one by one."""
 

@@ -14,7 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_spec.adaptive.cost_model import CostModel
+import numpy as np
+
+from serve_spec.adaptive.costs import Costs
 from serve_spec.bench.breakeven.plots import plot_breakeven
 from serve_spec.bench.report import emit, table
 from serve_spec.bench.throughput import (
@@ -141,10 +143,10 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     _check("max_steps", max_steps, 1 <= max_steps <= deepest, f"the table reaches 1 to {deepest}")
     context = costs.contexts[0] if args.context is None else args.context
     _check("context", context, context >= 1, "give at least 1")
-    model = CostModel(costs)
+    model, sampled = Costs(costs), float(args.sampled)
     return {
         size: [
-            model.round_ms(size, DraftShape.chain(k), size * (k + 1), context, size * args.sampled)
+            float(model.ms(size, DraftShape.chain(k), np.array([size * k]), context, sampled)[0])
             for k in range(max_steps + 1)
         ]
         for size in costs.batch_sizes

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from benchmarks.confidence.calibration import Floats
-from benchmarks.confidence.costs import Costs
+from serve_spec.adaptive.calibration import Floats
+from serve_spec.adaptive.costs import Costs
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 BUDGETS = 16
@@ -32,7 +32,8 @@ class Load:
     sampled: float = 0.0
     """Share of the requests that sample."""
     prompts: float = 0.0
-    """Prompt tokens of a mixed round,"""
+    """Prompt tokens that a mixed round computes for every token it emits: the sooner requests
+    end, the sooner others begin,"""
     mixed: float = 0.0
     """and the share of rounds that are mixed."""
     begin_ms: float = 0.0
@@ -51,7 +52,9 @@ class Candidate:
     expected: float
     """and that are expected to be accepted."""
     ms: float
+    """Time of a round without prompts."""
     tokens_per_ms: float
+    """Of a usual round."""
 
 
 class Planner:
@@ -131,14 +134,14 @@ class Planner:
     ) -> Candidate:
         size, context = load.size, load.context
         ms = self.costs.ms(size, shape, budgets, context, load.sampled)
-        if load.mixed and shape.depth:
-            beside = self.costs.prompt_ms(size, budgets, load.prompts, context)
-            alone = self.costs.prompt_ms(size, np.zeros(1), load.prompts, context)
-            ms = ms + load.mixed * np.maximum(beside - alone, -ms / 2)
-        tokens = size + expected
+        tokens, usual_ms = size + expected, ms
+        if load.mixed:
+            prompts = load.prompts * tokens
+            beside = self.costs.prompt_ms(size, budgets, prompts, context, drafts=shape.depth > 0)
+            usual_ms = ms + load.mixed * beside
         if load.begin_ms and shape.depth:
-            ms = ms + load.begin_ms * tokens
-        speeds = tokens / ms
+            usual_ms = usual_ms + load.begin_ms * tokens
+        speeds = tokens / usual_ms
         at = int(speeds.argmax())
         if budgets[-1] >= total and speeds[-1] >= ALL_IS_BEST * speeds[at]:
             at = len(speeds) - 1

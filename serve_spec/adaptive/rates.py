@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from benchmarks.confidence.calibration import Indices
+from serve_spec.adaptive.calibration import Indices
 
 FIRST_RATE = 0.7
 """Share of reached drafts that are accepted, of a drafter of which nothing is known."""

@@ -8,8 +8,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.confidence.calibration import DraftCalibration, logits
 from benchmarks.simulator import admitted
+from serve_spec.adaptive.calibration import DraftCalibration, logits
 from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED
 from serve_spec.ops.admission import admit_drafts
 

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from benchmarks.confidence.calibration import Floats
+from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.cost_surface import CostSurface
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.draft_shape import DraftShape
@@ -57,7 +57,8 @@ class Costs:
         width = 1 + self.max_steps * _FILLS + len(table.trees)
         self._residuals = [[0.0] * width for _ in range(_NUM_BUCKETS)]
         self._rounds = [[0.0] * width for _ in range(_NUM_BUCKETS)]
-        self._prompts = [10.0, 10.0]  # ms taken, ms of the table
+        # Of prompts beside rounds without and with drafts: ms taken, ms of the table.
+        self._prompts = [[10.0, 10.0], [10.0, 10.0]]
         self.entry_ms = 0.0
         """One missing draft KV entry."""
 
@@ -152,24 +153,31 @@ class Costs:
         at, fade = bucket(size), math.exp(-num_rounds / STALE_ROUNDS)
         self._rounds[at] = [n * fade for n in self._rounds[at]]
 
-    def prompt_ms(self, size: int, drafts: Floats, prompts: float, context: float) -> Floats:
-        """Return the ms that prompt tokens add to rounds that verify so many drafts."""
-        rows = size + drafts
+    def prompt_ms(
+        self, size: int, drafted: Floats, prompts: Floats, context: float, *, drafts: bool
+    ) -> Floats:
+        """Return the ms that prompt tokens add to rounds that verify so many drafts.
+
+        drafts: whether the rounds draft, so that prompts also need draft KV.
+        """
+        rows = size + drafted
         more = self._verify.deepest(rows + prompts, context) - self._verify.deepest(rows, context)
-        ratio = self._prompts[0] / self._prompts[1]
-        added: Floats = ratio * np.maximum(more, 0.0)
+        taken, of_table = self._prompts[drafts]
+        added: Floats = taken / of_table * np.maximum(more, 0.0)
         return added
 
     def learn_prompt(
         self, size: int, shape: DraftShape, drafts: int, context: float, prompts: int, ms: float
     ) -> None:
-        """Learn from a round with prompt tokens."""
-        number = np.array([float(drafts)])
+        """Learn from a round with prompt tokens that took so long without missing draft KV."""
+        number, is_drafting = np.array([float(drafts)]), shape.depth > 0
         alone = float(self.ms(size, shape, number, context)[0])
-        ratio = self._prompts[0] / self._prompts[1]
-        expected = float(self.prompt_ms(size, number, prompts, context)[0]) / ratio
+        known = self._prompts[is_drafting]
+        given = np.array([float(prompts)])
+        found = self.prompt_ms(size, number, given, context, drafts=is_drafting)
+        expected = float(found[0]) * known[1] / known[0]
         taken = min(max(ms - alone, 0.0), 3.0 * expected + alone)
-        self._prompts = [_DECAY * self._prompts[0] + taken, _DECAY * self._prompts[1] + expected]
+        self._prompts[is_drafting] = [_DECAY * known[0] + taken, _DECAY * known[1] + expected]
 
     def learn_entries(self, more_ms: float, num_entries: int, round_ms: float) -> None:
         """Learn from a round that made missing draft KV entries and took so much longer."""
@@ -180,7 +188,7 @@ class Costs:
         """Return the corrections, JSON-able."""
         return {
             "drift": round(math.exp(self.drift), 4),
-            "prompt_ratio": round(self._prompts[0] / self._prompts[1], 4),
+            "prompt_ratios": [round(taken / given, 4) for taken, given in self._prompts],
             "entry_ms": round(self.entry_ms, 6),
             "factors": {
                 str(1 << at): round(math.exp(self._residuals[at][0]), 4)

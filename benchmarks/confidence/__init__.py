@@ -1,1 +1,0 @@
-"""A policy that looks at the drafts, for replays; no strategy of the engine yet."""
