@@ -1,102 +1,271 @@
-"""New replicas start from what their kind has learned, and from nothing else."""
+"""Laws of a fleet's acceptance: what replicas teach, and what a new one starts from."""
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_spec.adaptive.survival import SurvivalEstimator
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.serving.fleet_acceptance import FleetAcceptance
+from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 PAIR = "target+draft"
+STALE_AFTER_S, MEMORY_S = 10, 600
+
+columns = st.lists(st.tuples(st.floats(0, 1), st.floats(0, 1e6)), min_size=3, max_size=3)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=8,
+)
+figures = st.floats(0, 1) | json_values
+entries = st.fixed_dictionaries(
+    {
+        "position": st.integers(1, 3) | json_values,
+        "accept_rate": figures,
+        "trials": figures,
+        "reached": figures,
+    }
+)
+buckets = st.fixed_dictionaries(
+    {"effective_speedup": figures, "tokens_per_ms": st.fixed_dictionaries({"0": figures})}
+)
+sizes = st.dictionaries(st.sampled_from(["1", "8"]) | st.text(max_size=5), buckets | json_values)
 
 
 def snapshot(
-    rates: list[float], trials: float = 100.0, pair: str = PAIR, **fields: Any
+    *columns: tuple[object, object], pair: str = PAIR, by_batch_size: object = None
 ) -> dict[str, Any]:
-    positions = [
+    """Return a replica's snapshot of accept rates and trials by position."""
+    entries = [
         {"position": position, "accept_rate": rate, "trials": trials}
-        for position, rate in enumerate(rates, start=1)
+        for position, (rate, trials) in enumerate(columns, start=1)
     ]
     return {
         "pair": pair,
-        "candidate_steps": list(range(len(rates) + 1)),
-        "acceptance": {"positions": positions},
-        **fields,
+        "candidate_steps": list(range(len(columns) + 1)),
+        "acceptance": {"positions": entries},
+        "speculation": {"by_batch_size": {} if by_batch_size is None else by_batch_size},
     }
 
 
-@pytest.fixture
-def known() -> FleetAcceptance:
-    return FleetAcceptance(stale_after_s=10, memory_s=600)
+def speed(off: object, speedup: object) -> dict[str, object]:
+    return {"effective_speedup": speedup, "tokens_per_ms": {"0": off, "3": 3.1}}
 
 
-def test_a_prior_weighs_replicas_by_their_trials(known: FleetAcceptance) -> None:
-    known.report("a", snapshot([0.8, 0.6], trials=300), 0)
-    known.report("b", snapshot([0.4, 0.2], trials=100), 0)
-    assert known.prior(PAIR, 2, 1) == pytest.approx([0.7, 0.5])
+def fleet(**replicas: dict[str, Any]) -> FleetAcceptance:
+    """Return what a fleet knows whose replicas reported at second 0."""
+    known = FleetAcceptance(stale_after_s=STALE_AFTER_S, memory_s=MEMORY_S)
+    for name, told in replicas.items():
+        known.report(name, told, 0)
+    return known
 
 
-def test_an_estimator_can_start_from_every_prior(known: FleetAcceptance) -> None:
-    known.report("a", snapshot([1.0, 0.0, 0.5]), 0)
+def test_replicas_weigh_as_much_as_they_tried() -> None:
+    known = fleet(
+        much=snapshot((0.9, 300), (0.8, 100), (0.5, 0)),
+        little=snapshot((0.5, 100), (0.4, 100), (0.1, 0)),
+    )
+    untried = 0.6  # the third position continues the second
+    assert known.prior(PAIR, 3, 0) == pytest.approx([0.8, 0.6, untried])
+
+
+def test_without_trials_nothing_is_known() -> None:
+    known = fleet(new=snapshot((0.7, 0), (0.7, 0)))
+    assert known.prior(PAIR, 2, 0) is None
+    (entry,) = known.view(0)
+    assert entry["positions"] == [
+        {"position": position, "accept_rate": None, "trials": 0.0} for position in (1, 2)
+    ]
+
+
+@given(st.lists(columns, max_size=6))
+def test_a_prior_lies_between_the_extremes_of_the_replicas(
+    replicas: list[list[tuple[float, float]]],
+) -> None:
+    known = fleet(**{f"r{i}": snapshot(*columns) for i, columns in enumerate(replicas)})
     prior = known.prior(PAIR, 3, 0)
-    rates = SurvivalEstimator(3, prior).pooled_rates
-    assert rates[0] > 0.99
-    assert rates[1] < 0.01
+    if sum(columns[0][1] for columns in replicas) < 1:
+        assert prior is None
+        return
+    assert prior is not None
+    assert all(0 < rate < 1 for rate in prior)
+    for position, rate in enumerate(prior):
+        tried = [columns[position] for columns in replicas if columns[position][1] > 0]
+        if sum(trials for _, trials in tried) >= 1:
+            rates = [rate for rate, _ in tried]
+            assert min(rates) - 0.00101 <= rate <= max(rates) + 0.00101
+        else:
+            assert rate == prior[position - 1]
 
 
-def test_other_models_and_other_depths_say_nothing(known: FleetAcceptance) -> None:
-    known.report("a", snapshot([0.8, 0.6]), 0)
+def test_a_report_replaces_the_last_one_of_its_replica() -> None:
+    known = fleet(a=snapshot((0.9, 300)), b=snapshot((0.5, 100)))
+    known.report("a", snapshot((0.7, 100)), 1)
+    assert known.prior(PAIR, 1, 1) == pytest.approx([0.6])
+
+
+def test_a_replica_counts_only_for_the_depth_it_reported_last() -> None:
+    known = fleet(a=snapshot((0.9, 300)), b=snapshot((0.5, 100)))
+    known.report("a", snapshot((0.9, 300), (0.9, 300)), 1)
+    assert known.prior(PAIR, 1, 1) == pytest.approx([0.5])
+    assert known.prior(PAIR, 2, 1) == pytest.approx([0.9, 0.9])
+
+
+def test_other_models_and_other_depths_say_nothing() -> None:
+    known = fleet(a=snapshot((0.8, 100), (0.6, 100)))
     assert known.prior("other pair", 2, 0) is None
     assert known.prior(PAIR, 3, 0) is None
 
 
-def test_a_prior_outlives_its_replicas_for_a_while(known: FleetAcceptance) -> None:
-    known.report("a", snapshot([0.8]), 0)
+def test_a_forgotten_replica_does_not_count() -> None:
+    known = fleet(a=snapshot((0.9, 100)), b=snapshot((0.5, 100)))
     known.forget("a")
-    assert known.prior(PAIR, 1, 300) == pytest.approx([0.8])
-    assert known.prior(PAIR, 1, 601) is None
+    known.forget("unknown")
+    assert known.prior(PAIR, 1, 0) == pytest.approx([0.5])
+    assert [entry["num_replicas"] for entry in known.view(0)] == [1]
 
 
-def test_a_policy_without_estimates_gives_its_counts(known: FleetAcceptance) -> None:
-    counted = [{"position": 1, "drafted": 10, "reached": 10, "accepted": 9, "accept_rate": 0.9}]
-    known.report("a", {"pair": PAIR, "candidate_steps": [1, 3], "positions": counted}, 0)
+def test_stale_replicas_do_not_count_until_they_report_again() -> None:
+    known = fleet(silent=snapshot((0.9, 100)))
+    known.report("alive", snapshot((0.5, 100)), 5)
+    assert known.prior(PAIR, 1, STALE_AFTER_S) == pytest.approx([0.7])
+    assert known.prior(PAIR, 1, STALE_AFTER_S + 1) == pytest.approx([0.5])
+    (entry,) = known.view(STALE_AFTER_S + 1)
+    assert (entry["num_replicas"], entry["num_stale"]) == (1, 1)
+    known.report("silent", snapshot((0.9, 100)), 12)
+    assert known.prior(PAIR, 1, 12) == pytest.approx([0.7])
+
+
+@pytest.mark.parametrize("is_forgotten", [True, False])
+def test_a_prior_outlives_its_replicas_for_a_while(is_forgotten: bool) -> None:
+    known = fleet(a=snapshot((0.9, 100)))
+    known.report("b", snapshot((0.7, 100)), 6)
+    if is_forgotten:
+        known.forget("a")
+        known.forget("b")
+    assert known.prior(PAIR, 1, 6 + MEMORY_S) == pytest.approx([0.8])
+    assert known.prior(PAIR, 1, 7 + MEMORY_S) is None
+
+
+def test_a_restarted_replica_without_trials_does_not_erase_the_prior() -> None:
+    known = fleet(a=snapshot((0.9, 100)))
+    known.forget("a")
+    known.report("b", snapshot((0.7, 0)), 20)
+    assert known.prior(PAIR, 1, 20) == pytest.approx([0.9])
+
+
+def test_counts_stand_in_where_a_policy_keeps_no_estimate() -> None:
+    counted = [
+        {"position": 1, "drafted": 10, "reached": 10, "accepted": 9, "accept_rate": 0.9},
+        {"position": 2, "drafted": 10, "reached": 0, "accepted": 0, "accept_rate": None},
+    ]
+    known = fleet(a={"pair": PAIR, "candidate_steps": [1, 3], "positions": counted})
     assert known.prior(PAIR, 3, 0) == pytest.approx([0.9] * 3)
 
 
 @pytest.mark.parametrize(
-    "odd",
-    [
-        {},
-        {"candidate_steps": "all", "acceptance": 3, "positions": [None]},
-        {"candidate_steps": [0], "positions": []},
-        {"candidate_steps": [10**12], "positions": []},
-        snapshot([float("nan")]),
-        snapshot([0.5], trials=-1),
-    ],
-    ids=str,
+    "steps", [None, "all", [], [0], [-1], [65], [10**400], ["3"]], ids=lambda value: str(value)[:9]
 )
-def test_what_no_replica_would_send_teaches_nothing(
-    known: FleetAcceptance, odd: dict[str, Any]
+def test_a_replica_that_cannot_draft_is_passed_over(steps: object) -> None:
+    assert fleet(a={**snapshot((0.5, 1)), "candidate_steps": steps}).view(0) == []
+
+
+MALFORMED: dict[str, dict[str, Any]] = {
+    "no positions": {"pair": PAIR, "candidate_steps": [1]},
+    "rate above one": snapshot((1.5, 1)),
+    "rate below zero": snapshot((-0.1, 1)),
+    "rate not a number": snapshot((math.nan, 1)),
+    "rate as text": snapshot(("0.5", 1)),
+    "trials below zero": snapshot((0.5, -1)),
+    "trials without end": snapshot((0.5, math.inf)),
+    "trials no float holds": snapshot((0.5, 10**400)),
+    "position without end": {
+        **snapshot((0.5, 1)),
+        "acceptance": {"positions": [{"position": math.inf, "accept_rate": 0.5, "trials": 1}]},
+    },
+    "size as a word": snapshot((0.5, 1), by_batch_size={"eight": speed(1.0, 1.0)}),
+    "speed below zero": snapshot((0.5, 1), by_batch_size={"8": speed(-1.0, 1.0)}),
+    "speed not a number": snapshot((0.5, 1), by_batch_size={"8": speed(math.nan, 1.0)}),
+    "speedup without end": snapshot((0.5, 1), by_batch_size={"8": speed(1.0, math.inf)}),
+    "too many sizes": snapshot((0.5, 1), by_batch_size={str(i): speed(1, 1) for i in range(65)}),
+}
+
+
+@pytest.mark.parametrize("malformed", MALFORMED.values(), ids=MALFORMED)
+def test_a_malformed_summary_is_counted_and_changes_nothing(malformed: dict[str, Any]) -> None:
+    known = fleet(a=snapshot((0.8, 100)))
+    (before,) = known.view(0)
+    known.report("a", malformed, 0)
+    known.report("b", malformed, 0)
+    assert known.view(0) == [{**before, "num_malformed": 2}]
+
+
+@given(st.lists(entries | json_values), sizes | json_values, st.booleans())
+def test_whatever_a_replica_sends_the_fleet_still_answers(
+    positions: list[Any], by_batch_size: Any, is_estimate: bool
 ) -> None:
-    known.report("odd", odd, 0)
-    assert known.prior(str(odd.get("pair", "")), 1, 0) is None
-    known.report("a", snapshot([0.8]), 0)
-    assert known.prior(PAIR, 1, 0) == pytest.approx([0.8])
+    odd = snapshot((0.5, 1), (0.5, 1), (0.5, 1), by_batch_size=by_batch_size)
+    odd |= {"acceptance": {"positions": positions if is_estimate else None}, "positions": positions}
+    known = fleet(good=snapshot((0.8, 9), (0.6, 9), (0.5, 9)), odd=odd)
+    prior = known.prior(PAIR, 3, 0)
+    assert prior is not None
+    assert all(0 < rate < 1 for rate in prior)
+    json.dumps(known.view(0), allow_nan=False)
 
 
-def test_speeds_of_the_fleet_come_with_the_speedup_over_plain_decoding(
-    known: FleetAcceptance,
-) -> None:
-    buckets = {"4": {"effective_speedup": 1.5, "tokens_per_ms": {"0": 2.0, "3": 3.1}}}
-    known.report("a", snapshot([0.8], speculation={"by_batch_size": buckets}), 0)
-    (entry,) = known.view(0)
-    assert entry["tokens_per_ms"] == {"4": {"off": 2.0, "speculating": 3.0, "speedup": 1.5}}
+def test_the_view_shows_rates_trials_and_speeds() -> None:
+    fast = {"1": speed(2.0, 1.5), "8": speed(5.0, None)}
+    slow = {"1": speed(1.0, 2.5), "8": speed(None, 1.2)}
+    known = fleet(
+        fast=snapshot((0.7, 6), (0.5, 3), by_batch_size=fast),
+        slow=snapshot((0.7, 4), (0.5, 0), by_batch_size=slow),
+    )
+    known.report("late", snapshot((0.1, 9), (0.1, 9), by_batch_size=fast), -20)
+    known.report("other", snapshot((1.0, 2), pair="another pair"), 0)
+    other, entry = known.view(0)
+    assert (other["pair"], other["max_steps"], other["num_replicas"]) == ("another pair", 1, 1)
+    assert entry == {
+        "pair": PAIR,
+        "max_steps": 2,
+        "num_replicas": 2,
+        "num_stale": 1,
+        "num_malformed": 0,
+        "positions": [
+            {"position": 1, "accept_rate": 0.7, "trials": 10.0},
+            {"position": 2, "accept_rate": 0.5, "trials": 3.0},
+        ],
+        "tokens_per_ms": {
+            "1": {"off": 1.5, "speculating": 2.75, "speedup": 1.8333},
+            "8": {"off": 5.0, "speculating": None, "speedup": None},
+        },
+    }
 
 
-def test_ever_new_pairs_take_no_more_memory(known: FleetAcceptance) -> None:
+def test_a_new_pair_takes_the_place_of_one_without_replicas() -> None:
+    known = fleet()
     for number in range(100):
-        known.report("a", snapshot([0.8], pair=f"pair {number}"), number)
-    assert len(known.view(100)) <= 16
+        known.report("a", snapshot((0.8, 100), pair=f"pair {number}"), number)
+    assert len(known.view(100)) == 16
     assert known.prior("pair 99", 1, 100) == pytest.approx([0.8])
+
+
+def test_a_pair_in_use_keeps_its_place() -> None:
+    known = fleet(**{f"r{i}": snapshot((0.8, 100), pair=f"pair {i}") for i in range(17)})
+    assert [known.prior(f"pair {i}", 1, 0) is None for i in range(17)] == [False] * 16 + [True]
+    known.forget("r3")
+    known.report("r16", snapshot((0.8, 100), pair="pair 16"), 1)
+    assert [i for i in range(17) if known.prior(f"pair {i}", 1, 1) is None] == [3]
+
+
+def test_a_new_policy_starts_from_the_prior_even_from_certainty() -> None:
+    prior = fleet(a=snapshot((1.0, 100), (0.6, 100), (0.0, 100))).prior(PAIR, 3, 0)
+    policy = GoodputPolicy(recorded_table(GPU_8B, (1, 8)), max_steps=3, accept_rates=prior)
+    shown: Any = policy.snapshot()["acceptance"]
+    rates = [entry["accept_rate"] for entry in shown["positions"]]
+    assert rates == pytest.approx([1.0, 0.6, 0.0], abs=0.002)
