@@ -84,6 +84,11 @@ def test_without_trials_nothing_is_known() -> None:
     ]
 
 
+def test_trials_without_a_rate_teach_nothing() -> None:
+    known = fleet(a=snapshot((0.8, 100), (None, 100)))
+    assert known.prior(PAIR, 2, 0) == pytest.approx([0.8, 0.8])
+
+
 @given(st.lists(columns, max_size=6))
 def test_a_prior_lies_between_the_extremes_of_the_replicas(
     replicas: list[list[tuple[float, float]]],
