@@ -2,7 +2,8 @@
 
 What a round keeps is looked up (`trace`), what it takes is computed (`RoundCosts`), and the
 policy is asked and told what the engine would ask and tell. Drafts are admitted by their recorded
-shares as on the device (`ops.admission`). Prompts are computed in one piece.
+shares as on the device (`ops.admission`). Prompts are computed in one piece, in rounds of their own
+or beside the drafts of others.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ RoundCosts: TypeAlias = Callable[[RoundShape], StepTimes]
 
 @dataclass
 class PhaseReport:
-    """What one phase came to. Speed is that of decoding: the time of prompts is kept apart."""
+    """What one phase came to. The time of rounds without decode rows is kept apart."""
 
     phase: Phase
     num_rounds: int = 0
@@ -156,6 +157,7 @@ class _Row:
     at: int = 0
     """Which entry of its trace the next round meets."""
     num_draft_computed: int = 0
+    num_prompt: int = 0
 
     def kept(self, shape: DraftShape) -> int:
         """Return the drafts that would be kept here, of a chain or of a tree."""
@@ -178,6 +180,7 @@ class Simulator:
     max_num_batched_tokens: tokens a round computes at most, prompts and drafts together; drafts
         give way to prompts, which are never cut.
     charge_thinking: the policy's CPU time counts as time of the round.
+    mixes_prompts: prompts share the rounds of other requests, and count in their time.
     on_round: told of every round with decode rows, after the policy.
 
     Raises:
@@ -192,6 +195,7 @@ class Simulator:
         *,
         max_num_batched_tokens: int = 1 << 30,
         charge_thinking: bool = False,
+        mixes_prompts: bool = False,
         on_round: OnRound | None = None,
     ) -> None:
         deepest = max(shape.depth for shape in policy.shapes)
@@ -203,6 +207,7 @@ class Simulator:
         self.costs = costs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.charge_thinking = charge_thinking
+        self.mixes_prompts = mixes_prompts
         self._on_round = on_round
         self._num_phases = 0
         self._shape: DraftShape | None = None
@@ -221,7 +226,7 @@ class Simulator:
             entering = list(islice(requests, phase.batch_size - len(rows)))
             if not rows and not entering:
                 return report
-            if entering:
+            if entering and not (rows and self.mixes_prompts):
                 shape = RoundShape(0, (), 0, 0, 0, sum(row.length for row in entering))
                 report.prompt_ms += self.costs(shape).step_ms
             if rows:
@@ -251,6 +256,7 @@ class Simulator:
                 of_trees={tree: _from(start, counts) for tree, counts in trees},
                 sampled=kind.temperature > 0,
                 length=trace.num_prompt_tokens,
+                num_prompt=trace.num_prompt_tokens,
                 remaining=num_tokens,
             )
 
@@ -286,6 +292,8 @@ class Simulator:
             draft=steps.shape,
             num_admitted=num_admitted,
         )
+        if self.mixes_prompts:
+            shape = shape._replace(num_prefill_tokens=sum([row.length for row in entering]))
         times = self.costs(shape)
         sampled = [row.sampled for row in rows]
         live = self._commit(rows, kept)
@@ -305,7 +313,11 @@ class Simulator:
             num_drafting=shape.drafting[0] if shape.drafting else 0,
             deepest=shape.num_steps,
             num_catch_up=shape.num_catch_up,
-            times=None if entering else times,
+            num_prefill_tokens=shape.num_prefill_tokens,
+            num_ended=len(rows) - len(live),
+            num_ended_prompt_rows=sum([ended.num_prompt for ended in self._ended]),
+            num_ended_tokens=sum([ended.length - ended.num_prompt for ended in self._ended]),
+            times=times,
             notes=steps.notes,
         )
         started = thread_time()
@@ -337,6 +349,7 @@ class Simulator:
     def _commit(self, rows: list[_Row], kept: list[int]) -> list[int]:
         """Moves every row on; the indices of those with tokens to go."""
         live = []
+        self._ended: list[_Row] = []
         for index, (row, num_correct) in enumerate(zip(rows, kept, strict=True)):
             emitted = num_correct + 1
             row.length += emitted
@@ -345,6 +358,7 @@ class Simulator:
             if row.remaining:
                 live.append(index)
             else:
+                self._ended.append(row)
                 self.policy.forget(row.request_id)
         return live
 

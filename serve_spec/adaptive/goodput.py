@@ -8,14 +8,16 @@ speculation off where it was measured to lose.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from serve_spec.adaptive.calibration import DraftCalibration, Floats, Indices
-from serve_spec.adaptive.costs import Costs, bucket
+from serve_spec.adaptive.costs import STALE_ROUNDS, Costs, bucket
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import BadMeasurement, Reason
 from serve_spec.adaptive.rates import PositionRates, tallied
@@ -42,6 +44,8 @@ EXPLORED_SHARE = 0.005
 """Share of the time that exploration may cost."""
 TRIAL_ROUNDS = 4
 """Rounds of one trial."""
+TRIED_SHARE = 0.25
+"""Share of the requests that draft in a trial while speculation is off."""
 FIRST_WAIT, LAST_WAIT = 32, 256
 """Rounds off before the first trial, and before the later ones at most."""
 PLAIN_EVERY = 256
@@ -53,7 +57,7 @@ TEXT_RATE = 0.85
 TEXT_RETRY = 64
 """Rounds without n-gram drafts after which one request verifies its own all the same."""
 _MAX_BAD_TIMES = 8
-_LEAST_TRIALS = 64
+_TRIED_REQUESTS = 64.0
 
 
 class GoodputPolicy:
@@ -115,6 +119,7 @@ class GoodputPolicy:
         self._ended = [0.0, 0.0]  # prompt tokens, emitted tokens
         self._before: DraftShape | None = None
         self._num_bad_times = 0
+        self._drafted: Counter[DraftShape] = Counter()
         self._load = Load(1, 0.0)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
@@ -200,6 +205,8 @@ class GoodputPolicy:
             correct = np.concatenate([d.row_correct_drafts for d in texts])
             self.text_rates.learn(*tallied(verified, correct, self.max_steps), len(texts))
         self.costs.age(records[-1].num_planned_seqs or 1, len(records))
+        fade = math.exp(-len(records) / STALE_ROUNDS)
+        self._drafted = Counter({shape: n * fade for shape, n in self._drafted.items()})
         for record in records:
             self._observe_traffic(record)
             self._learn_times(record)
@@ -287,6 +294,11 @@ class GoodputPolicy:
             return
         ms, context = times.step_ms, record.num_tokens / size
         self._total_ms += ms
+        self._drafted[record.shape] += record.num_drafting
+        if record.notes.is_probe and self._chosen is not None:
+            # What the plan's own choice would have taken for as many tokens is no loss.
+            lost = ms - record.num_output_tokens / self._chosen.tokens_per_ms
+            self._explored_ms = max(0.0, self._explored_ms + lost)
         if is_first:
             return  # launched ahead, it may have taken the host's time for the round before
         drafts, sampled = record.num_planned_drafts, record.num_sampled / size
@@ -395,19 +407,19 @@ class GoodputPolicy:
                 return chosen
             # Whatever is believed, some requests draft now and then: nothing else would tell.
             self._rounds_off, self._wait = 0, min(2 * self._wait, LAST_WAIT)
-            num = min(batch.size, max(4, batch.size // 16))
+            num = min(batch.size, max(4, round(TRIED_SHARE * batch.size)))
             lacks = batch.backlogs or [0] * batch.size
             rows = sorted(range(batch.size), key=lacks.__getitem__)[:num]
             self._trial = frozenset([batch.request_ids[row] for row in rows])
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
-            return self._begin(replace(tried, budget=None), 0.0, Reason.PROBE)
+            return self._begin(replace(tried, budget=None), Reason.PROBE)
         self._rounds_off, self._wait = 0, FIRST_WAIT
         self._rounds_drafting += self._rounds_left
         lost = plain.ms * max(0.0, 1.0 - plain.tokens_per_ms / chosen.tokens_per_ms)
         is_due = guard.plain is None or self._rounds_drafting >= PLAIN_EVERY
         if is_due and self._can_spend(2.0 * lost):
             self._rounds_drafting = 0
-            tried = self._begin(plain, 2.0 * lost, Reason.BASELINE)
+            tried = self._begin(plain, Reason.BASELINE)
             self._rounds_left = 2
             return tried
         deeper = [
@@ -420,19 +432,22 @@ class GoodputPolicy:
             share = tried.tokens_per_ms / chosen.tokens_per_ms
             lost = TRIAL_ROUNDS * tried.ms * max(0.0, 1.0 - share)
             if share * (1.0 + OPTIMISM) > 1.0 and self._can_spend(lost):
-                return self._begin(tried, lost, Reason.PROBE)
+                return self._begin(tried, Reason.PROBE)
         return chosen
 
     def _is_new(self, shape: DraftShape) -> bool:
-        """Whether the deepest level of a shape hardly ran."""
-        rates = self.rates if shape.is_chain else self.tree_rates
-        return rates.trials[shape.depth - 1] < _LEAST_TRIALS
+        """Whether few requests drafted a shape lately, or a deeper chain."""
+        drafted = [
+            n
+            for other, n in self._drafted.items()
+            if other == shape or (shape.is_chain and other.is_chain and other.depth > shape.depth)
+        ]
+        return sum(drafted) < _TRIED_REQUESTS
 
     def _can_spend(self, ms: float) -> bool:
         return self._explored_ms + ms <= EXPLORED_SHARE * self._total_ms
 
-    def _begin(self, tried: Candidate, lost_ms: float, reason: Reason) -> Candidate:
-        self._explored_ms += lost_ms
+    def _begin(self, tried: Candidate, reason: Reason) -> Candidate:
         self._rounds_left, self.last_reason = TRIAL_ROUNDS, reason
         return tried
 

@@ -30,11 +30,13 @@ class GridCosts:
     draft_ms: tuple[tuple[float, ...], ...]
     noise_ms_per_row: float = 0.0
     """What each row of a request that samples adds."""
+    draft_entry_ms: float = 0.0
+    """A missing draft KV entry."""
     prefill_ms_per_token: float = 0.0
 
     def __call__(self, shape: RoundShape) -> StepTimes:
         """Milliseconds of a round."""
-        verify_ms, draft_ms = 0.0, 0.0
+        verify_ms, draft_ms = 0.0, self.draft_entry_ms * shape.num_catch_up
         if shape.batch_size:
             verify_ms = self._verify(shape.batch_size, shape.num_rows)
             sampled_rows = shape.num_sampled * shape.num_rows / shape.batch_size
@@ -66,13 +68,17 @@ class RowCosts:
     verify_ms: tuple[float, ...]
     draft_step_ms: float
     draft_row_ms: float
+    draft_entry_ms: float = 0.0
+    """A missing draft KV entry."""
     prefill_ms_per_token: float = 0.0
 
     def __call__(self, shape: RoundShape) -> StepTimes:
         """Milliseconds of a round."""
-        verify_ms = self._verify(shape.num_rows) if shape.batch_size else 0.0
-        verify_ms += self.prefill_ms_per_token * shape.num_prefill_tokens
-        draft_ms = sum(
+        if shape.batch_size:
+            verify_ms = self._verify(shape.num_rows + shape.num_prefill_tokens)
+        else:
+            verify_ms = self.prefill_ms_per_token * shape.num_prefill_tokens
+        draft_ms = self.draft_entry_ms * shape.num_catch_up + sum(
             self.draft_step_ms + self.draft_row_ms * n * shape.draft.topk for n in shape.drafting
         )
         return StepTimes(draft_ms, verify_ms, draft_ms + verify_ms)
@@ -166,6 +172,7 @@ TWO_CPU_CORES = GridCosts(
         (0.0, 7.8, 21.6, 45.0),
     ),
     noise_ms_per_row=0.06,
+    draft_entry_ms=0.05,
     prefill_ms_per_token=0.4,
 )
 """The shipped pair on two CPU cores, greedy, context 128: arithmetic bounds every round."""
@@ -178,6 +185,7 @@ GPU_8B = RowCosts(
     ),
     draft_step_ms=0.17,
     draft_row_ms=0.0012,
+    draft_entry_ms=0.001,
     prefill_ms_per_token=0.029,
 )
 """The measured steps of an 8B target on one large GPU: flat until its rows fill it."""
