@@ -1,10 +1,10 @@
 """How far to speculate: arithmetic. No torch, no clock, no files, no Ray."""
 
-from serve_spec.adaptive.controller import AdaptiveController, PolicySettings
-from serve_spec.adaptive.params import AdaptiveSpeculativeParams
+from serve_spec.adaptive.controller import AdaptiveController
+from serve_spec.adaptive.per_request import AdaptiveSpeculator
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
-from serve_spec.adaptive.slot import AdaptiveStepSlot
-from serve_spec.adaptive.speculator import AdaptiveSpeculator
+from serve_spec.adaptive.settings import PolicySettings
+from serve_spec.adaptive.slot import AdaptiveSpeculativeParams, AdaptiveStepSlot
 
 __all__ = [
     "AdaptiveController",

@@ -1,15 +1,12 @@
-"""What was drafted, reached and accepted, by position in the chain."""
+"""What was drafted, reached and accepted, by position; and accepted drafts by batch size."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import compress
+from operator import eq, le
 
-import numpy as np
-
-from serve_spec.adaptive.observations import Indices, Observations
 from serve_spec.config.adaptive_file import SlotConfig
-
-_MANY_ROWS = 32
 
 
 class PositionCounters:
@@ -20,88 +17,62 @@ class PositionCounters:
     """
 
     def __init__(self, max_steps: int) -> None:
-        self._observations = Observations(max_steps)
-        # By code, so that whatever another thread reads while a round is counted is true of rows.
-        self._rows = [0] * self._observations.num_codes
+        self._max_steps = max_steps
+        # Rows by drafts, by accepted drafts, and by drafts if all were accepted. Replaced, never
+        # changed: another thread may read them.
+        self._rows = [[0] * (max_steps + 1)] * 3
 
     def observe(self, num_correct_drafts: Sequence[int], row_steps: Sequence[int]) -> None:
-        """Counts the rows of one round: drafts kept and drafts verified, per row.
+        """Count the rows of one round: drafts kept and drafts verified, per row.
 
         Raises:
             ValueError: a row kept more than it had, or had more than `max_steps`.
         """
-        if not any(row_steps) and not any(num_correct_drafts):
-            return
-        if len(row_steps) > _MANY_ROWS:
-            codes = self._observations.codes(row_steps, num_correct_drafts)
-            counted = np.bincount(codes, minlength=len(self._rows))
-            self._rows = (counted + self._rows).tolist()
-            return
-        # Not by arrays, as this comes with every round: the first use of numpy after a model's
-        # forward takes 80 µs on a CPU, which pays for many rows only.
-        shown = list(zip(row_steps, num_correct_drafts, strict=True))
-        counts = {row: shown.count(row) for row in shown}
-        for code, count in zip(self._observations.codes_of(counts), counts.values(), strict=True):
-            self._rows[code] += count
-
-    @property
-    def drafted(self) -> list[int]:
-        """Drafts verified at each position."""
-        return self._sums(self._observations.drafted)
-
-    @property
-    def reached(self) -> list[int]:
-        """Of these, drafts that every draft before them was accepted of."""
-        return self._sums(self._observations.reached)
-
-    @property
-    def accepted(self) -> list[int]:
-        """Of these, drafts that were kept."""
-        return self._sums(self._observations.accepted)
+        most = self._max_steps
+        try:  # as bytes: numpy's first call after a model's forward takes 80 µs on a CPU
+            steps, correct = bytes(row_steps), bytes(num_correct_drafts)
+            is_possible = max(steps, default=0) <= most and all(map(le, correct, steps))
+        except (TypeError, ValueError):
+            is_possible = False
+        if not is_possible or len(steps) != len(correct):
+            rows = list(zip(row_steps, num_correct_drafts, strict=True))
+            bad = [(k, m) for k, m in rows if k not in range(most + 1) or not 0 <= m <= k]
+            fix = f"give integers, accepted drafts within the drafts of their row, 0..{most}"
+            raise ValueError(f"(row_steps, num_correct_drafts)={(bad or rows)[0]}: {fix}")
+        columns = steps, correct, bytes(compress(steps, map(eq, steps, correct)))
+        self._rows = [
+            [n + column.count(k) for k, n in enumerate(rows)]
+            for rows, column in zip(self._rows, columns, strict=True)
+        ]
 
     @property
     def num_rows(self) -> int:
         """Rows that drafted; one without drafts says nothing about drafts."""
-        return sum(self.drafted[:1])
+        return sum(self._rows[0][1:])
 
-    @property
-    def num_draft_tokens(self) -> int:
-        """Drafts that were verified."""
-        return sum(self.drafted)
-
-    @property
-    def num_correct_drafts(self) -> int:
-        """Drafts that were kept."""
-        return sum(self.accepted)
-
-    @property
-    def accept_rate(self) -> float | None:
-        """Kept drafts per draft verified, at whatever tier; None before the first."""
-        return self.num_correct_drafts / self.num_draft_tokens if self.num_draft_tokens else None
-
-    @property
-    def accept_length(self) -> float:
-        """Tokens per drafting row and round: correct drafts and the final token; 1.0 before any."""
-        return 1.0 + self.num_correct_drafts / self.num_rows if self.num_rows else 1.0
+    def totals(self) -> dict[str, object]:
+        """Return the drafts of all rows, and the tokens of a row and round: 1.0 before any."""
+        rows, by_correct, _ = self._rows
+        drafted, correct = (sum(k * n for k, n in enumerate(each)) for each in (rows, by_correct))
+        return {
+            "learned_draft_tokens": drafted,
+            "learned_correct_drafts": correct,
+            "learned_accept_length": round(1.0 + correct / max(1, sum(rows[1:])), 4),
+            "accept_rate": round(correct / drafted, 4) if drafted else None,
+        }
 
     def snapshot(self) -> list[dict[str, object]]:
-        """One entry per position that was ever drafted, first position 1."""
-        columns = zip(self.drafted, self.reached, self.accepted, strict=True)
-        return [
-            {
-                "position": position,
-                "drafted": drafted,
-                "reached": reached,
-                "accepted": accepted,
-                "accept_rate": round(accepted / reached, 4) if reached else None,
-            }
-            for position, (drafted, reached, accepted) in enumerate(columns, start=1)
-            if drafted
-        ]
-
-    def _sums(self, shown: Indices) -> list[int]:
-        sums: list[int] = (np.array(self._rows) @ shown).tolist()
-        return sums
+        """Return one entry per position that was ever drafted, first position 1."""
+        rows, by_correct, whole = self._rows
+        entries: list[dict[str, object]] = []
+        for j in range(self._max_steps):
+            if drafted := sum(rows[j + 1 :]):
+                accepted = sum(by_correct[j + 1 :])
+                reached = accepted + by_correct[j] - whole[j]
+                rate = round(accepted / reached, 4) if reached else None
+                counts = {"drafted": drafted, "reached": reached, "accepted": accepted}
+                entries.append({"position": j + 1, **counts, "accept_rate": rate})
+        return entries
 
 
 class SlotAverages:
@@ -111,13 +82,12 @@ class SlotAverages:
     """
 
     def __init__(self, slots: Mapping[int, SlotConfig]) -> None:
-        self._alphas = {key: slot.ema_alpha for key, slot in sorted(slots.items())}
+        self._alphas = {key: slot.ema_alpha for key, slot in slots.items()}
         self._averages: dict[int, float] = {}
 
     def observe(self, batch_size: int, correct_drafts: Sequence[int], steps: Sequence[int]) -> None:
         """Count a step: accepted drafts of each request, and its levels (0: it did not draft)."""
-        accepted = [kept for kept, drafted in zip(correct_drafts, steps, strict=True) if drafted]
-        if accepted:
+        if accepted := list(compress(correct_drafts, steps)):
             key = max([k for k in self._alphas if k <= batch_size], default=min(self._alphas))
             mean = sum(accepted) / len(accepted)
             before = self._averages.get(key, mean)
@@ -125,7 +95,5 @@ class SlotAverages:
 
     def snapshot(self) -> dict[str, dict[str, object]]:
         """Return the averages by slot, of slots that have drafted."""
-        return {
-            str(key): {"ema_accept_len": round(average, 4)}
-            for key, average in sorted(self._averages.copy().items())
-        }
+        averages = sorted(self._averages.copy().items())
+        return {str(key): {"ema_accept_len": round(each, 4)} for key, each in averages}

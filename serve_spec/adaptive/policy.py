@@ -11,27 +11,26 @@ from serve_spec.core.round import DecodeBatch, RoundSteps
 
 
 class Reason(StrEnum):
-    """Why a tier was chosen, or a change withheld. The words `/server_info` and metrics use."""
+    """Why a shape was chosen, or a change withheld. The words `/server_info` and metrics use."""
 
-    STATIC = "static"  # the tier is fixed
+    STATIC = "static"  # the shape is fixed
     WARM_UP = "warm-up"  # too few rounds for a first decision
-    STEADY = "steady"  # decided: the tier fits what is accepted
+    STEADY = "steady"  # decided: the shape fits what is accepted
     GAIN = "gain"  # up: enough drafts are accepted
     LOSS = "loss"  # down: too few are
-    PROBE = "probe"  # up from 0, to see whether drafting pays again
-    DWELL = "dwell"  # withheld: the tier is too young
+    PROBE = "probe"  # up, to see whether drafting, or drafting deeper, pays
+    DWELL = "dwell"  # withheld: the last change is too recent
     BACK_OFF = "back-off"  # withheld: the last probes were bad, the next one waits
     RANGE = "range"  # the batch size moved to another slot
-    PROMPTS = "prompts"  # down while prompts share the round: they take room, and will be rows
     KV = "kv"  # no room for drafts: free pages or the token budget ran short
     BASELINE = "baseline"  # one round at 0, to measure what speculation is compared with
     GUARD = "guard"  # off: measured slower than measured plain decoding
-    FALLBACK = "fallback"  # the policy can not decide; a fixed tier instead
+    FALLBACK = "fallback"  # the policy cannot decide; plain decoding instead
     RECONFIGURED = "reconfigured"  # an operator changed the policy, or costs became known
 
 
 class BadMeasurement(ValueError):
-    """Times that can not be those of rounds, again and again: negative, endless, not numbers."""
+    """Times that cannot be those of rounds, again and again: negative, endless, not numbers."""
 
 
 class StepPolicy(Protocol):
@@ -40,32 +39,26 @@ class StepPolicy(Protocol):
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
         """Every shape it may choose."""
-        ...
 
     @property
     def last_reason(self) -> Reason:
-        """Why the tier returned last was chosen."""
-        ...
+        """Why the shape returned last was chosen."""
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
-        """The next round's shape and, where rows differ, each row's levels; batch.size ≥ 1."""
-        ...
+        """Return the next round's shape and, where rows differ, their levels; batch.size ≥ 1."""
 
     def observe(self, record: StepRecord) -> None:
-        """Learns from one step.
+        """Learn from one step.
 
         Raises:
             BadMeasurement: the clock is broken, or what reads it.
         """
-        ...
 
     def forget(self, request_id: str) -> None:
-        """Drops what is known of a request that left the batch, however it left."""
-        ...
+        """Drop what is known of a request that left the batch, however it left."""
 
     def snapshot(self) -> dict[str, object]:
-        """What an operator should see of it, JSON-able."""
-        ...
+        """Return what an operator should see of it, JSON-able."""
 
 
 class StaticPolicy:
@@ -80,11 +73,11 @@ class StaticPolicy:
         return RoundSteps(self.shapes[0])
 
     def observe(self, record: StepRecord) -> None:
-        """Learns nothing."""
+        """Learn nothing."""
 
     def forget(self, request_id: str) -> None:
-        """Knows no request."""
+        """Know no request."""
 
     def snapshot(self) -> dict[str, object]:
-        """Its name; no slots."""
+        """Return its name; no slots."""
         return {"strategy": "static", "slots": {}}

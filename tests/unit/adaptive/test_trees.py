@@ -56,7 +56,6 @@ def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(
 def test_a_tree_is_cut_to_the_depth_there_is() -> None:
     assert cut(CONFIGURED, 4) == CONFIGURED
     assert cut(CONFIGURED, 1) == DraftShape(1, 4, TOPK)
-    assert cut(CONFIGURED, 0) is None
 
 
 def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:

@@ -18,8 +18,8 @@ from benchmarks.simulator import (
     _row_steps,
     compare,
 )
+from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.adaptive.ema import EmaPolicy
-from serve_spec.adaptive.params import AdaptiveSpeculativeParams
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase, TextKind
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces

@@ -67,7 +67,7 @@ def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
     return texts(make_llm().generate(PROMPTS[:3], PARAMS))
 
 
-def without_a_clock(llm: LLM) -> Any:
+def without_a_clock(llm: LLM) -> None:
     """Tell the policy of an engine costs at which drafts pay, and no times of this machine."""
     controller: Any = llm.engine.controller
     settings = controller._settings
@@ -77,7 +77,6 @@ def without_a_clock(llm: LLM) -> Any:
         replace(verified, times=None)
     )
     llm.engine.controller = controller
-    return controller
 
 
 @pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
@@ -99,7 +98,7 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     llm = make_llm(algorithm, 3, **ADAPTS, **keys)
     engine, plans = llm.engine, heard_plans(llm)
     assert engine.snapshot()["costs"]["state"] in ("measured", "loaded")  # type: ignore[index]
-    controller = without_a_clock(llm)
+    without_a_clock(llm)
     changes = {5: {"speculative_adaptive": False, "speculative_num_steps": 0}, 9: ADAPTS}
     planned, step, steps = {}, engine.step, count()
 
@@ -116,7 +115,6 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     names = {str(shape) for shape in engine.worker.states if not shape.is_chain}
     assert names == set(shown.get("candidate_trees", ()))
     assert bool(names) == bool(tree)
-    assert controller._policy.survival.num_requests == 0, "the requests have ended"
     drafted = [sum(row.num_steps for row in plan.requests) for plan in plans]
     # A round may have been planned ahead of the change.
     before, off, after = (

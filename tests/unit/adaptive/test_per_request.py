@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from serve_spec.adaptive import AdaptiveSpeculator
 from serve_spec.adaptive.per_request import PerRequestPolicy
-from serve_spec.adaptive.speculator import AdaptiveSpeculator
 from tests.helpers.rounds import decode_batch
 
 verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))

@@ -1,0 +1,209 @@
+"""What decides which policy runs, how, and over which shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from serve_spec.adaptive import trees
+from serve_spec.adaptive.ema import DEFAULT_DWELL_ROUNDS, EmaPolicy
+from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
+from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
+from serve_spec.adaptive.per_request import PerRequestPolicy
+from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.sharpness import SHARPNESSES
+from serve_spec.adaptive.slot import AdaptiveSpeculativeParams
+from serve_spec.config import SpeculativeConfig
+from serve_spec.config.adaptive_file import SlotConfig, ignored_keys, load_slots
+from serve_spec.config.cost_table import CostTable
+from serve_spec.config.speculative import Strategy, parse_update
+from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.round import DRAFT_SHARPNESS
+
+_LIVE_KEYS = {
+    "speculative_adaptive": "adaptive",
+    "speculative_adaptive_strategy": "strategy",
+    "speculative_per_sequence": "per_sequence",
+    "min_dwell_rounds": "min_dwell_rounds",
+}
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """Everything that decides which policy runs, and how."""
+
+    shape: DraftShape
+    """What a fixed policy drafts; an adaptive one starts as deep."""
+    adaptive: bool = True
+    strategy: Strategy = "goodput"
+    slots: Mapping[int, SlotConfig] | None = None
+    per_sequence: bool = True
+    min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
+    max_steps: int | None = None
+    """Most drafts that the draft can make; None: there is no limit."""
+    sharpnesses: Sequence[float] = SHARPNESSES
+    """What sampled drafts may be drawn at; the best of them is learned."""
+    tree: DraftShape | None = None
+    """The largest tree an adaptive policy may draft, unless slots list others; None: chains."""
+    cuda_graph_bs: Sequence[int] | None = None
+    """Batch sizes of captured graphs: what strategy ema pads to before it picks a slot."""
+    token_counts: Sequence[int] = ()
+    """Tokens that captured graphs verify, ascending; none: any number costs its own time."""
+
+    @classmethod
+    def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
+        """Return what a configuration asks for; fixed at no drafts when nothing drafts.
+
+        Raises:
+            ConfigError: the adaptive config file is unreadable or invalid.
+        """
+        source, sharpness = config.speculative_adaptive_config, config.speculative_draft_sharpness
+        depth, topk = config.speculative_num_steps, config.speculative_eagle_topk
+        shape = DraftShape.chain(depth if config.enabled else 0)
+        if shape.depth and topk > 1:
+            shape = DraftShape(depth, config.num_draft_tokens - 1, topk)
+        learned = SHARPNESSES if config.couples_drafts else (DRAFT_SHARPNESS,)
+        return cls(
+            shape=shape,
+            adaptive=config.speculative_adaptive,
+            strategy=config.speculative_adaptive_strategy,
+            slots=None if source is None else load_slots(source),
+            per_sequence=config.speculative_per_sequence,
+            min_dwell_rounds=config.min_dwell_rounds,
+            max_steps=max_steps,
+            sharpnesses=learned if sharpness == "auto" else (sharpness,),
+            tree=None if shape.is_chain else shape,
+        )
+
+    def changed(self, settings: Mapping[str, Any]) -> PolicySettings:
+        """Return these settings with a live change, see `AdaptiveController.reconfigure`.
+
+        Raises:
+            ConfigError: anything in it is unknown or invalid.
+        """
+        given = parse_update(settings).said()
+        changes = {field: given[key] for key, field in _LIVE_KEYS.items() if key in given}
+        if "speculative_adaptive_config" in given:
+            source = given["speculative_adaptive_config"]
+            changes["slots"] = None if source is None else load_slots(source)
+        depth = given.get("speculative_num_steps", self.shape.depth)
+        if (rows := given.get("speculative_num_draft_tokens")) is not None:
+            # An engine of chains built no tree at all: whatever its topk, it is refused later.
+            topk = 2 if self.tree is None else self.tree.topk
+            changes["shape"] = DraftShape(depth, rows - 1, topk)
+        elif "speculative_num_draft_tokens" in given or depth != self.shape.depth:
+            changes["shape"] = DraftShape.chain(depth)
+        return replace(self, **changes)
+
+    @property
+    def warning(self) -> str:
+        """What to tell the user of keys that have no effect; empty: nothing."""
+        strategy = self.strategy if self.adaptive else "static"
+        ignored = ", ".join(ignored_keys(self.slots or {}, strategy))
+        return ignored and f"speculative_adaptive_config: strategy {strategy!r} ignores {ignored}"
+
+    @property
+    def needs_costs(self) -> bool:
+        """Whether the policy weighs what rounds cost."""
+        return self.adaptive and self.strategy == "goodput" and self._deepest(GOODPUT_STEPS) > 0
+
+    @property
+    def shapes(self) -> tuple[DraftShape, ...]:
+        """Every shape the policy may choose: chains, then trees, each ascending.
+
+        Known before its costs are. Where a tree may be chosen, so may the chain of its depth.
+        """
+        if self.needs_costs:
+            chosen = [DraftShape.chain(k) for k in range(self._deepest(GOODPUT_STEPS) + 1)]
+            chosen += [tree for shapes in self._trees.values() for tree in shapes]
+        else:
+            chosen = [*self.build(self.shape.depth, None).shapes]
+        chains = {DraftShape.chain(shape.depth) for shape in chosen}
+        return (*sorted(chains), *sorted({shape for shape in chosen if not shape.is_chain}))
+
+    @property
+    def trees(self) -> tuple[DraftShape, ...]:
+        """Of these, the trees."""
+        return tuple(shape for shape in self.shapes if not shape.is_chain)
+
+    @property
+    def max_depth(self) -> int:
+        """Levels of the deepest of them."""
+        return max(shape.depth for shape in self.shapes)
+
+    def largest_batch(self, num_steps: int) -> int | None:
+        """Return the largest batch size that may draft `num_steps`; None: there is no limit.
+
+        Whatever is built by batch size need not be built beyond it.
+        """
+        slots = self.ema_slots if self.strategy == "ema" else self.slots
+        if slots is None or not self.adaptive or num_steps == 0:
+            return None
+        reaching = [key for key, slot in slots.items() if slot.candidate_steps[-1] >= num_steps]
+        # Below the first key the first slot decides.
+        return min((key - 1 for key in slots if reaching and key > max(reaching)), default=None)
+
+    def build(
+        self,
+        initial_steps: int,
+        costs: CostTable | None,
+        accept_rates: Sequence[float] | None = None,
+    ) -> StepPolicy:
+        """Return a fresh policy. An adaptive one starts at, or near, `initial_steps`.
+
+        costs: what goodput weighs; until they are known, ema decides in its place.
+        accept_rates: expected by position, for a policy that estimates them; None: its default.
+        """
+        if not self.adaptive or self.strategy == "static":
+            return StaticPolicy(self.shape)
+        if self.strategy != "ema" and not self._deepest(1):
+            return StaticPolicy(PLAIN)  # the user's slots allow nothing else
+        if self.strategy == "per_request":
+            steps = min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS)
+            return PerRequestPolicy(steps, self.tree and trees.cut(self.tree, steps))
+        if self.strategy == "ema" or costs is None:
+            params = AdaptiveSpeculativeParams(initial_steps, self.ema_slots)
+            params.set_cuda_graph_bs(self.cuda_graph_bs)
+            tree = self.tree if self.strategy == "ema" else None  # else only goodput's are built
+            branched = {} if tree is None else trees.by_depth(tree, self.ema_slots)
+            return EmaPolicy(params, self.min_dwell_rounds, branched)
+        return GoodputPolicy(
+            costs,
+            max_steps=self._deepest(GOODPUT_STEPS),
+            bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
+            trees=self._trees,
+            per_sequence=self.per_sequence,
+            min_dwell_rounds=self.min_dwell_rounds,
+            initial_steps=initial_steps,
+            accept_rates=accept_rates,
+            token_counts=self.token_counts,
+        )
+
+    @property
+    def ema_slots(self) -> Mapping[int, SlotConfig]:
+        """The batch-size slots of strategy ema; by default no deeper than the draft."""
+        if self.slots is not None:
+            return self.slots
+        most = self.max_steps
+
+        def within(slot: SlotConfig) -> SlotConfig:
+            steps = {k if most is None else min(k, most) for k in slot.candidate_steps}
+            return slot.model_copy(update={"candidate_steps": tuple(sorted(steps))})
+
+        return {key: within(slot) for key, slot in load_slots("conservative").items()}
+
+    @property
+    def _trees(self) -> Mapping[int, tuple[DraftShape, ...]]:
+        """Of strategy goodput, by slot."""
+        if self.tree is None:
+            return {}
+        anywhere = SlotConfig(candidate_steps=(self._deepest(GOODPUT_STEPS),))
+        return trees.by_slot(self.tree, self.slots or {1: anywhere})
+
+    def _deepest(self, default: int) -> int:
+        """Return the depth that the user's slots allow; without any, `default`."""
+        if self.slots is None:
+            return default if self.max_steps is None else min(default, self.max_steps)
+        return max(slot.candidate_steps[-1] for slot in self.slots.values())
