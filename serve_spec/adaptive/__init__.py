@@ -1,10 +1,10 @@
 """How far to speculate: arithmetic. No torch, no clock, no files, no Ray."""
 
 from serve_spec.adaptive.controller import AdaptiveController
+from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, AdaptiveStepSlot
 from serve_spec.adaptive.per_request import AdaptiveSpeculator
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.adaptive.settings import PolicySettings
-from serve_spec.adaptive.slot import AdaptiveSpeculativeParams, AdaptiveStepSlot
 
 __all__ = [
     "AdaptiveController",

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_spec.adaptive import trees
-from serve_spec.adaptive.ema import DEFAULT_DWELL_ROUNDS, EmaPolicy
+from serve_spec.adaptive.ema import DEFAULT_DWELL_ROUNDS, AdaptiveSpeculativeParams, EmaPolicy
 from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.sharpness import SHARPNESSES
-from serve_spec.adaptive.slot import AdaptiveSpeculativeParams
 from serve_spec.config import SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, ignored_keys, load_slots
 from serve_spec.config.cost_table import CostTable

@@ -1,18 +1,342 @@
-"""What serving adds around the documented rule: dwell and probe back-off, by withholding only."""
+"""The documented rule of one slot, to the letter, routing by batch size, dwell and back-off."""
 
 from __future__ import annotations
 
+import json
 from itertools import pairwise
+from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive import AdaptiveStepSlot, Reason
-from serve_spec.adaptive.ema import (
-    DEFAULT_DWELL_ROUNDS,
-    LAST_PROBE_WAIT_ROUNDS,
-    GuardedSlot,
+from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveStepSlot, Reason
+from serve_spec.adaptive.ema import DEFAULT_DWELL_ROUNDS, LAST_PROBE_WAIT_ROUNDS
+from serve_spec.config import ConfigError
+from serve_spec.config.adaptive_file import PRESETS
+
+AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}
+LADDERS = st.lists(st.integers(0, 12), min_size=1, max_size=5)
+
+
+def slot(initial_steps: int, candidate_steps: list[int], **config: float) -> AdaptiveStepSlot:
+    return AdaptiveStepSlot(initial_steps, {"candidate_steps": candidate_steps, **config})
+
+
+def feed(target: AdaptiveStepSlot, mean: float, rounds: int = 1) -> list[int]:
+    """Rounds of ten rows that keep `mean` drafts on average, clipped to the tier; tiers after."""
+    tiers = []
+    for _ in range(rounds):
+        tenths = round(10 * min(mean, target.current_steps))
+        target.update([tenths // 10 + (row < tenths % 10) for row in range(10)])
+        tiers.append(target.current_steps)
+    return tiers
+
+
+@pytest.mark.parametrize(
+    ("initial", "start"), [(0, 1), (1, 1), (2, 1), (3, 3), (5, 3), (6, 7), (99, 7)]
 )
+def test_a_slot_starts_at_the_nearest_candidate_and_at_the_smaller_of_two(
+    initial: int, start: int
+) -> None:
+    fresh = slot(initial, [1, 3, 7])
+    assert fresh.current_steps == start
+    assert fresh.ema_accept_len == start - 1
+
+
+@pytest.mark.parametrize("initial", [-1, True, 1.0, "3"])
+def test_a_start_that_is_no_integer_from_zero_is_refused(initial: object) -> None:
+    with pytest.raises(ValueError, match="initial_steps="):
+        AdaptiveStepSlot(initial, {"candidate_steps": [1]})  # type: ignore[arg-type]
+
+
+def test_a_slot_without_a_ladder_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^candidate_steps: every slot must hold it"):
+        AdaptiveStepSlot(3, {"ema_alpha": 0.5})
+
+
+def test_the_average_moves_by_alpha_towards_the_mean_of_the_rows() -> None:
+    s = slot(3, [1, 3, 7])
+    s.update([3, 0, 3, 0])
+    assert s.ema_accept_len == pytest.approx(0.8 * 2.0 + 0.2 * 1.5)
+
+
+def test_by_default_a_slot_moves_on_round_15_or_every_fifth_after_it() -> None:
+    s = slot(1, [1, 3, 7])
+    changes = [n for n in range(1, 31) if s.update([s.current_steps] * 4)]
+    # The average passes 0.5 by round 15, but reaches 2.33 by round 20 and 2.5 only later.
+    assert changes == [15, 25]
+    assert s.batch_count == 30
+
+
+@pytest.mark.parametrize(("warmup", "interval"), [(0, 1), (0, 4), (3, 1), (7, 5)])
+def test_decisions_are_due_every_interval_after_the_warm_up(warmup: int, interval: int) -> None:
+    """At each it goes down or tries again."""
+    s = slot(1, [0, 1], ema_alpha=1.0, warmup_batches=warmup, update_interval=interval)
+    due = [n for n in range(1, 30) if s.update([0])]
+    assert due == list(range(warmup + interval, 30, interval))
+
+
+def test_an_empty_round_counts_for_nothing() -> None:
+    s = slot(3, [1, 3, 7], **AT_ONCE)
+    assert not s.update([])
+    assert (s.batch_count, s.ema_accept_len) == (0, 2.0)
+
+
+def test_worked_case_a_drop_is_inclusive() -> None:
+    s = slot(3, [1, 3, 7], down_hysteresis=0.0, up_hysteresis=0.5, **AT_ONCE)
+    assert s.update([0, 1])
+    assert (s.current_steps, s.ema_accept_len) == (1, 0.5)
+
+
+def test_a_rise_takes_several_levels_at_once() -> None:
+    # Only a stale result can show more than the tier drafted; the rule itself does not ask.
+    s = slot(1, [1, 3, 7], **AT_ONCE)
+    s.update([3, 3])
+    assert s.current_steps == 7
+
+
+@pytest.mark.parametrize(
+    ("start", "mean", "end"),
+    [
+        (1, 0.5, 1),
+        (1, 0.6, 3),
+        (3, 2.5, 3),
+        (3, 2.6, 7),
+        (7, 2.3, 7),
+        (7, 2.2, 3),
+        (7, 0.0, 1),
+        (3, 0.3, 3),
+        (3, 0.2, 1),
+    ],
+)
+def test_the_default_thresholds(start: int, mean: float, end: int) -> None:
+    s = slot(start, [1, 3, 7], **AT_ONCE)
+    feed(s, mean)
+    assert s.current_steps == end
+
+
+def test_the_drop_to_no_drafts_compares_with_one_half() -> None:
+    for mean, end in [(0.2, 0), (0.3, 1)]:  # threshold 0.5 - 0.25
+        s = slot(1, [0, 1], **AT_ONCE)
+        feed(s, mean)
+        assert s.current_steps == end
+
+
+def test_at_zero_the_average_is_frozen_and_the_next_decision_moves_up() -> None:
+    s = slot(3, [0, 3], **AT_ONCE)
+    feed(s, 0.1)
+    assert (s.current_steps, s.ema_accept_len) == (0, pytest.approx(0.1))
+    assert s.update([0, 0])
+    assert (s.current_steps, s.ema_accept_len) == (3, pytest.approx(0.1))
+
+
+def test_the_first_probe_of_a_slot_that_never_drafted_starts_from_a_neutral_average() -> None:
+    s = slot(0, [0, 3], **AT_ONCE)
+    assert s.ema_accept_len == -1
+    s.update([0, 0])
+    assert (s.current_steps, s.ema_accept_len) == (3, 2.0)
+
+
+def test_a_slot_that_may_not_draft_stays_at_zero() -> None:
+    s = slot(3, [0], **AT_ONCE)
+    assert feed(s, 1.0, rounds=5) == [0] * 5
+    assert s.ema_accept_len == -1
+
+
+def test_the_ceiling_pulls_a_tier_down_that_does_not_rise() -> None:
+    # Average 2.4 keeps tier 7 by the thresholds; ceil(2.4 * 1.2) = 3 does not.
+    for coeff, end in [(0.0, 7), (1.2, 3), (3.0, 7), (-1.0, 7)]:
+        s = slot(7, [1, 3, 7], ceiling_coeff=coeff, **AT_ONCE)
+        feed(s, 2.4)
+        assert s.current_steps == end
+
+
+def test_the_ceiling_never_goes_below_one() -> None:
+    # The hysteresis forbids every drop by the average; ceil(0 * 3) = 0 would allow one.
+    s = slot(3, [0, 1, 3], ceiling_coeff=3.0, down_hysteresis=-9.0, **AT_ONCE)
+    feed(s, 0.0)
+    assert s.current_steps == 1
+
+
+def test_the_ceiling_never_blocks_a_rise() -> None:
+    s = slot(1, [1, 3], ceiling_coeff=1.0, **AT_ONCE)
+    feed(s, 1.0)
+    assert s.current_steps == 3  # though ceil(1.0 * 1.0) = 1
+
+
+@given(
+    ladder=LADDERS,
+    initial=st.integers(0, 15),
+    alpha=st.floats(0.01, 1.0),
+    down=st.floats(-3, 3),
+    up=st.floats(-3, 3),
+    ceiling=st.floats(0, 4),
+    kept=st.lists(st.lists(st.floats(0, 1), max_size=4), max_size=40),
+)
+def test_the_tier_is_always_a_candidate_and_the_average_stays_between_minus_one_and_the_largest(
+    ladder: list[int],
+    initial: int,
+    alpha: float,
+    down: float,
+    up: float,
+    ceiling: float,
+    kept: list[list[float]],
+) -> None:
+    s = slot(
+        initial,
+        ladder,
+        ema_alpha=alpha,
+        warmup_batches=1,
+        update_interval=2,
+        down_hysteresis=down,
+        up_hysteresis=up,
+        ceiling_coeff=ceiling,
+    )
+    for shares in kept:
+        before = s.current_steps
+        changed = s.update([round(share * before) for share in shares])
+        assert changed == (s.current_steps != before)
+        assert s.current_steps in ladder
+        assert -1 <= s.ema_accept_len <= max(ladder)
+
+
+@given(
+    ladder=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    initial=st.integers(0, 15),
+    alpha=st.floats(0.05, 1.0),
+    down=st.floats(-3, 3),
+    gap=st.floats(0, 3),
+    rows=st.lists(st.integers(0, 12), min_size=1, max_size=4),
+)
+def test_constant_input_never_makes_a_slot_oscillate(
+    ladder: list[int], initial: int, alpha: float, down: float, gap: float, rows: list[int]
+) -> None:
+    """Where drops are not easier than rises (down ≤ up), the ceiling is off and 0 is no tier.
+
+    Rows keep the same number of drafts round after round, as far as the tier drafts that many.
+    """
+    s = slot(
+        initial,
+        ladder,
+        ema_alpha=alpha,
+        warmup_batches=0,
+        update_interval=1,
+        down_hysteresis=down,
+        up_hysteresis=down + gap,
+    )
+    moves = []
+    for _ in range(300):
+        before = s.current_steps
+        s.update([min(row, before) for row in rows])
+        if s.current_steps != before:
+            moves.append(s.current_steps > before)
+    turns = sum(first != second for first, second in pairwise(moves))
+    assert turns <= 1, "after one correction of the start it must settle"
+    assert len(moves) <= 2 * len(set(ladder))
+
+
+def fixed(**slots: int) -> AdaptiveSpeculativeParams:
+    """Slots with one tier each, so that the tier tells the slot: fixed(_4=2) is {"4": [2]}."""
+    config = {key.strip("_"): {"candidate_steps": [step]} for key, step in slots.items()}
+    return AdaptiveSpeculativeParams(1, config)
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "steps"), [(0, 1), (1, 1), (3, 1), (4, 1), (7, 1), (8, 2), (31, 2), (32, 3)]
+)
+def test_a_batch_goes_to_the_largest_slot_not_above_it_or_to_the_first(
+    batch_size: int, steps: int
+) -> None:
+    params = fixed(_4=1, _32=3, _8=2)
+    assert params.get_steps_for_batch(batch_size) == steps
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "steps"), [(1, 1), (4, 1), (5, 2), (8, 2), (9, 3), (16, 3), (17, 3), (100, 9)]
+)
+def test_a_batch_is_padded_to_the_next_captured_size_and_beyond_the_last_counts_itself(
+    batch_size: int, steps: int
+) -> None:
+    params = fixed(_1=1, _8=2, _16=3, _64=9)
+    params.set_cuda_graph_bs([16, 4, 8])
+    assert params.get_steps_for_batch(batch_size) == steps
+
+
+def test_forgetting_the_captured_sizes_ends_the_padding() -> None:
+    params = fixed(_1=1, _8=2)
+    params.set_cuda_graph_bs([8])
+    assert params.get_steps_for_batch(5) == 2
+    params.set_cuda_graph_bs(None)
+    assert params.get_steps_for_batch(5) == 1
+
+
+def test_the_captured_sizes_of_a_step_are_those_whose_slot_can_reach_it() -> None:
+    params = AdaptiveSpeculativeParams(3)
+    assert params.cuda_graph_bs_for_step(3) is None
+    params.set_cuda_graph_bs([1, 2, 4, 8, 16, 32, 64])
+    assert params.cuda_graph_bs_for_step(7) == [1, 2, 4]
+    assert params.cuda_graph_bs_for_step(3) == [1, 2, 4, 8, 16]
+    assert params.cuda_graph_bs_for_step(1) == [1, 2, 4, 8, 16, 32, 64]
+    assert params.cuda_graph_bs_for_step(5) == []
+
+
+def test_without_a_file_the_conservative_preset_rules() -> None:
+    slots = AdaptiveSpeculativeParams(7).slots
+    shape = {k: (s.candidate_steps, s.config.down_hysteresis) for k, s in slots.items()}
+    assert shape == {1: ([1, 3, 7], -0.25), 8: ([1, 3], 0.0), 32: ([1], 0.0)}
+
+
+def test_the_aggressive_preset_is_the_documented_one() -> None:
+    slots = AdaptiveSpeculativeParams(7, PRESETS["aggressive"]).slots
+    assert {k: (s.candidate_steps, s.config.ceiling_coeff) for k, s in slots.items()} == {
+        1: ([1, 3, 7], 0.0),
+        8: ([1, 3, 7], 3.0),
+        64: ([1, 3], 1.67),
+        128: ([1, 3], 1.2),
+    }
+    assert {s.config.down_hysteresis for s in slots.values()} == {-0.25}
+
+
+def test_the_candidates_of_the_whole_are_the_union_over_slots() -> None:
+    params = AdaptiveSpeculativeParams(
+        1, {"1": {"candidate_steps": [7, 3]}, "8": {"candidate_steps": [0, 3]}}
+    )
+    assert params.candidate_steps == [0, 3, 7]
+
+
+def test_a_path_is_read_and_a_bad_one_refused(tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps({"candidate_steps": [2, 5]}))
+    assert AdaptiveSpeculativeParams(3, str(file)).candidate_steps == [2, 5]
+    with pytest.raises(ConfigError, match=r"none\.json"):
+        AdaptiveSpeculativeParams(3, tmp_path / "none.json")
+
+
+def test_a_verified_round_teaches_the_slot_of_its_batch_alone() -> None:
+    params = AdaptiveSpeculativeParams(1, {**PRESETS["conservative"], **AT_ONCE})
+    assert params.on_verify_complete([1, 1], 2) == 3
+    assert [params.get_steps_for_batch(bs) for bs in (2, 8, 32)] == [3, 1, 1]
+    assert params.on_verify_complete([1, 1], 40) is None
+
+
+@given(
+    keys=st.sets(st.integers(1, 64), min_size=1, max_size=4),
+    captured=st.none() | st.lists(st.integers(1, 80), max_size=5),
+    batch_size=st.integers(1, 100),
+)
+def test_every_batch_is_given_a_candidate_of_the_slot_that_reaches_it(
+    keys: set[int], captured: list[int] | None, batch_size: int
+) -> None:
+    params = AdaptiveSpeculativeParams(3, {str(key): {"candidate_steps": [key]} for key in keys})
+    params.set_cuda_graph_bs(captured)
+    steps = params.get_steps_for_batch(batch_size)
+    key = params.slot_key(batch_size)
+    assert steps in params.slots[key].candidate_steps
+    reached = params.cuda_graph_bs_for_step(steps)
+    if captured and batch_size in captured:
+        assert reached is not None
+        assert batch_size in reached
 
 
 def guarded(
@@ -20,26 +344,27 @@ def guarded(
     initial_steps: int,
     min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS,
     **config: float,
-) -> GuardedSlot:
+) -> AdaptiveStepSlot:
     slot = AdaptiveStepSlot(initial_steps, {"candidate_steps": candidate_steps, **config})
-    return GuardedSlot(slot, min_dwell_rounds)
+    slot.min_dwell_rounds = min_dwell_rounds
+    return slot
 
 
-def shown(target: GuardedSlot, name: str) -> int:
+def shown(target: AdaptiveStepSlot, name: str) -> int:
     figure = target.snapshot()[name]
     assert isinstance(figure, int)
     return figure
 
 
-def waits_at_zero(target: GuardedSlot, kept: float, num_probes: int) -> list[int]:
+def waits_at_zero(target: AdaptiveStepSlot, kept: float, num_probes: int) -> list[int]:
     """Rounds at tier 0 before each of the next probes; every draft is kept with share `kept`."""
     waits = []
     rounds = 0
     while len(waits) < num_probes:
-        at_zero = target.slot.current_steps == 0
+        at_zero = target.current_steps == 0
         rounds = rounds + 1 if at_zero else 0
-        target.update([round(kept * target.slot.current_steps)] * 2)
-        if at_zero and target.slot.current_steps > 0:
+        target.update([round(kept * target.current_steps)] * 2)
+        if at_zero and target.current_steps > 0:
             waits.append(rounds)
     return waits
 
@@ -63,7 +388,7 @@ def test_a_good_probe_resets_the_wait() -> None:
     assert shown(slot, "probe_wait_rounds") == 80
     while slot.is_probing:
         slot.update([1, 1])
-    assert slot.slot.current_steps == 1
+    assert slot.current_steps == 1
     assert shown(slot, "probe_wait_rounds") == 5
     assert waits_at_zero(slot, kept=0.0, num_probes=2) == [5, 10]
 
@@ -85,7 +410,7 @@ def test_a_tier_is_kept_for_at_least_the_dwell() -> None:
     slot = guarded([1, 3, 7], 3, ema_alpha=1.0, warmup_batches=0, update_interval=1)
     switches = []
     for n in range(400):
-        kept = slot.slot.current_steps if n % 2 else 0
+        kept = slot.current_steps if n % 2 else 0
         if slot.update([kept] * 2):
             switches.append(n)
     gaps = [b - a for a, b in pairwise([-1, *switches])]
@@ -99,8 +424,8 @@ def test_without_dwell_and_tier_zero_the_guard_changes_nothing() -> None:
     for n in range(200):
         kept = [(n * 7 + row) % (documented.current_steps + 1) for row in range(3)]
         assert slot.update(kept) == documented.update(kept)
-        assert slot.slot.current_steps == documented.current_steps
-        assert slot.slot.ema_accept_len == documented.ema_accept_len
+        assert slot.current_steps == documented.current_steps
+        assert slot.ema_accept_len == documented.ema_accept_len
 
 
 @given(
@@ -113,13 +438,13 @@ def test_the_guard_withholds_decisions_and_never_adds_one(
 ) -> None:
     slot = guarded(ladder, 3, dwell, warmup_batches=2, update_interval=3)
     for row in shares:
-        before = slot.slot.current_steps
+        before = slot.current_steps
         young = shown(slot, "rounds_at_tier") + 1 < dwell
         changed = slot.update([round(share * before) for share in row])
-        assert changed == (slot.slot.current_steps != before)
-        is_due = (slot.slot.batch_count - 2) % 3 == 0 and slot.slot.batch_count > 2
+        assert changed == (slot.current_steps != before)
+        is_due = (slot.batch_count - 2) % 3 == 0 and slot.batch_count > 2
         assert not changed or (is_due and not young)
-        assert slot.slot.current_steps in ladder
+        assert slot.current_steps in ladder
         assert shown(slot, "probe_wait_rounds") <= LAST_PROBE_WAIT_ROUNDS
 
 
@@ -127,7 +452,7 @@ def test_every_decision_says_why() -> None:
     slot = guarded([0, 1, 3], 1, min_dwell_rounds=8)
     reasons = [slot.reason]
     for n in range(200):
-        slot.update([slot.slot.current_steps if n < 20 else 0] * 2)
+        slot.update([slot.current_steps if n < 20 else 0] * 2)
         if slot.reason != reasons[-1]:
             reasons.append(slot.reason)
     assert reasons[:7] == [
