@@ -10,11 +10,7 @@ from serve_spec.config.adaptive_file import SlotConfig
 
 
 class PositionCounters:
-    """Sums over verified rows. A draft is *reached* when every draft before it was accepted.
-
-    accepted / reached is the chance that a draft is kept where it matters; dividing by rounds
-    instead would blame deep positions for the rejections before them.
-    """
+    """Sums over verified rows. A draft is *reached* when every draft before it was accepted."""
 
     def __init__(self, max_steps: int) -> None:
         self._max_steps = max_steps
@@ -23,11 +19,7 @@ class PositionCounters:
         self._rows = [[0] * (max_steps + 1)] * 3
 
     def observe(self, num_correct_drafts: Sequence[int], row_steps: Sequence[int]) -> None:
-        """Count the rows of one round: drafts kept and drafts verified, per row.
-
-        Raises:
-            ValueError: a row kept more than it had, or had more than `max_steps`.
-        """
+        """Count the rows of one round; raise ValueError if one cannot be."""
         most = self._max_steps
         try:  # as bytes: numpy's first call after a model's forward takes 80 µs on a CPU
             steps, correct = bytes(row_steps), bytes(num_correct_drafts)
@@ -35,10 +27,8 @@ class PositionCounters:
         except (TypeError, ValueError):
             is_possible = False
         if not is_possible or len(steps) != len(correct):
-            rows = list(zip(row_steps, num_correct_drafts, strict=True))
-            bad = [(k, m) for k, m in rows if k not in range(most + 1) or not 0 <= m <= k]
-            fix = f"give integers, accepted drafts within the drafts of their row, 0..{most}"
-            raise ValueError(f"(row_steps, num_correct_drafts)={(bad or rows)[0]}: {fix}")
+            shown = f"row_steps={row_steps}, num_correct_drafts={num_correct_drafts}"
+            raise ValueError(f"{shown}: give integers, 0 ≤ accepted ≤ drafts ≤ {most} in every row")
         columns = steps, correct, bytes(compress(steps, map(eq, steps, correct)))
         self._rows = [
             [n + column.count(k) for k, n in enumerate(rows)]
@@ -66,20 +56,16 @@ class PositionCounters:
         rows, by_correct, whole = self._rows
         entries: list[dict[str, object]] = []
         for j in range(self._max_steps):
-            if drafted := sum(rows[j + 1 :]):
-                accepted = sum(by_correct[j + 1 :])
-                reached = accepted + by_correct[j] - whole[j]
-                rate = round(accepted / reached, 4) if reached else None
-                counts = {"drafted": drafted, "reached": reached, "accepted": accepted}
-                entries.append({"position": j + 1, **counts, "accept_rate": rate})
+            drafted, accepted = sum(rows[j + 1 :]), sum(by_correct[j + 1 :])
+            reached = accepted + by_correct[j] - whole[j]
+            rate = round(accepted / reached, 4) if reached else None
+            counts = {"drafted": drafted, "reached": reached, "accepted": accepted}
+            entries += [{"position": j + 1, **counts, "accept_rate": rate}] if drafted else []
         return entries
 
 
 class SlotAverages:
-    """Moving averages of accepted drafts per request, by the batch-size slots of strategy `ema`.
-
-    Observed under every strategy, so that replicas compare; `ema` alone decides by its own.
-    """
+    """Moving averages of accepted drafts by the slots of strategy `ema`, under every strategy."""
 
     def __init__(self, slots: Mapping[int, SlotConfig]) -> None:
         self._alphas = {key: slot.ema_alpha for key, slot in slots.items()}

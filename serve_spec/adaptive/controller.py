@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 from serve_spec.adaptive.acceptance import PositionCounters, SlotAverages
@@ -24,9 +25,7 @@ class AdaptiveController:
     """Picks the shape before drafting, learns after verification, keeps the counts.
 
     A policy that fails (a broken clock, a defect) gives way to plain decoding; that is said once,
-    and after a while it is built anew. Strategy goodput gives way to ema until costs are known.
-
-    One thread drives it (the engine's); `snapshot` may be called from any.
+    and after a while it is built anew. One thread drives it; `snapshot` may be called from any.
     """
 
     def __init__(
@@ -37,10 +36,7 @@ class AdaptiveController:
         *,
         costs_are_rough: bool = False,
     ) -> None:
-        """Start with these settings and tell `say` about keys that have no effect.
-
-        costs_are_rough: they are dropped, and ema decides, once rounds contradict them.
-        """
+        """Start; goodput gives way to ema without costs, and if rounds contradict rough ones."""
         self._configured = self._settings = settings
         self._costs, self._costs_are_rough, self._say = costs, costs_are_rough, say
         self._accept_rates: Sequence[float] | None = None
@@ -49,10 +45,7 @@ class AdaptiveController:
         self._policy = settings.build(settings.shape.depth, costs)
         self._sharpness = SharpnessPolicy(settings.sharpnesses)
         self.shapes = settings.shapes
-        """Every shape the worker must build: chains, then trees, each ascending; never grows.
-
-        `PLAIN` is among them only if the policy can choose it: a worker always has it.
-        """
+        """Every shape the worker must build, and `PLAIN`, which it always has; never grows."""
         self._active: DraftShape | None = None
         self._batch_size = 0
         self._last_reason = self._policy.last_reason
@@ -83,8 +76,7 @@ class AdaptiveController:
     def choose_steps(self, batch: DecodeBatch) -> RoundSteps:
         """Return the shape of the next round and each row's share of it, before drafting.
 
-        Prefill rows are not in the batch: counting them would let one arriving prompt change the
-        shape. An empty batch gets 0 steps and is not a round.
+        An empty batch gets 0 steps and is not a round.
         """
         if not batch.size:
             self.switch_reason, self.notes = None, NO_NOTES
@@ -93,6 +85,7 @@ class AdaptiveController:
             self._fallback_rounds_left -= 1
             if self._fallback_rounds_left <= 0:
                 self._build_policy(self._settings)
+                self._reconfigured = False
         try:
             steps = self._policy.choose(batch)
         except Exception as error:  # plain decoding serves every request, a dead engine none
@@ -123,29 +116,24 @@ class AdaptiveController:
         counters.observe(correct, steps)
         self._averages.observe(record.batch_size, correct, steps)
         if any(record.is_sampled):
-            sampled = [row for row, is_sampled in enumerate(record.is_sampled) if is_sampled]
-            drafts = [steps[row] for row in sampled], [correct[row] for row in sampled]
-            self._sharpness.observe(record.draft_sharpness, *drafts)
+            sampled = compress(zip(steps, correct, strict=True), record.is_sampled)
+            self._sharpness.observe(record.draft_sharpness, list(sampled))
         try:
             self._policy.observe(record)
         except BadMeasurement as error:
             if self._costs_are_rough:
                 self._costs, self._costs_are_rough = None, False
-                self._build_policy(self._settings, reconfigured=True)
+                self._build_policy(self._settings)
             else:
                 self._fall_back(str(error))
         except Exception as error:
             self._fall_back(f"the policy failed to learn: {error!r}")
 
     def start_from(self, accept_rates: Sequence[float]) -> None:
-        """Start anew from what others learned of this pair; for a controller without rounds.
-
-        A policy that does not estimate acceptance passes it over.
-
-        accept_rates: by position, at least one for each the policy may draft.
+        """Start anew from acceptance rates by position, if the policy estimates any.
 
         Raises:
-            ValueError: too few, or not all within (0, 1); nothing changed.
+            ValueError: fewer than it may draft, or not all within (0, 1); nothing changed.
         """
         policy = self._settings.build(self._settings.shape.depth, self._costs, accept_rates)
         self._policy, self._accept_rates = policy, accept_rates
@@ -159,21 +147,17 @@ class AdaptiveController:
         """Let strategy goodput, if it is configured, decide by `costs` from the next round on."""
         self._costs, self._costs_are_rough = costs, are_rough
         if self.weighs_costs:
-            self._build_policy(self._settings, reconfigured=True)
+            self._build_policy(self._settings)
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that finished, was aborted or preempted."""
         self._policy.forget(request_id)
 
     def reconfigure(self, settings: Mapping[str, Any]) -> None:
-        """Replace the policy between rounds; counts survive, averages start anew.
+        """Replace the policy between rounds, at the shape of now; counts survive.
 
-        What is left out is as configured, whatever earlier changes said: an engine that starts
-        later and is told the same does the same. The new policy starts at the shape of now.
-
-        settings: keys of `PolicyUpdate`. A number of steps other than the configured one is of
-            chains, unless speculative_num_draft_tokens is given; that key as None is of chains,
-            too. speculative_adaptive_config is a mapping, its file or a preset.
+        settings: keys of `PolicyUpdate`; those left out are as configured, whatever earlier
+            changes said, so that an engine that starts later and is told the same does the same.
 
         Raises:
             ConfigError: unknown or invalid, or a shape the worker did not build; nothing changed.
@@ -185,14 +169,13 @@ class AdaptiveController:
                 "restart with the new configuration"
             )
         self._refuse_unbuilt(wanted.shapes)
-        self._build_policy(wanted, reconfigured=True)
+        self._build_policy(wanted)
 
-    def _build_policy(self, settings: PolicySettings, *, reconfigured: bool = False) -> None:
+    def _build_policy(self, settings: PolicySettings) -> None:
         """Start anew with these settings, at the shape of now."""
         start = self._active or settings.shape
         self._policy = settings.build(start.depth, self._costs, self._accept_rates)
-        self._settings, self._fallback = settings, None
-        self._reconfigured |= reconfigured
+        self._settings, self._reconfigured, self._fallback = settings, True, None
 
     def _fall_back(self, why: str) -> None:
         """Decode plainly for a while, which cannot be worse than speculation turned off."""

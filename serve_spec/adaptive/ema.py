@@ -133,12 +133,9 @@ class AdaptiveSpeculativeParams:
     """
 
     def __init__(self, initial_steps: int, cfg_path: AdaptiveSource | None = None) -> None:
-        """Start every slot at its candidate nearest to `initial_steps`.
+        """Start every slot as `AdaptiveStepSlot` does.
 
         cfg_path: JSON file, the mapping it would hold, or None for the conservative preset.
-
-        Raises:
-            ConfigError, ValueError: as a slot; or the file is unreadable.
         """
         configs = load_slots("conservative" if cfg_path is None else cfg_path)
         self.slots = {key: AdaptiveStepSlot(initial_steps, slot) for key, slot in configs.items()}
@@ -181,19 +178,23 @@ class AdaptiveSpeculativeParams:
 class EmaPolicy:
     """`AdaptiveSpeculativeParams` with dwell and back-off, fed with fresh results only.
 
-    trees: what is drafted at a depth, if not chains, by slot and depth.
+    trees: by slot; the largest of a depth is drafted instead of a chain.
     """
 
     def __init__(
         self,
         params: AdaptiveSpeculativeParams,
         min_dwell_rounds: int,
-        trees: Mapping[int, Mapping[int, DraftShape]] | None = None,
+        trees: Mapping[int, Sequence[DraftShape]] | None = None,
     ) -> None:
-        self._params, self._trees = params, trees or {}
-        for slot in params.slots.values():
+        self._params = params
+        self._trees: dict[tuple[int, int], DraftShape] = {}
+        for key, slot in params.slots.items():
             slot.min_dwell_rounds = min_dwell_rounds
-        branched = {shape for by_depth in self._trees.values() for shape in by_depth.values()}
+            for tree in sorted((trees or {}).get(key, ())):
+                if tree.depth in slot.candidate_steps:
+                    self._trees[key, tree.depth] = tree
+        branched = set(self._trees.values())
         self.shapes = (*map(DraftShape.chain, params.candidate_steps), *sorted(branched))
         self.last_reason = Reason.WARM_UP
         self._last_key: int | None = None
@@ -210,7 +211,7 @@ class EmaPolicy:
         self.last_reason = slot.reason if self._last_key in (None, key) else Reason.RANGE
         self._last_key = key
         depth, average = slot.current_steps, slot.ema_accept_len
-        shape = self._trees.get(key, {}).get(depth) or DraftShape.chain(depth)
+        shape = self._trees.get((key, depth)) or DraftShape.chain(depth)
         notes = RoundNotes(is_probe=slot.is_probing, slot=str(key), ema_accept_length=average)
         return RoundSteps(shape, notes=notes)
 

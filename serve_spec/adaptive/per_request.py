@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
+from functools import partial
+
 from serve_spec.adaptive.policy import Reason
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, RoundSteps
 
 DEFAULT_MAX_STEPS = 8
-INITIAL_STEPS = 5
-RAISE_ABOVE = 0.85
-LOWER_BELOW = 0.55
+FIRST_STEPS = 5
 
 
 class AdaptiveSpeculator:
@@ -20,16 +21,8 @@ class AdaptiveSpeculator:
     """
 
     def __init__(
-        self,
-        initial_steps: int = INITIAL_STEPS,
-        min_steps: int = 1,
-        max_steps: int = DEFAULT_MAX_STEPS,
+        self, initial_steps: int = FIRST_STEPS, min_steps: int = 1, max_steps: int = 8
     ) -> None:
-        """Start at `initial_steps`.
-
-        Raises:
-            ValueError: `min_steps` below 1, or `initial_steps` outside the bounds.
-        """
         if min_steps < 1:
             fix = "use an integer ≥ 1: a sequence that drafts nothing never learns to draft again"
             raise ValueError(f"min_steps={min_steps}: {fix}")
@@ -40,16 +33,8 @@ class AdaptiveSpeculator:
         self.min_steps, self.max_steps, self.num_steps = min_steps, max_steps, initial_steps
         self.num_draft_tokens = self.num_correct_drafts = 0
 
-    @property
-    def accept_rate(self) -> float | None:
-        """Share of all drafts so far that were accepted; None before the first."""
-        drafted = self.num_draft_tokens
-        return self.num_correct_drafts / drafted if drafted else None
-
     def update(self, num_draft_tokens: int, num_correct_drafts: int) -> bool:
-        """Learn from one verification and return whether `num_steps` changed.
-
-        num_draft_tokens: drafts really verified; fewer than `num_steps` when few tokens remain.
+        """Learn from the drafts of one verification and return whether `num_steps` changed.
 
         Raises:
             ValueError: drafts outside 0..max_steps, or more kept than drafted; nothing was counted.
@@ -66,9 +51,9 @@ class AdaptiveSpeculator:
         self.num_draft_tokens += drafts
         self.num_correct_drafts += correct
         rate, before = self.num_correct_drafts / self.num_draft_tokens, self.num_steps
-        if rate > RAISE_ABOVE:
+        if rate > 0.85:
             self.num_steps = min(before + 1, self.max_steps)
-        elif rate < LOWER_BELOW:
+        elif rate < 0.55:
             self.num_steps = max(before - 1, self.min_steps)
         return self.num_steps != before
 
@@ -80,22 +65,23 @@ class PerRequestPolicy:
 
     def __init__(self, max_steps: int = DEFAULT_MAX_STEPS, tree: DraftShape | None = None) -> None:
         """With a `tree`, of at most `max_steps` levels, each row drafts its own levels of it."""
-        self._max_steps = max_steps if tree is None else tree.depth
-        self._tree = tree
-        chains = tuple(map(DraftShape.chain, range(1, self._max_steps + 1)))
+        most = max_steps if tree is None else tree.depth
+        chains = tuple(map(DraftShape.chain, range(1, most + 1)))
         self.shapes = chains if tree is None else (*chains, tree)
-        self._speculators: dict[str, AdaptiveSpeculator] = {}
+        self._tree = tree
+        fresh = partial(AdaptiveSpeculator, min(FIRST_STEPS, most), max_steps=most)
+        self._speculators: defaultdict[str, AdaptiveSpeculator] = defaultdict(fresh)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """Return each row's own number of steps; the chain is as deep as the largest of them."""
-        row_steps = [self._of(request_id).num_steps for request_id in batch.request_ids]
+        row_steps = [self._speculators[request_id].num_steps for request_id in batch.request_ids]
         return RoundSteps(self._tree or DraftShape.chain(max(row_steps)), row_steps)
 
     def observe(self, record: StepRecord) -> None:
         """Tell each sequence what became of the model's drafts; without them it learns nothing."""
         for request_id, steps, correct in zip(*record.model_drafts[:3], strict=True):
             if steps:
-                self._of(request_id).update(steps, correct)
+                self._speculators[request_id].update(steps, correct)
 
     def forget(self, request_id: str) -> None:
         """Drop the request's history."""
@@ -104,14 +90,6 @@ class PerRequestPolicy:
     def snapshot(self) -> dict[str, object]:
         """Return how many requests are at which number of steps."""
         # A copy first: the engine's thread may add a request meanwhile.
-        steps = [speculator.num_steps for speculator in list(self._speculators.values())]
-        requests = {str(k): steps.count(k) for k in sorted(set(steps))}
-        return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": requests}
-
-    def _of(self, request_id: str) -> AdaptiveSpeculator:
-        found = self._speculators.get(request_id)
-        if found is None:
-            first = min(INITIAL_STEPS, self._max_steps)
-            found = AdaptiveSpeculator(first, max_steps=self._max_steps)
-            self._speculators[request_id] = found
-        return found
+        steps = [each.num_steps for each in list(self._speculators.values())]
+        counts = {str(k): steps.count(k) for k in sorted(set(steps))}
+        return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": counts}

@@ -48,11 +48,7 @@ class StepPolicy(Protocol):
         """Return the next round's shape and, where rows differ, their levels; batch.size ≥ 1."""
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from one step.
-
-        Raises:
-            BadMeasurement: the clock is broken, or what reads it.
-        """
+        """Learn from one step; raise BadMeasurement if the clock is broken, or what reads it."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that left the batch, however it left."""

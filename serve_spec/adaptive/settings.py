@@ -21,7 +21,7 @@ from serve_spec.config.speculative import Strategy, parse_update
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.round import DRAFT_SHARPNESS
 
-_LIVE_KEYS = {
+_FIELDS = {
     "speculative_adaptive": "adaptive",
     "speculative_adaptive_strategy": "strategy",
     "speculative_per_sequence": "per_sequence",
@@ -33,31 +33,21 @@ _LIVE_KEYS = {
 class PolicySettings:
     """Everything that decides which policy runs, and how."""
 
-    shape: DraftShape
-    """What a fixed policy drafts; an adaptive one starts as deep."""
+    shape: DraftShape  # of a fixed policy; an adaptive one starts as deep
     adaptive: bool = True
     strategy: Strategy = "goodput"
     slots: Mapping[int, SlotConfig] | None = None
     per_sequence: bool = True
     min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
-    max_steps: int | None = None
-    """Most drafts that the draft can make; None: there is no limit."""
+    max_steps: int | None = None  # most drafts that the draft can make
     sharpnesses: Sequence[float] = SHARPNESSES
-    """What sampled drafts may be drawn at; the best of them is learned."""
-    tree: DraftShape | None = None
-    """The largest tree an adaptive policy may draft, unless slots list others; None: chains."""
-    cuda_graph_bs: Sequence[int] | None = None
-    """Batch sizes of captured graphs: what strategy ema pads to before it picks a slot."""
-    token_counts: Sequence[int] = ()
-    """Tokens that captured graphs verify, ascending; none: any number costs its own time."""
+    tree: DraftShape | None = None  # the largest of an adaptive policy, unless slots list others
+    cuda_graph_bs: Sequence[int] | None = None  # batch sizes of captured graphs
+    token_counts: Sequence[int] = ()  # tokens that captured graphs verify, ascending
 
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
-        """Return what a configuration asks for; fixed at no drafts when nothing drafts.
-
-        Raises:
-            ConfigError: the adaptive config file is unreadable or invalid.
-        """
+        """Return what a configuration asks for; fixed at no drafts when nothing drafts."""
         source, sharpness = config.speculative_adaptive_config, config.speculative_draft_sharpness
         depth, topk = config.speculative_num_steps, config.speculative_eagle_topk
         shape = DraftShape.chain(depth if config.enabled else 0)
@@ -66,24 +56,17 @@ class PolicySettings:
         learned = SHARPNESSES if config.couples_drafts else (DRAFT_SHARPNESS,)
         return cls(
             shape=shape,
-            adaptive=config.speculative_adaptive,
-            strategy=config.speculative_adaptive_strategy,
             slots=None if source is None else load_slots(source),
-            per_sequence=config.speculative_per_sequence,
-            min_dwell_rounds=config.min_dwell_rounds,
             max_steps=max_steps,
             sharpnesses=learned if sharpness == "auto" else (sharpness,),
             tree=None if shape.is_chain else shape,
+            **{field: getattr(config, key) for key, field in _FIELDS.items()},
         )
 
     def changed(self, settings: Mapping[str, Any]) -> PolicySettings:
-        """Return these settings with a live change, see `AdaptiveController.reconfigure`.
-
-        Raises:
-            ConfigError: anything in it is unknown or invalid.
-        """
+        """Return these settings with a live change; raise ConfigError if any of it is invalid."""
         given = parse_update(settings).said()
-        changes = {field: given[key] for key, field in _LIVE_KEYS.items() if key in given}
+        changes = {field: given[key] for key, field in _FIELDS.items() if key in given}
         if "speculative_adaptive_config" in given:
             source = given["speculative_adaptive_config"]
             changes["slots"] = None if source is None else load_slots(source)
@@ -110,9 +93,9 @@ class PolicySettings:
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Every shape the policy may choose: chains, then trees, each ascending.
+        """Every shape the policy may choose, known before its costs: chains, then trees.
 
-        Known before its costs are. Where a tree may be chosen, so may the chain of its depth.
+        Where a tree may be chosen, so may the chain of its depth.
         """
         if self.needs_costs:
             chosen = [DraftShape.chain(k) for k in range(self._deepest(GOODPUT_STEPS) + 1)]
@@ -133,10 +116,7 @@ class PolicySettings:
         return max(shape.depth for shape in self.shapes)
 
     def largest_batch(self, num_steps: int) -> int | None:
-        """Return the largest batch size that may draft `num_steps`; None: there is no limit.
-
-        Whatever is built by batch size need not be built beyond it.
-        """
+        """Return the largest batch size that may draft `num_steps`; None: there is no limit."""
         slots = self.ema_slots if self.strategy == "ema" else self.slots
         if slots is None or not self.adaptive or num_steps == 0:
             return None
@@ -150,11 +130,7 @@ class PolicySettings:
         costs: CostTable | None,
         accept_rates: Sequence[float] | None = None,
     ) -> StepPolicy:
-        """Return a fresh policy. An adaptive one starts at, or near, `initial_steps`.
-
-        costs: what goodput weighs; until they are known, ema decides in its place.
-        accept_rates: expected by position, for a policy that estimates them; None: its default.
-        """
+        """Return a fresh policy; ema in place of goodput until costs are known."""
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.shape)
         if self.strategy != "ema" and not self._deepest(1):
@@ -165,8 +141,7 @@ class PolicySettings:
         if self.strategy == "ema" or costs is None:
             params = AdaptiveSpeculativeParams(initial_steps, self.ema_slots)
             params.set_cuda_graph_bs(self.cuda_graph_bs)
-            tree = self.tree if self.strategy == "ema" else None  # else only goodput's are built
-            branched = {} if tree is None else trees.by_depth(tree, self.ema_slots)
+            branched = self._trees if self.strategy == "ema" else {}  # else others were built
             return EmaPolicy(params, self.min_dwell_rounds, branched)
         return GoodputPolicy(
             costs,
@@ -185,19 +160,19 @@ class PolicySettings:
         """The batch-size slots of strategy ema; by default no deeper than the draft."""
         if self.slots is not None:
             return self.slots
-        most = self.max_steps
-
-        def within(slot: SlotConfig) -> SlotConfig:
+        slots, most = load_slots("conservative"), self.max_steps
+        for key, slot in slots.items():
             steps = {k if most is None else min(k, most) for k in slot.candidate_steps}
-            return slot.model_copy(update={"candidate_steps": tuple(sorted(steps))})
-
-        return {key: within(slot) for key, slot in load_slots("conservative").items()}
+            slots[key] = slot.model_copy(update={"candidate_steps": tuple(sorted(steps))})
+        return slots
 
     @property
     def _trees(self) -> Mapping[int, tuple[DraftShape, ...]]:
-        """Of strategy goodput, by slot."""
+        """Of strategies ema and goodput, by slot."""
         if self.tree is None:
             return {}
+        if self.strategy == "ema":
+            return trees.by_slot(self.tree, self.ema_slots, of_each_depth=True)
         anywhere = SlotConfig(candidate_steps=(self._deepest(GOODPUT_STEPS),))
         return trees.by_slot(self.tree, self.slots or {1: anywhere})
 

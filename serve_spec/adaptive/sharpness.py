@@ -1,12 +1,10 @@
 """How sharp drafts are drawn: their temperature over the request's, learned while they are made.
 
-A coupled draft takes its argmax under the target's own noise at temperature sharpness · T
-(`ops/draw.py`). No sharpness changes a text; only how many drafts are accepted differs. Most rounds
-use the best one known, and a bounded share tries the others in turn.
-
-Of a probe that reached n drafts one counts how many more were accepted than at the rate of the
-rounds since the probe before: traffic changes more from minute to minute than the sharpnesses
-differ. The sum of these differences is judged by their own squares (a self-normalised sum).
+No sharpness changes a text (`ops/draw.py`); only how many drafts are accepted differs. Most rounds
+use the best one known, a bounded share tries the others in turn. Of a probe that reached n drafts
+one counts how many more were accepted than at the rate of the rounds since the probe before, as
+traffic changes more than the sharpnesses differ. Whether the sum of these differences is more than
+chance is judged by their own squares (a self-normalised sum).
 """
 
 from __future__ import annotations
@@ -20,12 +18,9 @@ SHARPNESSES = (0.7, DRAFT_SHARPNESS, 1.0)
 """What is tried; the middle one comes first."""
 PROBE_EVERY_ROUNDS = 17
 """One round in so many tries another: odd, as other policies count rounds in powers of two."""
-STANDARD_ERRORS = 3.0
-"""By how many it has to be better."""
-FEWEST_PROBES = 32
-"""Probes of one before it is judged at all."""
-MEMORY_PROBES = 4096
-"""Probes of one after which what they showed counts half."""
+STANDARD_ERRORS = 3.0  # by how many it has to be better
+FEWEST_PROBES = 32  # of one before it is judged at all
+MEMORY_PROBES = 4096  # of one after which what they showed counts half
 
 
 class SharpnessPolicy:
@@ -51,13 +46,10 @@ class SharpnessPolicy:
         self.num_probes += 1
         return [*self._others][self.num_probes % len(self._others)]
 
-    def observe(
-        self, sharpness: float, row_steps: Sequence[int], num_correct_drafts: Sequence[int]
-    ) -> None:
-        """Learn from one round: drafts verified and accepted, of its sampled rows."""
-        rows = zip(row_steps, num_correct_drafts, strict=True)
-        reached = sum(min(correct + 1, steps) for steps, correct in rows)
-        correct = sum(num_correct_drafts)
+    def observe(self, sharpness: float, drafts: Sequence[tuple[int, int]]) -> None:
+        """Learn from one round: drafts verified and accepted, of each of its sampled rows."""
+        reached = sum([min(correct + 1, steps) for steps, correct in drafts])
+        correct = sum([correct for _, correct in drafts])
         if sharpness == self.best:
             self._reached += reached
             self._correct += correct
@@ -78,9 +70,5 @@ class SharpnessPolicy:
 
     def snapshot(self) -> dict[str, object]:
         """Return what an operator should see of it, JSON-able."""
-        return {
-            "best": self.best,
-            "num_rounds": self.num_rounds,
-            "num_probes": self.num_probes,
-            "num_switches": self.num_switches,
-        }
+        shown = ("best", "num_rounds", "num_probes", "num_switches")
+        return {name: getattr(self, name) for name in shown}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from serve_spec.config.adaptive_file import SlotConfig
 from serve_spec.core.draft_shape import DraftShape
@@ -33,30 +33,20 @@ def cut(tree: DraftShape, max_depth: int) -> DraftShape:
     return tree if tree.depth <= max_depth else of_depth(tree, max_depth)
 
 
-def by_slot(tree: DraftShape, slots: Mapping[int, SlotConfig]) -> dict[int, tuple[DraftShape, ...]]:
-    """Return what batches of each slot may draft: its list, or the ladder within its bound."""
+def by_slot(
+    tree: DraftShape, slots: Mapping[int, SlotConfig], *, of_each_depth: bool = False
+) -> dict[int, tuple[DraftShape, ...]]:
+    """Return what batches of each slot may draft: its list, or trees like `tree` within its bound.
 
-    def of_slot(slot: SlotConfig) -> tuple[DraftShape, ...]:
-        if slot.candidate_trees is not None:
-            return _listed(tree, slot)
-        deepest = slot.candidate_steps[-1]
-        return ladder(cut(tree, deepest)) if deepest else ()
+    of_each_depth: those are one of each number of steps, as large as `tree`; else the ladder.
+    """
 
-    return {key: of_slot(slot) for key, slot in slots.items()}
-
-
-def by_depth(tree: DraftShape, slots: Mapping[int, SlotConfig]) -> dict[int, dict[int, DraftShape]]:
-    """Return the tree of every depth of a slot: the largest it lists, or as large as `tree`."""
-    found = {}
-    for key, slot in slots.items():
+    def shapes(slot: SlotConfig) -> Iterable[DraftShape]:
         steps = [depth for depth in slot.candidate_steps if depth]
-        is_free = slot.candidate_trees is None
-        shapes = [of_depth(tree, k) for k in steps] if is_free else _listed(tree, slot)
-        found[key] = {shape.depth: shape for shape in shapes if shape.depth in steps}
-    return found
+        if slot.candidate_trees is not None:
+            return (DraftShape(depth, rows - 1, tree.topk) for depth, rows in slot.candidate_trees)
+        if of_each_depth:
+            return (of_depth(tree, depth) for depth in steps)
+        return ladder(cut(tree, steps[-1])) if steps else ()
 
-
-def _listed(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
-    """Return the shapes a slot lists, ascending."""
-    listed = slot.candidate_trees or ()
-    return tuple(sorted(DraftShape(depth, rows - 1, tree.topk) for depth, rows in listed))
+    return {key: tuple(sorted(shapes(slot))) for key, slot in slots.items()}

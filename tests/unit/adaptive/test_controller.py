@@ -14,9 +14,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings, Reason
+from serve_spec.adaptive.controller import FALLBACK_ROUNDS
+from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.record import StepTimes
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
@@ -264,23 +267,10 @@ def test_known_mistake_9_every_row_is_divided_by_its_own_drafts() -> None:
     assert [entry["accept_rate"] for entry in snapshot["positions"]] == [1.0] * 7
 
 
-def test_known_mistake_10_positions_are_divided_by_the_rounds_that_reached_them() -> None:
-    made = controller({**EAGER, "candidate_steps": [1, 7]}, num_steps=7)
-    made.on_verify_complete(verified_round([3, 1, 0, 0, 0], 5, 7, row_steps=[3, 3, 3, 3, 0]))
-    made.on_verify_complete(verified_round([1], 1, 1))  # never drafted position 2: no miss there
-    snapshot: Any = made.snapshot()
-    assert [tuple(entry.values()) for entry in snapshot["positions"]] == [
-        (1, 5, 5, 3, 0.6),
-        (2, 4, 2, 1, 0.5),
-        (3, 4, 1, 1, 1.0),
-    ]
-    assert snapshot["learned_accept_length"] == 1 + 5 / 5
-
-
 @pytest.mark.parametrize("counts", [[4], [-1], [0, 9]])
 def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -> None:
     made = controller(TWO_SLOTS)
-    with pytest.raises(ValueError, match=r"num_correct_drafts\)=\(3, "):
+    with pytest.raises(ValueError, match=rf"num_correct_drafts=\[{counts[0]}"):
         told(made, counts, 2, 3)
     assert made.snapshot()["learned_draft_tokens"] == 0
 
@@ -450,6 +440,98 @@ class TestAStartFromWhatOthersLearned:
         target = controller(TWO_SLOTS)
         target.start_from([0.9] * 3)
         assert choose(target, 4) == 3
+
+
+BROKEN = StepTimes(0.0, 0.0, float("nan"))
+
+
+def fail(*args: object) -> None:
+    raise RuntimeError("defect")
+
+
+class TestAPolicyThatFails:
+    """Speculation is off for a while, that is said once, and then the policy is built anew."""
+
+    @staticmethod
+    def make(said: list[str], **keys: Any) -> AdaptiveController:
+        settings = PolicySettings(DraftShape.chain(3), min_dwell_rounds=0)
+        return AdaptiveController(settings, recorded_table(GPU_8B), said.append, **keys)
+
+    @staticmethod
+    def play(target: AdaptiveController, num_rounds: int, **fields: Any) -> list[int]:
+        depths = []
+        for _ in range(num_rounds):
+            depths.append(choose(target, 2))
+            kept = [depths[-1]] * 2
+            target.on_verify_complete(verified_round(kept, 2, depths[-1], **fields))
+        return depths
+
+    def test_for_a_broken_clock(self) -> None:
+        said: list[str] = []
+        target = self.make(said)
+        depths = self.play(target, FALLBACK_ROUNDS + 100, times=BROKEN)
+        off = [n for n, depth in enumerate(depths) if not depth]
+        assert FALLBACK_ROUNDS <= len(off) <= FALLBACK_ROUNDS + 100
+        assert set(range(8, FALLBACK_ROUNDS)) <= set(off)
+        assert any(depths[FALLBACK_ROUNDS:])
+        assert target.snapshot()["num_fallbacks"] == 2
+        assert target.snapshot()["last_reason"] == "fallback"
+        assert len(said) == 1
+        assert "speculation is off for now: 8 times in a row" in said[0]
+
+    @pytest.mark.parametrize("method", ["choose", "observe"])
+    def test_for_a_defect(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+        said: list[str] = []
+        target = self.make(said)
+        with monkeypatch.context() as patch:
+            patch.setattr(GoodputPolicy, method, fail)
+            self.play(target, 1)
+            assert set(self.play(target, FALLBACK_ROUNDS - 2)) == {0}
+        assert "RuntimeError('defect')" in said[0]
+        assert any(self.play(target, 9))
+        assert target.snapshot()["fallback"] is None
+
+    def test_but_rough_costs_alone_are_dropped(self) -> None:
+        said: list[str] = []
+        target = self.make(said, costs_are_rough=True)
+        self.play(target, 9, times=BROKEN)
+        shown = target.snapshot()
+        assert (shown["strategy"], shown["fallback"], said) == ("ema", None, [])
+        target.use_costs(recorded_table(GPU_8B))
+        assert target.snapshot()["strategy"] == "goodput"
+        choose(target, 2)
+        assert target.snapshot()["last_reason"] == "reconfigured"
+
+
+@pytest.mark.parametrize(
+    ("changes", "ignored"),
+    [
+        ({"strategy": "ema"}, None),
+        ({"strategy": "goodput"}, "'goodput' ignores ema_alpha"),
+        ({"strategy": "per_request"}, "'per_request' ignores candidate_trees, ema_alpha"),
+        ({"adaptive": False}, "'static' ignores candidate_steps, candidate_trees, ema_alpha"),
+        ({"strategy": "goodput", "slots": None}, None),
+    ],
+)
+def test_a_start_names_keys_that_have_no_effect(
+    changes: dict[str, Any], ignored: str | None
+) -> None:
+    slot = {"candidate_steps": [1, 3], "candidate_trees": [], "ema_alpha": 0.5}
+    said: list[str] = []
+    fields = {"slots": load_slots({"1": slot}), **changes}
+    AdaptiveController(PolicySettings(DraftShape.chain(3), **fields), say=said.append)
+    told = [] if ignored is None else [f"speculative_adaptive_config: strategy {ignored}"]
+    assert said == told
+
+
+@pytest.mark.parametrize(("num_steps", "most"), [(0, None), (1, 31), (3, 31), (7, 7), (8, None)])
+def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(
+    num_steps: int, most: int | None
+) -> None:
+    slots = {str(key): {"candidate_steps": k} for key, k in ((1, [7]), (8, [1, 3]), (32, [0]))}
+    settings = PolicySettings(DraftShape.chain(3), slots=load_slots(slots))
+    assert settings.largest_batch(num_steps) == most
+    assert replace(settings, adaptive=False).largest_batch(num_steps) is None
 
 
 def test_the_dwell_is_a_key_and_the_start_is_shown_before_any_round() -> None:

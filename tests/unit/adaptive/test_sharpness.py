@@ -33,7 +33,7 @@ def run(
         sharpness = policy.choose()
         chance = rates(number)[sharpness]
         correct = [_kept(rng, chance) for _ in range(batch_size)]
-        policy.observe(sharpness, [STEPS] * batch_size, correct)
+        policy.observe(sharpness, [(STEPS, kept) for kept in correct])
         chosen.append(sharpness)
     return chosen
 
@@ -92,7 +92,7 @@ def test_probes_never_exceed_their_share_of_the_rounds(
         before = policy.best
         sharpness = policy.choose()
         assert sharpness in SHARPNESSES
-        policy.observe(sharpness, [k for k, _ in rows], [c for _, c in rows])
+        policy.observe(sharpness, rows)
         assert policy.num_probes * PROBE_EVERY_ROUNDS <= number
         assert sharpness == before or number % PROBE_EVERY_ROUNDS == 0
 

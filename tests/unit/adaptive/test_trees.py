@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.trees import by_depth, by_slot, cut, ladder, of_depth
+from serve_spec.adaptive.trees import by_slot, cut, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import judge
@@ -77,17 +77,22 @@ def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
     }
 
 
-def test_tiers_of_ema_are_trees_of_their_depth_and_0_is_none() -> None:
-    slots = load_slots(
-        {
-            "1": {"candidate_steps": [0, 1, 4]},
-            "8": {"candidate_steps": [2, 3], "candidate_trees": [[3, 5], [3, 8]]},
-        }
-    )
-    assert by_depth(CONFIGURED, slots) == {
-        1: {1: DraftShape(1, 4, TOPK), 4: DraftShape(4, 15, TOPK)},
-        8: {3: DraftShape(3, 7, TOPK)},
+def test_ema_drafts_the_largest_tree_of_its_depth_and_none_of_0_levels() -> None:
+    slots = {
+        "1": {"candidate_steps": [0, 1, 4]},
+        "8": {"candidate_steps": [2, 3], "candidate_trees": [[3, 5], [3, 8]]},
     }
+    one, deep, listed = DraftShape(1, 4, TOPK), DraftShape(4, 15, TOPK), DraftShape(3, 7, TOPK)
+    chosen = settings(strategy="ema", slots=load_slots(slots))
+    assert set(chosen.trees) == {one, deep, listed}
+    for start, size, shape in [
+        (0, 1, PLAIN),
+        (1, 1, one),
+        (4, 1, deep),
+        (2, 8, DraftShape.chain(2)),
+        (3, 8, listed),
+    ]:
+        assert chosen.build(start, None).choose(decode_batch(size)).shape == shape
 
 
 def settings(**changes: Any) -> PolicySettings:
