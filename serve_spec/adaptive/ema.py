@@ -62,8 +62,12 @@ class AdaptiveStepSlot:
         self.batch_count += 1
         self._rounds_here += 1
         self._num_probe_rounds += self.is_probing
-        rounds = self.batch_count - self.config.warmup_batches
-        if rounds <= 0 or rounds % self.config.update_interval or self._is_withheld():
+        rounds, here = self.batch_count - self.config.warmup_batches, self._rounds_here
+        if rounds <= 0 or rounds % self.config.update_interval:
+            return False
+        dwell = self.min_dwell_rounds
+        if dwell is not None and here < (dwell if old else max(dwell, self._probe_wait)):
+            self.reason = Reason.DWELL if here < dwell else Reason.BACK_OFF
             return False
         new = self.current_steps = self._follow_average() if old else self._first_steps()
         if self.is_probing:
@@ -75,17 +79,6 @@ class AdaptiveStepSlot:
             return False
         self.reason = Reason.PROBE if not old else Reason.GAIN if new > old else Reason.LOSS
         self._rounds_here = 0
-        return True
-
-    def _is_withheld(self) -> bool:
-        if self.min_dwell_rounds is None:
-            return False
-        if self._rounds_here < self.min_dwell_rounds:
-            self.reason = Reason.DWELL
-        elif self.current_steps == 0 and self._rounds_here < self._probe_wait:
-            self.reason = Reason.BACK_OFF
-        else:
-            return False
         return True
 
     def _first_steps(self) -> int:
