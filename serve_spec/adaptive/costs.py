@@ -1,9 +1,9 @@
 """Milliseconds of rounds: a measured table, corrected by what rounds really took.
 
-    round ms = (draft ms + verify ms) · exp(drift + residual of the cell)
+    round ms = (draft ms + verify ms) · exp(residual of the cell)
 
-A cell is a bucket of batch sizes, a shape and how full the budget is. Its residual fades with its
-age: one spike does not make a cell unattractive for ever.
+A cell is a bucket of batch sizes and a shape. Its residual is shrunk to that of its bucket, and that
+one to the mean of all, and fades with its age: one spike does not make a cell unattractive for ever.
 """
 
 from __future__ import annotations
@@ -18,19 +18,14 @@ from serve_spec.adaptive.cost_surface import CostSurface
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.draft_shape import DraftShape
 
-DRIFT_GAIN = 0.04
-"""Share of a round's error that is taken for a change of the machine."""
-LEAST_GAIN = 0.02
-"""Least share of a round's error that a cell takes over."""
 TABLE_ROUNDS = 4.0
-"""Rounds that the cells nearby, or the table, are worth."""
+"""Rounds that the table, or what is known of other cells, is worth."""
+COST_ROUNDS = 50.0
+"""Rounds of a cell after which an older one weighs 1/e."""
 STALE_ROUNDS = 1024.0
-"""Rounds after which a cell's older ones weigh 1/e."""
-_MOST_RESIDUAL, _MOST_DRIFT = 0.7, 2.0
-_ABSURD_RATIO = 20.0
+"""Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
+_MOST_RESIDUAL = 0.7
 _NUM_BUCKETS = 24
-_FILLS = 4
-_DECAY = 0.97
 
 
 def bucket(batch_size: int) -> int:
@@ -53,10 +48,8 @@ class Costs:
             )
             for tree in table.trees
         }
-        self.drift = 0.0
-        width = 1 + self.max_steps * _FILLS + len(table.trees)
-        self._residuals = [[0.0] * width for _ in range(_NUM_BUCKETS)]
-        self._rounds = [[0.0] * width for _ in range(_NUM_BUCKETS)]
+        num_columns = self.max_steps + 1 + len(self._trees)
+        self._rounds, self._errors = (np.zeros((_NUM_BUCKETS, num_columns)) for _ in range(2))
         # Of prompts beside rounds without and with drafts: ms taken, ms of the table.
         self._prompts = [[10.0, 10.0], [10.0, 10.0]]
         self.entry_ms = 0.0
@@ -68,90 +61,68 @@ class Costs:
             ms, contexts=table.contexts, batch_sizes=table.batch_sizes, num_steps=num_steps
         )
 
-    def knows(self, shape: DraftShape) -> bool:
-        """Whether rounds of this shape were measured."""
-        return shape.is_chain or (shape.depth, shape.size) in self._trees
-
-    def table_ms(
-        self, size: int, shape: DraftShape, drafts: Floats, context: float, sampled: float = 0.0
-    ) -> Floats:
-        """Return the table's ms of rounds that verify so many drafts.
+    def chains_ms(self, size: int, drafts: Floats, context: float, sampled: float) -> Floats:
+        """Return the ms of rounds that verify `drafts` [M] drafts of chains: [max_steps + 1, M].
 
         sampled: share of the requests that sample.
         """
-        noise = self.table.sampled_row_ms * sampled * (size + drafts)
-        if shape.is_chain:
-            curve = self._verify.curve(size, context)
-            verify = np.interp(drafts / size, np.arange(len(curve)), curve)
-            chain: Floats = self._draft.curve(size, context)[shape.depth] + verify + noise
-            return chain
-        stages = self._trees[shape.depth, shape.size]
-        tree: Floats = sum(stage.curve(size, context)[0] for stage in stages) + noise
-        return tree
+        verify = self._verify_ms(size, drafts, context, sampled)
+        chains = slice(self.max_steps + 1)
+        ms: Floats = self._draft.curve(size, context)[:, None] + verify
+        return ms * np.exp(self._residuals(size)[chains, None])
 
     def ms(
-        self, size: int, shape: DraftShape, drafts: Floats, context: float, sampled: float = 0.0
-    ) -> Floats:
-        """Return the corrected ms of rounds that verify so many drafts."""
-        at, fills = bucket(size), self._fills(size, shape, drafts)
-        levels = np.array([self._residual(at, self._column(shape, i)) for i in range(_FILLS)])
-        # Interpolated between the middles of two fills, or budgets would gather at an edge.
-        middles = (np.arange(_FILLS) + 0.5) / _FILLS
-        factor = np.exp(self.drift + np.interp(fills, middles, levels))
-        corrected: Floats = self.table_ms(size, shape, drafts, context, sampled) * factor
-        return corrected
+        self, size: int, shape: DraftShape, drafts: float, context: float, sampled: float = 0.0
+    ) -> float:
+        """Return the ms of a round that verifies so many drafts."""
+        residual = self._residuals(size)[self._column(shape)]
+        return self.table_ms(size, shape, drafts, context, sampled) * math.exp(residual)
 
-    def _fills(self, size: int, shape: DraftShape, drafts: Floats) -> Floats:
-        fills: Floats = np.minimum(drafts / max(1, size * shape.size), 1.0)
-        return fills
-
-    def _column(self, shape: DraftShape, fill: int) -> int:
-        if not shape.depth:
-            return 0
+    def table_ms(
+        self, size: int, shape: DraftShape, drafts: float, context: float, sampled: float
+    ) -> float:
+        """Return the ms of the table."""
         if shape.is_chain:
-            return 1 + (shape.depth - 1) * _FILLS + fill
-        trees = list(self._trees)
-        return 1 + self.max_steps * _FILLS + trees.index((shape.depth, shape.size))
+            verify = self._verify_ms(size, np.array([drafts]), context, sampled)
+            return float(self._draft.curve(size, context)[shape.depth] + verify[0])
+        stages = self._trees[shape.depth, shape.size]
+        noise = self.table.sampled_row_ms * sampled * (size + drafts)
+        return float(sum(stage.curve(size, context)[0] for stage in stages) + noise)
 
-    def _residual(self, at: int, column: int) -> float:
-        """Return a cell's residual; of a cell that hardly ran, that of its neighbours."""
-        n, own = self._rounds[at][column], self._residuals[at][column]
-        if n >= TABLE_ROUNDS:
-            return own
-        others = [b for b in range(_NUM_BUCKETS) if self._rounds[b][column] >= TABLE_ROUNDS]
-        if others:
-            prior = self._residuals[min(others, key=lambda b: abs(b - at))][column]
-        else:
-            cells = zip(self._residuals[at], self._rounds[at], strict=True)
-            known = [residual for residual, rounds in cells if rounds >= TABLE_ROUNDS]
-            prior = sum(known) / len(known) if known else 0.0
-        return (n * own + (TABLE_ROUNDS - n) * prior) / TABLE_ROUNDS
+    def _verify_ms(self, size: int, drafts: Floats, context: float, sampled: float) -> Floats:
+        curve = self._verify.curve(size, context)
+        verify: Floats = np.interp(drafts / size, np.arange(len(curve)), curve)
+        return verify + self.table.sampled_row_ms * sampled * (size + drafts)
+
+    def _column(self, shape: DraftShape) -> int:
+        if shape.is_chain:
+            return shape.depth
+        return self.max_steps + 1 + list(self._trees).index((shape.depth, shape.size))
+
+    def _residuals(self, size: int) -> Floats:
+        """Return the residual of every shape."""
+        at = bucket(size)
+        rounds, errors = self._rounds[at], self._errors[at]
+        prior = self._errors.sum() / (self._rounds.sum() + TABLE_ROUNDS)
+        prior = (errors.sum() + TABLE_ROUNDS * prior) / (rounds.sum() + TABLE_ROUNDS)
+        found: Floats = (errors + TABLE_ROUNDS * prior) / (rounds + TABLE_ROUNDS)
+        return found
 
     def learn(
-        self, size: int, shape: DraftShape, drafts: int, context: float, sampled: float, ms: float
-    ) -> bool:
-        """Learn from a round; return False if the time cannot be that of a round."""
-        number = np.array([float(drafts)])
-        table_ms = float(self.table_ms(size, shape, number, context, sampled)[0])
-        expected = table_ms * math.exp(self.drift)
-        if not 0.0 < ms < _ABSURD_RATIO * expected:
-            return False
-        fill = min(int(self._fills(size, shape, number)[0] * _FILLS), _FILLS - 1)
-        at, column = bucket(size), self._column(shape, fill)
-        rounds, residuals = self._rounds[at], self._residuals[at]
-        error = min(max(math.log(ms / expected), -_MOST_RESIDUAL), _MOST_RESIDUAL)
-        if rounds[column] >= TABLE_ROUNDS:
-            moved = self.drift + DRIFT_GAIN * (error - residuals[column])
-            self.drift = min(max(moved, -_MOST_DRIFT), _MOST_DRIFT)
-        rounds[column] += 1.0
-        gain = max(LEAST_GAIN, 1.0 / rounds[column])
-        residuals[column] += gain * (error - residuals[column])
-        return True
+        self, size: int, shape: DraftShape, drafts: float, context: float, sampled: float, ms: float
+    ) -> None:
+        """Learn from a round without prompts."""
+        error = math.log(max(ms, 1e-9) / self.table_ms(size, shape, drafts, context, sampled))
+        at, column, fade = bucket(size), self._column(shape), 1.0 - 1.0 / COST_ROUNDS
+        limited = min(max(error, -_MOST_RESIDUAL), _MOST_RESIDUAL)
+        self._rounds[at, column] = fade * self._rounds[at, column] + 1.0
+        self._errors[at, column] = fade * self._errors[at, column] + limited
 
     def age(self, size: int, num_rounds: int) -> None:
         """Let what the cells of a batch size know fade by some rounds."""
-        at, fade = bucket(size), math.exp(-num_rounds / STALE_ROUNDS)
-        self._rounds[at] = [n * fade for n in self._rounds[at]]
+        fade = math.exp(-num_rounds / STALE_ROUNDS)
+        for sums in (self._rounds, self._errors):
+            sums[bucket(size)] *= fade
 
     def prompt_ms(
         self, size: int, drafted: Floats, prompts: Floats, context: float, *, drafts: bool
@@ -167,17 +138,17 @@ class Costs:
         return added
 
     def learn_prompt(
-        self, size: int, shape: DraftShape, drafts: int, context: float, prompts: int, ms: float
+        self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int, ms: float
     ) -> None:
         """Learn from a round with prompt tokens that took so long without missing draft KV."""
-        number, is_drafting = np.array([float(drafts)]), shape.depth > 0
-        alone = float(self.ms(size, shape, number, context)[0])
-        known = self._prompts[is_drafting]
-        given = np.array([float(prompts)])
-        found = self.prompt_ms(size, number, given, context, drafts=is_drafting)
+        is_drafting = shape.depth > 0
+        alone, known = self.ms(size, shape, drafts, context), self._prompts[is_drafting]
+        rows = np.array([drafts]), np.array([float(prompts)])
+        found = self.prompt_ms(size, *rows, context, drafts=is_drafting)
         expected = float(found[0]) * known[1] / known[0]
         taken = min(max(ms - alone, 0.0), 3.0 * expected + alone)
-        self._prompts[is_drafting] = [_DECAY * known[0] + taken, _DECAY * known[1] + expected]
+        fade = 1.0 - 1.0 / COST_ROUNDS
+        self._prompts[is_drafting] = [fade * known[0] + taken, fade * known[1] + expected]
 
     def learn_entries(self, more_ms: float, num_entries: int, round_ms: float) -> None:
         """Learn from a round that made missing draft KV entries and took so much longer."""
@@ -187,12 +158,11 @@ class Costs:
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""
         return {
-            "drift": round(math.exp(self.drift), 4),
             "prompt_ratios": [round(taken / given, 4) for taken, given in self._prompts],
             "entry_ms": round(self.entry_ms, 6),
             "factors": {
-                str(1 << at): round(math.exp(self._residuals[at][0]), 4)
+                str(1 << at): np.exp(self._residuals(1 << at)).round(4).tolist()
                 for at in range(_NUM_BUCKETS)
-                if self._rounds[at][0] >= 1.0
+                if self._rounds[at].sum() >= 1.0
             },
         }

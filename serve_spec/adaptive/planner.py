@@ -15,10 +15,10 @@ import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft_shape import DraftShape
 
 BUDGETS = 16
-"""Budgets that are weighed per depth where no graphs are captured."""
+"""Budgets that are weighed where no graphs are captured."""
 ALL_IS_BEST = 0.995
 """Share of the best budget's speed from which all drafts are verified: admission costs nothing."""
 
@@ -37,7 +37,7 @@ class Load:
     mixed: float = 0.0
     """and the share of rounds that are mixed."""
     begin_ms: float = 0.0
-    """Time per token and request that missing draft KV entries take."""
+    """Time per token that missing draft KV entries of new requests take."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,8 @@ class Candidate:
     shape: DraftShape
     budget: int | None
     """None: all drafts are verified."""
-    drafts: float
-    """Drafts that are verified,"""
     expected: float
-    """and that are expected to be accepted."""
+    """Drafts that are expected to be accepted."""
     ms: float
     """Time of a round without prompts."""
     tokens_per_ms: float
@@ -66,46 +64,52 @@ class Planner:
         self.token_counts = list(token_counts)
 
     def chains(
-        self,
-        load: Load,
-        survivals: Floats,
-        weights: Floats,
-        *,
-        most_drafts: int,
-        may_admit: bool,
+        self, load: Load, survivals: Floats, weights: Floats, most: int, *, may_admit: bool
     ) -> list[Candidate]:
         """Return the best candidate of each depth from 0 on.
 
         survivals: [R, K] of drafts of some requests like those of the batch. weights: [K], requests
-        of the batch that each of them stands for, by position. most_drafts: of the whole round.
+        of the batch that each of them stands for, by position. most: drafts of the whole round.
         may_admit: whether budgets may be chosen.
         """
-        width = survivals.shape[1]
-        flat = survivals.ravel()
-        order = np.argsort(-flat, kind="stable")
-        place, ranked = order % width, flat[order]
-        found = [self.plain(load)]
-        for depth in range(1, width + 1):
-            members = place < depth
-            share = weights[place[members]]
-            drafts, accepted = np.cumsum(share), np.cumsum(share * ranked[members])
-            total = float(drafts[-1])
-            budgets = self._budgets(load.size, total, most_drafts, may_admit=may_admit)
-            if not len(budgets):
-                break
-            expected = np.interp(budgets, drafts, accepted)
-            found.append(self._best(load, DraftShape.chain(depth), budgets, expected, total))
+        size, width = load.size, survivals.shape[1]
+        order = np.argsort(-survivals, axis=None, kind="stable")
+        place, ranked = order % width, survivals.ravel()[order]
+        members = place < np.arange(width + 1)[:, None]
+        drafts = np.cumsum(members * weights[place], axis=1)
+        accepted = np.cumsum(members * (weights[place] * ranked), axis=1)
+        wholes = drafts[:, -1]
+        budgets = self._budgets(size, min(float(wholes[-1]), most)) if may_admit else np.empty(0)
+        # A column for every budget, and a last one for all drafts of a depth.
+        columns = np.append(budgets, 0.0)
+        rows = np.broadcast_to(columns, (width + 1, len(columns))).copy()
+        rows[:, -1] = wholes
+        expected = np.array([np.interp(*x) for x in zip(rows, drafts, accepted, strict=True)])
+        ms = self.costs.chains_ms(size, budgets, load.context, load.sampled)[: width + 1]
+        all_ms = self.costs.chains_ms(size, wholes, load.context, load.sampled)
+        ms = np.concatenate([ms, np.diagonal(all_ms)[: width + 1, None]], axis=1)
+        speeds = self._speeds(load, rows, expected, ms)
+        speeds[(rows > most) | (rows[:, -1:] < rows)] = 0.0
+        found = []
+        for depth, row in enumerate(speeds):
+            at = int(row.argmax())
+            if row[-1] >= ALL_IS_BEST * row[at]:
+                at = len(row) - 1
+            if row[at] > 0.0:
+                budget = None if at == len(row) - 1 else int(budgets[at])
+                figures = expected[depth, at], ms[depth, at], row[at]
+                found.append(Candidate(DraftShape.chain(depth), budget, *map(float, figures)))
         return found
-
-    def plain(self, load: Load) -> Candidate:
-        """Return the round without drafts."""
-        return self._best(load, PLAIN, np.zeros(1), np.zeros(1), 0.0)
 
     def tree(self, load: Load, shape: DraftShape, rates: Sequence[float]) -> Candidate:
         """Return a tree that is verified whole, by the chance that a level is accepted."""
         expected = load.size * float(np.cumprod(rates[: shape.depth]).sum())
-        drafts = float(load.size * shape.size)
-        return self._best(load, shape, np.array([drafts]), np.array([expected]), drafts)
+        drafts = load.size * shape.size
+        ms = self.costs.ms(load.size, shape, drafts, load.context, load.sampled)
+        figures = [np.array([[x]]) for x in (float(drafts), expected, ms)]
+        # As a round that drafts: row 1 of two.
+        speeds = self._speeds(load, *(np.repeat(x, 2, axis=0) for x in figures))
+        return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
 
     def scaled(self, budget: int, planned_size: int, size: int) -> int:
         """Return the budget of a batch of another size that fills a captured graph."""
@@ -116,41 +120,25 @@ class Planner:
         at = min(bisect_left(counts, tokens), len(counts) - 1)
         return max(1, counts[at] - size)
 
-    def _budgets(self, size: int, total: float, most: int, *, may_admit: bool) -> Floats:
-        """Return the budgets that are weighed, the last of them all drafts if they fit."""
-        whole = [total] if total <= most else []
-        if not may_admit:
-            return np.array(whole)
-        counts = self.token_counts
-        if counts:
-            low = bisect_right(counts, size)
-            high = bisect_left(counts, size + min(total, most))
-            return np.array([*(count - size for count in counts[low:high]), *whole])
-        steps = np.unique(np.linspace(0.0, min(total, most), BUDGETS + 1)[1:].round())
-        return np.array([*(steps[steps < total]), *whole])
+    def _budgets(self, size: int, most: float) -> Floats:
+        """Return the budgets that are weighed, fewer than `most`."""
+        if counts := self.token_counts:
+            low, high = bisect_right(counts, size), bisect_left(counts, size + most)
+            return np.array(counts[low:high], dtype=float) - size
+        steps = np.unique(np.linspace(0.0, most, BUDGETS + 1)[1:].round())
+        return steps[(steps > 0) & (steps < most)]
 
-    def _best(
-        self, load: Load, shape: DraftShape, budgets: Floats, expected: Floats, total: float
-    ) -> Candidate:
-        size, context = load.size, load.context
-        ms = self.costs.ms(size, shape, budgets, context, load.sampled)
-        tokens, usual_ms = size + expected, ms
+    def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
+        """Return tokens per ms of usual rounds [K + 1, M]; the first row does not draft."""
+        tokens, usual = load.size + expected, ms
         if load.mixed:
-            prompts = load.prompts * tokens
-            beside = self.costs.prompt_ms(size, budgets, prompts, context, drafts=shape.depth > 0)
-            usual_ms = ms + load.mixed * beside
-        if load.begin_ms and shape.depth:
-            usual_ms = usual_ms + load.begin_ms * tokens
-        speeds = tokens / usual_ms
-        at = int(speeds.argmax())
-        if budgets[-1] >= total and speeds[-1] >= ALL_IS_BEST * speeds[at]:
-            at = len(speeds) - 1
-        is_whole = budgets[at] >= total
-        return Candidate(
-            shape,
-            None if is_whole else int(budgets[at]),
-            float(budgets[at]),
-            float(expected[at]),
-            float(ms[at]),
-            float(speeds[at]),
-        )
+            usual = ms.copy()
+            for rows, is_drafting in ((slice(1), False), (slice(1, None), True)):
+                usual[rows] += load.mixed * self.costs.prompt_ms(
+                    load.size, drafts[rows], load.prompts * tokens[rows], load.context,
+                    drafts=is_drafting,
+                )  # fmt: skip
+        if load.begin_ms:
+            usual = usual + load.begin_ms * tokens * (np.arange(len(tokens)) > 0)[:, None]
+        speeds: Floats = tokens / usual
+        return speeds

@@ -1,8 +1,7 @@
 """How often drafts were accepted, by position.
 
-Serves depths that do not run, and drafts without scores.
-Counts are discounted. Every position is estimated relative to the one before, as a ratio of odds,
-so that a position that did not run lately follows the others when the text changes.
+Serves depths that do not run, and drafts without scores. Counts are discounted; a position of
+which little is known is taken for the one before.
 """
 
 from __future__ import annotations
@@ -16,48 +15,44 @@ FIRST_RATE = 0.7
 """Share of reached drafts that are accepted, of a drafter of which nothing is known."""
 PRIOR_TRIALS = 8.0
 """Trials that the prior of a position is worth."""
-MEMORY_TRIALS = 400.0
+RATE_TRIALS = 400.0
 """Trials of a position after which an older one weighs 1/e,"""
-MEMORY_ROUNDS = 30.0
+RATE_ROUNDS = 30.0
 """and rounds that draft, if they are fewer."""
-_UNTRIED = 0.05  # a position that does not run ages at this share of the first one's pace
+_LEAST = 1e-3
 
 
 class PositionRates:
-    """Discounted trials, accepted drafts, and how many the position before let expect."""
+    """Discounted trials and accepted drafts by position."""
 
     def __init__(self, max_steps: int, prior: Sequence[float] | None = None) -> None:
         self.max_steps = max_steps
-        self.trials, self._hits, self._expected = ([0.0] * max_steps for _ in range(3))
+        self.trials, self._hits = ([0.0] * max_steps for _ in range(2))
         if prior is not None and (len(prior) < max_steps or not all(0 < p < 1 for p in prior)):
             fix = f"give {max_steps} rates between 0 and 1"
             raise ValueError(f"prior_rates={list(prior)!r}: {fix}")
-        self._prior = list(prior or [FIRST_RATE] * max_steps)[:max_steps]
+        self._prior = list(prior or [])[:max_steps]
         self.rates: list[float] = []
         """Chance that a draft is accepted once reached, by position."""
         self._update()
 
     def learn(self, trials: Sequence[float], hits: Sequence[float], num_rounds: int) -> None:
         """Take in the trials of some rounds, by position, and how many of them were accepted."""
-        ages = [min(n / MEMORY_TRIALS, num_rounds / MEMORY_ROUNDS) for n in trials]
-        before = 0.5
-        for j, (n, h) in enumerate(zip(trials, hits, strict=True)):
-            fade = math.exp(-max(ages[j], _UNTRIED * ages[0]))
-            self.trials[j] = self.trials[j] * fade + n
-            self._hits[j] = self._hits[j] * fade + h
-            self._expected[j] = self._expected[j] * fade + n * before
-            before = self.rates[j]
+        age = min(trials[0] / RATE_TRIALS, num_rounds / RATE_ROUNDS)
+        fade = math.exp(-age)
+        self.trials = [n * fade + new for n, new in zip(self.trials, trials, strict=True)]
+        self._hits = [h * fade + new for h, new in zip(self._hits, hits, strict=True)]
         self._update()
 
     def _update(self) -> None:
-        rates, odds, before = [], 1.0, 0.5
-        columns = zip(self._hits, self.trials, self._expected, self._prior, strict=True)
-        for hits, trials, expected, prior in columns:
-            h, n = hits + PRIOR_TRIALS * prior, trials + PRIOR_TRIALS
-            e = expected + PRIOR_TRIALS * before
-            odds = min(max(odds * h * (n - e) / max((n - h) * e, 1e-9), 1e-3), 999.0)
-            rates.append(odds / (1.0 + odds))
-            before = prior
+        """Shrink each position to its prior, moved as far as the position before."""
+        rates: list[float] = []
+        moved = 1.0
+        for j, (hits, trials) in enumerate(zip(self._hits, self.trials, strict=True)):
+            prior = self._prior[j] if self._prior else FIRST_RATE
+            rate = (hits + PRIOR_TRIALS * prior * moved) / (trials + PRIOR_TRIALS)
+            rates.append(min(max(rate, _LEAST), 1.0 - _LEAST))
+            moved = min(rates[-1] / prior, 1.0 / max(self._prior or [FIRST_RATE]))
         self.rates = rates
 
     def snapshot(self) -> list[dict[str, object]]:

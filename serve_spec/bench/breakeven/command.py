@@ -14,8 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from serve_spec.adaptive.costs import Costs
 from serve_spec.bench.breakeven.plots import plot_breakeven
 from serve_spec.bench.report import emit, table
@@ -146,7 +144,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     model, sampled = Costs(costs), float(args.sampled)
     return {
         size: [
-            float(model.ms(size, DraftShape.chain(k), np.array([size * k]), context, sampled)[0])
+            model.ms(size, DraftShape.chain(k), size * k, context, sampled)
             for k in range(max_steps + 1)
         ]
         for size in costs.batch_sizes

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from serve_spec.adaptive.cost_model import CostModel
 
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveSpeculativeParams
-from serve_spec.adaptive.cost_model import CostModel
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import Reason

@@ -1,0 +1,122 @@
+"""What is known of drafts: chances by their shares, rates by position, survivals of recent ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from serve_spec.adaptive.calibration import DraftCalibration, Floats
+from serve_spec.adaptive.rates import PositionRates, tallied
+from serve_spec.core.record import DraftColumns, StepRecord
+from serve_spec.core.round import AS_DRAWN
+
+SAMPLE_REQUESTS = 128
+"""Newest requests whose drafts' survivals stand for those of the batch."""
+LEARNED_REQUESTS = 512
+"""Newest requests of a plan's rounds that are learned from."""
+TEXT_RATE = 0.85
+"""Share of n-gram drafts that are accepted once reached, before any was verified."""
+
+
+class DraftKnowledge:
+    """Learns from rounds what drafts of chains, trees and texts are worth.
+
+    accept_rates: expected by position; None: a default.
+    """
+
+    def __init__(
+        self, max_steps: int, max_depth: int, accept_rates: Sequence[float] | None
+    ) -> None:
+        self.max_steps = max_steps
+        self.calibration = DraftCalibration(max_steps)
+        self.chains = PositionRates(max_steps, accept_rates)
+        self.trees = PositionRates(max_depth)
+        self.texts = PositionRates(max_steps, [TEXT_RATE] * max_steps)
+        self.has_shares = False
+        """Whether drafts have scores."""
+        self.pairs = AS_DRAWN
+        self._sample: Floats = np.empty((0, max_steps))
+
+    def learn(self, records: Sequence[StepRecord]) -> None:
+        """Learn from rounds, the newest last."""
+        num_requests, newest = 0, []
+        for record in reversed(records):
+            if num_requests < LEARNED_REQUESTS and any(record.row_steps or record.row_drafted):
+                newest.append(record)
+                num_requests += len(record.row_steps)
+        for has_shares in (False, True):
+            some = [
+                r for r in newest if r.shape.is_chain and (r.draft_shares is not None) == has_shares
+            ]
+            if some and has_shares:
+                self._learn_shares(some)
+            elif some:
+                self._learn_rates(self.chains, [r.model_drafts for r in some])
+        trees = [r.model_drafts for r in newest if not r.shape.is_chain]
+        self._learn_rates(self.trees, trees)
+        self._learn_rates(self.texts, [r.text_drafts for r in newest if any(r.is_from_text)])
+        if newest:
+            self.pairs = self.calibration.pairs(self.texts.rates)
+
+    def _learn_rates(self, rates: PositionRates, drafts: Sequence[DraftColumns]) -> None:
+        if drafts:
+            verified = np.concatenate([each.row_steps for each in drafts])
+            correct = np.concatenate([each.row_correct_drafts for each in drafts])
+            rates.learn(*tallied(verified, correct, rates.max_steps), len(drafts))
+
+    def _learn_shares(self, records: Sequence[StepRecord]) -> None:
+        width, num_rows = self.max_steps, sum(len(r.row_steps) for r in records)
+        shares = np.full((num_rows, width), np.nan)
+        verified, correct, drafted, kinds = np.zeros((4, num_rows), dtype=np.intp)
+        end = 0
+        for r in records:
+            rows = slice(end, end := end + len(r.row_steps))
+            assert r.draft_shares is not None
+            given = r.draft_shares[:, :width]
+            shares[rows, : given.shape[1]] = given
+            drafts = r.model_drafts
+            verified[rows], correct[rows] = drafts.row_steps, drafts.row_correct_drafts
+            drafted[rows] = r.row_drafted or r.row_steps
+            if r.is_sampled:
+                kinds[rows] = r.is_sampled
+            if any(r.is_from_text):
+                drafted[rows] *= ~np.asarray(r.is_from_text, bool)
+        used = drafted > 0
+        if not used.any():
+            return
+        shares, kinds, verified, correct = shares[used], kinds[used], verified[used], correct[used]
+        exists = np.arange(width) < drafted[used][:, None]
+        shares[~exists] = np.nan
+        self.has_shares = True
+        self.calibration.learn(shares, kinds, verified, correct)
+        chances = self.calibration.chances(shares, kinds)
+        survivals = np.cumprod(np.where(exists, chances, 0.0), axis=1)
+        if all(r.budget is None for r in records):
+            counts = tallied(verified, correct, width)
+        else:  # what was admitted is no fair sample of what was drafted
+            before = np.concatenate([np.ones((len(survivals), 1)), survivals[:, :-1]], axis=1)
+            counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
+        self.chains.learn(*counts, len(records))
+        kept = [np.where(exists, survivals, -1.0), self._sample]
+        self._sample = np.concatenate(kept)[:SAMPLE_REQUESTS]
+
+    def survivals(self) -> Floats:
+        """Return survivals [R, K] of recent drafts; positions not drafted go on at the usual rates."""
+        rates = np.asarray(self.chains.rates)
+        if not len(self._sample):
+            return np.cumprod(rates)[None]
+        found = self._sample.copy()
+        for j in range(self.max_steps):
+            before = found[:, j - 1] if j else 1.0
+            found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])
+        return found
+
+    def snapshot(self) -> dict[str, object]:
+        """Return rates and calibration, JSON-able."""
+        return {
+            "acceptance": {"positions": self.chains.snapshot()},
+            "tree_acceptance": self.trees.snapshot() if any(self.trees.trials) else None,
+            "text_acceptance": self.texts.snapshot() if any(self.texts.trials) else None,
+            "calibration": self.calibration.snapshot(),
+        }
