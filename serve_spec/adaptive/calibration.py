@@ -4,8 +4,8 @@
     survival = chance · survival of the draft before    1 for the root
 
 The pairs start at (1, 0), which takes a share for a chance, and are fitted online: a Newton step
-of a logistic regression for every plan, on a discounted Hessian. Only drafts that were verified and
-reached count. Each pair is pulled to that of all positions of its kind, and that one to (1, 0).
+of a logistic regression for every plan, on a discounted Hessian, with a pull to (1, 0). Only drafts
+that were verified and reached count.
 """
 
 from __future__ import annotations
@@ -23,15 +23,13 @@ Floats: TypeAlias = NDArray[np.float64]
 Flags: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.intp]
 
-LARGEST_LOGIT = 15.0
-"""Logits of shares are cut here, as in `ops.admission`."""
-PULL_TRIALS = 64.0
-"""Drafts that the pull to the other positions is worth."""
-MEMORY_TRIALS = 4096.0
+PULL_TRIALS = 128.0
+"""Drafts that the start at (1, 0) is worth."""
+MEMORY_TRIALS = 2048.0
 """Drafts of a position after which an older one weighs 1/e."""
+_LARGEST_LOGIT = 15.0  # as in `ops.admission`
+_LEAST, _MOST = (0.0, -6.0), (3.0, 6.0)
 _BINS = 10
-_MOST_WEIGHT, _MOST_BIAS = 3.0, 6.0
-_IDENTITY = np.array([1.0, 0.0])
 
 
 class DraftCalibration:
@@ -39,8 +37,10 @@ class DraftCalibration:
 
     def __init__(self, max_steps: int) -> None:
         self.max_steps = max_steps
-        self._pairs: Floats = np.tile(_IDENTITY, (FROM_TEXT, max_steps, 1))
-        self._hessians: Floats = np.zeros((FROM_TEXT, max_steps, 2, 2))
+        self._pairs: Floats = np.tile([1.0, 0.0], (FROM_TEXT, max_steps, 1))
+        # A trial's p (1 - p) is about an eighth.
+        self._pull: Floats = PULL_TRIALS / 8.0 * np.eye(2)
+        self._hessians: Floats = np.tile(self._pull, (FROM_TEXT, max_steps, 1, 1))
         self._bins: Floats = np.zeros((3, max_steps, _BINS))
 
     def chances(self, shares: Floats, kinds: Indices) -> Floats:
@@ -49,48 +49,34 @@ class DraftCalibration:
         shares: [R, n], logarithms. kinds: [R].
         """
         pairs = self._pairs[kinds, : shares.shape[1]]
-        chances: Floats = _sigmoid(pairs[..., 0] * logits(shares) + pairs[..., 1])
+        chances = _sigmoid(pairs[..., 0] * logits(shares) + pairs[..., 1])
         return np.where(shares > -np.inf, chances, 0.0)
 
     def learn(self, shares: Floats, kinds: Indices, verified: Indices, correct: Indices) -> None:
         """Fit to the outcome of some requests.
 
-        verified, correct: [R], drafts of each that the target verified, and that it accepted.
+        shares: [R, max_steps]. verified, correct: [R], drafts of each that the target verified,
+        and that it accepted.
         """
-        width = shares.shape[1]
-        place = np.arange(width)
+        place = np.arange(self.max_steps)
         counts = (place < verified[:, None]) & (place <= correct[:, None]) & (shares > -np.inf)
-        logit = logits(shares)
-        pairs = self._pairs[kinds, :width]
-        chances = _sigmoid(pairs[..., 0] * logit + pairs[..., 1])
-        accepted = place < correct[:, None]
+        accepted, logit = place < correct[:, None], logits(shares)
+        chances = self.chances(shares, kinds)
         self._compare(chances, accepted, counts)
         error = np.where(counts, accepted - chances, 0.0)
         spread = np.where(counts, chances * (1.0 - chances), 0.0)
         columns = [error * logit, error, spread * logit * logit, spread * logit, spread, counts]
         is_kind = np.arange(FROM_TEXT)[:, None] == kinds
         sums = is_kind.astype(np.float64) @ np.concatenate(columns, axis=1)
-        slope, offset, xx, x, one, trials = sums.reshape(FROM_TEXT, 6, width).transpose(1, 0, 2)
-        fade = np.exp(-trials / MEMORY_TRIALS)[..., None, None]
-        hessians = self._hessians[:, :width]
-        hessians *= fade
-        hessians += np.stack([np.stack([xx, x], -1), np.stack([x, one], -1)], -2)
-        pull = PULL_TRIALS / 8.0 * np.eye(2)  # a trial's p (1 - p) is about an eighth
-        wanted = self._centres()[:, None] - self._pairs[:, :width]
-        gradient = np.stack([slope, offset], -1) + (1.0 - fade[..., 0]) * (wanted @ pull)
-        step = np.linalg.solve(hessians + pull, gradient[..., None])[..., 0]
-        fitted = self._pairs[:, :width] + np.where(np.isfinite(step), step, 0.0)
-        limit = [_MOST_WEIGHT, _MOST_BIAS]
-        self._pairs[:, :width] = fitted.clip([0.0, -_MOST_BIAS], limit)
-
-    def _centres(self) -> Floats:
-        """Return what the pairs of each kind are pulled to, [kinds, 2]: their mean, by weight."""
-        pull = PULL_TRIALS / 8.0 * np.eye(2)
-        weighted = (self._hessians @ self._pairs[..., None]).sum(axis=1) + (pull @ _IDENTITY)[
-            :, None
-        ]
-        centres: Floats = np.linalg.solve(self._hessians.sum(axis=1) + pull, weighted)[..., 0]
-        return centres
+        slope, offset, xx, x, one, trials = np.split(sums, 6, axis=1)
+        fade = np.exp(-trials / MEMORY_TRIALS)[..., None]
+        # Older drafts fade; the pull to the start does not.
+        self._hessians -= (1.0 - fade)[..., None] * (self._hessians - self._pull)
+        self._hessians += np.stack([np.stack([xx, x], -1), np.stack([x, one], -1)], -2)
+        gradient = np.stack([slope, offset], -1)
+        gradient += (1.0 - fade) * (([1.0, 0.0] - self._pairs) @ self._pull)
+        step = np.linalg.solve(self._hessians, gradient[..., None])[..., 0]
+        self._pairs = (self._pairs + np.nan_to_num(step)).clip(_LEAST, _MOST)
 
     def _compare(self, chances: Floats, accepted: Flags, counts: Flags) -> None:
         """Count drafts, expected and accepted ones by position and bin of their chance."""
@@ -113,25 +99,24 @@ class DraftCalibration:
     def snapshot(self) -> list[dict[str, object]]:
         """Return expected and observed acceptance by position; the error is that of ten bins."""
         shown: list[dict[str, object]] = []
-        columns = zip(*self._bins.transpose(0, 1, 2), strict=True)
+        columns = zip(*self._bins.copy(), strict=True)
         for position, (trials, expected, observed) in enumerate(columns, start=1):
             if (total := trials.sum()) >= 1.0:
-                shown.append(
-                    {
-                        "position": position,
-                        "trials": round(float(total), 1),
-                        "expected": round(float(expected.sum() / total), 4),
-                        "observed": round(float(observed.sum() / total), 4),
-                        "error": round(float(np.abs(expected - observed).sum() / total), 4),
-                    }
-                )
+                figures = {
+                    "trials": total,
+                    "expected": expected.sum() / total,
+                    "observed": observed.sum() / total,
+                    "error": np.abs(expected - observed).sum() / total,
+                }
+                rounded = {name: round(float(x), 4) for name, x in figures.items()}
+                shown.append({"position": position, **rounded})
         return shown
 
 
 def logits(shares: Floats) -> Floats:
-    """Return logit(share) of logarithms of shares, cut at ±`LARGEST_LOGIT`; NaN counts as -inf."""
-    known = np.where(shares > -LARGEST_LOGIT, np.minimum(shares, -1e-7), -LARGEST_LOGIT)
-    cut: Floats = (known - np.log(-np.expm1(known))).clip(-LARGEST_LOGIT, LARGEST_LOGIT)
+    """Return logit(share) of logarithms of shares, cut at ±15; NaN counts as -inf."""
+    known = np.where(shares > -_LARGEST_LOGIT, np.minimum(shares, -1e-7), -_LARGEST_LOGIT)
+    cut: Floats = (known - np.log(-np.expm1(known))).clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
     return cut
 
 

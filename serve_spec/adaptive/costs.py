@@ -2,8 +2,9 @@
 
     round ms = (draft ms + verify ms) · exp(residual of the cell)
 
-A cell is a bucket of batch sizes and a shape. Its residual is shrunk to that of its bucket, and that
-one to the mean of all, and fades with its age: one spike does not make a cell unattractive for ever.
+A cell is a bucket of batch sizes and a shape. Its residual is shrunk to that of its bucket, and
+that one to the mean of all, and fades with its age: one spike does not make a cell unattractive
+for ever.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class DraftKnowledge:
         if drafts:
             verified = np.concatenate([each.row_steps for each in drafts])
             correct = np.concatenate([each.row_correct_drafts for each in drafts])
-            rates.learn(*tallied(verified, correct, rates.max_steps), len(drafts))
+            rates.learn(*tallied(verified, correct, rates.max_steps))
 
     def _learn_shares(self, records: Sequence[StepRecord]) -> None:
         width, num_rows = self.max_steps, sum(len(r.row_steps) for r in records)
@@ -97,12 +97,12 @@ class DraftKnowledge:
         else:  # what was admitted is no fair sample of what was drafted
             before = np.concatenate([np.ones((len(survivals), 1)), survivals[:, :-1]], axis=1)
             counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
-        self.chains.learn(*counts, len(records))
+        self.chains.learn(*counts)
         kept = [np.where(exists, survivals, -1.0), self._sample]
         self._sample = np.concatenate(kept)[:SAMPLE_REQUESTS]
 
     def survivals(self) -> Floats:
-        """Return survivals [R, K] of recent drafts; positions not drafted go on at the usual rates."""
+        """Return survivals [R, K] of recent drafts, beyond those drafted at the usual rates."""
         rates = np.asarray(self.chains.rates)
         if not len(self._sample):
             return np.cumprod(rates)[None]

@@ -1,15 +1,15 @@
 """Strategy `goodput`: draft and verify what pays, in tokens per millisecond.
 
-What drafts are worth comes from `drafts`, what rounds take from `costs`; `planner` picks a depth and
-a budget. A plan holds for some rounds. One budget of time pays for exploration, and `speed_guard`
-turns speculation off where it was measured to lose.
+What drafts are worth comes from `drafts`, what rounds take from `costs`; `planner` picks a depth
+and a budget. A plan holds for some rounds. A depth that does not run is tried again because what is
+known of it is forgotten; plain rounds, and drafts while speculation is off, are tried for a budget
+of time. `speed_guard` turns speculation off where it was measured to lose.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
-from serve_spec.adaptive.costs import STALE_ROUNDS, Costs, bucket
+from serve_spec.adaptive.costs import Costs, bucket
 from serve_spec.adaptive.drafts import DraftKnowledge
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import BadMeasurement, Reason
@@ -42,13 +42,10 @@ TRIAL_ROUNDS = 4
 """Rounds of one trial."""
 TRIED_SHARE = 0.25
 """Share of the requests that draft in a trial while speculation is off."""
-TRY_AFTER = 32
-"""Rounds off before a trial that the budget pays; one that it does not pay comes 32 times later."""
+TRY_AFTER = 128
+"""Rounds off before a trial that the budget pays; one that it does not pay comes 8 times later."""
 PLAIN_EVERY = 256
 """Rounds that draft before a plain one measures what they are compared with."""
-OPTIMISM = 0.1
-"""What a depth that hardly ran may be better by than it is predicted, as a share."""
-_TRIED_REQUESTS = 64.0
 _MAX_BAD_TIMES = 8
 
 _T = TypeVar("_T")
@@ -101,7 +98,6 @@ class GoodputPolicy:
         self._rounds_off = self._rounds_drafting = self._rounds_without_text = 0
         self._to_learn: list[StepRecord] = []
         self._total_ms = self._explored_ms = 0.0
-        self._drafted: Counter[DraftShape] = Counter()
         self._mixed = 0.0
         self._prompts = [0.0, 0.0]  # prompt tokens and emitted tokens of mixed steps
         self._ended = [0.0, 0.0]  # prompt tokens and emitted tokens of requests that ended
@@ -119,20 +115,21 @@ class GoodputPolicy:
             self._plan(batch, at)
         self._rounds_left -= 1
         self._rounds_at_shape += 1
-        answer = self._answer
-        if not answer.shape.depth:
-            return answer
-        most = batch.max_draft_tokens
-        if answer.shape.size * batch.size > most and answer.budget is None:
-            if most < batch.size or not answer.shape.is_chain:
-                self.last_reason = Reason.KV
-                return RoundSteps(PLAIN, notes=answer.notes)
-        elif answer.budget is not None:
+        return self._answer if not self._answer.shape.depth else self._fitted(batch)
+
+    def _fitted(self, batch: DecodeBatch) -> RoundSteps:
+        """Return the plan's answer for the batch of now, which may be of another size."""
+        answer, most = self._answer, batch.max_draft_tokens
+        if answer.budget is not None:
             budget = answer.budget
             if batch.size != self._load.size:
                 budget = self._planner.scaled(budget, self._load.size, batch.size)
-            if (budget := min(budget, most)) != answer.budget:
-                answer = replace(answer, budget=budget)
+            answer = replace(answer, budget=min(budget, most))
+        elif answer.shape.size * batch.size > most and (
+            most < batch.size or not answer.shape.is_chain
+        ):
+            self.last_reason = Reason.KV
+            return RoundSteps(PLAIN, notes=answer.notes)
         if self._trial is not None:
             steps = [answer.shape.depth if i in self._trial else 0 for i in batch.request_ids]
             answer = replace(answer, row_steps=steps)
@@ -144,7 +141,7 @@ class GoodputPolicy:
         """Return how many n-gram drafts each request verifies; sometimes two of one, to learn."""
         steps = [min(found, self._text_steps) for found in batch.text_steps]
         self._rounds_without_text = 0 if any(steps) else self._rounds_without_text + 1
-        if self._rounds_without_text > 2 * TRY_AFTER and any(batch.text_steps):
+        if self._rounds_without_text > TRY_AFTER and any(batch.text_steps):
             row = max(range(batch.size), key=batch.text_steps.__getitem__)
             steps[row] = min(batch.text_steps[row], 2)
         return steps
@@ -177,8 +174,6 @@ class GoodputPolicy:
             return
         self.drafts.learn(records)
         self.costs.age(records[-1].num_planned_seqs or 1, len(records))
-        fade = math.exp(-len(records) / STALE_ROUNDS)
-        self._drafted = Counter({shape: n * fade for shape, n in self._drafted.items()})
         for record in records:
             self._observe_traffic(record)
             self._learn_times(record)
@@ -229,7 +224,6 @@ class GoodputPolicy:
         fade = math.exp(-ms / BUDGET_MS)
         self._total_ms = self._total_ms * fade + ms
         self._explored_ms *= fade
-        self._drafted[record.shape] += record.num_drafting
         if record.notes.is_probe and self._chosen is not None:
             # What the plan's own choice would have taken for as many tokens is no loss.
             lost = ms - record.num_output_tokens / self._chosen.tokens_per_ms
@@ -310,7 +304,7 @@ class GoodputPolicy:
         if not chosen.shape.depth:
             self._rounds_off += self._rounds_left
             is_due = self._rounds_off >= TRY_AFTER and self._can_spend(0.0)
-            if len(found) < 2 or not (is_due or self._rounds_off >= 32 * TRY_AFTER):
+            if len(found) < 2 or not (is_due or self._rounds_off >= 8 * TRY_AFTER):
                 return chosen
             # Whatever is believed, some requests draft now and then: nothing else would tell.
             self._rounds_off = 0
@@ -330,27 +324,7 @@ class GoodputPolicy:
             tried = self._begin(plain, Reason.BASELINE)
             self._rounds_left = 2
             return tried
-        deeper = [
-            each
-            for each in found
-            if each.shape.depth > chosen.shape.depth and self._is_new(each.shape)
-        ]
-        if deeper:
-            tried = max(deeper, key=lambda each: each.tokens_per_ms)
-            share = tried.tokens_per_ms / chosen.tokens_per_ms
-            lost = TRIAL_ROUNDS * tried.ms * max(0.0, 1.0 - share)
-            if share * (1.0 + OPTIMISM) > 1.0 and self._can_spend(lost):
-                return self._begin(tried, Reason.PROBE)
         return chosen
-
-    def _is_new(self, shape: DraftShape) -> bool:
-        """Whether few requests drafted a shape lately, or a deeper chain."""
-        drafted = [
-            n
-            for other, n in self._drafted.items()
-            if other == shape or (shape.is_chain and other.is_chain and other.depth > shape.depth)
-        ]
-        return sum(drafted) < _TRIED_REQUESTS
 
     def _can_spend(self, ms: float) -> bool:
         return self._explored_ms + ms <= EXPLORED_SHARE * self._total_ms

@@ -9,16 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from serve_spec.adaptive.calibration import Indices
+from serve_spec.adaptive.calibration import MEMORY_TRIALS, Indices
 
 FIRST_RATE = 0.7
 """Share of reached drafts that are accepted, of a drafter of which nothing is known."""
 PRIOR_TRIALS = 8.0
 """Trials that the prior of a position is worth."""
-RATE_TRIALS = 400.0
-"""Trials of a position after which an older one weighs 1/e,"""
-RATE_ROUNDS = 30.0
-"""and rounds that draft, if they are fewer."""
 _LEAST = 1e-3
 
 
@@ -36,10 +32,9 @@ class PositionRates:
         """Chance that a draft is accepted once reached, by position."""
         self._update()
 
-    def learn(self, trials: Sequence[float], hits: Sequence[float], num_rounds: int) -> None:
+    def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:
         """Take in the trials of some rounds, by position, and how many of them were accepted."""
-        age = min(trials[0] / RATE_TRIALS, num_rounds / RATE_ROUNDS)
-        fade = math.exp(-age)
+        fade = math.exp(-trials[0] / MEMORY_TRIALS)
         self.trials = [n * fade + new for n, new in zip(self.trials, trials, strict=True)]
         self._hits = [h * fade + new for h, new in zip(self._hits, hits, strict=True)]
         self._update()

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
-FEWEST_ROUNDS = 32
-"""Rounds that draft before they are compared."""
+GUARD_ROUNDS = 64
+"""Rounds that draft before they are compared, and after which an older one weighs 1/e."""
 FIRST_CLOSED = 128
-"""Rounds off after the first loss; each further one doubles them."""
+"""Rounds off after the first loss; each further one doubles them,"""
 LAST_CLOSED = 4096
-"""Most rounds off. Never for good."""
-_TOLERANCE = 0.98
-_STANDARD_ERRORS = 2.0
-_FORGIVEN_ROUNDS = 512
+"""up to so many. Never for good."""
+LEAST_SPEEDUP = 0.98
+"""Measured speed over plain rounds below which drafting loses."""
 
 
 class SpeedGuard:
@@ -24,7 +21,7 @@ class SpeedGuard:
         self.rounds_left = 0
         """Rounds that the guard keeps speculation off."""
         self._closed_rounds = FIRST_CLOSED
-        self._num, self._mean, self._variance = 0, 0.0, 0.0
+        self._num = 0
         self._tokens = self._units = 0.0
 
     def observe_plain(self, units: float) -> None:
@@ -34,22 +31,18 @@ class SpeedGuard:
 
     def observe(self, tokens: float, units: float) -> None:
         """Take in a round that drafted and emitted so many tokens per request."""
-        self._tokens = 0.98 * self._tokens + tokens
-        self._units = 0.98 * self._units + units
-        if self.plain is None:
-            return
-        lead = tokens - _TOLERANCE * units / self.plain
+        fade = 1.0 - 1.0 / GUARD_ROUNDS
         self._num += 1
-        weight, error = max(0.02, 1.0 / self._num), lead - self._mean
-        self._mean += weight * error
-        self._variance = (1.0 - weight) * (self._variance + weight * error * error)
-        if self._num >= _FORGIVEN_ROUNDS:
-            self._closed_rounds = FIRST_CLOSED
-        limit = _STANDARD_ERRORS * math.sqrt(self._variance / min(self._num, 99))
-        if self._num >= FEWEST_ROUNDS and self._mean < -limit:
+        self._tokens, self._units = fade * self._tokens + tokens, fade * self._units + units
+        speedup = self.speedup
+        if speedup is None or self._num < GUARD_ROUNDS:
+            return
+        if speedup < LEAST_SPEEDUP:
             self.rounds_left = self._closed_rounds
             self._closed_rounds = min(2 * self._closed_rounds, LAST_CLOSED)
-            self._num, self._mean, self._variance = 0, 0.0, 0.0
+            self._num, self._tokens, self._units = 0, 0.0, 0.0
+        elif self._num >= 8 * GUARD_ROUNDS:
+            self._closed_rounds = FIRST_CLOSED
 
     @property
     def speedup(self) -> float | None:
