@@ -1,0 +1,179 @@
+"""Halve and double every tuned constant of strategy `goodput` in replays of recorded drafts.
+
+python benchmarks/policy_constants.py [--costs h200 cpu] [--seeds 2] [--markdown docs/policy.md]
+
+Figures are percent of tokens per ms, relative to the shipped constants: the geometric mean over
+kinds of text and batch sizes, of rounds whose prompts are computed apart, then beside drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from multiprocessing import Pool
+from pathlib import Path
+from statistics import fmean
+from textwrap import wrap
+from typing import NamedTuple
+
+from benchmarks.policy_replay import COSTS, KINDS, NUM_TOKENS, SPREAD, TRACES, goodput
+from benchmarks.simulator import Simulator
+from serve_spec.bench.phases import Phase
+from tests.helpers.simulated_costs import noisy
+
+PACKAGE = "serve_spec.adaptive"
+MODULES = (
+    *("goodput", "drafts", "planner", "costs"),
+    *("calibration", "rates", "speed_guard", "cost_surface"),
+)
+SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}
+FACTORS = {"half": 0.5, "double": 2.0}
+NUM_WORKERS = 2
+MEANING_WIDTH = 44
+MARKS = "<!-- constants -->", "<!-- /constants -->"
+NOTE = """\
+Percent of tokens per ms; noise is about 0.2. Each cell has two figures: prompts computed in rounds
+of their own, and beside drafts. Of a ratio from 0.5 to 1.5, its distance from 1 is halved and
+doubled."""
+
+
+class Constant(NamedTuple):
+    """A tuned number, as the source has it."""
+
+    name: str
+    value: float
+    meaning: str
+
+    def changed(self, factor: float) -> float:
+        """Return the value times a factor; of a ratio from 0.5 to 1.5, its distance from 1."""
+        if isinstance(self.value, int):
+            return max(1, int(self.value * factor))
+        if 0.5 < self.value < 1.5:
+            return 1.0 + (self.value - 1.0) * factor
+        return self.value * factor
+
+
+class Job(NamedTuple):
+    """One replay of all kinds of text and batch sizes; no name: the shipped constants."""
+
+    costs: str
+    seed: int
+    name: str = ""
+    kind: str = ""
+    value: float = 0.0
+
+
+def constants() -> list[Constant]:
+    """Return every public module-level number that a docstring follows."""
+    found = []
+    for name in MODULES:
+        module = importlib.import_module(f"{PACKAGE}.{name}")
+        body = ast.parse(Path(str(module.__file__)).read_text()).body
+        for node, after in pairwise(body):
+            if not isinstance(node, ast.Assign | ast.AnnAssign) or not isinstance(after, ast.Expr):
+                continue
+            target = node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
+            text = after.value.value if isinstance(after.value, ast.Constant) else None
+            if isinstance(target, ast.Name) and isinstance(text, str):
+                value = getattr(module, target.id)
+                if re.fullmatch(r"[A-Z][A-Z0-9_]*", target.id) and type(value) in (int, float):
+                    found.append(Constant(target.id, value, " ".join(text.split())))
+    return found
+
+
+@contextmanager
+def patched(name: str, value: float) -> Iterator[None]:
+    """Set a constant in every module of the package that holds it; restore it afterwards."""
+    modules = [each for key, each in sys.modules.items() if key.startswith(f"{PACKAGE}.")]
+    before = [(each, getattr(each, name)) for each in modules if name and hasattr(each, name)]
+    try:
+        for each, _ in before:
+            setattr(each, name, value)
+        yield
+    finally:
+        for each, old in before:
+            setattr(each, name, old)
+
+
+def replay(job: Job) -> tuple[float, float]:
+    """Return the mean logarithm of tokens per ms, prompts apart and beside drafts."""
+    found = []
+    with patched(job.name, job.value):
+        for mixes_prompts in (False, True):
+            speeds = []
+            for kind in KINDS:
+                for size in SIZES[job.costs]:
+                    simulator = Simulator(
+                        goodput(job.costs),
+                        TRACES,
+                        noisy(COSTS[job.costs][0], 0.02, job.seed),
+                        charge_thinking=job.costs == "cpu",
+                        mixes_prompts=mixes_prompts,
+                    )
+                    num_requests = size * max(4, min(12, 320 // size))
+                    phase = Phase(kind, size, num_requests, NUM_TOKENS, SPREAD)
+                    speeds.append(math.log(simulator.run(phase).tokens_per_ms))
+            found.append(fmean(speeds))
+    return found[0], found[1]
+
+
+def table(names: list[str], num_seeds: int) -> list[str]:
+    """Return the lines of a Markdown table; long meanings go on in further rows."""
+    known, seeds = constants(), range(num_seeds)
+    jobs = [Job(costs, seed) for costs in names for seed in seeds] + [
+        Job(costs, seed, each.name, kind, each.changed(factor))
+        for each in known
+        for costs in names
+        for kind, factor in FACTORS.items()
+        for seed in seeds
+    ]
+    with Pool(NUM_WORKERS) as pool:
+        speeds = dict(zip(jobs, pool.map(replay, jobs, chunksize=1), strict=True))
+    effects = defaultdict(list)
+    for job, mine in speeds.items():
+        shipped = speeds[Job(job.costs, job.seed)]
+        effects[job.name, job.costs, job.kind].append(
+            [100.0 * math.expm1(x - y) for x, y in zip(mine, shipped, strict=True)]
+        )
+    columns = [(costs, kind) for costs in names for kind in FACTORS]
+    lines = [
+        ["constant", "value", "meaning", *map(" ".join, columns)],
+        ["---"] * (3 + len(columns)),
+    ]
+    for each in known:
+        figures = [
+            " ".join(f"{fmean(x) + 0.0:+.1f}" for x in zip(*effects[each.name, *at], strict=True))
+            for at in columns
+        ]
+        first, *more = wrap(each.meaning, MEANING_WIDTH)
+        lines.append([f"`{each.name}`", f"{each.value:g}", first, *figures])
+        lines += [["", "", text, *[""] * len(columns)] for text in more]
+    return ["| " + " | ".join(line) + " |" for line in lines]
+
+
+def main() -> None:
+    """Print the table, and write it into a document."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--costs", nargs="+", default=list(SIZES), choices=list(SIZES))
+    parser.add_argument("--seeds", type=int, default=2)
+    parser.add_argument("--markdown", type=Path, help="file whose table is replaced")
+    args = parser.parse_args()
+    text = "\n".join([NOTE, "", *table(args.costs, args.seeds)])
+    print(text)
+    if args.markdown is not None:
+        start, end = MARKS
+        before, rest = args.markdown.read_text().split(start)
+        after = rest.split(end)[1]
+        args.markdown.write_text(f"{before}{start}\n{text}\n{end}{after}")
+
+
+if __name__ == "__main__":
+    main()
