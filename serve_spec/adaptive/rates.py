@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from serve_spec.adaptive.calibration import MEMORY_TRIALS, Indices
+from serve_spec.adaptive.calibration import Indices
 
 FIRST_RATE = 0.7
 """Share of reached drafts that are accepted, of a drafter of which nothing is known."""
 PRIOR_TRIALS = 8.0
 """Trials that the prior of a position is worth."""
+RATE_TRIALS = 256.0
+"""Trials of the first position after which an older one weighs 1/e."""
 _LEAST = 1e-3
 
 
@@ -34,7 +36,7 @@ class PositionRates:
 
     def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:
         """Take in the trials of some rounds, by position, and how many of them were accepted."""
-        fade = math.exp(-trials[0] / MEMORY_TRIALS)
+        fade = math.exp(-trials[0] / RATE_TRIALS)
         self.trials = [n * fade + new for n, new in zip(self.trials, trials, strict=True)]
         self._hits = [h * fade + new for h, new in zip(self._hits, hits, strict=True)]
         self._update()

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.costs import Costs
 from serve_spec.adaptive.goodput import EXPLORED_SHARE, GoodputPolicy
-from serve_spec.adaptive.planner import Load, Planner
+from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy
 from serve_spec.adaptive.rates import PositionRates
 from serve_spec.adaptive.speed_guard import SpeedGuard
@@ -135,44 +137,63 @@ def test_texts_serve_requests_that_have_some_while_their_drafts_are_accepted() -
 class TestCosts:
     """Times of rounds."""
 
-    def test_the_table_is_met_at_its_points(self) -> None:
-        table = recorded_table(TWO_CPU_CORES)
-        costs, number = Costs(table), np.array([48.0])
-        expected = table.draft_ms[0][4][3] + table.verify_ms[0][4][3]
-        assert costs.ms(16, CHAIN(3), number, 128)[0] == pytest.approx(expected)
+    costs: Costs
 
-    def test_a_slower_machine_is_learned(self) -> None:
-        costs, number = Costs(recorded_table(TWO_CPU_CORES)), np.array([48.0])
-        before = float(costs.ms(16, CHAIN(3), number, 128)[0])
+    @pytest.fixture(autouse=True)
+    def table(self) -> None:
+        self.costs = Costs(recorded_table(TWO_CPU_CORES))
+
+    def ms(self, depth: int = 3) -> float:
+        return self.costs.ms(16, CHAIN(depth), 16 * depth, 128)
+
+    def test_the_table_is_met_at_its_points(self) -> None:
+        table = self.costs.table
+        assert self.ms() == pytest.approx(table.draft_ms[0][4][3] + table.verify_ms[0][4][3])
+        drafts = np.array([0.0, 48.0])
+        assert self.costs.chains_ms(16, drafts, 128, 0.0)[3, 1] == pytest.approx(self.ms())
+
+    def test_a_slower_machine_is_learned_also_for_shapes_that_do_not_run(self) -> None:
+        before, deeper = self.ms(), self.ms(7)
         for _ in range(50):
-            costs.learn(16, CHAIN(3), 48, 128, 0.0, 1.3 * before)
-        assert costs.ms(16, CHAIN(3), number, 128)[0] == pytest.approx(1.3 * before, rel=0.05)
+            self.costs.learn(16, CHAIN(3), 48, 128, 0.0, 1.3 * before)
+        assert self.ms() == pytest.approx(1.3 * before, rel=0.05)
+        assert 1.1 * deeper < self.ms(7) < 1.35 * deeper
 
     def test_one_spike_is_forgotten_though_the_shape_does_not_run(self) -> None:
-        costs, number = Costs(recorded_table(TWO_CPU_CORES)), np.array([48.0])
-        before = float(costs.ms(16, CHAIN(3), number, 128)[0])
-        costs.learn(16, CHAIN(3), 48, 128, 0.0, 2.0 * before)
-        costs.age(16, 5000)
-        assert costs.ms(16, CHAIN(3), number, 128)[0] == pytest.approx(before, rel=0.02)
+        before = self.ms()
+        self.costs.learn(16, CHAIN(3), 48, 128, 0.0, 2.0 * before)
+        self.costs.age(16, 5000)
+        assert self.ms() == pytest.approx(before, rel=0.02)
 
     def test_no_time_diverges(self) -> None:
-        costs = Costs(recorded_table(TWO_CPU_CORES))
-        rng = np.random.default_rng(0)
+        rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
         for _ in range(500):
             depth = int(rng.integers(0, 8))
-            costs.learn(16, CHAIN(depth), 16 * depth, 128, 0.0, float(rng.lognormal(3, 2)))
-        assert abs(costs.drift) <= 2.0
+            self.costs.learn(16, CHAIN(depth), 16 * depth, 128, 0.0, float(rng.lognormal(3, 2)))
+        assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
+
+    def test_what_prompts_take_is_learned_apart_for_rounds_that_draft(self) -> None:
+        rows = np.array([48.0]), np.array([200.0])
+        before = [self.costs.prompt_ms(16, *rows, 128, drafts=k)[0] for k in (False, True)]
+        for _ in range(100):
+            self.costs.learn_prompt(16, CHAIN(3), 48, 128, 200, self.ms() + 2.0 * before[1])
+        found = [self.costs.prompt_ms(16, *rows, 128, drafts=k)[0] for k in (False, True)]
+        assert found[0] == pytest.approx(before[0])
+        assert found[1] == pytest.approx(2.0 * before[1], rel=0.1)
 
 
 def test_the_guard_closes_at_a_loss_and_opens_again() -> None:
     guard = SpeedGuard()
     guard.observe_plain(1.0)
-    for _ in range(60):
-        guard.observe(1.2, 1.5)
-    assert guard.rounds_left
-    for _ in range(200):
-        guard.observe_plain(1.0)
-    assert not guard.rounds_left
+    closed = []
+    for _ in range(2):
+        while not guard.rounds_left:
+            guard.observe(1.2, 1.5)
+        closed.append(guard.rounds_left)
+        for _ in range(closed[-1]):
+            guard.observe_plain(1.0)
+        assert not guard.rounds_left
+    assert closed[1] == 2 * closed[0], "it waits longer after every loss"
 
 
 def test_the_guard_lets_a_gain_pass() -> None:
@@ -188,20 +209,83 @@ def test_rates_follow_the_text_and_start_from_the_fleet() -> None:
     rates = PositionRates(3, [0.9, 0.8, 0.7])
     assert rates.rates == pytest.approx([0.9, 0.8, 0.7])
     for _ in range(100):
-        rates.learn([50, 25, 0], [25, 10, 0], 8)
+        rates.learn([50, 25, 0], [25, 10, 0])
     assert rates.rates[:2] == pytest.approx([0.5, 0.4], abs=0.03)
     assert rates.rates[2] < 0.5, "a position that does not run follows those before it"
 
 
+@given(st.lists(st.floats(0.01, 0.99), min_size=3, max_size=3), st.integers(0, 100))
+def test_rates_stay_chances(prior: list[float], kept: int) -> None:
+    rates = PositionRates(3, prior)
+    rates.learn([100, kept, 0], [kept, 0, 0])
+    assert all(0 < rate < 1 for rate in rates.rates)
+
+
+@pytest.mark.parametrize("prior", [[0.5], [0.5, 1.0, 0.5], [0.0, 0.5, 0.5]])
+def test_a_prior_that_is_no_chance_is_refused(prior: list[float]) -> None:
+    with pytest.raises(ValueError, match="give 3 rates between 0 and 1"):
+        PositionRates(3, prior)
+
+
+def weighed(survivals: list[list[float]], **load: float) -> list[Candidate]:
+    planner, of_each = Planner(Costs(recorded_table(GPU_8B, SIZES))), 256 / len(survivals)
+    weights = np.full(len(survivals[0]), of_each)
+    given = Load(256, 128, **load)
+    return planner.chains(given, np.array(survivals), weights, 10_000, may_admit=True)
+
+
 def test_sure_drafts_are_admitted_before_doubtful_ones() -> None:
-    planner = Planner(Costs(recorded_table(GPU_8B, SIZES)))
-    survivals = np.array([[0.95] * 3, [0.01] * 3])
-    found = planner.chains(
-        Load(256, 128), survivals, np.full(3, 128.0), most_drafts=10_000, may_admit=True
-    )
-    best = max(found, key=lambda each: each.tokens_per_ms)
+    best = max(weighed([[0.95] * 3, [0.01] * 3]), key=lambda each: each.tokens_per_ms)
     assert best.budget is not None
     assert best.budget <= 128 * 3 + 48
+
+
+def test_prompts_that_follow_from_tokens_make_drafts_less_worth() -> None:
+    survivals = [[0.8, 0.6, 0.4]]
+    gains = []
+    for prompts in (0.0, 2.0):
+        found = weighed(survivals, prompts=prompts, mixed=1.0)
+        gains.append(max(each.tokens_per_ms for each in found) / found[0].tokens_per_ms)
+    assert gains[1] < gains[0]
+
+
+def test_without_differences_between_requests_there_are_no_budgets() -> None:
+    policy = goodput(per_sequence=False)
+    budgets = []
+    simulator = Simulator(
+        policy, TRACES, GPU_8B, on_round=lambda _, steps, __: budgets.append(steps.budget)
+    )
+    simulator.run(Phase("heated", 128, 256, 64, 0.4))
+    assert set(budgets) == {None}
+
+
+def test_requests_at_their_last_token_do_not_draft_and_decide_nothing() -> None:
+    policy = goodput()
+    assert policy.choose(decode_batch(2, max_steps=0)).shape == PLAIN
+    assert policy.choose(decode_batch(2)).shape != PLAIN
+
+
+def test_trees_run_where_they_win() -> None:
+    tree = DraftShape(4, 15, 4)
+    table = recorded_table(GPU_8B, SIZES, trees=(tree,))
+    policy = GoodputPolicy(table, trees={1: (tree,)}, token_counts=COUNTS)
+    ran: Counter[DraftShape] = Counter()
+    for _ in range(300):
+        steps = policy.choose(decode_batch(1))
+        ran[steps.shape] += 1
+        kept = 4 if not steps.shape.is_chain else min(1, steps.shape.depth)
+        ms = 5.0 + 0.2 * steps.shape.depth
+        record = verified_round([kept], 1, steps.shape.depth, times=StepTimes(0.0, ms, ms))
+        policy.observe(replace(record, shape=steps.shape, notes=steps.notes))
+    assert ran[tree] > 200
+
+
+def test_depths_are_kept_for_as_many_rounds_as_asked() -> None:
+    policy = goodput(min_dwell_rounds=100)
+    play(policy, 8, 90, 7)
+    first = policy.choose(decode_batch(8)).shape
+    ran = play(policy, 8, 8, 0)
+    assert set(ran) <= {first, PLAIN}
 
 
 def test_reasons_are_those_of_the_status_page() -> None:

@@ -157,23 +157,25 @@ def test_drafts_give_way_where_the_token_budget_is_small() -> None:
     assert any(v.num_draft_tokens == 16 for _, _, v in rounds)
 
 
-def test_rounds_that_prompts_share_carry_no_time_and_prompts_are_not_decoding() -> None:
+@pytest.mark.parametrize("mixes", [False, True])
+def test_prompts_run_alone_or_beside_drafts_and_all_are_computed(mixes: bool) -> None:
     told: list[RoundShape] = []
 
     def costs(shape: RoundShape) -> StepTimes:
         told.append(shape)
         return TWO_CPU_CORES(shape)
 
-    report, rounds = rounds_of(ema(), PHASES[1], costs)
-    assert any(verified.times is None for _, _, verified in rounds)
-    assert any(verified.times is not None for _, _, verified in rounds)
+    report, rounds = rounds_of(ema(), PHASES[1], costs, mixes_prompts=mixes)
     decoding = [shape for shape in told if shape.batch_size]
     assert report.decode_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in decoding))
-    prompts = [shape for shape in told if not shape.batch_size]
-    assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in prompts))
+    alone = [shape for shape in told if not shape.batch_size]
+    assert report.prompt_ms == pytest.approx(sum(TWO_CPU_CORES(s).step_ms for s in alone))
+    assert any(shape.num_prefill_tokens for shape in decoding) == mixes
     traces = {kind: TRACES.of(kind)[0].num_prompt_tokens for kind in PHASES[1].kinds}
     asked = sum(traces[PHASES[1].kind(i)] for i in range(PHASES[1].num_requests))
-    assert sum(shape.num_prefill_tokens for shape in prompts) == asked
+    assert sum(shape.num_prefill_tokens for shape in told) == asked
+    assert sum(verified.num_ended for _, _, verified in rounds) == PHASES[1].num_requests
+    assert sum(verified.num_ended_prompt_rows for _, _, verified in rounds) == asked
 
 
 def test_every_change_of_tier_is_a_switch_with_its_reason() -> None:

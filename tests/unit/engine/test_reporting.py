@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from serve_spec.adaptive.cost_model import CostModel
 
 from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveSpeculativeParams
@@ -116,12 +115,10 @@ def test_ema_marks_its_probes_and_nothing_else(num_correct: int) -> None:
 
 
 def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
-    policy = GoodputPolicy(
-        CostModel(recorded_table(TWO_CPU_CORES)), min_dwell_rounds=8, initial_steps=3
-    )
+    policy = GoodputPolicy(recorded_table(TWO_CPU_CORES), min_dwell_rounds=8, initial_steps=3)
     learning = {Reason.PROBE, Reason.BASELINE}
     seen = set()
-    for number in range(600):
+    for number in range(1200):
         steps = policy.choose(decode_batch(1))
         notes, reason = steps.notes, policy.last_reason
         assert notes.predicted_ms is not None
@@ -131,7 +128,7 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
             assert policy.snapshot()["predicted_ms"] == pytest.approx(notes.predicted_ms, abs=1e-4)
         row_steps = [steps.shape.depth] if steps.row_steps is None else steps.row_steps
         times = TWO_CPU_CORES(RoundShape(1, (1,) * max(row_steps), 128, 0, 0, 0))
-        # Half of the first drafts are kept: deep enough to draft, not to draft as deep as can be.
-        kept = [min(1 - number % 2, k) for k in row_steps]
+        # Half of the first drafts are kept, then none: drafting pays at first.
+        kept = [min(1 - number % 2, k) if number < 600 else 0 for k in row_steps]
         policy.observe(verified_round(kept, 1, steps.shape.depth, row_steps=row_steps, times=times))
     assert learning <= seen, "both kinds of learning must come up"
