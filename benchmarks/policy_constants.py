@@ -2,8 +2,7 @@
 
 python benchmarks/policy_constants.py [--costs h200 cpu] [--seeds 2] [--markdown docs/policy.md]
 
-Figures are percent of tokens per ms, relative to the shipped constants: the geometric mean over
-kinds of text and batch sizes, of rounds whose prompts are computed apart, then beside drafts.
+Figures are geometric means over kinds of text and batch sizes, and means of seeds.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from multiprocessing import Pool
 from pathlib import Path
 from statistics import fmean
 from textwrap import wrap
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from benchmarks.policy_replay import COSTS, KINDS, NUM_TOKENS, SPREAD, TRACES, goodput
 from benchmarks.simulator import Simulator
@@ -37,12 +36,14 @@ MODULES = (
 SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}
 FACTORS = {"half": 0.5, "double": 2.0}
 NUM_WORKERS = 2
-MEANING_WIDTH = 44
+MEANING_WIDTH = 60
 MARKS = "<!-- constants -->", "<!-- /constants -->"
 NOTE = """\
-Percent of tokens per ms; noise is about 0.2. Each cell has two figures: prompts computed in rounds
-of their own, and beside drafts. Of a ratio from 0.5 to 1.5, its distance from 1 is halved and
-doubled."""
+Percent of tokens per ms, relative to the shipped constants; noise is about 0.2. A ratio from 0.5 to
+1.5 has its distance from 1 halved and doubled."""
+
+Effects: TypeAlias = dict[tuple[str, str, str], list[list[float]]]
+"""By constant, costs and factor."""
 
 
 class Constant(NamedTuple):
@@ -125,38 +126,50 @@ def replay(job: Job) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def table(names: list[str], num_seeds: int) -> list[str]:
-    """Return the lines of a Markdown table; long meanings go on in further rows."""
-    known, seeds = constants(), range(num_seeds)
-    jobs = [Job(costs, seed) for costs in names for seed in seeds] + [
-        Job(costs, seed, each.name, kind, each.changed(factor))
+def effects(known: list[Constant], names: list[str], num_seeds: int) -> Effects:
+    """Return the effects of every constant: percent by seed, prompts apart and beside drafts."""
+    jobs = [Job(costs, seed) for costs in names for seed in range(num_seeds)]
+    jobs += [
+        job._replace(name=each.name, kind=kind, value=each.changed(factor))
         for each in known
-        for costs in names
+        for job in jobs
         for kind, factor in FACTORS.items()
-        for seed in seeds
     ]
     with Pool(NUM_WORKERS) as pool:
         speeds = dict(zip(jobs, pool.map(replay, jobs, chunksize=1), strict=True))
-    effects = defaultdict(list)
+    found: Effects = defaultdict(list)
     for job, mine in speeds.items():
         shipped = speeds[Job(job.costs, job.seed)]
-        effects[job.name, job.costs, job.kind].append(
+        found[job.name, job.costs, job.kind].append(
             [100.0 * math.expm1(x - y) for x, y in zip(mine, shipped, strict=True)]
         )
+    return found
+
+
+def table(
+    known: list[Constant], names: list[str], found: Effects, *, width: int, apart: bool
+) -> list[str]:
+    """Return the lines of a Markdown table.
+
+    width: of the meaning, which goes on in further rows. apart: both figures of a cell, or their
+    mean.
+    """
     columns = [(costs, kind) for costs in names for kind in FACTORS]
-    lines = [
-        ["constant", "value", "meaning", *map(" ".join, columns)],
-        ["---"] * (3 + len(columns)),
-    ]
+    rows = [["constant", "value", "meaning", *map(" ".join, columns)], ["---"] * (3 + len(columns))]
     for each in known:
-        figures = [
-            " ".join(f"{fmean(x) + 0.0:+.1f}" for x in zip(*effects[each.name, *at], strict=True))
-            for at in columns
-        ]
-        first, *more = wrap(each.meaning, MEANING_WIDTH)
-        lines.append([f"`{each.name}`", f"{each.value:g}", first, *figures])
-        lines += [["", "", text, *[""] * len(columns)] for text in more]
-    return ["| " + " | ".join(line) + " |" for line in lines]
+        figures = []
+        for at in columns:
+            pair = [fmean(x) for x in zip(*found[each.name, *at], strict=True)]
+            figures.append(" ".join(map(_signed, pair if apart else [fmean(pair)])))
+        first, *more = wrap(each.meaning, width)
+        rows.append([f"`{each.name}`", f"{each.value:g}", first, *figures])
+        rows += [["", "", text, *[""] * len(columns)] for text in more]
+    return ["| " + " | ".join(row) + " |" for row in rows]
+
+
+def _signed(percent: float) -> str:
+    text = f"{percent:+.1f}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
 
 
 def main() -> None:
@@ -166,13 +179,17 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--markdown", type=Path, help="file whose table is replaced")
     args = parser.parse_args()
-    text = "\n".join([NOTE, "", *table(args.costs, args.seeds)])
-    print(text)
+    known = constants()
+    found = effects(known, args.costs, args.seeds)
+    print(NOTE, "Two figures: prompts in rounds of their own, and beside drafts.", sep="\n")
+    print(*table(known, args.costs, found, width=1000, apart=True), sep="\n")
     if args.markdown is not None:
+        lines = table(known, args.costs, found, width=MEANING_WIDTH, apart=False)
         start, end = MARKS
         before, rest = args.markdown.read_text().split(start)
         after = rest.split(end)[1]
-        args.markdown.write_text(f"{before}{start}\n{text}\n{end}{after}")
+        text = "\n".join([start, NOTE, "", *lines, end])
+        args.markdown.write_text(before + text + after)
 
 
 if __name__ == "__main__":
