@@ -96,14 +96,12 @@ def _choose_tiling(
         block, warps, stages = 16, 4 if lines <= 16 else 8, 2
     elif lines > 32:
         block, warps, stages = 64, 4 if width <= 128 else 8, 3
-    elif num_programs <= _PROGRAMS:  # each has to have much under way
+    elif num_programs <= 2 * _PROGRAMS:  # each has to have much under way
         block, warps, stages, programs = (128, 4, 2, 2) if lines <= 16 else (64, 4, 3, 2)
         if lines <= 16 and num_programs <= _PROGRAMS // 16:
             warps, stages, programs = 8, 3, 1
         elif lines <= 16 and _PROGRAMS // 4 < num_programs <= _PROGRAMS // 2:
             block, stages = 64, 4
-    elif num_programs <= 2 * _PROGRAMS:
-        block, warps, stages, programs = 64, 4, 4 if lines <= 16 else 3, 2
     else:
         block, warps, stages, programs = 64 if lines <= 16 else 128, 4, 2, 2
     # Blocks of wide heads have fewer entries.

@@ -3,8 +3,8 @@
 All arms share one engine's worker. In every phase each arm runs a closed loop of the same requests,
 in short turns, so that a change of the machine's speed affects all arms alike. Each arm keeps its
 policy through all phases and repetitions, as a server does. With --cells, the batches are full
-instead: they start together, every batch has a fresh policy, and only steps without prompt tokens
-count.
+instead: they start together, every cell has a policy of its own, and only steps without prompt
+tokens count. Every repetition of a cell has other texts.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from serve_spec.adaptive import AdaptiveController
 from serve_spec.bench.adaptive.arms import ADAPTIVE_ARMS, Arm, make_arms
 from serve_spec.bench.adaptive.loads import CELL_TOKENS, OUTPUT_TOKENS, SPREAD, Load, cells, phases
 from serve_spec.bench.adaptive.plots import plot_adaptive
@@ -52,6 +53,8 @@ SETTLE_SHARE = 0.25
 WARM_UP_TOKENS = 12
 NUM_PROMPTS = 256
 MIN_BATCHED_TOKENS = 2048
+
+_MOST_PHASES = 1000
 
 Prompts = Mapping[str, Sequence[Sequence[int]]]
 
@@ -189,6 +192,7 @@ class _Bench:
         self.arms = arms
         self.prompts = prompts
         self.engines = {arm.name: engine_beside(engine, arm.controller) for arm in arms}
+        self._policies: dict[tuple[int, str], AdaptiveController] = {}
 
     def warm_up(self, batch_size: int) -> float:
         """Run first steps, which are slow; return the milliseconds of a plain one."""
@@ -211,12 +215,14 @@ class _Bench:
         number, repetition = place["phase"], place["repetition"]
         work = load.batch_size * num_rounds
         settle = round(SETTLE_SHARE * work) if load.is_steady else 0
+        texts = number + _MOST_PHASES * repetition if load.is_steady else number
         loops = {}
         for arm in self.arms:
             engine = self.engines[arm.name]
             if load.is_steady:
-                engine.controller = copy.deepcopy(arm.controller)
-            loop = ClosedLoop(engine, load.requests(number, self.prompts), load.batch_size)
+                fresh = copy.deepcopy(arm.controller)
+                engine.controller = self._policies.setdefault((number, arm.name), fresh)
+            loop = ClosedLoop(engine, load.requests(texts, self.prompts), load.batch_size)
             loop.fill()
             loop.advance(loop.num_emitted + settle)
             loops[arm.name] = loop

@@ -118,7 +118,7 @@ def test_goodput_says_what_it_expects_of_a_round_and_why_it_takes_it() -> None:
     policy = GoodputPolicy(recorded_table(TWO_CPU_CORES), min_dwell_rounds=8, initial_steps=3)
     learning = {Reason.PROBE, Reason.BASELINE}
     seen = set()
-    for number in range(1200):
+    for number in range(2000):
         steps = policy.choose(decode_batch(1))
         notes, reason = steps.notes, policy.last_reason
         assert notes.predicted_ms is not None
