@@ -183,7 +183,7 @@ class GoodputPolicy:
         if record.num_prefill_tokens and record.num_output_tokens:
             new = record.num_prefill_tokens, record.num_output_tokens
             self._prompts = [0.9 * x + y for x, y in zip(self._prompts, new, strict=True)]
-        self._mixed += 0.05 * ((record.num_prefill_tokens > 0) - self._mixed)
+        self._mixed += 0.15 * ((record.num_prefill_tokens > 0) - self._mixed)
         if record.num_ended:
             kept = max(0.0, 1.0 - record.num_ended / 64.0)
             new = record.num_ended_prompt_rows, record.num_ended_tokens
