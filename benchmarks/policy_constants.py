@@ -36,7 +36,7 @@ MODULES = (
 SIZES = {"h200": (1, 16, 64, 256), "cpu": (1, 4, 16, 64)}
 FACTORS = {"half": 0.5, "double": 2.0}
 NUM_WORKERS = 2
-MEANING_WIDTH = 60
+MEANING_WIDTH = 62
 MARKS = "<!-- constants -->", "<!-- /constants -->"
 NOTE = """\
 Percent of tokens per ms, relative to the shipped constants; noise is about 0.2. A ratio from 0.5 to
