@@ -29,9 +29,9 @@ from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
 
 DEFAULT_MAX_STEPS = 7
 PLAN_ROUNDS = 8
-"""Rounds that follow one plan,"""
+"""Fewest rounds that follow one plan."""
 PLAN_MS = 32.0
-"""or as many as take so long."""
+"""Plain rounds of so many milliseconds follow one plan, if they are more."""
 MOVE_GAIN = 1.015
 """Predicted gain that changes the depth."""
 EXPLORED_SHARE = 0.005
@@ -115,7 +115,7 @@ class GoodputPolicy:
             self._plan(batch, at)
         self._rounds_left -= 1
         self._rounds_at_shape += 1
-        return self._answer if not self._answer.shape.depth else self._fitted(batch)
+        return self._fitted(batch)
 
     def _fitted(self, batch: DecodeBatch) -> RoundSteps:
         """Return the plan's answer for the batch of now, which may be of another size."""
@@ -195,6 +195,8 @@ class GoodputPolicy:
         if times is None or not size or not 0.0 < times.step_ms < math.inf:
             return
         ms, context = times.step_ms, record.num_tokens / size
+        guard = self._guards.setdefault(bucket(size), SpeedGuard())
+        guard.rounds_left = max(0, guard.rounds_left - 1)
         self._count_exploration(record, ms)
         if is_first:
             return  # launched ahead, it may have taken the host's time for the round before
@@ -214,7 +216,6 @@ class GoodputPolicy:
         else:
             self.costs.learn(size, shape, drafts, context, sampled, ms)
             unit = self.costs.table_ms(size, PLAIN, 0, context, sampled)
-            guard = self._guards.setdefault(bucket(size), SpeedGuard())
             if record.is_plain:
                 guard.observe_plain(ms / unit)
             elif record.batch_size:
@@ -339,7 +340,7 @@ class GoodputPolicy:
         drafts = load.size * np.arange(len(tokens), dtype=float)
         speeds = tokens / self.costs.chains_ms(load.size, drafts, load.context, load.sampled)[0]
         best = int(speeds.argmax())
-        return best if speeds[best] >= chosen.tokens_per_ms else 0
+        return best if speeds[best] >= (load.size + chosen.expected) / chosen.ms else 0
 
     def _bound(self, batch_size: int) -> int:
         return min(self.max_steps, _at_slot(self._bounds, batch_size, self.max_steps))

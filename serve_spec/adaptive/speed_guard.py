@@ -19,7 +19,7 @@ class SpeedGuard:
         self.plain: float | None = None
         """Units that a plain round takes."""
         self.rounds_left = 0
-        """Rounds that the guard keeps speculation off."""
+        """Rounds that the guard keeps speculation off; the policy counts them down."""
         self._closed_rounds = FIRST_CLOSED
         self._num = 0
         self._tokens = self._units = 0.0
@@ -27,7 +27,6 @@ class SpeedGuard:
     def observe_plain(self, units: float) -> None:
         """Take in a plain round."""
         self.plain = units if self.plain is None else self.plain + 0.25 * (units - self.plain)
-        self.rounds_left = max(0, self.rounds_left - 1)
 
     def observe(self, tokens: float, units: float) -> None:
         """Take in a round that drafted and emitted so many tokens per request."""
