@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 
 _TIMEOUT = timedelta(minutes=5)
 """A collective that takes longer has lost a rank that is neither dead nor alive."""
+_STEP_TIMEOUT = timedelta(seconds=20)
+"""The same of a sum or a gather of a step over gloo, which all ranks reach at about the same time.
+A send to a rank that was killed meanwhile may wait until then: gloo does not always notice."""
 _ABORT_S = 10.0
 """Seconds that the end of a process waits for NCCL to end."""
 
@@ -104,7 +107,9 @@ class DeviceGroup(TensorParallel):
             options.asyncOp = False
         self.smallest(0)  # connects
         self._shared_sum: SharedSum | None = None
-        if device.type == "cuda":
+        if device.type == "cpu":
+            self._sum.timeout = self._gather.timeout = _STEP_TIMEOUT
+        else:
             self._shared_sum = _open_shared_sum(self, store, device)
 
     def all_reduce(self, x: Tensor) -> Tensor:
