@@ -45,16 +45,11 @@ class DraftKnowledge:
             if num_requests < LEARNED_REQUESTS and any(record.row_steps or record.row_drafted):
                 newest.append(record)
                 num_requests += len(record.row_steps)
-        for has_shares in (False, True):
-            some = [
-                r for r in newest if r.shape.is_chain and (r.draft_shares is not None) == has_shares
-            ]
-            if some and has_shares:
-                self._learn_shares(some)
-            elif some:
-                self._learn_rates(self.chains, [r.model_drafts for r in some])
-        trees = [r.model_drafts for r in newest if not r.shape.is_chain]
-        self._learn_rates(self.trees, trees)
+        chains = [r for r in newest if r.shape.is_chain]
+        self._learn_shares([r for r in chains if r.draft_shares is not None])
+        without_shares = [r.model_drafts for r in chains if r.draft_shares is None]
+        self._learn_rates(self.chains, without_shares)
+        self._learn_rates(self.trees, [r.model_drafts for r in newest if not r.shape.is_chain])
         self._learn_rates(self.texts, [r.text_drafts for r in newest if any(r.is_from_text)])
         if newest:
             self.pairs = self.calibration.pairs(self.texts.rates)

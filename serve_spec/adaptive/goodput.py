@@ -315,24 +315,23 @@ class GoodputPolicy:
             self._trial = frozenset([batch.request_ids[row] for row in rows])
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
             expected = tried.expected * num / batch.size
-            return self._begin(replace(tried, budget=None, expected=expected), Reason.PROBE)
+            self._begin(Reason.PROBE, TRIAL_ROUNDS)
+            return replace(tried, budget=None, expected=expected)
         self._rounds_off = 0
         self._rounds_drafting += self._rounds_left
         lost = 2.0 * plain.ms * max(0.0, 1.0 - plain.tokens_per_ms / chosen.tokens_per_ms)
         is_due = guard.plain is None or self._rounds_drafting >= PLAIN_EVERY
         if is_due and self._can_spend(lost):
             self._rounds_drafting = 0
-            tried = self._begin(plain, Reason.BASELINE)
-            self._rounds_left = 2
-            return tried
+            self._begin(Reason.BASELINE, 2)
+            return plain
         return chosen
 
     def _can_spend(self, ms: float) -> bool:
         return self._explored_ms + ms <= EXPLORED_SHARE * self._total_ms
 
-    def _begin(self, tried: Candidate, reason: Reason) -> Candidate:
-        self._rounds_left, self.last_reason = TRIAL_ROUNDS, reason
-        return tried
+    def _begin(self, reason: Reason, num_rounds: int) -> None:
+        self._rounds_left, self.last_reason = num_rounds, reason
 
     def _best_text_steps(self, load: Load, chosen: Candidate) -> int:
         """Return how many n-gram drafts a request verifies that has some."""
