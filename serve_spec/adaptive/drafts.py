@@ -11,10 +11,11 @@ from serve_spec.adaptive.rates import PositionRates, tallied
 from serve_spec.core.record import DraftColumns, StepRecord
 from serve_spec.core.round import AS_DRAWN
 
-SAMPLE_REQUESTS = 128
-"""Newest requests whose drafts' survivals stand for those of the batch."""
+SAMPLE_REQUESTS = 32
+"""Newest drafting requests whose survivals stand for those of a batch; of a larger one, as many."""
 LEARNED_REQUESTS = 512
 """Newest requests of a plan's rounds that are learned from."""
+_MOST_SAMPLED = 128
 TEXT_RATE = 0.85
 """Share of n-gram drafts that are accepted once reached, before any was verified."""
 
@@ -94,14 +95,14 @@ class DraftKnowledge:
             counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
         self.chains.learn(*counts)
         kept = [np.where(exists, survivals, -1.0), self._sample]
-        self._sample = np.concatenate(kept)[:SAMPLE_REQUESTS]
+        self._sample = np.concatenate(kept)[:_MOST_SAMPLED]
 
-    def survivals(self) -> Floats:
-        """Return survivals [R, K] of recent drafts, beyond those drafted at the usual rates."""
+    def survivals(self, batch_size: int) -> Floats:
+        """Return survivals [R, K] for a batch, beyond those drafted at the usual rates."""
         rates = np.asarray(self.chains.rates)
         if not len(self._sample):
             return np.cumprod(rates)[None]
-        found = self._sample.copy()
+        found = self._sample[: max(SAMPLE_REQUESTS, batch_size)].copy()
         for j in range(self.max_steps):
             before = found[:, j - 1] if j else 1.0
             found[:, j] = np.where(found[:, j] < 0.0, before * rates[j], found[:, j])

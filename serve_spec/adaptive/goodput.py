@@ -40,8 +40,8 @@ BUDGET_MS = 60_000.0
 """of which older time weighs 1/e."""
 TRIAL_ROUNDS = 4
 """Rounds of one trial."""
-TRIED_SHARE = 0.25
-"""Share of the requests that draft in a trial while speculation is off."""
+TRIED_REQUESTS = 8
+"""Requests that draft in a trial while speculation is off."""
 TRY_AFTER = 128
 """Rounds off before a trial that the budget pays; one that it does not pay comes 8 times later."""
 PLAIN_EVERY = 256
@@ -264,7 +264,7 @@ class GoodputPolicy:
         """Return every shape with its best budget, plain rounds first."""
         size, most = batch.size, batch.max_draft_tokens
         bound = min(self._bound(size), max(batch.max_steps))
-        survivals = self.drafts.survivals()[:, : max(bound, 1)]
+        survivals = self.drafts.survivals(size)[:, : max(bound, 1)]
         weights = np.full(survivals.shape[1], size / len(survivals))
         if min(batch.max_steps) < bound:
             caps = np.asarray(batch.max_steps)
@@ -309,7 +309,7 @@ class GoodputPolicy:
                 return chosen
             # Whatever is believed, some requests draft now and then: nothing else would tell.
             self._rounds_off = 0
-            num = min(batch.size, max(4, round(TRIED_SHARE * batch.size)))
+            num = min(batch.size, TRIED_REQUESTS)
             lacks = batch.backlogs or [0] * batch.size
             rows = sorted(range(batch.size), key=lacks.__getitem__)[:num]
             self._trial = frozenset([batch.request_ids[row] for row in rows])
