@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from serve_spec.config.cost_table import Grid
 
 Floats: TypeAlias = NDArray[np.float64]
-Counts: TypeAlias = NDArray[np.int64]
 
 _CONTEXT_PARTS = 16
 """Contexts are told apart in sixteenths of the distance between the two measured ones."""
@@ -37,112 +36,60 @@ class CostSurface:
         batch_sizes: Sequence[int],
         num_steps: Sequence[int],
     ) -> None:
-        self.max_steps = num_steps[-1]
         self._contexts = contexts
-        every_step = np.arange(self.max_steps + 1)
-        values = monotone(np.array(ms))
+        steps = np.arange(num_steps[-1] + 1)
         values = np.apply_along_axis(
-            lambda cells: np.interp(every_step, num_steps, cells), 2, values
+            lambda cells: np.interp(steps, num_steps, cells), 2, monotone(np.array(ms))
         )
-        values, self._sizes = _continued(values, [float(size) for size in batch_sizes], axis=1)
-        # Contexts are positions here: 0 the shorter, 1 the longer, 2 as far again.
-        self._ms, self._positions = _continued(values, [0.0, 1.0], axis=0)
-        self._deepest = [_deepest(cells, self._sizes) for cells in self._ms]
+        self._sizes = list(batch_sizes)
+        if len(self._sizes) == 1:  # twice as many take twice as long
+            values = np.concatenate([values, 2.0 * values], axis=1)
+            self._sizes.append(2 * self._sizes[0])
+        self._ms = values
         self._cache: dict[tuple[int, float], Floats] = {}
 
     def curve(self, batch_size: int, context: float) -> Floats:
-        """ms at 0 .. max_steps steps for each of `batch_size` rows; shared, not to be written."""
+        """Return ms at 0 .. max_steps steps of `batch_size` requests; shared, not to be written."""
         point = batch_size, self._position(context)
         found = self._cache.get(point)
         if found is None:
             if len(self._cache) >= _MAX_CACHED:
                 self._cache.clear()
-            found = self._cache[point] = self._interpolated(*point)
+            short, long = (_on_lines(self._sizes, each, batch_size) for each in self._ms)
+            curve = short + point[1] * np.maximum(long - short, 0.0)
+            # Only far beyond both edges could lines have crossed.
+            found = self._cache[point] = np.maximum.accumulate(curve)
         return found
 
-    def deepest(self, num_rows: Any, context: float) -> Floats:
-        """ms of batches of so many rows in all, each sequence going as deep as it can.
-
-        Of all batches of so many rows these read the fewest texts. Fewer rows than the smallest one
-        has cost what it costs. Between two sizes costs rise as the larger one's do with its depth.
-        """
-        i, w = _segment(self._positions, self._position(context))
-        (rows, low), (_, high) = self._deepest[i : i + 2]
-        ms = _between(low, high, w)
-        beyond = np.maximum(0, num_rows - rows[-1]) * (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
-        on_lines: Floats = np.interp(num_rows, rows, ms) + beyond
-        return on_lines
+    def of_rows(self, num_rows: Any, context: float) -> Floats:
+        """Return ms of so many rows of any requests, an array: those of full depth decide."""
+        position, rows = self._position(context), np.array(self._sizes) * self._ms.shape[2]
+        ms = self._ms[0, :, -1] + position * (self._ms[1, :, -1] - self._ms[0, :, -1])
+        slope = (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
+        beyond: Floats = np.maximum(np.asarray(num_rows) - rows[-1], 0.0) * slope
+        return np.interp(num_rows, rows, ms) + beyond
 
     def _position(self, context: float) -> float:
+        """Return where a context lies: 0 the shorter, 1 the longer, 2 as far again."""
         short, long = self._contexts
         position = max(0.0, (context - short) / (long - short))
         return round(position * _CONTEXT_PARTS) / _CONTEXT_PARTS
 
-    def _interpolated(self, batch_size: int, position: float) -> Floats:
-        i, w = _segment(self._sizes, batch_size)
-        by_context = _between(self._ms[:, i], self._ms[:, i + 1], w)
-        i, w = _segment(self._positions, position)
-        curve = _between(by_context[i], by_context[i + 1], w)
-        # Only far beyond both edges could lines have crossed.
-        return np.maximum.accumulate(curve)
-
 
 def monotone(ms: Floats) -> Floats:
-    """Each cell becomes the least of itself and all cells beyond it: rising along every axis.
+    """Make each cell the least of itself and all cells beyond it: rising along every axis.
 
-    Why the least and not an average of the cells that contradict each other (isotonic regression):
-    noise in timings has one sign, other work only ever makes a round slower, so of two cells that
-    contradict each other the cheaper one is the better measurement. One disturbed cell would pull
-    a pooled average up; it can not pull a minimum. Where the minimum errs it makes smaller rounds
-    too cheap, plain ones first of all: towards fewer drafts, until rounds that run correct it.
+    Other work only ever makes a round slower, so of two cells that contradict each other the
+    cheaper one is the better measurement.
     """
     for axis in range(ms.ndim):
         ms = np.flip(np.minimum.accumulate(np.flip(ms, axis), axis), axis)
     return ms
 
 
-def _continued(ms: Floats, points: list[float], axis: int) -> tuple[Floats, list[float]]:
-    """Adds the point twice as far as the last one, on the line through the last two.
-
-    From a single point the line starts at nothing. Slopes are made monotone along the other axes:
-    then so is whatever lies on the lines, however far.
-    """
-    last: Floats = np.take(ms, -1, axis)
-    if len(points) > 1:
-        before: Floats = np.take(ms, -2, axis)
-        slope = monotone((last - before) / (points[-1] - points[-2]))
-    else:
-        slope = last / points[-1]
-    far = last + slope * points[-1]
-    return np.concatenate([ms, np.expand_dims(far, axis)], axis), [*points, 2 * points[-1]]
-
-
-def _deepest(ms: Floats, sizes: Sequence[float]) -> tuple[Floats, Floats]:
-    """Rows and ms [n] of the deepest of every size, ms [sizes, steps], and of what lies between.
-
-    The last size was not measured: a line leads to it.
-    """
-    depths = np.arange(1.0, ms.shape[1] + 1)
-    rows, costs = [np.array([sizes[0] * depths[-1]])], [ms[0, -1:]]
-    for size, curve in zip(sizes[1:-1], ms[1:-1], strict=True):
-        before, last = rows[-1][-1], costs[-1][-1]
-        start, rise = np.interp(before / size, depths, curve), curve[-1] - last
-        inside = size * depths > before
-        shape = (curve - start) / (curve[-1] - start) if curve[-1] > start else depths / depths[-1]
-        rows.append(size * depths[inside])
-        costs.append(last + rise * shape[inside])
-    rows.append(np.array([sizes[-1] * depths[-1]]))
-    return np.concatenate(rows), np.concatenate([*costs, ms[-1, -1:]])
-
-
-def _segment(points: Sequence[float], x: float) -> tuple[int, float]:
-    """i and w such that x lies at w of the way from points[i] to points[i+1].
-
-    Below the first point w is 0; beyond the last one it is above 1.
-    """
+def _on_lines(points: Sequence[int], values: Floats, x: int) -> Floats:
+    """Return `values` [n, ...] at x: lines between the points and beyond the last, flat before."""
     i = min(max(bisect_right(points, x) - 1, 0), len(points) - 2)
-    return i, max(0.0, (x - points[i]) / (points[i + 1] - points[i]))
-
-
-def _between(low: Floats, high: Floats, w: float) -> Floats:
-    return low + w * (high - low)
+    part = max(0.0, (x - points[i]) / (points[i + 1] - points[i]))
+    found: Floats = values[i] + part * (values[i + 1] - values[i])
+    return found

@@ -124,16 +124,17 @@ class Costs:
         fade = math.exp(-num_rounds / STALE_ROUNDS)
         for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
+        self._prompts = [[10.0 + fade * (x - 10.0) for x in known] for known in self._prompts]
 
     def prompt_ms(
-        self, size: int, drafted: Floats, prompts: Floats, context: float, *, drafts: bool
+        self, size: int, drafted: Floats, prompts: float, context: float, *, drafts: bool
     ) -> Floats:
         """Return the ms that prompt tokens add to rounds that verify so many drafts.
 
         drafts: whether the rounds draft, so that prompts also need draft KV.
         """
         rows = size + drafted
-        more = self._verify.deepest(rows + prompts, context) - self._verify.deepest(rows, context)
+        more = self._verify.of_rows(rows + prompts, context) - self._verify.of_rows(rows, context)
         taken, of_table = self._prompts[drafts]
         added: Floats = taken / of_table * np.maximum(more, 0.0)
         return added
@@ -144,16 +145,21 @@ class Costs:
         """Learn from a round with prompt tokens that took so long without missing draft KV."""
         is_drafting = shape.depth > 0
         alone, known = self.ms(size, shape, drafts, context), self._prompts[is_drafting]
-        rows = np.array([drafts]), np.array([float(prompts)])
-        found = self.prompt_ms(size, *rows, context, drafts=is_drafting)
+        found = self.prompt_ms(size, np.array([drafts]), prompts, context, drafts=is_drafting)
         expected = float(found[0]) * known[1] / known[0]
         taken = min(max(ms - alone, 0.0), 3.0 * expected + alone)
         fade = 1.0 - 1.0 / COST_ROUNDS
         self._prompts[is_drafting] = [fade * known[0] + taken, fade * known[1] + expected]
 
-    def learn_entries(self, more_ms: float, num_entries: int, round_ms: float) -> None:
-        """Learn from a round that made missing draft KV entries and took so much longer."""
-        each = min(max(more_ms, 0.0) / num_entries, 0.1 * round_ms)
+    def learn_entries(
+        self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int,
+        num_entries: int, ms: float,
+    ) -> None:  # fmt: skip
+        """Learn from a round that made many missing draft KV entries."""
+        rest = self.ms(size, shape, drafts, context)
+        if prompts:
+            rest += float(self.prompt_ms(size, np.array([drafts]), prompts, context, drafts=True)[0])
+        each = min(max(ms - rest, 0.0) / num_entries, 0.1 * ms)
         self.entry_ms += 0.1 * (each - self.entry_ms)
 
     def snapshot(self) -> dict[str, object]:

@@ -98,8 +98,7 @@ class GoodputPolicy:
         self._rounds_off = self._rounds_drafting = self._rounds_without_text = 0
         self._to_learn: list[StepRecord] = []
         self._total_ms = self._explored_ms = 0.0
-        self._mixed = 0.0
-        self._prompts = [0.0, 0.0]  # prompt tokens and emitted tokens of mixed steps
+        self._prompt_chunk = 0.0  # prompt tokens of a mixed step
         self._ended = [0.0, 0.0]  # prompt tokens and emitted tokens of requests that ended
         self._before: DraftShape | None = None
         self._num_bad_times = 0
@@ -179,11 +178,9 @@ class GoodputPolicy:
             self._learn_times(record)
 
     def _observe_traffic(self, record: StepRecord) -> None:
-        """Take in how many prompt tokens share rounds, and how long requests are."""
-        if record.num_prefill_tokens and record.num_output_tokens:
-            new = record.num_prefill_tokens, record.num_output_tokens
-            self._prompts = [0.9 * x + y for x, y in zip(self._prompts, new, strict=True)]
-        self._mixed += 0.15 * ((record.num_prefill_tokens > 0) - self._mixed)
+        """Take in how many prompt tokens share a round, and how long requests are."""
+        if (prompts := record.num_prefill_tokens) and record.num_output_tokens:
+            self._prompt_chunk += 0.1 * (prompts - self._prompt_chunk)
         if record.num_ended:
             kept = max(0.0, 1.0 - record.num_ended / 64.0)
             new = record.num_ended_prompt_rows, record.num_ended_tokens
@@ -206,13 +203,12 @@ class GoodputPolicy:
             shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
         if shape != PLAIN and record.num_drafting < 0.9 * size:
             return
-        if record.num_prefill_tokens:
+        prompts = record.num_prefill_tokens
+        if record.num_catch_up > record.num_drafting * (self.max_steps + 1):
+            self.costs.learn_entries(size, shape, drafts, context, prompts, record.num_catch_up, ms)
+        elif prompts:
             ms -= self.costs.entry_ms * record.num_catch_up
-            prompts = record.num_prefill_tokens
             self.costs.learn_prompt(size, shape, drafts, context, prompts, ms)
-        elif record.num_catch_up > record.num_drafting * (self.max_steps + 1):
-            more_ms = ms - self.costs.ms(size, shape, drafts, context, sampled)
-            self.costs.learn_entries(more_ms, record.num_catch_up, ms)
         else:
             self.costs.learn(size, shape, drafts, context, sampled, ms)
             unit = self.costs.table_ms(size, PLAIN, 0, context, sampled)
@@ -237,9 +233,8 @@ class GoodputPolicy:
             size,
             batch.context,
             batch.num_sampled / size,
-            prompts=self._prompts[0] / max(self._prompts[1], 1.0),
-            mixed=self._mixed,
-            begin_ms=self.costs.entry_ms * self._ended[0] / max(self._ended[1], 1.0),
+            prompts=self._ended[0] / max(self._ended[1], 1.0),
+            chunk=self._prompt_chunk,
         )
         found = self._weighed(batch, load)
         self._candidates = {each.shape: each for each in found}

@@ -32,12 +32,10 @@ class Load:
     sampled: float = 0.0
     """Share of the requests that sample."""
     prompts: float = 0.0
-    """Prompt tokens that a mixed round computes for every token it emits: the sooner requests
-    end, the sooner others begin,"""
-    mixed: float = 0.0
-    """and the share of rounds that are mixed."""
-    begin_ms: float = 0.0
-    """Time per token that missing draft KV entries of new requests take."""
+    """Prompt tokens for every token that is emitted: the sooner requests end, the sooner others
+    begin,"""
+    chunk: float = 0.0
+    """and how many of them share a round; 0: they have rounds of their own."""
 
 
 @dataclass(frozen=True)
@@ -130,15 +128,13 @@ class Planner:
 
     def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
         """Return tokens per ms of usual rounds [K + 1, M]; the first row does not draft."""
-        tokens, usual = load.size + expected, ms
-        if load.mixed:
-            usual = ms.copy()
+        tokens, usual = load.size + expected, ms.copy()
+        if load.prompts and load.chunk >= 1.0:
             for rows, is_drafting in ((slice(1), False), (slice(1, None), True)):
-                usual[rows] += load.mixed * self.costs.prompt_ms(
-                    load.size, drafts[rows], load.prompts * tokens[rows], load.context,
-                    drafts=is_drafting,
-                )  # fmt: skip
-        if load.begin_ms:
-            usual = usual + load.begin_ms * tokens * (np.arange(len(tokens)) > 0)[:, None]
+                chunk_ms = self.costs.prompt_ms(
+                    load.size, drafts[rows], load.chunk, load.context, drafts=is_drafting
+                )
+                usual[rows] += load.prompts / load.chunk * tokens[rows] * chunk_ms
+        usual[1:] += load.prompts * self.costs.entry_ms * tokens[1:]
         speeds: Floats = tokens / usual
         return speeds

@@ -266,7 +266,7 @@ def test_prompts_that_follow_from_tokens_make_drafts_less_worth() -> None:
     survivals = [[0.8, 0.6, 0.4]]
     gains = []
     for prompts in (0.0, 2.0):
-        found = weighed(survivals, prompts=prompts, mixed=1.0)
+        found = weighed(survivals, prompts=prompts, chunk=256.0)
         gains.append(max(each.tokens_per_ms for each in found) / found[0].tokens_per_ms)
     assert gains[1] < gains[0]
 
