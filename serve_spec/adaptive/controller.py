@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from itertools import compress
 from typing import Any
 
 from serve_spec.adaptive.acceptance import PositionCounters, SlotAverages
 from serve_spec.adaptive.policy import BadMeasurement, Reason, StaticPolicy
 from serve_spec.adaptive.settings import PolicySettings
-from serve_spec.adaptive.sharpness import SharpnessPolicy
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
@@ -43,7 +40,6 @@ class AdaptiveController:
         self._fallback: str | None = None
         self._fallback_rounds_left = self._num_fallbacks = 0
         self._policy = settings.build(settings.shape.depth, costs)
-        self._sharpness = SharpnessPolicy(settings.sharpnesses)
         self.shapes = settings.shapes
         """Every shape the worker must build, and `PLAIN`, which it always has; never grows."""
         self._active: DraftShape | None = None
@@ -91,10 +87,6 @@ class AdaptiveController:
         except Exception as error:  # plain decoding serves every request, a dead engine none
             self._fall_back(f"the policy failed to choose: {error!r}")
             steps = self._policy.choose(batch)
-        is_learned = steps.shape.depth and batch.num_sampled
-        sharpness = self._sharpness.choose() if is_learned else self._sharpness.best
-        if steps.draft_sharpness != sharpness:
-            steps = replace(steps, draft_sharpness=sharpness)
         reason = Reason.RECONFIGURED if self._reconfigured else self._policy.last_reason
         self._reconfigured = False
         switched = self._active not in (None, steps.shape)
@@ -115,9 +107,6 @@ class AdaptiveController:
         counters = self._positions if record.shape.is_chain else self._levels[record.shape]
         counters.observe(correct, steps)
         self._averages.observe(record.batch_size, correct, steps)
-        if any(record.is_sampled):
-            sampled = compress(zip(steps, correct, strict=True), record.is_sampled)
-            self._sharpness.observe(record.draft_sharpness, list(sampled))
         try:
             self._policy.observe(record)
         except BadMeasurement as error:
@@ -221,7 +210,6 @@ class AdaptiveController:
             "rounds_by_num_steps": rounds,
             "positions": self._positions.snapshot(),
             **self._positions.totals(),
-            "draft_sharpness": self._sharpness.snapshot(),
             **(self._trees_snapshot() if self._levels else {}),
         }
 

@@ -13,13 +13,11 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
-from serve_spec.adaptive.sharpness import SHARPNESSES
 from serve_spec.config import SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, ignored_keys, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import DRAFT_SHARPNESS
 
 _FIELDS = {
     "speculative_adaptive": "adaptive",
@@ -40,7 +38,6 @@ class PolicySettings:
     per_sequence: bool = True
     min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
     max_steps: int | None = None  # most drafts that the draft can make
-    sharpnesses: Sequence[float] = SHARPNESSES
     tree: DraftShape | None = None  # the largest of an adaptive policy, unless slots list others
     cuda_graph_bs: Sequence[int] | None = None  # batch sizes of captured graphs
     token_counts: Sequence[int] = ()  # tokens that captured graphs verify, ascending
@@ -48,17 +45,15 @@ class PolicySettings:
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
         """Return what a configuration asks for; fixed at no drafts when nothing drafts."""
-        source, sharpness = config.speculative_adaptive_config, config.speculative_draft_sharpness
+        source = config.speculative_adaptive_config
         depth, topk = config.speculative_num_steps, config.speculative_eagle_topk
         shape = DraftShape.chain(depth if config.enabled else 0)
         if shape.depth and topk > 1:
             shape = DraftShape(depth, config.num_draft_tokens - 1, topk)
-        learned = SHARPNESSES if config.couples_drafts else (DRAFT_SHARPNESS,)
         return cls(
             shape=shape,
             slots=None if source is None else load_slots(source),
             max_steps=max_steps,
-            sharpnesses=learned if sharpness == "auto" else (sharpness,),
             tree=None if shape.is_chain else shape,
             **{field: getattr(config, key) for key, field in _FIELDS.items()},
         )

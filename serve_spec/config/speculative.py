@@ -95,10 +95,9 @@ class SpeculativeConfig(StrictModel):
         description="Whether drafts read their weights in fewer bits: fp8 on Hopper GPUs, int8 on "
         "CPUs, int4 on either; auto: fp8 where it is faster. Never touches texts.",
     )
-    speculative_draft_sharpness: float | Literal["auto"] = Field(
-        "auto",
-        description="Drafts are drawn at this * the request's temperature; auto: learnt. Never "
-        "touches texts.",
+    speculative_draft_sharpness: float = Field(
+        0.85,
+        description="Drafts are drawn at this * the request's temperature. Never touches texts.",
     )
     rejection_sample_method: RejectionMethod = Field(
         "coupled",
@@ -196,8 +195,9 @@ class SpeculativeConfig(StrictModel):
     @field_validator("speculative_draft_sharpness", mode="before")
     @classmethod
     def _sharpness(cls, wanted: object) -> object:
-        if wanted != "auto" and not (_in_range(wanted, 0, 2) and wanted != 0):
-            raise Refusal("speculative_draft_sharpness", wanted, "give a number in (0, 2], or auto")
+        if not (_in_range(wanted, 0, 2) and wanted != 0):
+            fix = "give a number in (0, 2], such as 0.85, the default"
+            raise Refusal("speculative_draft_sharpness", wanted, fix)
         return wanted
 
     @field_validator("speculative_draft_aux_layer_ids")
@@ -335,12 +335,6 @@ class SpeculativeConfig(StrictModel):
     def samples_drafts(self) -> bool:
         """Whether drafts are sampled from distributions of their own, and some rejected."""
         return self.enabled and self.rejection_sample_method != "coupled"
-
-    @property
-    def couples_drafts(self) -> bool:
-        """Whether drafts of sampled requests are drawn with the target's noise."""
-        has_model = self.enabled and not ALGORITHMS[self.speculative_algorithm].from_text
-        return has_model and not self.samples_drafts
 
     @property
     def text_algorithm(self) -> str | None:

@@ -13,14 +13,7 @@ from numpy.typing import NDArray
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import (
-    AS_DRAWN,
-    DRAFT_SHARPNESS,
-    FROM_TEXT,
-    GREEDY,
-    SAMPLED,
-    Calibration,
-)
+from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED, Calibration
 
 
 @dataclass(frozen=True)
@@ -147,8 +140,6 @@ class ScheduledBatch:
     was_postponed: bool = False
     """It was not launched ahead, because its drafts depend on the result of the step before."""
     max_missing: int = 0
-    draft_sharpness: float = DRAFT_SHARPNESS
-    """Temperature of sampled drafts over their request's."""
     budget: int | None = None
     """Most drafts that are verified, see `RoundSteps`; fewer than there are. None: all of them."""
     calibration: Calibration = AS_DRAWN

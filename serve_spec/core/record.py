@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.round import DRAFT_SHARPNESS, NO_NOTES, RoundNotes
+from serve_spec.core.round import NO_NOTES, RoundNotes
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,6 @@ class StepRecord:
     """and the tokens they emitted."""
     times: StepTimes | None = None
     """None if not measured."""
-    draft_sharpness: float = DRAFT_SHARPNESS
-    """Temperature of sampled drafts over their request's."""
     follows: bool = False
     """It was launched ahead, so its time may be the host's time for the step before."""
     was_postponed: bool = False

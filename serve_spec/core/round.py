@@ -11,11 +11,6 @@ from typing import TypeAlias
 
 from serve_spec.core.draft_shape import DraftShape
 
-DRAFT_SHARPNESS = 0.85
-"""Default temperature of sampled drafts over their request's: trained drafts are accepted more
-often than at 1."""
-
-
 Calibration: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]
 """How shares of drafts become chances, see `ops.admission`: (weight, bias) by kind and position.
 
@@ -98,8 +93,6 @@ class RoundSteps:
     shape: DraftShape
     row_steps: Sequence[int] | None = None
     notes: RoundNotes = field(default=NO_NOTES, compare=False)
-    draft_sharpness: float = field(default=DRAFT_SHARPNESS, compare=False)
-    """Temperature of sampled drafts over their request's."""
     text_steps: Sequence[int] | None = None
     budget: int | None = None
     """Most drafts of the whole step that the target verifies: those likeliest to be accepted. None:

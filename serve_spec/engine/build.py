@@ -231,6 +231,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
         async_scheduling=device.type == "cuda" if asynchronous is None else asynchronous,
         synthetic_acceptance=config.speculative.synthetic_acceptance,
         rejection_sample_method=config.speculative.rejection_sample_method,
+        draft_sharpness=config.speculative.speculative_draft_sharpness,
         parallel=loaded.parallel,
     )
 

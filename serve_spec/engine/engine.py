@@ -398,7 +398,6 @@ class SpecEngine:
             num_ended_prompt_rows=sum(seq.num_uncached_prompt_tokens for seq in ended),
             num_ended_tokens=sum(seq.num_output_tokens for seq in ended),
             times=StepTimes(result.draft_ms, result.verify_ms, step_ms, result.idle_ms),
-            draft_sharpness=plan.draft_sharpness,
             follows=plan.follows,
             was_postponed=plan.was_postponed,
             notes=step.notes if decoded else NO_NOTES,

@@ -234,7 +234,6 @@ class Scheduler:
             follows,
             was_postponed,
             num_missing,
-            draft_sharpness=steps.draft_sharpness,
             budget=draft_budget,
             calibration=AS_DRAWN if draft_budget is None else steps.calibration,
         )

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from serve_spec.core.draft import TextDrafts, padded_drafts
-from serve_spec.core.round import AS_DRAWN, DRAFT_SHARPNESS, Calibration
+from serve_spec.core.round import AS_DRAWN, Calibration
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops.rejection import DraftLogits
@@ -118,6 +118,7 @@ class StepBuffers:
         max_tree_drafts: int = 0,
         *,
         samples_drafts: bool = False,
+        draft_sharpness: float = 1.0,
     ) -> StepBuffers:
         """Return empty buffers for as many requests as there are slots.
 
@@ -150,7 +151,7 @@ class StepBuffers:
             read_back=read_back,
             budget=zeros(1),
             calibration=zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32),
-            sharpness=torch.full((1,), DRAFT_SHARPNESS, device=device),
+            sharpness=torch.full((1,), draft_sharpness, device=device),
             masks=GrammarMasks(max_requests, most, slots.vocab_size, device),
             chunks=PrefillChunks.create(max_chunk_tokens, max_requests, device),
             parents=zeros(max_requests, most) if max_tree_drafts else None,

@@ -95,6 +95,7 @@ class SpecWorker:
     max_tokens: most tokens of one target forward. largest_batch: see `CapturedShapes`.
     synthetic_acceptance: for load tests; see `worker.verify`.
     rejection_sample_method: how sampled drafts are verified.
+    draft_sharpness: temperature of coupled drafts over their requests'.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class SpecWorker:
         async_scheduling: bool = False,
         synthetic_acceptance: Acceptance | None = None,
         rejection_sample_method: str = "coupled",
+        draft_sharpness: float = 1.0,
         parallel: TensorParallel = SINGLE,
     ) -> None:
         self.target = target
@@ -122,12 +124,12 @@ class SpecWorker:
         self.async_scheduling = async_scheduling
         self.synthetic_acceptance = synthetic_acceptance
         self.rejection_sample_method = rejection_sample_method
+        self.draft_sharpness = draft_sharpness
         self.parallel = parallel
         self.vocab_size = slots.vocab_size
         self.device = slots.lengths.device
         self._requests = RequestStates(slots)
         self._written: tuple[tuple[int, ...], ...] | None = None
-        self._sharpness: float | None = None
         self._budget: tuple[int, list[int], Calibration] | None = None
         self._newest_timer: StageTimer | None = None
 
@@ -163,12 +165,13 @@ class SpecWorker:
             self.max_tokens + 1,  # a prompt may exceed the budget by a token
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
             samples_drafts=samples_drafts,
+            draft_sharpness=self.draft_sharpness,
         )
         pinned = self.device.type == "cuda"
         self._read_backs = cycle(
             self.buffers.host_copy(pin_memory=pinned) for _ in range(_STEPS_IN_FLIGHT + 1)
         )
-        self._written = self._sharpness = self._budget = None
+        self._written = self._budget = None
         self.recorder.start_over()
         verifier = Verifier(
             self.buffers.max_depth,
@@ -203,7 +206,6 @@ class SpecWorker:
         timer.mark("start")
         if state.shape.depth:
             self._write_requests(reqs)
-            self._write_sharpness(plan.draft_sharpness)
             self._draft(reqs, plan)
         timer.mark("drafted")
         plan = self._mask(plan)
@@ -344,12 +346,6 @@ class SpecWorker:
         if requests != self._written:
             self.buffers.write_requests(*requests)
             self._written = requests
-
-    def _write_sharpness(self, sharpness: float) -> None:
-        """Write the draft temperature scale if it has changed."""
-        if sharpness != self._sharpness:
-            self.buffers.sharpness.fill_(sharpness)
-            self._sharpness = sharpness
 
 
 def _cut_depth(plan: ScheduledBatch, reqs: Sequence[ScheduledRequest]) -> DraftShape:

@@ -120,7 +120,6 @@ class Row:
             "speculative_adaptive": False,
             "speculative_draft_dtype": "float32",
             "rejection_sample_method": self.method,
-            # auto learns from earlier rounds: drafts would depend on what else ran before.
             "speculative_draft_sharpness": 1.0,
         }
         if self.algorithm in checkpoints:

@@ -63,7 +63,7 @@ def resolved(drafting: dict[str, Any], keys: dict[str, Any]) -> SpeculativeConfi
         ({**NGRAM, **NO_DRAFT, **shape(3, 2)}, "num_draft_tokens", 7),
         ({"speculative_draft_sharpness": 0.01}, "speculative_draft_sharpness", 0.01),
         ({"speculative_draft_sharpness": 2.0}, "speculative_draft_sharpness", 2.0),
-        ({}, "speculative_draft_sharpness", "auto"),
+        ({}, "speculative_draft_sharpness", 0.85),
         ({"speculative_draft_rope_theta": "probe"}, "speculative_draft_rope_theta", "probe"),
         ({"speculative_draft_rope_theta": 10000}, "speculative_draft_rope_theta", 10000),
         ({**EAGLE, "speculative_draft_rope_theta": 1.0}, "speculative_draft_rope_theta", 1.0),
@@ -112,7 +112,11 @@ def test_what_is_said_is_what_the_engine_reads(
         (shape(9, 65), "speculative_eagle_topk=65", "a beam of it may be"),
         ({"speculative_draft_sharpness": 0.0}, "speculative_draft_sharpness", ""),
         ({"speculative_draft_sharpness": 2.01}, "speculative_draft_sharpness", ""),
-        ({"speculative_draft_sharpness": "high"}, "speculative_draft_sharpness", ""),
+        (
+            {"speculative_draft_sharpness": "auto"},
+            "speculative_draft_sharpness='auto'",
+            "such as 0.85",
+        ),
         *(
             ({"speculative_draft_rope_theta": wrong}, f"speculative_draft_rope_theta={wrong!r}",
              "give a base ≥ 1, or 'probe'")
