@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from functools import partial
 
 from serve_spec.adaptive.policy import Reason
@@ -10,50 +10,44 @@ from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, RoundSteps
 
-DEFAULT_MAX_STEPS = 8
 FIRST_STEPS = 5
+"""Drafts of a sequence's first round,"""
+MAX_STEPS = 8
+"""and most drafts of any."""
+RAISE_ABOVE = 0.85
+"""Share of a sequence's drafts that were accepted, above which it drafts one more,"""
+LOWER_BELOW = 0.55
+"""and below which it drafts one less."""
 
 
 class AdaptiveSpeculator:
-    """One sequence's number of steps, moved by the share of all its drafts that were accepted.
-
-    After each verification: above 0.85 one step more, below 0.55 one less, within the bounds.
-    """
+    """One sequence's number of steps, moved by the share of all its drafts that were accepted."""
 
     def __init__(
-        self, initial_steps: int = FIRST_STEPS, min_steps: int = 1, max_steps: int = 8
+        self, initial_steps: int = FIRST_STEPS, min_steps: int = 1, max_steps: int = MAX_STEPS
     ) -> None:
-        if min_steps < 1:
-            fix = "use an integer ≥ 1: a sequence that drafts nothing never learns to draft again"
-            raise ValueError(f"min_steps={min_steps}: {fix}")
-        if max_steps < min_steps:
-            raise ValueError(f"max_steps={max_steps}: use at least min_steps={min_steps}")
-        if not min_steps <= initial_steps <= max_steps:
-            raise ValueError(f"initial_steps={initial_steps}: must lie in {min_steps}..{max_steps}")
+        if not 1 <= min_steps <= initial_steps <= max_steps:
+            raise ValueError(f"{min_steps=}, {initial_steps=}, {max_steps=}: must ascend from 1")
         self.min_steps, self.max_steps, self.num_steps = min_steps, max_steps, initial_steps
         self.num_draft_tokens = self.num_correct_drafts = 0
 
     def update(self, num_draft_tokens: int, num_correct_drafts: int) -> bool:
-        """Learn from the drafts of one verification and return whether `num_steps` changed.
+        """Learn from one verification; return whether `num_steps` changed.
 
         Raises:
-            ValueError: drafts outside 0..max_steps, or more kept than drafted; nothing was counted.
+            ValueError: not 0 ≤ accepted ≤ drafts ≤ max_steps; nothing was counted.
         """
-        drafts, correct = num_draft_tokens, num_correct_drafts
-        if not 0 <= drafts <= self.max_steps:
-            fix = f"must lie in 0..{self.max_steps}, the drafts verified in one round"
-            raise ValueError(f"num_draft_tokens={drafts}: {fix}")
-        if not 0 <= correct <= drafts:
-            fix = f"must lie in 0..{drafts}, the drafts, without the final token"
-            raise ValueError(f"num_correct_drafts={correct}: {fix}")
-        if not drafts:
+        if not 0 <= num_correct_drafts <= num_draft_tokens <= self.max_steps:
+            given = f"{num_correct_drafts=}, {num_draft_tokens=}"
+            raise ValueError(f"{given}: give 0 ≤ accepted ≤ drafts ≤ {self.max_steps}")
+        if not num_draft_tokens:
             return False
-        self.num_draft_tokens += drafts
-        self.num_correct_drafts += correct
+        self.num_draft_tokens += num_draft_tokens
+        self.num_correct_drafts += num_correct_drafts
         rate, before = self.num_correct_drafts / self.num_draft_tokens, self.num_steps
-        if rate > 0.85:
+        if rate > RAISE_ABOVE:
             self.num_steps = min(before + 1, self.max_steps)
-        elif rate < 0.55:
+        elif rate < LOWER_BELOW:
             self.num_steps = max(before - 1, self.min_steps)
         return self.num_steps != before
 
@@ -63,22 +57,22 @@ class PerRequestPolicy:
 
     last_reason = Reason.STEADY
 
-    def __init__(self, max_steps: int = DEFAULT_MAX_STEPS, tree: DraftShape | None = None) -> None:
-        """With a `tree`, of at most `max_steps` levels, each row drafts its own levels of it."""
-        most = max_steps if tree is None else tree.depth
-        chains = tuple(map(DraftShape.chain, range(1, most + 1)))
-        self.shapes = chains if tree is None else (*chains, tree)
-        self._tree = tree
+    def __init__(self, largest: DraftShape) -> None:
+        """Rows draft chains up to `largest`, or their own levels of it if it is a tree."""
+        self._largest, most = largest, largest.depth
+        chains = map(DraftShape.chain, range(1, most + 1))
+        self.shapes = tuple(dict.fromkeys([*chains, largest]))
         fresh = partial(AdaptiveSpeculator, min(FIRST_STEPS, most), max_steps=most)
         self._speculators: defaultdict[str, AdaptiveSpeculator] = defaultdict(fresh)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """Return each row's own number of steps; the chain is as deep as the largest of them."""
-        row_steps = [self._speculators[request_id].num_steps for request_id in batch.request_ids]
-        return RoundSteps(self._tree or DraftShape.chain(max(row_steps)), row_steps)
+        steps = [self._speculators[request_id].num_steps for request_id in batch.request_ids]
+        largest = self._largest
+        return RoundSteps(DraftShape.chain(max(steps)) if largest.is_chain else largest, steps)
 
     def observe(self, record: StepRecord) -> None:
-        """Tell each sequence what became of the model's drafts; without them it learns nothing."""
+        """Tell each sequence what became of the model's drafts."""
         for request_id, steps, correct in zip(*record.model_drafts[:3], strict=True):
             if steps:
                 self._speculators[request_id].update(steps, correct)
@@ -90,6 +84,5 @@ class PerRequestPolicy:
     def snapshot(self) -> dict[str, object]:
         """Return how many requests are at which number of steps."""
         # A copy first: the engine's thread may add a request meanwhile.
-        steps = [each.num_steps for each in list(self._speculators.values())]
-        counts = {str(k): steps.count(k) for k in sorted(set(steps))}
-        return {"strategy": "per_request", "slots": {}, "requests_by_num_steps": counts}
+        steps = Counter(each.num_steps for each in list(self._speculators.values()))
+        return {"strategy": "per_request", "requests_by_num_steps": dict(sorted(steps.items()))}

@@ -1,4 +1,4 @@
-"""What decides which policy runs, how, and over which shapes."""
+"""From a configuration, or a live change of it, to a policy."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve_spec.adaptive import trees
-from serve_spec.adaptive.ema import DEFAULT_DWELL_ROUNDS, AdaptiveSpeculativeParams, EmaPolicy
+from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, EmaPolicy
 from serve_spec.adaptive.goodput import DEFAULT_MAX_STEPS as GOODPUT_STEPS
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.adaptive.per_request import DEFAULT_MAX_STEPS as PER_REQUEST_STEPS
+from serve_spec.adaptive.per_request import MAX_STEPS as PER_REQUEST_STEPS
 from serve_spec.adaptive.per_request import PerRequestPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.config import SpeculativeConfig
-from serve_spec.config.adaptive_file import SlotConfig, ignored_keys, load_slots
+from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft_shape import DraftShape
 
 _FIELDS = {
     "speculative_adaptive": "adaptive",
@@ -29,14 +29,14 @@ _FIELDS = {
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """Everything that decides which policy runs, and how."""
+    """What decides which policy runs, how, and over which shapes."""
 
     shape: DraftShape  # of a fixed policy; an adaptive one starts as deep
     adaptive: bool = True
     strategy: Strategy = "goodput"
     slots: Mapping[int, SlotConfig] | None = None
     per_sequence: bool = True
-    min_dwell_rounds: int = DEFAULT_DWELL_ROUNDS
+    min_dwell_rounds: int = 8
     max_steps: int | None = None  # most drafts that the draft can make
     tree: DraftShape | None = None  # the largest of an adaptive policy, unless slots list others
     cuda_graph_bs: Sequence[int] | None = None  # batch sizes of captured graphs
@@ -45,8 +45,8 @@ class PolicySettings:
     @classmethod
     def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
         """Return what a configuration asks for; fixed at no drafts when nothing drafts."""
-        source = config.speculative_adaptive_config
         depth, topk = config.speculative_num_steps, config.speculative_eagle_topk
+        source = config.speculative_adaptive_config
         shape = DraftShape.chain(depth if config.enabled else 0)
         if shape.depth and topk > 1:
             shape = DraftShape(depth, config.num_draft_tokens - 1, topk)
@@ -75,30 +75,20 @@ class PolicySettings:
         return replace(self, **changes)
 
     @property
-    def warning(self) -> str:
-        """What to tell the user of keys that have no effect; empty: nothing."""
-        strategy = self.strategy if self.adaptive else "static"
-        ignored = ", ".join(ignored_keys(self.slots or {}, strategy))
-        return ignored and f"speculative_adaptive_config: strategy {strategy!r} ignores {ignored}"
-
-    @property
     def needs_costs(self) -> bool:
         """Whether the policy weighs what rounds cost."""
-        return self.adaptive and self.strategy == "goodput" and self._deepest(GOODPUT_STEPS) > 0
+        return self.adaptive and self.strategy == "goodput" and self._deepest > 0
 
     @property
     def shapes(self) -> tuple[DraftShape, ...]:
-        """Every shape the policy may choose, known before its costs: chains, then trees.
-
-        Where a tree may be chosen, so may the chain of its depth.
-        """
+        """Every shape the policy may choose: chains, and trees after chains of their depths."""
         if self.needs_costs:
-            chosen = [DraftShape.chain(k) for k in range(self._deepest(GOODPUT_STEPS) + 1)]
-            chosen += [tree for shapes in self._trees.values() for tree in shapes]
+            chosen = set(map(DraftShape.chain, range(self._deepest + 1)))
+            chosen.update(*self._trees.values())
         else:
-            chosen = [*self.build(self.shape.depth, None).shapes]
+            chosen = set(self.build(self.shape.depth, None).shapes)
         chains = {DraftShape.chain(shape.depth) for shape in chosen}
-        return (*sorted(chains), *sorted({shape for shape in chosen if not shape.is_chain}))
+        return (*sorted(chains), *sorted(chosen - chains))
 
     @property
     def trees(self) -> tuple[DraftShape, ...]:
@@ -112,41 +102,34 @@ class PolicySettings:
 
     def largest_batch(self, num_steps: int) -> int | None:
         """Return the largest batch size that may draft `num_steps`; None: there is no limit."""
-        slots = self.ema_slots if self.strategy == "ema" else self.slots
-        if slots is None or not self.adaptive or num_steps == 0:
-            return None
+        slots = self.ema_slots if self.strategy == "ema" else self.slots or {}
         reaching = [key for key, slot in slots.items() if slot.candidate_steps[-1] >= num_steps]
-        # Below the first key the first slot decides.
-        return min((key - 1 for key in slots if reaching and key > max(reaching)), default=None)
+        after = [key for key in slots if reaching and key > max(reaching)]
+        return after[0] - 1 if after and self.adaptive else None
 
     def build(
-        self,
-        initial_steps: int,
-        costs: CostTable | None,
-        accept_rates: Sequence[float] | None = None,
+        self, initial_steps: int, costs: CostTable | None, accept_rates: Sequence[float] = ()
     ) -> StepPolicy:
         """Return a fresh policy; ema in place of goodput until costs are known."""
         if not self.adaptive or self.strategy == "static":
             return StaticPolicy(self.shape)
-        if self.strategy != "ema" and not self._deepest(1):
-            return StaticPolicy(PLAIN)  # the user's slots allow nothing else
-        if self.strategy == "per_request":
-            steps = min(self._deepest(PER_REQUEST_STEPS), PER_REQUEST_STEPS)
-            return PerRequestPolicy(steps, self.tree and trees.cut(self.tree, steps))
-        if self.strategy == "ema" or costs is None:
-            params = AdaptiveSpeculativeParams(initial_steps, self.ema_slots)
+        if self.strategy == "per_request" and self._deepest:
+            most = min(self._deepest, PER_REQUEST_STEPS)
+            tree = self.tree and trees.of_depth(self.tree, min(self.tree.depth, most))
+            return PerRequestPolicy(tree or DraftShape.chain(most))
+        if costs is None or not self.needs_costs:
+            params = AdaptiveSpeculativeParams(initial_steps, self.ema_slots, self.min_dwell_rounds)
             params.set_cuda_graph_bs(self.cuda_graph_bs)
-            branched = self._trees if self.strategy == "ema" else {}  # else others were built
-            return EmaPolicy(params, self.min_dwell_rounds, branched)
+            return EmaPolicy(params, self._trees if self.strategy == "ema" else {})
         return GoodputPolicy(
             costs,
-            max_steps=self._deepest(GOODPUT_STEPS),
+            max_steps=self._deepest,
             bounds={key: slot.candidate_steps[-1] for key, slot in (self.slots or {}).items()},
             trees=self._trees,
             per_sequence=self.per_sequence,
             min_dwell_rounds=self.min_dwell_rounds,
             initial_steps=initial_steps,
-            accept_rates=accept_rates,
+            accept_rates=accept_rates or None,
             token_counts=self.token_counts,
         )
 
@@ -155,9 +138,9 @@ class PolicySettings:
         """The batch-size slots of strategy ema; by default no deeper than the draft."""
         if self.slots is not None:
             return self.slots
-        slots, most = load_slots("conservative"), self.max_steps
+        slots = load_slots()
         for key, slot in slots.items():
-            steps = {k if most is None else min(k, most) for k in slot.candidate_steps}
+            steps = {min(k, self.max_steps or k) for k in slot.candidate_steps}
             slots[key] = slot.model_copy(update={"candidate_steps": tuple(sorted(steps))})
         return slots
 
@@ -167,12 +150,14 @@ class PolicySettings:
         if self.tree is None:
             return {}
         if self.strategy == "ema":
-            return trees.by_slot(self.tree, self.ema_slots, of_each_depth=True)
-        anywhere = SlotConfig(candidate_steps=(self._deepest(GOODPUT_STEPS),))
-        return trees.by_slot(self.tree, self.slots or {1: anywhere})
+            return {k: trees.by_depth(self.tree, slot) for k, slot in self.ema_slots.items()}
+        slots = self.slots or {1: SlotConfig(candidate_steps=(self._deepest,))}
+        return {k: trees.candidates(self.tree, slot) for k, slot in slots.items()}
 
-    def _deepest(self, default: int) -> int:
-        """Return the depth that the user's slots allow; without any, `default`."""
-        if self.slots is None:
-            return default if self.max_steps is None else min(default, self.max_steps)
-        return max(slot.candidate_steps[-1] for slot in self.slots.values())
+    @property
+    def _deepest(self) -> int:
+        """The depth that the user's slots allow; without any, the strategy's and the draft's."""
+        if self.slots is not None:
+            return max(slot.candidate_steps[-1] for slot in self.slots.values())
+        default = PER_REQUEST_STEPS if self.strategy == "per_request" else GOODPUT_STEPS
+        return min(default, self.max_steps or default)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-
 from serve_spec.config.adaptive_file import SlotConfig
 from serve_spec.core.draft_shape import DraftShape
 
 LADDER_SHAPES = 3
-"""Each has to be built, measured and tried."""
+"""Most trees of a ladder: each has to be built, measured and tried."""
 
 
 def ladder(tree: DraftShape) -> tuple[DraftShape, ...]:
@@ -28,25 +26,17 @@ def of_depth(tree: DraftShape, depth: int) -> DraftShape:
     return DraftShape(depth, max(tree.size_at(depth), depth), tree.topk)
 
 
-def cut(tree: DraftShape, max_depth: int) -> DraftShape:
-    """Return `tree` with at most `max_depth` levels, 1 or more."""
-    return tree if tree.depth <= max_depth else of_depth(tree, max_depth)
+def candidates(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
+    """Return the trees a slot lists, or else the ladder from `tree` within the slot's depth."""
+    if slot.candidate_trees is not None:
+        return tuple(DraftShape(depth, rows - 1, tree.topk) for depth, rows in slot.candidate_trees)
+    depth = min(tree.depth, slot.candidate_steps[-1])
+    return ladder(of_depth(tree, depth)) if depth else ()
 
 
-def by_slot(
-    tree: DraftShape, slots: Mapping[int, SlotConfig], *, of_each_depth: bool = False
-) -> dict[int, tuple[DraftShape, ...]]:
-    """Return what batches of each slot may draft: its list, or trees like `tree` within its bound.
-
-    of_each_depth: those are one of each number of steps, as large as `tree`; else the ladder.
-    """
-
-    def shapes(slot: SlotConfig) -> Iterable[DraftShape]:
-        steps = [depth for depth in slot.candidate_steps if depth]
-        if slot.candidate_trees is not None:
-            return (DraftShape(depth, rows - 1, tree.topk) for depth, rows in slot.candidate_trees)
-        if of_each_depth:
-            return (of_depth(tree, depth) for depth in steps)
-        return ladder(cut(tree, steps[-1])) if steps else ()
-
-    return {key: tuple(sorted(shapes(slot))) for key, slot in slots.items()}
+def by_depth(tree: DraftShape, slot: SlotConfig) -> tuple[DraftShape, ...]:
+    """Return a tree for each number of steps: the largest a slot lists, or else one like `tree`."""
+    if slot.candidate_trees is None:
+        return tuple(of_depth(tree, steps) for steps in slot.candidate_steps if steps)
+    largest = {listed.depth: listed for listed in candidates(tree, slot)}
+    return tuple(largest[steps] for steps in slot.candidate_steps if steps in largest)

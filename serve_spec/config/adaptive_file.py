@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
@@ -116,7 +116,12 @@ class SlotConfig(StrictModel):
         return self
 
 
-def load_slots(source: AdaptiveSource) -> dict[int, SlotConfig]:
+def slot_of(keys: Collection[int], batch_size: int) -> int:
+    """Return the slot of a batch size: the largest of `keys` not above it, or the smallest."""
+    return max((key for key in keys if key <= batch_size), default=min(keys))
+
+
+def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]:
     """The slots of an adaptive config by the lower bound of their batch sizes, ascending.
 
     Raises:

@@ -52,21 +52,9 @@ def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDe
     else:
         print("---\n".join(map(_as_yaml, configs)), end="")
         for config in configs:
-            _name_ignored_keys(config)
+            if ignored := config.speculative.ignored_adaptive_keys:
+                print(ignored, file=sys.stderr)
     return 0
-
-
-def _name_ignored_keys(config: ServeSpecConfig) -> None:
-    """Says on standard error which keys of the adaptive config have no effect."""
-    speculative = config.speculative
-    if ignored := speculative.ignored_adaptive_keys:
-        strategy = speculative.speculative_adaptive_strategy
-        which = f"strategy {strategy!r}" if speculative.speculative_adaptive else "a fixed tier"
-        print(
-            f"speculative_adaptive_config='{speculative.speculative_adaptive_config}': {which} "
-            f"ignores {', '.join(ignored)}",
-            file=sys.stderr,
-        )
 
 
 def _load(

@@ -303,12 +303,15 @@ class SpeculativeConfig(StrictModel):
                     raise Refusal("candidate_trees", [steps, rows], fix)
 
     @property
-    def ignored_adaptive_keys(self) -> list[str]:
-        """Keys of the adaptive config that the chosen strategy does not read."""
-        if self.speculative_adaptive_config is None:
-            return []
+    def ignored_adaptive_keys(self) -> str:
+        """What to tell the user of keys that the chosen strategy does not read; empty: nothing."""
+        source = self.speculative_adaptive_config
+        if source is None:
+            return ""
         strategy = self.speculative_adaptive_strategy if self.speculative_adaptive else "static"
-        return ignored_keys(load_slots(self.speculative_adaptive_config), strategy)
+        ignored = ", ".join(ignored_keys(load_slots(source), strategy))
+        which = f"strategy {strategy!r}" if self.speculative_adaptive else "a fixed tier"
+        return ignored and f"speculative_adaptive_config='{source}': {which} ignores {ignored}"
 
     @property
     def enabled(self) -> bool:

@@ -93,6 +93,8 @@ def _build_engine(
     _check_fit(config, tokenizer)
     loaded = load_models(config, parallel)
     target, num_pages = loaded.target, loaded.num_pages
+    if ignored := config.speculative.ignored_adaptive_keys:
+        logger.warning(ignored)
     policy = PolicySettings.of(config.speculative, _most_steps(loaded.head))
     _check_steps(policy)
     max_model_len = target.max_model_len
@@ -131,9 +133,7 @@ def _build_engine(
             cuda_graph_bs=batch_sizes(config.scheduler.max_num_seqs),
             token_counts=[size.tokens for size in deepest.verify.sizes],
         )
-    controller = AdaptiveController(
-        policy, table, logger.warning, costs_are_rough=not costs.is_final
-    )
+    controller = AdaptiveController(policy, table, logger.warning)
     scheduler = scheduler_on(cache, _text_drafter(config.speculative, tokenizer, policy.max_depth))
     if loaded.device.type == "cuda":
         freeze_gc()

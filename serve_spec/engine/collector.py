@@ -100,7 +100,11 @@ class RoundSums:
             "observed_to_expected_drafts": _ratio(self.observed_drafts, self.expected_drafts),
             "measured_to_predicted_ms": _ratio(self.measured_ms, self.predicted_ms),
             "positions": [
-                {"position": position, **counts._asdict()}
+                {
+                    "position": position,
+                    **counts._asdict(),
+                    "accept_rate": _ratio(counts.accepted, counts.reached),
+                }
                 for position, counts in enumerate(position_counts(self.rows.copy()), start=1)
             ],
             "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
@@ -242,7 +246,8 @@ class MetricsCollector:
                                of these
             observed_to_expected_drafts, measured_to_predicted_ms
                                1 if predictions are right; each over the rounds that have one
-            positions          drafts made, verified, reached (all before were accepted), accepted
+            positions          drafts made, verified, reached (all before were accepted), accepted;
+                               accept_rate is of those reached
 
         Means weigh every draft (request, millisecond) alike; a p50 is over rounds.
         """

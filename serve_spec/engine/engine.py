@@ -151,7 +151,7 @@ class SpecEngine:
 
     def idle_wait_s(self) -> float | None:
         """Return the seconds until `use_idle_time` has something to do; None: nothing."""
-        if self.costs is None or self.costs.is_final or not self.controller.weighs_costs:
+        if self.costs is None or self.costs.is_final or not self.controller.settings.needs_costs:
             return None
         return self.costs.wait_s()
 
@@ -162,7 +162,7 @@ class SpecEngine:
             return
         table = self.costs.advance()
         if table is not None:
-            self.controller.use_costs(table, are_rough=not self.costs.is_final)
+            self.controller.use_costs(table)
             logger.info("costs: strategy goodput decides from now on")
 
     def new_sequence(
@@ -288,7 +288,7 @@ class SpecEngine:
     def _costs_snapshot(self, of_policy: object) -> dict[str, object]:
         """Return the source of the costs, and the policy's corrections of them."""
         report = UNUSED
-        if self.costs is not None and self.controller.weighs_costs:
+        if self.costs is not None and self.controller.settings.needs_costs:
             report = self.costs.report
         return {**report, **(of_policy if isinstance(of_policy, dict) else {})}
 

@@ -73,7 +73,8 @@ def acceptance_summary(snapshot: Snapshot, max_steps: int) -> AcceptanceSummary 
     The rates are those of the policy's own estimate where it keeps one, else of the counts since
     start.
     """
-    estimated, counted = section(snapshot, "acceptance").get("positions"), snapshot.get("positions")
+    estimated = section(snapshot, "acceptance").get("positions")
+    counted = section(snapshot, "speculation", "since_start").get("positions")
     try:
         if isinstance(estimated, list):
             known = _by_position(estimated, "trials")

@@ -167,10 +167,11 @@ def test_a_restarted_replica_without_trials_does_not_erase_the_prior() -> None:
 
 def test_counts_stand_in_where_a_policy_keeps_no_estimate() -> None:
     counted = [
-        {"position": 1, "drafted": 10, "reached": 10, "accepted": 9, "accept_rate": 0.9},
-        {"position": 2, "drafted": 10, "reached": 0, "accepted": 0, "accept_rate": None},
+        {"position": 1, "verified": 10, "reached": 10, "accepted": 9, "accept_rate": 0.9},
+        {"position": 2, "verified": 10, "reached": 0, "accepted": 0, "accept_rate": None},
     ]
-    known = fleet(a={"pair": PAIR, "candidate_steps": [1, 3], "positions": counted})
+    since_start = {"since_start": {"positions": counted}}
+    known = fleet(a={"pair": PAIR, "candidate_steps": [1, 3], "speculation": since_start})
     assert known.prior(PAIR, 3, 0) == pytest.approx([0.9] * 3)
 
 
@@ -216,7 +217,8 @@ def test_whatever_a_replica_sends_the_fleet_still_answers(
     positions: list[Any], by_batch_size: Any, is_estimate: bool
 ) -> None:
     odd = snapshot((0.5, 1), (0.5, 1), (0.5, 1), by_batch_size=by_batch_size)
-    odd |= {"acceptance": {"positions": positions if is_estimate else None}, "positions": positions}
+    odd["acceptance"] = {"positions": positions if is_estimate else None}
+    odd["speculation"] |= {"since_start": {"positions": positions}}
     known = fleet(good=snapshot((0.8, 9), (0.6, 9), (0.5, 9)), odd=odd)
     prior = known.prior(PAIR, 3, 0)
     assert prior is not None

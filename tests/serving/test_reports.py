@@ -42,7 +42,7 @@ def test_figures_of_another_version_go_by_their_names() -> None:
 
 def test_the_summary_holds_averages_of_slots_and_nothing_bulky() -> None:
     slots = {"1": {"ema_accept_len": 2.5, "candidate_steps": [0, 1]}, "8": {"speedup": 1.2}}
-    bulky: dict[str, object] = {"speculation": {}, "costs": {}, "positions": [], "acceptance": {}}
+    bulky: dict[str, object] = {"speculation": {}, "costs": {}, "acceptance": {}}
     counters = {"steps": 1, "decode_rows": 32, "decode_tokens": 80}
     summary = opened(Report.of("a", {**bulky, "counters": counters, "slots": slots}).summary)
     assert summary["slots"] == {"1": {"ema_accept_len": 2.5}}

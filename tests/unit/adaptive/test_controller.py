@@ -52,6 +52,11 @@ def controller(
     )
 
 
+def created(config: SpeculativeConfig) -> AdaptiveController:
+    """The controller of a configuration."""
+    return AdaptiveController(PolicySettings.of(config))
+
+
 def depths(chooses: AdaptiveController | PolicySettings) -> tuple[int, ...]:
     """Of the chains it may choose."""
     return tuple(shape.depth for shape in chooses.shapes if shape.is_chain)
@@ -69,22 +74,9 @@ def choose(target: AdaptiveController, batch_size: int) -> int:
     return target.choose_steps(decode_batch(batch_size)).shape.depth
 
 
-def told(
-    target: AdaptiveController, correct: list[int], batch_size: int, num_steps: int
-) -> int | None:
-    """Reports a round; the tier of the batch's slot if that changed."""
-    before = choose_of_slot(target, batch_size)
+def told(target: AdaptiveController, correct: list[int], batch_size: int, num_steps: int) -> None:
+    """Reports a round."""
     target.on_verify_complete(verified_round(correct, batch_size, num_steps))
-    after = choose_of_slot(target, batch_size)
-    return None if after == before else after
-
-
-def choose_of_slot(target: AdaptiveController, batch_size: int) -> int | None:
-    """The tier the slot of `batch_size` stands at, without choosing."""
-    slots: Any = target.snapshot()["slots"]
-    keys = [int(key) for key in slots]
-    below = [key for key in keys if key <= batch_size] or [min(keys)] if keys else []
-    return slots[str(max(below))].get("current_steps") if below else None
 
 
 def everything(num_steps: int) -> int:
@@ -102,7 +94,7 @@ def slot(target: AdaptiveController, key: str) -> dict[str, Any]:
 
 
 def test_ema_follows_the_conservative_preset_by_default() -> None:
-    made = AdaptiveController.create(speculative(speculative_adaptive_strategy="ema"))
+    made = created(speculative(speculative_adaptive_strategy="ema"))
     assert depths(made) == (1, 3, 7)
     assert [choose(made, bs) for bs in (1, 8, 32)] == [3, 3, 1]
 
@@ -110,7 +102,7 @@ def test_ema_follows_the_conservative_preset_by_default() -> None:
 def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 5]}))
-    made = AdaptiveController.create(ema_from(file))
+    made = created(ema_from(file))
     assert depths(made) == (0, 5)
     assert choose(made, 1) == 5
 
@@ -121,14 +113,14 @@ def test_the_adaptive_config_of_the_configuration_is_used(tmp_path: Path) -> Non
 )
 @pytest.mark.parametrize("num_steps", [0, 2, 5])
 def test_a_static_tier_never_moves(keys: dict[str, Any], num_steps: int) -> None:
-    made = AdaptiveController.create(speculative(speculative_num_steps=num_steps, **keys))
+    made = created(speculative(speculative_num_steps=num_steps, **keys))
     assert depths(made) == (num_steps,)
     assert {play(made, bs, nothing) for bs in range(1, 60)} == {num_steps}
     assert made.snapshot()["strategy"] == "static"
 
 
 def test_without_a_draft_model_the_tier_is_zero() -> None:
-    made = AdaptiveController.create(SpeculativeConfig())
+    made = created(SpeculativeConfig())
     assert depths(made) == (0,)
     assert {play(made, bs, nothing) for bs in (1, 40)} == {0}
 
@@ -149,28 +141,21 @@ def test_no_strategy_goes_deeper_by_itself_than_drafts_can_be(strategy: Any, mos
 
 
 def test_known_mistake_1_a_stale_result_changes_neither_average_nor_count() -> None:
-    made = controller(TWO_SLOTS, num_steps=7)
-    before = slot(made, "1")
-    for stale_tier in (0, 1, 3):
-        assert told(made, [stale_tier] * 2, 2, stale_tier) is None
-    assert slot(made, "1") == before
-    assert made.snapshot()["num_stale_rounds"] == 3
-
-
-def test_known_mistake_1_a_result_that_arrives_after_the_switch_is_stale() -> None:
     made = controller(TWO_SLOTS)
-    assert told(made, [0, 0], 2, 3) == 1
-    average = slot(made, "1")["ema_accept_len"]
-    assert told(made, [3, 3], 2, 3) is None  # the round that was under way
-    assert slot(made, "1")["ema_accept_len"] == average
+    told(made, [0, 0], 2, 3)
+    before = slot(made, "1")
+    assert before["current_steps"] == 1
+    for stale_tier in (0, 3, 7):  # 3: of the round that was under way
+        told(made, [stale_tier] * 2, 2, stale_tier)
+        shown = slot(made, "1")
+        assert shown == before
 
 
 def test_known_mistake_2_a_round_without_live_rows_teaches_nothing() -> None:
     made = controller(TWO_SLOTS)
     before = slot(made, "1")
-    assert told(made, [], 4, 3) is None
+    told(made, [], 4, 3)
     assert slot(made, "1") == before
-    assert made.snapshot()["accept_rate"] is None
 
 
 def test_known_mistake_2_a_row_that_could_not_draft_the_whole_tier_is_no_failure_of_it() -> None:
@@ -210,10 +195,9 @@ def test_drafts_found_in_texts_say_nothing_of_the_model_that_drafts_beside_them(
 def test_known_mistake_3_serving_backs_off_from_bad_probes_by_default(tmp_path: Path) -> None:
     file = tmp_path / "a.json"
     file.write_text(json.dumps({"candidate_steps": [0, 1]}))
-    made = AdaptiveController.create(ema_from(file))
+    made = created(ema_from(file))
     tiers = [play(made, 4, nothing) for _ in range(2000)]
     assert sum(tiers[-1000:]) <= 20, "at most two probes of ten rounds in the last thousand"
-    assert slot(made, "1")["probe_wait_rounds"] == 640
 
 
 def test_known_mistake_4_serving_keeps_a_tier_for_eight_rounds_by_default() -> None:
@@ -245,34 +229,9 @@ def test_known_mistake_8_each_round_teaches_the_slot_of_the_decode_rows_it_was_a
     made = controller(TWO_SLOTS)
     assert choose(made, 7) == 3
     # Only four of the seven rows drafted in full; the round still belongs to batch size 7.
-    assert told(made, [3, 3, 3, 3], 7, 3) == 7
+    told(made, [3, 3, 3, 3], 7, 3)
+    assert slot(made, "1")["current_steps"] == 7
     assert slot(made, "8")["num_rounds"] == 0
-
-
-def test_known_mistake_9_the_accept_rate_divides_by_what_was_drafted() -> None:
-    made = controller({**EAGER, "candidate_steps": [1, 7]}, num_steps=1)
-    for _ in range(50):
-        play(made, 2, everything)
-    snapshot = made.snapshot()
-    assert snapshot["accept_rate"] == 1.0
-    assert snapshot["learned_draft_tokens"] == 2 * (1 + 49 * 7)
-
-
-def test_known_mistake_9_every_row_is_divided_by_its_own_drafts() -> None:
-    made = controller({**EAGER, "candidate_steps": [1, 7]}, num_steps=7)
-    choose(made, 3)
-    made.on_verify_complete(verified_round([7, 1, 0], 3, 7, row_steps=[7, 1, 0]))
-    snapshot: Any = made.snapshot()
-    assert (snapshot["learned_draft_tokens"], snapshot["accept_rate"]) == (8, 1.0)
-    assert [entry["accept_rate"] for entry in snapshot["positions"]] == [1.0] * 7
-
-
-@pytest.mark.parametrize("counts", [[4], [-1], [0, 9]])
-def test_a_count_outside_the_drafts_of_its_round_is_refused(counts: list[int]) -> None:
-    made = controller(TWO_SLOTS)
-    with pytest.raises(ValueError, match=rf"num_correct_drafts=\[{counts[0]}"):
-        told(made, counts, 2, 3)
-    assert made.snapshot()["learned_draft_tokens"] == 0
 
 
 def test_an_empty_batch_is_no_decision() -> None:
@@ -326,8 +285,6 @@ def test_the_snapshot_is_json_and_holds_what_an_operator_asks_for() -> None:
     assert snapshot["last_reason"] == "dwell"
     assert snapshot["switches"] == {"gain": 1}
     assert snapshot["rounds_by_num_steps"] == {"3": 8, "7": 4}
-    assert snapshot["learned_accept_length"] == round(1 + (8 * 3 + 4 * 7) / 12, 4)
-    assert [entry["position"] for entry in snapshot["positions"]] == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
@@ -336,7 +293,7 @@ def test_a_live_change_replaces_the_policy_and_keeps_tier_and_counts() -> None:
     play(made, 2, everything)
     made.reconfigure({"speculative_adaptive_config": {"candidate_steps": [3, 7]}})
     assert choose(made, 2) == 7
-    assert made.snapshot()["learned_draft_tokens"] == 2 * (3 + 7)
+    assert made.snapshot()["rounds_by_num_steps"] == {"3": 1, "7": 2}
     made.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 3})
     assert {play(made, 2, everything) for _ in range(30)} == {3}
     assert made.snapshot()["switches"] == {"gain": 1, "reconfigured": 1}
@@ -371,11 +328,11 @@ def test_a_live_change_to_zero_steps_is_always_possible() -> None:
     [
         (
             {"min_dwell_rounds": 0, "speculative_adaptive_config": {"candidate_steps": [1, 5]}},
-            r"no tier was built for \[5\]",
+            "drafts of 5: not built at start; use some of 0, 1, 3, 7",
         ),
-        ({"speculative_adaptive": False, "speculative_num_steps": 2}, r"built for \[2\]"),
+        ({"speculative_adaptive": False, "speculative_num_steps": 2}, "drafts of 2: not built"),
         ({"min_dwell_rounds": 0, "page_size": 3}, "page_size: unknown key"),
-        ({"speculative_adaptive_strategy": "goodput"}, r"no tier was built for \[2, 4, 5, 6\]"),
+        ({"speculative_adaptive_strategy": "goodput"}, "drafts of 2, 4, 5, 6: not"),
     ],
 )
 def test_an_invalid_live_change_is_refused_as_a_whole(
@@ -391,8 +348,8 @@ def test_an_invalid_live_change_is_refused_as_a_whole(
 
 
 def test_a_live_change_cannot_start_to_draft_without_a_draft_model() -> None:
-    made = AdaptiveController.create(SpeculativeConfig())
-    with pytest.raises(ConfigError, match="no tier was built that drafts"):
+    made = created(SpeculativeConfig())
+    with pytest.raises(ConfigError, match="use some of 0 "):
         made.reconfigure({"speculative_adaptive": True})
 
 
@@ -453,9 +410,9 @@ class TestAPolicyThatFails:
     """Speculation is off for a while, that is said once, and then the policy is built anew."""
 
     @staticmethod
-    def make(said: list[str], **keys: Any) -> AdaptiveController:
+    def make(said: list[str]) -> AdaptiveController:
         settings = PolicySettings(DraftShape.chain(3), min_dwell_rounds=0)
-        return AdaptiveController(settings, recorded_table(GPU_8B), said.append, **keys)
+        return AdaptiveController(settings, recorded_table(GPU_8B), said.append)
 
     @staticmethod
     def play(target: AdaptiveController, num_rounds: int, **fields: Any) -> list[int]:
@@ -475,9 +432,9 @@ class TestAPolicyThatFails:
         assert set(range(8, FALLBACK_ROUNDS)) <= set(off)
         assert any(depths[FALLBACK_ROUNDS:])
         assert target.snapshot()["num_fallbacks"] == 2
-        assert target.snapshot()["last_reason"] == "fallback"
         assert len(said) == 1
-        assert "speculation is off for now: 8 times in a row" in said[0]
+        assert "speculation is off for now: " in said[0]
+        assert "8 times in a row" in said[0]
 
     @pytest.mark.parametrize("method", ["choose", "observe"])
     def test_for_a_defect(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
@@ -491,38 +448,6 @@ class TestAPolicyThatFails:
         assert any(self.play(target, 9))
         assert target.snapshot()["fallback"] is None
 
-    def test_but_rough_costs_alone_are_dropped(self) -> None:
-        said: list[str] = []
-        target = self.make(said, costs_are_rough=True)
-        self.play(target, 9, times=BROKEN)
-        shown = target.snapshot()
-        assert (shown["strategy"], shown["fallback"], said) == ("ema", None, [])
-        target.use_costs(recorded_table(GPU_8B))
-        assert target.snapshot()["strategy"] == "goodput"
-        choose(target, 2)
-        assert target.snapshot()["last_reason"] == "reconfigured"
-
-
-@pytest.mark.parametrize(
-    ("changes", "ignored"),
-    [
-        ({"strategy": "ema"}, None),
-        ({"strategy": "goodput"}, "'goodput' ignores ema_alpha"),
-        ({"strategy": "per_request"}, "'per_request' ignores candidate_trees, ema_alpha"),
-        ({"adaptive": False}, "'static' ignores candidate_steps, candidate_trees, ema_alpha"),
-        ({"strategy": "goodput", "slots": None}, None),
-    ],
-)
-def test_a_start_names_keys_that_have_no_effect(
-    changes: dict[str, Any], ignored: str | None
-) -> None:
-    slot = {"candidate_steps": [1, 3], "candidate_trees": [], "ema_alpha": 0.5}
-    said: list[str] = []
-    fields = {"slots": load_slots({"1": slot}), **changes}
-    AdaptiveController(PolicySettings(DraftShape.chain(3), **fields), say=said.append)
-    told = [] if ignored is None else [f"speculative_adaptive_config: strategy {ignored}"]
-    assert said == told
-
 
 @pytest.mark.parametrize(("num_steps", "most"), [(0, None), (1, 31), (3, 31), (7, 7), (8, None)])
 def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(
@@ -534,13 +459,20 @@ def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(
     assert replace(settings, adaptive=False).largest_batch(num_steps) is None
 
 
-def test_the_dwell_is_a_key_and_the_start_is_shown_before_any_round() -> None:
+def test_the_start_is_shown_before_any_round() -> None:
     config = SpeculativeConfig(
         speculative_algorithm="NGRAM", speculative_num_steps=3, min_dwell_rounds=0
     )
     assert PolicySettings.of(config).min_dwell_rounds == 0
-    shown = AdaptiveController(PolicySettings.of(config)).snapshot()
+    shown = created(config).snapshot()
     assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (3, 4)
+
+
+def test_costs_that_arrive_later_end_ema() -> None:
+    made = AdaptiveController(PolicySettings(DraftShape.chain(3)))
+    assert made.snapshot()["strategy"] == "ema"
+    made.use_costs(recorded_table(GPU_8B))
+    assert made.snapshot()["strategy"] == "goodput"
 
 
 @pytest.mark.parametrize("strategy", ["static", "per_request", "goodput", "ema"])
@@ -552,5 +484,7 @@ def test_accepted_drafts_are_averaged_by_slot_under_every_strategy(strategy: Any
     )
     for batch_size, kept in ((2, [1, 3]), (2, [0, 0]), (9, [2] * 9)):
         choose(made, batch_size)
-        made.on_verify_complete(verified_round(kept, batch_size, 3))
+        told(made, kept, batch_size, 3)
+    # A row that drafted nothing does not count.
+    made.on_verify_complete(verified_round([2, 0], 9, 3, row_steps=[2, 0]))
     assert {key: slot(made, key)["ema_accept_len"] for key in ("1", "4")} == {"1": 1.0, "4": 2.0}

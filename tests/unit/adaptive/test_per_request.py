@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculator
 from serve_spec.adaptive.per_request import PerRequestPolicy
+from serve_spec.core.draft_shape import DraftShape
 from tests.helpers.rounds import decode_batch
 
 verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))
@@ -103,34 +104,23 @@ def test_every_draft_is_counted_once(rounds: list[tuple[int, int]]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("bounds", "message"),
+    "bounds",
     [
-        ({"min_steps": 0}, r"min_steps=0: use an integer ≥ 1"),
-        ({"min_steps": 6, "max_steps": 4}, r"max_steps=4: use at least min_steps=6"),
-        ({"initial_steps": 9}, r"initial_steps=9: must lie in 1\.\.8"),
-        ({"initial_steps": 2, "min_steps": 3}, r"initial_steps=2: must lie in 3\.\.8"),
+        {"min_steps": 0},
+        {"min_steps": 6, "max_steps": 4},
+        {"initial_steps": 9},
+        {"initial_steps": 2, "min_steps": 3},
     ],
 )
-def test_bounds_that_leave_no_choice_are_refused(bounds: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+def test_bounds_that_leave_no_choice_are_refused(bounds: dict[str, int]) -> None:
+    with pytest.raises(ValueError, match="must ascend from 1"):
         AdaptiveSpeculator(**bounds)
 
 
-@pytest.mark.parametrize(
-    ("drafted", "kept", "message"),
-    [
-        (9, 3, r"num_draft_tokens=9: must lie in 0\.\.8"),
-        (-1, 0, r"num_draft_tokens=-1: must lie in 0\.\.8"),
-        (3, 4, r"num_correct_drafts=4: must lie in 0\.\.3"),
-        (3, -1, r"num_correct_drafts=-1: must lie in 0\.\.3"),
-        (0, 1, r"num_correct_drafts=1: must lie in 0\.\.0"),
-    ],
-)
-def test_an_impossible_verification_is_refused_and_not_counted(
-    drafted: int, kept: int, message: str
-) -> None:
+@pytest.mark.parametrize(("drafted", "kept"), [(9, 3), (-1, 0), (3, 4), (3, -1), (0, 1)])
+def test_an_impossible_verification_is_refused_and_not_counted(drafted: int, kept: int) -> None:
     speculator = AdaptiveSpeculator()
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match="give 0 ≤ accepted ≤ drafts ≤ 8"):
         speculator.update(drafted, kept)
     assert speculator.num_draft_tokens == 0
     assert speculator.num_steps == 5
@@ -139,5 +129,6 @@ def test_an_impossible_verification_is_refused_and_not_counted(
 @pytest.mark.parametrize("max_steps", range(1, 9))
 def test_a_draft_that_makes_few_starts_with_as_many(max_steps: int) -> None:
     """Medusa heads are as many as there are, fewer than sequences usually start with."""
-    steps = PerRequestPolicy(max_steps).choose(decode_batch(2))
-    assert steps.shape.depth == min(5, max_steps)
+    policy = PerRequestPolicy(DraftShape.chain(max_steps))
+    assert policy.choose(decode_batch(2)).shape.depth == min(5, max_steps)
+    assert [shape.depth for shape in policy.shapes] == [*range(1, max_steps + 1)]

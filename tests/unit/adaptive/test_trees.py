@@ -10,12 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.trees import by_slot, cut, ladder, of_depth
+from serve_spec.adaptive.trees import candidates, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import judge
 from serve_spec.core.draft_shape import PLAIN, DraftShape, most_drafts
-from serve_spec.core.record import StepRecord
 from tests.helpers.rounds import decode_batch, verified_round
 
 TOPK = 4
@@ -53,11 +52,6 @@ def test_a_tree_of_another_depth_can_be_drafted_and_verifies_no_more(
     assert found.size <= max(tree.size, num_steps)
 
 
-def test_a_tree_is_cut_to_the_depth_there_is() -> None:
-    assert cut(CONFIGURED, 4) == CONFIGURED
-    assert cut(CONFIGURED, 1) == DraftShape(1, 4, TOPK)
-
-
 def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
     slots = load_slots(
         {
@@ -68,7 +62,7 @@ def test_a_slot_drafts_what_it_lists_or_the_ladder_within_its_bound() -> None:
             "64": {"candidate_steps": [0]},
         }
     )
-    assert by_slot(CONFIGURED, slots) == {
+    assert {key: candidates(CONFIGURED, slot) for key, slot in slots.items()} == {
         1: (DraftShape(2, 3, TOPK), DraftShape(3, 7, TOPK), DraftShape(4, 15, TOPK)),
         8: (DraftShape(1, 3, TOPK), DraftShape(2, 7, TOPK), DraftShape(3, 15, TOPK)),
         16: (DraftShape(2, 5, TOPK), DraftShape(4, 8, TOPK)),
@@ -125,31 +119,19 @@ def test_what_is_asked_for_is_among_what_was_named(strategy: Any) -> None:
         assert steps.shape in chosen.trees
         levels = list(steps.row_steps or [steps.shape.depth] * batch.size)
         assert max(levels) <= steps.shape.depth
-        controller.on_verify_complete(of_trees(levels, steps.shape, batch.size))
+        told = verified_round(
+            levels, batch.size, steps.shape.depth, row_steps=levels, shape=steps.shape
+        )
+        controller.on_verify_complete(told)
     assert controller.snapshot()["fallback"] is None
 
 
-def of_trees(levels: list[int], tree: DraftShape, batch_size: int, missed: int = 0) -> StepRecord:
-    """A round of trees in which every level is kept, but for the last `missed`."""
-    kept = [max(0, steps - missed) for steps in levels]
-    num_drafts = batch_size * tree.size
-    return verified_round(
-        kept, batch_size, tree.depth, row_steps=levels, shape=tree, num_draft_tokens=num_drafts
-    )
-
-
-def test_figures_of_trees_stand_beside_those_of_chains() -> None:
+def test_a_tree_is_shown_by_its_steps_and_its_drafts() -> None:
     controller = AdaptiveController(settings(strategy="static"))
-    for _ in range(3):
-        controller.choose_steps(decode_batch(2))
-        controller.on_verify_complete(of_trees([4, 4], CONFIGURED, 2, missed=1))
+    controller.choose_steps(decode_batch(2))
     shown = controller.snapshot()
-    assert shown["rounds_by_num_steps"] == {"4x15": 3}
-    assert shown["speculative_tree"] == "4x15"
-    assert shown["positions"] == []
-    trees: Any = shown["trees"]
-    assert trees["4x15"]["learned_accept_length"] == 4.0
-    assert [level["accepted"] for level in trees["4x15"]["levels"]] == [6, 6, 6, 0]
+    assert shown["rounds_by_num_steps"] == {"4x15": 1}
+    assert (shown["speculative_num_steps"], shown["speculative_num_draft_tokens"]) == (4, 16)
 
 
 def test_a_fixed_tier_can_be_made_a_chain_and_a_tree_again() -> None:
@@ -172,10 +154,7 @@ def test_trees_that_were_not_built_are_refused_and_nothing_changes() -> None:
     controller = AdaptiveController(settings(adaptive=False, strategy="static"))
     with pytest.raises(ConfigError) as caught:
         controller.reconfigure({"speculative_num_draft_tokens": 9})
-    assert str(caught.value) == (
-        "candidate_trees=[[4, 9]]: no such tree was built at start; use some of [[4, 16]] (the "
-        "root counted), or restart with the new configuration"
-    )
+    assert "drafts of 4x8: not built at start; use some of 0, 4, 4x15" in str(caught.value)
     assert controller.choose_steps(decode_batch(1)).shape == CONFIGURED
 
 

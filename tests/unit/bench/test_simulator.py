@@ -23,7 +23,6 @@ from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase, TextKind
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
-from serve_spec.config.adaptive_file import PRESETS, load_slots
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, RoundSteps
@@ -46,7 +45,7 @@ PHASES = [
 
 
 def ema() -> EmaPolicy:
-    return EmaPolicy(AdaptiveSpeculativeParams(3, load_slots(PRESETS["aggressive"])), 8)
+    return EmaPolicy(AdaptiveSpeculativeParams(3, "aggressive", 8), {})
 
 
 class RandomPolicy:

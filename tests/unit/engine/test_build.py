@@ -161,6 +161,16 @@ def test_a_draft_whose_logits_are_nan_is_named_and_serves_nothing(
     assert texts(llm.generate(prompts, params)) == texts(make_llm().generate(prompts, params))
 
 
+def test_a_start_names_adaptive_keys_that_have_no_effect(
+    make_llm: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "slots.json"
+    file.write_text('{"1": {"candidate_steps": [3], "ema_alpha": 0.5}}')
+    make_llm("EAGLE3", 3, speculative_adaptive_config=file)
+    (warned,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warned.endswith("a fixed tier ignores candidate_steps, ema_alpha")
+
+
 def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(
     make_llm: MakeLLM, caplog: pytest.LogCaptureFixture
 ) -> None:

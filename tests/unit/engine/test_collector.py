@@ -174,10 +174,11 @@ def test_budgets_and_the_drafts_they_leave_out_are_shown_by_position() -> None:
         shown = view(collector)[span]
         assert (shown["budget_share"], shown["mean_budget"]) == (0.5, 3.0)
         assert shown["unverified_drafts"] == 3
-        assert shown["positions"] == [
-            {"position": 1, "proposed": 3, "verified": 2, "reached": 2, "accepted": 1},
-            {"position": 2, "proposed": 3, "verified": 2, "reached": 1, "accepted": 0},
-            {"position": 3, "proposed": 3, "verified": 2, "reached": 0, "accepted": 0},
+        assert [tuple(position.values()) for position in shown["positions"]] == [
+            # position, proposed, verified, reached, accepted, accept_rate
+            (1, 3, 2, 2, 1, 0.5),
+            (2, 3, 2, 1, 0, 0.0),
+            (3, 3, 2, 0, 0, None),
         ]
     collector.observe(decode_round(3, 1))
     assert view(collector)["draft_budget"] is None, "every draft of the last round was verified"

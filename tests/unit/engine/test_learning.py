@@ -98,10 +98,11 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
         assert stats.num_output_tokens == stats.num_correct_drafts + stats.batch_size
     of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
     assert sum(stats.num_correct_drafts for stats in steps) == of_requests
-    shown = llm.engine.snapshot()
     assert llm.engine.counters.num_correct_drafts == of_requests
-    assert shown["learned_draft_tokens"] == sum(sum(stats.row_steps) for stats in steps)
-    assert shown["learned_correct_drafts"] == sum(sum(stats.row_correct_drafts) for stats in steps)
+    positions = llm.engine.collector.snapshot()["since_start"]["positions"]  # type: ignore[index]
+    assert sum(each["verified"] for each in positions) == sum(sum(s.row_steps) for s in steps)
+    accepted = sum(sum(stats.row_correct_drafts) for stats in steps)
+    assert sum(each["accepted"] for each in positions) == accepted
 
 
 def test_an_interrupted_call_leaves_an_engine_that_works(

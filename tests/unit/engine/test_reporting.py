@@ -100,10 +100,8 @@ def test_the_average_of_the_slot_that_chose_is_reported(make_llm: MakeLLM, tmp_p
 @pytest.mark.parametrize("num_correct", [0, 1])
 def test_ema_marks_its_probes_and_nothing_else(num_correct: int) -> None:
     """At 0 every rise is a probe until it is decided on: it lasts, or falls back."""
-    params = AdaptiveSpeculativeParams(
-        0, {"candidate_steps": [0, 1], "warmup_batches": 0, "update_interval": 5}
-    )
-    policy = EmaPolicy(params, min_dwell_rounds=5)
+    config = {"candidate_steps": [0, 1], "warmup_batches": 0, "update_interval": 5}
+    policy = EmaPolicy(AdaptiveSpeculativeParams(0, config, min_dwell_rounds=5), {})
     marked = []
     for _ in range(15):
         steps = policy.choose(decode_batch(1))

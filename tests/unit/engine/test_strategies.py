@@ -70,7 +70,7 @@ def plain(make_llm: MakeLLM) -> list[tuple[int, ...]]:
 def without_a_clock(llm: LLM) -> None:
     """Tell the policy of an engine costs at which drafts pay, and no times of this machine."""
     controller: Any = llm.engine.controller
-    settings = controller._settings
+    settings = controller.settings
     controller = AdaptiveController(settings, recorded_table(GPU_8B, trees=settings.trees))
     learn = controller.on_verify_complete
     controller.on_verify_complete = lambda verified: learn(  # type: ignore[method-assign]
