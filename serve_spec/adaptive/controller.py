@@ -148,8 +148,7 @@ class AdaptiveController:
         active = self._active or self.settings.shape  # before the first round: where it starts
         policy, averages = self._policy.snapshot(), sorted(self._averages.copy().items())
         slots: dict[str, Any] = {str(k): {"ema_accept_len": round(x, 4)} for k, x in averages}
-        of_policy: Any = policy.get("slots", {})
-        for key, shown in of_policy.items():
+        for key, shown in policy.get("slots", {}).items():
             slots[key] = slots.get(key, {}) | shown
         return {
             **policy,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
@@ -53,8 +53,8 @@ class StepPolicy(Protocol):
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that left the batch, however it left."""
 
-    def snapshot(self) -> dict[str, object]:
-        """Return what an operator should see of it, JSON-able."""
+    def snapshot(self) -> dict[str, Any]:
+        """Return what an operator should see of it, JSON-able; `slots` by name, if it has any."""
 
 
 class StaticPolicy:
@@ -75,5 +75,5 @@ class StaticPolicy:
         """Know no request."""
 
     def snapshot(self) -> dict[str, object]:
-        """Return its name; no slots."""
-        return {"strategy": "static", "slots": {}}
+        """Return its name."""
+        return {"strategy": "static"}
