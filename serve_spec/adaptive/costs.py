@@ -25,7 +25,8 @@ COST_ROUNDS = 50.0
 """Rounds of a cell after which an older one weighs 1/e."""
 STALE_ROUNDS = 1024.0
 """Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
-_MOST_RESIDUAL = 0.7
+MOST_RESIDUAL = 0.7
+"""Largest logarithm of a round's time over the table's that is believed."""
 _NUM_BUCKETS = 24
 
 
@@ -51,10 +52,9 @@ class Costs:
         }
         num_columns = self.max_steps + 1 + len(self._trees)
         self._rounds, self._errors = (np.zeros((_NUM_BUCKETS, num_columns)) for _ in range(2))
-        # Of prompts beside rounds without and with drafts: ms taken, ms of the table.
-        self._prompts = [[10.0, 10.0], [10.0, 10.0]]
-        self.entry_ms = 0.0
-        """One missing draft KV entry."""
+        # Of prompts in rounds without and with drafts: weighted factors, weights in rounds.
+        self._prompts: Floats = np.full((2, 2), TABLE_ROUNDS)
+        self._entries: Floats = np.zeros(2)  # ms and number
 
     def _surface(self, ms: Grid, num_steps: Sequence[int]) -> CostSurface:
         table = self.table
@@ -115,7 +115,7 @@ class Costs:
         """Learn from a round without prompts."""
         error = math.log(max(ms, 1e-9) / self.table_ms(size, shape, drafts, context, sampled))
         at, column, fade = bucket(size), self._column(shape), 1.0 - 1.0 / COST_ROUNDS
-        limited = min(max(error, -_MOST_RESIDUAL), _MOST_RESIDUAL)
+        limited = min(max(error, -MOST_RESIDUAL), MOST_RESIDUAL)
         self._rounds[at, column] = fade * self._rounds[at, column] + 1.0
         self._errors[at, column] = fade * self._errors[at, column] + limited
 
@@ -124,10 +124,16 @@ class Costs:
         fade = math.exp(-num_rounds / STALE_ROUNDS)
         for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
-        self._prompts = [[10.0 + fade * (x - 10.0) for x in known] for known in self._prompts]
+        self._prompts += (1.0 - fade) * (TABLE_ROUNDS - self._prompts)
+
+    @property
+    def entry_ms(self) -> float:
+        """Return the ms of one missing draft KV entry."""
+        ms, number = self._entries
+        return float(ms / max(number, 1.0))
 
     def prompt_ms(
-        self, size: int, drafted: Floats, prompts: float, context: float, *, drafts: bool
+        self, size: int, drafted: Floats, prompts: Floats | float, context: float, *, drafts: bool
     ) -> Floats:
         """Return the ms that prompt tokens add to rounds that verify so many drafts.
 
@@ -135,37 +141,43 @@ class Costs:
         """
         rows = size + drafted
         more = self._verify.of_rows(rows + prompts, context) - self._verify.of_rows(rows, context)
-        taken, of_table = self._prompts[drafts]
-        added: Floats = taken / of_table * np.maximum(more, 0.0)
+        factors, rounds = self._prompts[int(drafts)]
+        added: Floats = factors / rounds * np.maximum(more, 0.0)
         return added
 
     def learn_prompt(
         self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int, ms: float
     ) -> None:
         """Learn from a round with prompt tokens that took so long without missing draft KV."""
-        is_drafting = shape.depth > 0
-        alone, known = self.ms(size, shape, drafts, context), self._prompts[is_drafting]
-        found = self.prompt_ms(size, np.array([drafts]), prompts, context, drafts=is_drafting)
-        expected = float(found[0]) * known[1] / known[0]
-        taken = min(max(ms - alone, 0.0), 3.0 * expected + alone)
-        fade = 1.0 - 1.0 / COST_ROUNDS
-        self._prompts[is_drafting] = [fade * known[0] + taken, fade * known[1] + expected]
+        alone, known = self.ms(size, shape, drafts, context), self._prompts[int(shape.depth > 0)]
+        expected = self._one_prompt_ms(size, shape, drafts, context, prompts) * known[1] / known[0]
+        if expected > 0.0:
+            most = math.exp(MOST_RESIDUAL)
+            factor = min(max((ms - alone) / expected, 1.0 / most), most)
+            known *= 1.0 - 1.0 / COST_ROUNDS
+            known += expected / alone * np.array([factor, 1.0])
 
     def learn_entries(
         self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int,
         num_entries: int, ms: float,
     ) -> None:  # fmt: skip
         """Learn from a round that made many missing draft KV entries."""
-        rest = self.ms(size, shape, drafts, context)
-        if prompts:
-            rest += float(self.prompt_ms(size, np.array([drafts]), prompts, context, drafts=True)[0])
-        each = min(max(ms - rest, 0.0) / num_entries, 0.1 * ms)
-        self.entry_ms += 0.1 * (each - self.entry_ms)
+        ms -= self.ms(size, shape, drafts, context)
+        ms -= self._one_prompt_ms(size, shape, drafts, context, prompts)
+        most = float(self._draft.curve(size, context)[1]) * num_entries
+        self._entries *= 1.0 - 1.0 / COST_ROUNDS
+        self._entries += min(max(ms, 0.0), most), num_entries
+
+    def _one_prompt_ms(
+        self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int
+    ) -> float:
+        drafted, is_drafting = np.array([drafts]), shape.depth > 0
+        return float(self.prompt_ms(size, drafted, prompts, context, drafts=is_drafting)[0])
 
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""
         return {
-            "prompt_ratios": [round(taken / given, 4) for taken, given in self._prompts],
+            "prompt_factors": (self._prompts[:, 0] / self._prompts[:, 1]).round(4).tolist(),
             "entry_ms": round(self.entry_ms, 6),
             "factors": {
                 str(1 << at): np.exp(self._residuals(1 << at)).round(4).tolist()

@@ -13,11 +13,8 @@ from serve_spec.core.round import AS_DRAWN
 
 SAMPLE_REQUESTS = 32
 """Newest drafting requests whose survivals stand for those of a batch; of a larger one, as many."""
-LEARNED_REQUESTS = 512
-"""Newest requests of a plan's rounds that are learned from."""
-_MOST_SAMPLED = 128
-TEXT_RATE = 0.85
-"""Share of n-gram drafts that are accepted once reached, before any was verified."""
+MOST_REQUESTS = 256
+"""Newest requests of a plan's rounds that are learned from, and whose survivals are kept."""
 
 
 class DraftKnowledge:
@@ -33,7 +30,7 @@ class DraftKnowledge:
         self.calibration = DraftCalibration(max_steps)
         self.chains = PositionRates(max_steps, accept_rates)
         self.trees = PositionRates(max_depth)
-        self.texts = PositionRates(max_steps, [TEXT_RATE] * max_steps)
+        self.texts = PositionRates(max_steps)
         self.has_shares = False
         """Whether drafts have scores."""
         self.pairs = AS_DRAWN
@@ -43,7 +40,7 @@ class DraftKnowledge:
         """Learn from rounds, the newest last."""
         num_requests, newest = 0, []
         for record in reversed(records):
-            if num_requests < LEARNED_REQUESTS and any(record.row_steps or record.row_drafted):
+            if num_requests < MOST_REQUESTS and any(record.row_steps or record.row_drafted):
                 newest.append(record)
                 num_requests += len(record.row_steps)
         chains = [r for r in newest if r.shape.is_chain]
@@ -95,7 +92,7 @@ class DraftKnowledge:
             counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
         self.chains.learn(*counts)
         kept = [np.where(exists, survivals, -1.0), self._sample]
-        self._sample = np.concatenate(kept)[:_MOST_SAMPLED]
+        self._sample = np.concatenate(kept)[:MOST_REQUESTS]
 
     def survivals(self, batch_size: int) -> Floats:
         """Return survivals [R, K] for a batch, beyond those drafted at the usual rates."""

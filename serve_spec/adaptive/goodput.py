@@ -18,9 +18,9 @@ import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs, bucket
-from serve_spec.adaptive.drafts import DraftKnowledge
+from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, DraftKnowledge
 from serve_spec.adaptive.planner import Candidate, Load, Planner
-from serve_spec.adaptive.policy import BadMeasurement, Reason
+from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
@@ -29,24 +29,15 @@ from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
 
 DEFAULT_MAX_STEPS = 7
 PLAN_ROUNDS = 8
-"""Fewest rounds that follow one plan."""
-PLAN_MS = 32.0
-"""Plain rounds of so many milliseconds follow one plan, if they are more."""
+"""Rounds that follow one plan."""
 MOVE_GAIN = 1.015
 """Predicted gain that changes the depth."""
-EXPLORED_SHARE = 0.005
+EXPLORED_SHARE = 0.002
 """Share of the time that exploration may cost,"""
 BUDGET_MS = 60_000.0
 """of which older time weighs 1/e."""
-TRIAL_ROUNDS = 4
-"""Rounds of one trial."""
-TRIED_REQUESTS = 8
-"""Requests that draft in a trial while speculation is off."""
-TRY_AFTER = 128
-"""Rounds off before a trial that the budget pays; one that it does not pay comes 8 times later."""
-PLAIN_EVERY = 256
-"""Rounds that draft before a plain one measures what they are compared with."""
-_MAX_BAD_TIMES = 8
+EXPLORE_AFTER = 128
+"""Rounds between explorations: trials of drafts while off, plain rounds while drafting."""
 
 _T = TypeVar("_T")
 
@@ -95,13 +86,13 @@ class GoodputPolicy:
         self._trial: frozenset[str] | None = None
         self._text_steps = 0
         self._rounds_left = self._rounds_at_shape = 0
-        self._rounds_off = self._rounds_drafting = self._rounds_without_text = 0
+        self._unexplored = self._rounds_without_text = 0
         self._to_learn: list[StepRecord] = []
         self._total_ms = self._explored_ms = 0.0
-        self._prompt_chunk = 0.0  # prompt tokens of a mixed step
-        self._ended = [0.0, 0.0]  # prompt tokens and emitted tokens of requests that ended
+        # Prompt tokens, emitted tokens and number of requests that ended lately.
+        self._ended: Floats = np.zeros(3)
+        self._mixed = 0.0
         self._before: DraftShape | None = None
-        self._num_bad_times = 0
         self._load = Load(1, 0.0)
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
@@ -140,29 +131,15 @@ class GoodputPolicy:
         """Return how many n-gram drafts each request verifies; sometimes two of one, to learn."""
         steps = [min(found, self._text_steps) for found in batch.text_steps]
         self._rounds_without_text = 0 if any(steps) else self._rounds_without_text + 1
-        if self._rounds_without_text > TRY_AFTER and any(batch.text_steps):
+        if self._rounds_without_text > EXPLORE_AFTER and any(batch.text_steps):
             row = max(range(batch.size), key=batch.text_steps.__getitem__)
             steps[row] = min(batch.text_steps[row], 2)
         return steps
 
     def observe(self, record: StepRecord) -> None:
-        """Keep a round until the next plan.
-
-        Raises:
-            BadMeasurement: too many times in a row cannot be those of a round.
-        """
-        if record.shape not in self.shapes:
-            return  # an earlier policy asked for it
-        self._to_learn.append(record)
-        if record.times is None or not record.batch_size:
-            return
-        is_bad = not 0.0 < record.times.step_ms < math.inf
-        self._num_bad_times = self._num_bad_times + 1 if is_bad else 0
-        if self._num_bad_times >= _MAX_BAD_TIMES:
-            self._num_bad_times = 0
-            raise BadMeasurement(
-                f"{_MAX_BAD_TIMES} times in a row are not those of a round: {record.times}"
-            )
+        """Keep a round until the next plan, unless an earlier policy asked for it."""
+        if record.shape in self.shapes:
+            self._to_learn.append(record)
 
     def forget(self, request_id: str) -> None:
         """Know no request."""
@@ -178,13 +155,11 @@ class GoodputPolicy:
             self._learn_times(record)
 
     def _observe_traffic(self, record: StepRecord) -> None:
-        """Take in how many prompt tokens share a round, and how long requests are."""
-        if (prompts := record.num_prefill_tokens) and record.num_output_tokens:
-            self._prompt_chunk += 0.1 * (prompts - self._prompt_chunk)
-        if record.num_ended:
-            kept = max(0.0, 1.0 - record.num_ended / 64.0)
-            new = record.num_ended_prompt_rows, record.num_ended_tokens
-            self._ended = [kept * x + y for x, y in zip(self._ended, new, strict=True)]
+        """Take in how long the prompts and texts of requests are."""
+        self._mixed += ((record.num_prefill_tokens > 0) - self._mixed) / PLAN_ROUNDS
+        if num := record.num_ended:
+            self._ended *= math.exp(-num / SAMPLE_REQUESTS)
+            self._ended += record.num_ended_prompt_rows, record.num_ended_tokens, num
 
     def _learn_times(self, record: StepRecord) -> None:
         size, times = record.num_planned_seqs, record.times
@@ -201,13 +176,13 @@ class GoodputPolicy:
         shape = record.shape if drafts or record.num_drafting else PLAIN
         if shape.is_chain and drafts:
             shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
-        if shape != PLAIN and record.num_drafting < 0.9 * size:
-            return
-        prompts = record.num_prefill_tokens
-        if record.num_catch_up > record.num_drafting * (self.max_steps + 1):
-            self.costs.learn_entries(size, shape, drafts, context, prompts, record.num_catch_up, ms)
+        if shape != PLAIN and 2 * record.num_drafting < size:
+            return  # a trial: fewer drafts are made than in a batch that drafts
+        prompts, num_entries = record.num_prefill_tokens, record.num_catch_up
+        if num_entries > record.num_drafting * (self.max_steps + 1):
+            self.costs.learn_entries(size, shape, drafts, context, prompts, num_entries, ms)
         elif prompts:
-            ms -= self.costs.entry_ms * record.num_catch_up
+            ms -= self.costs.entry_ms * num_entries
             self.costs.learn_prompt(size, shape, drafts, context, prompts, ms)
         else:
             self.costs.learn(size, shape, drafts, context, sampled, ms)
@@ -233,12 +208,13 @@ class GoodputPolicy:
             size,
             batch.context,
             batch.num_sampled / size,
-            prompts=self._ended[0] / max(self._ended[1], 1.0),
-            chunk=self._prompt_chunk,
+            prompts=float(self._ended[0] / max(self._ended[1], 1.0)),
+            prompt_tokens=float(self._ended[0] / max(self._ended[2], 1.0)),
+            mixed=self._mixed,
         )
         found = self._weighed(batch, load)
         self._candidates = {each.shape: each for each in found}
-        self._rounds_left = max(PLAN_ROUNDS, round(PLAN_MS / found[0].ms))
+        self._rounds_left = PLAN_ROUNDS
         guard = self._guards.setdefault(at, SpeedGuard())
         self._chosen = chosen = self._decide(found, guard, moved=moved)
         if chosen.shape != self._shape:
@@ -297,36 +273,27 @@ class GoodputPolicy:
     ) -> Candidate:
         """Return what runs for a few rounds because it teaches something, if the budget pays."""
         plain = found[0]
+        self._unexplored += PLAN_ROUNDS
         if not chosen.shape.depth:
-            self._rounds_off += self._rounds_left
-            is_due = self._rounds_off >= TRY_AFTER and self._can_spend(0.0)
-            if len(found) < 2 or not (is_due or self._rounds_off >= 8 * TRY_AFTER):
+            if len(found) < 2 or self._unexplored < EXPLORE_AFTER or not self._can_spend(0.0):
                 return chosen
-            # Whatever is believed, some requests draft now and then: nothing else would tell.
-            self._rounds_off = 0
-            num = min(batch.size, TRIED_REQUESTS)
+            num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
             lacks = batch.backlogs or [0] * batch.size
             rows = sorted(range(batch.size), key=lacks.__getitem__)[:num]
             self._trial = frozenset([batch.request_ids[row] for row in rows])
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
-            expected = tried.expected * num / batch.size
-            self._begin(Reason.PROBE, TRIAL_ROUNDS)
-            return replace(tried, budget=None, expected=expected)
-        self._rounds_off = 0
-        self._rounds_drafting += self._rounds_left
+            self._unexplored, self.last_reason = 0, Reason.PROBE
+            return replace(tried, budget=None, expected=tried.expected * num / batch.size)
         lost = 2.0 * plain.ms * max(0.0, 1.0 - plain.tokens_per_ms / chosen.tokens_per_ms)
-        is_due = guard.plain is None or self._rounds_drafting >= PLAIN_EVERY
+        is_due = guard.plain is None or self._unexplored >= EXPLORE_AFTER
         if is_due and self._can_spend(lost):
-            self._rounds_drafting = 0
-            self._begin(Reason.BASELINE, 2)
+            # The first of two follows another shape and is not learned from.
+            self._unexplored, self._rounds_left, self.last_reason = 0, 2, Reason.BASELINE
             return plain
         return chosen
 
     def _can_spend(self, ms: float) -> bool:
         return self._explored_ms + ms <= EXPLORED_SHARE * self._total_ms
-
-    def _begin(self, reason: Reason, num_rounds: int) -> None:
-        self._rounds_left, self.last_reason = num_rounds, reason
 
     def _best_text_steps(self, load: Load, chosen: Candidate) -> int:
         """Return how many n-gram drafts a request verifies that has some."""
@@ -341,8 +308,9 @@ class GoodputPolicy:
 
     def snapshot(self) -> dict[str, object]:
         """Return predicted goodput of every candidate, costs, guards and exploration."""
-        chosen, depths, size = self._chosen, list(range(self.max_steps + 1)), self._load.size
-        ms, speeds = self._chain_speeds(size)
+        chosen, found, size = self._chosen, self._candidates, self._load.size
+        chains = {str(shape): each for shape, each in found.items() if shape.is_chain}
+        depths = list(range(self.max_steps + 1))
         return {
             "strategy": "goodput",
             "per_sequence": self.per_sequence,
@@ -352,9 +320,7 @@ class GoodputPolicy:
                 for at, guard in sorted(self._guards.copy().items())
             },
             "budget": self._answer.budget,
-            "predicted_goodput": {
-                str(shape): round(each.tokens_per_ms, 5) for shape, each in self._candidates.items()
-            },
+            "predicted_goodput": {str(k): round(x.tokens_per_ms, 5) for k, x in found.items()},
             "predicted_ms": None if chosen is None else round(chosen.ms, 4),
             "predicted_tokens": None if chosen is None else round(size + chosen.expected, 4),
             "explored_share": round(self._explored_ms / max(self._total_ms, 1e-9), 6),
@@ -363,18 +329,12 @@ class GoodputPolicy:
             "marginal_ms_by_rows": self._marginal_ms_by_rows(),
             "break_even": {
                 "batch_size": size,
-                "round_ms": {str(k): round(x, 5) for k, x in enumerate(ms.tolist())},
-                "tokens_per_ms": {str(k): round(x, 5) for k, x in enumerate(speeds.tolist())},
+                "round_ms": {k: round(x.ms, 5) for k, x in chains.items()},
+                "tokens_per_ms": {
+                    k: round((size + x.expected) / x.ms, 5) for k, x in chains.items()
+                },
             },
         }
-
-    def _chain_speeds(self, size: int) -> tuple[Floats, Floats]:
-        """Return ms and tokens per ms of a batch by depth, all requests alike."""
-        rates, load = self.drafts.chains.rates[: self._bound(size)], self._load
-        tokens = size * np.cumsum(np.cumprod([1.0, *rates]))
-        drafts = size * np.arange(len(tokens), dtype=float)
-        ms = np.diagonal(self.costs.chains_ms(size, drafts, load.context, load.sampled))
-        return ms, tokens / ms
 
     def _marginal_ms_by_rows(self) -> dict[str, float]:
         """Return the ms per token of one more request, by requests there are: 0, 1, 2, 4, ..
@@ -382,15 +342,15 @@ class GoodputPolicy:
         Taken over doublings, because one request more is free between two captured sizes; never
         less than in a smaller batch, where a table that says so is noise.
         """
-        sizes = [0, 1]
-        while 2 * sizes[-1] <= self.costs.table.batch_sizes[-1]:
-            sizes.append(2 * sizes[-1])
-        speeds = [0.0, *(float(self._chain_speeds(size)[1].max()) for size in sizes[1:])]
-        found, least = {}, 0.0
-        for i, size in enumerate(sizes[:-1]):
-            gain = max(1e-6, speeds[i + 1] - speeds[i])
-            least = max(least, (sizes[i + 1] - size) / gain)
-            found[str(size)] = round(least, 4)
+        of_one = np.cumsum(np.cumprod([1.0, *self.drafts.chains.rates]))
+        found, least, speed, before = {}, 0.0, 0.0, 0
+        for size in (1 << k for k in range(self.costs.table.batch_sizes[-1].bit_length())):
+            drafts = size * np.arange(self._bound(size) + 1.0)
+            ms = self.costs.chains_ms(size, drafts, self._load.context, self._load.sampled)
+            new = float((size * of_one[: len(drafts)] / np.diagonal(ms)).max())
+            least = max(least, (size - before) / max(1e-6, new - speed))
+            found[str(before)] = round(least, 4)
+            speed, before = new, size
         return found
 
 

@@ -20,7 +20,7 @@ from serve_spec.core.draft_shape import DraftShape
 BUDGETS = 16
 """Budgets that are weighed where no graphs are captured."""
 ALL_IS_BEST = 0.995
-"""Share of the best budget's speed from which all drafts are verified: admission costs nothing."""
+"""Share of the best budget's speed from which all drafts are verified."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,10 @@ class Load:
     prompts: float = 0.0
     """Prompt tokens for every token that is emitted: the sooner requests end, the sooner others
     begin,"""
-    chunk: float = 0.0
-    """and how many of them share a round; 0: they have rounds of their own."""
+    prompt_tokens: float = 0.0
+    """Tokens of a prompt, which share a round,"""
+    mixed: float = 0.0
+    """and share of the rounds that had prompts lately."""
 
 
 @dataclass(frozen=True)
@@ -129,12 +131,14 @@ class Planner:
     def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
         """Return tokens per ms of usual rounds [K + 1, M]; the first row does not draft."""
         tokens, usual = load.size + expected, ms.copy()
-        if load.prompts and load.chunk >= 1.0:
+        if load.prompt_tokens:
+            begin = load.prompts / load.prompt_tokens * tokens
+            together = load.prompt_tokens * np.maximum(begin, 1.0)
             for rows, is_drafting in ((slice(1), False), (slice(1, None), True)):
-                chunk_ms = self.costs.prompt_ms(
-                    load.size, drafts[rows], load.chunk, load.context, drafts=is_drafting
+                prompt_ms = self.costs.prompt_ms(
+                    load.size, drafts[rows], together[rows], load.context, drafts=is_drafting
                 )
-                usual[rows] += load.prompts / load.chunk * tokens[rows] * chunk_ms
+                usual[rows] += np.minimum(load.mixed, begin[rows]) * prompt_ms
         usual[1:] += load.prompts * self.costs.entry_ms * tokens[1:]
         speeds: Floats = tokens / usual
         return speeds

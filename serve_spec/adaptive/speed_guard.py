@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+from serve_spec.adaptive.costs import STALE_ROUNDS
+
 GUARD_ROUNDS = 64
-"""Rounds that draft before they are compared, and after which an older one weighs 1/e."""
-FIRST_CLOSED = 128
-"""Rounds off after the first loss; each further one doubles them,"""
-LAST_CLOSED = 4096
-"""up to so many. Never for good."""
+"""Rounds that draft before they are compared, after which an older one weighs 1/e, and of the first
+time off: each further loss doubles it, a whole such time without loss ends that. Never for good."""
 LEAST_SPEEDUP = 0.98
 """Measured speed over plain rounds below which drafting loses."""
 
@@ -20,13 +19,13 @@ class SpeedGuard:
         """Units that a plain round takes."""
         self.rounds_left = 0
         """Rounds that the guard keeps speculation off; the policy counts them down."""
-        self._closed_rounds = FIRST_CLOSED
+        self._closed_rounds = GUARD_ROUNDS
         self._num = 0
         self._tokens = self._units = 0.0
 
     def observe_plain(self, units: float) -> None:
         """Take in a plain round."""
-        self.plain = units if self.plain is None else self.plain + 0.25 * (units - self.plain)
+        self.plain = units if self.plain is None else 0.5 * (self.plain + units)
 
     def observe(self, tokens: float, units: float) -> None:
         """Take in a round that drafted and emitted so many tokens per request."""
@@ -38,10 +37,10 @@ class SpeedGuard:
             return
         if speedup < LEAST_SPEEDUP:
             self.rounds_left = self._closed_rounds
-            self._closed_rounds = min(2 * self._closed_rounds, LAST_CLOSED)
+            self._closed_rounds = min(2 * self._closed_rounds, STALE_ROUNDS)
             self._num, self._tokens, self._units = 0, 0.0, 0.0
-        elif self._num >= 8 * GUARD_ROUNDS:
-            self._closed_rounds = FIRST_CLOSED
+        elif self._num >= self._closed_rounds:
+            self._closed_rounds = GUARD_ROUNDS
 
     @property
     def speedup(self) -> float | None:
