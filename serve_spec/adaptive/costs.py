@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.cost_surface import CostSurface
 from serve_spec.config.cost_table import CostTable, Grid
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft_shape import PLAIN, DraftShape
 
 TABLE_ROUNDS = 4.0
 """Rounds that the table, or what is known of other cells, is worth."""
@@ -33,6 +34,25 @@ _NUM_BUCKETS = 24
 def bucket(batch_size: int) -> int:
     """Return the exponent of the power of two nearest to a batch size."""
     return min((batch_size * batch_size).bit_length() // 2, _NUM_BUCKETS - 1)
+
+
+class Work(NamedTuple):
+    """What a round computes."""
+
+    size: int
+    """Requests that decode."""
+    context: float
+    """Tokens of each."""
+    sampled: float = 0.0
+    """Share of them that sample."""
+    shape: DraftShape = PLAIN
+    """What most of them draft."""
+    drafts: float = 0.0
+    """Drafts that are verified."""
+    prompts: int = 0
+    """Prompt tokens."""
+    entries: int = 0
+    """Missing draft KV entries."""
 
 
 class Costs:
@@ -62,38 +82,54 @@ class Costs:
             ms, contexts=table.contexts, batch_sizes=table.batch_sizes, num_steps=num_steps
         )
 
-    def chains_ms(self, size: int, drafts: Floats, context: float, sampled: float) -> Floats:
+    def chains_ms(self, work: Work, drafts: Floats) -> Floats:
         """Return the ms of rounds that verify `drafts` [M] drafts of chains: [max_steps + 1, M].
 
-        sampled: share of the requests that sample.
+        work: its shape and drafts are not read.
         """
-        verify = self._verify_ms(size, drafts, context, sampled)
         chains = slice(self.max_steps + 1)
-        ms: Floats = self._draft.curve(size, context)[:, None] + verify
-        return ms * np.exp(self._residuals(size)[chains, None])
+        draft = self._draft.curve(work.size, work.context)[:, None]
+        ms: Floats = draft + self._verify_ms(work, drafts)
+        return ms * np.exp(self._residuals(work.size)[chains, None])
 
-    def ms(
-        self, size: int, shape: DraftShape, drafts: float, context: float, sampled: float = 0.0
-    ) -> float:
-        """Return the ms of a round that verifies so many drafts."""
-        residual = self._residuals(size)[self._column(shape)]
-        return self.table_ms(size, shape, drafts, context, sampled) * math.exp(residual)
+    def ms(self, work: Work) -> float:
+        """Return the ms of a round without its prompts and missing draft KV."""
+        residual = self._residuals(work.size)[self._column(work.shape)]
+        return self.table_ms(work) * math.exp(residual)
 
-    def table_ms(
-        self, size: int, shape: DraftShape, drafts: float, context: float, sampled: float
-    ) -> float:
-        """Return the ms of the table."""
+    def table_ms(self, work: Work) -> float:
+        """Return the same by the table alone."""
+        size, shape, context = work.size, work.shape, work.context
         if shape.is_chain:
-            verify = self._verify_ms(size, np.array([drafts]), context, sampled)
+            verify = self._verify_ms(work, np.array([work.drafts]))
             return float(self._draft.curve(size, context)[shape.depth] + verify[0])
         stages = self._trees[shape.depth, shape.size]
-        noise = self.table.sampled_row_ms * sampled * (size + drafts)
+        noise = self.table.sampled_row_ms * work.sampled * (size + work.drafts)
         return float(sum(stage.curve(size, context)[0] for stage in stages) + noise)
 
-    def _verify_ms(self, size: int, drafts: Floats, context: float, sampled: float) -> Floats:
-        curve = self._verify.curve(size, context)
-        verify: Floats = np.interp(drafts / size, np.arange(len(curve)), curve)
-        return verify + self.table.sampled_row_ms * sampled * (size + drafts)
+    def _verify_ms(self, work: Work, drafts: Floats) -> Floats:
+        curve = self._verify.curve(work.size, work.context)
+        verify: Floats = np.interp(drafts / work.size, np.arange(len(curve)), curve)
+        return verify + self.table.sampled_row_ms * work.sampled * (work.size + drafts)
+
+    def prompt_ms(
+        self, work: Work, drafted: Floats, prompts: Floats | float, *, drafts: bool
+    ) -> Floats:
+        """Return the ms that prompt tokens add to rounds that verify `drafted` drafts.
+
+        drafts: whether the rounds draft, so that prompts also need draft KV.
+        """
+        rows, of_rows = work.size + drafted, self._verify.of_rows
+        more = of_rows(rows + prompts, work.context) - of_rows(rows, work.context)
+        factors, rounds = self._prompts[int(drafts)]
+        added: Floats = factors / rounds * np.maximum(more, 0.0)
+        return added
+
+    @property
+    def entry_ms(self) -> float:
+        """Return the ms of one missing draft KV entry."""
+        ms, number = self._entries
+        return float(ms / max(number, 1.0))
 
     def _column(self, shape: DraftShape) -> int:
         if shape.is_chain:
@@ -109,70 +145,37 @@ class Costs:
         found: Floats = (errors + TABLE_ROUNDS * prior) / (rounds + TABLE_ROUNDS)
         return found
 
-    def learn(
-        self, size: int, shape: DraftShape, drafts: float, context: float, sampled: float, ms: float
-    ) -> None:
-        """Learn from a round without prompts."""
-        error = math.log(max(ms, 1e-9) / self.table_ms(size, shape, drafts, context, sampled))
-        at, column, fade = bucket(size), self._column(shape), 1.0 - 1.0 / COST_ROUNDS
-        limited = min(max(error, -MOST_RESIDUAL), MOST_RESIDUAL)
-        self._rounds[at, column] = fade * self._rounds[at, column] + 1.0
-        self._errors[at, column] = fade * self._errors[at, column] + limited
+    def learn(self, work: Work, ms: float) -> None:
+        """Learn from a round: from one that made much draft KV what that takes, from others with
+        prompts what those take."""
+        fade, most = 1.0 - 1.0 / COST_ROUNDS, math.exp(MOST_RESIDUAL)
+        alone, drafts = self.ms(work), work.shape.depth > 0
+        prompt_ms = float(
+            self.prompt_ms(work, np.array([work.drafts]), work.prompts, drafts=drafts)[0]
+        )
+        if work.entries > work.size * (self.max_steps + 1):
+            limit = float(self._draft.curve(work.size, work.context)[1]) * work.entries
+            more = min(max(ms - alone - prompt_ms, 0.0), limit)
+            self._entries = fade * self._entries + (more, work.entries)
+        elif work.prompts:
+            known = self._prompts[int(drafts)]
+            expected = prompt_ms * known[1] / known[0]
+            more = ms - alone - self.entry_ms * work.entries
+            factor = min(max(more / max(expected, 1e-9), 1.0 / most), most)
+            known[:] = fade * known + expected / alone * np.array([factor, 1.0])
+        else:
+            error = math.log(max(ms, 1e-9) / self.table_ms(work))
+            at = bucket(work.size), self._column(work.shape)
+            limited = min(max(error, -MOST_RESIDUAL), MOST_RESIDUAL)
+            self._rounds[at] = fade * self._rounds[at] + 1.0
+            self._errors[at] = fade * self._errors[at] + limited
 
     def age(self, size: int, num_rounds: int) -> None:
-        """Let what the cells of a batch size know fade by some rounds."""
+        """Let what is known of a batch size, and of prompts, fade by some rounds."""
         fade = math.exp(-num_rounds / STALE_ROUNDS)
         for sums in (self._rounds, self._errors):
             sums[bucket(size)] *= fade
         self._prompts += (1.0 - fade) * (TABLE_ROUNDS - self._prompts)
-
-    @property
-    def entry_ms(self) -> float:
-        """Return the ms of one missing draft KV entry."""
-        ms, number = self._entries
-        return float(ms / max(number, 1.0))
-
-    def prompt_ms(
-        self, size: int, drafted: Floats, prompts: Floats | float, context: float, *, drafts: bool
-    ) -> Floats:
-        """Return the ms that prompt tokens add to rounds that verify so many drafts.
-
-        drafts: whether the rounds draft, so that prompts also need draft KV.
-        """
-        rows = size + drafted
-        more = self._verify.of_rows(rows + prompts, context) - self._verify.of_rows(rows, context)
-        factors, rounds = self._prompts[int(drafts)]
-        added: Floats = factors / rounds * np.maximum(more, 0.0)
-        return added
-
-    def learn_prompt(
-        self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int, ms: float
-    ) -> None:
-        """Learn from a round with prompt tokens that took so long without missing draft KV."""
-        alone, known = self.ms(size, shape, drafts, context), self._prompts[int(shape.depth > 0)]
-        expected = self._one_prompt_ms(size, shape, drafts, context, prompts) * known[1] / known[0]
-        if expected > 0.0:
-            most = math.exp(MOST_RESIDUAL)
-            factor = min(max((ms - alone) / expected, 1.0 / most), most)
-            known *= 1.0 - 1.0 / COST_ROUNDS
-            known += expected / alone * np.array([factor, 1.0])
-
-    def learn_entries(
-        self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int,
-        num_entries: int, ms: float,
-    ) -> None:  # fmt: skip
-        """Learn from a round that made many missing draft KV entries."""
-        ms -= self.ms(size, shape, drafts, context)
-        ms -= self._one_prompt_ms(size, shape, drafts, context, prompts)
-        most = float(self._draft.curve(size, context)[1]) * num_entries
-        self._entries *= 1.0 - 1.0 / COST_ROUNDS
-        self._entries += min(max(ms, 0.0), most), num_entries
-
-    def _one_prompt_ms(
-        self, size: int, shape: DraftShape, drafts: float, context: float, prompts: int
-    ) -> float:
-        drafted, is_drafting = np.array([drafts]), shape.depth > 0
-        return float(self.prompt_ms(size, drafted, prompts, context, drafts=is_drafting)[0])
 
     def snapshot(self) -> dict[str, object]:
         """Return the corrections, JSON-able."""

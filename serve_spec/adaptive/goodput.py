@@ -17,7 +17,7 @@ from typing import TypeVar
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
-from serve_spec.adaptive.costs import Costs, bucket
+from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, DraftKnowledge
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import Reason
@@ -93,7 +93,7 @@ class GoodputPolicy:
         self._ended: Floats = np.zeros(3)
         self._mixed = 0.0
         self._before: DraftShape | None = None
-        self._load = Load(1, 0.0)
+        self._load = Load(Work(1, 0.0))
 
     def choose(self, batch: DecodeBatch) -> RoundSteps:
         """Return the plan's shape and budget; plan anew when the plan has run out."""
@@ -112,8 +112,8 @@ class GoodputPolicy:
         answer, most = self._answer, batch.max_draft_tokens
         if answer.budget is not None:
             budget = answer.budget
-            if batch.size != self._load.size:
-                budget = self._planner.scaled(budget, self._load.size, batch.size)
+            if batch.size != self._load.work.size:
+                budget = self._planner.scaled(budget, self._load.work.size, batch.size)
             answer = replace(answer, budget=min(budget, most))
         elif answer.shape.size * batch.size > most and (
             most < batch.size or not answer.shape.is_chain
@@ -166,31 +166,26 @@ class GoodputPolicy:
         is_first, self._before = record.follows and record.shape != self._before, record.shape
         if times is None or not size or not 0.0 < times.step_ms < math.inf:
             return
-        ms, context = times.step_ms, record.num_tokens / size
+        ms = times.step_ms
         guard = self._guards.setdefault(bucket(size), SpeedGuard())
         guard.rounds_left = max(0, guard.rounds_left - 1)
         self._count_exploration(record, ms)
         if is_first:
             return  # launched ahead, it may have taken the host's time for the round before
-        drafts, sampled = record.num_planned_drafts, record.num_sampled / size
+        drafts = record.num_planned_drafts
         shape = record.shape if drafts or record.num_drafting else PLAIN
         if shape.is_chain and drafts:
             shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
         if shape != PLAIN and 2 * record.num_drafting < size:
             return  # a trial: fewer drafts are made than in a batch that drafts
-        prompts, num_entries = record.num_prefill_tokens, record.num_catch_up
-        if num_entries > record.num_drafting * (self.max_steps + 1):
-            self.costs.learn_entries(size, shape, drafts, context, prompts, num_entries, ms)
-        elif prompts:
-            ms -= self.costs.entry_ms * num_entries
-            self.costs.learn_prompt(size, shape, drafts, context, prompts, ms)
-        else:
-            self.costs.learn(size, shape, drafts, context, sampled, ms)
-            unit = self.costs.table_ms(size, PLAIN, 0, context, sampled)
-            if record.is_plain:
-                guard.observe_plain(ms / unit)
-            elif record.batch_size:
-                guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
+        work = Work(size, record.num_tokens / size, record.num_sampled / size)
+        unit = self.costs.table_ms(work)
+        prompts, entries = record.num_prefill_tokens, record.num_catch_up
+        self.costs.learn(Work(*work[:3], shape, drafts, prompts, entries), ms)
+        if record.is_plain and not prompts:
+            guard.observe_plain(ms / unit)
+        elif record.batch_size and not prompts and entries <= size * (self.max_steps + 1):
+            guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
 
     def _count_exploration(self, record: StepRecord, ms: float) -> None:
         fade = math.exp(-ms / BUDGET_MS)
@@ -205,9 +200,7 @@ class GoodputPolicy:
         moved, self._at = at != self._at, at
         size = batch.size
         self._load = load = Load(
-            size,
-            batch.context,
-            batch.num_sampled / size,
+            Work(size, batch.context, batch.num_sampled / size),
             prompts=float(self._ended[0] / max(self._ended[1], 1.0)),
             prompt_tokens=float(self._ended[0] / max(self._ended[2], 1.0)),
             mixed=self._mixed,
@@ -297,18 +290,18 @@ class GoodputPolicy:
 
     def _best_text_steps(self, load: Load, chosen: Candidate) -> int:
         """Return how many n-gram drafts a request verifies that has some."""
-        tokens = load.size * np.cumsum(np.cumprod([1.0, *self.drafts.texts.rates]))
-        drafts = load.size * np.arange(len(tokens), dtype=float)
-        speeds = tokens / self.costs.chains_ms(load.size, drafts, load.context, load.sampled)[0]
+        size = load.work.size
+        tokens = size * np.cumsum(np.cumprod([1.0, *self.drafts.texts.rates]))
+        speeds = tokens / self.costs.chains_ms(load.work, size * np.arange(float(len(tokens))))[0]
         best = int(speeds.argmax())
-        return best if speeds[best] >= (load.size + chosen.expected) / chosen.ms else 0
+        return best if speeds[best] >= (size + chosen.expected) / chosen.ms else 0
 
     def _bound(self, batch_size: int) -> int:
         return min(self.max_steps, _at_slot(self._bounds, batch_size, self.max_steps))
 
     def snapshot(self) -> dict[str, object]:
         """Return predicted goodput of every candidate, costs, guards and exploration."""
-        chosen, found, size = self._chosen, self._candidates, self._load.size
+        chosen, found, size = self._chosen, self._candidates, self._load.work.size
         chains = {str(shape): each for shape, each in found.items() if shape.is_chain}
         depths = list(range(self.max_steps + 1))
         return {
@@ -346,7 +339,7 @@ class GoodputPolicy:
         found, least, speed, before = {}, 0.0, 0.0, 0
         for size in (1 << k for k in range(self.costs.table.batch_sizes[-1].bit_length())):
             drafts = size * np.arange(self._bound(size) + 1.0)
-            ms = self.costs.chains_ms(size, drafts, self._load.context, self._load.sampled)
+            ms = self.costs.chains_ms(self._load.work._replace(size=size), drafts)
             new = float((size * of_one[: len(drafts)] / np.diagonal(ms)).max())
             least = max(least, (size - before) / max(1e-6, new - speed))
             found[str(before)] = round(least, 4)

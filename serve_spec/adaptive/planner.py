@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
-from serve_spec.adaptive.costs import Costs
+from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.core.draft_shape import DraftShape
 
 BUDGETS = 16
@@ -25,17 +25,15 @@ ALL_IS_BEST = 0.995
 
 @dataclass(frozen=True)
 class Load:
-    """What decides the time of a round beside its drafts."""
+    """Batch that rounds are planned for, and the prompts that come with it."""
 
-    size: int
-    context: float
-    sampled: float = 0.0
-    """Share of the requests that sample."""
+    work: Work
+    """Its rounds, without drafts."""
     prompts: float = 0.0
     """Prompt tokens for every token that is emitted: the sooner requests end, the sooner others
     begin,"""
     prompt_tokens: float = 0.0
-    """Tokens of a prompt, which share a round,"""
+    """tokens of a prompt, which share a round,"""
     mixed: float = 0.0
     """and share of the rounds that had prompts lately."""
 
@@ -72,7 +70,7 @@ class Planner:
         of the batch that each of them stands for, by position. most: drafts of the whole round.
         may_admit: whether budgets may be chosen.
         """
-        size, width = load.size, survivals.shape[1]
+        size, width = load.work.size, survivals.shape[1]
         order = np.argsort(-survivals, axis=None, kind="stable")
         place, ranked = order % width, survivals.ravel()[order]
         members = place < np.arange(width + 1)[:, None]
@@ -85,9 +83,9 @@ class Planner:
         rows = np.broadcast_to(columns, (width + 1, len(columns))).copy()
         rows[:, -1] = wholes
         expected = np.array([np.interp(*x) for x in zip(rows, drafts, accepted, strict=True)])
-        ms = self.costs.chains_ms(size, budgets, load.context, load.sampled)[: width + 1]
-        all_ms = self.costs.chains_ms(size, wholes, load.context, load.sampled)
-        ms = np.concatenate([ms, np.diagonal(all_ms)[: width + 1, None]], axis=1)
+        ms = self.costs.chains_ms(load.work, np.append(budgets, wholes))[: width + 1]
+        all_ms = np.diagonal(ms[:, len(budgets) :])
+        ms = np.concatenate([ms[:, : len(budgets)], all_ms[:, None]], axis=1)
         speeds = self._speeds(load, rows, expected, ms)
         speeds[(rows > most) | (rows[:, -1:] < rows)] = 0.0
         found = []
@@ -103,10 +101,10 @@ class Planner:
 
     def tree(self, load: Load, shape: DraftShape, rates: Sequence[float]) -> Candidate:
         """Return a tree that is verified whole, by the chance that a level is accepted."""
-        expected = load.size * float(np.cumprod(rates[: shape.depth]).sum())
-        drafts = load.size * shape.size
-        ms = self.costs.ms(load.size, shape, drafts, load.context, load.sampled)
-        figures = [np.array([[x]]) for x in (float(drafts), expected, ms)]
+        size = load.work.size
+        expected = size * float(np.cumprod(rates[: shape.depth]).sum())
+        ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
+        figures = [np.array([[x]]) for x in (float(size * shape.size), expected, ms)]
         # As a round that drafts: row 1 of two.
         speeds = self._speeds(load, *(np.repeat(x, 2, axis=0) for x in figures))
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
@@ -130,13 +128,13 @@ class Planner:
 
     def _speeds(self, load: Load, drafts: Floats, expected: Floats, ms: Floats) -> Floats:
         """Return tokens per ms of usual rounds [K + 1, M]; the first row does not draft."""
-        tokens, usual = load.size + expected, ms.copy()
+        tokens, usual = load.work.size + expected, ms.copy()
         if load.prompt_tokens:
             begin = load.prompts / load.prompt_tokens * tokens
             together = load.prompt_tokens * np.maximum(begin, 1.0)
             for rows, is_drafting in ((slice(1), False), (slice(1, None), True)):
                 prompt_ms = self.costs.prompt_ms(
-                    load.size, drafts[rows], together[rows], load.context, drafts=is_drafting
+                    load.work, drafts[rows], together[rows], drafts=is_drafting
                 )
                 usual[rows] += np.minimum(load.mixed, begin[rows]) * prompt_ms
         usual[1:] += load.prompts * self.costs.entry_ms * tokens[1:]

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.simulator import Simulator
-from serve_spec.adaptive.costs import Costs
+from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.goodput import EXPLORED_SHARE, GoodputPolicy
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import Reason, StaticPolicy
@@ -171,42 +172,62 @@ class TestCosts:
         self.costs = Costs(recorded_table(TWO_CPU_CORES))
 
     def ms(self, depth: int = 3) -> float:
-        return self.costs.ms(16, CHAIN(depth), 16 * depth, 128)
+        return self.costs.ms(self.work(depth))
+
+    def work(self, depth: int = 3, **changes: Any) -> Work:
+        return Work(16, 128, 0.0, CHAIN(depth), 16 * depth)._replace(**changes)
+
+    def prompt_ms(self) -> list[float]:
+        rows = np.array([48.0]), 200
+        return [self.costs.prompt_ms(self.work(), *rows, drafts=k)[0] for k in (False, True)]
 
     def test_the_table_is_met_at_its_points(self) -> None:
         table = self.costs.table
         assert self.ms() == pytest.approx(table.draft_ms[0][4][3] + table.verify_ms[0][4][3])
         drafts = np.array([0.0, 48.0])
-        assert self.costs.chains_ms(16, drafts, 128, 0.0)[3, 1] == pytest.approx(self.ms())
+        assert self.costs.chains_ms(self.work(), drafts)[3, 1] == pytest.approx(self.ms())
 
     def test_a_slower_machine_is_learned_also_for_shapes_that_do_not_run(self) -> None:
         before, deeper = self.ms(), self.ms(7)
         for _ in range(50):
-            self.costs.learn(16, CHAIN(3), 48, 128, 0.0, 1.3 * before)
+            self.costs.learn(self.work(), 1.3 * before)
         assert self.ms() == pytest.approx(1.3 * before, rel=0.05)
         assert 1.1 * deeper < self.ms(7) < 1.35 * deeper
 
     def test_one_spike_is_forgotten_though_the_shape_does_not_run(self) -> None:
         before = self.ms()
-        self.costs.learn(16, CHAIN(3), 48, 128, 0.0, 2.0 * before)
+        self.costs.learn(self.work(), 2.0 * before)
         self.costs.age(16, 5000)
         assert self.ms() == pytest.approx(before, rel=0.02)
 
-    def test_no_time_diverges(self) -> None:
+    @pytest.mark.parametrize("also", [{}, {"prompts": 200}, {"entries": 2000}])
+    def test_no_time_diverges(self, also: dict[str, int]) -> None:
         rng, before = np.random.default_rng(0), [self.ms(depth) for depth in range(8)]
+        prompt_ms = self.prompt_ms()
         for _ in range(500):
-            depth = int(rng.integers(0, 8))
-            self.costs.learn(16, CHAIN(depth), 16 * depth, 128, 0.0, float(rng.lognormal(3, 2)))
+            work = self.work(int(rng.integers(0, 8)), **also)
+            self.costs.learn(work, float(rng.lognormal(3, 2)))
         assert all(0.49 < self.ms(k) / ms < 2.02 for k, ms in enumerate(before))
+        assert all(0.49 < x / y < 2.02 for x, y in zip(self.prompt_ms(), prompt_ms, strict=True))
+        assert 0.0 <= self.costs.entry_ms <= self.costs.table.draft_ms[0][4][1]
 
     def test_what_prompts_take_is_learned_apart_for_rounds_that_draft(self) -> None:
-        rows = np.array([48.0]), np.array([200.0])
-        before = [self.costs.prompt_ms(16, *rows, 128, drafts=k)[0] for k in (False, True)]
+        before = self.prompt_ms()
         for _ in range(100):
-            self.costs.learn_prompt(16, CHAIN(3), 48, 128, 200, self.ms() + 2.0 * before[1])
-        found = [self.costs.prompt_ms(16, *rows, 128, drafts=k)[0] for k in (False, True)]
-        assert found[0] == pytest.approx(before[0])
-        assert found[1] == pytest.approx(2.0 * before[1], rel=0.1)
+            self.costs.learn(self.work(prompts=200), self.ms() + 1.5 * before[1])
+        assert self.prompt_ms()[0] == pytest.approx(before[0])
+        assert self.prompt_ms()[1] == pytest.approx(1.5 * before[1], rel=0.1)
+
+    @pytest.mark.parametrize("prompts", [0, 200])
+    def test_what_missing_draft_kv_takes_is_no_cost_of_prompts_or_shapes(
+        self, prompts: int
+    ) -> None:
+        before = self.ms(), self.prompt_ms()
+        work = self.work(prompts=prompts, entries=2000)
+        for _ in range(20):
+            self.costs.learn(work, self.ms() + (self.prompt_ms()[1] if prompts else 0.0) + 40.0)
+        assert (self.ms(), self.prompt_ms()) == before
+        assert self.costs.entry_ms == pytest.approx(0.02)
 
 
 def test_the_guard_closes_at_a_loss_for_longer_each_time() -> None:
@@ -255,7 +276,7 @@ def test_a_prior_that_is_no_chance_is_refused(prior: list[float]) -> None:
 def weighed(survivals: list[list[float]], **load: float) -> list[Candidate]:
     planner, of_each = Planner(Costs(recorded_table(GPU_8B, SIZES))), 256 / len(survivals)
     weights = np.full(len(survivals[0]), of_each)
-    given = Load(256, 128, **load)
+    given = Load(Work(256, 128), **load)
     return planner.chains(given, np.array(survivals), weights, 10_000, may_admit=True)
 
 
