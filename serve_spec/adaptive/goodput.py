@@ -31,7 +31,7 @@ DEFAULT_MAX_STEPS = 7
 PLAN_ROUNDS = 8
 """Rounds that follow one plan."""
 MOVE_GAIN = 1.015
-"""Predicted gain that changes the depth."""
+"""Predicted gain that changes the depth; turning off needs none."""
 EXPLORED_SHARE = 0.002
 """Share of the time that exploration may cost,"""
 BUDGET_MS = 60_000.0
@@ -254,7 +254,8 @@ class GoodputPolicy:
             return found[0]
         if present is not None and not moved and best is not present:
             dwells = self._rounds_at_shape < self.min_dwell_rounds
-            if dwells or best.tokens_per_ms < MOVE_GAIN * present.tokens_per_ms:
+            gain = 1.0 if best is found[0] else MOVE_GAIN
+            if dwells or best.tokens_per_ms < gain * present.tokens_per_ms:
                 self.last_reason = Reason.DWELL if dwells else Reason.STEADY
                 return present
         gained = Reason.GAIN if best.shape.size > self._shape.size else Reason.LOSS
