@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
-from serve_spec.adaptive.cost_surface import CostSurface
+from serve_spec.config.cost_surface import CostSurface
 from serve_spec.config.cost_table import CostTable, Grid
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 

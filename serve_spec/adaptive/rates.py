@@ -29,7 +29,7 @@ class PositionRates:
         if prior is not None and (len(prior) < max_steps or not all(0 < p < 1 for p in prior)):
             fix = f"give {max_steps} rates between 0 and 1"
             raise ValueError(f"prior_rates={list(prior)!r}: {fix}")
-        self._prior = list(prior or [])[:max_steps]
+        self._prior = list(prior or [FIRST_RATE] * max_steps)[:max_steps]
         self.rates: list[float] = []
         """Chance that a draft is accepted once reached, by position."""
         self._update()
@@ -43,13 +43,11 @@ class PositionRates:
 
     def _update(self) -> None:
         """Shrink each position to its prior, moved as far as the position before."""
-        rates: list[float] = []
-        moved = 1.0
-        for j, (hits, trials) in enumerate(zip(self._hits, self.trials, strict=True)):
-            prior = self._prior[j] if self._prior else FIRST_RATE
-            rate = (hits + PRIOR_TRIALS * prior * moved) / (trials + PRIOR_TRIALS)
+        rates, moved = [], 1.0
+        for prior, hits, trials in zip(self._prior, self._hits, self.trials, strict=True):
+            rate = (hits + PRIOR_TRIALS * min(prior * moved, 1.0)) / (trials + PRIOR_TRIALS)
             rates.append(min(max(rate, _LEAST), 1.0 - _LEAST))
-            moved = min(rates[-1] / prior, 1.0 / max(self._prior or [FIRST_RATE]))
+            moved = rates[-1] / prior
         self.rates = rates
 
     def snapshot(self) -> list[dict[str, object]]:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive.cost_surface import CostSurface, monotone
+from serve_spec.config.cost_surface import CostSurface, monotone
 
 DURATIONS = st.floats(0.1, 100.0)
 
@@ -101,10 +101,3 @@ def test_one_disturbed_cell_does_not_make_its_neighbours_dearer() -> None:
     disturbed = calm.copy()
     disturbed[0, 0, 1] = 40.0
     assert monotone(disturbed).tolist() == [[[10.0, 12.0, 12.0, 13.0]]]
-
-
-def test_the_curves_of_a_long_life_do_not_pile_up() -> None:
-    costs = CostSurface([[[2.0]], [[4.0]]], contexts=(100, 200), batch_sizes=[1], num_steps=[0])
-    for context in range(100, 60_000, 5):
-        costs.curve(1, context)
-    assert len(costs._cache) <= 4096

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -19,7 +20,6 @@ Floats: TypeAlias = NDArray[np.float64]
 
 _CONTEXT_PARTS = 16
 """Contexts are told apart in sixteenths of the distance between the two measured ones."""
-_MAX_CACHED = 4096
 
 
 class CostSurface:
@@ -46,20 +46,16 @@ class CostSurface:
             values = np.concatenate([values, 2.0 * values], axis=1)
             self._sizes.append(2 * self._sizes[0])
         self._ms = values
-        self._cache: dict[tuple[int, float], Floats] = {}
+        self._curve = lru_cache(maxsize=1024)(self._interpolated)
 
     def curve(self, batch_size: int, context: float) -> Floats:
         """Return ms at 0 .. max_steps steps of `batch_size` requests; shared, not to be written."""
-        point = batch_size, self._position(context)
-        found = self._cache.get(point)
-        if found is None:
-            if len(self._cache) >= _MAX_CACHED:
-                self._cache.clear()
-            short, long = (_on_lines(self._sizes, each, batch_size) for each in self._ms)
-            curve = short + point[1] * np.maximum(long - short, 0.0)
-            # Only far beyond both edges could lines have crossed.
-            found = self._cache[point] = np.maximum.accumulate(curve)
-        return found
+        return self._curve(batch_size, self._position(context))
+
+    def _interpolated(self, batch_size: int, position: float) -> Floats:
+        short, long = (_on_lines(self._sizes, each, batch_size) for each in self._ms)
+        # Only far beyond both edges could lines have crossed.
+        return np.maximum.accumulate(short + position * np.maximum(long - short, 0.0))
 
     def of_rows(self, num_rows: Any, context: float) -> Floats:
         """Return ms of so many rows of any requests, an array: those of full depth decide."""
