@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from tqdm import tqdm
 
+from serve_spec.adaptive.calibration import DraftCalibration
 from serve_spec.bench.configuration import tree_size
 from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
 from serve_spec.bench.report import table
@@ -34,6 +35,8 @@ from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
 FORMAT = 1
+LEARNED_TOGETHER = 256
+"""Positions of texts that a calibration learns from together."""
 
 
 @dataclass(frozen=True)
@@ -338,31 +341,41 @@ def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
     """Return how well shares tell which drafts are kept, of those that were reached.
 
     `AUC`: chance that a kept draft has a larger share than a rejected one. `error`: mean difference
-    between the share and what was kept, over ten bins of equally many drafts of each position.
-    Empty without shares.
+    between the calibrated chance, noted before its outcome is learned from, and what was kept, over
+    ten bins of equally many drafts of each position. Empty without shares.
     """
-    reached = [
-        (position, np.exp(share), position < kept)
-        for trace in traces
-        for kept, shares in zip(trace.num_correct_drafts, trace.draft_shares, strict=False)
-        for position, share in enumerate(shares[: kept + 1])
+    rows = [
+        (at, index, trace.temperature > 0, kept, shares)
+        for index, trace in enumerate(traces)
+        for at, (kept, shares) in enumerate(
+            zip(trace.num_correct_drafts, trace.draft_shares, strict=False)
+        )
     ]
-    if not reached:
+    if not rows:
         return {}
-    positions, chances, kept = map(np.array, zip(*reached, strict=True))
-    order = chances.argsort(kind="stable")
-    ranks = np.empty(len(order))
-    ranks[order] = np.arange(len(order))
-    num_kept = int(kept.sum())
-    pairs = num_kept * (len(kept) - num_kept)
-    above = ranks[kept].sum() - num_kept * (num_kept - 1) / 2
-    errors, sizes = [], []
-    for position in np.unique(positions):
-        of_one = np.flatnonzero(positions == position)
-        for members in np.array_split(of_one[chances[of_one].argsort()], 10):
+    # As if all texts were written side by side.
+    _, _, sampled, correct, of_drafts = zip(*sorted(rows), strict=True)
+    shares, kinds, correct = np.array(of_drafts), np.array(sampled, np.intp), np.array(correct)
+    width = shares.shape[1]
+    known, parts = DraftCalibration(width), []
+    for i in range(0, len(rows), LEARNED_TOGETHER):
+        part = slice(i, i + LEARNED_TOGETHER)
+        parts.append(known.chances(shares[part], kinds[part]))
+        known.learn(shares[part], kinds[part], np.full_like(correct[part], width), correct[part])
+    reached, kept = (np.arange(width) <= each[:, None] for each in (correct, correct - 1))
+    chances, errors, sizes = np.concatenate(parts), [], []
+    for position in range(width):
+        of_one = np.flatnonzero(reached[:, position])
+        ranked = of_one[chances[of_one, position].argsort()]
+        for members in np.array_split(ranked, 10):
             if len(members):
-                errors.append(abs(chances[members].mean() - kept[members].mean()))
+                gap = chances[members, position].mean() - kept[members, position].mean()
+                errors.append(abs(gap))
                 sizes.append(len(members))
+    outcomes = kept[reached][shares[reached].argsort(kind="stable")]
+    num_kept, places = int(outcomes.sum()), np.flatnonzero(outcomes)
+    pairs = num_kept * (len(outcomes) - num_kept)
+    above = places.sum() - num_kept * (num_kept - 1) / 2
     return {
         "AUC": float(above / pairs) if pairs else float("nan"),
         "error": float(np.average(errors, weights=sizes)),
