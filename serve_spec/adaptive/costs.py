@@ -146,29 +146,34 @@ class Costs:
         return found
 
     def learn(self, work: Work, ms: float) -> None:
-        """Learn from a round: from one that made much draft KV what that takes, from others with
-        prompts what those take."""
-        fade, most = 1.0 - 1.0 / COST_ROUNDS, math.exp(MOST_RESIDUAL)
-        alone, drafts = self.ms(work), work.shape.depth > 0
-        prompt_ms = float(
-            self.prompt_ms(work, np.array([work.drafts]), work.prompts, drafts=drafts)[0]
+        """Learn from a round.
+
+        One that made much draft KV shows what that takes, others with prompts what those take.
+        """
+        fade, makes_entries = (
+            1.0 - 1.0 / COST_ROUNDS,
+            work.entries > work.size * (self.max_steps + 1),
         )
-        if work.entries > work.size * (self.max_steps + 1):
-            limit = float(self._draft.curve(work.size, work.context)[1]) * work.entries
-            more = min(max(ms - alone - prompt_ms, 0.0), limit)
-            self._entries = fade * self._entries + (more, work.entries)
-        elif work.prompts:
-            known = self._prompts[int(drafts)]
-            expected = prompt_ms * known[1] / known[0]
-            more = ms - alone - self.entry_ms * work.entries
-            factor = min(max(more / max(expected, 1e-9), 1.0 / most), most)
-            known[:] = fade * known + expected / alone * np.array([factor, 1.0])
-        else:
+        if not work.prompts and not makes_entries:
             error = math.log(max(ms, 1e-9) / self.table_ms(work))
             at = bucket(work.size), self._column(work.shape)
             limited = min(max(error, -MOST_RESIDUAL), MOST_RESIDUAL)
             self._rounds[at] = fade * self._rounds[at] + 1.0
             self._errors[at] = fade * self._errors[at] + limited
+            return
+        alone, is_drafting = self.ms(work), work.shape.depth > 0
+        drafted = np.array([work.drafts])
+        prompt_ms = float(self.prompt_ms(work, drafted, work.prompts, drafts=is_drafting)[0])
+        if makes_entries:
+            limit = float(self._draft.curve(work.size, work.context)[1]) * work.entries
+            more = min(max(ms - alone - prompt_ms, 0.0), limit)
+            self._entries = fade * self._entries + (more, work.entries)
+        else:
+            most, known = math.exp(MOST_RESIDUAL), self._prompts[int(is_drafting)]
+            expected = prompt_ms * known[1] / known[0]
+            more = ms - alone - self.entry_ms * work.entries
+            factor = min(max(more / max(expected, 1e-9), 1.0 / most), most)
+            known[:] = fade * known + expected / alone * np.array([factor, 1.0])
 
     def age(self, size: int, num_rounds: int) -> None:
         """Let what is known of a batch size, and of prompts, fade by some rounds."""

@@ -212,7 +212,7 @@ class GoodputPolicy:
         self._chosen = chosen = self._decide(found, guard, moved=moved)
         if chosen.shape != self._shape:
             self._shape, self._rounds_at_shape = chosen.shape, 0
-        self._text_steps = self._best_text_steps(load, chosen)
+        self._text_steps = self._best_text_steps(load, chosen) if batch.text_steps else 0
         self._trial = None
         if not guard.rounds_left:
             chosen = self._explore(batch, chosen, found, guard)
