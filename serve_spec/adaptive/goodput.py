@@ -1,18 +1,15 @@
 """Strategy `goodput`: draft and verify what pays, in tokens per millisecond.
 
 What drafts are worth comes from `drafts`, what rounds take from `costs`; `planner` picks a depth
-and a budget. A plan holds for some rounds. A depth that does not run is tried again because what is
-known of it is forgotten; plain rounds, and drafts while speculation is off, are tried for a budget
-of time. `speed_guard` turns speculation off where it was measured to lose.
+and a budget for some rounds. Plain rounds, and drafts while speculation is off, are tried for a
+share of the time. `speed_guard` turns speculation off where it was measured to lose.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TypeVar
 
 import numpy as np
 
@@ -22,6 +19,7 @@ from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, DraftKnowledge
 from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.speed_guard import SpeedGuard
+from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
@@ -38,8 +36,6 @@ BUDGET_MS = 60_000.0
 """of which older time weighs 1/e."""
 EXPLORE_AFTER = 128
 """Rounds between explorations: trials of drafts while off, plain rounds while drafting."""
-
-_T = TypeVar("_T")
 
 
 class GoodputPolicy:
@@ -70,8 +66,8 @@ class GoodputPolicy:
         self.per_sequence = per_sequence
         self.min_dwell_rounds = min_dwell_rounds
         self._planner = Planner(self.costs, token_counts)
-        self._bounds = dict(sorted((bounds or {}).items()))
-        self._trees = {slot: tuple(shapes) for slot, shapes in sorted((trees or {}).items())}
+        self._bounds = dict(bounds or {1: max_steps})
+        self._trees = dict(trees or {})
         branched = sorted({tree for shapes in self._trees.values() for tree in shapes})
         self.shapes = (*map(DraftShape.chain, range(max_steps + 1)), *branched)
         deepest = max(shape.depth for shape in self.shapes)
@@ -164,11 +160,11 @@ class GoodputPolicy:
     def _learn_times(self, record: StepRecord) -> None:
         size, times = record.num_planned_seqs, record.times
         is_first, self._before = record.follows and record.shape != self._before, record.shape
+        guard = self._guards.setdefault(bucket(size), SpeedGuard())
+        guard.rounds_left = max(0, guard.rounds_left - 1)
         if times is None or not size or not 0.0 < times.step_ms < math.inf:
             return
         ms = times.step_ms
-        guard = self._guards.setdefault(bucket(size), SpeedGuard())
-        guard.rounds_left = max(0, guard.rounds_left - 1)
         self._count_exploration(record, ms)
         if is_first:
             return  # launched ahead, it may have taken the host's time for the round before
@@ -240,7 +236,7 @@ class GoodputPolicy:
             most if bound else 0,
             may_admit=self.drafts.has_shares and self.per_sequence,
         )
-        for tree in _at_slot(self._trees, size, ()):
+        for tree in self._trees[slot_of(self._trees, size)] if self._trees else ():
             if tree.depth <= bound and tree.size * size <= most:
                 found.append(self._planner.tree(load, tree, self.drafts.trees.rates))
         return found
@@ -298,19 +294,21 @@ class GoodputPolicy:
         return best if speeds[best] >= (size + chosen.expected) / chosen.ms else 0
 
     def _bound(self, batch_size: int) -> int:
-        return min(self.max_steps, _at_slot(self._bounds, batch_size, self.max_steps))
+        return min(self.max_steps, self._bounds[slot_of(self._bounds, batch_size)])
 
     def snapshot(self) -> dict[str, object]:
         """Return predicted goodput of every candidate, costs, guards and exploration."""
         chosen, found, size = self._chosen, self._candidates, self._load.work.size
         chains = {str(shape): each for shape, each in found.items() if shape.is_chain}
-        depths = list(range(self.max_steps + 1))
         return {
             "strategy": "goodput",
             "per_sequence": self.per_sequence,
             "slot": None if self._at is None else str(1 << self._at),
             "slots": {
-                str(1 << at): {"candidate_steps": depths, **guard.snapshot()}
+                str(1 << at): {
+                    "candidate_steps": list(range(self.max_steps + 1)),
+                    **guard.snapshot(),
+                }
                 for at, guard in sorted(self._guards.copy().items())
             },
             "budget": self._answer.budget,
@@ -346,9 +344,3 @@ class GoodputPolicy:
             found[str(before)] = round(least, 4)
             speed, before = new, size
         return found
-
-
-def _at_slot(slots: Mapping[int, _T], batch_size: int, default: _T) -> _T:
-    """Return the entry of the slot that a batch size falls into; the first below all slots."""
-    keys = list(slots)
-    return slots[keys[max(0, bisect_right(keys, batch_size) - 1)]] if keys else default

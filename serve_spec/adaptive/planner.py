@@ -104,17 +104,15 @@ class Planner:
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))
-        figures = [np.array([[x]]) for x in (float(size * shape.size), expected, ms)]
         # As a round that drafts: row 1 of two.
-        speeds = self._speeds(load, *(np.repeat(x, 2, axis=0) for x in figures))
+        figures = (np.full((2, 1), float(x)) for x in (size * shape.size, expected, ms))
+        speeds = self._speeds(load, *figures)
         return Candidate(shape, None, expected, ms, float(speeds[1, 0]))
 
     def scaled(self, budget: int, planned_size: int, size: int) -> int:
         """Return the budget of a batch of another size that fills a captured graph."""
         tokens = size + round(budget * size / planned_size)
-        counts = self.token_counts
-        if not counts:
-            return tokens - size
+        counts = self.token_counts or [tokens]
         at = min(bisect_left(counts, tokens), len(counts) - 1)
         return max(1, counts[at] - size)
 

@@ -29,10 +29,6 @@ class Reason(StrEnum):
     RECONFIGURED = "reconfigured"  # an operator changed the policy, or costs became known
 
 
-class BadMeasurement(ValueError):
-    """Times that cannot be those of rounds, again and again: negative, endless, not numbers."""
-
-
 class StepPolicy(Protocol):
     """Picks how many drafts the next round verifies. Holds numbers only; asks no clock."""
 
@@ -48,7 +44,7 @@ class StepPolicy(Protocol):
         """Return the next round's shape and, where rows differ, their levels; batch.size ≥ 1."""
 
     def observe(self, record: StepRecord) -> None:
-        """Learn from one step; raise BadMeasurement if the clock is broken, or what reads it."""
+        """Learn from one step."""
 
     def forget(self, request_id: str) -> None:
         """Drop what is known of a request that left the batch, however it left."""

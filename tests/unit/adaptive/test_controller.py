@@ -19,7 +19,6 @@ from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.record import StepTimes
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
@@ -399,9 +398,6 @@ class TestAStartFromWhatOthersLearned:
         assert choose(target, 4) == 3
 
 
-BROKEN = StepTimes(0.0, 0.0, float("nan"))
-
-
 def fail(*args: object) -> None:
     raise RuntimeError("defect")
 
@@ -422,19 +418,6 @@ class TestAPolicyThatFails:
             kept = [depths[-1]] * 2
             target.on_verify_complete(verified_round(kept, 2, depths[-1], **fields))
         return depths
-
-    def test_for_a_broken_clock(self) -> None:
-        said: list[str] = []
-        target = self.make(said)
-        depths = self.play(target, FALLBACK_ROUNDS + 100, times=BROKEN)
-        off = [n for n, depth in enumerate(depths) if not depth]
-        assert FALLBACK_ROUNDS <= len(off) <= FALLBACK_ROUNDS + 100
-        assert set(range(8, FALLBACK_ROUNDS)) <= set(off)
-        assert any(depths[FALLBACK_ROUNDS:])
-        assert target.snapshot()["num_fallbacks"] == 2
-        assert len(said) == 1
-        assert "speculation is off for now: " in said[0]
-        assert "8 times in a row" in said[0]
 
     @pytest.mark.parametrize("method", ["choose", "observe"])
     def test_for_a_defect(self, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
