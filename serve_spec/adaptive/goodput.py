@@ -147,15 +147,11 @@ class GoodputPolicy:
         self.drafts.learn(records)
         self.costs.age(records[-1].num_planned_seqs or 1, len(records))
         for record in records:
-            self._observe_traffic(record)
+            self._mixed += ((record.num_prefill_tokens > 0) - self._mixed) / PLAN_ROUNDS
+            if num := record.num_ended:
+                self._ended *= math.exp(-num / SAMPLE_REQUESTS)
+                self._ended += record.num_ended_prompt_rows, record.num_ended_tokens, num
             self._learn_times(record)
-
-    def _observe_traffic(self, record: StepRecord) -> None:
-        """Take in how long the prompts and texts of requests are."""
-        self._mixed += ((record.num_prefill_tokens > 0) - self._mixed) / PLAN_ROUNDS
-        if num := record.num_ended:
-            self._ended *= math.exp(-num / SAMPLE_REQUESTS)
-            self._ended += record.num_ended_prompt_rows, record.num_ended_tokens, num
 
     def _learn_times(self, record: StepRecord) -> None:
         size, times = record.num_planned_seqs, record.times
