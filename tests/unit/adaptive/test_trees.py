@@ -180,7 +180,7 @@ def test_listed_trees_come_from_the_adaptive_config(tmp_path: Path) -> None:
         (4, [[5, 65]], "makes trees of at most 64 rows of 5 steps"),
     ],
 )
-def test_listed_trees_that_can_not_be_drafted_are_refused(
+def test_listed_trees_that_cannot_be_drafted_are_refused(
     tmp_path: Path, topk: int, trees: list[list[int]], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
