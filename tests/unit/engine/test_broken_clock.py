@@ -1,9 +1,8 @@
-"""A clock that breaks costs speculation, at most: texts and figures stay what they are."""
+"""A clock that breaks costs speed, at most: texts and figures stay what they are."""
 
 from __future__ import annotations
 
 import json
-import logging
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -84,7 +83,6 @@ def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(
     make_llm: MakeLLM,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
     strategy: str,
     clock: str,
 ) -> None:
@@ -94,22 +92,11 @@ def test_under_a_broken_clock_texts_go_on_and_figures_stay_numbers(
     llm = make_llm("EAGLE3", 3, speculative_adaptive=True, speculative_adaptive_strategy=strategy)
     llm.engine.metrics = Exporter()
     break_clock(llm, CLOCKS[clock], monkeypatch)
-    logger = logging.getLogger("serve_spec")  # it passes nothing on to the root logger
-    logger.addHandler(caplog.handler)
-    try:
-        for _ in range(2):
-            assert texts(llm.generate(PROMPTS, PARAMS)) == plain
-    finally:
-        logger.removeHandler(caplog.handler)
+    for _ in range(2):
+        assert texts(llm.generate(PROMPTS, PARAMS)) == plain
     shown: dict[str, Any] = llm.engine.snapshot()
     json.dumps(shown, allow_nan=False)
-    said = {id(r) for r in caplog.records if "speculation is off for now" in r.getMessage()}
-    assert len(said) == (shown["num_fallbacks"] > 0), "said once, if at all"
-    if strategy == "goodput" and clock in ("gives NaN", "is endless", "runs backwards"):
-        assert shown["num_fallbacks"] == 1
-        assert shown["speculative_num_steps"] == 0
-    if strategy != "goodput":
-        assert shown["num_fallbacks"] == 0, "it looks at no clock"
+    assert shown["num_fallbacks"] == 0, "goodput goes by its table, others look at no clock"
 
 
 def test_a_time_that_is_none_leaves_the_figures_of_other_rounds_alone(
