@@ -24,7 +24,7 @@ TABLE_ROUNDS = 4.0
 """Rounds that the table, or what is known of other cells, is worth."""
 COST_ROUNDS = 50.0
 """Rounds of a cell after which an older one weighs 1/e."""
-STALE_ROUNDS = 1024.0
+STALE_ROUNDS = 1024
 """Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
 MOST_RESIDUAL = 0.7
 """Largest logarithm of a round's time over the table's that is believed."""

@@ -354,14 +354,15 @@ def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
     if not rows:
         return {}
     # As if all texts were written side by side.
-    _, _, sampled, correct, of_drafts = zip(*sorted(rows), strict=True)
-    shares, kinds, correct = np.array(of_drafts), np.array(sampled, np.intp), np.array(correct)
+    columns = list(zip(*sorted(rows), strict=True))
+    kinds, correct, shares = (np.array(columns[i], t) for i, t in ((2, int), (3, int), (4, float)))
     width = shares.shape[1]
     known, parts = DraftCalibration(width), []
     for i in range(0, len(rows), LEARNED_TOGETHER):
         part = slice(i, i + LEARNED_TOGETHER)
         parts.append(known.chances(shares[part], kinds[part]))
-        known.learn(shares[part], kinds[part], np.full_like(correct[part], width), correct[part])
+        verified = np.full_like(correct[part], width)
+        known.learn(shares[part], kinds[part], verified, correct[part])
     reached, kept = (np.arange(width) <= each[:, None] for each in (correct, correct - 1))
     chances, errors, sizes = np.concatenate(parts), [], []
     for position in range(width):

@@ -55,15 +55,17 @@ class CostSurface:
     def _interpolated(self, batch_size: int, position: float) -> Floats:
         short, long = (_on_lines(self._sizes, each, batch_size) for each in self._ms)
         # Only far beyond both edges could lines have crossed.
-        return np.maximum.accumulate(short + position * np.maximum(long - short, 0.0))
+        curve: Floats = np.maximum.accumulate(short + position * np.maximum(long - short, 0.0))
+        return curve
 
     def of_rows(self, num_rows: Any, context: float) -> Floats:
         """Return ms of so many rows of any requests, an array: those of full depth decide."""
         position, rows = self._position(context), np.array(self._sizes) * self._ms.shape[2]
         ms = self._ms[0, :, -1] + position * (self._ms[1, :, -1] - self._ms[0, :, -1])
         slope = (ms[-1] - ms[-2]) / (rows[-1] - rows[-2])
-        beyond: Floats = np.maximum(np.asarray(num_rows) - rows[-1], 0.0) * slope
-        return np.interp(num_rows, rows, ms) + beyond
+        beyond = np.maximum(np.asarray(num_rows) - rows[-1], 0.0) * slope
+        found: Floats = np.interp(num_rows, rows, ms) + beyond
+        return found
 
     def _position(self, context: float) -> float:
         """Return where a context lies: 0 the shorter, 1 the longer, 2 as far again."""

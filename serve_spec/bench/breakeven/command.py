@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from serve_spec.adaptive.costs import Costs
+from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.bench.breakeven.plots import plot_breakeven
 from serve_spec.bench.report import emit, table
 from serve_spec.bench.throughput import (
@@ -144,7 +144,7 @@ def _measured_times(args: argparse.Namespace, costs: CostTable) -> dict[int, lis
     model, sampled = Costs(costs), float(args.sampled)
     return {
         size: [
-            model.ms(size, DraftShape.chain(k), size * k, context, sampled)
+            model.ms(Work(size, context, sampled, DraftShape.chain(k), size * k))
             for k in range(max_steps + 1)
         ]
         for size in costs.batch_sizes
