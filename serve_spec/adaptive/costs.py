@@ -1,6 +1,6 @@
 """Milliseconds of rounds: a measured table, corrected by what rounds really took.
 
-    round ms = (draft ms + verify ms) · exp(residual of the cell)
+    round ms = (draft ms + verify ms) · (1 + residual of the cell)
 
 A cell is a bucket of batch sizes and a shape. Its residual is shrunk to that of its bucket, and
 that one to the mean of all, and fades with its age: one spike does not make a cell unattractive
@@ -26,8 +26,8 @@ COST_ROUNDS = 50.0
 """Rounds of a cell after which an older one weighs 1/e."""
 STALE_ROUNDS = 1024
 """Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
-MOST_RESIDUAL = 0.7
-"""Largest logarithm of a round's time over the table's that is believed."""
+MOST_FACTOR = 2.0
+"""Largest time of a round, or of its prompts, over the table's that is believed, and 1 / least."""
 _NUM_BUCKETS = 24
 
 
@@ -90,12 +90,12 @@ class Costs:
         chains = slice(self.max_steps + 1)
         draft = self._draft.curve(work.size, work.context)[:, None]
         ms: Floats = draft + self._verify_ms(work, drafts)
-        return ms * np.exp(self._residuals(work.size)[chains, None])
+        return ms * (1.0 + self._residuals(work.size)[chains, None])
 
     def ms(self, work: Work) -> float:
         """Return the ms of a round without its prompts and missing draft KV."""
         residual = self._residuals(work.size)[self._column(work.shape)]
-        return self.table_ms(work) * math.exp(residual)
+        return float(self.table_ms(work) * (1.0 + residual))
 
     def table_ms(self, work: Work) -> float:
         """Return the same by the table alone."""
@@ -150,16 +150,12 @@ class Costs:
 
         One that made much draft KV shows what that takes, others with prompts what those take.
         """
-        fade, makes_entries = (
-            1.0 - 1.0 / COST_ROUNDS,
-            work.entries > work.size * (self.max_steps + 1),
-        )
+        fade = 1.0 - 1.0 / COST_ROUNDS
+        makes_entries = work.entries > work.size * (self.max_steps + 1)
         if not work.prompts and not makes_entries:
-            error = math.log(max(ms, 1e-9) / self.table_ms(work))
             at = bucket(work.size), self._column(work.shape)
-            limited = min(max(error, -MOST_RESIDUAL), MOST_RESIDUAL)
             self._rounds[at] = fade * self._rounds[at] + 1.0
-            self._errors[at] = fade * self._errors[at] + limited
+            self._errors[at] = fade * self._errors[at] + _believed(ms / self.table_ms(work)) - 1.0
             return
         alone, is_drafting = self.ms(work), work.shape.depth > 0
         drafted = np.array([work.drafts])
@@ -169,10 +165,10 @@ class Costs:
             more = min(max(ms - alone - prompt_ms, 0.0), limit)
             self._entries = fade * self._entries + (more, work.entries)
         else:
-            most, known = math.exp(MOST_RESIDUAL), self._prompts[int(is_drafting)]
+            known = self._prompts[int(is_drafting)]
             expected = prompt_ms * known[1] / known[0]
             more = ms - alone - self.entry_ms * work.entries
-            factor = min(max(more / max(expected, 1e-9), 1.0 / most), most)
+            factor = _believed(more / max(expected, 1e-9))
             known[:] = fade * known + expected / alone * np.array([factor, 1.0])
 
     def age(self, size: int, num_rounds: int) -> None:
@@ -188,8 +184,12 @@ class Costs:
             "prompt_factors": (self._prompts[:, 0] / self._prompts[:, 1]).round(4).tolist(),
             "entry_ms": round(self.entry_ms, 6),
             "factors": {
-                str(1 << at): np.exp(self._residuals(1 << at)).round(4).tolist()
+                str(1 << at): (1.0 + self._residuals(1 << at)).round(4).tolist()
                 for at in range(_NUM_BUCKETS)
                 if self._rounds[at].sum() >= 1.0
             },
         }
+
+
+def _believed(factor: float) -> float:
+    return min(max(factor, 1.0 / MOST_FACTOR), MOST_FACTOR)

@@ -27,7 +27,7 @@ from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
 
 DEFAULT_MAX_STEPS = 7
 PLAN_ROUNDS = 8
-"""Rounds that follow one plan."""
+"""Rounds that follow a plan; twice as many follow one that keeps the shape."""
 MOVE_GAIN = 1.015
 """Predicted gain that changes the depth; turning off needs none."""
 EXPLORED_SHARE = 0.002
@@ -199,10 +199,11 @@ class GoodputPolicy:
         )
         found = self._weighed(batch, load)
         self._candidates = {each.shape: each for each in found}
-        self._rounds_left = PLAN_ROUNDS
         guard = self._guards.setdefault(at, SpeedGuard())
         self._chosen = chosen = self._decide(found, guard, moved=moved)
-        if chosen.shape != self._shape:
+        stays = chosen.shape == self._shape
+        self._rounds_left = 2 * PLAN_ROUNDS if stays and not moved else PLAN_ROUNDS
+        if not stays:
             self._shape, self._rounds_at_shape = chosen.shape, 0
         self._text_steps = self._best_text_steps(load, chosen) if batch.text_steps else 0
         self._trial = None
@@ -259,7 +260,7 @@ class GoodputPolicy:
     ) -> Candidate:
         """Return what runs for a few rounds because it teaches something, if the budget pays."""
         plain = found[0]
-        self._unexplored += PLAN_ROUNDS
+        self._unexplored += self._rounds_left
         if not chosen.shape.depth:
             if len(found) < 2 or self._unexplored < EXPLORE_AFTER or not self._can_spend(0.0):
                 return chosen
@@ -268,7 +269,7 @@ class GoodputPolicy:
             rows = sorted(range(batch.size), key=lacks.__getitem__)[:num]
             self._trial = frozenset([batch.request_ids[row] for row in rows])
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
-            self._unexplored, self.last_reason = 0, Reason.PROBE
+            self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE
             return replace(tried, budget=None, expected=tried.expected * num / batch.size)
         lost = 2.0 * plain.ms * max(0.0, 1.0 - plain.tokens_per_ms / chosen.tokens_per_ms)
         is_due = guard.plain is None or self._unexplored >= EXPLORE_AFTER

@@ -1,0 +1,141 @@
+"""Measure the speed of every depth and budget of drafts, beside what the planner predicts of it.
+
+python benchmarks/budgets.py --config FILE --cells 64:0 128:1 --depths 2 3 4 --tokens 1.5 2 3 \\
+    [--repetitions 2] [--json FILE]
+
+The best of them is what a perfect choice for a whole cell could reach. A cell is a batch size and a
+temperature. Batches are full, of held-out code; of each the first steps do not count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from serve_spec.adaptive.goodput import GoodputPolicy
+from serve_spec.bench.adaptive.loads import CELL_TOKENS, Load
+from serve_spec.bench.closed_loop import ClosedLoop, engine_beside
+from serve_spec.bench.report import append_row, environment
+from serve_spec.bench.workload import held_out_prompts
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.round import DecodeBatch, RoundNotes
+from serve_spec.engine.llm import LLM
+
+SETTLE_STEPS = 2
+MEASURED_SHARE = 0.9
+"""Of the tokens of a batch: its end is not full."""
+
+
+class ForcedPolicy(GoodputPolicy):
+    """Learns as usual, but its plans have the depth and budget that are set here."""
+
+    depth = 0
+    budget: int | None = None
+
+    def _plan(self, batch: DecodeBatch, at: int) -> None:
+        super()._plan(batch, at)
+        size, shape = batch.size, DraftShape.chain(self.depth)
+        self._trial, self._shape = None, shape
+        drafts = self.depth * size if self.budget is None else self.budget
+        survivals = self.drafts.survivals(size)[:, : self.depth]
+        ranked, each = np.sort(survivals.ravel())[::-1], size / len(survivals)
+        counts = np.arange(len(ranked) + 1) * each
+        expected = np.interp(drafts, counts, np.cumsum([0.0, *ranked]) * each)
+        ms = self.costs.ms(self._load.work._replace(shape=shape, drafts=float(drafts)))
+        notes = RoundNotes(predicted_ms=ms, expected_drafts=float(expected))
+        self._answer = replace(self._answer, shape=shape, budget=self.budget, notes=notes)
+
+
+def measured(loop: ClosedLoop, size: int) -> dict[str, float]:
+    """Return sums over the steps in which all requests decode."""
+    loop.fill()
+    rounds = loop.advance(loop.num_emitted + int(MEASURED_SHARE * size * CELL_TOKENS))
+    loop.close()
+    full = [r for r in rounds if r.record.decodes_only and r.record.batch_size == size]
+    full = full[SETTLE_STEPS:-1]
+    return {
+        "steps": len(full),
+        "ms": sum(r.ms for r in full),
+        "tokens": sum(r.record.num_output_tokens for r in full),
+        "accepted": sum(r.record.num_correct_drafts for r in full),
+        "predicted_ms": sum(r.record.notes.predicted_ms or 0.0 for r in full),
+        "predicted_accepted": sum(r.record.notes.expected_drafts or 0.0 for r in full),
+    }
+
+
+def choices(size: int, depths: Sequence[int], tokens: Sequence[float]) -> list[tuple[int, Any]]:
+    """Return plain decoding, every depth whole, and with budgets of so many tokens a request."""
+    found: list[tuple[int, Any]] = [(0, None), *((depth, None) for depth in depths)]
+    budgets = [round((each - 1.0) * size) for each in tokens]
+    return found + [(depth, b) for depth in depths for b in budgets if 0 < b < depth * size]
+
+
+def main() -> None:
+    """Print a line for every choice, the fastest of a cell first."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--cells", nargs="+", required=True, metavar="SIZE:T")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4])
+    parser.add_argument("--tokens", type=float, nargs="+", default=[1.5, 2.0, 2.5, 3.0, 4.0])
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    cells = [(int(size), float(t)) for size, t in (each.split(":") for each in args.cells)]
+    largest, deepest = max(size for size, _ in cells), max(args.depths)
+    llm = LLM(
+        ServeSpecConfig.load(args.config),
+        max_num_seqs=largest,
+        max_num_batched_tokens=max(2048, 2 * largest * (deepest + 1)),
+    )
+    append_row(args.json, {"section": "run", "environment": environment(llm.config)})
+    prompts = {"code": held_out_prompts(llm.engine.tokenizer.encode, count=256, num_tokens=64)}
+    policy = llm.engine.controller._policy
+    assert isinstance(policy, GoodputPolicy), "costs are needed"
+    gc.collect()
+    gc.freeze()
+    for size, temperature in cells:
+        load = Load("predictable", size, CELL_TOKENS, temperature, is_steady=True)
+        engines = {}
+        sums: dict[tuple[int, Any], dict[str, float]] = {}
+        for choice in choices(size, args.depths, args.tokens):
+            controller = copy.deepcopy(llm.engine.controller)
+            forced = copy.deepcopy(policy)
+            forced.__class__ = ForcedPolicy
+            forced.depth, forced.budget = choice  # type: ignore[attr-defined]
+            controller._policy = forced
+            engines[choice] = engine_beside(llm.engine, controller)
+        for repetition in range(args.repetitions):
+            for choice, engine in engines.items():
+                requests = load.requests(1000 * repetition, prompts)
+                found = measured(ClosedLoop(engine, requests, size), size)
+                before = sums.get(choice, {})
+                sums[choice] = {key: before.get(key, 0.0) + x for key, x in found.items()}
+        speed = {choice: s["tokens"] / s["ms"] for choice, s in sums.items()}
+        for depth, budget in sorted(speed, key=speed.__getitem__, reverse=True):
+            each = sums[depth, budget]
+            row: dict[str, Any] = {
+                "batch_size": size,
+                "temperature": temperature,
+                "depth": depth,
+                "budget": budget,
+                "tokens_per_second": round(1e3 * speed[depth, budget], 1),
+                "step_ms": round(each["ms"] / each["steps"], 3),
+                "predicted_ms": round(each["predicted_ms"] / each["steps"], 3),
+                "accepted": round(each["accepted"] / each["steps"] / size, 3),
+                "predicted_accepted": round(each["predicted_accepted"] / each["steps"] / size, 3),
+            }
+            print(json.dumps(row), flush=True)
+            append_row(args.json, {"section": "choice", **row})
+
+
+if __name__ == "__main__":
+    main()
