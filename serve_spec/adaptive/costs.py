@@ -146,10 +146,7 @@ class Costs:
         return found
 
     def learn(self, work: Work, ms: float) -> None:
-        """Learn from a round.
-
-        One that made much draft KV shows what that takes, others with prompts what those take.
-        """
+        """Learn what draft KV takes if a round made much, else prompts if there are any."""
         fade = 1.0 - 1.0 / COST_ROUNDS
         makes_entries = work.entries > work.size * (self.max_steps + 1)
         if not work.prompts and not makes_entries:

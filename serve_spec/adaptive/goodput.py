@@ -88,6 +88,7 @@ class GoodputPolicy:
         # Prompt tokens, emitted tokens and number of requests that ended lately.
         self._ended: Floats = np.zeros(3)
         self._mixed = 0.0
+        self._tried_plain = False
         self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
 
@@ -210,9 +211,7 @@ class GoodputPolicy:
         if not guard.rounds_left:
             chosen = self._explore(batch, chosen, found, guard)
         is_probe = chosen is not self._chosen or self._trial is not None
-        notes = RoundNotes(
-            is_probe=is_probe, predicted_ms=chosen.ms, expected_drafts=round(chosen.expected, 2)
-        )
+        notes = RoundNotes(is_probe, chosen.ms, expected_drafts=round(chosen.expected, 2))
         self._answer = RoundSteps(
             chosen.shape, notes=notes, budget=chosen.budget, calibration=self.drafts.pairs
         )
@@ -259,10 +258,10 @@ class GoodputPolicy:
         self, batch: DecodeBatch, chosen: Candidate, found: Sequence[Candidate], guard: SpeedGuard
     ) -> Candidate:
         """Return what runs for a few rounds because it teaches something, if the budget pays."""
-        plain = found[0]
+        plain, spare_ms = found[0], EXPLORED_SHARE * self._total_ms - self._explored_ms
         self._unexplored += self._rounds_left
         if not chosen.shape.depth:
-            if len(found) < 2 or self._unexplored < EXPLORE_AFTER or not self._can_spend(0.0):
+            if len(found) < 2 or self._unexplored < EXPLORE_AFTER or spare_ms < 0.0:
                 return chosen
             num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
             lacks = batch.backlogs or [0] * batch.size
@@ -271,16 +270,18 @@ class GoodputPolicy:
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
             self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE
             return replace(tried, budget=None, expected=tried.expected * num / batch.size)
-        lost = 2.0 * plain.ms * max(0.0, 1.0 - plain.tokens_per_ms / chosen.tokens_per_ms)
         is_due = guard.plain is None or self._unexplored >= EXPLORE_AFTER
-        if is_due and self._can_spend(lost):
-            # The first of two follows another shape and is not learned from.
-            self._unexplored, self._rounds_left, self.last_reason = 0, 2, Reason.BASELINE
-            return plain
+        # Chains and trees know nothing of each other: they are tried by turns with plain rounds.
+        kinds = [x for x in found[1:] if x.shape.is_chain != chosen.shape.is_chain]
+        tried, num = plain, 2  # the first follows another shape and is not learned from
+        if kinds and self._tried_plain:
+            tried, num = max(kinds, key=lambda each: each.tokens_per_ms), PLAN_ROUNDS
+        lost = num * tried.ms * max(0.0, 1.0 - tried.tokens_per_ms / chosen.tokens_per_ms)
+        if is_due and lost <= spare_ms:
+            self._unexplored, self._rounds_left, self._tried_plain = 0, num, tried is plain
+            self.last_reason = Reason.BASELINE if tried is plain else Reason.PROBE
+            return tried
         return chosen
-
-    def _can_spend(self, ms: float) -> bool:
-        return self._explored_ms + ms <= EXPLORED_SHARE * self._total_ms
 
     def _best_text_steps(self, load: Load, chosen: Candidate) -> int:
         """Return how many n-gram drafts a request verifies that has some."""
