@@ -311,6 +311,25 @@ def test_requests_at_their_last_token_do_not_draft_and_decide_nothing() -> None:
     assert policy.choose(decode_batch(2)).shape != PLAIN
 
 
+def test_trees_are_tried_though_chains_are_believed_better() -> None:
+    tree = DraftShape(4, 15, 4)
+    table = recorded_table(GPU_8B, SIZES, trees=(tree,))
+    policy = GoodputPolicy(table, trees={1: (tree,)}, token_counts=COUNTS)
+    ran = Counter[DraftShape]()
+    for _ in range(8000):
+        steps = policy.choose(decode_batch(1))
+        ran[steps.shape] += 1
+        kept = 0 if not steps.shape.is_chain else steps.shape.depth
+        ms = 5.0 + 0.2 * steps.shape.depth
+        record = verified_round([kept], 1, steps.shape.depth, times=StepTimes(0.0, ms, ms))
+        policy.observe(replace(record, shape=steps.shape, notes=steps.notes))
+    assert ran[tree] >= 8
+    assert ran[tree] < 100
+    share = policy.snapshot()["explored_share"]
+    assert isinstance(share, float)
+    assert share <= EXPLORED_SHARE + 0.001
+
+
 def test_trees_run_where_they_win() -> None:
     tree = DraftShape(4, 15, 4)
     table = recorded_table(GPU_8B, SIZES, trees=(tree,))
