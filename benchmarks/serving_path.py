@@ -1,0 +1,152 @@
+"""What the path from an engine to its HTTP clients costs: CPU time per chunk, by process.
+
+PYTHONPATH=. python benchmarks/serving_path.py [--routers 1 2 4] [--streams 64] [--rounds 20]
+    [--output-tokens 192] [--repetitions 2] [--json FILE]
+
+The engine is `paced_engine`: it emits all streams' tokens so many times a second. Chunks that come
+together count as they were sent, so merging them lowers their number: CPU time per emitted token is
+given, too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import tempfile
+from collections import defaultdict
+from itertools import pairwise
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import yaml
+
+from benchmarks.paced_engine import ACCEPT_LENGTHS
+from serve_spec.bench.online.clients import Clients, Target
+from serve_spec.bench.online.load import ClosedLoop
+from serve_spec.bench.online.record import LoadRun, text_requests
+from serve_spec.bench.online.server import own_server, serve_command
+from serve_spec.bench.report import append_row, environment
+
+DEPLOYMENT = Path("deploy/tiny.yaml")
+TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
+
+
+def deployment(num_routers: int, num_streams: int) -> dict[str, Any]:
+    """Return the shipped deployment with the stand-in engine and so many routers."""
+    file: dict[str, Any] = yaml.safe_load(DEPLOYMENT.read_text())
+    app = file["applications"][0]
+    app["args"] |= {
+        "engine_loop": "benchmarks.paced_engine:PacedLoop",
+        "max_num_seqs": num_streams,
+        "num_cpus": 0.1,
+        "speculative_algorithm": "NGRAM",
+        "speculative_draft_model_path": None,
+    }
+    app["deployments"] = [{"name": "Router", "num_replicas": num_routers}]
+    return file
+
+
+def cpu_seconds() -> dict[int, tuple[str, float]]:
+    """Return what each process of this session's children is, and the CPU seconds it has had."""
+    parents, found = {}, {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdecimal():
+            continue
+        try:
+            stat = (folder / "stat").read_text()
+            title = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        fields = stat[stat.rindex(")") + 2 :].split()
+        pid = int(folder.name)
+        parents[pid] = int(fields[1])
+        found[pid] = kind_of(title), (int(fields[11]) + int(fields[12])) / TICKS_PER_SECOND
+    return {pid: each for pid, each in found.items() if _is_below(pid, os.getpid(), parents)}
+
+
+def _is_below(pid: int, ancestor: int, parents: dict[int, int]) -> bool:
+    while pid in parents and pid != ancestor:
+        pid = parents[pid]
+    return pid == ancestor
+
+
+def kind_of(title: str) -> str:
+    """Return the role of a process by its title."""
+    named = re.match(r"ray::(?:ServeReplica:\w+:)?(\w+)", title)
+    if named:
+        return named[1]
+    return next((k for k in ("raylet", "gcs_server", "serving_path") if k in title), "other")
+
+
+def figures(run: LoadRun, spent: dict[str, float], offered: float) -> dict[str, Any]:
+    """Return rates, gaps between chunks, and CPU time per chunk and per token by process.
+
+    offered: tokens per second that the engine emits while all streams are open.
+    """
+    errors = sum(served.error is not None for served in run.served)
+    chunks = sum(len(served.chunk_s) for served in run.served)
+    tokens = sum(served.num_tokens for served in run.served)
+    gaps = [1e3 * (b - a) for s in run.served for a, b in pairwise(s.chunk_s)]
+    first = [1e3 * (s.chunk_s[0] - s.sent_s) for s in run.served if s.chunk_s]
+    server = {kind: s for kind, s in spent.items() if kind != "serving_path"}
+    return {
+        "errors": errors,
+        "chunks_per_second": round(chunks / run.seconds, 1),
+        "tokens_per_second": round(tokens / run.seconds, 1),
+        "offered_per_second": round(offered, 1),
+        "gap_p50_ms": round(median(gaps), 2),
+        "gap_p99_ms": round(quantiles(gaps, n=100)[-1], 2),
+        "first_token_p50_ms": round(median(first), 2),
+        "cpu_us_per_chunk": round(1e6 * sum(server.values()) / chunks, 1),
+        "cpu_us_per_token": round(1e6 * sum(server.values()) / tokens, 1),
+        "by_process": {kind: round(1e6 * s / chunks, 1) for kind, s in sorted(spent.items())},
+    }
+
+
+def main() -> None:
+    """Print a line for every number of routers and repetition."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--streams", type=int, default=64)
+    parser.add_argument("--rounds", type=float, default=20.0, help="of the engine, per second")
+    parser.add_argument("--output-tokens", type=int, default=192)
+    parser.add_argument("--requests-per-stream", type=int, default=2)
+    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.getenv("PYTHONPATH"))))
+    append_row(args.json, {"section": "run", "environment": environment(None)})
+    count = args.streams * args.requests_per_stream
+    requests = text_requests(
+        count, prompt_chars=400, output_tokens=args.output_tokens, temperature=0.0
+    )
+    offered = args.rounds * args.streams * sum(ACCEPT_LENGTHS) / len(ACCEPT_LENGTHS)
+    for num_routers in args.routers:
+        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+            yaml.safe_dump(deployment(num_routers, args.streams), file)
+            file.flush()
+            command = serve_command(file.name, args.port)
+            with own_server(command) as url, Clients(Target(url)) as clients:
+                clients.run(ClosedLoop(args.streams), requests[: args.streams])
+                for repetition in range(args.repetitions):
+                    before = cpu_seconds()
+                    run = clients.run(ClosedLoop(args.streams), requests)
+                    spent: dict[str, float] = defaultdict(float)
+                    for pid, (kind, seconds) in cpu_seconds().items():
+                        spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
+                    row = {
+                        "routers": num_routers,
+                        "repetition": repetition,
+                        **figures(run, spent, offered),
+                    }
+                    print(json.dumps(row), flush=True)
+                    append_row(args.json, {"section": "load", **row})
+
+
+if __name__ == "__main__":
+    main()
