@@ -8,8 +8,6 @@ the rounds a second.
 from __future__ import annotations
 
 import os
-import queue
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,6 +20,7 @@ from serve_spec.core.sequence import Sequence as Request
 from serve_spec.engine.loop import EngineLoop
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.parallel.launch import Launcher
 
 ROUNDS_PER_SECOND = float(os.environ.get("SERVE_SPEC_PACED_ROUNDS", "60"))
 ACCEPT_LENGTHS = (3, 1, 4, 2, 1, 4, 3, 1, 2, 4)
@@ -112,17 +111,5 @@ class PacedEngine:
 class PacedLoop(EngineLoop):
     """An `EngineLoop` around a `PacedEngine`."""
 
-    def __init__(self, config: ServeSpecConfig) -> None:
-        self.config = config
-        self._engine: Any = PacedEngine(config)
-        self.tokenizer = self._engine.tokenizer
-        self._commands = queue.SimpleQueue()
-        self._streams = {}
-        self._preparing = set()
-        self._max_unfinished = 1 << 20
-        self._failure = None
-        self._stopping = False
-        self._stuck_after_s = config.replica.round_timeout_s
-        self._round_started = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-        self._thread.start()
+    def _build(self, config: ServeSpecConfig, launcher: Launcher | None) -> Any:
+        return PacedEngine(config)

@@ -27,7 +27,7 @@ COST_ROUNDS = 50.0
 STALE_ROUNDS = 1024
 """Rounds of a bucket after which one of a cell that does not run weighs 1/e."""
 MOST_FACTOR = 2.0
-"""Largest time of a round, or of its prompts, over the table's that is believed, and 1 / least."""
+"""Largest factor between a measured time and the table's that is believed; 1 / the smallest."""
 _NUM_BUCKETS = 24
 
 
@@ -145,15 +145,15 @@ class Costs:
         found: Floats = (errors + TABLE_ROUNDS * prior) / (rounds + TABLE_ROUNDS)
         return found
 
-    def learn(self, work: Work, ms: float) -> None:
-        """Learn what draft KV takes if a round made much, else prompts if there are any."""
+    def learn(self, work: Work, ms: float) -> bool:
+        """Learn from a round; return whether it had no prompts and made little draft KV."""
         fade = 1.0 - 1.0 / COST_ROUNDS
         makes_entries = work.entries > work.size * (self.max_steps + 1)
         if not work.prompts and not makes_entries:
             at = bucket(work.size), self._column(work.shape)
             self._rounds[at] = fade * self._rounds[at] + 1.0
             self._errors[at] = fade * self._errors[at] + _believed(ms / self.table_ms(work)) - 1.0
-            return
+            return True
         alone, is_drafting = self.ms(work), work.shape.depth > 0
         drafted = np.array([work.drafts])
         prompt_ms = float(self.prompt_ms(work, drafted, work.prompts, drafts=is_drafting)[0])
@@ -167,6 +167,7 @@ class Costs:
             more = ms - alone - self.entry_ms * work.entries
             factor = _believed(more / max(expected, 1e-9))
             known[:] = fade * known + expected / alone * np.array([factor, 1.0])
+        return False
 
     def age(self, size: int, num_rounds: int) -> None:
         """Let what is known of a batch size, and of prompts, fade by some rounds."""

@@ -35,7 +35,7 @@ EXPLORED_SHARE = 0.002
 BUDGET_MS = 60_000.0
 """of which older time weighs 1/e."""
 EXPLORE_AFTER = 128
-"""Rounds between explorations: trials of drafts while off, plain rounds while drafting."""
+"""Rounds between explorations: of drafts while off; of plain rounds, chains or trees while on."""
 
 
 class GoodputPolicy:
@@ -174,10 +174,11 @@ class GoodputPolicy:
         work = Work(size, record.num_tokens / size, record.num_sampled / size)
         unit = self.costs.table_ms(work)
         prompts, entries = record.num_prefill_tokens, record.num_catch_up
-        self.costs.learn(Work(*work[:3], shape, drafts, prompts, entries), ms)
-        if record.is_plain and not prompts:
+        if not self.costs.learn(Work(*work[:3], shape, drafts, prompts, entries), ms):
+            return
+        if record.is_plain:
             guard.observe_plain(ms / unit)
-        elif record.batch_size and not prompts and entries <= size * (self.max_steps + 1):
+        elif record.batch_size:
             guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
 
     def _count_exploration(self, record: StepRecord, ms: float) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from serve_spec.adaptive.costs import STALE_ROUNDS
 
 GUARD_ROUNDS = 64
-"""Rounds that draft before they are compared, after which an older one weighs 1/e, and of the first
-time off: each further loss doubles it, a whole such time without loss ends that. Never for good."""
+"""Drafting rounds before a comparison, after which an older one weighs 1/e. Also the rounds off
+after a first loss: each further loss doubles them, as many rounds without a loss reset them."""
 LEAST_SPEEDUP = 0.98
 """Measured speed over plain rounds below which drafting loses."""
 

@@ -310,7 +310,7 @@ class SpeculativeConfig(StrictModel):
             return ""
         strategy = self.speculative_adaptive_strategy if self.speculative_adaptive else "static"
         ignored = ", ".join(ignored_keys(load_slots(source), strategy))
-        which = f"strategy {strategy!r}" if self.speculative_adaptive else "a fixed tier"
+        which = f"strategy {strategy!r}" if self.speculative_adaptive else "a fixed depth"
         return ignored and f"speculative_adaptive_config='{source}': {which} ignores {ignored}"
 
     @property

@@ -55,7 +55,7 @@ class EngineLoop:
     def __init__(self, config: ServeSpecConfig, launcher: Launcher | None = None) -> None:
         """launcher: see `build_engine`."""
         self.config = config
-        self._engine: SpecEngine = build_engine(config, launcher)
+        self._engine: SpecEngine = self._build(config, launcher)
         self.tokenizer = self._engine.tokenizer
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._streams: dict[str, TokenStream] = {}
@@ -68,6 +68,10 @@ class EngineLoop:
         self._round_started: float | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
+
+    def _build(self, config: ServeSpecConfig, launcher: Launcher | None) -> SpecEngine:
+        """Return the engine; a stand-in for load tests overrides it."""
+        return build_engine(config, launcher)
 
     async def submit(
         self,

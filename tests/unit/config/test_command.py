@@ -80,7 +80,7 @@ def test_forced_acceptance_is_shown(
         ),
         (
             ["speculative_adaptive=false"],
-            "a fixed tier ignores candidate_steps, candidate_trees, ema_alpha, up_hysteresis",
+            "a fixed depth ignores candidate_steps, candidate_trees, ema_alpha, up_hysteresis",
         ),
         (["speculative_adaptive_strategy=ema"], None),
     ],

@@ -168,7 +168,7 @@ def test_a_start_names_adaptive_keys_that_have_no_effect(
     file.write_text('{"1": {"candidate_steps": [3], "ema_alpha": 0.5}}')
     make_llm("EAGLE3", 3, speculative_adaptive_config=file)
     (warned,) = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
-    assert warned.endswith("a fixed tier ignores candidate_steps, ema_alpha")
+    assert warned.endswith("a fixed depth ignores candidate_steps, ema_alpha")
 
 
 def test_sound_models_are_not_warned_of_and_the_check_leaves_nothing_behind(
