@@ -97,7 +97,9 @@ class GoodputPolicy:
         if not any(batch.max_steps):
             return RoundSteps(PLAIN)
         at = bucket(batch.size)
-        if self._rounds_left <= 0 or at != self._at:
+        shape = self._answer.shape
+        fits = shape.is_chain or shape in self._trees_of(batch.size)
+        if self._rounds_left <= 0 or at != self._at or not fits:
             self._learn()
             self._plan(batch, at)
         self._rounds_left -= 1
@@ -233,7 +235,7 @@ class GoodputPolicy:
             most if bound else 0,
             may_admit=self.drafts.has_shares and self.per_sequence,
         )
-        for tree in self._trees[slot_of(self._trees, size)] if self._trees else ():
+        for tree in self._trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:
                 found.append(self._planner.tree(load, tree, self.drafts.trees.rates))
         return found
@@ -291,6 +293,9 @@ class GoodputPolicy:
         speeds = tokens / self.costs.chains_ms(load.work, size * np.arange(float(len(tokens))))[0]
         best = int(speeds.argmax())
         return best if speeds[best] >= (size + chosen.expected) / chosen.ms else 0
+
+    def _trees_of(self, batch_size: int) -> Sequence[DraftShape]:
+        return self._trees[slot_of(self._trees, batch_size)] if self._trees else ()
 
     def _bound(self, batch_size: int) -> int:
         return min(self.max_steps, self._bounds[slot_of(self._bounds, batch_size)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,13 +40,23 @@ class PolicySettings:
     min_dwell_rounds: int = 8
     max_steps: int | None = None  # most drafts that the draft can make
     tree: DraftShape | None = None  # the largest of an adaptive policy, unless slots list others
+    has_small_trees: bool = False  # whether goodput adds trees for few requests
     cuda_graph_bs: Sequence[int] | None = None  # batch sizes of captured graphs
     token_counts: Sequence[int] = ()  # tokens that captured graphs verify, ascending
 
     @classmethod
-    def of(cls, config: SpeculativeConfig, max_steps: int | None = None) -> PolicySettings:
-        """Return what a configuration asks for; fixed at no drafts when nothing drafts."""
-        depth, topk = config.speculative_num_steps, config.speculative_eagle_topk
+    def of(
+        cls,
+        config: SpeculativeConfig,
+        max_steps: int | None = None,
+        *,
+        may_branch: bool = True,
+    ) -> PolicySettings:
+        """Return what a configuration asks for; fixed at no drafts when nothing drafts.
+
+        may_branch: whether the target can verify trees that are not configured.
+        """
+        depth, topk = config.speculative_num_steps, config.topk
         source = config.speculative_adaptive_config
         shape = DraftShape.chain(depth if config.enabled else 0)
         if shape.depth and topk > 1:
@@ -55,6 +66,7 @@ class PolicySettings:
             slots=None if source is None else load_slots(source),
             max_steps=max_steps,
             tree=None if shape.is_chain else shape,
+            has_small_trees=may_branch and config.adds_small_trees,
             **{field: getattr(config, key) for key, field in _FIELDS.items()},
         )
 
@@ -100,11 +112,15 @@ class PolicySettings:
         """Levels of the deepest of them."""
         return max(shape.depth for shape in self.shapes)
 
-    def largest_batch(self, num_steps: int) -> int | None:
-        """Return the largest batch size that may draft `num_steps`; None: there is no limit."""
-        slots = self.ema_slots if self.strategy == "ema" else self.slots or {}
-        reaching = [key for key, slot in slots.items() if slot.candidate_steps[-1] >= num_steps]
-        after = [key for key in slots if reaching and key > max(reaching)]
+    def largest_batch(self, shape: DraftShape) -> int | None:
+        """Return the largest batch size that may draft `shape`; None: there is no limit."""
+        if shape.is_chain:
+            slots = self.ema_slots if self.strategy == "ema" else self.slots or {}
+            has = {key: slot.candidate_steps[-1] >= shape.depth for key, slot in slots.items()}
+        else:
+            has = {} if self.tree else {key: shape in listed for key, listed in self._trees.items()}
+        last = max((key for key in has if has[key]), default=math.inf)
+        after = [key for key in has if key > last]
         return after[0] - 1 if after and self.adaptive else None
 
     def build(
@@ -148,7 +164,11 @@ class PolicySettings:
     def _trees(self) -> Mapping[int, tuple[DraftShape, ...]]:
         """Of strategies ema and goodput, by slot."""
         if self.tree is None:
-            return {}
+            listed = any(s.candidate_trees is not None for s in (self.slots or {}).values())
+            if not self.has_small_trees or listed or self.strategy != "goodput":
+                return {}
+            of_depth = trees.SMALL_TREES.items()
+            return {k: tuple(t for t in each if t.depth <= self._deepest) for k, each in of_depth}
         if self.strategy == "ema":
             return {k: trees.by_depth(self.tree, slot) for k, slot in self.ema_slots.items()}
         slots = self.slots or {1: SlotConfig(candidate_steps=(self._deepest,))}

@@ -26,6 +26,9 @@ def most_tree_rows(topk: int, num_steps: int) -> int:
     return min(MAX_TREE_ROWS, 1 + topk + (num_steps - 1) * topk**2)
 
 
+# Algorithms whose trees were measured to pay for few requests.
+_SMALL_TREES = ("EAGLE", "EAGLE3")
+
 # Which algorithms a key that corrects a draft's config.json is for.
 _CORRECTIONS = {
     "speculative_draft_rope_theta": ("EAGLE", "EAGLE3"),
@@ -52,8 +55,11 @@ class SpeculativeConfig(StrictModel):
         le=MAX_STEPS,
         description="Draft forwards per round; where an adaptive policy starts; 0: none.",
     )
-    speculative_eagle_topk: int = Field(
-        1, ge=1, description="Most children of a drafted token; 1 drafts chains, more trees."
+    speculative_eagle_topk: int | None = Field(
+        None,
+        ge=1,
+        description="Most children of a drafted token; 1: chains, more: trees; null: chains, and "
+        "under goodput small trees of an EAGLE draft for few requests.",
     )
     speculative_num_draft_tokens: int | None = Field(
         None,
@@ -240,7 +246,7 @@ class SpeculativeConfig(StrictModel):
 
     def _check_drafts(self) -> None:
         """Whether what is drafted is a chain, or a tree, that can be drafted and verified."""
-        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk
+        steps, topk = self.speculative_num_steps, self.topk
         rows = self.speculative_num_draft_tokens
         if topk == 1:
             if rows is not None and rows != steps + 1:
@@ -289,7 +295,7 @@ class SpeculativeConfig(StrictModel):
 
     def _check_listed_trees(self) -> None:
         """Whether the trees of the adaptive config can be drafted."""
-        file, topk = self.speculative_adaptive_config, self.speculative_eagle_topk
+        file, topk = self.speculative_adaptive_config, self.topk
         slots = load_slots(file) if file is not None and self.enabled else {}
         for key, slot in slots.items():
             for steps, rows in slot.candidate_trees or ():
@@ -324,10 +330,10 @@ class SpeculativeConfig(StrictModel):
         if self.text_algorithm is not None:
             fix = "drafts from texts come from no distribution; leave it out, or use coupled"
             raise Refusal(key, method, fix)
-        if self.speculative_eagle_topk > 1:
+        if self.topk > 1:
             fix = (
-                f"it judges chains; give speculative_eagle_topk=1 instead of "
-                f"{self.speculative_eagle_topk}, or use coupled"
+                f"it judges chains; give speculative_eagle_topk=1 instead of {self.topk}, or use "
+                "coupled"
             )
             raise Refusal(key, method, fix)
         if self.synthetic_acceptance is not None:
@@ -338,6 +344,25 @@ class SpeculativeConfig(StrictModel):
     def samples_drafts(self) -> bool:
         """Whether drafts are sampled from distributions of their own, and some rejected."""
         return self.enabled and self.rejection_sample_method != "coupled"
+
+    @property
+    def topk(self) -> int:
+        """Most children of a drafted token of the configured shape; 1: a chain."""
+        return self.speculative_eagle_topk or 1
+
+    @property
+    def adds_small_trees(self) -> bool:
+        """Whether the policy may draft trees for few requests though only chains are configured."""
+        return (
+            self.speculative_eagle_topk is None
+            and self.speculative_algorithm in _SMALL_TREES
+            and self.speculative_adaptive
+            and self.speculative_adaptive_strategy == "goodput"
+            and self.rejection_sample_method == "coupled"
+            and self.synthetic_acceptance is None
+            and self.text_algorithm is None
+            and self.speculative_cost_table is None
+        )
 
     @property
     def text_algorithm(self) -> str | None:
@@ -363,7 +388,7 @@ class SpeculativeConfig(StrictModel):
     @property
     def num_draft_tokens(self) -> int:
         """Rows the target verifies per sequence at the starting tier, root included."""
-        steps, topk = self.speculative_num_steps, self.speculative_eagle_topk
+        steps, topk = self.speculative_num_steps, self.topk
         if self.speculative_num_draft_tokens is not None:
             return self.speculative_num_draft_tokens
         return min(MAX_TREE_ROWS, steps * topk + 1)

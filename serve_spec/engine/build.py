@@ -95,7 +95,7 @@ def _build_engine(
     target, num_pages = loaded.target, loaded.num_pages
     if ignored := config.speculative.ignored_adaptive_keys:
         logger.warning(ignored)
-    policy = PolicySettings.of(config.speculative, _most_steps(loaded.head))
+    policy = _policy(config, target, loaded.head)
     _check_steps(policy)
     max_model_len = target.max_model_len
     _check_sizes(config, num_pages, max_model_len)
@@ -218,7 +218,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     )
     grammars = Grammars(_grammar_compiler(config, target.shape))
     grammars.compiler.prepare()
-    policy = PolicySettings.of(config.speculative, _most_steps(head))
+    policy = _policy(config, target, head)
     asynchronous = config.model.async_scheduling
     return SpecWorker(
         runner,
@@ -258,6 +258,7 @@ def _cost_source(
 ) -> CostSource:
     """Return the source of step costs on this machine: a file, or steps on free pages."""
     max_batch_size, max_steps = config.scheduler.max_num_seqs, policy.max_depth
+    trees = {tree: policy.largest_batch(tree) for tree in policy.trees}
 
     def measure(clock: Clock, longest_run_s: float) -> Measurement:
         return measure_costs(
@@ -270,18 +271,18 @@ def _cost_source(
             max_model_len=max_model_len,
             budget_s=_PROFILE_BUDGET_S[worker.device.type],
             every_step=worker.device.type == "cuda",
-            trees=policy.trees,
+            trees=trees,
             clock=clock,
             pages=cache.unheld_pages,
             longest_run_s=longest_run_s,
         )
 
     return CostSource(
-        cost_key(config, worker),
+        cost_key(config, worker, policy.trees),
         path=config.speculative.speculative_cost_table,
         max_batch_size=max_batch_size,
         max_steps=max_steps,
-        trees=policy.trees,
+        trees=trees,
         measure=measure,
     )
 
@@ -402,9 +403,12 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
             f"max_model_len={max_model_len} is more than the model was made for: "
             f"max_position_embeddings={shape.max_position_embeddings}; lower max_model_len"
         )
-    speculative, window = config.speculative, shape.sliding_window
-    if speculative.enabled and speculative.speculative_eagle_topk > 1 and window is not None:
-        _check_window(speculative.speculative_eagle_topk, window)
+    topk, window = config.speculative.topk, shape.sliding_window
+    if config.speculative.enabled and topk > 1 and not _may_branch(window):
+        raise ValueError(
+            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} tokens do not fit "
+            f"the target's sliding_window={window}; use speculative_eagle_topk=1"
+        )
     if tokenizer.vocab_size > shape.vocab_size:
         raise CheckpointError(
             f"tokenizer.json has {tokenizer.vocab_size} tokens, config.json has "
@@ -412,17 +416,17 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _check_window(topk: int, window: int) -> None:
-    """Raise ValueError if draft trees do not fit the sliding window."""
-    if window < MAX_TREE_ROWS:
-        raise ValueError(
-            f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} tokens do not fit "
-            f"the target's sliding_window={window}; use speculative_eagle_topk=1"
-        )
+def _policy(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> PolicySettings:
+    return PolicySettings.of(
+        config.speculative,
+        None if head is None else head.max_steps,
+        may_branch=_may_branch(target.shape.sliding_window),
+    )
 
 
-def _most_steps(head: DraftHead | None) -> int | None:
-    return None if head is None else head.max_steps
+def _may_branch(window: int | None) -> bool:
+    """Return whether draft trees fit a target's sliding window."""
+    return window is None or window >= MAX_TREE_ROWS
 
 
 def _check_steps(policy: PolicySettings) -> None:

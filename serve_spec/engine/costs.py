@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import TypeAlias
 
 import torch
@@ -77,14 +78,15 @@ class CostSource:
         path: Path | None,
         max_batch_size: int,
         max_steps: int,
-        trees: Sequence[DraftShape] = (),
+        trees: Mapping[DraftShape, int | None] = MappingProxyType({}),
         measure: Callable[[Clock, float], Measurement],
         clock: Clock = time.perf_counter,
     ) -> None:
         """
         Args:
             path: `speculative_cost_table`; None: the cached file.
-            max_batch_size: with `max_steps` and `trees`, the grid that is measured.
+            max_batch_size: with `max_steps` and `trees`, the grid that is measured; see
+                `measure_costs`.
             measure: starts a measurement with a clock and the longest step in seconds.
         """
         self.report: Report = {"state": "missing", "detail": "not measured yet"}
@@ -210,8 +212,8 @@ def as_table(key: CostKey, costs: MeasuredCosts) -> CostTable:
     return CostTable(version=FORMAT_VERSION, key=key, padded=True, **found)
 
 
-def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
-    """Return what the costs of this worker's steps depend on."""
+def cost_key(config: ServeSpecConfig, worker: Worker, trees: Sequence[DraftShape] = ()) -> CostKey:
+    """Return what the costs of this worker's steps depend on. trees: those that are measured."""
     draft = config.speculative.speculative_draft_model_path
     return CostKey(
         hardware=_hardware(worker.device),
@@ -223,7 +225,7 @@ def cost_key(config: ServeSpecConfig, worker: Worker) -> CostKey:
         draft_dtype=_draft_numbers(config, worker),
         tensor_parallel_size=config.model.tensor_parallel_size,
         attention_backend=_ATTENTION[worker.async_scheduling],
-        topk=config.speculative.speculative_eagle_topk,
+        topk=max([config.speculative.topk, *(tree.topk for tree in trees)]),
         code=code_version() + (", compiled" if config.model.torch_compile else ""),
     )
 
@@ -286,16 +288,16 @@ def _cache(table: CostTable, file: Path) -> bool:
 
 
 def _cache_file(
-    key: CostKey, max_batch_size: int, max_steps: int, trees: Sequence[DraftShape]
+    key: CostKey, max_batch_size: int, max_steps: int, trees: Mapping[DraftShape, int | None]
 ) -> Path:
     """Return the cache file of a setting and grid."""
-    grid = f"{max_batch_size} {max_steps} {_shapes(trees)}"
+    grid = f"{max_batch_size} {max_steps} {_shapes(trees)} {[*trees.values()]}"
     setting = f"{FORMAT_VERSION} {grid} {key.model_dump_json()}"
     name = hashlib.sha256(setting.encode()).hexdigest()[:_HASH_LENGTH]
     return _cache_folder() / "costs" / f"{name}.json"
 
 
-def _shapes(trees: Sequence[DraftShape]) -> list[tuple[int, int]]:
+def _shapes(trees: Iterable[DraftShape]) -> list[tuple[int, int]]:
     """Return trees as a table stores them."""
     return [(tree.depth, tree.size) for tree in trees]
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Mapping, 
 from dataclasses import dataclass
 from functools import cached_property
 from statistics import median
+from types import MappingProxyType
 from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
@@ -90,7 +91,7 @@ def measure_costs(
     max_model_len: int,
     budget_s: float,
     every_step: bool = False,
-    trees: Sequence[DraftShape] = (),
+    trees: Mapping[DraftShape, int | None] = MappingProxyType({}),
     clock: Callable[[], float] = time.perf_counter,
     pages: Callable[[int], Sequence[int]] = range,
     longest_run_s: float = math.inf,
@@ -105,7 +106,7 @@ def measure_costs(
         max_num_tokens: most tokens of one target forward.
         max_model_len: most tokens of a sequence.
         every_step: measure every depth, not a selection.
-        trees: shapes to measure besides chains, ascending.
+        trees: shapes to measure besides chains, ascending, each up to a batch size; None: all.
         clock: seconds; may stop while the measurement is not advanced.
         pages: returns the ids of so many pages that no sequence holds.
         longest_run_s: steps expected to take longer are extrapolated, except the smallest.
@@ -125,7 +126,13 @@ def measure_costs(
         raise ValueError(
             f"max_num_batched_tokens={max_num_tokens}: no step with drafts fits; raise it"
         )
-    points = [Point(c, b, shape) for c in contexts for b in sizes for shape in shapes]
+    points = [
+        Point(c, b, shape)
+        for c in contexts
+        for b in sizes
+        for shape in shapes
+        if b <= (trees.get(shape) or b)
+    ]
     plans = SyntheticPlans(page_size, worker.vocab_size, pages)
     profiler = _Profiler(worker, plans, clock, budget_s, longest_run_s)
     yield from profiler.sweeps(essential, list(filter(limits.fits, points)))

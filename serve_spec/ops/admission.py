@@ -61,7 +61,8 @@ def admit_drafts(
 
     Equal survivals rank by request, then by place.
 
-    shares: float32 [B, N], the logarithm of each draft's share of the scores it was drawn from.
+    shares: float32 [B, N], the logarithm of each draft's share of the scores it was drawn from; may
+        be the first columns of a wider table.
         Neither a draft of -inf or NaN nor one behind it is admitted.
     query_lens: int32 [B]; requests of 0 are padding and have no slots.
     limits: int32 [B]; only the first `limits[b]` drafts of request b exist.

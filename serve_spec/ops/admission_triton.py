@@ -42,17 +42,18 @@ def admit_drafts(
         )  # fmt: skip
     num_requests, width = shares.shape
     tree = drafts, parents
-    inputs = shares, query_lens, limits, depth_limits, kinds, calibration, *tree
+    inputs = query_lens, limits, depth_limits, kinds, calibration, *tree
     assert all(x is None or x.is_contiguous() for x in inputs), "requests and slots are dense"
+    assert shares.stride(1) == 1, "the shares of a request are dense"
     moved = [x if parents is None or x is None else torch.empty_like(x) for x in tree]
-    survival = torch.empty_like(shares)
+    survival = shares.new_empty(shares.shape)
     keys = survival.view(torch.int32)
     lens, last = torch.empty_like(query_lens), query_lens.new_empty(2)
     dependent = dependent_launch(shares.device)
     columns = max(32, triton.next_power_of_2(width))  # `gather` stays inside a warp
     _survival_kernel[(num_requests,)](
         survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width,
-        LEVELS=calibration.shape[1], COLUMNS=columns, DEPENDENT=dependent,
+        shares.stride(0), LEVELS=calibration.shape[1], COLUMNS=columns, DEPENDENT=dependent,
         num_warps=1, launch_pdl=dependent,
     )  # fmt: skip
     block = triton.next_power_of_2(shares.numel())
@@ -67,9 +68,9 @@ def admit_drafts(
     return Admission(lens, survival, *moved)
 
 
-@triton.jit(do_not_specialize=["width"])
+@triton.jit(do_not_specialize=["width", "stride"])
 def _survival_kernel(
-    survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width,
+    survival, shares, parents, query_lens, limits, depth_limits, kinds, calibration, width, stride,
     LEVELS: tl.constexpr, COLUMNS: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """One program per request; a turn goes one level down. 0 for slots that do not exist."""
@@ -80,7 +81,7 @@ def _survival_kernel(
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
     exists = (column < width) & (column < tl.load(limits + b)) & (tl.load(query_lens + b) > 0)
-    share = tl.load(shares + at, mask=exists, other=float("-inf"))
+    share = tl.load(shares + b * stride + column, mask=exists, other=float("-inf"))
     exists &= share > float("-inf")
     above, level = column - 1, column
     if parents is not None:

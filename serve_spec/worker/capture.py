@@ -82,8 +82,7 @@ class CaptureReport:
 class CapturedShapes:
     """All draft shapes of a worker. The largest is captured first; the others fit into its memory.
 
-    Trees come before chains and are captured for every batch size.
-    largest_batch: for a depth, the batch size beyond which no policy chooses it; None: no limit.
+    largest_batch: for a shape, the batch size beyond which no policy chooses it; None: no limit.
     The deepest chain has stages for every batch size and is used where another has none.
     """
 
@@ -96,7 +95,7 @@ class CapturedShapes:
         verifier: Verifier,
         *,
         max_tokens: int,
-        largest_batch: Callable[[int], int | None],
+        largest_batch: Callable[[DraftShape], int | None],
         parallel: TensorParallel = SINGLE,
     ) -> None:
         self.states: dict[DraftShape, SpecRuntimeState] = {}
@@ -122,7 +121,7 @@ class CapturedShapes:
         wanted = {PLAIN, *shapes}
         self._deepest = max(shape.depth for shape in wanted if shape.is_chain)
         has_trees = any(not shape.is_chain for shape in wanted)
-        ordered = sorted(wanted, key=lambda s: (not s.is_chain, s.size, s.depth), reverse=True)
+        ordered = sorted(wanted, key=lambda s: (self._most_tokens(s), s), reverse=True)
         captures = self._recorder.captures
         with torch.inference_mode():
             for shape in tqdm(ordered, "draft shapes", leave=False, disable=not captures):
@@ -190,9 +189,7 @@ class CapturedShapes:
         if shape.depth and self._drafter is not None:
             extend = self._extends_after(shape, requests)
             draft = self._captured(partial(self._draft, shape), requests)
-        counts = batch_sizes(most)
-        if shape.depth:
-            counts = token_counts(min(most * (shape.size + 1), self._max_tokens))
+        counts = token_counts(self._most_tokens(shape)) if shape.depth else batch_sizes(most)
         sizes = [StepSize(n, min(n, self._buffers.max_requests)) for n in counts]
         verify = self._verify_stage(sizes, shape.size + 1, has_trees=not shape.is_chain)
         return SpecRuntimeState(shape, extend, draft, verify)
@@ -200,9 +197,13 @@ class CapturedShapes:
     def _largest(self, shape: DraftShape) -> int:
         """Return the largest batch size that a shape can be chosen for."""
         most = self._buffers.max_requests
-        if not shape.is_chain or shape.depth == self._deepest:
+        if shape.is_chain and shape.depth == self._deepest:
             return most
-        return min(most, self._largest_batch(shape.depth) or most)
+        return min(most, self._largest_batch(shape) or most)
+
+    def _most_tokens(self, shape: DraftShape) -> int:
+        """Return the most tokens that a step of a shape verifies."""
+        return min(self._largest(shape) * (shape.size + 1), self._max_tokens)
 
     def _extends_after(self, shape: DraftShape, sizes: Sequence[StepSize]) -> StageRunner:
         """Capture draft extend after steps of a shape, and first of all the widest one."""
@@ -304,19 +305,20 @@ class CapturedShapes:
         stage = partial(self._admit, has_trees)
         if not self._deepest:  # without drafts there is nothing to admit
             return StageRunner(stage)
-        sizes = batch_sizes(self._buffers.max_requests)
-        return self._captured(stage, [StepSize(n, n) for n in sizes])
+        most = max(self._largest(s) for s in self.states if s.depth and s.is_chain != has_trees)
+        return self._captured(stage, [StepSize(n, n) for n in batch_sizes(most)])
 
     def _admit(self, has_trees: bool, size: StepSize) -> None:
         """Admit the drafts likeliest to be accepted; write `query_lens`, and drafts of trees."""
         buffers, rows = self._buffers, slice(size.requests)
+        width = buffers.max_drafts if has_trees else self._deepest
         drafts = parents = None
         if has_trees:
             assert buffers.parents is not None, "buffers without parents hold chains"
             drafts, parents = buffers.drafts[rows], buffers.parents[rows]
         query_lens = buffers.query_lens[rows]
         admitted = admission.admit_drafts(
-            buffers.shares[rows],
+            buffers.shares[rows, :width],
             query_lens,
             query_lens - 1,
             buffers.depths[rows],

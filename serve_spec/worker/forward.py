@@ -101,7 +101,7 @@ def run_target(
         scratch_slot=target.pool.scratch_slot,
     )
     # Only the first tokens can draw.
-    num_drawn = min(size.tokens, num_requests * (buffers.max_drafts + 1))
+    num_drawn = min(size.tokens, num_requests * max_query_len)
     drawn = layout.first(num_drawn, num_requests)
     draws = drawn.owners >= 0
     if size.chunks:

@@ -106,7 +106,7 @@ def build_ngram(
     """
     longest, path = config.speculative_ngram_max_match_window_size, config.speculative_ngram_corpus
     corpus = None if path is None else load_corpus(path, encode, longest)
-    topk = config.speculative_eagle_topk
+    topk = config.topk
     return NgramDrafter(config.ngram_min_match, longest, max_steps, corpus, topk)
 
 

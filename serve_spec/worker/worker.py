@@ -107,7 +107,7 @@ class SpecWorker:
         grammars: Grammars,
         *,
         max_tokens: int,
-        largest_batch: Callable[[int], int | None],
+        largest_batch: Callable[[DraftShape], int | None],
         async_scheduling: bool = False,
         synthetic_acceptance: Acceptance | None = None,
         rejection_sample_method: str = "coupled",

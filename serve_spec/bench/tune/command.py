@@ -221,7 +221,7 @@ def _write(
         "commit": here["commit"] or "unknown",
         "command": f"`{here['command']}`",
     }
-    topk = config.speculative.speculative_eagle_topk
+    topk = config.speculative.topk
     keys = {
         **({"speculative_eagle_topk": str(topk)} if trees else {}),
         "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),

@@ -43,7 +43,7 @@ def write_costs(
                 max_num_tokens=llm.config.scheduler.max_num_batched_tokens,
                 max_model_len=llm.engine.max_model_len,
                 budget_s=BUDGET_S,
-                trees=trees,
+                trees=dict.fromkeys(trees),
             )
             costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
         except ValueError as error:

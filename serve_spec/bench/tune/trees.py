@@ -21,7 +21,7 @@ def swept_trees(
     Raises:
         ConfigError: a server of this configuration could not draft what is wanted.
     """
-    configured, topk = PolicySettings.of(speculative).tree, speculative.speculative_eagle_topk
+    configured, topk = PolicySettings.of(speculative).tree, speculative.topk
     if wanted is None:
         return [] if configured is None else list(ladder(configured))
     if configured is None:

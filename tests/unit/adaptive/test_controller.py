@@ -435,8 +435,8 @@ def test_batches_of_a_depth_end_where_the_next_slots_are_less_deep(
 ) -> None:
     slots = {str(key): {"candidate_steps": k} for key, k in ((1, [7]), (8, [1, 3]), (32, [0]))}
     settings = PolicySettings(DraftShape.chain(3), slots=load_slots(slots))
-    assert settings.largest_batch(num_steps) == most
-    assert replace(settings, adaptive=False).largest_batch(num_steps) is None
+    assert settings.largest_batch(DraftShape.chain(num_steps)) == most
+    assert replace(settings, adaptive=False).largest_batch(DraftShape.chain(num_steps)) is None
 
 
 def test_the_start_is_shown_before_any_round() -> None:

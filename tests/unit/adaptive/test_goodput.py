@@ -345,6 +345,17 @@ def test_trees_run_where_they_win() -> None:
     assert ran[tree] > 200
 
 
+def test_a_tree_ends_when_the_batch_is_too_large_for_it() -> None:
+    tree = DraftShape(4, 15, 4)
+    table = recorded_table(GPU_8B, SIZES, trees=(tree,))
+    policy = GoodputPolicy(table, trees={1: (tree,), 9: ()}, token_counts=COUNTS)
+    while policy.choose(decode_batch(8)).shape != tree:
+        record = verified_round([1] * 8, 8, 4, times=StepTimes(0.0, 9.0, 9.0))
+        policy.observe(replace(record, shape=tree, row_correct_drafts=(4,) * 8))
+    assert policy.choose(decode_batch(8)).shape == tree
+    assert policy.choose(decode_batch(9)).shape.is_chain
+
+
 def test_depths_are_kept_for_as_many_rounds_as_asked() -> None:
     policy = goodput(min_dwell_rounds=100)
     play(policy, 8, 90, 7)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveController, PolicySettings
-from serve_spec.adaptive.trees import candidates, ladder, of_depth
+from serve_spec.adaptive.trees import SMALL_TREES, candidates, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import judge
@@ -18,6 +18,7 @@ from serve_spec.core.draft_shape import PLAIN, DraftShape, most_drafts
 from tests.helpers.rounds import decode_batch, verified_round
 
 TOPK = 4
+ALL_SMALL = tuple(sorted(set().union(*SMALL_TREES.values())))
 CONFIGURED = DraftShape(4, 15, TOPK)
 CHAIN = DraftShape.chain(4)
 
@@ -186,3 +187,43 @@ def test_listed_trees_that_cannot_be_drafted_are_refused(
     with pytest.raises(ConfigError) as caught:
         drafting(tmp_path, trees, speculative_eagle_topk=topk)
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, ALL_SMALL),
+        ({"speculative_adaptive_config": "aggressive"}, ALL_SMALL),
+        ({"speculative_algorithm": "EAGLE"}, ALL_SMALL),
+        ({"speculative_algorithm": "STANDALONE"}, ()),
+        ({"speculative_eagle_topk": 1}, ()),
+        ({"speculative_adaptive": False}, ()),
+        ({"speculative_adaptive_strategy": "ema"}, ()),
+        ({"rejection_sample_method": "block"}, ()),
+        ({"speculative_ngram_first": True}, ()),
+        ({"synthetic_acceptance": 2.5}, ()),
+    ],
+)
+def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_out(
+    tmp_path: Path, keys: dict[str, Any], expected: tuple[DraftShape, ...]
+) -> None:
+    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+    found = PolicySettings.of(judge(SpeculativeConfig, {**drafter, **keys}))
+    assert found.trees == expected
+    assert found.shape == DraftShape.chain(3)
+    assert [found.largest_batch(tree) for tree in expected] == [16, 8, 8][: len(expected)]
+
+
+def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path: Path) -> None:
+    drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
+    config = judge(SpeculativeConfig, drafter)
+    assert PolicySettings.of(config, max_steps=5).trees == ALL_SMALL[:2]
+    assert PolicySettings.of(config, max_steps=3).trees == ()
+    assert PolicySettings.of(config, may_branch=False).trees == ()
+    slots = {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [1]}}
+    assert (
+        PolicySettings.of(config).changed({"speculative_adaptive_config": slots}).trees
+        == (ALL_SMALL[:2])
+    )
+    slots["4"] = {"candidate_steps": [1], "candidate_trees": []}
+    assert PolicySettings.of(config).changed({"speculative_adaptive_config": slots}).trees == ()

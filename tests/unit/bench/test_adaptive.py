@@ -104,7 +104,8 @@ def test_a_machine_that_slows_down_between_turns_changes_no_steady_comparison(
         for key in ("over_off", "over_best_fixed", "worst_over_off"):
             assert one[key] == close(other[key])
     for phase in after["phases"]:
-        assert all(cell["error"] == pytest.approx(0, abs=1e-3) for cell in phase["arms"].values())
+        for cell in phase["arms"].values():
+            assert cell["error"] <= 1e-3 * max(1.0, cell["over_best_fixed"])
 
 
 def test_a_run_that_was_cut_off_compares_the_turns_that_every_arm_had() -> None:

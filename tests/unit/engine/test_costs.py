@@ -166,7 +166,7 @@ def test_a_named_table_wins_over_a_kept_one_and_is_not_copied(tmp_path: Path, ca
             "key.threads=9, but 1 runs",
         ),
         (table().model_dump_json(), {"max_steps": 3}, "3 are wanted here"),
-        (table().model_dump_json(), {"trees": [DraftShape(1, 4, 4)]}, "(1, 4)"),
+        (table().model_dump_json(), {"trees": {DraftShape(1, 4, 4): None}}, "(1, 4)"),
     ],
 )
 def test_a_named_table_that_does_not_fit_is_warned_of_once_left_alone_and_measured_anew(

@@ -347,7 +347,7 @@ class BranchingWorker(FakeWorker):
 
 def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
     worker = BranchingWorker()
-    costs = measured(worker, trees=TREES)
+    costs = measured(worker, trees=dict.fromkeys(TREES))
     assert [tree.shape for tree in costs.trees] == [(2, 6), (3, 15)]
     for tree in costs.trees:
         draft = [2 * true_draft_ms(size, tree.num_steps) for size in costs.batch_sizes]
@@ -368,13 +368,13 @@ def test_trees_are_measured_beside_chains_of_the_same_sizes() -> None:
 
 
 def test_chains_cost_the_same_whether_or_not_trees_are_measured_too() -> None:
-    alone, beside = measured(FakeWorker()), measured(BranchingWorker(), trees=TREES)
+    alone, beside = measured(FakeWorker()), measured(BranchingWorker(), trees=dict.fromkeys(TREES))
     assert (alone.draft_ms, alone.verify_ms) == (beside.draft_ms, beside.verify_ms)
     assert alone.trees == ()
 
 
 def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> None:
-    costs = measured(BranchingWorker(), trees=TREES, max_num_tokens=200)
+    costs = measured(BranchingWorker(), trees=dict.fromkeys(TREES), max_num_tokens=200)
     (_, largest) = costs.trees
     assert costs.batch_sizes[-1] == 32, "32 rows of 16 are more than 200"
     for draft, verify in zip(largest.draft_ms, largest.verify_ms, strict=True):
@@ -382,10 +382,18 @@ def test_trees_that_do_not_fit_continue_what_was_measured_of_their_shape() -> No
         assert all(a < b for a, b in pairwise(verify))
 
 
+def test_trees_of_few_requests_are_measured_for_as_many() -> None:
+    worker = BranchingWorker()
+    costs = measured(worker, trees=dict.fromkeys(TREES, 4))
+    branched = [plan for plan in worker.plans if not plan.shape.is_chain]
+    assert {len(plan.requests) for plan in branched} == {1, 2, 4}
+    assert all(len(grid) == len(costs.batch_sizes) for grid in costs.trees[0].verify_ms)
+
+
 @given(st.floats(0.1, 1.0))
 @settings(max_examples=10)
 def test_with_trees_too_the_budget_is_kept(budget_s: float) -> None:
     worker = BranchingWorker()
     started = worker.now
-    measured(worker, trees=TREES, budget_s=budget_s)
+    measured(worker, trees=dict.fromkeys(TREES), budget_s=budget_s)
     assert worker.now - started <= budget_s

@@ -79,7 +79,9 @@ def without_a_clock(llm: LLM) -> None:
     llm.engine.controller = controller
 
 
-@pytest.mark.parametrize("tree", [{}, TREE], ids=["chain", "tree"])
+@pytest.mark.parametrize(
+    "tree", [{"speculative_eagle_topk": 1}, {}, TREE], ids=["chain", "small trees", "tree"]
+)
 @pytest.mark.parametrize("by_request", [False, True])
 @pytest.mark.parametrize(("algorithm", "keys"), DRAFTERS, ids=str)
 def test_every_drafter_adapts_stops_and_resumes_under_goodput(
@@ -114,7 +116,8 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     assert (shown["strategy"], shown["fallback"]) == ("goodput", None)
     names = {str(shape) for shape in engine.worker.states if not shape.is_chain}
     assert names == set(shown.get("candidate_trees", ()))
-    assert bool(names) == bool(tree)
+    is_eagle = algorithm in ("EAGLE", "EAGLE3") and "speculative_ngram_first" not in keys
+    assert bool(names) == (tree == TREE or (not tree and is_eagle))
     drafted = [sum(row.num_steps for row in plan.requests) for plan in plans]
     # A round may have been planned ahead of the change.
     before, off, after = (

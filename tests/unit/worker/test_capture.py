@@ -181,3 +181,20 @@ def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones
     assert largest == {1: 8, 2: 3, 3: 8}
     chain = DraftShape.chain(2)
     assert [found.state_for(chain, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
+
+
+def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair: Pair) -> None:
+    llm = llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=32, speculative_adaptive=True)
+    found = captured(llm, llm.engine.worker.states)
+    largest = {
+        shape: state.draft.sizes[-1].requests
+        for shape, state in found.states.items()
+        if state.draft is not None and not shape.is_chain
+    }
+    assert {str(shape): size for shape, size in largest.items()} == {
+        "4x7": 16,
+        "4x15": 8,
+        "6x31": 8,
+    }
+    assert found.admit_for(max(largest)).sizes[-1].requests == 16
+    assert found.admit_for(PLAIN).sizes[-1].requests == 32
