@@ -37,12 +37,9 @@ class AdaptiveController:
         self._costs, self._say = costs, say
         self._accept_rates: Sequence[float] = ()
         self._policy = settings.build(settings.shape.depth, costs)
-        self.shapes = settings.shapes
-        """Every shape the worker must build, and `PLAIN`, which it always has; never grows."""
-        self.switch_reason: Reason | None = None
-        """Why the shape chosen last differs from the one before; None when it does not."""
-        self.notes = NO_NOTES
-        """The policy's notes on its last answer."""
+        self.shapes = settings.shapes  # that the worker must build beside `PLAIN`; never grows
+        self.switch_reason: Reason | None = None  # why the last shape differs from the one before
+        self.notes = NO_NOTES  # the policy's, on its last answer
         self._active: DraftShape | None = None
         self._reconfigured = False
         self._fallback: str | None = None

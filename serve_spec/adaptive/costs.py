@@ -39,20 +39,13 @@ def bucket(batch_size: int) -> int:
 class Work(NamedTuple):
     """What a round computes."""
 
-    size: int
-    """Requests that decode."""
-    context: float
-    """Tokens of each."""
-    sampled: float = 0.0
-    """Share of them that sample."""
-    shape: DraftShape = PLAIN
-    """What most of them draft."""
-    drafts: float = 0.0
-    """Drafts that are verified."""
-    prompts: int = 0
-    """Prompt tokens."""
-    entries: int = 0
-    """Missing draft KV entries."""
+    size: int  # requests that decode
+    context: float  # tokens of each
+    sampled: float = 0.0  # share of them that sample
+    shape: DraftShape = PLAIN  # what most of them draft
+    drafts: float = 0.0  # that are verified
+    prompts: int = 0  # prompt tokens
+    entries: int = 0  # missing draft KV entries
 
 
 class Costs:

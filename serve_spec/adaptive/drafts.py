@@ -31,8 +31,7 @@ class DraftKnowledge:
         self.chains = PositionRates(max_steps, accept_rates)
         self.trees = PositionRates(max_depth)
         self.texts = PositionRates(max_steps)
-        self.has_shares = False
-        """Whether drafts have scores."""
+        self.has_shares = False  # whether drafts have scores
         self.pairs = AS_DRAWN
         self._sample: Floats = np.empty((0, max_steps))
 

@@ -122,11 +122,8 @@ class AdaptiveSpeculativeParams:
         self, initial_steps: int, cfg_path: AdaptiveSource | None = None, min_dwell_rounds: int = 0
     ) -> None:
         """Start every slot; `cfg_path` None is the conservative preset."""
-        configs = load_slots() if cfg_path is None else load_slots(cfg_path)
-        self.slots = {
-            key: AdaptiveStepSlot(initial_steps, config, min_dwell_rounds)
-            for key, config in configs.items()
-        }
+        configs = (load_slots() if cfg_path is None else load_slots(cfg_path)).items()
+        self.slots = {k: AdaptiveStepSlot(initial_steps, c, min_dwell_rounds) for k, c in configs}
         self._cuda_graph_bs: list[int] | None = None
 
     @property

@@ -27,15 +27,10 @@ ALL_IS_BEST = 0.995
 class Load:
     """Batch that rounds are planned for, and the prompts that come with it."""
 
-    work: Work
-    """Its rounds, without drafts."""
-    prompts: float = 0.0
-    """Prompt tokens for every token that is emitted: the sooner requests end, the sooner others
-    begin,"""
-    prompt_tokens: float = 0.0
-    """tokens of a prompt, which share a round,"""
-    mixed: float = 0.0
-    """and share of the rounds that had prompts lately."""
+    work: Work  # its rounds, without drafts
+    prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
+    prompt_tokens: float = 0.0  # tokens of a prompt, which share a round
+    mixed: float = 0.0  # share of the rounds that had prompts lately
 
 
 @dataclass(frozen=True)
@@ -43,14 +38,10 @@ class Candidate:
     """A shape with its best budget."""
 
     shape: DraftShape
-    budget: int | None
-    """None: all drafts are verified."""
-    expected: float
-    """Drafts that are expected to be accepted."""
-    ms: float
-    """Time of a round without prompts."""
-    tokens_per_ms: float
-    """Of a usual round."""
+    budget: int | None  # None: all drafts are verified
+    expected: float  # drafts that are expected to be accepted
+    ms: float  # time of a round without prompts
+    tokens_per_ms: float  # of a usual round
 
 
 class Planner:

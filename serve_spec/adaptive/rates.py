@@ -30,8 +30,7 @@ class PositionRates:
             fix = f"give {max_steps} rates between 0 and 1"
             raise ValueError(f"prior_rates={list(prior)!r}: {fix}")
         self._prior = list(prior or [FIRST_RATE] * max_steps)[:max_steps]
-        self.rates: list[float] = []
-        """Chance that a draft is accepted once reached, by position."""
+        self.rates: list[float] = []  # chance that a draft is accepted once reached
         self._update()
 
     def learn(self, trials: Sequence[float], hits: Sequence[float]) -> None:

@@ -46,11 +46,7 @@ class PolicySettings:
 
     @classmethod
     def of(
-        cls,
-        config: SpeculativeConfig,
-        max_steps: int | None = None,
-        *,
-        may_branch: bool = True,
+        cls, config: SpeculativeConfig, max_steps: int | None = None, *, may_branch: bool = True
     ) -> PolicySettings:
         """Return what a configuration asks for; fixed at no drafts when nothing drafts.
 

@@ -15,10 +15,8 @@ class SpeedGuard:
     """Measured speed of one bucket. Times are in units of the table's plain round."""
 
     def __init__(self) -> None:
-        self.plain: float | None = None
-        """Units that a plain round takes."""
-        self.rounds_left = 0
-        """Rounds that the guard keeps speculation off; the policy counts them down."""
+        self.plain: float | None = None  # units that a plain round takes
+        self.rounds_left = 0  # rounds that it keeps speculation off; the policy counts them down
         self._closed_rounds = GUARD_ROUNDS
         self._num = 0
         self._tokens = self._units = 0.0
@@ -45,9 +43,7 @@ class SpeedGuard:
     @property
     def speedup(self) -> float | None:
         """Measured speed over plain rounds; None before both ran."""
-        if self.plain is None or not self._units:
-            return None
-        return self._tokens / self._units * self.plain
+        return self._tokens / self._units * self.plain if self.plain and self._units else None
 
     def snapshot(self) -> dict[str, object]:
         """Return its state, JSON-able. Speeds are tokens per request and plain round."""

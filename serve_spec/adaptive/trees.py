@@ -11,14 +11,13 @@ SMALL_TREES = {
     17: (),
 }
 """Trees that goodput may choose though none are configured, by the least batch size."""
-LADDER_SHAPES = 3
-"""Most trees of a ladder: each has to be built, measured and tried."""
+_LADDER_SHAPES = 3  # each has to be built, measured and tried
 
 
 def ladder(tree: DraftShape) -> tuple[DraftShape, ...]:
     """Return `tree`, half its drafts and a level less, and so on while it branches; ascending."""
     shapes = [tree]
-    while len(shapes) < LADDER_SHAPES:
+    while len(shapes) < _LADDER_SHAPES:
         depth = shapes[-1].depth - 1
         size = min(shapes[-1].size // 2, shapes[-1].size_at(depth))
         if not 1 <= depth < size:
