@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from benchmarks.regret import best_arms, phase_regrets, relative_rates, trace_regret
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.calibration import logits
-from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
+from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.report import table
 from serve_spec.bench.trace import TraceSet
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, RoundSteps
+from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, Reason, RoundSteps
 
 OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 

@@ -3,7 +3,7 @@
 from serve_spec.adaptive.controller import AdaptiveController
 from serve_spec.adaptive.ema import AdaptiveSpeculativeParams, AdaptiveStepSlot
 from serve_spec.adaptive.per_request import AdaptiveSpeculator
-from serve_spec.adaptive.policy import Reason, StaticPolicy, StepPolicy
+from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.settings import PolicySettings
 
 __all__ = [
@@ -12,7 +12,6 @@ __all__ = [
     "AdaptiveSpeculator",
     "AdaptiveStepSlot",
     "PolicySettings",
-    "Reason",
     "StaticPolicy",
     "StepPolicy",
 ]

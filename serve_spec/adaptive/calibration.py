@@ -49,7 +49,7 @@ class DraftCalibration:
         shares: [R, n], logarithms. kinds: [R].
         """
         pairs = self._pairs[kinds, : shares.shape[1]]
-        chances = _sigmoid(pairs[..., 0] * logits(shares) + pairs[..., 1])
+        chances = 1.0 / (1.0 + np.exp(-pairs[..., 0] * logits(shares) - pairs[..., 1]))
         return np.where(shares > -np.inf, chances, 0.0)
 
     def learn(self, shares: Floats, kinds: Indices, verified: Indices, correct: Indices) -> None:
@@ -118,8 +118,3 @@ def logits(shares: Floats) -> Floats:
     known = np.where(shares > -_LARGEST_LOGIT, np.minimum(shares, -1e-7), -_LARGEST_LOGIT)
     cut: Floats = (known - np.log(-np.expm1(known))).clip(-_LARGEST_LOGIT, _LARGEST_LOGIT)
     return cut
-
-
-def _sigmoid(logit: Floats) -> Floats:
-    chance: Floats = 1.0 / (1.0 + np.exp(-logit))
-    return chance

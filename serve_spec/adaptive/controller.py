@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from serve_spec.adaptive.policy import Reason, StaticPolicy
+from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.adaptive.settings import PolicySettings
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
+from serve_spec.core.round import NO_NOTES, DecodeBatch, Reason, RoundSteps
 
 FALLBACK_ROUNDS = 1024
 """Rounds without drafts before a policy that failed is tried anew."""

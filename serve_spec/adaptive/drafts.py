@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from serve_spec.adaptive.calibration import DraftCalibration, Floats
-from serve_spec.adaptive.rates import PositionRates, tallied
+from serve_spec.adaptive.rates import PRIOR_TRIALS, PositionRates, tallied
+from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import DraftColumns, StepRecord
 from serve_spec.core.round import AS_DRAWN
 
@@ -15,6 +17,11 @@ SAMPLE_REQUESTS = 32
 """Newest drafting requests whose survivals stand for those of a batch; of a larger one, as many."""
 MOST_REQUESTS = 256
 """Newest requests of a plan's rounds that are learned from, and whose survivals are kept."""
+TREE_ODDS = (1.9, 0.9, 0.67, 0.45)
+"""Odds that a level of a tree is accepted over those of a chain's draft there, for each square root
+of the tree's drafts per level. Deeper levels have the last."""
+GAIN_TRIALS = 64.0
+"""Drafts that what is known of a tree's gain over chains is worth."""
 
 
 class DraftKnowledge:
@@ -23,16 +30,15 @@ class DraftKnowledge:
     accept_rates: expected by position; None: a default.
     """
 
-    def __init__(
-        self, max_steps: int, max_depth: int, accept_rates: Sequence[float] | None
-    ) -> None:
+    def __init__(self, max_steps: int, accept_rates: Sequence[float] | None) -> None:
         self.max_steps = max_steps
         self.calibration = DraftCalibration(max_steps)
         self.chains = PositionRates(max_steps, accept_rates)
-        self.trees = PositionRates(max_depth)
         self.texts = PositionRates(max_steps)
         self.has_shares = False  # whether drafts have scores
         self.pairs = AS_DRAWN
+        self.tree_gain = 1.0  # exponent of the odds of trees, learned
+        self._chain_trials = 0.0  # since the last tree
         self._sample: Floats = np.empty((0, max_steps))
 
     def learn(self, records: Sequence[StepRecord]) -> None:
@@ -44,18 +50,43 @@ class DraftKnowledge:
                 num_requests += len(record.row_steps)
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_shares([r for r in chains if r.draft_shares is not None])
-        without_shares = [r.model_drafts for r in chains if r.draft_shares is None]
-        self._learn_rates(self.chains, without_shares)
-        self._learn_rates(self.trees, [r.model_drafts for r in newest if not r.shape.is_chain])
-        self._learn_rates(self.texts, [r.text_drafts for r in newest if any(r.is_from_text)])
+        if without_shares := [r.model_drafts for r in chains if r.draft_shares is None]:
+            self._learn_chains(*self._tallied(without_shares))
+        for tree in {r.shape for r in newest if not r.shape.is_chain}:
+            self._learn_tree(tree, [r.model_drafts for r in newest if r.shape == tree])
+        if from_text := [r.text_drafts for r in newest if any(r.is_from_text)]:
+            self.texts.learn(*self._tallied(from_text))
         if newest:
             self.pairs = self.calibration.pairs(self.texts.rates)
 
-    def _learn_rates(self, rates: PositionRates, drafts: Sequence[DraftColumns]) -> None:
-        if drafts:
-            verified = np.concatenate([each.row_steps for each in drafts])
-            correct = np.concatenate([each.row_correct_drafts for each in drafts])
-            rates.learn(*tallied(verified, correct, rates.max_steps))
+    def _tallied(self, drafts: Sequence[DraftColumns]) -> tuple[list[float], list[float]]:
+        verified = np.concatenate([each.row_steps for each in drafts])
+        correct = np.concatenate([each.row_correct_drafts for each in drafts])
+        return tallied(verified, correct, self.max_steps)
+
+    def _learn_chains(self, trials: Sequence[float], hits: Sequence[float]) -> None:
+        self.chains.learn(trials, hits)
+        self._chain_trials += trials[0]
+
+    def _learn_tree(self, tree: DraftShape, drafts: Sequence[DraftColumns]) -> None:
+        """Learn what chains would have done and, after chains, what a tree gains over them."""
+        trials, hits = map(np.asarray, self._tallied(drafts))
+        if num := min(self._chain_trials, trials[0]):
+            seen = num * hits / trials.clip(1.0) + GAIN_TRIALS * self.tree_rates(tree)
+            gained = np.log(_odds(seen / (num + GAIN_TRIALS)) / _odds(np.array(self.chains.rates)))
+            self.tree_gain = float((gained[0] / np.log(_tree_odds(tree, 1)[0])).clip(-2.0, 2.0))
+            self._chain_trials = 0.0
+        rates = (hits + PRIOR_TRIALS * self.tree_rates(tree)) / (trials + PRIOR_TRIALS)
+        odds = _odds(rates) / _tree_odds(tree, self.max_steps) ** self.tree_gain
+        self.chains.learn(trials.tolist(), (trials * odds / (1.0 + odds)).tolist())
+        self._sample = self._sample[:0]
+
+    def tree_rates(self, tree: DraftShape) -> Floats:
+        """Return the chance that a level of a tree is accepted once reached, by level."""
+        odds = _odds(np.asarray(self.chains.rates))
+        odds = odds * _tree_odds(tree, len(odds)) ** self.tree_gain
+        rates: Floats = odds / (1.0 + odds)
+        return rates
 
     def _learn_shares(self, records: Sequence[StepRecord]) -> None:
         width, num_rows = self.max_steps, sum(len(r.row_steps) for r in records)
@@ -89,7 +120,7 @@ class DraftKnowledge:
         else:  # what was admitted is no fair sample of what was drafted
             before = np.concatenate([np.ones((len(survivals), 1)), survivals[:, :-1]], axis=1)
             counts = (before * exists).sum(0).tolist(), survivals.sum(0).tolist()
-        self.chains.learn(*counts)
+        self._learn_chains(*counts)
         kept = [np.where(exists, survivals, -1.0), self._sample]
         self._sample = np.concatenate(kept)[:MOST_REQUESTS]
 
@@ -108,7 +139,16 @@ class DraftKnowledge:
         """Return rates and calibration, JSON-able."""
         return {
             "acceptance": {"positions": self.chains.snapshot()},
-            "tree_acceptance": self.trees.snapshot() if any(self.trees.trials) else None,
             "text_acceptance": self.texts.snapshot() if any(self.texts.trials) else None,
             "calibration": self.calibration.snapshot(),
         }
+
+
+def _tree_odds(tree: DraftShape, num_levels: int) -> Floats:
+    odds = np.array([*TREE_ODDS, *TREE_ODDS[-1:] * num_levels][:num_levels])
+    return odds * math.sqrt(tree.size / tree.depth)
+
+
+def _odds(rates: Floats) -> Floats:
+    odds: Floats = rates / (1.0 - rates)
+    return odds

@@ -7,7 +7,6 @@ from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from serve_spec.adaptive.policy import Reason
 from serve_spec.config.adaptive_file import (
     AdaptiveSource,
     SlotConfig,
@@ -17,7 +16,7 @@ from serve_spec.config.adaptive_file import (
 )
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
+from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 
 FIRST_PROBE_WAIT_ROUNDS = 5
 """Rounds at 0 steps before a probe; each bad one doubles them"""

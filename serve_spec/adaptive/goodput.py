@@ -17,13 +17,12 @@ from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs, Work, bucket
 from serve_spec.adaptive.drafts import SAMPLE_REQUESTS, DraftKnowledge
 from serve_spec.adaptive.planner import Candidate, Load, Planner
-from serve_spec.adaptive.policy import Reason
 from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.core.round import DecodeBatch, RoundNotes, RoundSteps
+from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 
 DEFAULT_MAX_STEPS = 7
 PLAN_ROUNDS = 8
@@ -70,8 +69,7 @@ class GoodputPolicy:
         self._trees = dict(trees or {})
         branched = sorted({tree for shapes in self._trees.values() for tree in shapes})
         self.shapes = (*map(DraftShape.chain, range(max_steps + 1)), *branched)
-        deepest = max(shape.depth for shape in self.shapes)
-        self.drafts = DraftKnowledge(max_steps, deepest, accept_rates)
+        self.drafts = DraftKnowledge(max_steps, accept_rates)
         self.last_reason = Reason.WARM_UP
         self._guards: dict[int, SpeedGuard] = {}
         self._at: int | None = None
@@ -237,7 +235,7 @@ class GoodputPolicy:
         )
         for tree in self._trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:
-                found.append(self._planner.tree(load, tree, self.drafts.trees.rates))
+                found.append(self._planner.tree(load, tree, self.drafts.tree_rates(tree)))
         return found
 
     def _decide(self, found: Sequence[Candidate], guard: SpeedGuard, *, moved: bool) -> Candidate:
@@ -274,7 +272,7 @@ class GoodputPolicy:
             self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE
             return replace(tried, budget=None, expected=tried.expected * num / batch.size)
         is_due = guard.plain is None or self._unexplored >= EXPLORE_AFTER
-        # Chains and trees know nothing of each other: they are tried by turns with plain rounds.
+        # What trees gain over chains is seen where one follows the other.
         kinds = [x for x in found[1:] if x.shape.is_chain != chosen.shape.is_chain]
         tried, num = plain, 2  # the first follows another shape and is not learned from
         if kinds and self._tried_plain:

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from functools import partial
 
-from serve_spec.adaptive.policy import Reason
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord
-from serve_spec.core.round import DecodeBatch, RoundSteps
+from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 
 FIRST_STEPS = 5
 """Drafts of a sequence's first round,"""

@@ -90,8 +90,8 @@ class Planner:
                 found.append(Candidate(DraftShape.chain(depth), budget, *map(float, figures)))
         return found
 
-    def tree(self, load: Load, shape: DraftShape, rates: Sequence[float]) -> Candidate:
-        """Return a tree that is verified whole, by the chance that a level is accepted."""
+    def tree(self, load: Load, shape: DraftShape, rates: Floats) -> Candidate:
+        """Return a tree that is verified whole, by the chance that each level is accepted."""
         size = load.work.size
         expected = size * float(np.cumprod(rates[: shape.depth]).sum())
         ms = self.costs.ms(load.work._replace(shape=shape, drafts=size * shape.size))

@@ -48,10 +48,7 @@ class PolicySettings:
     def of(
         cls, config: SpeculativeConfig, max_steps: int | None = None, *, may_branch: bool = True
     ) -> PolicySettings:
-        """Return what a configuration asks for; fixed at no drafts when nothing drafts.
-
-        may_branch: whether the target can verify trees that are not configured.
-        """
+        """Return what a configuration asks for; unnamed trees only if `may_branch`."""
         depth, topk = config.speculative_num_steps, config.topk
         source = config.speculative_adaptive_config
         shape = DraftShape.chain(depth if config.enabled else 0)

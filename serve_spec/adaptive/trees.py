@@ -5,19 +5,14 @@ from __future__ import annotations
 from serve_spec.config.adaptive_file import SlotConfig
 from serve_spec.core.draft_shape import DraftShape
 
-SMALL_TREES = {
-    1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)),
-    9: (DraftShape(4, 7, 4),),
-    17: (),
-}
+SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: (DraftShape(4, 7, 4),), 17: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
-_LADDER_SHAPES = 3  # each has to be built, measured and tried
 
 
 def ladder(tree: DraftShape) -> tuple[DraftShape, ...]:
     """Return `tree`, half its drafts and a level less, and so on while it branches; ascending."""
     shapes = [tree]
-    while len(shapes) < _LADDER_SHAPES:
+    while len(shapes) < 3:  # each has to be built and measured
         depth = shapes[-1].depth - 1
         size = min(shapes[-1].size // 2, shapes[-1].size_at(depth))
         if not 1 <= depth < size:

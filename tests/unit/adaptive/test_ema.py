@@ -10,10 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveStepSlot, Reason
+from serve_spec.adaptive import AdaptiveSpeculativeParams, AdaptiveStepSlot
 from serve_spec.adaptive.ema import LAST_PROBE_WAIT_ROUNDS
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import PRESETS
+from serve_spec.core.round import Reason
 
 DWELL = 8
 AT_ONCE = {"ema_alpha": 1.0, "warmup_batches": 0, "update_interval": 1}

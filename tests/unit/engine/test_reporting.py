@@ -13,10 +13,9 @@ from serve_spec import LLM
 from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.adaptive.policy import Reason
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams
-from serve_spec.core.round import NO_NOTES
+from serve_spec.core.round import NO_NOTES, Reason
 from serve_spec.engine import engine
 from tests.helpers.engines import MakeLLM, heard_steps
 from tests.helpers.rounds import decode_batch, verified_round
