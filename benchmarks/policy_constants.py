@@ -42,19 +42,22 @@ NOTE = """\
 Percent of tokens per ms, relative to the shipped constants; noise is about 0.2. A ratio from 0.5 to
 1.5 has its distance from 1 halved and doubled."""
 
+Value: TypeAlias = float | tuple[float, ...]
 Effects: TypeAlias = dict[tuple[str, str, str], list[list[float]]]
 """By constant, costs and factor."""
 
 
 class Constant(NamedTuple):
-    """A tuned number, as the source has it."""
+    """A tuned number, or several, as the source has it."""
 
     name: str
-    value: float
+    value: Value
     meaning: str
 
-    def changed(self, factor: float) -> float:
+    def changed(self, factor: float) -> Value:
         """Return the value times a factor; of a ratio from 0.5 to 1.5, its distance from 1."""
+        if isinstance(self.value, tuple):
+            return tuple(each * factor for each in self.value)
         if isinstance(self.value, int):
             return max(1, int(self.value * factor))
         if 0.5 < self.value < 1.5:
@@ -69,7 +72,7 @@ class Job(NamedTuple):
     seed: int
     name: str = ""
     kind: str = ""
-    value: float = 0.0
+    value: Value = 0.0
 
 
 def constants() -> list[Constant]:
@@ -85,13 +88,17 @@ def constants() -> list[Constant]:
             text = after.value.value if isinstance(after.value, ast.Constant) else None
             if isinstance(target, ast.Name) and isinstance(text, str):
                 value = getattr(module, target.id)
-                if re.fullmatch(r"[A-Z][A-Z0-9_]*", target.id) and type(value) in (int, float):
+                if re.fullmatch(r"[A-Z][A-Z0-9_]*", target.id) and type(value) in (
+                    int,
+                    float,
+                    tuple,
+                ):
                     found.append(Constant(target.id, value, " ".join(text.split())))
     return found
 
 
 @contextmanager
-def patched(name: str, value: float) -> Iterator[None]:
+def patched(name: str, value: Value) -> Iterator[None]:
     """Set a constant in every module of the package that holds it; restore it afterwards."""
     modules = [each for key, each in sys.modules.items() if key.startswith(f"{PACKAGE}.")]
     before = [(each, getattr(each, name)) for each in modules if name and hasattr(each, name)]
@@ -162,7 +169,9 @@ def table(
             pair = [fmean(x) for x in zip(*found[each.name, *at], strict=True)]
             figures.append(" ".join(map(_signed, pair if apart else [fmean(pair)])))
         first, *more = wrap(each.meaning, width)
-        rows.append([f"`{each.name}`", f"{each.value:g}", first, *figures])
+        values = each.value if isinstance(each.value, tuple) else (each.value,)
+        shown = ", ".join(f"{value:g}" for value in values)
+        rows.append([f"`{each.name}`", shown, first, *figures])
         rows += [["", "", text, *[""] * len(columns)] for text in more]
     return ["| " + " | ".join(row) + " |" for row in rows]
 

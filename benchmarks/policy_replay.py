@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 import math
+from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
 from benchmarks.simulator import RoundCosts, Simulator
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
+from serve_spec.adaptive.trees import SMALL_TREES
 from serve_spec.bench.phases import CLASSES, Phase, TextKind
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft_shape import DraftShape
@@ -39,7 +41,8 @@ NUM_TOKENS, SPREAD = 64, 0.4
 def goodput(name: str) -> GoodputPolicy:
     """Return a policy with the table of a cost model."""
     costs, sizes, counts = COSTS[name]
-    return GoodputPolicy(recorded_table(costs, sizes), min_dwell_rounds=0, token_counts=counts)
+    table = recorded_table(costs, sizes, trees=sorted({*chain(*SMALL_TREES.values())}))
+    return GoodputPolicy(table, trees=SMALL_TREES, min_dwell_rounds=0, token_counts=counts)
 
 
 def speeds(name: str, policy: StepPolicy, phases: list[Phase], seed: int = 0) -> list[float]:

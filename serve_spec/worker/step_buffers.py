@@ -29,16 +29,21 @@ class GrammarMasks:
     """Static grammar masks of a step, for up to B requests of N drafts over V token ids.
 
     `places` int32 [B, N + 1]: the row of `words` for the draw after each request's root and drafts,
-    -1 without a mask. `words` int32 [B · (N + 1), ceil(V / 32)].
+    -1 without a mask. `words` int32 [max_draws, ceil(V / 32)].
     """
 
     def __init__(
-        self, max_requests: int, max_drafts: int, vocab_size: int, device: torch.device
+        self,
+        max_requests: int,
+        max_drafts: int,
+        max_draws: int,
+        vocab_size: int,
+        device: torch.device,
     ) -> None:
         shape = max_requests, max_drafts + 1
         self.places = torch.full(shape, -1, dtype=torch.int32, device=device)
         num_words = -(-vocab_size // 32)
-        self.words = torch.zeros(math.prod(shape), num_words, dtype=torch.int32, device=device)
+        self.words = torch.zeros(max_draws, num_words, dtype=torch.int32, device=device)
         self._is_clear = True
 
     def write(self, masks: RoundMasks) -> None:
@@ -117,12 +122,14 @@ class StepBuffers:
         max_chunk_tokens: int,
         max_tree_drafts: int = 0,
         *,
+        max_draws: int | None = None,
         samples_drafts: bool = False,
         draft_sharpness: float = 1.0,
     ) -> StepBuffers:
         """Return empty buffers for as many requests as there are slots.
 
         max_tree_drafts: drafts of the largest tree; 0 if only chains are drafted.
+        max_draws: most roots and drafts of a step; None: as many as there is room for.
 
         Raises:
             MemoryError: the distributions of sampled drafts do not fit.
@@ -152,7 +159,13 @@ class StepBuffers:
             budget=zeros(1),
             calibration=zeros(len(AS_DRAWN), max(1, max_depth), 2, dtype=torch.float32),
             sharpness=torch.full((1,), draft_sharpness, device=device),
-            masks=GrammarMasks(max_requests, most, slots.vocab_size, device),
+            masks=GrammarMasks(
+                max_requests,
+                most,
+                max_requests * (most + 1) if max_draws is None else max_draws,
+                slots.vocab_size,
+                device,
+            ),
             chunks=PrefillChunks.create(max_chunk_tokens, max_requests, device),
             parents=zeros(max_requests, most) if max_tree_drafts else None,
             paths=zeros(max_requests, max_depth + 1) if max_tree_drafts else None,

@@ -158,12 +158,20 @@ class SpecWorker:
         shapes = tuple(shapes)
         head = None if self.drafter is None else self.drafter.head
         samples_drafts = self.rejection_sample_method != "coupled"
+        max_requests = self.slots.padding
+
+        def drafts(shape: DraftShape) -> int:
+            # Chains of any depth may run at every batch size.
+            most = None if shape.is_chain else self.largest_batch(shape)
+            return min(most or max_requests, max_requests) * shape.size
+
         self.buffers = StepBuffers.create(
             self.slots,
             max((shape.depth for shape in shapes), default=0),
             head,
             self.max_tokens + 1,  # a prompt may exceed the budget by a token
             max((shape.size for shape in shapes if not shape.is_chain), default=0),
+            max_draws=max_requests + max(map(drafts, shapes), default=0),
             samples_drafts=samples_drafts,
             draft_sharpness=self.draft_sharpness,
         )
