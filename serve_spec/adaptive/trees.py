@@ -5,7 +5,7 @@ from __future__ import annotations
 from serve_spec.config.adaptive_file import SlotConfig
 from serve_spec.core.draft_shape import DraftShape
 
-SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: (DraftShape(4, 7, 4),), 17: ()}
+SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""
 
 

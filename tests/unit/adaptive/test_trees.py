@@ -211,19 +211,19 @@ def test_goodput_adds_small_trees_to_chains_unless_the_configuration_rules_them_
     found = PolicySettings.of(judge(SpeculativeConfig, {**drafter, **keys}))
     assert found.trees == expected
     assert found.shape == DraftShape.chain(3)
-    assert [found.largest_batch(tree) for tree in expected] == [16, 8, 8][: len(expected)]
+    assert [found.largest_batch(tree) for tree in expected] == [8, 8][: len(expected)]
 
 
 def test_small_trees_are_as_deep_as_the_draft_and_the_slots_allow(tmp_path: Path) -> None:
     drafter = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(tmp_path)}
     config = judge(SpeculativeConfig, drafter)
-    assert PolicySettings.of(config, max_steps=5).trees == ALL_SMALL[:2]
+    assert PolicySettings.of(config, max_steps=5).trees == ALL_SMALL[:1]
     assert PolicySettings.of(config, max_steps=3).trees == ()
     assert PolicySettings.of(config, may_branch=False).trees == ()
     slots = {"1": {"candidate_steps": [4]}, "4": {"candidate_steps": [1]}}
     assert (
         PolicySettings.of(config).changed({"speculative_adaptive_config": slots}).trees
-        == (ALL_SMALL[:2])
+        == (ALL_SMALL[:1])
     )
     slots["4"] = {"candidate_steps": [1], "candidate_trees": []}
     assert PolicySettings.of(config).changed({"speculative_adaptive_config": slots}).trees == ()

@@ -191,10 +191,6 @@ def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair: 
         for shape, state in found.states.items()
         if state.draft is not None and not shape.is_chain
     }
-    assert {str(shape): size for shape, size in largest.items()} == {
-        "4x7": 16,
-        "4x15": 8,
-        "6x31": 8,
-    }
-    assert found.admit_for(max(largest)).sizes[-1].requests == 16
+    assert {str(shape): size for shape, size in largest.items()} == {"4x15": 8, "6x31": 8}
+    assert found.admit_for(max(largest)).sizes[-1].requests == 8
     assert found.admit_for(PLAIN).sizes[-1].requests == 32
