@@ -65,6 +65,8 @@ from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
 
 _PIECE_BYTES = 2**20
+# What the error of a request that has timed out takes to reach its client.
+_LAST_WORDS_S = 1.0
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -117,7 +119,9 @@ class CompletionAnswer(Response):
                 answer = StreamingResponse(frames, media_type=sse.MEDIA_TYPE, headers=sse.HEADERS)
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
-            await answer(scope, receive, send)
+            # A client that does not read must not hold its places for ever.
+            async with asyncio.timeout_at(running.deadline.at + _LAST_WORDS_S):
+                await answer(scope, receive, send)
 
 
 def create_api(
