@@ -9,9 +9,11 @@ import pytest
 import ray.serve._private.constants as ray_constants
 import yaml
 from ray._common.utils import import_attr
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from serve_spec.serving.autoscaling import replicas_for_requests
 from serve_spec.serving.deploy_file import read_deployment
+from serve_spec.serving.environment import throughput_settings
 from tests.k8s.deployments import (
     DEPLOY_FILES,
     ROOT,
@@ -94,7 +96,23 @@ def test_the_high_throughput_settings_are_ones_that_ray_reads() -> None:
     text = Path(ray_constants.__file__).read_text()
     for name, value in THROUGHPUT.items():
         assert f'"{name}"' in text
-        assert re.fullmatch(r"\d+", value), "a shell and a pod must read the same"
+        assert re.fullmatch(r"[\w. \n-]+", value), "a shell and a pod must read the same"
+
+
+def test_serve_spec_serve_sets_what_the_files_do(deployment: Deployment) -> None:
+    router = deployment.config.router
+    own = throughput_settings(router)
+    longest = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    assert {**own, longest: THROUGHPUT[longest]} == THROUGHPUT
+    assert int(own[longest]) > router.request_timeout_s
+
+
+def test_haproxy_limits_the_time_of_headers_in_its_defaults() -> None:
+    """Ray has no setting for it: the line comes after the balance algorithm's."""
+    section = HAPROXY_CONFIG_TEMPLATE.partition("defaults\n")[2].partition("frontend ")[0]
+    assert section.splitlines()[-1].strip() == "balance {{ config.balance_algorithm }}"
+    algorithm, limit = THROUGHPUT["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].splitlines()
+    assert (algorithm, limit.strip()) == ("leastconn", "timeout http-request 30s")
 
 
 def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:
