@@ -20,6 +20,8 @@ THROUGHPUT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # A router that is told to go waits so long for connections on their way to it.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
+    # A request whose router dies before it has answered goes to another one.
+    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     # Serve's controller looks at everything so often.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
@@ -38,9 +40,11 @@ def throughput_settings(router: RouterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
         # It ends a connection that neither sends nor reads for so long.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(header_s),
-        # Ray has no setting for the time that headers may take. The algorithm is the last line of
-        # the section of defaults, so that a line after it is one of them.
-        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": f"leastconn\n    timeout http-request {header_s}s",
+        # Ray has no settings for the time that headers may take and for the client's address. The
+        # algorithm is the last line of HAProxy's defaults, so that lines after it are among them.
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "\n    ".join(
+            ["leastconn", f"timeout http-request {header_s}s", "option forwardfor"]
+        ),
     }
 
 

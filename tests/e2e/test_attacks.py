@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from serve_spec.bench.report import environment
+from serve_spec.config import RouterConfig
+from serve_spec.serving.environment import own_settings
 from tests.e2e.attacks import (
     ATTACKER,
     BYSTANDER,
@@ -40,6 +42,8 @@ MAX_SEQS = 16
 
 
 ENVIRONMENT = {
+    # As `serve-spec serve` sets it.
+    **own_settings(RouterConfig(header_timeout_s=HEADER_TIMEOUT_S)),
     "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S": str(HEADER_TIMEOUT_S),
     # They keep compiled products of 1,024 sizes, 100 MB and more: not the growth looked for.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
