@@ -123,8 +123,8 @@ def main() -> None:
     parser.add_argument("--requests-per-stream", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--checkouts", type=Path, nargs="+", default=[Path()])
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--checkouts", type=absolute, nargs="+", default=[absolute(".")])
+    parser.add_argument("--json", type=absolute)
     args = parser.parse_args()
     os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
     append_row(args.json, {"section": "run", "environment": environment(None)})
@@ -146,7 +146,7 @@ def loads(
 ) -> Iterator[dict[str, Any]]:
     """Yield the figures of every repetition on the server of a checkout."""
     offered = args.rounds * args.streams * sum(ACCEPT_LENGTHS) / len(ACCEPT_LENGTHS)
-    os.environ["PYTHONPATH"] = str(checkout.absolute())
+    os.environ["PYTHONPATH"] = str(checkout)
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(deployment)
         file.flush()
@@ -160,6 +160,11 @@ def loads(
                 for pid, (kind, seconds) in cpu_seconds().items():
                     spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
                 yield {"repetition": repetition, **figures(run, spent, offered)}
+
+
+def absolute(path: str) -> Path:
+    """Return a path that stays right in another directory."""
+    return Path(path).absolute()
 
 
 def commit_of(checkout: Path) -> str:
