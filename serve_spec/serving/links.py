@@ -109,8 +109,8 @@ class Links:
                         end = None
                     else:
                         self._listener.hear(replica, news)
-        except ApiError as error:
-            end = error
+        except ApiError as error:  # Serve makes an error of a cancellation
+            end = does_not_answer(replica) if link.is_silent else error
         except asyncio.CancelledError:
             if not link.is_silent:
                 raise
