@@ -83,7 +83,8 @@ def interleaved(
 async def _together(
     streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    said: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue()
+    # What the reader does not take waits in the streams, which merge it.
+    said: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(streams))
     listeners = [asyncio.create_task(_listen(stream, said)) for stream in streams]
     try:
         num_open = len(streams)
@@ -109,7 +110,7 @@ async def _listen(
     try:
         async with aclosing(stream):
             async for item in stream:
-                said.put_nowait(item)
-        said.put_nowait(None)
+                await said.put(item)
+        await said.put(None)
     except Exception as error:  # whatever it is, it is for the reader
-        said.put_nowait(error)
+        await said.put(error)

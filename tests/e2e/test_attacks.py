@@ -53,33 +53,28 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    os.environ |= ENVIRONMENT
-    try:
-        with local_serve(num_cpus=4) as url:
-            from ray import serve
+    with local_serve(num_cpus=4, environment=ENVIRONMENT) as url:
+        from ray import serve
 
-            from serve_spec.serving import build_app
+        from serve_spec.serving import build_app
 
-            args = {
-                "config": str(ROOT / "configs" / "tiny.yaml"),
-                "num_replicas": 2,
-                "num_cpus": 0.5,
-                "speculative_adaptive_strategy": "ema",
-                # Short rounds, so that a gap in a stream is not one.
-                "max_num_batched_tokens": 128,
-                "body_timeout_s": BODY_TIMEOUT_S,
-                "stall_timeout_s": STALL_TIMEOUT_S,
-                "health_check_period_s": 1.0,
-                # Whatever ends a process that does not answer, it is not Serve.
-                "health_check_timeout_s": 600.0,
-                "graceful_shutdown_timeout_s": 0.0,
-                "push_interval_s": 1.0,
-            }
-            serve.run(build_app(args), name="attacked", route_prefix="/")
-            yield url
-    finally:
-        for name in ENVIRONMENT:
-            del os.environ[name]
+        args = {
+            "config": str(ROOT / "configs" / "tiny.yaml"),
+            "num_replicas": 2,
+            "num_cpus": 0.5,
+            "speculative_adaptive_strategy": "ema",
+            # Short rounds, so that a gap in a stream is not one.
+            "max_num_batched_tokens": 128,
+            "body_timeout_s": BODY_TIMEOUT_S,
+            "stall_timeout_s": STALL_TIMEOUT_S,
+            "health_check_period_s": 1.0,
+            # Whatever ends a process that does not answer, it is not Serve.
+            "health_check_timeout_s": 600.0,
+            "graceful_shutdown_timeout_s": 0.0,
+            "push_interval_s": 1.0,
+        }
+        serve.run(build_app(args), name="attacked", route_prefix="/")
+        yield url
     if file := os.environ.get("SERVE_SPEC_ATTACK_FIGURES"):
         command = "SERVE_SPEC_ATTACK_FIGURES=FILE pytest tests/e2e/test_attacks.py"
         figures = {"environment": {**environment(), "command": command}, **FIGURES}
