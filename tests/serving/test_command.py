@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from serve_spec import cli
+from serve_spec.config import RouterConfig
 from serve_spec.serving import proxy
 from serve_spec.serving.command import announcement, main, prepare_environment, read_plan
+from serve_spec.serving.environment import own_settings
 
 
 @pytest.fixture
@@ -94,6 +96,13 @@ def test_the_proxy_is_told_the_limit_of_the_configuration(
     assert proxy.header_timeout_s() == 7.5
     assert os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "8"
     assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "9", "the operator's own value wins"
+
+
+def test_a_second_server_on_a_machine_has_ports_of_its_own() -> None:
+    first = own_settings(RouterConfig())
+    name = "RAY_SERVE_HAPROXY_STATS_PORT"
+    with socket.create_server(("", int(first[name]))):
+        assert own_settings(RouterConfig())[name] != first[name]
 
 
 def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:
