@@ -1,7 +1,10 @@
 """What the path from an engine to its HTTP clients costs: CPU time per chunk, by process.
 
 PYTHONPATH=. python benchmarks/serving_path.py [--routers 1 2 4] [--streams 64] [--rounds 20]
-    [--output-tokens 192] [--repetitions 2] [--json FILE]
+    [--output-tokens 192] [--repetitions 2] [--checkouts . ../before] [--json FILE]
+
+With several checkouts, their servers take turns. Ray Serve's settings are those of the environment,
+and those that `serve-spec serve` of the checkout adds.
 
 The engine is `paced_engine`: it emits all streams' tokens so many times a second. Chunks that come
 together count as they were sent, so merging them lowers their number: CPU time per emitted token is
@@ -14,8 +17,11 @@ import argparse
 import json
 import os
 import re
+import subprocess
 import tempfile
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import chdir
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
@@ -26,7 +32,7 @@ import yaml
 from benchmarks.paced_engine import ACCEPT_LENGTHS
 from serve_spec.bench.online.clients import Clients, Target
 from serve_spec.bench.online.load import ClosedLoop
-from serve_spec.bench.online.record import LoadRun, text_requests
+from serve_spec.bench.online.record import LoadRun, TextRequest, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_row, environment
 
@@ -78,7 +84,8 @@ def kind_of(title: str) -> str:
     named = re.match(r"ray::(?:ServeReplica:\w+:)?(\w+)", title)
     if named:
         return named[1]
-    return next((k for k in ("raylet", "gcs_server", "serving_path") if k in title), "other")
+    others = ("raylet", "gcs_server", "serving_path", "haproxy")
+    return next((kind for kind in others if kind in title), "other")
 
 
 def figures(run: LoadRun, spent: dict[str, float], offered: float) -> dict[str, Any]:
@@ -116,36 +123,54 @@ def main() -> None:
     parser.add_argument("--requests-per-stream", type=int, default=2)
     parser.add_argument("--repetitions", type=int, default=2)
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--checkouts", type=absolute, nargs="+", default=[absolute(".")])
+    parser.add_argument("--json", type=absolute)
     args = parser.parse_args()
     os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (os.getcwd(), os.getenv("PYTHONPATH"))))
     append_row(args.json, {"section": "run", "environment": environment(None)})
     count = args.streams * args.requests_per_stream
     requests = text_requests(
         count, prompt_chars=400, output_tokens=args.output_tokens, temperature=0.0
     )
-    offered = args.rounds * args.streams * sum(ACCEPT_LENGTHS) / len(ACCEPT_LENGTHS)
     for num_routers in args.routers:
-        with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-            yaml.safe_dump(deployment(num_routers, args.streams), file)
-            file.flush()
-            command = serve_command(file.name, args.port)
-            with own_server(command) as url, Clients(Target(url)) as clients:
-                clients.run(ClosedLoop(args.streams), requests[: args.streams])
-                for repetition in range(args.repetitions):
-                    before = cpu_seconds()
-                    run = clients.run(ClosedLoop(args.streams), requests)
-                    spent: dict[str, float] = defaultdict(float)
-                    for pid, (kind, seconds) in cpu_seconds().items():
-                        spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
-                    row = {
-                        "routers": num_routers,
-                        "repetition": repetition,
-                        **figures(run, spent, offered),
-                    }
-                    print(json.dumps(row), flush=True)
-                    append_row(args.json, {"section": "load", **row})
+        for checkout in args.checkouts:
+            file = yaml.safe_dump(deployment(num_routers, args.streams))
+            for row in loads(checkout, file, requests, args):
+                shown = {"routers": num_routers, "commit": commit_of(checkout), **row}
+                print(json.dumps(shown), flush=True)
+                append_row(args.json, {"section": "load", **shown})
+
+
+def loads(
+    checkout: Path, deployment: str, requests: list[TextRequest], args: argparse.Namespace
+) -> Iterator[dict[str, Any]]:
+    """Yield the figures of every repetition on the server of a checkout."""
+    offered = args.rounds * args.streams * sum(ACCEPT_LENGTHS) / len(ACCEPT_LENGTHS)
+    os.environ["PYTHONPATH"] = str(checkout)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(deployment)
+        file.flush()
+        command = serve_command(file.name, args.port)
+        with chdir(checkout), own_server(command) as url, Clients(Target(url)) as clients:
+            clients.run(ClosedLoop(args.streams), requests[: args.streams])
+            for repetition in range(args.repetitions):
+                before = cpu_seconds()
+                run = clients.run(ClosedLoop(args.streams), requests)
+                spent: dict[str, float] = defaultdict(float)
+                for pid, (kind, seconds) in cpu_seconds().items():
+                    spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
+                yield {"repetition": repetition, **figures(run, spent, offered)}
+
+
+def absolute(path: str) -> Path:
+    """Return a path that stays right in another directory."""
+    return Path(path).absolute()
+
+
+def commit_of(checkout: Path) -> str:
+    """Return the short name of the commit that is checked out."""
+    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

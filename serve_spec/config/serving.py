@@ -62,6 +62,12 @@ class RouterConfig(StrictModel):
     body_timeout_s: float = Field(
         60.0, gt=0, description="Seconds a request may take to send its body; then 408."
     )
+    max_unread_bytes: int = Field(
+        2**20,
+        ge=4096,
+        description="Most memory in bytes, about, of the text that waits in the router for one "
+        "choice whose client reads too slowly; past it the request ends with code client_too_slow.",
+    )
     api_keys: tuple[str, ...] = Field(
         (), repr=False, description="Accepted bearer tokens, a list of strings; empty: no check."
     )

@@ -6,7 +6,7 @@ import asyncio
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from functools import partial
 
 from serve_spec.config import ServeSpecConfig
@@ -29,15 +29,12 @@ class TokenStream:
     def __init__(self, request_id: str, num_prompt_tokens: int) -> None:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
-        self._loop = asyncio.get_running_loop()
+        self.event_loop = asyncio.get_running_loop()
         self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
 
     def put(self, item: TokenDelta | Exception) -> None:
-        """Add an item. Called from the engine's thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the reader's event loop is closed
-            logger.debug("stream %s has no reader", self.request_id)
+        """Add an item. Called in the reader's event loop."""
+        self._items.put_nowait(item)
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         finished = False
@@ -47,6 +44,23 @@ class TokenStream:
                 raise item
             finished = item.finish_reason is not None
             yield item
+
+
+def _put_all(items: Iterable[tuple[TokenStream, TokenDelta | Exception]]) -> None:
+    """Add items to streams; each event loop of readers wakes up once. Called from any thread."""
+    by_loop: dict[asyncio.AbstractEventLoop, list[tuple[TokenStream, TokenDelta | Exception]]] = {}
+    for stream, item in items:
+        by_loop.setdefault(stream.event_loop, []).append((stream, item))
+    for event_loop, its_items in by_loop.items():
+        try:
+            event_loop.call_soon_threadsafe(_put_each, its_items)
+        except RuntimeError:
+            logger.debug("%d streams have no reader: their event loop is closed", len(its_items))
+
+
+def _put_each(items: Sequence[tuple[TokenStream, TokenDelta | Exception]]) -> None:
+    for stream, item in items:
+        stream.put(item)
 
 
 class EngineLoop:
@@ -124,7 +138,7 @@ class EngineLoop:
         def abort() -> None:
             delta = self._engine.abort(request_id)
             if delta is not None:
-                self._deliver(delta)
+                self._deliver([delta])
 
         self._commands.put(abort)
 
@@ -197,19 +211,24 @@ class EngineLoop:
                 self._run_commands(0.0 if self._engine.has_work else self._engine.idle_wait_s())
                 self._round_started = time.monotonic()
                 if self._engine.has_work:
-                    for delta in self._engine.step():
-                        self._deliver(delta)
+                    self._deliver(self._engine.step())
                 else:
                     self._engine.use_idle_time()
                 self._round_started = None
-            for request_id in list(self._streams):
-                ended = TokenDelta(request_id, (), "", FinishReason.ABORT)
-                self._deliver(self._engine.abort(request_id) or ended)
+            self._deliver(
+                [
+                    self._engine.abort(request_id)
+                    or TokenDelta(request_id, (), "", FinishReason.ABORT)
+                    for request_id in list(self._streams)
+                ]
+            )
         except BaseException as error:  # every stream gets the error
             logger.exception("the engine thread died")
             self._failure = error
-            for stream in list(self._streams.values()):
-                stream.put(RuntimeError(f"the engine thread died: {error!r}"))
+            _put_all(
+                (stream, RuntimeError(f"the engine thread died: {error!r}"))
+                for stream in list(self._streams.values())
+            )
 
     def _call(self, change: Callable[[], None]) -> None:
         """Run a change between steps and wait; its errors are raised here."""
@@ -244,10 +263,13 @@ class EngineLoop:
             command()
             wait_s = 0.0
 
-    def _deliver(self, delta: TokenDelta) -> None:
-        stream = self._streams.get(delta.request_id)
-        if stream is None:
-            return
-        if delta.finish_reason is not None:
-            del self._streams[delta.request_id]
-        stream.put(delta)
+    def _deliver(self, deltas: Iterable[TokenDelta]) -> None:
+        """Give each delta to the stream of its request."""
+        items: list[tuple[TokenStream, TokenDelta | Exception]] = []
+        for delta in deltas:
+            ended = delta.finish_reason is not None
+            take = self._streams.pop if ended else self._streams.get
+            stream = take(delta.request_id, None)
+            if stream is not None:
+                items.append((stream, delta))
+        _put_all(items)

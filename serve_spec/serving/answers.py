@@ -12,8 +12,12 @@ from typing import NotRequired, TypeAlias
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
 from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.serving import sse
 from serve_spec.serving.choice_text import ChoiceText, Echo
 from serve_spec.serving.logprobs import ChatLogprobs, CompletionLogprobs, Spell, chat_logprobs
+
+_MARK = "\0the text\0"
+"""Stands for the text of a chunk; it comes after every other text that a client has chosen."""
 
 
 class PromptTokensDetails(TypedDict):
@@ -203,6 +207,23 @@ class AnswerFormat(ABC):
     def __init__(self, head: AnswerHead, spell: Spell | None = None) -> None:
         self.head = head
         self._spell = spell
+        self._around: dict[int, tuple[bytes, bytes]] = {}
+
+    def frame(self, index: int, delta: TokenDelta) -> bytes:
+        """Return the event with the next piece of a choice's stream: `chunk` as bytes.
+
+        A piece that is text alone, as most are, is put between bytes that are made once.
+        """
+        if self._spell is not None or delta.finish_reason is not None or not delta.text:
+            return sse.frame(self.chunk(index, delta))
+        around = self._around.get(index)
+        if around is not None:
+            return around[0] + sse.encode_text(delta.text) + around[1]
+        first = sse.frame(self.chunk(index, delta))  # with the echo, if there is one
+        marked = sse.frame(self.chunk(index, TokenDelta("", (), _MARK)))
+        before, _, after = marked.rpartition(sse.encode_text(_MARK))
+        self._around[index] = before, after
+        return first
 
     @abstractmethod
     def whole(self, choices: Sequence[Sequence[TokenDelta]], counts: Usage) -> Answer:

@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from serve_spec import __version__
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
+from serve_spec.log import get_logger
 from serve_spec.metrics import Reading
 from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
@@ -64,7 +65,11 @@ from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest
 from serve_spec.serving.status_page import add_status_page
 
+logger = get_logger(__name__)
+
 _PIECE_BYTES = 2**20
+# What the error of a request that has timed out takes to reach its client.
+_LAST_WORDS_S = 1.0
 
 _ERRORS = {
     400: "A field is wrong; `param` names it.",
@@ -117,7 +122,12 @@ class CompletionAnswer(Response):
                 answer = StreamingResponse(frames, media_type=sse.MEDIA_TYPE, headers=sse.HEADERS)
             else:
                 answer = await _json_answer(await whole_answer(running, self._form))
-            await answer(scope, receive, send)
+            try:
+                # A client that does not read must not hold its places for ever.
+                async with asyncio.timeout_at(running.deadline.at + _LAST_WORDS_S):
+                    await answer(scope, receive, send)
+            except TimeoutError:
+                logger.warning("request %s: its client does not read", self._choices[0].trace_id)
 
 
 def create_api(

@@ -1,34 +1,33 @@
-"""Requests that arrive together travel together: one call to one replica, one stream back.
+"""Requests that arrive together travel together, and all answers of a replica come together.
 
-    generate(request) ─┐                                    ┌─> items of that request
-    generate(request) ─┼─> Submission ─> replica ─> Items ──┼─> items of that request
-    generate(request) ─┘                                    └─> items of that request
+    generate(request) ─┐                                          ┌─> items of that request
+    generate(request) ─┼─> Submission ─> replica ─> its stream ───┼─> items of that request
+    generate(request) ─┘                (one message per round)   └─> items of that request
 
-Where there are several replicas, a batch is shared out first: all of it on one while another has
+If there are several replicas, a batch is shared out first: all of it on one while another has
 nothing to do would take longer.
 
-Plain asyncio: how a submission reaches a replica is the `Transport`'s business. What is on its way
-is bounded: a request has at most `max_tokens` items, and the door bounds the requests.
+Plain asyncio: how a submission reaches a replica is the `Transport`'s business, and `hear` takes
+what comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable
 from contextvars import Context
 from typing import Any, Protocol
 
 from serve_spec.core.request import TokenDelta
 from serve_spec.serving.errors import ApiError, ReplicaLost, engine_failed
+from serve_spec.serving.item_stream import ItemStream
 from serve_spec.serving.messages import (
-    Accepted,
     Cancellation,
-    Failed,
     GenerateRequest,
-    Items,
+    News,
     ReplicaItem,
     Submission,
+    Submitted,
     Withdrawn,
     is_last,
 )
@@ -41,8 +40,8 @@ _MAX_REPLICAS = 64
 class Transport(Protocol):
     """The way to the replicas."""
 
-    def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
-        """What one replica answers; closing the generator ends all its requests there.
+    async def submit(self, submission: Submission) -> Submitted:
+        """Give the requests to one replica, whose news go to `Batcher.hear`.
 
         Raises:
             ApiError: no replica can take them, or the one that had them is gone.
@@ -50,22 +49,38 @@ class Transport(Protocol):
         ...
 
     async def cancel(self, cancellation: Cancellation) -> None:
-        """Ends requests where they run; harmless if they, or the replica, are gone."""
+        """End requests where they run; harmless if they, or the replica, are gone."""
         ...
 
 
-class _Mailbox:
-    """One request's items on their way to whoever asked."""
+class _Request:
+    """One request on its way, and what its client has not read yet."""
 
-    def __init__(self, request: GenerateRequest, group: Hashable) -> None:
+    def __init__(self, request: GenerateRequest, group: Hashable, max_unread_bytes: int) -> None:
         self.request = request
         self.group = group
-        self.items: asyncio.Queue[ReplicaItem | ApiError] = asyncio.Queue()
-        self.courier: _Courier | None = None
+        self.items = ItemStream(max_unread_bytes)
+        self.submission: Submission | None = None
         self.sent_at = 0.0
         """When it was handed over, in seconds of the event loop's clock."""
+        self.replica: str | None = None
+        self.session = 0
+        self.is_open = True
+        """Whether its last item is still to come."""
+        self.is_unwanted = False
+        """Whether it is to be ended where it runs, once that is known."""
         self.has_begun = False
         """Whether tokens have come."""
+
+    def close(self, last: ReplicaItem | ApiError | None = None) -> None:
+        """End the request here, with its last item if there is a client to read it."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        if self.submission is not None:
+            self.submission.num_open -= 1
+        if last is not None:
+            self.items.put(last)
 
 
 class Batcher:
@@ -74,6 +89,7 @@ class Batcher:
     num_shares: how many submissions a batch may become, of sizes that differ by one at most; which
     replica each goes to is decided elsewhere.
     group_of: requests of different groups do not travel together.
+    max_unread_bytes: most memory, about, of what one client has not read.
     """
 
     def __init__(
@@ -85,6 +101,7 @@ class Batcher:
         max_batch_size: int,
         num_shares: int = 1,
         group_of: Callable[[GenerateRequest], Hashable] = lambda request: None,
+        max_unread_bytes: int = 2**20,
     ) -> None:
         self._transport = transport
         self._sender = sender
@@ -92,57 +109,60 @@ class Batcher:
         self._max_batch_size = max_batch_size
         self._num_shares = num_shares
         self._group_of = group_of
-        self._waiting: dict[Hashable, list[_Mailbox]] = {}
+        self._max_unread_bytes = max_unread_bytes
+        self._waiting: dict[Hashable, list[_Request]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
-        self._couriers: set[_Courier] = set()
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._requests: dict[str, _Request] = {}
+        self._sessions: dict[str, int] = {}
+        self._to_cancel: dict[str, list[str]] = {}
+        self._calls: set[asyncio.Task[None]] = set()
         self._submission_sizes = SizeHistogram()
         self._replica_sizes: dict[str, SizeHistogram] = {}
         self.num_interrupted = 0
-        """Requests whose submission broke off before they had ended."""
+        """Requests whose replica was lost before they had ended."""
         self.num_resumed = 0
         """Requests that a replica took over from one that had failed them."""
         self.num_withdrawn = 0
         """Requests that were taken back from their replica, to go on elsewhere or later."""
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
-        """What a replica answers to one request; closing the generator ends the request there.
+        """Yield what a replica answers to a request; closing the generator ends the request there.
+
+        Deltas that come while the caller is busy are one delta.
 
         Raises:
-            ApiError: as `Transport.send`.
+            ApiError: as `Transport.submit`, or the caller has been busy for too long.
         """
         # Those that a replica failed travel apart from those it did not.
         group = self._group_of(request), request.avoid
-        mailbox = _Mailbox(request, group)
-        self._mailboxes[request.request_id] = mailbox
-        self._join(group, mailbox)
+        asked = _Request(request, group, self._max_unread_bytes)
+        self._requests[request.request_id] = asked
+        self._join(group, asked)
         try:
             while True:
-                item = await mailbox.items.get()
-                if isinstance(item, ApiError):
-                    raise item
+                item = await asked.items.get()
                 yield item
                 if is_last(item):
                     return
         finally:
-            self._leave(mailbox)
+            self._leave(asked)
 
     def withdraw(self, request_id: str) -> None:
         """End a request where it is; its `generate` yields `Withdrawn`. Harmless if it is over."""
-        mailbox = self._mailboxes.get(request_id)
-        if mailbox is not None:
-            self._leave(mailbox)
+        asked = self._requests.get(request_id)
+        if asked is not None and asked.is_open:
+            self._leave(asked)
             self.num_withdrawn += 1
-            mailbox.items.put_nowait(Withdrawn())
+            asked.items.put(Withdrawn())
 
     def not_begun(self, for_s: float) -> dict[str, list[str]]:
         """Return the requests that replicas have had for so long without a token, oldest first."""
         before = asyncio.get_running_loop().time() - for_s
         waiting: dict[str, list[str]] = {}
-        for request_id, mailbox in self._mailboxes.items():
-            replica = mailbox.courier and mailbox.courier.replica
-            if replica and not mailbox.has_begun and mailbox.sent_at <= before:
-                waiting.setdefault(replica, []).append(request_id)
+        for request_id, asked in self._requests.items():
+            is_waiting = asked.is_open and not asked.has_begun and asked.sent_at <= before
+            if asked.replica and is_waiting:
+                waiting.setdefault(asked.replica, []).append(request_id)
         return waiting
 
     def snapshot(self) -> dict[str, object]:
@@ -158,155 +178,156 @@ class Batcher:
             "num_withdrawn": self.num_withdrawn,
             "submission_size": self._submission_sizes.last,
             "submission_size_histogram": self._submission_sizes.as_dict(),
-            "replica_batch_sizes": {name: self._rows(name) for name in self._replica_sizes},
+            "replica_batch_sizes": {name: self.num_open(name) for name in self._replica_sizes},
             "replica_batch_size_histograms": {
                 name: sizes.as_dict() for name, sizes in self._replica_sizes.items()
             },
         }
 
-    def _join(self, group: Hashable, mailbox: _Mailbox) -> None:
+    def hear(self, replica: str, news: News) -> None:
+        """Take what a replica says; each item goes to its request."""
+        if news.session > self._sessions.get(replica, 0):
+            self._begin_session(replica, news.session)
+        for request_id, item in news.items:
+            asked = self._requests.get(request_id)
+            if asked is None or not asked.is_open:
+                continue
+            asked.replica, asked.session = replica, news.session
+            if is_last(item):
+                asked.close(item)
+                continue
+            asked.has_begun = isinstance(item, TokenDelta)
+            self.num_resumed += asked.request.is_resumption and not asked.has_begun
+            if not asked.items.put(item):  # the client does not read
+                asked.close()
+                self._cancel(replica, request_id)
+
+    def lose(self, replica: str, error: ApiError) -> None:
+        """Fail the requests that a replica has."""
+        lost = [a for a in self._requests.values() if a.is_open and a.replica == replica]
+        self._fail(lost, error)
+
+    def num_open(self, replica: str) -> int:
+        """Return how many requests have not ended at a replica."""
+        return sum(asked.is_open and asked.replica == replica for asked in self._requests.values())
+
+    def _join(self, group: Hashable, asked: _Request) -> None:
         waiting = self._waiting.setdefault(group, [])
-        waiting.append(mailbox)
+        waiting.append(asked)
         if len(waiting) >= self._max_batch_size:
-            self._submit(group)
+            self._submit_group(group)
         elif len(waiting) == 1:
             loop = asyncio.get_running_loop()
-            self._timers[group] = loop.call_later(self._batch_wait_s, self._submit, group)
+            self._timers[group] = loop.call_later(self._batch_wait_s, self._submit_group, group)
 
-    def _leave(self, mailbox: _Mailbox) -> None:
-        if self._mailboxes.pop(mailbox.request.request_id, None) is None:
-            return  # it was withdrawn
-        if mailbox.courier is not None:
-            mailbox.courier.leave(mailbox)
+    def _leave(self, asked: _Request) -> None:
+        """Forget a request and end it where it is; harmless if it has ended."""
+        request_id = asked.request.request_id
+        if self._requests.pop(request_id, None) is None or not asked.is_open:
             return
-        waiting = self._waiting[mailbox.group]
-        waiting.remove(mailbox)
-        if not waiting:
-            self._stop_waiting(mailbox.group)
+        asked.close()
+        if asked.submission is None:
+            waiting = self._waiting[asked.group]
+            waiting.remove(asked)
+            if not waiting:
+                self._stop_waiting(asked.group)
+        elif asked.replica is None:
+            asked.is_unwanted = True
+        else:
+            self._cancel(asked.replica, request_id)
 
-    def _submit(self, group: Hashable) -> None:
-        mailboxes = self._stop_waiting(group)
-        num_shares = min(self._num_shares, len(mailboxes))
+    def _submit_group(self, group: Hashable) -> None:
+        requests = self._stop_waiting(group)
+        num_shares = min(self._num_shares, len(requests))
         for share in range(num_shares):
-            self._hand_over(mailboxes[share::num_shares])
+            self._call(self._submit(requests[share::num_shares]))
 
-    def _hand_over(self, mailboxes: list[_Mailbox]) -> None:
-        self._submission_sizes.add(len(mailboxes))
-        submission = Submission(self._sender, [mailbox.request for mailbox in mailboxes])
-        courier = _Courier(self, self._transport, submission, mailboxes)
-        self._couriers.add(courier)
-        courier.task.add_done_callback(lambda task: self._couriers.discard(courier))
-
-    def _stop_waiting(self, group: Hashable) -> list[_Mailbox]:
+    def _stop_waiting(self, group: Hashable) -> list[_Request]:
         timer = self._timers.pop(group, None)
         if timer is not None:
             timer.cancel()
         return self._waiting.pop(group)
 
-    def note_replica(self, replica: str) -> None:
-        """A courier's submission has been taken."""
-        sizes = self._replica_sizes.setdefault(replica, SizeHistogram())
-        sizes.add(max(1, self._rows(replica)))
-        if len(self._replica_sizes) > _MAX_REPLICAS:
-            del self._replica_sizes[next(iter(self._replica_sizes))]
-
-    def _rows(self, replica: str) -> int:
-        return sum(c.submission.num_open for c in self._couriers if c.replica == replica)
-
-
-class _Courier:
-    """Carries one submission out and its items back, each to its mailbox."""
-
-    def __init__(
-        self,
-        batcher: Batcher,
-        transport: Transport,
-        submission: Submission,
-        mailboxes: list[_Mailbox],
-    ) -> None:
-        self.submission = submission
-        self.replica: str | None = None
-        self._transport = transport
-        self._batcher = batcher
-        self._open = {mailbox.request.request_id: mailbox for mailbox in mailboxes}
-        # Gone before it is known where they run.
-        self._gone: list[str] = []
-        self._calls: set[asyncio.Task[None]] = set()
+    def _submit(self, requests: list[_Request]) -> Coroutine[Any, Any, None]:
+        self._submission_sizes.add(len(requests))
+        submission = Submission(self._sender, [asked.request for asked in requests])
         now = asyncio.get_running_loop().time()
-        for mailbox in mailboxes:
-            mailbox.courier, mailbox.sent_at = self, now
-        self.task = _of_nobody(self._carry())
+        for asked in requests:
+            asked.submission, asked.sent_at = submission, now
+        return self._carry(submission, requests)
 
-    def leave(self, mailbox: _Mailbox) -> None:
-        """The listener is gone: its request ends, now; harmless if it has ended."""
-        if self._close(mailbox.request.request_id) is None:
-            return
-        if not self._open:
-            self.task.cancel()
-            return
-        self._gone.append(mailbox.request.request_id)
-        self._cancel_gone()
-
-    async def _carry(self) -> None:
-        lost: ApiError = ReplicaLost(engine_failed("the replica ended the completion early"))
+    async def _carry(self, submission: Submission, requests: list[_Request]) -> None:
+        lost: ApiError = engine_failed("the way to the replica was cut")
         try:
-            async with aclosing(self._transport.send(self.submission)) as answers:
-                async for items in answers:
-                    self._deliver(items)
+            taken = await self._transport.submit(submission)
+            self._bind(requests, taken)
         except ApiError as error:
             lost = error
-        except Exception as error:  # whatever broke, nobody may wait for ever
+        except Exception as error:  # whatever broke, no request may wait for ever
             lost = engine_failed(f"the way to the replica broke ({error!r})")
         finally:
-            self._batcher.num_interrupted += len(self._open)
-            for request_id in list(self._open):
-                self._close(request_id, lost)
+            self._fail([asked for asked in requests if asked.replica is None], lost)
+            for asked in requests:
+                replica = asked.replica or submission.replica
+                if asked.is_unwanted and replica is not None:
+                    self._cancel(replica, asked.request.request_id)
 
-    def _deliver(self, items: Items) -> None:
-        if self.replica is None:
-            self._learn_replica(items)
-        for request_id, item in items:
-            if is_last(item):
-                self._close(request_id, item)
-            elif request_id in self._open:
-                mailbox = self._open[request_id]
-                mailbox.items.put_nowait(item)
-                mailbox.has_begun = isinstance(item, TokenDelta)
-                is_resumed = isinstance(item, Accepted) and mailbox.request.is_resumption
-                self._batcher.num_resumed += is_resumed
+    def _bind(self, requests: list[_Request], taken: Submitted) -> None:
+        replica, session = taken
+        for asked in requests:
+            asked.replica, asked.session = replica, session
+        sizes = self._replica_sizes.setdefault(replica, SizeHistogram())
+        sizes.add(max(1, self.num_open(replica)))
+        if len(self._replica_sizes) > _MAX_REPLICAS:
+            del self._replica_sizes[next(iter(self._replica_sizes))]
+        if session < self._sessions.get(replica, 0):
+            self._fail(requests, _forgotten(replica))
 
-    def _close(
-        self, request_id: str, last: ReplicaItem | ApiError | None = None
-    ) -> _Mailbox | None:
-        """Ends one request, with its last item if its listener is still to hear it."""
-        mailbox = self._open.pop(request_id, None)
-        if mailbox is not None:
-            self.submission.num_open -= 1
-            if last is not None:
-                mailbox.items.put_nowait(last)
-        return mailbox
+    def _begin_session(self, replica: str, session: int) -> None:
+        """A replica has forgotten the requests of its earlier sessions with this router."""
+        self._sessions[replica] = session
+        if len(self._sessions) > _MAX_REPLICAS:
+            del self._sessions[next(iter(self._sessions))]
+        earlier = [
+            asked
+            for asked in self._requests.values()
+            if asked.replica == replica and asked.session < session
+        ]
+        self._fail(earlier, _forgotten(replica))
 
-    def _learn_replica(self, items: Items) -> None:
-        named = (item.replica for _, item in items if isinstance(item, Accepted | Failed))
-        self.replica = next(named, None)
-        if self.replica is not None:
-            self._batcher.note_replica(self.replica)
-            self._cancel_gone()
+    def _fail(self, requests: Iterable[_Request], error: ApiError) -> None:
+        """Fail those that have not ended; if they still run somewhere, they end there."""
+        for asked in requests:
+            if asked.is_open:
+                self.num_interrupted += 1
+                asked.close(error)
+                asked.is_unwanted = True
+                if asked.replica is not None:
+                    self._cancel(asked.replica, asked.request.request_id)
 
-    def _cancel_gone(self) -> None:
-        if self.replica is None or not self._gone:
-            return
-        cancellation = Cancellation(self.replica, tuple(self._gone))
-        self._gone.clear()
-        call = _of_nobody(self._transport.cancel(cancellation))
+    def _cancel(self, replica: str, request_id: str) -> None:
+        """End a request on a replica; those of one moment are one message."""
+        if not self._to_cancel:
+            loop = asyncio.get_running_loop()
+            loop.call_soon(self._send_cancellations, context=Context())
+        self._to_cancel.setdefault(replica, []).append(request_id)
+
+    def _send_cancellations(self) -> None:
+        to_cancel, self._to_cancel = self._to_cancel, {}
+        for replica, request_ids in to_cancel.items():
+            self._call(self._transport.cancel(Cancellation(replica, tuple(request_ids))))
+
+    def _call(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a task that inherits nothing from the request that happens to start it.
+
+        Serve and Ray find a call's parent in its context, and cancel the children with the parent:
+        one client that leaves would end the requests of all that travelled with it.
+        """
+        call = asyncio.create_task(work, context=Context())
         self._calls.add(call)
         call.add_done_callback(self._calls.discard)
 
 
-def _of_nobody(work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-    """A task that inherits nothing from the request that happens to start it.
-
-    Serve and Ray find a call's parent in its context, and cancel the children with the parent: one
-    client that leaves would take everybody along who travelled with it.
-    """
-    return asyncio.create_task(work, context=Context())
+def _forgotten(replica: str) -> ReplicaLost:
+    error = engine_failed("the replica has forgotten the request")
+    return ReplicaLost(error, replica=replica)

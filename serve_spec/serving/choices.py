@@ -70,22 +70,22 @@ async def spread(
                 yield place, item
 
 
-async def interleaved(
-    streams: Sequence[AsyncGenerator[Item, None]],
+def interleaved(
+    streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
 ) -> AsyncGenerator[tuple[int, Item], None]:
-    """The items of all streams as they come, each with the index of its stream.
+    """Return the items of all streams as they come.
 
-    All begin at once. The first that raises ends the others, and so does closing this generator.
+    All begin at once. The first that raises ends the others, and so does closing the generator.
     """
-    if len(streams) == 1:
-        async with aclosing(streams[0]) as only:
-            async for item in only:
-                yield 0, item
-        return
-    said: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue()
-    listeners = [
-        asyncio.create_task(_listen(index, stream, said)) for index, stream in enumerate(streams)
-    ]
+    return streams[0] if len(streams) == 1 else _together(streams)
+
+
+async def _together(
+    streams: Sequence[AsyncGenerator[tuple[int, Item], None]],
+) -> AsyncGenerator[tuple[int, Item], None]:
+    # What the reader does not take waits in the streams, which merge it.
+    said: asyncio.Queue[tuple[int, Item] | Exception | None] = asyncio.Queue(len(streams))
+    listeners = [asyncio.create_task(_listen(stream, said)) for stream in streams]
     try:
         num_open = len(streams)
         while num_open:
@@ -103,15 +103,14 @@ async def interleaved(
 
 
 async def _listen(
-    index: int,
-    stream: AsyncGenerator[Item, None],
+    stream: AsyncGenerator[tuple[int, Item], None],
     said: asyncio.Queue[tuple[int, Item] | Exception | None],
 ) -> None:
-    """Puts (index, item) for every item, then None, or the exception that came instead."""
+    """Put every item of a stream, then None, or the exception that came instead."""
     try:
         async with aclosing(stream):
             async for item in stream:
-                said.put_nowait((index, item))
-        said.put_nowait(None)
-    except Exception as error:  # whatever it is, it belongs to whoever reads
-        said.put_nowait(error)
+                await said.put(item)
+        await said.put(None)
+    except Exception as error:  # whatever it is, it is for the reader
+        await said.put(error)

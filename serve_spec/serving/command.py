@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
             "router.api_keys, or listen on 127.0.0.1",
             file=sys.stderr,
         )
-    limit_headers(plan)
+    prepare_environment(plan)
     with _stop_signals() as stop:
         return _serve(plan, stop, args.address, dashboard=args.dashboard)
 
@@ -124,13 +124,16 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def limit_headers(plan: Plan) -> None:
-    """Set what the proxy reads when it starts; a running cluster has an environment of its own."""
+def prepare_environment(plan: Plan) -> None:
+    """Set what Serve reads when it starts, unless it is set; a running cluster has its own."""
+    from serve_spec.serving.environment import own_settings
     from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE, HEADER_TIMEOUT_VARIABLE
 
-    os.environ.setdefault(CALLBACK_VARIABLE, CALLBACK)
+    router = plan.configs[0].router if plan.configs else RouterConfig()
+    for name, value in {**own_settings(router), CALLBACK_VARIABLE: CALLBACK}.items():
+        os.environ.setdefault(name, value)
     if plan.configs:
-        os.environ[HEADER_TIMEOUT_VARIABLE] = str(plan.configs[0].router.header_timeout_s)
+        os.environ[HEADER_TIMEOUT_VARIABLE] = str(router.header_timeout_s)
 
 
 def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard: bool) -> int:

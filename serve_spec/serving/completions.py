@@ -17,6 +17,7 @@ from serve_spec.serving import sse
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.answers import Answer, AnswerFormat, Usage, usage
 from serve_spec.serving.choices import by_prompt, interleaved, spread
+from serve_spec.serving.deadline import Deadline
 from serve_spec.serving.errors import (
     ApiError,
     defect,
@@ -25,7 +26,7 @@ from serve_spec.serving.errors import (
     refused,
     timed_out,
 )
-from serve_spec.serving.latency import timed
+from serve_spec.serving.latency import door_timer
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -91,7 +92,7 @@ class RunningAnswer:
         num_choices: int,
         num_prompts: int,
         is_prompt_only: bool,
-        deadline: float,
+        deadline: Deadline,
         timeout_s: float,
     ) -> None:
         self.num_choices = num_choices
@@ -99,7 +100,7 @@ class RunningAnswer:
         self._items = items
         self._choices_per_prompt = num_choices // num_prompts
         self._is_prompt_only = is_prompt_only
-        self._deadline = deadline
+        self.deadline = deadline
         self._timeout_s = timeout_s
         self._num_prompt_tokens: dict[int, int] = {}
         self._num_cached_tokens: dict[int, int] = {}
@@ -185,13 +186,13 @@ class RunningAnswer:
 
     async def _next_item(self) -> tuple[int, Accepted | TokenDelta]:
         try:
-            async with asyncio.timeout_at(self._deadline):
-                said = await anext(self._items, None)
+            index, item = await self.deadline.next(self._items)
         except TimeoutError:
             raise timed_out(self._timeout_s) from None
-        if said is None:
-            raise engine_failed("the replica ended the completion early")
-        index, item = said
+        except StopAsyncIteration:
+            raise engine_failed("the replica ended the completion early") from None
+        if isinstance(item, TokenDelta):
+            return index, item
         if isinstance(item, Refused):
             raise refused(item.error)
         if isinstance(item, Failed):
@@ -245,36 +246,51 @@ class CompletionRunner:
         Raises:
             ApiError: the request did not get to its first tokens.
         """
-        deadline = asyncio.get_running_loop().time() + self._timeout_s
+        end = asyncio.get_running_loop().time() + self._timeout_s
         # Equal prompts are computed once if nothing follows them.
         groups = by_prompt(choices) if is_prompt_only else [[i] for i in range(len(choices))]
         self._admission.refuse_if_full(client, len(groups))
-        streams = [self._one(choices[group[0]], client, deadline) for group in groups]
-        async with aclosing(spread(interleaved(streams), groups)) as items:
-            answer = RunningAnswer(
-                items,
-                num_choices=len(choices),
-                num_prompts=num_prompts,
-                is_prompt_only=is_prompt_only,
-                deadline=deadline,
-                timeout_s=self._timeout_s,
-            )
-            await answer.start()
-            yield answer
+        said = interleaved(
+            [self._one(i, choices[group[0]], client, end) for i, group in enumerate(groups)]
+        )
+        if len(groups) < len(choices):
+            said = spread(said, groups)
+        deadline = Deadline(end)
+        try:
+            async with aclosing(said) as items:
+                answer = RunningAnswer(
+                    items,
+                    num_choices=len(choices),
+                    num_prompts=num_prompts,
+                    is_prompt_only=is_prompt_only,
+                    deadline=deadline,
+                    timeout_s=self._timeout_s,
+                )
+                await answer.start()
+                yield answer
+        finally:
+            deadline.close()
 
     async def _one(
-        self, request: GenerateRequest, client: str, deadline: float
-    ) -> AsyncGenerator[ReplicaItem, None]:
-        """What a replica says of one choice, which holds a place meanwhile."""
+        self, index: int, request: GenerateRequest, client: str, deadline: float
+    ) -> AsyncGenerator[tuple[int, ReplicaItem], None]:
+        """Yield what a replica says of choice `index`, which holds a place meanwhile."""
         async with AsyncExitStack() as held:
             try:
                 turn = await held.enter_async_context(self._admission.slot(deadline, client))
             except TimeoutError:
                 raise timed_out(self._timeout_s) from None
+            timer = door_timer(self._record)
+            held.callback(timer.end)
             items = resumed(self._fleet, request, self._resume_timeout_s, turn)
-            said = timed(items, self._record)
-            async for item in await held.enter_async_context(aclosing(said)):
-                yield item
+            await held.enter_async_context(aclosing(items))
+            try:
+                async for item in items:
+                    timer.saw(item)
+                    yield index, item
+            except Exception:
+                timer.fail()
+                raise
 
 
 async def whole_answer(answer: RunningAnswer, form: AnswerFormat) -> Answer:
@@ -305,7 +321,7 @@ async def stream_frames(
                 yield sse.frame(opening)
         async for index, delta in answer.deltas():
             if delta.text or delta.logprobs or delta.finish_reason is not None:
-                yield sse.frame(form.chunk(index, delta))
+                yield form.frame(index, delta)
         if form.head.include_usage:
             yield sse.frame(form.usage_chunk(answer.usage))
         yield sse.DONE

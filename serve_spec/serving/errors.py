@@ -69,6 +69,10 @@ class ReplicaLost(ApiError):
         )
 
 
+class ClientTooSlow(ApiError):
+    """The client does not read what it asked for; no replica has failed."""
+
+
 def refused(error: InvalidRequest) -> ApiError:
     """400 naming the field; 413 for a prompt that is too long."""
     if error.too_long:
@@ -142,6 +146,17 @@ def timed_out(timeout_s: float) -> ApiError:
         "ask for fewer tokens or raise router.request_timeout_s",
         kind="timeout_error",
         code="request_timeout",
+    )
+
+
+def client_too_slow(max_unread_bytes: int) -> ClientTooSlow:
+    """Return the error of a client that does not read what it asked for."""
+    return ClientTooSlow(
+        408,
+        f"The client reads too slowly: more than router.max_unread_bytes={max_unread_bytes} bytes "
+        "wait for it; read faster or raise router.max_unread_bytes",
+        kind="timeout_error",
+        code="client_too_slow",
     )
 
 

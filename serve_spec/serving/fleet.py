@@ -6,7 +6,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -30,14 +30,14 @@ from serve_spec.serving.errors import (
     queue_full,
 )
 from serve_spec.serving.fleet_stats import FleetStats
+from serve_spec.serving.links import Links, does_not_answer
 from serve_spec.serving.messages import (
+    Attachment,
     Cancellation,
     GenerateRequest,
-    Items,
-    News,
     ReplicaItem,
-    ReplicaRows,
     Submission,
+    Submitted,
 )
 from serve_spec.serving.rebalance import requests_to_move
 from serve_spec.serving.routing_policy import first_block
@@ -46,39 +46,17 @@ from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)
 
-# A replica accepts within milliseconds; a request that waits this long gets a look at the fleet.
-_LOOK_AFTER_S = 1.0
+# A cancellation that no replica takes has nothing to end.
+_CANCEL_WITHIN_S = 10.0
 _STATUS_WITHIN_S = 5.0
 _SNAPSHOT_WITHIN_S = 2.0
-_MAX_HEARD = 256
 _WATCH_EVERY_S = 0.5
+# A replica takes a submission within milliseconds; one that waits for longer looks at the fleet.
+_LOOKS_AT_FLEET_EVERY = 2
 # A request without a token for so long may be waiting while another replica is idle.
 _WAITS_LONG_S = 1.0
 # UPDATING: it is taking a new user_config, in place.
 _SERVING = frozenset({"RUNNING", "UPDATING"})
-
-
-class _Call:
-    """One submission on its way, and for how long its replica has been silent."""
-
-    def __init__(self, submission: Submission) -> None:
-        self.submission = submission
-        self.num_silent_looks = 0
-        self.is_lost = False
-        task = asyncio.current_task()
-        assert task is not None, "a courier runs it"
-        self._task = task
-
-    def lose(self) -> None:
-        """Interrupt the wait for the replica."""
-        self.is_lost = True
-        self._task.cancel()
-
-    def error(self) -> ReplicaLost:
-        """Return what the interruption means."""
-        self._task.uncancel()
-        name = self.submission.replica
-        return ReplicaLost(no_replica(f"replica {name} does not answer"), replica=name)
 
 
 class RayFleet:
@@ -89,14 +67,13 @@ class RayFleet:
 
     def __init__(self, handle: Any, app_name: str, sender: str, config: ServeSpecConfig) -> None:
         self._handle = handle
-        self._stream = handle.options(stream=True, method_name="generate")
+        self._sender = sender
+        self._attach = handle.options(stream=True, method_name="attach")
+        self._submit = handle.options(method_name="submit")
         self._cancel = handle.options(method_name="cancel")
         self._app_name = app_name
         self._stats_config = config.stats
         self._stats = StatsClient(config, app_name)
-        self._heard: dict[str, ReplicaRows] = {}
-        self._silent: set[str] = set()
-        self._calls: set[_Call] = set()
         self._num_replicas = config.replica.num_replicas
         self._num_places = config.scheduler.max_num_seqs
         self._max_silent_looks = math.ceil(config.replica.stall_timeout_s / _WATCH_EVERY_S)
@@ -107,8 +84,10 @@ class RayFleet:
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
             num_shares=self._num_replicas,
+            max_unread_bytes=router.max_unread_bytes,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
+        self._links = Links(self._messages, self._batcher, self._max_silent_looks)
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
@@ -130,35 +109,38 @@ class RayFleet:
         """See `Fleet.batching`."""
         return self._batcher.snapshot()
 
-    async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
-        """See `Transport.send`."""
-        submission.heard, submission.silent = self._heard, self._silent
-        call = _Call(submission)
-        self._calls.add(call)
-        responses = self._stream.remote(submission)
-        ended = False
+    async def submit(self, submission: Submission) -> Submitted:
+        """See `Transport.submit`."""
+        submission.heard, submission.silent = self._links.rows, self._links.silent
+        response = self._submit.remote(submission)
         try:
-            yield self._hear(await self._first(responses), call)
-            async for news in responses:
-                yield self._hear(news, call)
-            ended = True
+            taken = await self._reply(response, submission)
         except (RayError, RayServeException) as error:
-            raise _as_api_error(error) from error
-        except asyncio.CancelledError:
-            if not call.is_lost:
-                raise
-            raise call.error() from None
-        finally:
-            self._calls.discard(call)
-            if not ended:
-                # A response that never reached a replica raises its error here once more.
-                with suppress(RayError, RayServeException):
-                    responses.cancel()
+            raise _as_api_error(error, submission.replica) from error
+        self._links.open(taken.replica)
+        return taken
 
     async def cancel(self, cancellation: Cancellation) -> None:
         """See `Transport.cancel`."""
-        with suppress(RayError, RayServeException):
-            await self._cancel.remote(cancellation)
+        with suppress(RayError, RayServeException, TimeoutError):
+            async with asyncio.timeout(_CANCEL_WITHIN_S):
+                await self._cancel.remote(cancellation)
+
+    async def _messages(self, replica: str) -> AsyncGenerator[bytes, None]:
+        """Yield the messages of a replica; see `Links`."""
+        responses = self._attach.remote(Attachment(replica, self._sender))
+        has_ended = False
+        try:
+            async for message in responses:
+                yield message
+            has_ended = True
+        except (RayError, RayServeException) as error:
+            raise _as_api_error(error, replica) from error
+        finally:
+            if not has_ended:
+                # A response that never reached a replica raises its error here once more.
+                with suppress(RayError, RayServeException):
+                    responses.cancel()
 
     async def num_healthy(self) -> int | None:
         """See `Fleet.num_healthy`; asks Serve's controller."""
@@ -201,22 +183,10 @@ class RayFleet:
             return (await self._heard_from_replicas()).status(time.time())
 
     async def _watch_for_silence(self) -> None:
-        """Take requests from replicas that have been silent for too long.
-
-        It counts looks, not seconds: while this process itself is held up there are none.
-        """
+        """Take requests from replicas that have been silent for too long."""
         while True:
             await asyncio.sleep(_WATCH_EVERY_S)
-            for call in self._calls:
-                call.num_silent_looks += 1
-                name = call.submission.replica
-                is_silent = call.num_silent_looks >= self._max_silent_looks
-                if name is None or call.is_lost or not is_silent:
-                    continue
-                if name not in self._silent:
-                    logger.error("replica %s is silent, its requests go on elsewhere", name)
-                    self._silent.add(name)
-                call.lose()
+            self._links.look()
 
     async def _share_out_forever(self) -> None:
         while True:
@@ -238,31 +208,29 @@ class RayFleet:
         for request_id in requests_to_move(not_begun, stats, self._num_places):
             self._batcher.withdraw(request_id)
 
-    def _hear(self, news: News, call: _Call) -> Items:
-        """Return the items; how busy their replica is, is kept for what is routed next."""
-        call.num_silent_looks = 0
-        self._silent.discard(call.submission.replica or "")
-        items, rows = news
-        if rows is not None:
-            self._heard[rows.replica] = rows
-            if len(self._heard) > _MAX_HEARD:  # replicas come and go
-                del self._heard[next(iter(self._heard))]
-        return items
+    async def _reply(self, response: Awaitable[Submitted], submission: Submission) -> Submitted:
+        """Wait for the reply to a submission.
 
-    async def _first(self, responses: AsyncIterator[News]) -> News:
-        """The first news. Serve would wait for ever where no replica is left; this does not."""
-        first = asyncio.ensure_future(anext(responses))
+        Serve would wait for ever if no replica is left, or if the one that has it hangs.
+        """
+        reply = asyncio.ensure_future(_awaited(response))
+        num_looks = 0
         try:
             while True:
-                done, _ = await asyncio.wait({first}, timeout=_LOOK_AFTER_S)
+                done, _ = await asyncio.wait({reply}, timeout=_WATCH_EVERY_S)
                 if done:
-                    return first.result()
-                if await self.num_healthy() == 0:
-                    raise no_replica("none is running")
+                    return reply.result()
+                num_looks += 1
+                if submission.replica is None:
+                    if num_looks % _LOOKS_AT_FLEET_EVERY == 0 and await self.num_healthy() == 0:
+                        raise no_replica("none is running")
+                elif num_looks >= self._max_silent_looks:
+                    self._links.note_silence(submission.replica)
+                    raise does_not_answer(submission.replica)
         finally:
-            first.cancel()
+            reply.cancel()
             # Serve makes an error of the cancellation, which asyncio would log unless it is read.
-            first.add_done_callback(lambda task: task.cancelled() or task.exception())
+            reply.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _heard_from_replicas(self) -> FleetStats:
         config = self._stats_config
@@ -280,11 +248,16 @@ class RayFleet:
         return fleet
 
 
-def _as_api_error(error: Exception) -> ApiError:
+async def _awaited(response: Awaitable[Submitted]) -> Submitted:
+    return await response
+
+
+def _as_api_error(error: Exception, replica: str | None) -> ApiError:
     if isinstance(error, BackPressureError):
         return queue_full("the replicas' queue is full", 1)
     if isinstance(error, DeploymentUnavailableError | ReplicaUnavailableError):
         return no_replica(error.message)
     if isinstance(error, RayActorError):
-        return ReplicaLost(no_replica("the replica that had this request is gone"))
+        gone = no_replica("the replica that had this request is gone")
+        return ReplicaLost(gone, replica=replica)
     return engine_failed(f"the replica failed ({type(error).__name__})")

@@ -7,8 +7,7 @@ framework's: HTTP, queue, routing, and the way between processes. Clocks never c
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Literal
 
@@ -85,19 +84,6 @@ class RequestTimer:
             self._record(Reading(FIRST_TOKEN_WAIT_MS, wait_ms, self._labels))
 
 
-async def timed(
-    items: AsyncGenerator[ReplicaItem, None],
-    record: Callable[[Reading], None],
-) -> AsyncGenerator[ReplicaItem, None]:
-    """The same items, timed since the request arrived at the door."""
-    timer = RequestTimer(record, "door", ARRIVED.get() or time.perf_counter())
-    try:
-        async with aclosing(items):
-            async for item in items:
-                timer.saw(item)
-                yield item
-    except Exception:
-        timer.fail()
-        raise
-    finally:
-        timer.end()
+def door_timer(record: Callable[[Reading], None]) -> RequestTimer:
+    """Return a timer that counts from the arrival of the request that this task serves."""
+    return RequestTimer(record, "door", ARRIVED.get() or time.perf_counter())

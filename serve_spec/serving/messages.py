@@ -1,17 +1,18 @@
 """What crosses between router and replica. Plain data, picklable.
 
-A replica answers a `Submission` with one stream of `News`: whatever its requests have to say since
-the last one, as lists of (request id, item), as a rule once per engine round. Each request says
-`Accepted`, then a `TokenDelta` per engine round, the last one with its finish reason. Or it ends
-early with `Refused` or `Failed`: values, not exceptions, because Ray prints a full traceback for
-each exception that crosses a process.
+A router sends `Submission`s and `Cancellation`s, which are short calls. It reads all answers of a
+replica from one stream, which an `Attachment` opens. The stream is made of `News`, one per engine
+round: the items of all requests of that router. Each request has an `Accepted` item, then a
+`TokenDelta` per engine round, the last one with its finish reason. Or it ends early with `Refused`
+or `Failed`: values, not exceptions, because Ray prints a full traceback for each exception that
+crosses a process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, TokenDelta
@@ -72,12 +73,27 @@ class Submission:
         return {**self.__dict__, "heard": {}, "silent": frozenset()}
 
 
+class Submitted(NamedTuple):
+    """The reply to a submission: where it is, and in which session of its sender there."""
+
+    replica: str
+    session: int
+
+
 @dataclass(frozen=True)
 class Cancellation:
-    """Ends some requests of a submission on the replica that has them."""
+    """Ends some requests of a router on the replica that has them."""
 
     replica: str
     request_ids: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Attachment:
+    """Opens the stream on which a replica answers a router."""
+
+    replica: str
+    sender: str
 
 
 @dataclass(frozen=True)
@@ -111,17 +127,62 @@ class Withdrawn:
 
 ReplicaItem: TypeAlias = Accepted | Refused | Failed | Withdrawn | TokenDelta
 Items: TypeAlias = list[tuple[str, ReplicaItem]]
-"""(request id, item): what a submission's requests have to say at one time."""
+"""(request id, item), oldest first."""
 
 
-News: TypeAlias = tuple[Items, ReplicaRows | None]
-"""One element of a replica's answer: what the requests say, and how busy it is, where that is news
-to the router. Without items it says that the replica is alive. A plain tuple: one is pickled for
-every submission and round."""
+class News(NamedTuple):
+    """One message of a replica to a router: the items of a round.
+
+    Without items it says that the replica is alive.
+    """
+
+    session: int
+    """Grows when a replica has forgotten the requests of the router that it had before."""
+    items: Items
+    rows: ReplicaRows | None = None
+    """How busy the replica is, unless the router was told a moment ago."""
+    is_over: bool = False
+    """Whether the replica ends the stream, for it has had nothing to say for a while."""
 
 
 def is_last(item: ReplicaItem) -> bool:
-    """Whether the replica has nothing to say of a request after `item`."""
+    """Return whether no item of a request follows `item`."""
     if isinstance(item, TokenDelta):
         return item.finish_reason is not None
     return isinstance(item, Refused | Failed | Withdrawn)
+
+
+def merged(deltas: Sequence[TokenDelta]) -> TokenDelta:
+    """Return consecutive deltas of a request, at least one, as one."""
+    first, last = deltas[0], deltas[-1]
+    if len(deltas) == 1:
+        return first
+    logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+    return TokenDelta(
+        first.request_id,
+        tuple(token for delta in deltas for token in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        last.finish_reason,
+        last.speculation,
+        tuple(entry for entries in logprobs for entry in entries) if logprobs else None,
+        first.prompt_logprobs,
+        first.num_cached_tokens,
+    )
+
+
+def merged_items(items: Iterable[tuple[str, ReplicaItem]]) -> Items:
+    """Return the items with consecutive deltas of a request as one."""
+    by_request: dict[str, list[ReplicaItem | list[TokenDelta]]] = {}
+    for request_id, item in items:
+        said = by_request.setdefault(request_id, [])
+        if not isinstance(item, TokenDelta):
+            said.append(item)
+        elif said and isinstance(said[-1], list):
+            said[-1].append(item)
+        else:
+            said.append([item])
+    return [
+        (request_id, merged(item) if isinstance(item, list) else item)
+        for request_id, said in by_request.items()
+        for item in said
+    ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
 from importlib import import_module
 from typing import Any
@@ -19,6 +18,7 @@ from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.messages import (
     Accepted,
+    Attachment,
     Cancellation,
     Failed,
     GenerateRequest,
@@ -27,13 +27,15 @@ from serve_spec.serving.messages import (
     ReplicaItem,
     ReplicaRows,
     Submission,
+    Submitted,
 )
-from serve_spec.serving.outbox import Outbox
+from serve_spec.serving.outbox import Outbox, Outboxes
 from serve_spec.serving.ranks import ActorLauncher
 from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 from serve_spec.serving.unheard import close_unheard
+from serve_spec.serving.wire import encode
 
 logger = get_logger(__name__)
 
@@ -66,7 +68,7 @@ class EngineReplica:
         self._stats = StatsClient(config, context.app_name)
         # Imported here: the engine pulls in torch, which router and builder do without.
         self._loop = _import(engine_loop)(config, **_followers(config))
-        self._outboxes: dict[Outbox, str] = {}
+        self._outboxes = Outboxes(self._loop.cancel)
         self._told: dict[str, float] = {}
         self._has_started = False
         self._refused_user_config: str | None = None
@@ -79,29 +81,34 @@ class EngineReplica:
         self._watch = tasks.create_task(self._watch_forever())
         self._hearing = tasks.create_task(close_unheard(self._outboxes, routers.is_there))
 
-    async def generate(self, submission: Submission) -> AsyncGenerator[News, None]:
-        """Yield what the submission's requests say, usually once per engine round; see `messages`.
+    async def submit(self, submission: Submission) -> Submitted:
+        """Start requests; what becomes of them is in the stream of their router, see `attach`."""
+        outbox = self._outboxes.of(submission.sender)
+        for request in submission.requests:
+            answer = asyncio.create_task(self._answer(request, outbox))
+            outbox.answers[request.request_id] = answer
+        return Submitted(self._name, outbox.session)
 
-        While they say nothing it yields empty news every second. Closed or cancelled early, it
-        ends its requests in the engine, which frees their pages.
+    async def attach(self, attachment: Attachment) -> AsyncGenerator[bytes, None]:
+        """Yield `News` for a router, encoded: one message per engine round for all its requests.
+
+        If there is none for a second, a message without items. Closed or cancelled early, it ends
+        the router's requests in the engine, which frees their pages.
         """
-        outbox = Outbox(len(submission.requests))
-        self._outboxes[outbox] = submission.sender
-        answers = [
-            asyncio.create_task(self._answer(request, outbox)) for request in submission.requests
-        ]
+        if attachment.replica != self._name:  # it is gone
+            return
+        outbox = self._outboxes.attach(attachment.sender)
         try:
             async for items in outbox:
-                yield items, self._news_for(submission.sender)
+                yield encode(News(outbox.session, items, self._news_for(attachment.sender)))
+            if not outbox.is_closed:
+                self._outboxes.close(outbox)
+                yield encode(News(outbox.session, [], is_over=True))
         finally:
-            del self._outboxes[outbox]
-            for request, answer in zip(submission.requests, answers, strict=True):
-                if not answer.done():
-                    self._loop.cancel(request.request_id)
-                    answer.cancel()
+            self._outboxes.close(outbox)
 
     async def cancel(self, cancellation: Cancellation) -> None:
-        """Ends some requests of a submission; the others do not notice."""
+        """End some requests of a router; the others do not notice."""
         for request_id in cancellation.request_ids:
             self._loop.cancel(request_id)
 
@@ -137,13 +144,13 @@ class EngineReplica:
             **{name: state.get(name) for name in wanted},
             "replica": self._name,
             "is_healthy": self._is_healthy(),
-            "rows": self._rows_by_sender(),
+            "rows": self._outboxes.num_requests(),
             "time_s": time.time(),
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscaling` goes by; Serve collects it where the deployment scales."""
-        return {NUM_REQUESTS: float(sum(self._rows_by_sender().values()))}
+        return {NUM_REQUESTS: float(sum(self._outboxes.num_requests().values()))}
 
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Changes policy knobs of the running engine (`user_config` of the deployment).
@@ -225,21 +232,13 @@ class EngineReplica:
         _end_process()
 
     def _news_for(self, sender: str) -> ReplicaRows | None:
-        """How busy this is, unless the router has just heard of it: its submissions are many, and
-        each round of the engine has an answer for every one of them."""
+        """Return how busy this replica is, unless the router was told a moment ago."""
         now_s = time.time()
         self._told = {r: told for r, told in self._told.items() if 0 <= now_s - told < _NEWS_AGE_S}
         if sender in self._told:
             return None
         self._told[sender] = now_s
-        return ReplicaRows(self._name, now_s, self._rows_by_sender())
-
-    def _rows_by_sender(self) -> dict[str, int]:
-        """Requests here by the router they came from."""
-        rows: Counter[str] = Counter()
-        for outbox, sender in self._outboxes.items():
-            rows[sender] += outbox.num_open
-        return dict(rows)
+        return ReplicaRows(self._name, now_s, self._outboxes.num_requests())
 
     def _is_healthy(self) -> bool:
         """Health checks take their time; meanwhile a dead engine must not attract requests."""

@@ -21,6 +21,7 @@ from serve_spec.log import get_logger
 from serve_spec.serving.admission import Turn
 from serve_spec.serving.errors import (
     ApiError,
+    ClientTooSlow,
     ReplicaLost,
     engine_failed,
     no_replica,
@@ -152,6 +153,8 @@ class _Attempts:
         Raises:
             ApiError: there will be none; the error that says why.
         """
+        if isinstance(error, ClientTooSlow):
+            raise error
         if self._replica is not None or (isinstance(error, ReplicaLost) and not self._was_accepted):
             self._lose(error)
         elif not self._may_wait or _now() >= self._give_up_at:

@@ -11,12 +11,12 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from serve_spec.serving.messages import Cancellation, Submission
+from serve_spec.serving.messages import Attachment, Cancellation, Submission
 from serve_spec.serving.routing_policy import Policy, ReplicaLoad, SentPrefixes, blocks, ranked
 
 
 class SubmissionRouter(RequestRouter):
-    """Sends a `Submission` where the policy wants it and a `Cancellation` after it.
+    """Sends a `Submission` where the policy wants it, other messages to the replica they name.
 
     Without Serve's FIFO mixin: a replica chosen for one request must not get another one.
     """
@@ -45,7 +45,7 @@ class SubmissionRouter(RequestRouter):
         pending_request.routing_context.should_backoff = True
         message = pending_request.args[0] if pending_request.args else None
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
-        if isinstance(message, Cancellation) and message.replica in by_name:
+        if isinstance(message, Attachment | Cancellation) and message.replica in by_name:
             return [[by_name[message.replica]]]
         if not isinstance(message, Submission):
             return [candidate_replicas]

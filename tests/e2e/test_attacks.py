@@ -17,6 +17,8 @@ from typing import Any
 import pytest
 
 from serve_spec.bench.report import environment
+from serve_spec.config import RouterConfig
+from serve_spec.serving.environment import own_settings
 from tests.e2e.attacks import (
     ATTACKER,
     BYSTANDER,
@@ -40,6 +42,8 @@ MAX_SEQS = 16
 
 
 ENVIRONMENT = {
+    # As `serve-spec serve` sets it.
+    **own_settings(RouterConfig(header_timeout_s=HEADER_TIMEOUT_S)),
     "SERVE_SPEC_ROUTER__HEADER_TIMEOUT_S": str(HEADER_TIMEOUT_S),
     # They keep compiled products of 1,024 sizes, 100 MB and more: not the growth looked for.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "8",
@@ -49,33 +53,28 @@ ENVIRONMENT = {
 
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
-    os.environ |= ENVIRONMENT
-    try:
-        with local_serve(num_cpus=4) as url:
-            from ray import serve
+    with local_serve(num_cpus=4, environment=ENVIRONMENT) as url:
+        from ray import serve
 
-            from serve_spec.serving import build_app
+        from serve_spec.serving import build_app
 
-            args = {
-                "config": str(ROOT / "configs" / "tiny.yaml"),
-                "num_replicas": 2,
-                "num_cpus": 0.5,
-                "speculative_adaptive_strategy": "ema",
-                # Short rounds, so that a gap in a stream is not one.
-                "max_num_batched_tokens": 128,
-                "body_timeout_s": BODY_TIMEOUT_S,
-                "stall_timeout_s": STALL_TIMEOUT_S,
-                "health_check_period_s": 1.0,
-                # Whatever ends a process that does not answer, it is not Serve.
-                "health_check_timeout_s": 600.0,
-                "graceful_shutdown_timeout_s": 0.0,
-                "push_interval_s": 1.0,
-            }
-            serve.run(build_app(args), name="attacked", route_prefix="/")
-            yield url
-    finally:
-        for name in ENVIRONMENT:
-            del os.environ[name]
+        args = {
+            "config": str(ROOT / "configs" / "tiny.yaml"),
+            "num_replicas": 2,
+            "num_cpus": 0.5,
+            "speculative_adaptive_strategy": "ema",
+            # Short rounds, so that a gap in a stream is not one.
+            "max_num_batched_tokens": 128,
+            "body_timeout_s": BODY_TIMEOUT_S,
+            "stall_timeout_s": STALL_TIMEOUT_S,
+            "health_check_period_s": 1.0,
+            # Whatever ends a process that does not answer, it is not Serve.
+            "health_check_timeout_s": 600.0,
+            "graceful_shutdown_timeout_s": 0.0,
+            "push_interval_s": 1.0,
+        }
+        serve.run(build_app(args), name="attacked", route_prefix="/")
+        yield url
     if file := os.environ.get("SERVE_SPEC_ATTACK_FIGURES"):
         command = "SERVE_SPEC_ATTACK_FIGURES=FILE pytest tests/e2e/test_attacks.py"
         figures = {"environment": {**environment(), "command": command}, **FIGURES}

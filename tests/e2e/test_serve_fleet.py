@@ -1,4 +1,4 @@
-"""Two replicas with the real engine under Ray Serve: many streams, and whatever may die, dies."""
+"""Two replicas with the real engine behind HAProxy: many streams, and whatever may die, dies."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
+from serve_spec.config import RouterConfig
+from serve_spec.serving.environment import own_settings
 from tests.e2e.fleet import (
     LONG,
     NUM_STREAMS,
@@ -32,7 +34,8 @@ from tests.serving.cluster import eventually, local_serve
 
 @pytest.fixture(scope="module")
 def url(settings: dict[str, Any], offline: object) -> Iterator[str]:
-    with local_serve(num_cpus=4) as url:
+    # As `serve-spec serve` sets it.
+    with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
         from ray import serve
 
         from serve_spec.serving import build_app

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +21,7 @@ MODELS = "/models/"
 """Where configurations expect checkpoints that do not ship with the package."""
 THROUGHPUT = dict(
     line.split("=", 1)
-    for line in (ROOT / "deploy/throughput.env").read_text().splitlines()
-    if line and not line.startswith("#")
+    for line in shlex.split((ROOT / "deploy/throughput.env").read_text(), comments=True)
 )
 """Ray Serve's high-throughput settings, by the name of the variable."""
 

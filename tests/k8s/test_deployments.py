@@ -9,9 +9,11 @@ import pytest
 import ray.serve._private.constants as ray_constants
 import yaml
 from ray._common.utils import import_attr
+from ray.serve._private.haproxy_templates import HAPROXY_CONFIG_TEMPLATE
 
 from serve_spec.serving.autoscaling import replicas_for_requests
 from serve_spec.serving.deploy_file import read_deployment
+from serve_spec.serving.environment import throughput_settings
 from tests.k8s.deployments import (
     DEPLOY_FILES,
     ROOT,
@@ -94,7 +96,24 @@ def test_the_high_throughput_settings_are_ones_that_ray_reads() -> None:
     text = Path(ray_constants.__file__).read_text()
     for name, value in THROUGHPUT.items():
         assert f'"{name}"' in text
-        assert re.fullmatch(r"\d+", value), "a shell and a pod must read the same"
+        assert re.fullmatch(r"[\w. \n-]+", value), "a shell and a pod must read the same"
+
+
+def test_serve_spec_serve_sets_what_the_files_do(deployment: Deployment) -> None:
+    router = deployment.config.router
+    own = throughput_settings(router)
+    longest = "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"
+    assert {**own, longest: THROUGHPUT[longest]} == THROUGHPUT
+    assert int(own[longest]) > router.request_timeout_s
+
+
+def test_haproxy_limits_the_time_of_headers_and_says_who_the_client_is() -> None:
+    """Ray has no settings for it: the lines come after that of the balance algorithm."""
+    section = HAPROXY_CONFIG_TEMPLATE.partition("defaults\n")[2].partition("frontend ")[0]
+    assert section.splitlines()[-1].strip() == "balance {{ config.balance_algorithm }}"
+    lines = THROUGHPUT["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].splitlines()
+    wanted = ["leastconn", "timeout http-request 30s", "option forwardfor"]
+    assert [line.strip() for line in lines] == wanted
 
 
 def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:

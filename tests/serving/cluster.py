@@ -7,7 +7,7 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
@@ -49,15 +49,20 @@ def short_tmp() -> Iterator[str]:
 
 @contextmanager
 def local_ray(
-    num_cpus: int, *, num_gpus: int = 0, include_dashboard: bool = False
+    num_cpus: int,
+    *,
+    num_gpus: int = 0,
+    include_dashboard: bool = False,
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[None]:
     """A Ray that ends with the body, and its Serve with it. Commands started here find it.
 
     num_gpus: those that Ray believes in; there need not be any.
+    environment: more variables.
     """
     with short_tmp() as tmp:
         before = dict(os.environ)
-        os.environ.update(isolated_environment(tmp))
+        os.environ.update(isolated_environment(tmp) | (environment or {}))
         import ray
         from ray import serve
 
@@ -83,9 +88,11 @@ def local_ray(
 
 
 @contextmanager
-def local_serve(num_cpus: int, num_gpus: int = 0) -> Iterator[str]:
+def local_serve(
+    num_cpus: int, num_gpus: int = 0, environment: Mapping[str, str] | None = None
+) -> Iterator[str]:
     """Serve on a local Ray; the base URL of its HTTP proxy."""
-    with local_ray(num_cpus, num_gpus=num_gpus):
+    with local_ray(num_cpus, num_gpus=num_gpus, environment=environment):
         from ray import serve
 
         port = free_port()

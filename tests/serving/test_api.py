@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 
 from serve_spec.config import ServeSpecConfig
+from serve_spec.serving import api
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.messages import Accepted
 from tests.serving.asgi import CHAT, COMPLETIONS, Server, chunks_of, send
@@ -286,3 +288,25 @@ def test_answers_say_where_acceptance_is_forced(config: ServeSpecConfig) -> None
     assert chunks
     assert all(chunk["synthetic_acceptance"] is True for chunk in chunks)
     assert "synthetic_acceptance" not in Server(config).complete().json()
+
+
+async def test_a_client_that_never_reads_gives_its_place_back_at_the_deadline(
+    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(api, "_LAST_WORDS_S", 0.0)
+    server = Server(ServeSpecConfig.load(config, request_timeout_s=0.3))
+    body = json.dumps({"prompt": "a b", "max_tokens": 4, "stream": True}).encode()
+    messages = [{"type": "http.request", "body": body}]
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    async def send(message: Any) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    headers = [(b"content-type", b"application/json")]
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": headers}
+    await server.app({**scope, "query_string": b"", "asgi": {}}, receive, send)
+    assert server.door.in_flight == 0
+    assert not server.loop.streams

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from contextvars import ContextVar
 from dataclasses import replace
@@ -15,14 +14,15 @@ from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.serving.batching import Batcher
-from serve_spec.serving.errors import ApiError, no_replica
+from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.messages import (
     Accepted,
     Cancellation,
     GenerateRequest,
-    Items,
+    News,
     ReplicaItem,
     Submission,
+    Submitted,
     Withdrawn,
 )
 from tests.serving.fakes import FAR_S, request, settle
@@ -39,33 +39,33 @@ def text(name: str, said: str, *, last: bool = False) -> tuple[str, TokenDelta]:
 class Wire:
     """A transport whose other end is the test: what it is told to say arrives at once."""
 
+    batcher: Batcher
+
     def __init__(self) -> None:
         self.sent: list[Submission] = []
         self.cancelled: list[Cancellation] = []
-        self.closed: list[Submission] = []
-        self.lines: list[asyncio.Queue[Items | ApiError | None]] = []
+        self.replies: list[asyncio.Future[Submitted]] = []
+        self.replicas: dict[int, str] = {}
 
-    async def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
+    async def submit(self, submission: Submission) -> Submitted:
         self.sent.append(submission)
-        line: asyncio.Queue[Items | ApiError | None] = asyncio.Queue()
-        self.lines.append(line)
-        try:
-            while (items := await line.get()) is not None:
-                if isinstance(items, ApiError):
-                    raise items
-                yield items
-        finally:
-            self.closed.append(submission)
+        self.replies.append(asyncio.get_running_loop().create_future())
+        return await self.replies[-1]
 
     async def cancel(self, cancellation: Cancellation) -> None:
         self.cancelled.append(cancellation)
 
-    def accept(self, index: int = 0, replica: str = "r1") -> None:
-        names = [asked.request_id for asked in self.sent[index].requests]
-        self.lines[index].put_nowait([(name, Accepted(1, replica)) for name in names])
+    def reply(self, index: int = 0, replica: str = "r1", session: int = 1) -> None:
+        self.replies[index].set_result(Submitted(replica, session))
 
-    def say(self, *items: tuple[str, ReplicaItem], index: int = 0) -> None:
-        self.lines[index].put_nowait(list(items))
+    def accept(self, index: int = 0, replica: str = "r1") -> None:
+        """Reply, and say so in the stream of the replica."""
+        self.reply(index, replica)
+        self.replicas[index] = replica
+        self.say(*((a.request_id, Accepted(1, replica)) for a in self.sent[index].requests))
+
+    def say(self, *items: tuple[str, ReplicaItem], index: int = 0, session: int = 1) -> None:
+        self.batcher.hear(self.replicas.get(index, "r1"), News(session, list(items)))
 
     def names(self) -> list[list[str]]:
         return [[asked.request_id for asked in s.requests] for s in self.sent]
@@ -97,7 +97,9 @@ class Listener:
 
 
 def batcher(wire: Wire, **options: Any) -> Batcher:
-    return Batcher(wire, "router", **{"batch_wait_s": FAR_S, "max_batch_size": 3, **options})
+    options = {"batch_wait_s": FAR_S, "max_batch_size": 3, **options}
+    wire.batcher = Batcher(wire, "router", **options)
+    return wire.batcher
 
 
 async def asking(
@@ -170,7 +172,7 @@ async def test_a_listener_that_leaves_ends_its_request_and_no_other() -> None:
     await a.leave()
     await settle()
     assert wire.cancelled == [Cancellation("r1", ("a",))]
-    assert (wire.sent[0].num_open, wire.closed) == (1, [])
+    assert wire.sent[0].num_open == 1
     assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
     wire.say(("a", TokenDelta("a", (), "", FinishReason.ABORT)), text("b", "x", last=True))
     await settle()
@@ -187,13 +189,12 @@ async def test_who_leaves_before_it_is_known_where_it_runs_is_ended_there_once_i
     assert wire.cancelled == [Cancellation("r7", ("a",))]
 
 
-async def test_when_the_last_listener_leaves_the_whole_submission_ends() -> None:
-    wire, door, (a, b) = await together("ab")
-    await a.leave()
-    await b.leave()
+async def test_those_that_leave_in_one_moment_are_one_message() -> None:
+    wire, door, listeners = await together("abc")
+    await asyncio.gather(*(listener.leave() for listener in listeners[:2]))
     await settle()
-    assert wire.closed == wire.sent
-    assert door.snapshot()["replica_batch_sizes"] == {"r1": 0}
+    assert wire.cancelled == [Cancellation("r1", ("a", "b"))]
+    assert door.snapshot()["replica_batch_sizes"] == {"r1": 1}
 
 
 async def test_who_leaves_while_waiting_for_company_is_never_sent() -> None:
@@ -213,7 +214,10 @@ async def test_when_a_replica_is_lost_all_its_requests_that_have_not_ended_hear_
         wire.accept()
         wire.say(text("a", "1", last=True))
     gone = no_replica("gone")
-    wire.lines[0].put_nowait(gone)
+    if accepted:
+        door.lose("r1", gone)
+    else:
+        wire.replies[0].set_exception(gone)
     await settle()
     assert (a.heard[-1] is gone) == (not accepted)
     assert b.heard[-1] is gone
@@ -232,17 +236,66 @@ async def test_a_request_that_another_replica_takes_over_counts_once_it_has_been
 
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_submission_that_ends_early_fails_those_it_leaves_unanswered(
-    is_cancelled: bool,
-) -> None:
-    wire, door, (a,) = await together("a")
+async def test_a_submission_that_breaks_off_fails_its_requests(is_cancelled: bool) -> None:
+    wire, door, (a,) = await asking("a", max_batch_size=1)
     if is_cancelled:  # by other code than its own
-        (courier,) = door._couriers
-        courier.task.cancel()
+        (call,) = door._calls
+        call.cancel()
     else:
-        wire.lines[0].put_nowait(None)
+        wire.replies[0].set_exception(RuntimeError("odd"))
     await settle()
     assert a.heard[-1].status == 500
+
+
+async def test_a_replica_that_forgets_a_router_loses_what_it_had_and_nothing_later() -> None:
+    wire, door, (a,) = await asking("a", max_batch_size=1)
+    wire.accept()
+    late = [Listener(door, named(name)) for name in "bc"]
+    await settle()
+    wire.reply(1, session=2)
+    await settle()
+    wire.say(session=2)
+    wire.reply(2, session=1)  # it was sent before the replica forgot, and answered after
+    await settle()
+    for lost in (a, late[1]):
+        assert isinstance(lost.heard[-1], ReplicaLost)
+    wire.say(text("b", "x", last=True), session=2)
+    await late[0].task
+    assert late[0].text == "x"
+
+
+async def test_a_client_that_does_not_read_loses_its_request_alone_and_reads_why() -> None:
+    wire, door, (a,) = await asking("a", max_batch_size=1, max_unread_bytes=4096)
+    slow = door.generate(named("b"))
+    first = asyncio.create_task(anext(slow))
+    await settle()
+    for index in range(2):
+        wire.accept(index)
+    assert await first == Accepted(1, "r1")
+    for _ in range(100):
+        wire.say(text("a", "x"), text("b", "y"))
+        await settle()
+    assert wire.cancelled == [Cancellation("r1", ("b",))]
+    with pytest.raises(ApiError, match="max_unread_bytes=4096") as caught:
+        await anext(slow)
+    assert caught.value.code == "client_too_slow"
+    wire.say(text("a", "x", last=True))
+    await a.task
+    assert a.text == 101 * "x"
+
+
+async def test_what_comes_while_a_client_is_busy_is_one_delta() -> None:
+    wire, door, _ = await asking("", max_batch_size=1)
+    items = door.generate(named("a"))
+    first = asyncio.create_task(anext(items))
+    await settle()
+    wire.accept()
+    assert await first == Accepted(1, "r1")
+    for last in (False, False, True):
+        wire.say(text("a", "x", last=last))
+    assert [item async for item in items] == [
+        TokenDelta("a", (1, 1, 1), "xxx", FinishReason.LENGTH)
+    ]
 
 
 async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -> None:
@@ -251,9 +304,9 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
     parents: list[str | None] = []
 
     class Contextual(Wire):
-        def send(self, submission: Submission) -> AsyncGenerator[Items, None]:
+        async def submit(self, submission: Submission) -> Submitted:
             parents.append(parent.get())
-            return super().send(submission)
+            return await super().submit(submission)
 
         async def cancel(self, cancellation: Cancellation) -> None:
             parents.append(parent.get())
@@ -263,12 +316,14 @@ async def test_a_submission_inherits_nothing_from_the_request_that_starts_it() -
     await a.leave()
     await settle()
     await b.leave()
-    assert parents == [None, None]
+    await settle()
+    assert parents == [None, None, None]
 
 
 async def test_sizes_are_counted_for_the_router_and_for_each_replica() -> None:
     wire, door, _listeners = await asking("abcdef", max_batch_size=3)
     wire.accept(0)
+    await settle()
     wire.accept(1)
     await settle()
     assert door.snapshot() == {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.request import SamplingParams
-from serve_spec.serving.choices import choice_seed, choices_of
+from serve_spec.serving.choices import choice_seed, choices_of, interleaved
+from tests.serving.fakes import settle
 
 SEEDS = st.integers(-(2**63), 2**63 - 1)
 
@@ -36,3 +40,20 @@ def test_choices_of_a_prompt_are_neighbours_and_the_same_as_if_it_came_alone() -
 def test_without_a_seed_nobody_fixes_one_here() -> None:
     made = choices_of("cmpl-1", "t", ["a"], SamplingParams(), 3)
     assert [c.params.seed for c in made] == [None] * 3
+
+
+async def test_what_a_reader_of_several_choices_does_not_take_stays_in_their_streams() -> None:
+    taken = [0, 0]
+
+    async def stream(index: int) -> AsyncGenerator[tuple[int, int], None]:
+        for item in range(100):
+            taken[index] += 1
+            yield index, item
+
+    async with aclosing(interleaved([stream(0), stream(1)])) as items:
+        await anext(items)
+        await settle()
+        assert sum(taken) <= 6
+        rest = [item async for item in items]
+    assert len(rest) == 199
+    assert [item for index, item in rest if index == 1][-1] == 99

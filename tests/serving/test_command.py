@@ -12,8 +12,10 @@ import pytest
 import yaml
 
 from serve_spec import cli
+from serve_spec.config import RouterConfig
 from serve_spec.serving import proxy
-from serve_spec.serving.command import announcement, limit_headers, main, read_plan
+from serve_spec.serving.command import announcement, main, prepare_environment, read_plan
+from serve_spec.serving.environment import own_settings
 
 
 @pytest.fixture
@@ -88,12 +90,19 @@ def test_the_proxy_is_told_the_limit_of_the_configuration(
     config_file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config_file.write_text(config_file.read_text() + "  header_timeout_s: 7.5\n")
-    for name in (proxy.CALLBACK_VARIABLE, proxy.HEADER_TIMEOUT_VARIABLE):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("os.environ", dict(os.environ))
-    limit_headers(read_plan(config_file, None, None))
+    monkeypatch.setattr("os.environ", {"RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "9"})
+    prepare_environment(read_plan(config_file, None, None))
     assert os.environ[proxy.CALLBACK_VARIABLE] == proxy.CALLBACK
     assert proxy.header_timeout_s() == 7.5
+    assert os.environ["RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S"] == "8"
+    assert os.environ["RAY_SERVE_CONTROL_LOOP_INTERVAL_S"] == "9", "the operator's own value wins"
+
+
+def test_a_second_server_on_a_machine_has_ports_of_its_own() -> None:
+    first = own_settings(RouterConfig())
+    name = "RAY_SERVE_HAPROXY_STATS_PORT"
+    with socket.create_server(("", int(first[name]))):
+        assert own_settings(RouterConfig())[name] != first[name]
 
 
 def test_the_announced_curl_line_is_a_valid_request(config_file: Path) -> None:

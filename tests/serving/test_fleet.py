@@ -16,7 +16,6 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import (
     BackPressureError,
     DeploymentUnavailableError,
-    RequestCancelledError,
 )
 
 from serve_spec.config import ServeSpecConfig
@@ -27,24 +26,31 @@ from serve_spec.serving.errors import ApiError, ReplicaLost
 from serve_spec.serving.fleet import RayFleet
 from serve_spec.serving.messages import (
     Accepted,
+    Attachment,
     Cancellation,
     Failed,
+    News,
     Refused,
     ReplicaRows,
     Submission,
+    Submitted,
 )
 from serve_spec.serving.stats_actor import StatsUnavailable
-from tests.serving.fakes import delta, request
+from serve_spec.serving.wire import encode
+from tests.serving.fakes import delta, request, settle
 
 ACCEPTED = Accepted(1, "there")
+LAST = delta("b", 2, finish=FinishReason.STOP)
 ID = request().request_id
+TAKEN = Submitted("there", 1)
+ROWS = ReplicaRows("there", 5.0, {"router": 1})
 
 
 class Responses:
-    """A streaming response of a Serve handle; exceptions among `items` are raised."""
+    """A streaming response of a Serve handle; exceptions among `messages` are raised."""
 
-    def __init__(self, items: list[Any], endless: bool = False) -> None:
-        self.items = list(items)
+    def __init__(self, messages: list[Any], endless: bool = False) -> None:
+        self.messages = list(messages)
         self.endless = endless
         self.num_cancels = 0
 
@@ -52,40 +58,51 @@ class Responses:
         return self
 
     async def __anext__(self) -> Any:
-        if not self.items and self.endless:
+        await asyncio.sleep(0)
+        if not self.messages and self.endless:
             await asyncio.Event().wait()
-        if not self.items:
+        if not self.messages:
             raise StopAsyncIteration
-        item = self.items.pop(0)
-        if isinstance(item, Exception):
-            self.items.insert(0, item)
-            raise item
-        return item
+        message = self.messages.pop(0)
+        if isinstance(message, Exception):
+            self.messages.insert(0, message)
+            raise message
+        return message
 
     def cancel(self) -> None:
         self.num_cancels += 1
-        if self.items and isinstance(self.items[0], Exception):
-            raise self.items[0]
+        if self.messages and isinstance(self.messages[0], Exception):
+            raise self.messages[0]
 
 
 class Handle:
-    """The part of a `DeploymentHandle` that the fleet uses."""
+    """The part of a `DeploymentHandle` that the fleet uses.
+
+    reply: what becomes of a submission; an exception is raised, None: nothing for ever.
+    """
 
     deployment_name = "EngineReplica"
 
-    def __init__(self, responses: Responses) -> None:
+    def __init__(self, responses: Responses, reply: Submitted | Exception | None = TAKEN) -> None:
         self.responses = responses
+        self.reply = reply
         self.calls: list[Any] = []
         self.avoided: list[set[str]] = []
+        self.routed_to: str | None = "there"
 
     def options(self, *, method_name: str, stream: bool = False) -> SimpleNamespace:
-        async def answer() -> None:
+        async def answer() -> Any:
             """A call that is no stream."""
+            if method_name == "submit" and self.reply is None:
+                await asyncio.Event().wait()
+            if method_name == "submit" and isinstance(self.reply, Exception):
+                raise self.reply
+            return self.reply
 
         def remote(message: object) -> Any:
             self.calls.append((method_name, message))
             if isinstance(message, Submission):  # as `SubmissionRouter` does
-                message.replica = "there"
+                message.replica = self.routed_to
                 self.avoided.append(set(message.silent))
             return self.responses if stream else answer()
 
@@ -93,27 +110,28 @@ class Handle:
 
 
 @pytest.fixture
-def fleet(config: ServeSpecConfig) -> Callable[[Responses], RayFleet]:
-    return lambda responses: RayFleet(Handle(responses), "app", "router", config)
+def fleet(config: ServeSpecConfig) -> Callable[..., RayFleet]:
+    return lambda *args: RayFleet(Handle(*args), "app", "router", config)
 
 
-def lists(items: list[Any]) -> list[Any]:
+def messages(items: list[Any], session: int = 1) -> list[Any]:
     """What a replica sends when each item is news of its own."""
-    rows = ReplicaRows("r1", 5.0, {"router": 1})
-    return [item if isinstance(item, Exception) else ([(ID, item)], rows) for item in items]
+    return [
+        item if isinstance(item, Exception) else encode(News(session, [(ID, item)], ROWS))
+        for item in items
+    ]
 
 
 def play(fleet: RayFleet) -> list[Any]:
     async def scenario() -> list[Any]:
         items = [item async for item in fleet.generate(request())]
-        await asyncio.sleep(0)  # the stream ends after the answer
+        await settle()  # the stream ends after the answer
         return items
 
     return asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("before", [[], [ACCEPTED], [ACCEPTED, delta("a", 1)]], ids=len)
-@pytest.mark.parametrize(
+ERRORS = pytest.mark.parametrize(
     ("error", "status"),
     [
         (ActorDiedError(), 503),
@@ -123,72 +141,98 @@ def play(fleet: RayFleet) -> list[Any]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_whenever_ray_fails_the_caller_gets_an_api_error(
-    fleet: Any, before: list[Any], error: Exception, status: int
+
+
+@ERRORS
+def test_whenever_a_submission_fails_the_caller_gets_an_api_error(
+    fleet: Any, error: Exception, status: int
 ) -> None:
-    responses = Responses(lists([*before, error]))
     with pytest.raises(ApiError) as caught:
-        play(fleet(responses))
+        play(fleet(Responses([]), error))
     assert caught.value.status == status
     assert isinstance(caught.value, ReplicaLost) == isinstance(error, ActorDiedError)
+
+
+@pytest.mark.parametrize("before", [[], [ACCEPTED], [ACCEPTED, delta("a", 1)]], ids=len)
+@ERRORS
+def test_whenever_a_stream_fails_the_replica_is_lost(
+    fleet: Any, before: list[Any], error: Exception, status: int
+) -> None:
+    responses = Responses(messages([*before, error]))
+    with pytest.raises(ReplicaLost) as caught:
+        play(fleet(responses))
+    assert (caught.value.status, caught.value.replica) == (status, "there")
     assert responses.num_cancels == 1
 
 
 @pytest.mark.parametrize(
     "items",
     [
-        [ACCEPTED, delta("a", 1), delta("b", 2, finish=FinishReason.STOP)],
+        [ACCEPTED, delta("a", 1), LAST],
         [Refused(InvalidRequest("top_k", -3, "no"))],
         [ACCEPTED, Failed("boom")],
     ],
     ids=len,
 )
-def test_an_answer_that_is_complete_is_not_cancelled(fleet: Any, items: list[Any]) -> None:
-    responses = Responses(lists(items))
-    assert play(fleet(responses)) == items
-    assert responses.num_cancels == 0
+def test_a_stream_outlives_the_answers_in_it(fleet: Any, items: list[Any]) -> None:
+    responses = Responses(messages(items), endless=True)
+    said = play(fleet(responses))
+    assert [type(item) for item in said] == [type(item) for item in items]
+    assert all(isinstance(a, Refused) or a == b for a, b in zip(said, items, strict=True))
+
+
+async def test_a_stream_that_its_replica_ends_is_opened_again_with_the_next_request(
+    fleet: Any,
+) -> None:
+    over = encode(News(1, [], is_over=True))
+    built = fleet(Responses([*messages([ACCEPTED, LAST]), over]))
+    for _ in range(2):
+        assert [item async for item in built.generate(request())] == [ACCEPTED, LAST]
+        await settle()
+        built._handle.responses.messages = [*messages([ACCEPTED, LAST]), over]
+    methods = [method for method, _ in built._handle.calls]
+    assert methods == ["submit", "attach"] * 2
+    assert built._handle.calls[1][1] == Attachment("there", "router")
+    assert built._batcher.num_interrupted == 0
 
 
 def test_the_next_submission_knows_what_replicas_said_with_their_answers(
     config: ServeSpecConfig,
 ) -> None:
-    handle = Handle(Responses(lists([ACCEPTED, delta("a", 1, finish=FinishReason.STOP)])))
+    handle = Handle(Responses(messages([ACCEPTED, LAST])))
     fleet = RayFleet(handle, "app", "router", config)
     play(fleet)
-    handle.responses.items = lists([ACCEPTED, delta("b", 1, finish=FinishReason.STOP)])
+    handle.responses.messages = messages([ACCEPTED, LAST])
     play(fleet)
-    sent = [message for method, message in handle.calls if method == "generate"]
-    assert sent[1].heard == {"r1": ReplicaRows("r1", 5.0, {"router": 1})}
+    sent = [message for method, message in handle.calls if method == "submit"]
+    assert sent[1].heard == {"there": ROWS}
     assert pickle.loads(pickle.dumps(sent[1])).heard == {}, "it is the sender's alone"
 
 
 @pytest.mark.parametrize("num_read", [1, 2])
-async def test_an_answer_that_nobody_waits_for_is_cancelled(fleet: Any, num_read: int) -> None:
-    responses = Responses(lists([ACCEPTED, delta("a", 1)]), endless=True)
-    async with aclosing(fleet(responses).generate(request())) as items:
+async def test_an_answer_that_its_client_leaves_is_cancelled_and_its_stream_is_not(
+    fleet: Any, num_read: int
+) -> None:
+    responses = Responses(messages([ACCEPTED, delta("a", 1)]), endless=True)
+    built = fleet(responses)
+    async with aclosing(built.generate(request())) as items:
         for _ in range(num_read):
             await anext(items)
-    await asyncio.sleep(0)
-    assert responses.num_cancels == 1
+    await settle()
+    assert built._handle.calls[-1] == ("cancel", Cancellation("there", (ID,)))
+    assert responses.num_cancels == 0
 
 
 async def test_a_client_that_leaves_before_the_first_answer_is_not_logged(
     fleet: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class CancelledByServe(Responses):
-        async def __anext__(self) -> Any:
-            try:
-                return await super().__anext__()
-            except asyncio.CancelledError:
-                raise RequestCancelledError("id") from None
-
-    built = fleet(CancelledByServe([], endless=True))
+    built = fleet(Responses([], endless=True))
     waiting = asyncio.ensure_future(anext(built.generate(request())))
     await asyncio.sleep(0.01)
     waiting.cancel()
     await asyncio.wait({waiting})
     await asyncio.sleep(0.01)
-    gc.collect()  # what nobody has read is logged here
+    gc.collect()  # errors that have not been read are logged here
     assert caplog.text == ""
 
 
@@ -197,41 +241,37 @@ def test_waiting_ends_when_no_replica_is_left(fleet: Any, monkeypatch: pytest.Mo
         return 0
 
     monkeypatch.setattr(RayFleet, "num_healthy", none_healthy)
-    monkeypatch.setattr(module, "_LOOK_AFTER_S", 0.001)
-    responses = Responses([], endless=True)
+    monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
+    built = fleet(Responses([]), None)
+    built._handle.routed_to = None
     with pytest.raises(ApiError, match="none is running"):
-        play(fleet(responses))
-    assert responses.num_cancels == 1
+        play(built)
 
 
-async def test_a_submission_and_the_end_of_one_request_are_calls_of_the_replica(fleet: Any) -> None:
-    built = fleet(Responses(lists([ACCEPTED])))
-    assert [items async for items in built.send(Submission("router", [request()]))] == [
-        [(ID, ACCEPTED)]
-    ]
-    await built.cancel(Cancellation("there", (ID,)))
-    (first, submission), (second, cancellation) = built._handle.calls
-    assert (first, submission.requests) == ("generate", [request()])
-    assert (second, cancellation) == ("cancel", Cancellation("there", (ID,)))
-
-
+@pytest.mark.parametrize("has_accepted", [False, True])
 async def test_a_silent_replica_loses_its_requests_and_is_avoided_until_it_speaks(
-    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
+    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch, has_accepted: bool
 ) -> None:
     monkeypatch.setattr(module, "_WATCH_EVERY_S", 0.001)
     config = ServeSpecConfig.load(config, stall_timeout_s=0.01)
-    handle = Handle(Responses(lists([ACCEPTED]), endless=True))
+    handle = Handle(Responses(messages([ACCEPTED]), endless=True))
     fleet = RayFleet(handle, "app", "router", config)
     fleet.start()
+    handle.reply = TAKEN if has_accepted else None
     items = fleet.generate(request())
-    assert await anext(items) == ACCEPTED
+    if has_accepted:
+        assert await anext(items) == ACCEPTED
     with pytest.raises(ReplicaLost, match="there does not answer") as caught:
         await anext(items)
     assert caught.value.replica == "there"
-    assert handle.responses.num_cancels == 1
+    assert handle.responses.num_cancels == has_accepted
+    await settle()
+    assert ("cancel", Cancellation("there", (ID,))) in handle.calls, "should it wake up"
+    handle.reply = TAKEN
     for _ in range(2):
-        handle.responses.items = lists([ACCEPTED, delta("b", 1, finish=FinishReason.STOP)])
-        assert [item async for item in fleet.generate(request())]
+        handle.responses = Responses(messages([ACCEPTED, LAST]))
+        assert [item async for item in fleet.generate(request())] == [ACCEPTED, LAST]
+        await settle()
     assert handle.avoided == [set(), {"there"}, set()], "the last one after it has spoken"
 
 

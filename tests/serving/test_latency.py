@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
 from typing import Any
 
 import pytest
@@ -13,8 +10,8 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason
 from serve_spec.metrics import Reading
 from serve_spec.serving import latency
-from serve_spec.serving.latency import ARRIVED, RequestTimer, timed
-from serve_spec.serving.messages import Accepted, Failed, Refused, ReplicaItem
+from serve_spec.serving.latency import ARRIVED, RequestTimer, door_timer
+from serve_spec.serving.messages import Accepted, Failed, Refused
 from tests.serving.fakes import delta
 
 LAST = delta("b", 3, 4, 5, 6, finish=FinishReason.STOP)
@@ -71,39 +68,23 @@ def test_first_and_later_tokens_are_timed_apart(clock: Clock) -> None:
     ],
     ids=["done", "refused", "failed", "broken", "left"],
 )
-def test_every_request_ends_in_one_outcome_and_its_items_pass_unchanged(
-    items: list[Any], outcome: str
-) -> None:
-    async def answers() -> AsyncGenerator[ReplicaItem, None]:
-        for item in items:
-            if isinstance(item, Exception):
-                raise item
-            yield item
-
+def test_every_request_ends_in_one_outcome(items: list[Any], outcome: str) -> None:
     seen: list[Reading] = []
-    passed: list[Any] = []
-
-    async def scenario() -> None:
-        async with aclosing(timed(answers(), seen.append)) as stream:
-            async for item in stream:
-                passed.append(item)
-
-    if any(isinstance(item, Exception) for item in items):
-        with pytest.raises(RuntimeError):
-            asyncio.run(scenario())
-    else:
-        asyncio.run(scenario())
-    assert passed == [item for item in items if not isinstance(item, Exception)]
+    timer = door_timer(seen.append)
+    for item in items:
+        if isinstance(item, Exception):
+            timer.fail()
+        else:
+            timer.saw(item)
+    timer.end()
     ended = [r.labels["outcome"] for r in seen if r.metric.name == "serve_spec_requests"]
     assert ended == [outcome]
 
 
 async def test_the_door_counts_from_the_arrival_of_the_request(clock: Clock) -> None:
-    async def answers() -> AsyncGenerator[ReplicaItem, None]:
-        yield LAST
-
     seen: list[Reading] = []
     ARRIVED.set(98.0)
-    async for _ in timed(answers(), seen.append):
-        pass
+    timer = door_timer(seen.append)
+    timer.saw(LAST)
+    timer.end()
     assert values(seen)["time_to_first_token_ms"] == pytest.approx(2000)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,13 +18,16 @@ from serve_spec.serving import replica as module
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.messages import (
     Accepted,
+    Attachment,
     Cancellation,
     Failed,
+    News,
     Submission,
     is_last,
 )
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
+from serve_spec.serving.wire import decode
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import request
 
@@ -81,9 +84,32 @@ def submission(*prompts: str, **params: Any) -> Submission:
     return Submission("router", requests)
 
 
+async def stream_of(
+    replica: EngineReplica, asked: Submission | None = None, sender: str = "router"
+) -> AsyncGenerator[News, None]:
+    """Open the stream of a router, which has sent a submission, and read it."""
+    if asked is not None:
+        await replica.submit(replace(asked, sender=sender))
+    async with aclosing(replica.attach(Attachment("r1", sender))) as messages:
+        async for message in messages:
+            yield decode(message)
+
+
+async def until_all_have_ended(news: AsyncGenerator[News, None], num_requests: int) -> list[News]:
+    """Return what is said until so many requests have said their last."""
+    said: list[News] = []
+    async with aclosing(news):
+        async for each in news:
+            said.append(each)
+            num_requests -= sum(is_last(item) for _, item in each.items)
+            if num_requests == 0:
+                break
+    return said
+
+
 async def items(replica: EngineReplica, prompt: str, **params: Any) -> list[Any]:
-    answer = replica.generate(submission(prompt, **params))
-    return [item async for items, _ in answer for _, item in items]
+    said = await until_all_have_ended(stream_of(replica, submission(prompt, **params)), 1)
+    return [item for news in said for _, item in news.items]
 
 
 async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
@@ -94,19 +120,13 @@ async def test_a_replica_without_an_engine_ends_and_lets_its_requests_go(
     has_ended = asyncio.Event()
     monkeypatch.setattr(module, "_end_process", has_ended.set)
     replica, loop = start()
-    news = [n async for n in take(replica.generate(submission("hold a")), 5)]
-    assert any(not items for items, _ in news), "it says that it is alive"
+    news = stream_of(replica, submission("hold a"))
+    said = [await anext(news) for _ in range(5)]
+    assert [not each.items for each in said].count(True) > 1, "it says that it is alive"
     loop.knobs["sick"] = True
-    rest = replica.generate(submission("hold b"))
-    assert [is_last(item) async for items, _ in rest for _, item in items] == [False] * 2
+    rest = [each async for each in news]
+    assert not any(each.is_over for each in rest), "the stream breaks off"
     await has_ended.wait()
-
-
-async def take(news: Any, count: int) -> Any:
-    """The first few of them."""
-    async with aclosing(news):
-        for _ in range(count):
-            yield await anext(news)
 
 
 async def test_refusals_and_failures_are_values_and_end_the_request(start: Start) -> None:
@@ -122,12 +142,12 @@ async def test_refusals_and_failures_are_values_and_end_the_request(start: Start
     assert not loop.streams
 
 
-async def test_closing_the_answer_cancels_its_requests_in_the_engine(start: Start) -> None:
+async def test_closing_the_stream_cancels_its_requests_in_the_engine(start: Start) -> None:
     replica, loop = start()
-    answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
+    answer = stream_of(replica, submission("hold on", "hold it", max_tokens=9))
     async with aclosing(answer):
-        await anext(answer)
-        assert len(loop.streams) == 2
+        while len(loop.streams) < 2:
+            await anext(answer)
         assert replica.record_routing_stats()["rows"] == {"router": 2}
         assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 2}, "not calls"
     assert not loop.streams
@@ -135,33 +155,59 @@ async def test_closing_the_answer_cancels_its_requests_in_the_engine(start: Star
     assert replica.record_autoscaling_stats() == {NUM_REQUESTS: 0}
 
 
-async def test_a_router_hears_with_an_answer_how_many_requests_of_whom_are_there_if_it_is_news(
+async def test_a_stream_is_for_all_submissions_of_a_router_and_ends_when_it_is_idle(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_BEAT_S", 0.001)
+    replica, _ = start()
+    first, second = submission("a", max_tokens=2), submission("b", "c", max_tokens=2)
+    second = replace(second, requests=[replace(r, request_id=r.prompt) for r in second.requests])
+    taken = await replica.submit(first)
+    assert await replica.submit(second) == taken
+    said = [news async for news in stream_of(replica)]
+    assert {name for news in said for name, _ in news.items} == {"r0", "b", "c"}
+    assert {news.session for news in said} == {taken.session}
+    assert [news.is_over for news in said] == [False] * (len(said) - 1) + [True]
+    assert (await replica.submit(first)).session > taken.session
+
+
+async def test_a_stream_of_another_replica_is_none(start: Start) -> None:
+    replica, _ = start()
+    assert [m async for m in replica.attach(Attachment("gone", "router"))] == []
+
+
+async def test_a_router_hears_how_many_requests_of_whom_are_there_if_it_is_news(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replica, _ = start()
     monkeypatch.setattr(module, "_NEWS_AGE_S", 1e9)
-    answer = replica.generate(submission("hold on", "hold it", max_tokens=9))
+    answer = stream_of(replica, submission("hold on", "hold it", max_tokens=9))
     async with aclosing(answer):
-        _, rows = await anext(answer)
+        rows = (await anext(answer)).rows
+        assert rows is not None
         assert (rows.replica, rows.by_sender) == ("r1", {"router": 2})
         assert rows.time_s <= replica.record_routing_stats()["time_s"]
-        other = replace(submission("a b c", max_tokens=5), sender="other")
-        (_, first), *rest = [news async for news in replica.generate(other)]
-        assert first.by_sender == {"router": 2, "other": 1}
+        asked = submission("a b c", max_tokens=5)
+        first, *rest = await until_all_have_ended(stream_of(replica, asked, "other"), 1)
+        assert first.rows is not None
+        assert first.rows.by_sender == {"router": 2, "other": 1}
         assert rest
-        assert all(rows is None for _, rows in rest), "it has just been told"
+        assert all(news.rows is None for news in rest), "it has just been told"
         monkeypatch.setattr(module, "_NEWS_AGE_S", 0.0)
-        again = replace(submission("a b c", max_tokens=5), sender="other")
-        assert all([rows is not None async for _, rows in replica.generate(again)])
+        again = await until_all_have_ended(stream_of(replica, asked, "other"), 1)
+        assert all(news.rows is not None for news in again)
 
 
 async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start: Start) -> None:
     replica, loop = start()
     prompts = "a b c", "hold on", "full", "x"
     said: dict[str, list[Any]] = {f"r{i}": [] for i in range(4)}
-    async for items, _ in replica.generate(submission(*prompts, max_tokens=5)):
-        for request_id, item in items:
+    num_ended = 0
+    news = stream_of(replica, submission(*prompts, max_tokens=5))
+    while num_ended < len(prompts):
+        for request_id, item in (await anext(news)).items:
             said[request_id].append(item)
+            num_ended += is_last(item)
         if all(is_last(said[name][-1]) for name in ("r0", "r2", "r3") if said[name]) and (
             replica.record_routing_stats()["rows"] == {"router": 1}
         ):
@@ -172,7 +218,7 @@ async def test_requests_of_a_submission_answer_side_by_side_and_end_alone(start:
     }
     assert texts == {"r0": "a b c a b ", "r1": "hold on ", "r2": "", "r3": "x x x x x "}
     assert said["r0"][0] == Accepted(3, "r1")
-    assert [d.finish_reason for d in said["r0"][1:]] == [None, None, FinishReason.LENGTH]
+    assert [is_last(item) for item in said["r0"]] == [False] * (len(said["r0"]) - 1) + [True]
     assert said["r1"][-1].finish_reason is FinishReason.ABORT
     assert said["r2"][-1].overloaded
     assert not loop.streams

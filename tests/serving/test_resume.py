@@ -14,7 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
-from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica, queue_full
+from serve_spec.serving.errors import (
+    ApiError,
+    ReplicaLost,
+    client_too_slow,
+    no_replica,
+    queue_full,
+)
 from serve_spec.serving.messages import (
     Accepted,
     Failed,
@@ -179,3 +185,11 @@ def test_replicas_that_shut_down_do_not_count_as_lost() -> None:
     endings = [ReplicaLost(no_replica("shutting down"), is_orderly=True)] * 5
     asked = request("x", seed=1, max_tokens=30, ignore_eos=True)
     assert listen(MortalFleet(*endings), asked).said == listen(MortalFleet(), asked).said
+
+
+def test_a_client_that_does_not_read_is_no_failure_of_its_replica() -> None:
+    fleet = ScriptedFleet([Accepted(1, "r1"), delta("a", 1), client_too_slow(4096)])
+    fleet.next = [Accepted(1, "r2"), delta("b", 2, finish=FinishReason.STOP)]
+    with pytest.raises(ApiError) as caught:
+        listen(fleet, request())
+    assert caught.value.code == "client_too_slow"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from ray import cloudpickle
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.serving.app import routing_of
-from serve_spec.serving.messages import Cancellation, ReplicaRows, Submission
+from serve_spec.serving.messages import Attachment, Cancellation, ReplicaRows, Submission
 from serve_spec.serving.routing import SubmissionRouter
 from serve_spec.serving.routing_policy import blocks
 from tests.serving.fakes import request
@@ -126,13 +127,16 @@ def test_prefix_stays_where_the_prompt_was_sent_and_forgets_the_dead(
     assert serve.router._prefixes.matched(there, blocks(PROMPT)) == 0
 
 
-def test_a_cancellation_goes_to_its_replica_and_to_no_other() -> None:
+@pytest.mark.parametrize(
+    "to", [lambda name: Cancellation(name, ("id",)), lambda name: Attachment(name, "me")]
+)
+def test_what_names_a_replica_goes_there_and_nowhere_else(to: Callable[[str], Any]) -> None:
     serve = Serve(replica("a"), replica("b"), max_rows=1)
     serve.send(submission())
     serve.send(submission())
     for name in serve.replicas:
-        assert serve.choose(Cancellation(name, ("id",)))[0] == [name]
-    assert set(serve.choose(Cancellation("gone", ("id",)))[0]) == {"a", "b"}, "harmless anywhere"
+        assert serve.choose(to(name))[0] == [name]
+    assert set(serve.choose(to("gone"))[0]) == {"a", "b"}, "harmless anywhere"
 
 
 def test_replicas_to_be_avoided_are_the_last_resort() -> None:

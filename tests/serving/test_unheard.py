@@ -9,14 +9,15 @@ import pytest
 from ray.exceptions import RaySystemError
 
 from serve_spec.serving import replica_actors
-from serve_spec.serving.outbox import Outbox
+from serve_spec.serving.messages import Items
+from serve_spec.serving.outbox import Outbox, Outboxes
 from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.unheard import close_unheard
 
 
-async def test_what_nobody_hears_is_closed_and_what_somebody_hears_is_not() -> None:
-    outboxes = {Outbox(1): "lost", Outbox(2): "here", Outbox(3): "lost"}
-    lost, here, _ = outboxes
+async def test_the_requests_of_a_router_that_is_gone_end_and_no_others() -> None:
+    outboxes = Outboxes(lambda request_id: None)
+    lost, here = outboxes.attach("lost"), outboxes.attach("here")
     living = {"lost", "here"}
     looks: asyncio.Queue[str] = asyncio.Queue()
     loop = asyncio.get_running_loop()
@@ -25,26 +26,34 @@ async def test_what_nobody_hears_is_closed_and_what_somebody_hears_is_not() -> N
         loop.call_soon_threadsafe(looks.put_nowait, sender)
         return sender in living
 
-    async def listen(outbox: Outbox) -> None:
-        async for _ in outbox:
-            raise AssertionError("nothing has been said")
-        del outboxes[outbox]
+    async def listen(outbox: Outbox) -> list[Items]:
+        return [items async for items in outbox]
 
     watch = asyncio.create_task(close_unheard(outboxes, is_there, look_every_s=0))
-    listeners = [asyncio.create_task(listen(outbox)) for outbox in list(outboxes)]
+    listeners = [asyncio.create_task(listen(outbox)) for outbox in (lost, here)]
     for _ in range(4):
         await looks.get()
     assert not any(listener.done() for listener in listeners)
     living.remove("lost")
-    await listeners[0]
-    await listeners[2]
+    assert await listeners[0] == [[]], "nothing has been said"
     for _ in range(4):
         await looks.get()
     assert not listeners[1].done()
     assert list(outboxes) == [here]
-    assert lost.num_open == 1, "unsaid"
     for task in (watch, listeners[1]):
         task.cancel()
+
+
+async def test_requests_whose_router_never_opens_its_stream_end() -> None:
+    cancelled: list[str] = []
+    outboxes = Outboxes(cancelled.append)
+    unread = outboxes.of("router")
+    unread.answers["a"] = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
+    watch = asyncio.create_task(close_unheard(outboxes, lambda sender: True, look_every_s=0))
+    while list(outboxes):
+        await asyncio.sleep(0.001)
+    assert cancelled == ["a"]
+    watch.cancel()
 
 
 def raiser(error: Exception | None) -> Callable[..., object]:

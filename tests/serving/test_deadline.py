@@ -1,0 +1,60 @@
+"""One timer ends whichever wait is under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+import pytest
+
+from serve_spec.serving.deadline import Deadline
+from tests.serving.fakes import FAR_S, settle
+
+
+async def items(*given: int) -> AsyncGenerator[int, None]:
+    for item in given:
+        yield item
+    await asyncio.Event().wait()
+
+
+def at(delay_s: float) -> Deadline:
+    return Deadline(asyncio.get_running_loop().time() + delay_s)
+
+
+async def test_a_wait_that_is_too_long_ends_and_so_does_every_later_one() -> None:
+    deadline = at(0.01)
+    source = items(1)
+    assert await deadline.next(source) == 1
+    for _ in range(2):
+        with pytest.raises(TimeoutError):
+            await deadline.next(source)
+    task = asyncio.current_task()
+    assert task is not None
+    assert task.cancelling() == 0, "the task goes on"
+
+
+async def test_a_cancellation_of_the_task_is_no_timeout() -> None:
+    deadline = at(FAR_S)
+    waiting = asyncio.create_task(deadline.next(items()))  # type: ignore[arg-type]
+    await settle()
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+
+
+async def test_a_closed_deadline_cancels_nothing() -> None:
+    deadline = at(0.01)
+    deadline.close()
+    waiting = asyncio.create_task(deadline.next(items()))  # type: ignore[arg-type]
+    await asyncio.sleep(0.03)
+    assert not waiting.done()
+    waiting.cancel()
+
+
+async def test_the_end_of_the_items_is_the_end() -> None:
+    async def none() -> AsyncGenerator[int, None]:
+        return
+        yield
+
+    with pytest.raises(StopAsyncIteration):
+        await at(FAR_S).next(none())
