@@ -14,8 +14,9 @@ from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
-from serve_spec.engine.loop import EngineLoop, TokenStream
+from serve_spec.engine.client import TokenStream
 from tests.helpers.engines import MakeLLM, Pair
+from tests.helpers.local_engine import LocalEngine
 
 PROMPT = [10, 20, 30]
 
@@ -35,8 +36,8 @@ def config(pair: Pair) -> ServeSpecConfig:
 
 
 @pytest.fixture
-def loop(config: ServeSpecConfig) -> Iterator[EngineLoop]:
-    engine_loop = EngineLoop(config)
+def loop(config: ServeSpecConfig) -> Iterator[LocalEngine]:
+    engine_loop = LocalEngine(config)
     yield engine_loop
     engine_loop.shutdown()
 
@@ -49,14 +50,14 @@ def params(**changes: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
 
 
-def pages_in_use(loop: EngineLoop) -> int:
+def pages_in_use(loop: LocalEngine) -> int:
     cache = loop.snapshot()["kv"]
     assert isinstance(cache, dict)
     return int(cache["total_pages"] - cache["free_pages"])
 
 
 def test_streams_that_run_together_say_what_each_says_alone(
-    loop: EngineLoop, make_llm: MakeLLM
+    loop: LocalEngine, make_llm: MakeLLM
 ) -> None:
     async def together() -> list[list[TokenDelta]]:
         streams = [await loop.submit(PROMPT, params(seed=i), str(i)) for i in range(3)]
@@ -72,7 +73,7 @@ def test_streams_that_run_together_say_what_each_says_alone(
 
 
 def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody(
-    loop: EngineLoop, make_llm: MakeLLM
+    loop: LocalEngine, make_llm: MakeLLM
 ) -> None:
     async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
         staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
@@ -103,15 +104,15 @@ def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody(
     ],
 )
 def test_a_request_that_can_not_run_is_refused_by_field_and_reaches_no_round(
-    loop: EngineLoop, prompt: Any, changes: dict[str, Any], field: str, too_long: bool
+    loop: LocalEngine, prompt: Any, changes: dict[str, Any], field: str, too_long: bool
 ) -> None:
     with pytest.raises(InvalidRequest) as refusal:
         asyncio.run(loop.submit(prompt, params(**changes), "x"))
     assert (refusal.value.field, refusal.value.too_long) == (field, too_long)
-    assert not loop._engine.has_work
+    assert not loop.engine.has_work
 
 
-def test_a_full_engine_refuses_instead_of_growing(loop: EngineLoop) -> None:
+def test_a_full_engine_refuses_instead_of_growing(loop: LocalEngine) -> None:
     """Four may run and three wait: the eighth unfinished request is one too many."""
 
     async def scenario() -> None:
@@ -127,7 +128,7 @@ def test_a_full_engine_refuses_instead_of_growing(loop: EngineLoop) -> None:
     assert pages_in_use(loop) == 0
 
 
-def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: EngineLoop) -> None:
+def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: LocalEngine) -> None:
     async def scenario() -> list[TokenDelta]:
         stream = await loop.submit(PROMPT, params(), "same")
         with pytest.raises(InvalidRequest, match="request_id"):
@@ -140,12 +141,12 @@ def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: EngineLoop) -> Non
 def test_a_dead_engine_tells_every_stream_and_the_health_check(
     config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loop = EngineLoop(config)
+    loop = LocalEngine(config)
 
     def explode(plan: object) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(loop._engine.worker, "submit", explode)
+    monkeypatch.setattr(loop.engine.worker, "submit", explode)
 
     async def scenario() -> None:
         stream = await loop.submit(PROMPT, params(), "1")
@@ -160,7 +161,7 @@ def test_a_dead_engine_tells_every_stream_and_the_health_check(
     loop.shutdown()
 
 
-def test_policy_knobs_change_between_rounds_or_not_at_all(loop: EngineLoop) -> None:
+def test_policy_knobs_change_between_rounds_or_not_at_all(loop: LocalEngine) -> None:
     before = loop.snapshot()
     with pytest.raises(ValueError, match="speculative_num_step"):
         loop.reconfigure({"speculative_num_step": 3})
@@ -170,7 +171,7 @@ def test_policy_knobs_change_between_rounds_or_not_at_all(loop: EngineLoop) -> N
 
 
 def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config: ServeSpecConfig) -> None:
-    loop = EngineLoop(config)
+    loop = LocalEngine(config)
     loop.shutdown()
     for call in (
         lambda: asyncio.run(loop.submit(PROMPT, params(), "1")),
@@ -182,7 +183,7 @@ def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config: ServeSpecCo
 
 
 def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
-    loop = EngineLoop(config)
+    loop = LocalEngine(config)
 
     async def scenario() -> list[TokenDelta]:
         stream = await loop.submit(PROMPT, params(max_tokens=100), "1")
@@ -193,7 +194,7 @@ def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
 
 
-def test_rounds_are_reported_to_whoever_asked(loop: EngineLoop) -> None:
+def test_rounds_are_reported_to_whoever_asked(loop: LocalEngine) -> None:
     seen: list[StepRecord] = []
     loop.report_to(SimpleNamespace(observe=seen.append))
 
@@ -206,14 +207,14 @@ def test_rounds_are_reported_to_whoever_asked(loop: EngineLoop) -> None:
 
 
 def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(
-    loop: EngineLoop,
+    loop: LocalEngine,
 ) -> None:
     with pytest.raises(ValueError, match="prior_rates"):
         loop.start_from([2.0])
     loop.check_health()
 
 
-def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: EngineLoop) -> None:
+def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: LocalEngine) -> None:
     async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
         other = await loop.submit(PROMPT, params(), "other")
         with pytest.raises(InvalidRequest) as refusal:
@@ -230,18 +231,18 @@ def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: EngineLoop)
 
 
 def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
-    loop: EngineLoop, monkeypatch: pytest.MonkeyPatch
+    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiling, go_on = threading.Event(), threading.Event()
-    check = loop._engine.check_grammar
+    check = loop.engine.check_grammar
 
     def wait(grammar: Grammar) -> None:
         compiling.set()
         go_on.wait()
         check(grammar)
 
-    monkeypatch.setattr(loop._engine, "check_grammar", wait)
-    monkeypatch.setattr(loop._engine, "add", lambda seq: pytest.fail("it has gone away"))
+    monkeypatch.setattr(loop.engine, "check_grammar", wait)
+    monkeypatch.setattr(loop.engine, "add", lambda seq: pytest.fail("it has gone away"))
 
     async def scenario() -> list[TokenDelta]:
         grammar = Grammar.choice(["yes"])
@@ -259,7 +260,7 @@ def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
 def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
     config: ServeSpecConfig, make_llm: MakeLLM, budgets: list[float]
 ) -> None:
-    loop = EngineLoop(config)
+    loop = LocalEngine(config)
     expected = make_llm().generate([PROMPT], params())[0].token_ids
 
     async def serve() -> None:
