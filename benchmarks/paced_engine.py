@@ -14,10 +14,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from serve_spec.engine.loop import EngineLoop
+
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.sequence import Sequence as Request
-from serve_spec.engine.loop import EngineLoop
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.parallel.launch import Launcher

@@ -1,0 +1,88 @@
+"""The engine of a replica in a process of its own: an actor in the replica's placement group.
+
+Ray only hosts it. Requests and tokens go over a local socket, because a Ray call in every step
+would cost more than the step; each end also notices there that the other one is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import pkgutil
+from multiprocessing.connection import Client, Listener
+from typing import Any
+
+import ray
+from ray.exceptions import RayTaskError
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.engine.client import EngineClient
+from serve_spec.serving.ranks import ActorLauncher, rank_options
+
+BUILD_ENGINE = "serve_spec.engine.build:build_engine"
+
+
+def start_engine(config: ServeSpecConfig, build: str = BUILD_ENGINE) -> EngineProcess:
+    """Start the engine of the replica that this process is; return when it is ready.
+
+    build: import path of a function like `build_engine`.
+
+    Raises:
+        CheckpointError, ValueError, RankLost: see `build_engine`.
+        RayError: the process cannot start, or has died.
+    """
+    actor = Engine.options(**rank_options(config, 0)).remote()  # type: ignore[attr-defined]
+    # Futures, because this thread may be the one of an event loop, where `ray.get` warns.
+    address, secret = actor.listen.remote().future().result()
+    life = actor.serve.remote(build, config)
+    try:
+        return EngineProcess(config, actor, Client(address, authkey=secret))
+    except (EOFError, OSError) as error:
+        _raise_cause(life)
+        raise RuntimeError("the engine's process ended before it was ready") from error
+
+
+def _raise_cause(life: Any) -> None:
+    """Raise what ended an actor's method as the method raised it."""
+    try:
+        life.future().result()
+    except RayTaskError as error:
+        raise error.cause from error
+
+
+class EngineProcess(EngineClient):
+    """A client that ends the process of its engine with it."""
+
+    def __init__(self, config: ServeSpecConfig, actor: Any, connection: Any) -> None:
+        super().__init__(config, connection)
+        self._actor = actor
+
+    def shutdown(self) -> None:
+        """See `EngineClient`."""
+        super().shutdown()
+        ray.kill(self._actor)
+
+
+@ray.remote(max_restarts=0, max_task_retries=0)
+class Engine:
+    """The process of an engine: owns its GPU, and ends when the replica does."""
+
+    def listen(self) -> tuple[str, bytes]:
+        """Return where the replica calls, and the key that both ends prove to know."""
+        secret = os.urandom(32)
+        self._listener = Listener(family="AF_UNIX", authkey=secret)
+        return str(self._listener.address), secret
+
+    def serve(self, build: str, config: ServeSpecConfig) -> None:
+        """Build the engine and run it for the replica, to its end."""
+        # Imported here: router and builder do without torch.
+        from serve_spec.engine.server import EngineServer
+
+        with self._listener, self._listener.accept() as connection:
+            launcher = ActorLauncher(config) if config.model.tensor_parallel_size > 1 else None
+            engine = pkgutil.resolve_name(build)(config, launcher)
+            EngineServer(config, engine, connection, on_lost=_end_process).run()
+
+
+def _end_process() -> None:
+    """End at once, whatever a step waits for."""
+    os._exit(1)
