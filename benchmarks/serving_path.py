@@ -39,7 +39,7 @@ def deployment(num_routers: int, num_streams: int) -> dict[str, Any]:
     file: dict[str, Any] = yaml.safe_load(DEPLOYMENT.read_text())
     app = file["applications"][0]
     app["args"] |= {
-        "engine_loop": "benchmarks.paced_engine:PacedLoop",
+        "engine_loop": "benchmarks.paced_engine:start",
         "max_num_seqs": num_streams,
         "num_cpus": 0.1,
         "speculative_algorithm": "NGRAM",
