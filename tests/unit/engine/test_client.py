@@ -1,9 +1,9 @@
-"""Laws of the engine thread: streams, cancellation, failures."""
+"""Laws of the channel to an engine: streams, cancellation, failures."""
 
 import asyncio
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,9 +12,16 @@ import pytest
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
+from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.record import StepRecord
-from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
+from serve_spec.core.request import (
+    FinishReason,
+    SamplingParams,
+    SpeculativeOptions,
+    TokenDelta,
+)
 from serve_spec.engine.client import TokenStream
+from serve_spec.engine.messages import NewRequest, hang_up
 from tests.helpers.engines import MakeLLM, Pair
 from tests.helpers.local_engine import LocalEngine
 
@@ -279,3 +286,175 @@ def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
     finally:
         loop.shutdown()
     assert len(budgets) == 2
+
+
+def said(deltas: list[TokenDelta]) -> tuple[Any, ...]:
+    """All that a request's caller sees of it, log-probabilities excepted."""
+    return (
+        tuple(t for delta in deltas for t in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        deltas[-1].finish_reason,
+        deltas[-1].speculation,
+    )
+
+
+def check_logprobs(
+    found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None]
+) -> None:
+    """They may differ by what another batch rounds otherwise."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        values = [one.logprob, *(value for _, value in one.top)]
+        assert values == pytest.approx([other.logprob, *(v for _, v in other.top)], abs=1e-3)
+
+
+def many_params(texts: list[str]) -> list[SamplingParams]:
+    """Requests that end in every way; `texts` is what they say without stop strings."""
+    return [
+        params(max_tokens=30, logprobs=2, prompt_logprobs=1),
+        *(params(max_tokens=30, seed=i, stop=(text[k : k + 2],)) for i, text in enumerate(texts)
+          for k in (5, 8, 11)),
+        params(max_tokens=30, seed=1, stop=(texts[1][3:5],), min_tokens=15, logprobs=1),
+        params(max_tokens=30, temperature=0.0, ignore_eos=False, stop_token_ids=(5, 9, 77)),
+        params(max_tokens=30, grammar=Grammar.regex("[a-f]+"), stop=("zz",)),
+        params(max_tokens=30, bad_token_ids=(7,), logit_bias={9: 2.0}, frequency_penalty=0.5),
+        params(max_tokens=30, speculative=SpeculativeOptions(max_steps=1)),
+    ]  # fmt: skip
+
+
+def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
+    make_llm: MakeLLM,
+) -> None:
+    llm = make_llm("EAGLE3", 3, prefix_caching=False)
+    plain = llm.generate([PROMPT] * 4, [params(max_tokens=30, seed=i) for i in range(4)])
+    asked = many_params([output.text for output in plain])
+    outputs = llm.generate([PROMPT] * len(asked), asked)
+    assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
+    loop = LocalEngine(llm.config, llm.engine)
+
+    async def through() -> list[list[TokenDelta]]:
+        streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
+        return await asyncio.gather(*(collect(stream) for stream in streams))
+
+    async def resumed(p: SamplingParams, index: int) -> list[TokenDelta]:
+        """A few rounds, then the rest as if another engine had gone on."""
+        deltas = []
+        stream = await loop.submit(PROMPT, p, f"first {index}")
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == 3 or delta.finish_reason:
+                break
+        if deltas[-1].finish_reason is None:
+            loop.cancel(stream.request_id)
+            emitted = [t for delta in deltas for t in delta.token_ids]
+            deltas += await collect(await loop.submit(PROMPT, p, f"then {index}", emitted))
+        return deltas
+
+    async def resumed_all() -> list[list[TokenDelta]]:
+        return await asyncio.gather(*(resumed(p, i) for i, p in enumerate(asked)))
+
+    for output, deltas in zip(outputs, asyncio.run(through()), strict=True):
+        wanted = (output.token_ids, output.text, output.finish_reason, output.speculation)
+        assert said(deltas) == wanted
+        found = [entry for delta in deltas for entry in delta.logprobs or ()]
+        check_logprobs(found, output.logprobs or ())
+        check_logprobs(deltas[0].prompt_logprobs or (), output.prompt_logprobs or ())
+    for output, deltas in zip(outputs, asyncio.run(resumed_all()), strict=True):
+        assert said(deltas)[:3] == (output.token_ids, output.text, output.finish_reason)
+    assert pages_in_use(loop) == 0
+    loop.shutdown()
+
+
+def test_a_message_that_cannot_be_decoded_ends_its_request_alone(
+    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> list[TokenDelta]:
+        other = await loop.submit(PROMPT, params(), "other")
+        loop._commands.put(b"\xc1 is no MessagePack")
+        with monkeypatch.context() as broken:
+            broken.setattr(NewRequest, "of", lambda seq: {"token_ids": "nonsense"})
+            bad = await loop.submit(PROMPT, params(), "bad")
+        with pytest.raises(RuntimeError, match="cannot decode the request"):
+            await collect(bad)
+        again = await loop.submit(PROMPT, params(), "bad")
+        assert await collect(again)
+        return await collect(other)
+
+    assert sum(len(delta.token_ids) for delta in asyncio.run(scenario())) == 20
+    loop.check_health()
+
+
+def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged(
+    loop: LocalEngine, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = threading.Event()
+    connection = loop.server._connection
+
+    def send_bytes(message: bytes) -> None:
+        reads.wait()
+        connection.send_bytes(message)
+
+    asked = [params(seed=i, max_tokens=60, logprobs=0) for i in range(3)]
+    slow = SimpleNamespace(send_bytes=send_bytes, recv_bytes=connection.recv_bytes)
+    monkeypatch.setattr(loop.server, "_connection", slow)
+
+    async def scenario() -> list[list[TokenDelta]]:
+        streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
+        while not (loop.engine.counters.num_steps_executed and not loop.engine.has_work):
+            await asyncio.sleep(0.01)
+        reads.set()
+        return await asyncio.gather(*(collect(stream) for stream in streams))
+
+    alone = make_llm().generate([PROMPT] * 3, asked)
+    streams = asyncio.run(scenario())
+    for deltas, output in zip(streams, alone, strict=True):
+        assert said(deltas)[:2] == (output.token_ids, output.text)
+        check_logprobs([e for d in deltas for e in d.logprobs or ()], output.logprobs or ())
+        assert len(deltas) <= 3
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_broken_channel_is_noticed_at_both_ends(config: ServeSpecConfig, is_idle: bool) -> None:
+    loop = LocalEngine(config)
+    has_lost = threading.Event()
+    loop.server._on_lost = has_lost.set
+
+    async def scenario() -> None:
+        stream = None if is_idle else await loop.submit(PROMPT, params(max_tokens=100), "1")
+        hang_up(loop._connection)
+        if stream is not None:
+            with pytest.raises(RuntimeError, match="process has ended"):
+                await collect(stream)
+        await asyncio.to_thread(loop._reader.join)
+        with pytest.raises(RuntimeError, match="process has ended"):
+            loop.check_health()
+
+    asyncio.run(scenario())
+    assert has_lost.wait(10.0)
+    loop.shutdown()
+
+
+def test_an_engine_that_says_nothing_for_too_long_has_hung(config: ServeSpecConfig) -> None:
+    loop = LocalEngine(ServeSpecConfig.load(config, round_timeout_s=0.5))
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        await asyncio.sleep(1.0)
+        loop.check_health()
+        stream = await loop.submit(PROMPT, params(), "1")
+        loop.server._commands.put(go_on.wait)
+        await asyncio.sleep(1.0)
+        with pytest.raises(RuntimeError, match=r"longer than replica\.round_timeout_s=0\.5"):
+            loop.check_health()
+        with pytest.raises(RuntimeError, match="round_timeout_s"):
+            await collect(stream)
+
+    asyncio.run(scenario())
+    go_on.set()
+    loop.shutdown()
