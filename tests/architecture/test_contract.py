@@ -52,6 +52,7 @@ CONFINED = {
     "pydantic": ["config/", "serving/openai.py"],
     "transformers": ["engine/tokenizer.py", "models/shape.py", "training/"],
     "llguidance": ["structured/compiler.py"],
+    "msgspec": ["engine/"],
     "safetensors": ["models/weights.py", "training/"],
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]

@@ -7,7 +7,6 @@ import os
 import signal
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -18,7 +17,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.app import build_app
 from serve_spec.serving.ranks import placement_of
 from tests.e2e.fleet import Stream, client_of, fleet_settings, said
-from tests.serving.cluster import eventually, local_serve
+from tests.serving.cluster import actor_pids, eventually, local_serve
 
 NUM_STREAMS = 4
 PROMPTS = [f"def f{i}(x):" for i in range(NUM_STREAMS)]
@@ -82,21 +81,6 @@ def groups() -> list[dict[str, Any]]:
     return [g for g in placement_group_table().values() if g["state"] == "CREATED"]
 
 
-def ranks(actor: str) -> dict[int, str]:
-    """Processes of this test's Ray that an actor of this name runs in: their titles by pid."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (path / "cmdline").read_bytes()
-            environment = (path / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR')}".encode() in environment
-        if title.startswith(f"ray::{actor}.".encode()) and mine:
-            found[int(path.name)] = title.decode()
-    return found
-
-
 def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(
     url: str,
 ) -> None:
@@ -107,14 +91,14 @@ def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_
     for group in groups():
         assert group["strategy"] == "STRICT_PACK"
         assert list(group["bundles"].values()) == [{"CPU": 0.1, "GPU": 1.0}] * 2
-    assert len(ranks("_Follower")) == len(ranks("Engine")) == 2
+    assert len(actor_pids("_Follower")) == len(actor_pids("Engine")) == 2
 
 
 @pytest.mark.parametrize("actor", ["_Follower", "Engine"])
 def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
     url: str, texts: list[str], actor: str
 ) -> None:
-    before = ranks(actor)
+    before = actor_pids(actor)
 
     async def scenario() -> list[Stream]:
         streams = [Stream() for _ in PROMPTS]
@@ -130,7 +114,7 @@ def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
         return streams
 
     assert [text for text, _ in said(asyncio.run(scenario()))] == texts
-    eventually(lambda: set(ranks(actor)), lambda now: len(now) == 2 and now != set(before))
+    eventually(lambda: set(actor_pids(actor)), lambda now: len(now) == 2 and now != set(before))
     eventually(lambda: httpx.get(f"{url}/health").json()["healthy_replicas"], lambda n: n == 2)
     assert len(groups()) == 2
 
@@ -140,7 +124,7 @@ def test_nothing_of_a_replica_outlives_it(url: str) -> None:
 
     serve.delete("ranks")
     for actor in ("_Follower", "Engine"):
-        eventually(partial(ranks, actor), lambda found: not found)
+        eventually(partial(actor_pids, actor), lambda found: not found)
     eventually(groups, lambda found: not found)
 
 

@@ -313,6 +313,7 @@ def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, mak
     assert followers is not None
     followers.tell("nonsense")  # an order no follower survives
     assert followers._has_lost.wait(SOON_S)
+    loop._reader.join(SOON_S)
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed: AssertionError"):
         loop.check_health()
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
