@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import pkgutil
+from contextlib import suppress
 from multiprocessing.connection import Client, Listener
 from typing import Any
 
@@ -16,7 +17,10 @@ from ray.exceptions import RayTaskError
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.engine.client import EngineClient
+from serve_spec.log import get_logger
 from serve_spec.serving.ranks import ActorLauncher, rank_options
+
+logger = get_logger(__name__)
 
 BUILD_ENGINE = "serve_spec.engine.build:build_engine"
 
@@ -27,26 +31,20 @@ def start_engine(config: ServeSpecConfig, build: str = BUILD_ENGINE) -> EnginePr
     build: import path of a function like `build_engine`.
 
     Raises:
-        CheckpointError, ValueError, RankLost: see `build_engine`.
+        Exception: what `build` raises, for example CheckpointError.
         RayError: the process cannot start, or has died.
     """
     actor = Engine.options(**rank_options(config, 0)).remote()  # type: ignore[attr-defined]
     # Futures, because this thread may be the one of an event loop, where `ray.get` warns.
     address, secret = actor.listen.remote().future().result()
     life = actor.serve.remote(build, config)
-    try:
+    with suppress(EOFError, OSError):  # how the method ended says more
         return EngineProcess(config, actor, Client(address, authkey=secret))
-    except (EOFError, OSError) as error:
-        _raise_cause(life)
-        raise RuntimeError("the engine's process ended before it was ready") from error
-
-
-def _raise_cause(life: Any) -> None:
-    """Raise what ended an actor's method as the method raised it."""
     try:
         life.future().result()
     except RayTaskError as error:
-        raise error.cause from error
+        raise error.cause from None  # as it was raised there; the log has the traceback
+    raise RuntimeError("the engine's process ended before it was ready")
 
 
 class EngineProcess(EngineClient):
@@ -79,7 +77,11 @@ class Engine:
 
         with self._listener, self._listener.accept() as connection:
             launcher = ActorLauncher(config) if config.model.tensor_parallel_size > 1 else None
-            engine = pkgutil.resolve_name(build)(config, launcher)
+            try:
+                engine = pkgutil.resolve_name(build)(config, launcher)
+            except Exception:
+                logger.exception("the engine cannot start")
+                raise
             EngineServer(config, engine, connection, on_lost=_end_process).run()
 
 
