@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 
-from serve_spec.core.record import StepRecord
 from serve_spec.core.request import TokenDelta
 from serve_spec.engine.messages import EngineMessage
 
@@ -18,25 +16,16 @@ class EngineOutbox:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._is_closed = False
         self._waiting: EngineMessage | None = None
-        self._deltas: dict[str, list[TokenDelta]] = {}
-        self._records: deque[StepRecord] = deque(maxlen=_MOST_RECORDS)
+        self._is_closed = False
 
     def put(self, message: EngineMessage) -> None:
-        """Add a message to those that wait. Never blocks for the channel."""
+        """Add a message to those that wait. Never waits for the channel."""
         with self._changed:
-            for delta in message.deltas:
-                self._add(delta)
-            self._records += message.records
-            waiting = self._waiting
-            if waiting is None:
+            if self._waiting is None:
                 self._waiting = message
             else:
-                waiting.failed = waiting.failed | message.failed
-                waiting.replies = waiting.replies + message.replies
-                waiting.snapshot = message.snapshot or waiting.snapshot
-                waiting.death = message.death or waiting.death
+                _merge(self._waiting, message)
             self._changed.notify()
 
     def take(self) -> EngineMessage | None:
@@ -44,11 +33,6 @@ class EngineOutbox:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
             message, self._waiting = self._waiting, None
-            if message is not None:
-                message.deltas = [delta for each in self._deltas.values() for delta in each]
-                message.records = list(self._records)
-                self._deltas = {}
-                self._records.clear()
             return message
 
     def close(self) -> None:
@@ -57,13 +41,23 @@ class EngineOutbox:
             self._is_closed = True
             self._changed.notify()
 
-    def _add(self, delta: TokenDelta) -> None:
-        of_request = self._deltas.setdefault(delta.request_id, [])
+
+def _merge(waiting: EngineMessage, message: EngineMessage) -> None:
+    """Add a message to one that waits. Of the tokens of one request one delta is made."""
+    deltas = waiting.deltas
+    last = {delta.request_id: place for place, delta in enumerate(deltas)}
+    for delta in message.deltas:
+        place = last.get(delta.request_id)
         # Statistics belong to the tokens they come with: the text may end among these.
-        if of_request and of_request[-1].speculation is None:
-            of_request[-1] = _joined(of_request[-1], delta)
+        if place is not None and deltas[place].speculation is None:
+            deltas[place] = _joined(deltas[place], delta)
         else:
-            of_request.append(delta)
+            deltas.append(delta)
+    waiting.records = (waiting.records + message.records)[-_MOST_RECORDS:]
+    waiting.snapshot = message.snapshot or waiting.snapshot
+    waiting.failed |= message.failed
+    waiting.replies += message.replies
+    waiting.death = message.death or waiting.death
 
 
 def _joined(first: TokenDelta, then: TokenDelta) -> TokenDelta:

@@ -35,7 +35,7 @@ from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
 
-_SNAPSHOT_S = 0.5
+_SNAPSHOT_S = 1.0
 """Seconds between snapshots for operators while the engine works."""
 _IDLE_S = 1.0
 """Most seconds between messages of an idle engine."""

@@ -10,6 +10,7 @@ import os
 import pkgutil
 from contextlib import suppress
 from multiprocessing.connection import Client, Listener
+from secrets import token_hex
 from typing import Any
 
 import ray
@@ -66,23 +67,26 @@ class Engine:
 
     def listen(self) -> tuple[str, bytes]:
         """Return where the replica calls, and the key that both ends prove to know."""
-        secret = os.urandom(32)
-        self._listener = Listener(family="AF_UNIX", authkey=secret)
-        return str(self._listener.address), secret
+        # An abstract address is no file that would have to be removed.
+        address, secret = f"\0serve_spec-{os.getpid()}-{token_hex(8)}", os.urandom(32)
+        self._listener = Listener(address, "AF_UNIX", authkey=secret)
+        return address, secret
 
     def serve(self, build: str, config: ServeSpecConfig) -> None:
         """Build the engine and run it for the replica, to its end."""
         # Imported here: router and builder do without torch.
         from serve_spec.engine.server import EngineServer
 
-        with self._listener, self._listener.accept() as connection:
-            launcher = ActorLauncher(config) if config.model.tensor_parallel_size > 1 else None
-            try:
+        with self._listener:
+            connection = self._listener.accept()
+        launcher = ActorLauncher(config) if config.model.tensor_parallel_size > 1 else None
+        try:
+            with connection:
                 engine = pkgutil.resolve_name(build)(config, launcher)
-            except Exception:
-                logger.exception("the engine cannot start")
-                raise
-            EngineServer(config, engine, connection, on_lost=_end_process).run()
+                EngineServer(config, engine, connection, on_lost=_end_process).run()
+        except Exception:
+            logger.exception("the engine cannot start")
+            raise
 
 
 def _end_process() -> None:

@@ -1,4 +1,4 @@
-"""Stand-ins for `EngineLoop`: what they say is a function of prompt, seed and position.
+"""Stand-ins for `EngineClient`: what they say is a function of prompt, seed and position.
 
 `FakeLoop` says the words of the prompt for ever, two tokens per round; its first word commands:
 
