@@ -45,7 +45,7 @@ class PacedEngine:
         self._open: dict[str, tuple[Sequence, int]] = {}
         self._due = 0.0
         self._num_rounds = 0
-        self._late_ms: deque[float] = deque([0.0] * 2, maxlen=1000)
+        self._late_ms: deque[float] = deque([0.0] * 2, maxlen=256)
 
     @property
     def has_work(self) -> bool:

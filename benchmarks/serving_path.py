@@ -3,9 +3,9 @@
 PYTHONPATH=. python benchmarks/serving_path.py [--routers 1 2 4] [--streams 64] [--rounds 20]
     [--output-tokens 192] [--repetitions 2] [--json FILE]
 
-The engine is `paced_engine`: it emits all streams' tokens so many times a second. Chunks that come
-together count as they were sent, so merging them lowers their number: CPU time per emitted token is
-given, too.
+The engine is `paced_engine`: it emits all streams' tokens so many times a second, and says how late
+its rounds begin. Chunks that come together count as they were sent, so merging them lowers their
+number: CPU time per emitted token is given, too.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ import json
 import os
 import re
 import tempfile
+import time
 from collections import defaultdict
 from itertools import pairwise
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import httpx
 import yaml
 
 from benchmarks.paced_engine import ACCEPT_LENGTHS
@@ -31,6 +33,8 @@ from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_row, environment
 
 DEPLOYMENT = Path("deploy/tiny.yaml")
+REPORT_S = 3.0
+"""Seconds within which the engine's newest state reaches the router."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -106,6 +110,13 @@ def figures(run: LoadRun, spent: dict[str, float], offered: float) -> dict[str, 
     }
 
 
+def lateness(url: str) -> dict[str, float]:
+    """Return by how much the newest rounds began too late."""
+    time.sleep(REPORT_S)
+    (state,) = httpx.get(f"{url}/server_info").raise_for_status().json()["internal_states"]
+    return dict(state["late_ms"])
+
+
 def main() -> None:
     """Print a line for every number of routers and repetition."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -143,6 +154,7 @@ def main() -> None:
                         "routers": num_routers,
                         "repetition": repetition,
                         **figures(run, spent, offered),
+                        "late_ms": lateness(url),
                     }
                     print(json.dumps(row), flush=True)
                     append_row(args.json, {"section": "load", **row})

@@ -90,7 +90,6 @@ class EngineClient:
         self._inputs = InputProcessor(self.tokenizer, limits, grammars.matcher)
         self._outputs = OutputProcessor(self.tokenizer, self._abort)
         self._forces_acceptance = limits.forces_acceptance
-        self._snapshot = first.snapshot or {}
         self._collector = MetricsCollector()
         self._metrics: MetricsSink = NullSink()
         self._streams: dict[str, TokenStream] = {}
@@ -102,9 +101,10 @@ class EngineClient:
         self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
+        self._snapshot: dict[str, object] = {}
         self._stopping = False
         self._stuck_after_s = config.replica.round_timeout_s
-        self._heard_at = time.monotonic()
+        self._take(first)
         self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
         self._reader.start()
         self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
@@ -204,7 +204,7 @@ class EngineClient:
 
     def snapshot(self) -> dict[str, object]:
         """Return the engine's newest state for operators, JSON-able, without stopping it."""
-        return {**self._snapshot, "speculation": self._collector.snapshot()}
+        return self._snapshot
 
     def check_health(self) -> None:
         """Raise RuntimeError if the engine has ended or hangs in a step."""
@@ -266,10 +266,10 @@ class EngineClient:
 
     def _take(self, message: EngineMessage) -> None:
         self._heard_at = time.monotonic()
-        if message.snapshot is not None:
-            self._snapshot = message.snapshot
         for record in message.records:
             self._observe(record)
+        if message.snapshot is not None:
+            self._snapshot = {**message.snapshot, "speculation": self._collector.snapshot()}
         for reply in message.replies:
             self._replies.put(reply)
         if message.death is not None:
