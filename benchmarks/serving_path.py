@@ -110,11 +110,11 @@ def figures(run: LoadRun, spent: dict[str, float], offered: float) -> dict[str, 
     }
 
 
-def lateness(url: str) -> dict[str, float]:
-    """Return by how much the newest rounds began too late."""
+def round_times(url: str) -> dict[str, Any]:
+    """Return how late the newest rounds were, and the host's time of a round, by the engine."""
     time.sleep(REPORT_S)
     (state,) = httpx.get(f"{url}/server_info").raise_for_status().json()["internal_states"]
-    return dict(state["late_ms"])
+    return {name: state[name] for name in ("late_ms", "host_ms")}
 
 
 def main() -> None:
@@ -154,7 +154,7 @@ def main() -> None:
                         "routers": num_routers,
                         "repetition": repetition,
                         **figures(run, spent, offered),
-                        "late_ms": lateness(url),
+                        **round_times(url),
                     }
                     print(json.dumps(row), flush=True)
                     append_row(args.json, {"section": "load", **row})
