@@ -237,18 +237,20 @@ def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: LocalEngine
     assert pages_in_use(loop) == 0
 
 
+@pytest.mark.parametrize("compiles", ["client", "engine"])
 def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
-    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch
+    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch, compiles: str
 ) -> None:
     compiling, go_on = threading.Event(), threading.Event()
-    check = loop.engine.check_grammar
+    compiler: Any = loop._inputs if compiles == "client" else loop.engine
+    check = compiler.check_grammar
 
     def wait(grammar: Grammar) -> None:
         compiling.set()
         go_on.wait()
         check(grammar)
 
-    monkeypatch.setattr(loop.engine, "check_grammar", wait)
+    monkeypatch.setattr(compiler, "check_grammar", wait)
     monkeypatch.setattr(loop.engine, "add", lambda seq: pytest.fail("it has gone away"))
 
     async def scenario() -> list[TokenDelta]:
