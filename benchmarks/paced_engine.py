@@ -1,6 +1,6 @@
 """An engine that computes nothing: it emits recorded numbers of tokens at a given rate.
 
-`start` takes the place of `start_engine` (`engine_loop` of the application), so that everything
+`PacedLoop` takes the place of `start_engine` (`engine_loop` of the application), so that everything
 between an engine and its HTTP clients can be measured without a GPU. SERVE_SPEC_PACED_ROUNDS sets
 the rounds a second. The snapshot has `late_ms`, from when a round is due to when it begins, and
 `host_ms`, from then to when the next one is asked for: what all else in its process costs the
@@ -124,3 +124,7 @@ def build(config: ServeSpecConfig, launcher: Launcher | None) -> PacedEngine:
 def start(config: ServeSpecConfig) -> EngineClient:
     """Start the engine in a process of its own."""
     return start_engine(config, "benchmarks.paced_engine:build")
+
+
+PacedLoop = start
+"""The name that every checkout has, for `serving_path`."""
