@@ -1,26 +1,31 @@
 """An engine that computes nothing: it emits recorded numbers of tokens at a given rate.
 
-`PacedLoop` takes the place of `EngineLoop` (`engine_loop` of the application), so that everything
+`PacedLoop` takes the place of `start_engine` (`engine_loop` of the application), so that everything
 between an engine and its HTTP clients can be measured without a GPU. SERVE_SPEC_PACED_ROUNDS sets
-the rounds a second.
+the rounds a second. The snapshot has `late_ms`, from when a round is due to when it begins, and
+`host_ms`, from then to when the next one is asked for: what all else in its process costs the
+engine.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
+from statistics import median, quantiles
 from types import SimpleNamespace
 from typing import Any
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.core.sequence import Sequence as Request
-from serve_spec.engine.loop import EngineLoop
-from serve_spec.engine.output import OutputText
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.sequence import Sequence
+from serve_spec.engine.client import EngineClient
+from serve_spec.engine.inputs import EngineLimits
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.parallel.launch import Launcher
+from serve_spec.serving.engine_actor import start_engine
 
 ROUNDS_PER_SECOND = float(os.environ.get("SERVE_SPEC_PACED_ROUNDS", "60"))
 ACCEPT_LENGTHS = (3, 1, 4, 2, 1, 4, 3, 1, 2, 4)
@@ -28,17 +33,26 @@ ACCEPT_LENGTHS = (3, 1, 4, 2, 1, 4, 3, 1, 2, 4)
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from all the other animals "
 
 
+def _spread(values: Any) -> dict[str, float]:
+    p99 = quantiles(values, n=100)[-1]
+    return {"p50": round(median(values), 3), "p99": round(p99, 3), "max": round(max(values), 3)}
+
+
 class PacedEngine:
     """Requests that grow by a text, all of them once a round."""
 
     def __init__(self, config: ServeSpecConfig) -> None:
-        self.tokenizer = Tokenizer(Path(config.model.path))
+        tokenizer = Tokenizer(Path(config.model.path))
+        size = tokenizer.vocab_size
+        self.limits = EngineLimits(size, size, (), max_model_len=2**16)
         self.controller = SimpleNamespace(start_from=lambda rates: None)
         self.metrics: Any = None
-        self._tokens = self.tokenizer.encode(TEXT)
-        self._open: dict[str, tuple[Request, OutputText, int]] = {}
+        self._tokens = tokenizer.encode(TEXT)
+        self._open: dict[str, tuple[Sequence, int]] = {}
         self._due = 0.0
         self._num_rounds = 0
+        self._late_ms: deque[float] = deque([0.0] * 2, maxlen=256)
+        self._host_ms: deque[float] = deque([0.0] * 2, maxlen=256)
 
     @property
     def has_work(self) -> bool:
@@ -47,38 +61,28 @@ class PacedEngine:
     def step(self) -> list[TokenDelta]:
         """Wait for the next round; return what it adds to every request."""
         now = time.monotonic()
+        if now - self._due < 1.0 / ROUNDS_PER_SECOND:
+            self._host_ms.append((now - self._due) * 1e3)
         self._due = max(self._due + 1.0 / ROUNDS_PER_SECOND, now)
         time.sleep(self._due - now)
+        self._late_ms.append((time.monotonic() - self._due) * 1e3)
         self._num_rounds += 1
         deltas = []
-        for request_id, (request, text, started) in list(self._open.items()):
+        for request_id, (request, started) in list(self._open.items()):
             at = self._num_rounds - started
             size = ACCEPT_LENGTHS[at % len(ACCEPT_LENGTHS)]
             new = [self._tokens[(3 * at + i) % len(self._tokens)] for i in range(size)]
-            del new[text.push(new) :]
+            count, reason = request.cut(new)
+            del new[count:]
             request.token_ids += new
-            reason = text.finish_reason
             stats = SpeculationStats() if reason else None
-            deltas.append(TokenDelta(request_id, tuple(new), text.take(), reason, stats))
+            deltas.append(TokenDelta(request_id, tuple(new), "", reason, stats))
             if reason:
                 del self._open[request_id]
         return deltas
 
-    def encode(self, prompt: str) -> list[int]:
-        return self.tokenizer.encode(prompt)
-
-    def new_sequence(
-        self,
-        request_id: str,
-        prompt: list[int],
-        params: SamplingParams,
-        emitted: Sequence[int] = (),
-    ) -> Request:
-        return Request(request_id, params, [*prompt, *emitted], len(prompt), params.seed or 0)
-
-    def add(self, request: Request) -> None:
-        text = OutputText(self.tokenizer, request, ())
-        self._open[request.request_id] = request, text, self._num_rounds
+    def add(self, request: Sequence) -> None:
+        self._open[request.request_id] = request, self._num_rounds
 
     def abort(self, request_id: str) -> TokenDelta | None:
         if self._open.pop(request_id, None) is None:
@@ -91,6 +95,8 @@ class PacedEngine:
     def use_idle_time(self) -> None: ...
 
     def check_health(self) -> None: ...
+
+    def give_up(self, reason: str) -> None: ...
 
     def reconfigure(self, settings: Mapping[str, object]) -> None: ...
 
@@ -105,11 +111,20 @@ class PacedEngine:
             "num_waiting": 0,
             "kv": {"free_pages": 1, "total_pages": 1},
             "slots": {},
+            "late_ms": _spread(self._late_ms),
+            "host_ms": _spread(self._host_ms),
         }
 
 
-class PacedLoop(EngineLoop):
-    """An `EngineLoop` around a `PacedEngine`."""
+def build(config: ServeSpecConfig, launcher: Launcher | None) -> PacedEngine:
+    """Return the engine, see `build_engine`."""
+    return PacedEngine(config)
 
-    def _build(self, config: ServeSpecConfig, launcher: Launcher | None) -> Any:
-        return PacedEngine(config)
+
+def start(config: ServeSpecConfig) -> EngineClient:
+    """Start the engine in a process of its own."""
+    return start_engine(config, "benchmarks.paced_engine:build")
+
+
+PacedLoop = start
+"""The name that every checkout has, for `serving_path`."""

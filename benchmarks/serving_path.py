@@ -6,9 +6,9 @@ PYTHONPATH=. python benchmarks/serving_path.py [--routers 1 2 4] [--streams 64] 
 With several checkouts, their servers take turns. Ray Serve's settings are those of the environment,
 and those that `serve-spec serve` of the checkout adds.
 
-The engine is `paced_engine`: it emits all streams' tokens so many times a second. Chunks that come
-together count as they were sent, so merging them lowers their number: CPU time per emitted token is
-given, too.
+The engine is `paced_engine`: it emits all streams' tokens so many times a second, and says how late
+its rounds begin. Chunks that come together count as they were sent, so merging them lowers their
+number: CPU time per emitted token is given, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import re
 import subprocess
 import tempfile
+import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import chdir
@@ -27,6 +28,7 @@ from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
 
+import httpx
 import yaml
 
 from benchmarks.paced_engine import ACCEPT_LENGTHS
@@ -37,6 +39,8 @@ from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_row, environment
 
 DEPLOYMENT = Path("deploy/tiny.yaml")
+REPORT_S = 3.0
+"""Seconds within which the engine's newest state reaches the router."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -113,6 +117,13 @@ def figures(run: LoadRun, spent: dict[str, float], offered: float) -> dict[str, 
     }
 
 
+def round_times(url: str) -> dict[str, Any]:
+    """Return how late the newest rounds were, and the host's time of a round."""
+    time.sleep(REPORT_S)
+    (state,) = httpx.get(f"{url}/server_info").raise_for_status().json()["internal_states"]
+    return {name: state[name] for name in ("late_ms", "host_ms") if name in state}
+
+
 def main() -> None:
     """Print a line for every number of routers and repetition."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -159,7 +170,8 @@ def loads(
                 spent: dict[str, float] = defaultdict(float)
                 for pid, (kind, seconds) in cpu_seconds().items():
                     spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
-                yield {"repetition": repetition, **figures(run, spent, offered)}
+                row = {"repetition": repetition, **figures(run, spent, offered)}
+                yield {**row, **round_times(url)}
 
 
 def absolute(path: str) -> Path:

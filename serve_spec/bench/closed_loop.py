@@ -22,7 +22,7 @@ class MeasuredRound:
     """A step as its caller saw it."""
 
     ms: float
-    """Wall time, policy and texts included."""
+    """Wall time, policy included."""
     record: StepRecord
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from serve_spec.core.logprobs import TokenLogprob
@@ -34,6 +35,10 @@ class Sequence:
     """Index in the device's tensors of running requests; -1 while it waits."""
     held_token_ids: tuple[int, ...] = ()
     """Tokens masked until `min_tokens` are generated; empty without such a limit."""
+    end_token_ids: frozenset[int] = frozenset()
+    """Tokens that end the text."""
+    reports_stats: bool = False
+    """Every delta carries `stats`, because the text may end within a step: it has stop strings."""
     num_cached_tokens: int | None = None
     """Tokens taken from the prefix cache; None before it is first admitted."""
     has_broken_draft: bool = False
@@ -80,6 +85,19 @@ class Sequence:
     def finished(self) -> bool:
         """Whether the text has ended."""
         return self.finish_reason is not None
+
+    def cut(self, token_ids: SequenceOf[int]) -> tuple[int, FinishReason | None]:
+        """Return how many of the next tokens belong to the text, and why it ends, if it does.
+
+        Stop strings are looked for where the text is made, see `engine.output`.
+        """
+        room = self.num_remaining
+        for count, token in enumerate(token_ids[:room], start=1):
+            if token in self.end_token_ids:
+                return count, FinishReason.STOP
+        if len(token_ids) >= room:
+            return room, FinishReason.LENGTH
+        return len(token_ids), None
 
     def unscored(self, start: int, end: int) -> range:
         """Return the prompt positions whose log-probabilities a chunk `start .. end - 1` adds.

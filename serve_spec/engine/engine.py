@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.core.errors import InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.record import StepRecord, StepTimes
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
-from serve_spec.engine.collector import MetricsCollector
 from serve_spec.engine.costs import UNUSED, CostSource
-from serve_spec.engine.drawable import check_token_ids, held_token_ids
 from serve_spec.engine.garbage import unfreeze_gc
-from serve_spec.engine.output import OutputText
+from serve_spec.engine.inputs import EngineLimits, InputProcessor
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
@@ -76,7 +72,9 @@ class _InFlight:
 
 
 class SpecEngine:
-    """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineLoop`.
+    """Runs requests, one step of the batch per call of `step`. Single-threaded; see `EngineServer`.
+
+    It knows tokens alone: texts and stop strings are those of an `OutputProcessor`.
 
     With asynchronous scheduling the next step is in flight when `step` returns. Sequences that end
     meanwhile are computed once more; those results are dropped.
@@ -104,11 +102,9 @@ class SpecEngine:
         self.max_model_len = max_model_len
         self.num_ids = worker.vocab_size if num_ids is None else num_ids
         self.counters = EngineCounters()
-        self.collector = MetricsCollector()
         self.metrics = metrics or NullSink()
         self.costs = costs
         self._followers = followers
-        self._outputs: dict[str, OutputText] = {}
         self._in_flight: _InFlight | None = None
         self._synced_at = 0.0
         self._overhead_s = 0.0
@@ -137,7 +133,7 @@ class SpecEngine:
     def _finish(self, step: _InFlight) -> list[TokenDelta]:
         """Wait for a step, commit and report it."""
         result = step.pending.result()
-        committed = self.scheduler.commit(step.plan, result, self._cut)
+        committed = self.scheduler.commit(step.plan, result, Sequence.cut)
         step_ms = self._step_ms(step)
         self._report(self._record(step, result, committed, step_ms))
         deltas = [self._delta(each, result) for each in committed]
@@ -165,6 +161,17 @@ class SpecEngine:
             self.controller.use_costs(table)
             logger.info("costs: strategy goodput decides from now on")
 
+    @property
+    def limits(self) -> EngineLimits:
+        """What requests may ask for."""
+        return EngineLimits(
+            vocab_size=self.worker.vocab_size,
+            num_ids=self.num_ids,
+            eos_token_ids=tuple(sorted(self.eos_token_ids)),
+            max_model_len=self.max_model_len,
+            forces_acceptance=self.worker.synthetic_acceptance is not None,
+        )
+
     def new_sequence(
         self,
         request_id: str,
@@ -172,75 +179,27 @@ class SpecEngine:
         params: SamplingParams,
         emitted: Collection[int] = (),
     ) -> Sequence:
-        """Return a validated sequence for `add`. Pure: safe to call from any thread.
-
-        emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
+        """Return a checked request for `add`, see `InputProcessor.new_sequence`.
 
         Raises:
-            InvalidRequest: the prompt is empty, too long or outside the vocabulary, score edits
-                name unknown tokens or leave none, or the grammar cannot be compiled.
+            InvalidRequest: it cannot be served, or its grammar cannot be compiled.
         """
-        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
-        shown = f"<{len(token_ids)} tokens>"
-        if not token_ids:
-            raise InvalidRequest("prompt", prompt, "give at least one token of text")
-        if not all(0 <= t < self.worker.vocab_size for t in token_ids):
-            fix = f"token ids must be in [0, {self.worker.vocab_size})"
-            raise InvalidRequest("prompt", shown, fix)
-        if len(token_ids) >= self.max_model_len:
-            raise self._too_long(shown)
-        if len(token_ids) + params.max_tokens > self.max_model_len:
-            room = self.max_model_len - len(token_ids)
-            fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
-            raise InvalidRequest("max_tokens", params.max_tokens, fix)
-        held = held_token_ids(params, self.eos_token_ids, self.num_ids)
-        check_token_ids(params, held, self.num_ids)
+        inputs = InputProcessor(self.tokenizer, self.limits, self.check_grammar)
         if params.grammar is not None:
-            self.check_grammar(params.grammar)
-        seed = secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1)
-        forced = self.worker.synthetic_acceptance is not None
-        stats = SpeculationStats(synthetic_acceptance=forced)
-        return Sequence(
-            request_id,
-            params,
-            [*token_ids, *emitted],
-            len(token_ids),
-            seed,
-            held_token_ids=held,
-            stats=stats,
-        )
-
-    def encode(self, prompt: str) -> list[int]:
-        """Return the token ids of a text; none for an empty one. Pure.
-
-        Raises:
-            InvalidRequest: the text is not Unicode, or too long for the model.
-        """
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            fix = f"character {error.start} is half of a surrogate pair; send valid text"
-            raise InvalidRequest("prompt", prompt, fix) from error
-        if not prompt:  # without the special tokens that the checkpoint would add
-            return []
-        try:
-            return self.tokenizer.encode(prompt, max_tokens=self.max_model_len - 1)
-        except TextTooLong as error:
-            raise self._too_long(f"<at least {error.at_least} tokens>") from None
+            inputs.check_grammar(params.grammar)
+        return inputs.new_sequence(request_id, prompt, params, emitted)
 
     def check_grammar(self, grammar: Grammar) -> None:
-        """Compile a grammar, which may take a second, and cache it. Pure.
+        """Compile a grammar, which may take a second, and cache it. From any thread.
 
         Raises:
-            InvalidRequest: the grammar cannot be served.
+            InvalidRequest: the grammar cannot be compiled.
         """
-        if self.worker.synthetic_acceptance is not None:
-            raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
         self.worker.grammars.check(grammar)
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence made by `new_sequence`."""
-        self._outputs[seq.request_id] = OutputText(self.tokenizer, seq, self.eos_token_ids)
+        seq.stats.synthetic_acceptance = self.worker.synthetic_acceptance is not None
         self.scheduler.add(seq)
 
     def abort(self, request_id: str) -> TokenDelta | None:
@@ -248,7 +207,6 @@ class SpecEngine:
         seq = self.scheduler.abort(request_id)
         if seq is None:
             return None
-        del self._outputs[request_id]
         return TokenDelta(request_id, (), "", FinishReason.ABORT, seq.stats)
 
     def snapshot(self) -> dict[str, object]:
@@ -281,7 +239,6 @@ class SpecEngine:
                 "draft_ms": round(counters.draft_ms, 3),
                 "verify_ms": round(counters.verify_ms, 3),
             },
-            "speculation": self.collector.snapshot(),
             "synthetic_acceptance": list(forced) if isinstance(forced, tuple) else forced,
         }
 
@@ -316,14 +273,6 @@ class SpecEngine:
         """Drop the state of a sequence that leaves the batch, also by preemption."""
         self.controller.forget(seq.request_id)
         self.worker.grammars.forget(seq.request_id)
-
-    def _too_long(self, shown: str) -> InvalidRequest:
-        fix = f"shorten it to at most {self.max_model_len - 1} tokens (max_model_len - 1)"
-        return InvalidRequest("prompt", shown, fix, too_long=True)
-
-    def _cut(self, seq: Sequence, token_ids: list[int]) -> tuple[int, FinishReason | None]:
-        output = self._outputs[seq.request_id]
-        return output.push(token_ids), output.finish_reason
 
     def _plan(self, before: ScheduledBatch | None = None) -> ScheduledBatch | None:
         """Return the next step, or one to launch while `before` is in flight."""
@@ -402,7 +351,6 @@ class SpecEngine:
             was_postponed=plan.was_postponed,
             notes=step.notes if decoded else NO_NOTES,
             switch_reason=step.switch_reason if decoded else None,
-            speedup=self.collector.speedup(len(decoded)),
             num_broken_drafts=len(result.broken_drafts),
             num_running_seqs=len(scheduler.running),
             num_waiting_seqs=len(scheduler.waiting),
@@ -416,16 +364,13 @@ class SpecEngine:
         if record.batch_size:
             self.controller.on_verify_complete(record)
         self.counters.observe(record)
-        self.collector.observe(record)
         self.metrics.observe(record)
 
     def _delta(self, committed: CommittedRequest, result: BatchResult) -> TokenDelta:
         seq = committed.seq
-        output = self._outputs[seq.request_id]
-        text = output.take()
-        if seq.finished:
-            del self._outputs[seq.request_id]
         stats = seq.stats if seq.finished else None
+        if seq.reports_stats:
+            stats = replace(seq.stats, rounds_by_num_steps=seq.stats.rounds_by_num_steps.copy())
         tokens = tuple(committed.token_ids)
         logprobs = result.logprobs.get(seq.request_id)
         is_first = seq.num_output_tokens == len(tokens)
@@ -433,7 +378,7 @@ class SpecEngine:
         return TokenDelta(
             seq.request_id,
             tokens,
-            text,
+            "",
             seq.finish_reason,
             stats,
             logprobs=None if logprobs is None else logprobs[: len(tokens)],

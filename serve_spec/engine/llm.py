@@ -11,6 +11,8 @@ from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.build import build_engine
+from serve_spec.engine.collector import MetricsCollector
+from serve_spec.engine.output import OutputProcessor
 
 
 class LLM:
@@ -23,6 +25,8 @@ class LLM:
     def __init__(self, config: str | os.PathLike[str] | ServeSpecConfig, **overrides: Any) -> None:
         self.config = ServeSpecConfig.load(config, **overrides)
         self.engine = build_engine(self.config)
+        self.collector = MetricsCollector()
+        self.engine.metrics = self.collector
         self._num_requests = 0
 
     def generate(
@@ -45,11 +49,13 @@ class LLM:
             ids = prompt if isinstance(prompt, str) else list(prompt)
             sequences.append(self.engine.new_sequence(f"offline-{self._num_requests}", ids, p))
         deltas: dict[str, list[TokenDelta]] = {seq.request_id: [] for seq in sequences}
+        outputs = OutputProcessor(self.engine.tokenizer, self.engine.abort)
         try:
             for seq in sequences:
                 self.engine.add(seq)
+                outputs.add(seq)
             while self.engine.has_work:
-                for delta in self.engine.step():
+                for delta in outputs.process(self.engine.step()):
                     deltas[delta.request_id].append(delta)
         finally:  # after an interrupt, unfinished requests must not reach the next call
             for seq in sequences:
@@ -75,15 +81,17 @@ class LLM:
 
 
 def _finished(seq: Sequence, deltas: list[TokenDelta]) -> RequestOutput:
-    assert seq.finish_reason is not None, "the engine stopped before the sequence ended"
+    last = deltas[-1]
+    assert last.finish_reason is not None, "the engine stopped before the sequence ended"
+    assert last.speculation is not None, "the last delta carries the statistics"
     logprobs = [entry for delta in deltas for entry in delta.logprobs or ()]
     return RequestOutput(
         request_id=seq.request_id,
         prompt_token_ids=tuple(seq.token_ids[: seq.num_prompt_tokens]),
-        token_ids=tuple(seq.output_token_ids),
+        token_ids=tuple(token for delta in deltas for token in delta.token_ids),
         text="".join(delta.text for delta in deltas),
-        finish_reason=seq.finish_reason,
-        speculation=seq.stats,
+        finish_reason=last.finish_reason,
+        speculation=last.speculation,
         logprobs=None if seq.params.logprobs is None else tuple(logprobs),
         prompt_logprobs=deltas[0].prompt_logprobs,
         num_cached_tokens=deltas[0].num_cached_tokens,

@@ -1,12 +1,13 @@
-"""Incremental detokenization and stop checks."""
+"""Texts of requests: incremental detokenization and stop strings."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Protocol
 
-from serve_spec.core.request import FinishReason
-from serve_spec.core.sequence import Sequence
-from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.core.sequence import Sequence as Request
 
 _INCOMPLETE = "\ufffd"
 # A token's text depends on its neighbours (spaces, multi-byte characters), so new text is the
@@ -16,46 +17,103 @@ _CONTEXT_TOKENS = 6
 _LONGEST_CONTEXT_TOKENS = 24
 
 
+class Decoder(Protocol):
+    """What is used of `engine.tokenizer.Tokenizer`."""
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Return the text of tokens."""
+
+
+class OutputProcessor:
+    """Adds texts to the deltas of an engine, which knows tokens alone.
+
+    abort: ends a request in the engine; called when a stop string has ended its text.
+    """
+
+    def __init__(self, tokenizer: Decoder, abort: Callable[[str], object]) -> None:
+        self._tokenizer = tokenizer
+        self._abort = abort
+        self._texts: dict[str, OutputText] = {}
+
+    def add(self, seq: Request) -> None:
+        """Begin the text of a request."""
+        self._texts[seq.request_id] = OutputText(self._tokenizer, seq)
+
+    def process(self, deltas: Iterable[TokenDelta]) -> list[TokenDelta]:
+        """Return the deltas with texts; drop those of texts that have ended."""
+        processed = []
+        for delta in deltas:
+            text = self._texts.get(delta.request_id)
+            if text is None:
+                continue
+            added = text.add(delta)
+            processed.append(added)
+            if added.finish_reason is not None:
+                del self._texts[delta.request_id]
+                if delta.finish_reason is None:
+                    self._abort(delta.request_id)
+        return processed
+
+
 class OutputText:
     """Text of one request, grown token by token, so that it can stop among accepted drafts.
 
     `take` returns text that can no longer change: without an incomplete character, or an end that
-    may become a stop string.
+    may become a stop string. Output tokens that the request comes with are those of another
+    engine; their text is not returned again.
     """
 
-    def __init__(self, tokenizer: Tokenizer, seq: Sequence, eos_token_ids: Collection[int]) -> None:
+    def __init__(self, tokenizer: Decoder, seq: Request) -> None:
         params = seq.params
         self._tokenizer = tokenizer
         self._stop = params.stop
-        self._ends = set(params.stop_token_ids)
-        if not params.ignore_eos or params.grammar is not None:
-            self._ends |= set(eos_token_ids)
-        self._num_remaining = seq.num_remaining
-        self._may_stop_below = params.max_tokens - params.min_tokens
-        self._ids = seq.token_ids[-_CONTEXT_TOKENS:]
+        self._min_tokens = params.min_tokens
+        self._num_tokens = 0
+        self._ids = seq.token_ids[: seq.num_prompt_tokens][-_CONTEXT_TOKENS:]
         self._read = len(self._ids)
         self._begin_context(0)
         self._taken = 0
         self.text = ""
         self.finish_reason: FinishReason | None = None
+        if emitted := seq.output_token_ids:
+            self.push(emitted)
+            self.take()
 
-    def push(self, token_ids: list[int]) -> int:
-        """Add tokens until the text ends. Return how many belong to it.
+    def add(self, delta: TokenDelta) -> TokenDelta:
+        """Return the delta with the text it completes, cut at a stop string."""
+        if delta.finish_reason is FinishReason.ABORT:
+            return delta
+        count = self.push(delta.token_ids, delta.finish_reason)
+        delta = delta._replace(text=self.take(), finish_reason=self.finish_reason)
+        if count == len(delta.token_ids):
+            return delta
+        stats = delta.speculation
+        if stats is not None:
+            num_correct = stats.num_correct_drafts - (len(delta.token_ids) - count)
+            stats = replace(stats, num_correct_drafts=num_correct)
+        return delta._replace(
+            token_ids=delta.token_ids[:count],
+            logprobs=None if delta.logprobs is None else delta.logprobs[:count],
+            speculation=stats,
+        )
 
-        A stop token counts as generated but adds no text; a stop string is cut off.
+    def push(self, token_ids: Sequence[int], reason: FinishReason | None = None) -> int:
+        """Add tokens until a stop string ends the text. Return how many belong to it.
+
+        A stop string is cut off.
+
+        reason: why the text ends after them, if it does. A token that ends it adds no text.
         """
-        for count, token in enumerate(token_ids, start=1):
-            self._num_remaining -= 1
-            if token in self._ends:
-                self.finish_reason = FinishReason.STOP
-            else:
+        added = token_ids[:-1] if reason is FinishReason.STOP else token_ids
+        if not self._stop:
+            self._ids += added  # `take` decodes them at once
+        else:
+            for count, token in enumerate(added, start=1):
+                self._num_tokens += 1
                 self._ids.append(token)
-                # Without stop strings `take` decodes all new tokens at once.
-                is_stopped = bool(self._stop) and self._stops(self._read_to(len(self._ids)))
-                if not is_stopped and self._num_remaining == 0:
-                    self.finish_reason = FinishReason.LENGTH
-            if self.finish_reason is not None:
-                return count
+                if self._stops(self._read_to(len(self._ids))):
+                    return count
+        self.finish_reason = reason
         return len(token_ids)
 
     def take(self) -> str:
@@ -103,7 +161,7 @@ class OutputText:
 
     def _stops(self, num_new: int) -> bool:
         """Cut `text` at a stop string past `min_tokens`. Return whether there was one."""
-        return self._num_remaining < self._may_stop_below and self._cut_at_stop(num_new)
+        return self._num_tokens > self._min_tokens and self._cut_at_stop(num_new)
 
     def _cut_at_stop(self, num_new: int) -> bool:
         """Cut `text` at the earliest stop string that ends in its last `num_new` characters."""

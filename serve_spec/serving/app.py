@@ -17,7 +17,7 @@ from serve_spec.serving.ingress import Router
 from serve_spec.serving.ranks import placement_of
 from serve_spec.serving.replica import EngineReplica
 
-ENGINE_LOOP = "serve_spec.engine.loop:EngineLoop"
+ENGINE_LOOP = "serve_spec.serving.engine_actor:start_engine"
 
 # Where `configs/tiny.yaml` is found when Serve builds the app in a process with another directory.
 _CHECKOUT = Path(serve_spec.__file__).parents[1]

@@ -68,7 +68,7 @@ class FleetStats:
         self._summed_s = float("-inf")
 
     def report(self, replica: str, snapshot: Snapshot, now_s: float) -> None:
-        """Takes a replica's snapshot (`EngineLoop.snapshot`); a newer one replaces an older."""
+        """Takes a replica's snapshot (`EngineClient.snapshot`); a newer one replaces an older."""
         self.take(Report.of(replica, snapshot), now_s)
 
     def take(self, report: Report, now_s: float) -> None:

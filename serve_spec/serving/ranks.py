@@ -1,8 +1,8 @@
-"""Tensor parallelism under Ray: a replica's followers are actors of its placement group.
+"""What a replica reserves, and its ranks: actors of its placement group, rank r in bundle r.
 
-Rank 0 is the replica itself, in bundle 0; rank r is an actor in bundle r. Ray only hosts them:
-orders, and news of the other end, travel on rank 0's own lines (`parallel/line.py`), for a call of
-Ray in every round would cost more than the round.
+The replica itself is in bundle 0, beside rank 0, which is its engine (`engine_actor`). Ray only
+hosts the other ranks: orders, and news of the other end, travel on rank 0's own lines
+(`parallel/line.py`), for a call of Ray in every round would cost more than the round.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, get_current_placement_group
+from ray.util.placement_group import get_current_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from serve_spec.config import ConfigError, ServeSpecConfig
@@ -27,15 +27,13 @@ _KILL_S = 10.0
 
 
 def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
-    """What a replica reserves, as options of its deployment: for several ranks, a bundle each.
+    """Return what a replica reserves, as options of its deployment: a bundle for each rank.
 
     Raises:
         ConfigError: ranks would have to share a GPU, or reserve nothing.
     """
     replica, size = config.replica, config.model.tensor_parallel_size
-    if size == 1:
-        return {"ray_actor_options": {"num_cpus": replica.num_cpus, "num_gpus": replica.num_gpus}}
-    if replica.num_gpus not in (0, size):
+    if size > 1 and replica.num_gpus not in (0, size):
         raise ConfigError(
             f"num_gpus={replica.num_gpus:g}: tensor_parallel_size={size} ranks need a GPU each; "
             f"set num_gpus to {size} (or 0, for ranks on CPUs)"
@@ -45,23 +43,31 @@ def placement_of(config: ServeSpecConfig) -> dict[str, Any]:
             f"num_cpus=0: each of tensor_parallel_size={size} ranks has to reserve something; "
             "raise num_cpus"
         )
-    actor = {"num_cpus": replica.num_cpus / size, "num_gpus": replica.num_gpus / size}
-    bundle = {"CPU": actor["num_cpus"], "GPU": actor["num_gpus"]}
+    bundle = {"CPU": replica.num_cpus / size, "GPU": replica.num_gpus / size}
     return {
-        "ray_actor_options": actor,
+        "ray_actor_options": {"num_cpus": 0, "num_gpus": 0},  # all is for the ranks
         "placement_group_bundles": [{k: v for k, v in bundle.items() if v} for _ in range(size)],
         "placement_group_strategy": replica.placement_group_strategy,
     }
 
 
+def rank_options(config: ServeSpecConfig, rank: int) -> dict[str, Any]:
+    """Return options of the actor of a rank, in the placement group of this process."""
+    size = config.model.tensor_parallel_size
+    group = get_current_placement_group()
+    assert group is not None, "a replica has a placement group"
+    return {
+        "num_cpus": config.replica.num_cpus / size,
+        "num_gpus": config.replica.num_gpus / size,
+        "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank),
+    }
+
+
 class ActorLauncher:
-    """Puts a replica's followers into its placement group. To be made by the replica."""
+    """Puts the followers of rank 0, in whose process it is made, into the placement group."""
 
     def __init__(self, config: ServeSpecConfig) -> None:
-        group = get_current_placement_group()
-        assert group is not None, "a deployment with several ranks has bundles"
-        self._group: PlacementGroup = group
-        self._options = placement_of(config)["ray_actor_options"]
+        self._config = config
         # The ranks may be on other nodes, unless one node is what was asked for.
         is_one_host = config.replica.placement_group_strategy == "STRICT_PACK"
         self.host = "127.0.0.1" if is_one_host else self._node_ip()
@@ -74,10 +80,7 @@ class ActorLauncher:
         self, module: str, settings: object, rank: int, size: int, address: object
     ) -> FollowerActor:
         """See `parallel.launch.Launcher`."""
-        actor = _Follower.options(  # type: ignore[attr-defined]
-            **self._options,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, rank),
-        ).remote()
+        actor = _Follower.options(**rank_options(self._config, rank)).remote()  # type: ignore[attr-defined]
         return FollowerActor(actor, actor.follow.remote(module, settings, rank, size, address))
 
 

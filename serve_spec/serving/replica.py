@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pkgutil
 import time
 from collections.abc import AsyncGenerator, Mapping
-from importlib import import_module
 from typing import Any
 
 from ray import serve
@@ -15,7 +15,6 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.messages import (
     Accepted,
     Attachment,
@@ -30,7 +29,6 @@ from serve_spec.serving.messages import (
     Submitted,
 )
 from serve_spec.serving.outbox import Outbox, Outboxes
-from serve_spec.serving.ranks import ActorLauncher
 from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
@@ -54,7 +52,7 @@ class EngineReplica:
     `record_autoscaling_stats`, `reconfigure`, `__del__`. Serve routes to it once `__init__` has
     returned, that is once the engine is loaded; on shutdown it lets running requests finish first.
 
-    engine_loop: import path `module:Class` of the engine, `EngineLoop` or a stand-in for it.
+    engine_loop: import path `module:name` of `start_engine`, or of a stand-in for it.
     """
 
     def __init__(self, config: ServeSpecConfig, engine_loop: str) -> None:
@@ -66,8 +64,7 @@ class EngineReplica:
         }
         self._interval_s = config.stats.push_interval_s
         self._stats = StatsClient(config, context.app_name)
-        # Imported here: the engine pulls in torch, which router and builder do without.
-        self._loop = _import(engine_loop)(config, **_followers(config))
+        self._loop = pkgutil.resolve_name(engine_loop)(config)
         self._outboxes = Outboxes(self._loop.cancel)
         self._told: dict[str, float] = {}
         self._has_started = False
@@ -113,7 +110,7 @@ class EngineReplica:
             self._loop.cancel(request_id)
 
     async def check_health(self) -> None:
-        """Raises when the engine thread is dead or stuck; Serve then replaces this replica."""
+        """Raises when the engine is dead or stuck; Serve then replaces this replica."""
         self._loop.check_health()
         self._has_started = True  # Serve asks for the first time at the end of the start
 
@@ -192,7 +189,9 @@ class EngineReplica:
         TRACE_ID.set(request.trace_id)
         timer = self._telemetry.timer()
         try:
-            stream = await self._begin(request)
+            stream = await self._loop.submit(
+                request.prompt, request.params, request.request_id, request.emitted
+            )
             say(Accepted(stream.num_prompt_tokens, self._name))
             async for delta in stream:
                 say(delta)
@@ -206,11 +205,6 @@ class EngineReplica:
         finally:
             self._loop.cancel(request.request_id)
             timer.end()
-
-    async def _begin(self, request: GenerateRequest) -> Any:
-        if request.emitted:
-            return await continue_request(self._loop, request)
-        return await self._loop.submit(request.prompt, request.params, request.request_id)
 
     async def _watch_forever(self) -> None:
         """Tell routers that the engine works, until it does not; then end this process.
@@ -266,14 +260,3 @@ class EngineReplica:
 def _end_process() -> None:
     """End at once: whatever hangs in the engine would hang an orderly exit, too."""
     os._exit(1)
-
-
-def _followers(config: ServeSpecConfig) -> dict[str, Any]:
-    """How an engine of several ranks comes to its followers."""
-    return {"launcher": ActorLauncher(config)} if config.model.tensor_parallel_size > 1 else {}
-
-
-def _import(path: str) -> Any:
-    """The object that `module:name` means."""
-    module, _, name = path.partition(":")
-    return getattr(import_module(module), name)

@@ -52,6 +52,7 @@ CONFINED = {
     "pydantic": ["config/", "serving/openai.py"],
     "transformers": ["engine/tokenizer.py", "models/shape.py", "training/"],
     "llguidance": ["structured/compiler.py"],
+    "msgspec": ["engine/"],
     "safetensors": ["models/weights.py", "training/"],
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]
@@ -122,9 +123,18 @@ def test_libraries_stay_in_their_rooms(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["serve_spec", "serve_spec.config", "serve_spec.adaptive", "serve_spec.metrics"]
+    "module",
+    [
+        "serve_spec",
+        "serve_spec.config",
+        "serve_spec.adaptive",
+        "serve_spec.metrics",
+        "serve_spec.engine.client",
+    ],
 )
-def test_policy_and_configuration_load_neither_torch_nor_ray(module: str) -> None:
+def test_policy_configuration_and_clients_of_engines_load_neither_torch_nor_ray(
+    module: str,
+) -> None:
     code = (
         f"import sys, {module}\n"
         "heavy = {'torch', 'ray', 'transformers', 'fastapi'} & set(sys.modules)\n"

@@ -29,7 +29,7 @@ from tests.e2e.fleet import (
     server_info,
     under_way,
 )
-from tests.serving.cluster import eventually, local_serve
+from tests.serving.cluster import actor_pids, eventually, local_serve
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_many_streams_say_what_the_offline_engine_says(url: str, offline: Any) -
 
 
 def test_a_killed_replica_takes_no_stream_with_it_and_returns(url: str, offline: Any) -> None:
-    before = pids()
+    before, engines = pids(), actor_pids("Engine")
     victims: list[str] = []
     bystanders: list[int] = []
 
@@ -81,6 +81,7 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url: str, offline:
     router = server_info(url)["router"]
     assert router["num_resumed"] == num_resumed
     assert router["in_flight"] == 0
+    eventually(lambda: actor_pids("Engine"), lambda found: len(engines & found) == 1, within_s=2)
     after = eventually(pids, lambda found: len(found) == 2 and not set(victims) & set(found))
     assert set(before) - set(victims) <= set(after), "the other one lives on"
     eventually(
@@ -88,6 +89,25 @@ def test_a_killed_replica_takes_no_stream_with_it_and_returns(url: str, offline:
         lambda health: health.get("healthy_replicas") == 2,
     )
     assert said(all_streams(url, SHORT)) == offline[SHORT]
+
+
+def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(
+    url: str, offline: Any
+) -> None:
+    before, engines = (
+        pids(),
+        eventually(lambda: actor_pids("Engine"), lambda found: len(found) == 2),
+    )
+
+    async def murder(streams: list[Stream], _: httpx.AsyncClient) -> None:
+        await under_way(streams)
+        kill(min(engines))
+
+    streams = all_streams(url, LONG, murder)
+    assert said(streams) == offline[LONG]
+    assert any(stream.num_resumes for stream in streams)
+    after = eventually(pids, lambda found: len(found) == 2 and found != before)
+    assert len(set(before) & set(after)) == 1, "the other one lives on"
 
 
 def test_clients_that_leave_in_the_middle_of_a_batch_free_their_pages_alone(

@@ -198,7 +198,13 @@ def switch_every_round(
 def heard_steps(llm: LLM) -> list[StepRecord]:
     """Return the record of every step from now on."""
     steps: list[StepRecord] = []
-    llm.engine.metrics = SimpleNamespace(observe=steps.append)
+    summarize = llm.collector.observe
+
+    def observe(record: StepRecord) -> None:
+        steps.append(record)
+        summarize(record)
+
+    llm.engine.metrics = SimpleNamespace(observe=observe)
     return steps
 
 

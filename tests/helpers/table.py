@@ -19,6 +19,7 @@ import torch
 from serve_spec import LLM, SamplingParams
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.engine.output import OutputProcessor
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -226,6 +227,7 @@ def run(
     arrivals: the step before which the request at an index arrives.
     """
     engine = llm.engine
+    outputs = OutputProcessor(engine.tokenizer, engine.abort)
     waiting = [(arrivals(index), request) for index, request in enumerate(requests)]
     answers = {request.key: Answer() for request in requests}
     num_steps = 0
@@ -233,9 +235,11 @@ def run(
         for arrival, request in [*waiting]:
             if arrival <= num_steps:
                 waiting.remove((arrival, request))
-                engine.add(engine.new_sequence(request.key, request.prompt, request.params))
+                seq = engine.new_sequence(request.key, request.prompt, request.params)
+                engine.add(seq)
+                outputs.add(seq)
         before_step(llm, num_steps)
-        for delta in engine.step():
+        for delta in outputs.process(engine.step()):
             if delta.request_id in answers:
                 answers[delta.request_id].add(delta)
         num_steps += 1

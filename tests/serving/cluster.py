@@ -104,6 +104,21 @@ def local_serve(
         yield f"http://127.0.0.1:{port}"
 
 
+def actor_pids(name: str) -> set[int]:
+    """Processes of this test's Ray in which a method of an actor class runs."""
+    found = set()
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            title = (path / "cmdline").read_bytes()
+            environment = (path / "environ").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR')}".encode() in environment
+        if title.startswith(f"ray::{name}.".encode()) and mine:
+            found.add(int(path.name))
+    return found
+
+
 def free_port() -> int:
     """A TCP port that nobody listens on right now."""
     with socket.create_server(("127.0.0.1", 0)) as probe:

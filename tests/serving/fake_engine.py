@@ -1,4 +1,4 @@
-"""Stand-ins for `EngineLoop`: what they say is a function of prompt, seed and position.
+"""Stand-ins for `EngineClient`: what they say is a function of prompt, seed and position.
 
 `FakeLoop` says the words of the prompt for ever, two tokens per round; its first word commands:
 
@@ -77,8 +77,7 @@ class FakeStream:
         self._sequence = sequence
         self._loop = loop
         self._command = command
-        ends = () if sequence.params.ignore_eos else loop.eos_token_ids
-        self._text = OutputText(loop.tokenizer, sequence, ends)
+        self._text = OutputText(loop.tokenizer, sequence)
         self._stats = SpeculationStats()
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
@@ -104,20 +103,24 @@ class FakeStream:
         for _ in range(size):
             sequence.token_ids.append(self._loop.draw(sequence))
         new = sequence.token_ids[len(before) :]
-        del new[self._text.push(new) :]
-        sequence.token_ids[len(before) :] = new
-        self._stats.observe(num_steps=3, num_correct_drafts=len(new) - 1)
-        reason = self._text.finish_reason
+        sequence.token_ids[len(before) :] = []
+        count, reason = sequence.cut(new)
+        del new[count:]
         is_first = len(before) == self.num_prompt_tokens
-        return TokenDelta(
-            sequence.request_id,
-            tuple(new),
-            self._text.take(),
-            reason,
-            self._stats if reason else None,
-            entries_of(before, new, params.logprobs),
-            prompt_entries(before, params.prompt_logprobs) if is_first else None,
+        delta = self._text.add(
+            TokenDelta(
+                sequence.request_id,
+                tuple(new),
+                "",
+                reason,
+                None,
+                entries_of(before, new, params.logprobs),
+                prompt_entries(before, params.prompt_logprobs) if is_first else None,
+            )
         )
+        sequence.token_ids += delta.token_ids
+        self._stats.observe(num_steps=3, num_correct_drafts=len(delta.token_ids) - 1)
+        return delta._replace(speculation=self._stats if delta.finish_reason else None)
 
 
 class StandIn:
@@ -147,9 +150,10 @@ class StandIn:
         *,
         command: str = "",
     ) -> FakeStream:
-        assert not emitted or params.prompt_logprobs is None, "they came with the first token"
         ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
         sequence = Sequence(request_id, params, [*ids, *emitted], len(ids), params.seed or 0)
+        ends = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}
+        sequence.end_token_ids = frozenset(ends)
         stream = self.streams[request_id] = FakeStream(self, sequence, command)
         return stream
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
-from serve_spec.serving.continuation import continue_request
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
 from serve_spec.serving.messages import (
@@ -135,11 +134,7 @@ class MortalFleet(QuietFleet):
             yield life
             return
         loop = LawfulLoop(len(self.requests))
-        stream: Any = await (
-            continue_request(loop, asked)
-            if asked.emitted
-            else loop.submit(asked.prompt, asked.params, asked.request_id)
-        )
+        stream: Any = await loop.submit(asked.prompt, asked.params, asked.request_id, asked.emitted)
         accepted = Accepted(stream.num_prompt_tokens, f"r{len(self.requests)}")
         said = [accepted, *[item async for item in stream]]
         for count, item in enumerate(said):

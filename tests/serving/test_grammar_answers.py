@@ -10,9 +10,9 @@ import httpx
 import pytest
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.engine.loop import EngineLoop
 from tests.helpers.checkpoints import make_target
 from tests.helpers.grammars import is_valid
+from tests.helpers.local_engine import LocalEngine
 from tests.serving.asgi import CHAT, COMPLETIONS, Server
 from tests.serving.fakes import LoopFleet
 
@@ -32,18 +32,18 @@ SCHEMA = {
 
 
 @pytest.fixture(scope="module")
-def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineLoop]:
+def loop(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     target = make_target(tmp_path_factory.mktemp("model"), "llama2", layer_scale=0.3)
     model = {"path": str(target), "device": "cpu", "dtype": "float32", "max_model_len": 128}
     speculative = {"speculative_algorithm": "NGRAM", "speculative_num_steps": 3}
     parts = {"model": model, "speculative": speculative, "cache": {"num_pages": 64}}
-    engine_loop = EngineLoop(ServeSpecConfig.load(parts))
+    engine_loop = LocalEngine(ServeSpecConfig.load(parts))
     yield engine_loop
     engine_loop.shutdown()
 
 
 @pytest.fixture(scope="module")
-def server(loop: EngineLoop) -> Server:
+def server(loop: LocalEngine) -> Server:
     return Server(loop.config, LoopFleet(loop))
 
 
@@ -81,7 +81,7 @@ HOSTILE: list[tuple[str, dict[str, Any]]] = [
 @pytest.mark.parametrize("path", SANE)
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_the_engine_cannot_do_is_a_400_that_names_the_field_and_harms_no_other(
-    server: Server, loop: EngineLoop, path: str, stream: bool
+    server: Server, loop: LocalEngine, path: str, stream: bool
 ) -> None:
     for field, fields in HOSTILE:
         answer = ask(server, path, stream=stream, **fields)

@@ -6,7 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import httpx
@@ -17,7 +17,7 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.serving.app import build_app
 from serve_spec.serving.ranks import placement_of
 from tests.e2e.fleet import Stream, client_of, fleet_settings, said
-from tests.serving.cluster import eventually, local_serve
+from tests.serving.cluster import actor_pids, eventually, local_serve
 
 NUM_STREAMS = 4
 PROMPTS = [f"def f{i}(x):" for i in range(NUM_STREAMS)]
@@ -81,21 +81,6 @@ def groups() -> list[dict[str, Any]]:
     return [g for g in placement_group_table().values() if g["state"] == "CREATED"]
 
 
-def followers() -> dict[int, str]:
-    """Processes of followers of this test's Ray: what Ray shows each of them, by pid."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*"):
-        try:
-            title = (path / "cmdline").read_bytes()
-            environment = (path / "environ").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        mine = f"RAY_TMPDIR={os.environ.get('RAY_TMPDIR')}".encode() in environment
-        if b"_Follower" in title and mine:
-            found[int(path.name)] = title.decode()
-    return found
-
-
 def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_rank(
     url: str,
 ) -> None:
@@ -106,13 +91,14 @@ def test_every_replica_has_a_placement_group_of_one_node_with_a_bundle_for_each_
     for group in groups():
         assert group["strategy"] == "STRICT_PACK"
         assert list(group["bundles"].values()) == [{"CPU": 0.1, "GPU": 1.0}] * 2
-    assert len(followers()) == 2
+    assert len(actor_pids("_Follower")) == len(actor_pids("Engine")) == 2
 
 
+@pytest.mark.parametrize("actor", ["_Follower", "Engine"])
 def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
-    url: str, texts: list[str]
+    url: str, texts: list[str], actor: str
 ) -> None:
-    before = followers()
+    before = actor_pids(actor)
 
     async def scenario() -> list[Stream]:
         streams = [Stream() for _ in PROMPTS]
@@ -128,7 +114,7 @@ def test_a_killed_rank_costs_no_token_and_its_replica_comes_back(
         return streams
 
     assert [text for text, _ in said(asyncio.run(scenario()))] == texts
-    eventually(lambda: set(followers()), lambda now: len(now) == 2 and now != set(before))
+    eventually(lambda: set(actor_pids(actor)), lambda now: len(now) == 2 and now != set(before))
     eventually(lambda: httpx.get(f"{url}/health").json()["healthy_replicas"], lambda n: n == 2)
     assert len(groups()) == 2
 
@@ -137,17 +123,23 @@ def test_nothing_of_a_replica_outlives_it(url: str) -> None:
     from ray import serve
 
     serve.delete("ranks")
-    eventually(followers, lambda found: not found)
+    for actor in ("_Follower", "Engine"):
+        eventually(partial(actor_pids, actor), lambda found: not found)
     eventually(groups, lambda found: not found)
 
 
-ALONE = {"ray_actor_options": {"num_cpus": 2, "num_gpus": 1}}
+NOTHING = {"num_cpus": 0, "num_gpus": 0}
+ALONE = {
+    "ray_actor_options": NOTHING,
+    "placement_group_bundles": [{"CPU": 2, "GPU": 1}],
+    "placement_group_strategy": "STRICT_PACK",
+}
 SHARES = {
-    "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 1},
+    "ray_actor_options": NOTHING,
     "placement_group_bundles": [{"CPU": 0.5, "GPU": 1}] * 4,
 }
 ON_CPUS = {
-    "ray_actor_options": {"num_cpus": 0.5, "num_gpus": 0},
+    "ray_actor_options": NOTHING,
     "placement_group_bundles": [{"CPU": 0.5}] * 2,
     "placement_group_strategy": "STRICT_PACK",
 }
@@ -183,12 +175,16 @@ def test_ranks_share_what_a_replica_reserves_and_go_where_the_configuration_says
 
 
 @pytest.mark.parametrize(
-    ("reserved", "named"),
-    [({"num_gpus": 1}, "num_gpus=1: .* set num_gpus to 2"), ({"num_cpus": 0}, "raise num_cpus")],
+    ("num_ranks", "reserved", "named"),
+    [
+        (2, {"num_gpus": 1}, "num_gpus=1: .* set num_gpus to 2"),
+        (2, {"num_cpus": 0}, "raise num_cpus"),
+        (1, {"num_cpus": 0}, "raise num_cpus"),
+    ],
 )
 def test_what_ranks_can_not_share_is_refused_before_anything_starts(
-    settings: dict[str, Any], reserved: dict[str, float], named: str
+    settings: dict[str, Any], num_ranks: int, reserved: dict[str, float], named: str
 ) -> None:
-    config = {**settings, "model": {**settings["model"], "tensor_parallel_size": 2}}
+    config = {**settings, "model": {**settings["model"], "tensor_parallel_size": num_ranks}}
     with pytest.raises(ConfigError, match=named):
         build_app({"config": config, **reserved})

@@ -12,6 +12,7 @@ from serve_spec.bench.online.record import LoadRun, Served, TextRequest
 from serve_spec.core.request import TokenDelta
 from serve_spec.core.sequence import Sequence as EngineSequence
 from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.output import OutputProcessor
 
 
 @dataclass
@@ -55,6 +56,7 @@ def run_offline(
     else:
         schedule, most_at_once = load.arrivals(len(requests), seed), len(requests)
     waiting = deque(enumerate(requests))
+    outputs = OutputProcessor(engine.tokenizer, engine.abort)
     running: dict[str, _Running] = {}
     served: dict[str, Served] = {}
     started_s = time.perf_counter()
@@ -68,11 +70,12 @@ def run_offline(
             waiting.popleft()
             sequence = engine.new_sequence(str(number), request.prompt, request.params)
             engine.add(sequence)
+            outputs.add(sequence)
             running[str(number)] = _Running(due_s, now_s, sequence)
         if not running:
             time.sleep(due_s - now_s)
             continue
-        deltas = engine.step()
+        deltas = outputs.process(engine.step())
         now_s = time.perf_counter() - started_s
         for delta in deltas:
             running[delta.request_id].add(delta, now_s)

@@ -15,10 +15,10 @@ from serve_spec.bench.command import main
 from serve_spec.bench.online import command as online
 from serve_spec.bench.online.record import text_requests
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.engine.loop import EngineLoop
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.command import read_plan
+from tests.helpers.local_engine import LocalEngine
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import LoopFleet
 from tests.unit.bench.configs import write_config
@@ -47,7 +47,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def engine_url(config_file: Path) -> Iterator[str]:
     config = ServeSpecConfig.load(config_file)
-    loop = EngineLoop(config)
+    loop = LocalEngine(config)
     with serving(app(config, loop)) as url:
         yield url
     loop.shutdown()

@@ -105,11 +105,11 @@ def test_a_time_that_is_none_leaves_the_figures_of_other_rounds_alone(
     """Rates of acceptance count every round, times only those that were measured."""
     llm = make_llm("EAGLE3", 3)
     llm.generate(PROMPTS, PARAMS)
-    before: dict[str, Any] = llm.engine.collector.snapshot()
+    before: dict[str, Any] = llm.collector.snapshot()
     with monkeypatch.context() as broken:
         break_clock(llm, CLOCKS["gives NaN"], broken)
         llm.generate(PROMPTS, PARAMS)
-    after: dict[str, Any] = llm.engine.collector.snapshot()
+    after: dict[str, Any] = llm.collector.snapshot()
     assert after["since_start"]["rounds"] == 2 * before["since_start"]["rounds"]
     for known in ("busy_s", "overhead_ratio", "host_share", "accept_rate"):
         assert after["since_start"][known] == before["since_start"][known]

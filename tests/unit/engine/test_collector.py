@@ -228,11 +228,11 @@ def test_memory_does_not_grow_with_the_number_of_rounds() -> None:
 
 def test_every_engine_shows_what_its_rounds_say(make_llm: MakeLLM) -> None:
     llm = make_llm("EAGLE3", 3)
-    before: dict[str, Any] = llm.engine.snapshot()["speculation"]  # type: ignore[assignment]
+    before: dict[str, Any] = llm.collector.snapshot()
     assert before["since_start"]["rounds"] == 0
     params = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     outputs = llm.generate([list(range(20)), list(range(5, 30))], params)
-    shown: dict[str, Any] = llm.engine.snapshot()["speculation"]  # type: ignore[assignment]
+    shown: dict[str, Any] = llm.collector.snapshot()
     assert json.loads(json.dumps(shown)) == shown
     of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
     drafted = sum(output.speculation.num_draft_tokens for output in outputs)

@@ -21,6 +21,7 @@ import pytest
 from serve_spec import LLM, Grammar, SamplingParams
 from serve_spec.core.request import SpeculativeOptions
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
+from serve_spec.engine.output import OutputProcessor
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.engines import heard_plans, heard_steps
 from tests.helpers.grammars import PARENTHESES, check_text
@@ -255,11 +256,14 @@ def with_late_arrivals(make: MakeLLM, row: Row) -> dict[str, Answer]:
 def with_resumption(make: MakeLLM, row: Row) -> dict[str, Answer]:
     """Run what is left on another engine after a few steps, as if the first had failed."""
     first, second = (make(row, max_num_seqs=40, num_pages=512).engine for _ in range(2))
+    texts, rest = (OutputProcessor(engine.tokenizer, engine.abort) for engine in (first, second))
     answers = {request.key: Answer() for request in requests()}
     for request in requests():
-        first.add(first.new_sequence(request.key, request.prompt, request.params))
+        sequence = first.new_sequence(request.key, request.prompt, request.params)
+        first.add(sequence)
+        texts.add(sequence)
     for _ in range(7):
-        for delta in first.step():
+        for delta in texts.process(first.step()):
             answers[delta.request_id].add(delta)
     for request in requests():
         answer = answers[request.key]
@@ -267,8 +271,9 @@ def with_resumption(make: MakeLLM, row: Row) -> dict[str, Answer]:
             emitted = tuple(answer.token_ids)
             sequence = second.new_sequence(request.key, request.prompt, request.params, emitted)
             second.add(sequence)
+            rest.add(sequence)
     while second.has_work:
-        for delta in second.step():
+        for delta in rest.process(second.step()):
             answers[delta.request_id].add(delta)
     return answers
 

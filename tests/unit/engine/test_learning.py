@@ -99,7 +99,7 @@ def test_the_figures_of_a_round_add_up_also_when_requests_are_preempted(make_llm
     of_requests = sum(output.speculation.num_correct_drafts for output in outputs)
     assert sum(stats.num_correct_drafts for stats in steps) == of_requests
     assert llm.engine.counters.num_correct_drafts == of_requests
-    positions = llm.engine.collector.snapshot()["since_start"]["positions"]  # type: ignore[index]
+    positions = llm.collector.snapshot()["since_start"]["positions"]  # type: ignore[index]
     assert sum(each["verified"] for each in positions) == sum(sum(s.row_steps) for s in steps)
     accepted = sum(sum(stats.row_correct_drafts) for stats in steps)
     assert sum(each["accepted"] for each in positions) == accepted

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.request import FinishReason, SamplingParams
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.output import OutputText
 from serve_spec.engine.tokenizer import Tokenizer
@@ -19,9 +19,12 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer(make_tokenizer(tmp_path_factory.mktemp("tokenizer")))
 
 
+def sequence(**params: object) -> Sequence:
+    return Sequence("1", SamplingParams(**{"max_tokens": 1000, **params}), list(b"x = "), 4, 0)
+
+
 def output(tokenizer: Tokenizer, **params: object) -> OutputText:
-    seq = Sequence("1", SamplingParams(**{"max_tokens": 1000, **params}), list(b"x = "), 4, 0)
-    return OutputText(tokenizer, seq, [EOS_ID])
+    return OutputText(tokenizer, sequence(**params))
 
 
 def feed(text: OutputText, tokens: list[int], sizes: list[int]) -> tuple[list[str], int]:
@@ -40,9 +43,10 @@ def test_pieces_join_to_the_whole_text_however_tokens_arrive(
     tokenizer: Tokenizer, text: str, sizes: list[int]
 ) -> None:
     tokens = list(text.encode())
-    stream = output(tokenizer, max_tokens=len(tokens))
+    stream = output(tokenizer)
     pieces, used = feed(stream, tokens, sizes)
-    assert "".join(pieces) == text
+    stream.push([], FinishReason.LENGTH)
+    assert "".join(pieces) + stream.take() == text
     assert used == len(tokens)
     assert "\ufffd" not in "".join(pieces) or "\ufffd" in text
 
@@ -85,24 +89,44 @@ def test_a_stop_string_that_is_complete_by_min_tokens_does_not_end_the_text(
 
 
 @pytest.mark.parametrize(
-    ("asked", "tokens", "num_used", "text", "reason"),
+    ("asked", "ends", "tokens", "num_used", "text", "reason"),
     [
-        ({"stop": ("cde", "bcde")}, [*b"abcdef"], 5, "a", FinishReason.STOP),
-        ({}, [97, EOS_ID, 98], 2, "a", FinishReason.STOP),
-        ({"ignore_eos": True}, [97, EOS_ID, 98], 3, "ab", None),
-        ({"max_tokens": 3}, [*b"abcdef"], 3, "abc", FinishReason.LENGTH),
-        ({"max_tokens": 3, "stop_token_ids": (99,)}, [*b"abc"], 3, "ab", FinishReason.STOP),
+        ({"stop": ("cde", "bcde")}, [], [*b"abcdef"], 5, "a", FinishReason.STOP),
+        ({}, [EOS_ID], [97, EOS_ID, 98], 2, "a", FinishReason.STOP),
+        ({}, [], [97, EOS_ID, 98], 3, "ab", None),
+        ({"max_tokens": 3}, [], [*b"abcdef"], 3, "abc", FinishReason.LENGTH),
+        ({"max_tokens": 3}, [99], [*b"abc"], 3, "ab", FinishReason.STOP),
+        ({"max_tokens": 3, "stop": ("bc",)}, [], [*b"abcd"], 3, "a", FinishReason.STOP),
+        ({"stop": ("b",)}, [EOS_ID], [97, 98, EOS_ID], 2, "a", FinishReason.STOP),
     ],
-    ids=["earliest stop string", "eos", "ignored eos", "max_tokens", "stop at max_tokens"],
+    ids=[
+        "earliest stop string",
+        "eos",
+        "ignored eos",
+        "max_tokens",
+        "stop at max_tokens",
+        "stop string at max_tokens",
+        "stop string before eos",
+    ],
 )
 def test_a_text_ends_inside_an_accepted_run(
     tokenizer: Tokenizer,
     asked: dict[str, Any],
+    ends: list[int],
     tokens: list[int],
     num_used: int,
     text: str,
     reason: FinishReason | None,
 ) -> None:
-    stream = output(tokenizer, **asked)
-    assert stream.push(tokens) == num_used
-    assert (stream.take(), stream.finish_reason) == (text, reason)
+    seq = sequence(**asked)
+    seq.end_token_ids = frozenset(ends)
+    count, why = seq.cut(tokens)
+    stats = SpeculationStats(num_correct_drafts=count - 1)
+    delta = OutputText(tokenizer, seq).add(TokenDelta("1", tuple(tokens[:count]), "", why, stats))
+    assert (delta.token_ids, delta.text, delta.finish_reason) == (
+        tuple(tokens[:num_used]),
+        text,
+        reason,
+    )
+    assert delta.speculation is not None
+    assert delta.speculation.num_correct_drafts == num_used - 1

@@ -27,7 +27,6 @@ from serve_spec.core.request import RequestOutput, SamplingParams
 from serve_spec.engine import build
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.follower import follow
-from serve_spec.engine.loop import EngineLoop
 from serve_spec.ops import draw, rejection
 from serve_spec.parallel import orders
 from serve_spec.parallel.followers import Followers, RankLost
@@ -41,6 +40,7 @@ from tests.helpers.engines import (
     make_pair,
     switch_every_round,
 )
+from tests.helpers.local_engine import LocalEngine
 from tests.helpers.plain_logprobs import close
 
 Texts = list[tuple[int, ...]]
@@ -307,12 +307,13 @@ def test_a_rank_killed_in_the_middle_of_a_text_is_an_error_and_not_a_wait(proces
 def test_an_idle_loop_without_one_of_its_ranks_is_not_healthy(threads: None, make: MakeLLM) -> None:
     """Nobody asks for a text, so nobody but the health check can notice."""
     config = make().config
-    loop = EngineLoop(type(config).load(config, tensor_parallel_size=2))
+    loop = LocalEngine(type(config).load(config, tensor_parallel_size=2))
     loop.check_health()
-    followers = loop._engine._followers
+    followers = loop.engine._followers
     assert followers is not None
     followers.tell("nonsense")  # an order no follower survives
     assert followers._has_lost.wait(SOON_S)
+    loop._reader.join(SOON_S)
     with pytest.raises(RuntimeError, match="rank 1 of 2 failed: AssertionError"):
         loop.check_health()
     with pytest.raises(RuntimeError, match="rank 1 of 2"):
@@ -324,8 +325,8 @@ def test_a_rank_that_hangs_ends_its_streams_instead_of_holding_them(
     make: MakeLLM,
 ) -> None:
     config = make().config
-    loop = EngineLoop(type(config).load(config, tensor_parallel_size=2, round_timeout_s=1.0))
-    pid = follower_pid(loop._engine)
+    loop = LocalEngine(type(config).load(config, tensor_parallel_size=2, round_timeout_s=1.0))
+    pid = follower_pid(loop.engine)
 
     async def scenario() -> None:
         os.kill(pid, signal.SIGSTOP)

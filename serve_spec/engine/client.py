@@ -1,0 +1,318 @@
+"""The client of an engine in another process: texts, checks and grammars, and asyncio streams."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import queue
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import msgspec
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.grammar import Grammar
+from serve_spec.core.record import StepRecord
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.engine.collector import MetricsCollector
+from serve_spec.engine.encoding import encode_async
+from serve_spec.engine.inputs import InputProcessor
+from serve_spec.engine.messages import (
+    Abort,
+    Add,
+    Call,
+    EngineMessage,
+    NewRequest,
+    Reply,
+    Stop,
+    decode_message,
+    encode,
+    hang_up,
+)
+from serve_spec.engine.output import OutputProcessor
+from serve_spec.engine.tokenizer import Tokenizer
+from serve_spec.log import get_logger
+from serve_spec.metrics import MetricsSink, NullSink
+from serve_spec.structured.compiler import GrammarCompiler
+
+logger = get_logger(__name__)
+
+
+class TokenStream:
+    """The deltas of one request, in order; the last one carries the finish reason."""
+
+    def __init__(self, request_id: str, num_prompt_tokens: int) -> None:
+        self.request_id = request_id
+        self.num_prompt_tokens = num_prompt_tokens
+        self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+
+    def put(self, item: TokenDelta | Exception) -> None:
+        """Add an item."""
+        self._items.put_nowait(item)
+
+    async def __aiter__(self) -> AsyncIterator[TokenDelta]:
+        finished = False
+        while not finished:
+            item = await self._items.get()
+            if isinstance(item, Exception):
+                raise item
+            finished = item.finish_reason is not None
+            yield item
+
+
+class EngineClient:
+    """Gives requests to the `EngineServer` at the other end of a connection.
+
+    Streams belong to the event loop that asks for them; each message of the engine wakes it once.
+    """
+
+    def __init__(self, config: ServeSpecConfig, connection: Connection) -> None:
+        """Wait until the engine is ready.
+
+        Raises:
+            EOFError: it has ended before.
+        """
+        self.config = config
+        self._connection = connection
+        self.tokenizer = Tokenizer(Path(config.model.path))
+        first = decode_message(connection.recv_bytes())
+        limits = first.limits
+        assert limits is not None, "the first message says that the engine is ready"
+        grammars = GrammarCompiler(self.tokenizer.describe, limits.vocab_size, limits.eos_token_ids)
+        grammars.prepare()
+        self._inputs = InputProcessor(self.tokenizer, limits, grammars.matcher)
+        self._outputs = OutputProcessor(self.tokenizer, self._abort)
+        self._forces_acceptance = limits.forces_acceptance
+        self._collector = MetricsCollector()
+        self._metrics: MetricsSink = NullSink()
+        self._streams: dict[str, TokenStream] = {}
+        self._preparing: set[str] = set()
+        self._max_unfinished = config.scheduler.max_num_seqs + config.scheduler.max_waiting_seqs
+        self._calls = itertools.count()
+        self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
+        self._call_lock = threading.Lock()
+        self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._failure: str | None = None
+        self._snapshot: dict[str, object] = {}
+        self._stopping = False
+        self._stuck_after_s = config.replica.round_timeout_s
+        self._take(first)
+        self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
+        self._reader.start()
+        self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
+        self._writer.start()
+
+    async def submit(
+        self,
+        prompt: str | list[int],
+        params: SamplingParams,
+        request_id: str,
+        emitted: Sequence[int] = (),
+    ) -> TokenStream:
+        """Queue a request and return its stream.
+
+        emitted: see `InputProcessor.new_sequence`; the stream goes on after them.
+
+        Raises:
+            InvalidRequest: the prompt or a parameter cannot be served.
+            EngineOverloaded: too many requests are unfinished.
+            RuntimeError: the engine has died.
+        """
+        self.check_health()
+        token_ids, is_cancelled = await self._prepare(prompt, params.grammar, request_id)
+        if request_id in self._streams:
+            raise InvalidRequest("request_id", request_id, "is running already; use another")
+        if len(self._streams) >= self._max_unfinished:
+            raise EngineOverloaded(
+                f"{len(self._streams)} requests are unfinished, as many as max_num_seqs and "
+                "max_waiting_seqs allow; try again later"
+            )
+        seq = self._inputs.new_sequence(request_id, token_ids, params, emitted)
+        stream = TokenStream(request_id, seq.num_prompt_tokens)
+        if is_cancelled:
+            stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
+            stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
+            return stream
+        command = encode(Add(request_id, msgspec.Raw(encode(NewRequest.of(seq)))))
+        self._loop = asyncio.get_running_loop()
+        self._streams[request_id] = stream
+        self._outputs.add(seq)
+        self._commands.put(command)
+        # The engine may have died since the first check, before this stream could be told.
+        self.check_health()
+        return stream
+
+    async def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a prompt without blocking the event loop.
+
+        Raises:
+            InvalidRequest: as `InputProcessor.encode`.
+        """
+        return await encode_async(len(prompt), partial(self._inputs.encode, prompt))
+
+    def cancel(self, request_id: str) -> None:
+        """End a request and free its pages before the next step; harmless if it has ended."""
+        self._preparing.discard(request_id)
+        if request_id in self._streams:
+            self._abort(request_id)
+
+    async def _prepare(
+        self, prompt: str | list[int], grammar: Grammar | None, request_id: str
+    ) -> tuple[list[int], bool]:
+        """Encode a prompt and compile its grammar without blocking the event loop.
+
+        Returns the token ids, and whether the request was cancelled meanwhile.
+        """
+        self._preparing.add(request_id)
+        try:
+            token_ids = await self.encode(prompt) if isinstance(prompt, str) else prompt
+            if grammar is not None:
+                await asyncio.to_thread(self._inputs.check_grammar, grammar)
+            return token_ids, request_id not in self._preparing
+        finally:
+            self._preparing.discard(request_id)
+
+    def reconfigure(self, settings: Mapping[str, object]) -> None:
+        """Change policy settings between steps.
+
+        Raises:
+            ValueError: the settings are invalid; nothing changed.
+            RuntimeError: the engine has died.
+        """
+        self._call("reconfigure", dict(settings))
+
+    def start_from(self, accept_rates: Iterable[float]) -> None:
+        """Set acceptance rates learned by other engines; before the first request.
+
+        Raises:
+            ValueError: not one rate in (0, 1) per position; nothing changed.
+            RuntimeError: the engine has died.
+        """
+        self._call("start_from", list(accept_rates))
+
+    def report_to(self, metrics: MetricsSink) -> None:
+        """Send the record of every step from now on to `metrics`, from a thread of the client."""
+        self._metrics = metrics
+
+    def snapshot(self) -> dict[str, object]:
+        """Return the engine's newest state for operators, JSON-able, without stopping it."""
+        return self._snapshot
+
+    def check_health(self) -> None:
+        """Raise RuntimeError if the engine has ended or hangs in a step."""
+        if self._stopping:
+            raise RuntimeError("the engine has been shut down")
+        if self._failure is None and time.monotonic() - self._heard_at > self._stuck_after_s:
+            limit = f"replica.round_timeout_s={self._stuck_after_s:g}"
+            self._lose(f"a step has been running for longer than {limit} seconds")
+        if self._failure is not None:
+            raise RuntimeError(self._failure)
+
+    def shutdown(self) -> None:
+        """Stop the engine after the current step; unfinished streams are aborted."""
+        self._stopping = True
+        self._commands.put(encode(Stop()))
+        self._reader.join(self._stuck_after_s)
+        self._commands.put(None)
+        hang_up(self._connection)
+        self._reader.join()
+        self._writer.join()
+        self._connection.close()
+
+    def _abort(self, request_id: str) -> None:
+        self._commands.put(encode(Abort(request_id)))
+
+    def _call(self, method: str, argument: object) -> None:
+        """Call a method of the engine between steps and wait; its refusal is raised here."""
+        self.check_health()
+        with self._call_lock:
+            number = next(self._calls)
+            self._commands.put(encode(Call(number, method, argument)))
+            try:
+                reply = self._replies.get(timeout=self._stuck_after_s)
+                while reply.number != number:  # of a call that was given up
+                    reply = self._replies.get(timeout=self._stuck_after_s)
+            except queue.Empty:
+                self.check_health()
+                limit = f"{self._stuck_after_s:g} s"
+                raise RuntimeError(f"the engine did not answer within {limit}") from None
+        if reply.error is not None:
+            raise ValueError(reply.error)
+
+    def _write(self) -> None:
+        """Send commands, so that the event loop never waits for the engine."""
+        with suppress(OSError):
+            while (command := self._commands.get()) is not None:
+                self._connection.send_bytes(command)
+
+    def _read(self) -> None:
+        """Take the engine's messages until it ends."""
+        try:
+            while True:
+                self._take(decode_message(self._connection.recv_bytes()))
+        except (EOFError, OSError):
+            reason = "the engine's process has ended"
+        except msgspec.MsgspecError as error:
+            reason = f"a message of the engine cannot be decoded: {error}"
+        self._lose(reason)
+
+    def _take(self, message: EngineMessage) -> None:
+        self._heard_at = time.monotonic()
+        for record in message.records:
+            self._observe(record)
+        if message.snapshot is not None:
+            self._snapshot = {**message.snapshot, "speculation": self._collector.snapshot()}
+        for reply in message.replies:
+            self._replies.put(reply)
+        if message.death is not None:
+            self._lose(f"the engine died: {message.death}")
+        if message.deltas or message.failed:
+            self._in_loop(partial(self._deliver, message))
+
+    def _observe(self, record: StepRecord) -> None:
+        speedup = self._collector.speedup(record.batch_size)
+        self._collector.observe(record)
+        self._metrics.observe(replace(record, speedup=speedup))
+
+    def _deliver(self, message: EngineMessage) -> None:
+        """Hand out the tokens of a message, on the event loop of the streams."""
+        for delta in self._outputs.process(message.deltas):
+            if (stream := self._streams.get(delta.request_id)) is not None:
+                stream.put(delta)
+        # The engine has a request until it says that it ended, also after a stop string.
+        for delta in message.deltas:
+            if delta.finish_reason is not None:
+                self._streams.pop(delta.request_id, None)
+        for request_id, why in message.failed.items():
+            if (stream := self._streams.pop(request_id, None)) is not None:
+                stream.put(RuntimeError(why))
+
+    def _lose(self, reason: str) -> None:
+        """Note that the engine is lost, and tell all streams. The first reason counts."""
+        if self._failure is None and not self._stopping:
+            logger.error("%s", reason)
+        self._failure = self._failure or reason
+        hang_up(self._connection)
+        self._in_loop(self._fail_streams)
+
+    def _fail_streams(self) -> None:
+        for stream in self._streams.values():
+            stream.put(RuntimeError(self._failure))
+        self._streams.clear()
+
+    def _in_loop(self, callback: Callable[[], None]) -> None:
+        """Run a callback on the event loop of the streams, if there is one."""
+        if self._loop is None:
+            return
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop is closed: its streams have no readers
+            callback()

@@ -1,0 +1,120 @@
+"""From a prompt and sampling parameters to a checked request of an engine."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+import msgspec
+
+from serve_spec.core.errors import InvalidRequest, TextTooLong
+from serve_spec.core.grammar import Grammar
+from serve_spec.core.request import SamplingParams
+from serve_spec.core.sequence import Sequence
+from serve_spec.engine.drawable import check_token_ids, held_token_ids
+from serve_spec.engine.tokenizer import Tokenizer
+
+
+class EngineLimits(msgspec.Struct, frozen=True):
+    """What an engine can serve."""
+
+    vocab_size: int
+    num_ids: int
+    """Token ids below are real, those from here on padding."""
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    forces_acceptance: bool = False
+    """Acceptance is forced for a load test."""
+
+
+class InputProcessor:
+    """Checks requests and encodes prompts. Safe to call from any thread.
+
+    check_grammar: compiles a grammar. Raises InvalidRequest if it cannot be compiled.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, limits: EngineLimits, check_grammar: Callable[[Grammar], object]
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._check_grammar = check_grammar
+
+    def new_sequence(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        emitted: Collection[int] = (),
+    ) -> Sequence:
+        """Return a checked request, its grammar excepted.
+
+        emitted: tokens that another engine generated; they count for `max_tokens` and the rest.
+
+        Raises:
+            InvalidRequest: the prompt is empty, too long or outside the vocabulary, or score edits
+                name unknown tokens or leave none.
+        """
+        limits = self._limits
+        token_ids = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        shown = f"<{len(token_ids)} tokens>"
+        if not token_ids:
+            raise InvalidRequest("prompt", prompt, "give at least one token of text")
+        if not all(0 <= t < limits.vocab_size for t in token_ids):
+            raise InvalidRequest("prompt", shown, f"token ids must be in [0, {limits.vocab_size})")
+        if len(token_ids) >= limits.max_model_len:
+            raise self._too_long(shown)
+        if len(token_ids) + params.max_tokens > limits.max_model_len:
+            room = limits.max_model_len - len(token_ids)
+            fix = f"a prompt of {len(token_ids)} tokens leaves room for {room}; ask for less"
+            raise InvalidRequest("max_tokens", params.max_tokens, fix)
+        held = held_token_ids(params, limits.eos_token_ids, limits.num_ids)
+        check_token_ids(params, held, limits.num_ids)
+        ends = {t for t in params.stop_token_ids if 0 <= t < limits.vocab_size}
+        if not params.ignore_eos or params.grammar is not None:
+            ends.update(limits.eos_token_ids)
+        if emitted:  # prompt log-probabilities came with the first of these
+            params = replace(params, prompt_logprobs=None)
+        return Sequence(
+            request_id,
+            params,
+            [*token_ids, *emitted],
+            len(token_ids),
+            secrets.randbits(63) if params.seed is None else params.seed & (2**64 - 1),
+            held_token_ids=held,
+            end_token_ids=frozenset(ends),
+            reports_stats=bool(params.stop),
+        )
+
+    def encode(self, prompt: str) -> list[int]:
+        """Return the token ids of a text; none for an empty one.
+
+        Raises:
+            InvalidRequest: the text is not Unicode, or too long for the model.
+        """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            fix = f"character {error.start} is half of a surrogate pair; send valid text"
+            raise InvalidRequest("prompt", prompt, fix) from error
+        if not prompt:  # without the special tokens that the checkpoint would add
+            return []
+        try:
+            return self._tokenizer.encode(prompt, max_tokens=self._limits.max_model_len - 1)
+        except TextTooLong as error:
+            raise self._too_long(f"<at least {error.at_least} tokens>") from None
+
+    def check_grammar(self, grammar: Grammar) -> None:
+        """Compile a grammar, which may take a second.
+
+        Raises:
+            InvalidRequest: the grammar cannot be served.
+        """
+        if self._limits.forces_acceptance:
+            raise grammar.refusal("this engine forces acceptance, for load tests; leave it out")
+        self._check_grammar(grammar)
+
+    def _too_long(self, shown: str) -> InvalidRequest:
+        fix = f"shorten it to at most {self._limits.max_model_len - 1} tokens (max_model_len - 1)"
+        return InvalidRequest("prompt", shown, fix, too_long=True)

@@ -1,0 +1,130 @@
+"""Messages between an engine's process and its client, encoded as MessagePack.
+
+The engine sends one `EngineMessage` for every step. The client sends commands, one at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from contextlib import suppress
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, TypeAlias
+
+import msgspec
+
+from serve_spec.core.record import StepRecord
+from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.sequence import Sequence
+from serve_spec.engine.inputs import EngineLimits
+
+
+class NewRequest(msgspec.Struct, array_like=True):
+    """What an engine needs of a checked request; see `Sequence` for the fields."""
+
+    token_ids: list[int]
+    num_prompt_tokens: int
+    params: SamplingParams
+    seed: int
+    held_token_ids: tuple[int, ...]
+    end_token_ids: frozenset[int]
+    reports_stats: bool
+
+    @classmethod
+    def of(cls, seq: Sequence) -> NewRequest:
+        """Return the message; texts stay with the client, and the seed is that of the sequence."""
+        params = replace(seq.params, seed=None, stop=(), stop_token_ids=())
+        return cls(
+            seq.token_ids,
+            seq.num_prompt_tokens,
+            params,
+            seq.seed,
+            seq.held_token_ids,
+            seq.end_token_ids,
+            seq.reports_stats,
+        )
+
+    def sequence(self, request_id: str) -> Sequence:
+        """Return the request as the engine keeps it."""
+        return Sequence(
+            request_id,
+            self.params,
+            self.token_ids,
+            self.num_prompt_tokens,
+            self.seed,
+            held_token_ids=self.held_token_ids,
+            end_token_ids=self.end_token_ids,
+            reports_stats=self.reports_stats,
+        )
+
+
+class Add(msgspec.Struct, array_like=True, tag=True):
+    """Queue a request. It is decoded by itself, so that a bad one ends alone."""
+
+    request_id: str
+    request: msgspec.Raw
+    """A `NewRequest`."""
+
+
+class Abort(msgspec.Struct, array_like=True, tag=True):
+    """End a request."""
+
+    request_id: str
+
+
+class Call(msgspec.Struct, array_like=True, tag=True):
+    """Call a method of the engine between steps; the answer is a `Reply`."""
+
+    number: int
+    method: str
+    """`reconfigure` or `start_from`."""
+    argument: Any
+
+
+class Stop(msgspec.Struct, array_like=True, tag=True):
+    """End the engine after the current step."""
+
+
+Command: TypeAlias = Add | Abort | Call | Stop
+
+
+class Reply(msgspec.Struct, array_like=True):
+    """The outcome of a call. error: why its argument was refused; None: it was not."""
+
+    number: int
+    error: str | None
+
+
+class EngineMessage(msgspec.Struct, array_like=True, omit_defaults=True):
+    """What an engine has to say since its last message."""
+
+    deltas: list[TokenDelta] = []
+    """New tokens, without texts. Those of one request are in order."""
+    records: list[StepRecord] = []
+    snapshot: dict[str, Any] | None = None
+    """The state for operators, if it is sent this time."""
+    failed: dict[str, str] = {}
+    """Requests that the engine could not take, and why."""
+    replies: list[Reply] = []
+    limits: EngineLimits | None = None
+    """Sent once, when the engine is ready."""
+    death: str | None = None
+    """Why the engine has died; its last message."""
+
+
+def for_metrics(record: StepRecord) -> StepRecord:
+    """Return the record without the columns that only the policy reads."""
+    return replace(record, request_ids=(), draft_shares=None, is_sampled=(), is_from_text=())
+
+
+def hang_up(connection: Connection) -> None:
+    """Break a connection, so that threads at both ends stop waiting for messages."""
+    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
+        end.shutdown(socket.SHUT_RDWR)
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_command = msgspec.msgpack.Decoder(Command).decode
+decode_request = msgspec.msgpack.Decoder(NewRequest).decode
+decode_message = msgspec.msgpack.Decoder(EngineMessage).decode

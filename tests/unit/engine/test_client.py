@@ -1,0 +1,462 @@
+"""Laws of the channel to an engine: streams, cancellation, failures."""
+
+import asyncio
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from serve_spec.config import ServeSpecConfig
+from serve_spec.core.errors import EngineOverloaded, InvalidRequest
+from serve_spec.core.grammar import Grammar
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.record import StepRecord
+from serve_spec.core.request import (
+    FinishReason,
+    SamplingParams,
+    SpeculativeOptions,
+    TokenDelta,
+)
+from serve_spec.engine.client import TokenStream
+from serve_spec.engine.messages import NewRequest, hang_up
+from tests.helpers.engines import MakeLLM, Pair
+from tests.helpers.local_engine import LocalEngine
+
+PROMPT = [10, 20, 30]
+
+
+@pytest.fixture(scope="module")
+def config(pair: Pair) -> ServeSpecConfig:
+    settings: dict[str, Any] = {
+        "model": {"path": str(pair.target), "device": "cpu", "max_model_len": 128},
+        "speculative": {
+            "speculative_algorithm": "EAGLE3",
+            "speculative_draft_model_path": str(pair.heads["EAGLE3"]),
+        },
+        "cache": {"num_pages": 64},
+        "scheduler": {"max_num_seqs": 4, "max_waiting_seqs": 3},
+    }
+    return ServeSpecConfig.load(settings)
+
+
+@pytest.fixture
+def loop(config: ServeSpecConfig) -> Iterator[LocalEngine]:
+    engine_loop = LocalEngine(config)
+    yield engine_loop
+    engine_loop.shutdown()
+
+
+async def collect(stream: TokenStream) -> list[TokenDelta]:
+    return [delta async for delta in stream]
+
+
+def params(**changes: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 20, "seed": 3, "ignore_eos": True, **changes})
+
+
+def pages_in_use(loop: LocalEngine) -> int:
+    cache = loop.snapshot()["kv"]
+    assert isinstance(cache, dict)
+    return int(cache["total_pages"] - cache["free_pages"])
+
+
+def test_streams_that_run_together_say_what_each_says_alone(
+    loop: LocalEngine, make_llm: MakeLLM
+) -> None:
+    async def together() -> list[list[TokenDelta]]:
+        streams = [await loop.submit(PROMPT, params(seed=i), str(i)) for i in range(3)]
+        return await asyncio.gather(*(collect(stream) for stream in streams))
+
+    alone = make_llm().generate([PROMPT] * 3, [params(seed=i) for i in range(3)])
+    for deltas, output in zip(asyncio.run(together()), alone, strict=True):
+        assert tuple(t for delta in deltas for t in delta.token_ids) == output.token_ids
+        assert "".join(delta.text for delta in deltas) == output.text
+        assert [delta.finish_reason for delta in deltas[:-1]] == [None] * (len(deltas) - 1)
+        assert deltas[-1].finish_reason is FinishReason.LENGTH
+        assert deltas[-1].speculation is not None
+
+
+def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody(
+    loop: LocalEngine, make_llm: MakeLLM
+) -> None:
+    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
+        staying = await loop.submit(PROMPT, params(max_tokens=60), "staying")
+        leaving = await loop.submit(PROMPT, params(max_tokens=100, seed=9), "leaving")
+        first = await anext(aiter(leaving))
+        loop.cancel("leaving")
+        loop.cancel("leaving")
+        rest = await collect(leaving)
+        return await collect(staying), [first, *rest]
+
+    stayed, left = asyncio.run(scenario())
+    alone = make_llm().generate([PROMPT], params(max_tokens=60))[0]
+    assert tuple(t for delta in stayed for t in delta.token_ids) == alone.token_ids
+    assert left[-1].finish_reason is FinishReason.ABORT
+    assert pages_in_use(loop) == 0
+
+
+@pytest.mark.parametrize(
+    ("prompt", "changes", "field", "too_long"),
+    [
+        ([], {}, "prompt", False),
+        ("", {}, "prompt", False),
+        ("a\ud800", {}, "prompt", False),
+        ([-1], {}, "prompt", False),
+        ([10**6], {}, "prompt", False),
+        ([1] * 128, {}, "prompt", True),
+        ([1] * 100, {"max_tokens": 29}, "max_tokens", False),
+    ],
+)
+def test_a_request_that_can_not_run_is_refused_by_field_and_reaches_no_round(
+    loop: LocalEngine, prompt: Any, changes: dict[str, Any], field: str, too_long: bool
+) -> None:
+    with pytest.raises(InvalidRequest) as refusal:
+        asyncio.run(loop.submit(prompt, params(**changes), "x"))
+    assert (refusal.value.field, refusal.value.too_long) == (field, too_long)
+    assert not loop.engine.has_work
+
+
+def test_a_full_engine_refuses_instead_of_growing(loop: LocalEngine) -> None:
+    """Four may run and three wait: the eighth unfinished request is one too many."""
+
+    async def scenario() -> None:
+        streams = [await loop.submit(PROMPT, params(max_tokens=100), str(i)) for i in range(7)]
+        with pytest.raises(EngineOverloaded, match="7 requests are unfinished"):
+            await loop.submit(PROMPT, params(), "one too many")
+        for stream in streams:
+            loop.cancel(stream.request_id)
+            await collect(stream)
+        await collect(await loop.submit(PROMPT, params(), "room again"))
+
+    asyncio.run(scenario())
+    assert pages_in_use(loop) == 0
+
+
+def test_an_id_in_use_is_refused_and_its_owner_unharmed(loop: LocalEngine) -> None:
+    async def scenario() -> list[TokenDelta]:
+        stream = await loop.submit(PROMPT, params(), "same")
+        with pytest.raises(InvalidRequest, match="request_id"):
+            await loop.submit(PROMPT, params(), "same")
+        return await collect(stream)
+
+    assert asyncio.run(scenario())[-1].finish_reason is FinishReason.LENGTH
+
+
+def test_a_dead_engine_tells_every_stream_and_the_health_check(
+    config: ServeSpecConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = LocalEngine(config)
+
+    def explode(plan: object) -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(loop.engine.worker, "submit", explode)
+
+    async def scenario() -> None:
+        stream = await loop.submit(PROMPT, params(), "1")
+        with pytest.raises(RuntimeError, match="device lost"):
+            await collect(stream)
+        with pytest.raises(RuntimeError, match="device lost"):
+            loop.check_health()
+        with pytest.raises(RuntimeError, match="device lost"):
+            await loop.submit(PROMPT, params(), "2")
+
+    asyncio.run(scenario())
+    loop.shutdown()
+
+
+def test_policy_knobs_change_between_rounds_or_not_at_all(loop: LocalEngine) -> None:
+    before = loop.snapshot()
+    with pytest.raises(ValueError, match="speculative_num_step"):
+        loop.reconfigure({"speculative_num_step": 3})
+    assert loop.snapshot()["strategy"] == before["strategy"]
+    loop.reconfigure({"speculative_adaptive_strategy": "static", "speculative_num_steps": 1})
+    assert loop.snapshot()["strategy"] == "static"
+
+
+def test_after_the_end_nothing_is_accepted_and_nothing_hangs(config: ServeSpecConfig) -> None:
+    loop = LocalEngine(config)
+    loop.shutdown()
+    for call in (
+        lambda: asyncio.run(loop.submit(PROMPT, params(), "1")),
+        lambda: loop.reconfigure({"min_dwell_rounds": 4}),
+        loop.check_health,
+    ):
+        with pytest.raises(RuntimeError, match="has been shut down"):
+            call()
+
+
+def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
+    loop = LocalEngine(config)
+
+    async def scenario() -> list[TokenDelta]:
+        stream = await loop.submit(PROMPT, params(max_tokens=100), "1")
+        await anext(aiter(stream))
+        await asyncio.to_thread(loop.shutdown)
+        return await collect(stream)
+
+    assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
+
+
+def test_rounds_are_reported_to_whoever_asked(loop: LocalEngine) -> None:
+    seen: list[StepRecord] = []
+    loop.report_to(SimpleNamespace(observe=seen.append))
+
+    async def complete() -> list[TokenDelta]:
+        return await collect(await loop.submit(PROMPT, params(), "reported"))
+
+    num_tokens = sum(len(delta.token_ids) for delta in asyncio.run(complete()))
+    assert sum(stats.num_output_tokens for stats in seen) == num_tokens - 1
+    assert sum(stats.num_prefill_tokens for stats in seen) == len(PROMPT)
+
+
+def test_a_start_that_does_not_fit_is_the_caller_s_error_and_not_the_engine_s(
+    loop: LocalEngine,
+) -> None:
+    with pytest.raises(ValueError, match="prior_rates"):
+        loop.start_from([2.0])
+    loop.check_health()
+
+
+def test_a_bad_grammar_is_refused_to_who_asks_and_others_go_on(loop: LocalEngine) -> None:
+    async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
+        other = await loop.submit(PROMPT, params(), "other")
+        with pytest.raises(InvalidRequest) as refusal:
+            await loop.submit(PROMPT, params(grammar=Grammar.regex("(a", "guided_regex")), "bad")
+        assert refusal.value.field == "guided_regex"
+        good = await loop.submit(PROMPT, params(grammar=Grammar.choice(["yes"])), "good")
+        return await collect(other), await collect(good)
+
+    other, good = asyncio.run(scenario())
+    assert sum(len(delta.token_ids) for delta in other) == 20
+    assert "".join(delta.text for delta in good) == "yes"
+    assert good[-1].finish_reason is FinishReason.STOP
+    assert pages_in_use(loop) == 0
+
+
+@pytest.mark.parametrize("compiles", ["client", "engine"])
+def test_who_goes_away_while_its_grammar_is_compiled_is_not_served(
+    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch, compiles: str
+) -> None:
+    compiling, go_on = threading.Event(), threading.Event()
+    compiler: Any = loop._inputs if compiles == "client" else loop.engine
+    check = compiler.check_grammar
+
+    def wait(grammar: Grammar) -> None:
+        compiling.set()
+        go_on.wait()
+        check(grammar)
+
+    monkeypatch.setattr(compiler, "check_grammar", wait)
+    monkeypatch.setattr(loop.engine, "add", lambda seq: pytest.fail("it has gone away"))
+
+    async def scenario() -> list[TokenDelta]:
+        grammar = Grammar.choice(["yes"])
+        submitted = asyncio.create_task(loop.submit(PROMPT, params(grammar=grammar), "gone"))
+        await asyncio.to_thread(compiling.wait)
+        loop.cancel("gone")
+        go_on.set()
+        return await collect(await submitted)
+
+    (last,) = asyncio.run(scenario())
+    assert (last.token_ids, last.finish_reason) == ((), FinishReason.ABORT)
+    loop.check_health()
+
+
+def test_an_idle_loop_measures_missing_costs_while_requests_come_and_go(
+    config: ServeSpecConfig, make_llm: MakeLLM, budgets: list[float]
+) -> None:
+    loop = LocalEngine(config)
+    expected = make_llm().generate([PROMPT], params())[0].token_ids
+
+    async def serve() -> None:
+        for number in itertools.count():
+            deltas = await collect(await loop.submit(PROMPT, params(), str(number)))
+            assert tuple(t for delta in deltas for t in delta.token_ids) == expected
+            shown: Any = loop.snapshot()["costs"]
+            if shown["state"] == "measured":
+                return
+            await asyncio.sleep(0.02)
+
+    try:
+        asyncio.run(asyncio.wait_for(serve(), 120.0))
+        loop.reconfigure({})
+        assert loop.snapshot()["strategy"] == "goodput"
+    finally:
+        loop.shutdown()
+    assert len(budgets) == 2
+
+
+def said(deltas: list[TokenDelta]) -> tuple[Any, ...]:
+    """All that a request's caller sees of it, log-probabilities excepted."""
+    return (
+        tuple(t for delta in deltas for t in delta.token_ids),
+        "".join(delta.text for delta in deltas),
+        deltas[-1].finish_reason,
+        deltas[-1].speculation,
+    )
+
+
+def check_logprobs(
+    found: Sequence[TokenLogprob | None], wanted: Sequence[TokenLogprob | None]
+) -> None:
+    """They may differ by what another batch rounds otherwise."""
+    assert len(found) == len(wanted)
+    for one, other in zip(found, wanted, strict=True):
+        if one is None or other is None:
+            assert one is other
+            continue
+        assert (one.token_id, one.rank) == (other.token_id, other.rank)
+        assert [t for t, _ in one.top] == [t for t, _ in other.top]
+        values = [one.logprob, *(value for _, value in one.top)]
+        assert values == pytest.approx([other.logprob, *(v for _, v in other.top)], abs=1e-3)
+
+
+def many_params(texts: list[str]) -> list[SamplingParams]:
+    """Requests that end in every way; `texts` is what they say without stop strings."""
+    return [
+        params(max_tokens=30, logprobs=2, prompt_logprobs=1),
+        *(params(max_tokens=30, seed=i, stop=(text[k : k + 2],)) for i, text in enumerate(texts)
+          for k in (5, 8, 11)),
+        params(max_tokens=30, seed=1, stop=(texts[1][3:5],), min_tokens=15, logprobs=1),
+        params(max_tokens=30, temperature=0.0, ignore_eos=False, stop_token_ids=(5, 9, 77)),
+        params(max_tokens=30, grammar=Grammar.regex("[a-f]+"), stop=("zz",)),
+        params(max_tokens=30, bad_token_ids=(7,), logit_bias={9: 2.0}, frequency_penalty=0.5),
+        params(max_tokens=30, speculative=SpeculativeOptions(max_steps=1)),
+    ]  # fmt: skip
+
+
+def test_through_the_channel_a_request_gets_what_an_engine_in_this_process_says(
+    make_llm: MakeLLM,
+) -> None:
+    llm = make_llm("EAGLE3", 3, prefix_caching=False)
+    plain = llm.generate([PROMPT] * 4, [params(max_tokens=30, seed=i) for i in range(4)])
+    asked = many_params([output.text for output in plain])
+    outputs = llm.generate([PROMPT] * len(asked), asked)
+    assert {output.finish_reason for output in outputs} == {FinishReason.STOP, FinishReason.LENGTH}
+    loop = LocalEngine(llm.config, llm.engine)
+
+    async def through() -> list[list[TokenDelta]]:
+        streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
+        return await asyncio.gather(*(collect(stream) for stream in streams))
+
+    async def resumed(p: SamplingParams, index: int) -> list[TokenDelta]:
+        """A few rounds, then the rest as if another engine had gone on."""
+        deltas = []
+        stream = await loop.submit(PROMPT, p, f"first {index}")
+        async for delta in stream:
+            deltas.append(delta)
+            if len(deltas) == 3 or delta.finish_reason:
+                break
+        if deltas[-1].finish_reason is None:
+            loop.cancel(stream.request_id)
+            emitted = [t for delta in deltas for t in delta.token_ids]
+            deltas += await collect(await loop.submit(PROMPT, p, f"then {index}", emitted))
+        return deltas
+
+    async def resumed_all() -> list[list[TokenDelta]]:
+        return await asyncio.gather(*(resumed(p, i) for i, p in enumerate(asked)))
+
+    for output, deltas in zip(outputs, asyncio.run(through()), strict=True):
+        wanted = (output.token_ids, output.text, output.finish_reason, output.speculation)
+        assert said(deltas) == wanted
+        found = [entry for delta in deltas for entry in delta.logprobs or ()]
+        check_logprobs(found, output.logprobs or ())
+        check_logprobs(deltas[0].prompt_logprobs or (), output.prompt_logprobs or ())
+    for output, deltas in zip(outputs, asyncio.run(resumed_all()), strict=True):
+        assert said(deltas)[:3] == (output.token_ids, output.text, output.finish_reason)
+    assert pages_in_use(loop) == 0
+    loop.shutdown()
+
+
+def test_a_message_that_cannot_be_decoded_ends_its_request_alone(
+    loop: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def scenario() -> list[TokenDelta]:
+        other = await loop.submit(PROMPT, params(), "other")
+        loop._commands.put(b"\xc1 is no MessagePack")
+        with monkeypatch.context() as broken:
+            broken.setattr(NewRequest, "of", lambda seq: {"token_ids": "nonsense"})
+            bad = await loop.submit(PROMPT, params(), "bad")
+        with pytest.raises(RuntimeError, match="cannot decode the request"):
+            await collect(bad)
+        again = await loop.submit(PROMPT, params(), "bad")
+        assert await collect(again)
+        return await collect(other)
+
+    assert sum(len(delta.token_ids) for delta in asyncio.run(scenario())) == 20
+    loop.check_health()
+
+
+def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged(
+    loop: LocalEngine, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = threading.Event()
+    connection = loop.server._connection
+
+    def send_bytes(message: bytes) -> None:
+        reads.wait()
+        connection.send_bytes(message)
+
+    asked = [params(seed=i, max_tokens=60, logprobs=0) for i in range(3)]
+    slow = SimpleNamespace(send_bytes=send_bytes, recv_bytes=connection.recv_bytes)
+    monkeypatch.setattr(loop.server, "_connection", slow)
+
+    async def scenario() -> list[list[TokenDelta]]:
+        streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]
+        while not (loop.engine.counters.num_steps_executed and not loop.engine.has_work):
+            await asyncio.sleep(0.01)
+        reads.set()
+        return await asyncio.gather(*(collect(stream) for stream in streams))
+
+    alone = make_llm().generate([PROMPT] * 3, asked)
+    streams = asyncio.run(scenario())
+    for deltas, output in zip(streams, alone, strict=True):
+        assert said(deltas)[:2] == (output.token_ids, output.text)
+        check_logprobs([e for d in deltas for e in d.logprobs or ()], output.logprobs or ())
+        assert len(deltas) <= 3
+    monkeypatch.undo()
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+def test_a_broken_channel_is_noticed_at_both_ends(config: ServeSpecConfig, is_idle: bool) -> None:
+    loop = LocalEngine(config)
+    has_lost = threading.Event()
+    loop.server._on_lost = has_lost.set
+
+    async def scenario() -> None:
+        stream = None if is_idle else await loop.submit(PROMPT, params(max_tokens=100), "1")
+        hang_up(loop._connection)
+        if stream is not None:
+            with pytest.raises(RuntimeError, match="process has ended"):
+                await collect(stream)
+        await asyncio.to_thread(loop._reader.join)
+        with pytest.raises(RuntimeError, match="process has ended"):
+            loop.check_health()
+
+    asyncio.run(scenario())
+    assert has_lost.wait(10.0)
+    loop.shutdown()
+
+
+def test_an_engine_that_says_nothing_for_too_long_has_hung(config: ServeSpecConfig) -> None:
+    loop = LocalEngine(ServeSpecConfig.load(config, round_timeout_s=0.5))
+    go_on = threading.Event()
+
+    async def scenario() -> None:
+        await asyncio.sleep(1.0)
+        loop.check_health()
+        stream = await loop.submit(PROMPT, params(), "1")
+        loop.server._commands.put(go_on.wait)
+        await asyncio.sleep(1.0)
+        with pytest.raises(RuntimeError, match=r"longer than replica\.round_timeout_s=0\.5"):
+            loop.check_health()
+        with pytest.raises(RuntimeError, match="round_timeout_s"):
+            await collect(stream)
+
+    asyncio.run(scenario())
+    go_on.set()
+    loop.shutdown()

@@ -1,0 +1,55 @@
+"""Laws of what an engine has yet to send: merging loses nothing and keeps the order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.engine.messages import EngineMessage, Reply, decode_message, encode
+from serve_spec.engine.outbox import EngineOutbox
+
+
+@given(
+    rounds=st.lists(st.lists(st.integers(0, 3), min_size=3, max_size=3), min_size=1, max_size=12),
+    taken=st.sets(st.integers(0, 11)),
+)
+def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_in_order(
+    rounds: list[list[int]], taken: set[int]
+) -> None:
+    """Request 0 has log-probabilities, request 1 statistics with every delta."""
+    outbox, said = EngineOutbox(), []
+    for number, sizes in enumerate(rounds):
+        deltas = []
+        for index, size in enumerate(sizes):
+            tokens = tuple(100 * number + i for i in range(size))
+            logprobs = tuple(TokenLogprob(t, -1.0, 1) for t in tokens) if index == 0 else None
+            stats = SpeculationStats(num_rounds=number + 1) if index == 1 else None
+            reason = FinishReason.LENGTH if number == len(rounds) - 1 else None
+            first = int(number == 0)
+            deltas.append(TokenDelta(str(index), tokens, "", reason, stats, logprobs, None, first))
+        outbox.put(EngineMessage(deltas=deltas, replies=[Reply(number, None)]))
+        if number in taken:
+            said.append(outbox.take())
+    outbox.close()
+    said += iter(outbox.take, None)
+    messages: Any = [decode_message(encode(message)) for message in said]
+    assert [reply.number for m in messages for reply in m.replies] == [*range(len(rounds))]
+    for index in range(3):
+        found = [d for m in messages for d in m.deltas if d.request_id == str(index)]
+        wanted = [100 * n + i for n, sizes in enumerate(rounds) for i in range(sizes[index])]
+        assert [token for delta in found for token in delta.token_ids] == wanted
+        assert [delta.finish_reason for delta in found[:-1]] == [None] * (len(found) - 1)
+        assert found[-1].finish_reason is FinishReason.LENGTH
+        assert sum(delta.num_cached_tokens for delta in found) == 1
+        if index == 0:
+            assert [e.token_id for delta in found for e in delta.logprobs] == wanted
+        if index == 1:
+            assert [delta.speculation.num_rounds for delta in found] == [
+                n + 1 for n in range(len(rounds))
+            ]
+        else:
+            assert len(found) == len(messages)
