@@ -40,8 +40,8 @@ def throughput_settings(router: RouterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
         # It ends a connection that neither sends nor reads for so long.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(header_s),
-        # Ray has no settings for these. The algorithm is the last line of HAProxy's defaults, so that
-        # lines after it are among them.
+        # Ray has no settings for the rest. The algorithm is the last line of HAProxy's defaults, so
+        # that lines after it are among them.
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "\n    ".join(
             [
                 "leastconn",
