@@ -40,10 +40,17 @@ def throughput_settings(router: RouterConfig) -> dict[str, str]:
         "RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S": str(hard_stop_s),
         # It ends a connection that neither sends nor reads for so long.
         "RAY_SERVE_HAPROXY_TIMEOUT_CLIENT_S": str(header_s),
-        # Ray has no settings for the time that headers may take and for the client's address. The
-        # algorithm is the last line of HAProxy's defaults, so that lines after it are among them.
+        # Ray has no settings for the rest. The algorithm is the last line of HAProxy's defaults, so
+        # that lines after it are among them.
         "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "\n    ".join(
-            ["leastconn", f"timeout http-request {header_s}s", "option forwardfor"]
+            [
+                "leastconn",
+                f"timeout http-request {header_s}s",
+                # The router tells clients without keys apart by their addresses.
+                "option forwardfor",
+                # A connection whose request is spliced does not notice that its client leaves.
+                "no option splice-request",
+            ]
         ),
     }
 

@@ -107,13 +107,17 @@ def test_serve_spec_serve_sets_what_the_files_do(deployment: Deployment) -> None
     assert int(own[longest]) > router.request_timeout_s
 
 
-def test_haproxy_limits_the_time_of_headers_and_says_who_the_client_is() -> None:
-    """Ray has no settings for it: the lines come after that of the balance algorithm."""
+def test_haproxy_is_told_more_than_ray_has_settings_for() -> None:
+    """The lines come after that of the balance algorithm."""
     section = HAPROXY_CONFIG_TEMPLATE.partition("defaults\n")[2].partition("frontend ")[0]
     assert section.splitlines()[-1].strip() == "balance {{ config.balance_algorithm }}"
     lines = THROUGHPUT["RAY_SERVE_HAPROXY_BALANCE_ALGORITHM"].splitlines()
-    wanted = ["leastconn", "timeout http-request 30s", "option forwardfor"]
-    assert [line.strip() for line in lines] == wanted
+    assert [line.strip() for line in lines] == [
+        "leastconn",
+        "timeout http-request 30s",
+        "option forwardfor",
+        "no option splice-request",
+    ]
 
 
 def test_a_reload_of_the_door_cuts_no_stream_short(deployment: Deployment) -> None:

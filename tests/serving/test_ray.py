@@ -1,4 +1,4 @@
-"""The whole serving room on a real Ray, in front of a fake engine."""
+"""All of serving on a real Ray, behind HAProxy and in front of a fake engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ import httpx
 import openai
 import pytest
 
+from serve_spec.config import RouterConfig
 from serve_spec.metrics import METRICS
 from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
+from serve_spec.serving.environment import own_settings
 from serve_spec.serving.ray_metrics import LABELS, exported_names
 from tests.serving.cluster import ROOT, eventually, local_serve
 from tests.serving.reporting_engine import RATES
@@ -76,7 +78,7 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         "args": {**args, **more},
         "deployments": [growing()],
     }
-    with local_serve(num_cpus=4) as url:
+    with local_serve(num_cpus=4, environment=own_settings(RouterConfig())) as url:
         from ray.serve.context import _get_global_client
         from ray.serve.schema import ServeDeploySchema
 
