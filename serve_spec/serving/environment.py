@@ -20,8 +20,6 @@ THROUGHPUT: Mapping[str, str] = {
     "RAY_SERVE_ENABLE_HA_PROXY": "1",
     # A router that is told to go waits so long for connections on their way to it.
     "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "2",
-    # A request whose router dies before it has answered goes to another one.
-    "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
     # Serve's controller looks at everything so often.
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
 }
