@@ -52,10 +52,40 @@ class TokenStream:
         self.request_id = request_id
         self.num_prompt_tokens = num_prompt_tokens
         self._items: asyncio.Queue[TokenDelta | Exception] = asyncio.Queue()
+        self._take: Callable[[TokenDelta], None] | None = None
+        self._end: asyncio.Future[None]
 
     def put(self, item: TokenDelta | Exception) -> None:
-        """Add an item."""
-        self._items.put_nowait(item)
+        """Add an item. On the event loop of the reader."""
+        if self._take is None:
+            self._items.put_nowait(item)
+        else:
+            self._hand_over(item, self._take)
+
+    async def each(self, take: Callable[[TokenDelta], None]) -> None:
+        """Call `take` with every delta as it comes, and return after the last one.
+
+        No task has to wake up for a delta.
+
+        Raises:
+            Exception: what ended the stream instead of a last delta, or what `take` raised.
+        """
+        self._take, self._end = take, asyncio.get_running_loop().create_future()
+        while not self._items.empty():
+            self._hand_over(self._items.get_nowait(), take)
+        await self._end
+
+    def _hand_over(self, item: TokenDelta | Exception, take: Callable[[TokenDelta], None]) -> None:
+        if self._end.done():  # the reader has left, or the text has ended
+            return
+        try:
+            if isinstance(item, Exception):
+                raise item
+            take(item)
+            if item.finish_reason is not None:
+                self._end.set_result(None)
+        except Exception as error:  # the streams of other requests go on
+            self._end.set_exception(error)
 
     async def __aiter__(self) -> AsyncIterator[TokenDelta]:
         finished = False

@@ -193,8 +193,7 @@ class EngineReplica:
                 request.prompt, request.params, request.request_id, request.emitted
             )
             say(Accepted(stream.num_prompt_tokens, self._name))
-            async for delta in stream:
-                say(delta)
+            await stream.each(say)
         except InvalidRequest as error:
             say(Refused(error))
         except Exception as error:  # whatever broke, the router must hear of it, once

@@ -23,7 +23,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import repeat
 from typing import Any
 
@@ -96,6 +96,10 @@ class FakeStream:
                 name = self._sequence.request_id
                 yield TokenDelta(name, (), "", FinishReason.ABORT, self._stats)
                 return
+
+    async def each(self, take: Callable[[TokenDelta], None]) -> None:
+        async for delta in self:
+            take(delta)
 
     def _round(self, size: int) -> TokenDelta:
         sequence, params = self._sequence, self._sequence.params

@@ -50,7 +50,9 @@ def loop(config: ServeSpecConfig) -> Iterator[LocalEngine]:
 
 
 async def collect(stream: TokenStream) -> list[TokenDelta]:
-    return [delta async for delta in stream]
+    deltas: list[TokenDelta] = []
+    await stream.each(deltas.append)
+    return deltas
 
 
 def params(**changes: Any) -> SamplingParams:
@@ -166,6 +168,20 @@ def test_a_dead_engine_tells_every_stream_and_the_health_check(
 
     asyncio.run(scenario())
     loop.shutdown()
+
+
+def test_a_reader_that_fails_ends_its_own_stream_alone(loop: LocalEngine) -> None:
+    def fail(delta: TokenDelta) -> None:
+        raise ValueError("no room")
+
+    async def both() -> list[Any]:
+        streams = [await loop.submit([1, 2, 3], params(), name) for name in ("bad", "good")]
+        ends = streams[0].each(fail), collect(streams[1])
+        return await asyncio.gather(*ends, return_exceptions=True)
+
+    failed, deltas = asyncio.run(both())
+    assert str(failed) == "no room"
+    assert deltas[-1].finish_reason == FinishReason.LENGTH
 
 
 def test_policy_knobs_change_between_rounds_or_not_at_all(loop: LocalEngine) -> None:
