@@ -73,7 +73,7 @@ class DraftKnowledge:
         trials, hits = map(np.asarray, self._tallied(drafts))
         if num := min(self._chain_trials, trials[0]):
             seen = num * hits / trials.clip(1.0) + GAIN_TRIALS * self.tree_rates(tree)
-            gained = np.log(_odds(seen / (num + GAIN_TRIALS)) / _odds(np.array(self.chains.rates)))
+            gained = np.log(_odds(seen / (num + GAIN_TRIALS)) / self._chain_odds())
             self.tree_gain = float((gained[0] / np.log(_tree_odds(tree, 1)[0])).clip(-2.0, 2.0))
             self._chain_trials = 0.0
         rates = (hits + PRIOR_TRIALS * self.tree_rates(tree)) / (trials + PRIOR_TRIALS)
@@ -81,12 +81,14 @@ class DraftKnowledge:
         self.chains.learn(trials.tolist(), (trials * odds / (1.0 + odds)).tolist())
         self._sample = self._sample[:0]
 
-    def tree_rates(self, tree: DraftShape) -> Floats:
+    def tree_rates(self, tree: DraftShape, batch_size: int = 1) -> Floats:
         """Return the chance that a level of a tree is accepted once reached, by level."""
-        odds = _odds(np.asarray(self.chains.rates))
-        odds = odds * _tree_odds(tree, len(odds)) ** self.tree_gain
-        rates: Floats = odds / (1.0 + odds)
-        return rates
+        gained = _tree_odds(tree, self.max_steps) ** self.tree_gain
+        return 1.0 - 1.0 / (1.0 + self._chain_odds(batch_size) * gained)
+
+    def _chain_odds(self, batch_size: int = 1) -> Floats:
+        mean = self.survivals(batch_size).mean(axis=0)
+        return _odds((mean / np.append(1.0, mean[:-1])).clip(0.001, 0.999))
 
     def _learn_shares(self, records: Sequence[StepRecord]) -> None:
         width, num_rows = self.max_steps, sum(len(r.row_steps) for r in records)

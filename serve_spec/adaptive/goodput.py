@@ -85,8 +85,7 @@ class GoodputPolicy:
         self._total_ms = self._explored_ms = 0.0
         # Prompt tokens, emitted tokens and number of requests that ended lately.
         self._ended: Floats = np.zeros(3)
-        self._mixed = 0.0
-        self._tried_plain = False
+        self._mixed, self._tried_plain = 0.0, False
         self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
 
@@ -235,7 +234,7 @@ class GoodputPolicy:
         )
         for tree in self._trees_of(size):
             if tree.depth <= bound and tree.size * size <= most:
-                found.append(self._planner.tree(load, tree, self.drafts.tree_rates(tree)))
+                found.append(self._planner.tree(load, tree, self.drafts.tree_rates(tree, size)))
         return found
 
     def _decide(self, found: Sequence[Candidate], guard: SpeedGuard, *, moved: bool) -> Candidate:
@@ -272,7 +271,6 @@ class GoodputPolicy:
             self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE
             return replace(tried, budget=None, expected=tried.expected * num / batch.size)
         is_due = guard.plain is None or self._unexplored >= EXPLORE_AFTER
-        # What trees gain over chains is seen where one follows the other.
         kinds = [x for x in found[1:] if x.shape.is_chain != chosen.shape.is_chain]
         tried, num = plain, 2  # the first follows another shape and is not learned from
         if kinds and self._tried_plain:

@@ -59,7 +59,7 @@ class SpeculativeConfig(StrictModel):
         None,
         ge=1,
         description="Most children of a drafted token; 1: chains, more: trees; null: chains, and "
-        "under goodput small trees of an EAGLE draft for few requests.",
+        "under goodput on a GPU small trees of an EAGLE draft for few requests.",
     )
     speculative_num_draft_tokens: int | None = Field(
         None,

@@ -95,7 +95,7 @@ def _build_engine(
     target, num_pages = loaded.target, loaded.num_pages
     if ignored := config.speculative.ignored_adaptive_keys:
         logger.warning(ignored)
-    policy = _policy(config, target, loaded.head)
+    policy = _policy(config, loaded)
     _check_steps(policy)
     max_model_len = target.max_model_len
     _check_sizes(config, num_pages, max_model_len)
@@ -218,7 +218,7 @@ def build_worker(config: ServeSpecConfig, loaded: LoadedModels) -> Worker:
     )
     grammars = Grammars(_grammar_compiler(config, target.shape))
     grammars.compiler.prepare()
-    policy = _policy(config, target, head)
+    policy = _policy(config, loaded)
     asynchronous = config.model.async_scheduling
     return SpecWorker(
         runner,
@@ -404,7 +404,7 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
             f"max_position_embeddings={shape.max_position_embeddings}; lower max_model_len"
         )
     topk, window = config.speculative.topk, shape.sliding_window
-    if config.speculative.enabled and topk > 1 and not _may_branch(window):
+    if config.speculative.enabled and topk > 1 and not _fits_trees(window):
         raise ValueError(
             f"speculative_eagle_topk={topk}: trees of up to {MAX_TREE_ROWS} tokens do not fit "
             f"the target's sliding_window={window}; use speculative_eagle_topk=1"
@@ -416,15 +416,14 @@ def _check_fit(config: ServeSpecConfig, tokenizer: Tokenizer) -> None:
         )
 
 
-def _policy(config: ServeSpecConfig, target: Llama, head: DraftHead | None) -> PolicySettings:
-    return PolicySettings.of(
-        config.speculative,
-        None if head is None else head.max_steps,
-        may_branch=_may_branch(target.shape.sliding_window),
-    )
+def _policy(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
+    # On CPUs every verified token costs, and small trees were no faster than chains.
+    adds_trees = loaded.device.type == "cuda" and _fits_trees(loaded.target.shape.sliding_window)
+    most_steps = None if loaded.head is None else loaded.head.max_steps
+    return PolicySettings.of(config.speculative, most_steps, may_branch=adds_trees)
 
 
-def _may_branch(window: int | None) -> bool:
+def _fits_trees(window: int | None) -> bool:
     """Return whether draft trees fit a target's sliding window."""
     return window is None or window >= MAX_TREE_ROWS
 

@@ -91,6 +91,6 @@ def test_by_default_costs_are_measured_and_weighed_and_the_text_stays(
     snapshot = llm.engine.snapshot()
     assert snapshot["strategy"] == "goodput"
     assert snapshot["fallback"] is None
-    assert set(snapshot["predicted_goodput"]) == {*map(str, range(8)), "4x15", "6x31"}
+    assert set(snapshot["predicted_goodput"]) == set(map(str, range(8)))
     costs: Any = snapshot["costs"]
     assert costs["factors"], "rounds correct what was measured at start"

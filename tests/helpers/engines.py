@@ -12,11 +12,14 @@ from typing import Any
 import torch
 
 from serve_spec import LLM
+from serve_spec.adaptive import PolicySettings
+from serve_spec.config import ServeSpecConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, DecodeBatch, RoundSteps
+from serve_spec.engine.build import LoadedModels
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target, write_checkpoint
 
 MakeLLM = Callable[..., LLM]
@@ -178,6 +181,12 @@ def control(llm: LLM, controller: FakeController) -> FakeController:
     llm.engine.worker.init_states(controller.shapes)
     llm.engine.controller = controller  # type: ignore[assignment]
     return controller
+
+
+def policy_with_small_trees(config: ServeSpecConfig, loaded: LoadedModels) -> PolicySettings:
+    """Return the policy that a GPU would have. For `engine.build._policy`."""
+    head = loaded.head
+    return PolicySettings.of(config.speculative, None if head is None else head.max_steps)
 
 
 def always_three(llm: LLM) -> FakeController:

@@ -18,7 +18,7 @@ from serve_spec.adaptive import AdaptiveController
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.engine import build
 from serve_spec.worker.graphs import NoRecorder
-from tests.helpers.engines import MakeLLM, heard_plans, texts
+from tests.helpers.engines import MakeLLM, heard_plans, policy_with_small_trees, texts
 from tests.helpers.simulated_costs import GPU_8B, recorded_table
 
 TREE: dict[str, Any] = {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 7}
@@ -96,6 +96,7 @@ def test_every_drafter_adapts_stops_and_resumes_under_goodput(
     """With the strategy's own candidates, whatever the draft can make; off for some rounds."""
     # Costs that are not used. Three times as long is waited for on a busy machine.
     monkeypatch.setitem(build._PROFILE_BUDGET_S, "cpu", 0.3)
+    monkeypatch.setattr(build, "_policy", policy_with_small_trees)
     keys = {"max_num_seqs": 3, "speculative_per_sequence": by_request, **keys, **tree}
     llm = make_llm(algorithm, 3, **ADAPTS, **keys)
     engine, plans = llm.engine, heard_plans(llm)

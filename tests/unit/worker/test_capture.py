@@ -10,10 +10,17 @@ import torch
 from serve_spec import LLM
 from serve_spec.core.draft_shape import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
+from serve_spec.engine import build
 from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND, CapturedShapes
 from serve_spec.worker.graphs import Run, StepSize
 from serve_spec.worker.worker import SpecWorker
-from tests.helpers.engines import Pair, llm_maker, make_pair, switch_every_round
+from tests.helpers.engines import (
+    Pair,
+    llm_maker,
+    make_pair,
+    policy_with_small_trees,
+    switch_every_round,
+)
 
 TREES = [DraftShape(4, 12, 3), DraftShape(2, 4, 3)]
 
@@ -183,7 +190,10 @@ def test_a_shape_that_is_not_chosen_for_large_batches_is_captured_for_small_ones
     assert [found.state_for(chain, size).shape.depth for size in (3, 4, 8)] == [2, 3, 3]
 
 
-def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(pair: Pair) -> None:
+def test_small_trees_are_captured_for_the_batch_sizes_that_may_draft_them(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "_policy", policy_with_small_trees)
     llm = llm_maker(pair, "cpu")("EAGLE3", 3, max_num_seqs=32, speculative_adaptive=True)
     found = captured(llm, llm.engine.worker.states)
     largest = {
