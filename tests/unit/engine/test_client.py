@@ -81,7 +81,7 @@ def test_streams_that_run_together_say_what_each_says_alone(
         assert deltas[-1].speculation is not None
 
 
-def test_a_cancelled_request_frees_its_pages_and_disturbs_nobody(
+def test_a_cancelled_request_frees_its_pages_and_disturbs_no_other(
     loop: LocalEngine, make_llm: MakeLLM
 ) -> None:
     async def scenario() -> tuple[list[TokenDelta], list[TokenDelta]]:
@@ -217,7 +217,7 @@ def test_shutting_down_ends_open_streams(config: ServeSpecConfig) -> None:
     assert asyncio.run(scenario())[-1].finish_reason is FinishReason.ABORT
 
 
-def test_rounds_are_reported_to_whoever_asked(loop: LocalEngine) -> None:
+def test_rounds_are_reported_to_the_sink(loop: LocalEngine) -> None:
     seen: list[StepRecord] = []
     loop.report_to(SimpleNamespace(observe=seen.append))
 
