@@ -40,7 +40,8 @@ MEANING_WIDTH = 62
 MARKS = "<!-- constants -->", "<!-- /constants -->"
 NOTE = """\
 Percent of tokens per ms, relative to the shipped constants; noise is about 0.2. A ratio from 0.5 to
-1.5 has its distance from 1 halved and doubled."""
+1.5 has its distance from 1 halved and doubled. Small trees may be drafted at both costs, though an
+engine drafts them on GPUs alone."""
 
 Value: TypeAlias = float | tuple[float, ...]
 Effects: TypeAlias = dict[tuple[str, str, str], list[list[float]]]
