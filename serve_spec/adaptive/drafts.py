@@ -21,7 +21,7 @@ TREE_ODDS = (1.9, 0.9, 0.67, 0.45)
 """Odds that a level of a tree is accepted over those of a chain's draft there, for each square root
 of the tree's drafts per level. Deeper levels have the last."""
 GAIN_TRIALS = 64.0
-"""Drafts that what is known of a tree's gain over chains is worth."""
+"""Weight, in drafts, of the known gain of trees over chains."""
 
 
 class DraftKnowledge:

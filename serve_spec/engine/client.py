@@ -56,7 +56,7 @@ class TokenStream:
         self._end: asyncio.Future[None]
 
     def put(self, item: TokenDelta | Exception) -> None:
-        """Add an item. On the event loop of the reader."""
+        """Add an item. To be called on the event loop of the reader."""
         if self._take is None:
             self._items.put_nowait(item)
         else:

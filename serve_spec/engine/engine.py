@@ -163,7 +163,7 @@ class SpecEngine:
 
     @property
     def limits(self) -> EngineLimits:
-        """What requests may ask for."""
+        """Return the limits that requests are checked against."""
         return EngineLimits(
             vocab_size=self.worker.vocab_size,
             num_ids=self.num_ids,

@@ -17,7 +17,7 @@ from serve_spec.engine.tokenizer import Tokenizer
 
 
 class EngineLimits(msgspec.Struct, frozen=True):
-    """What an engine can serve."""
+    """Limits that an engine sets to requests."""
 
     vocab_size: int
     num_ids: int

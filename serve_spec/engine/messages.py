@@ -97,7 +97,7 @@ class Reply(msgspec.Struct, array_like=True):
 
 
 class EngineMessage(msgspec.Struct, array_like=True, omit_defaults=True):
-    """What an engine has to say since its last message."""
+    """Everything that an engine reports since its last message."""
 
     deltas: list[TokenDelta] = []
     """New tokens, without texts. Those of one request are in order."""

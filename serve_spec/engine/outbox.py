@@ -1,4 +1,4 @@
-"""What an engine has yet to send: the messages of steps merge until the channel takes them."""
+"""Queue of an engine's messages. Those of several steps merge until the channel takes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from serve_spec.core.request import TokenDelta
 from serve_spec.engine.messages import EngineMessage
 
 _MOST_RECORDS = 8192
-"""Records of steps that wait. Some seconds of the quickest engine."""
+"""Most step records that wait: some seconds of the fastest engine."""
 
 
 class EngineOutbox:

@@ -18,7 +18,7 @@ _LONGEST_CONTEXT_TOKENS = 24
 
 
 class Decoder(Protocol):
-    """What is used of `engine.tokenizer.Tokenizer`."""
+    """The part of `engine.tokenizer.Tokenizer` that is used here."""
 
     def decode(self, token_ids: list[int]) -> str:
         """Return the text of tokens."""

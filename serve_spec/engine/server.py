@@ -57,7 +57,7 @@ class EngineServer:
         self._engine = engine
         self._connection = connection
         self._on_lost = on_lost
-        # A client hears at least so often, or takes the engine for one that hangs.
+        # A client that receives nothing for longer considers the engine hung.
         self._idle_s = min(_IDLE_S, config.replica.round_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._outbox = EngineOutbox()
@@ -70,7 +70,7 @@ class EngineServer:
         engine.metrics = self
 
     def run(self) -> None:
-        """Serve until the client stops the engine or is gone. Logs what the engine dies of."""
+        """Serve until the client stops the engine or is gone. Log the error if the engine dies."""
         receiver = threading.Thread(target=self._receive, name="receive", daemon=True)
         sender = threading.Thread(target=self._send, name="send", daemon=True)
         self._next.limits = self._engine.limits

@@ -28,11 +28,11 @@ from serve_spec.serving.messages import (
     Submission,
     Submitted,
 )
+from serve_spec.serving.orphaned import end_orphaned
 from serve_spec.serving.outbox import Outbox, Outboxes
 from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
-from serve_spec.serving.unheard import close_unheard
 from serve_spec.serving.wire import encode
 
 logger = get_logger(__name__)
@@ -76,7 +76,7 @@ class EngineReplica:
         self._reporter = tasks.create_task(self._report_forever())
         self._beat_s = min(_BEAT_S, config.replica.stall_timeout_s / 5)
         self._watch = tasks.create_task(self._watch_forever())
-        self._hearing = tasks.create_task(close_unheard(self._outboxes, routers.is_there))
+        self._hearing = tasks.create_task(end_orphaned(self._outboxes, routers.is_there))
 
     async def submit(self, submission: Submission) -> Submitted:
         """Start requests; what becomes of them is in the stream of their router, see `attach`."""

@@ -10,9 +10,9 @@ from ray.exceptions import RaySystemError
 
 from serve_spec.serving import replica_actors
 from serve_spec.serving.messages import Items
+from serve_spec.serving.orphaned import end_orphaned
 from serve_spec.serving.outbox import Outbox, Outboxes
 from serve_spec.serving.replica_actors import ReplicaActors
-from serve_spec.serving.unheard import close_unheard
 
 
 async def test_the_requests_of_a_router_that_is_gone_end_and_no_others() -> None:
@@ -29,7 +29,7 @@ async def test_the_requests_of_a_router_that_is_gone_end_and_no_others() -> None
     async def listen(outbox: Outbox) -> list[Items]:
         return [items async for items in outbox]
 
-    watch = asyncio.create_task(close_unheard(outboxes, is_there, look_every_s=0))
+    watch = asyncio.create_task(end_orphaned(outboxes, is_there, look_every_s=0))
     listeners = [asyncio.create_task(listen(outbox)) for outbox in (lost, here)]
     for _ in range(4):
         await looks.get()
@@ -49,7 +49,7 @@ async def test_requests_whose_router_never_opens_its_stream_end() -> None:
     outboxes = Outboxes(cancelled.append)
     unread = outboxes.of("router")
     unread.answers["a"] = asyncio.create_task(asyncio.Event().wait())  # type: ignore[assignment]
-    watch = asyncio.create_task(close_unheard(outboxes, lambda sender: True, look_every_s=0))
+    watch = asyncio.create_task(end_orphaned(outboxes, lambda sender: True, look_every_s=0))
     while list(outboxes):
         await asyncio.sleep(0.001)
     assert cancelled == ["a"]

@@ -20,7 +20,7 @@ _LOOK_EVERY_S = 1.0
 _MAX_UNREAD_LOOKS = 30
 
 
-async def close_unheard(
+async def end_orphaned(
     outboxes: Outboxes, is_there: Callable[[str], bool], look_every_s: float = _LOOK_EVERY_S
 ) -> None:
     """Close outboxes whose router is gone, or does not read them; never return.
