@@ -1,29 +1,31 @@
-"""What the path from an engine to its HTTP clients costs: CPU time per chunk, by process.
+"""What the path from an engine to its HTTP clients costs: speed, gaps, CPU time by process.
 
 PYTHONPATH=. python benchmarks/serving_path.py [--routers 1 2 4] [--streams 64] [--rounds 20]
-    [--output-tokens 192] [--repetitions 2] [--checkouts . ../before] [--json FILE]
+PYTHONPATH=. python benchmarks/serving_path.py --deploy deploy/gpu.yaml --streams 1 64 256
 
-With several checkouts, their servers take turns. Ray Serve's settings are those of the environment,
-and those that `serve-spec serve` of the checkout adds.
+Without --deploy the engine is `paced_engine`: it emits all streams' tokens so many times a second,
+and says how late its rounds begin. With it, the engine of that file also runs alone, in this
+process, before each turn of the routers. One server takes all loads; routers come and go.
 
-The engine is `paced_engine`: it emits all streams' tokens so many times a second, and says how late
-its rounds begin. Chunks that come together count as they were sent, so merging them lowers their
-number: CPU time per emitted token is given, too.
+Ray Serve's settings are those of the environment, and those that `serve-spec serve` adds. Chunks
+that come together count as they were sent, so merging them lowers their number: CPU time per
+emitted token is given, too.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import re
-import subprocess
+import shlex
+import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Iterator
-from contextlib import chdir
-from itertools import pairwise
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -31,32 +33,66 @@ from typing import Any
 import httpx
 import yaml
 
-from benchmarks.paced_engine import ACCEPT_LENGTHS
+from serve_spec import LLM
 from serve_spec.bench.online.clients import Clients, Target
 from serve_spec.bench.online.load import ClosedLoop
+from serve_spec.bench.online.offline import run_offline
 from serve_spec.bench.online.record import LoadRun, TextRequest, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
 from serve_spec.bench.report import append_row, environment
+from serve_spec.serving.app import load_config
 
-DEPLOYMENT = Path("deploy/tiny.yaml")
+CLIENTS = "serving_path"
+"""The kind of this process and of its clients."""
+PACED = Path("deploy/tiny.yaml")
+"""The deployment in which the paced engine takes the engine's place."""
+SETTLED_S = 4.0
+"""Seconds after which HAProxy knows new routers, and clients' connections to old ones are gone."""
 REPORT_S = 3.0
 """Seconds within which the engine's newest state reaches the router."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
-def deployment(num_routers: int, num_streams: int) -> dict[str, Any]:
-    """Return the shipped deployment with the stand-in engine and so many routers."""
-    file: dict[str, Any] = yaml.safe_load(DEPLOYMENT.read_text())
-    app = file["applications"][0]
-    app["args"] |= {
-        "engine_loop": "benchmarks.paced_engine:PacedLoop",
-        "max_num_seqs": num_streams,
-        "num_cpus": 0.1,
-        "speculative_algorithm": "NGRAM",
-        "speculative_draft_model_path": None,
-    }
-    app["deployments"] = [{"name": "Router", "num_replicas": num_routers}]
-    return file
+def deployment(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the Serve file, with the paced engine unless another deployment is asked for."""
+    file: dict[str, Any] = yaml.safe_load((args.deploy or PACED).read_text())
+    engine = file["applications"][0].setdefault("args", {})
+    if args.deploy is None:
+        engine |= {
+            "engine_loop": "benchmarks.paced_engine:PacedLoop",
+            "max_num_seqs": max(args.streams),
+            "num_cpus": 0.1,
+            "speculative_algorithm": "NGRAM",
+            "speculative_draft_model_path": None,
+        }
+    engine |= dict(setting.split("=", 1) for setting in args.set)
+    return with_routers(file, args.routers[0])
+
+
+def with_routers(file: dict[str, Any], count: int) -> dict[str, Any]:
+    """Return a Serve file with so many routers."""
+    app = file["applications"][0] | {"deployments": [{"name": "Router", "num_replicas": count}]}
+    return file | {"applications": [app]}
+
+
+def scale(file: dict[str, Any], count: int) -> None:
+    """Give the running server so many routers, and wait until they take requests."""
+    import ray
+    from ray import serve
+    from ray.serve.context import _get_global_client
+    from ray.serve.schema import ServeDeploySchema
+
+    if not ray.is_initialized():
+        ray.init("auto", logging_level=logging.ERROR)
+    client = _get_global_client()
+    assert client is not None, "a server runs"
+    client.deploy_apps(ServeDeploySchema.model_validate(with_routers(file, count)))
+    while True:
+        time.sleep(SETTLED_S)
+        (app,) = serve.status().applications.values()
+        states = app.deployments["Router"].replica_states
+        if app.status == "RUNNING" and states == {"RUNNING": count}:
+            return
 
 
 def cpu_seconds() -> dict[int, tuple[str, float]]:
@@ -88,101 +124,130 @@ def kind_of(title: str) -> str:
     named = re.match(r"ray::(?:ServeReplica:\w+:)?(\w+)", title)
     if named:
         return named[1]
-    others = ("raylet", "gcs_server", "serving_path", "haproxy")
+    if "spawn_main" in title:
+        return CLIENTS
+    others = ("raylet", "gcs_server", CLIENTS, "haproxy")
     return next((kind for kind in others if kind in title), "other")
 
 
-def figures(run: LoadRun, spent: dict[str, float], offered: float) -> dict[str, Any]:
-    """Return rates, gaps between chunks, and CPU time per chunk and per token by process.
+def figures(run: LoadRun, num_streams: int) -> dict[str, Any]:
+    """Return rates, gaps between chunks, and times to a first token.
 
-    offered: tokens per second that the engine emits while all streams are open.
+    `first_together_p50_ms` is that of the first request of every stream: they arrive together.
     """
-    errors = sum(served.error is not None for served in run.served)
-    chunks = sum(len(served.chunk_s) for served in run.served)
-    tokens = sum(served.num_tokens for served in run.served)
-    gaps = [1e3 * (b - a) for s in run.served for a, b in pairwise(s.chunk_s)]
-    first = [1e3 * (s.chunk_s[0] - s.sent_s) for s in run.served if s.chunk_s]
-    server = {kind: s for kind, s in spent.items() if kind != "serving_path"}
+    served = [each for each in run.served if each.error is None]
+    gaps = [1e3 * gap for each in served for gap in each.chunk_gaps_s]
+    first = [1e3 * each.ttft_s for each in served]
+    together = [1e3 * each.ttft_s for each in run.served[:num_streams] if each.error is None]
     return {
-        "errors": errors,
-        "chunks_per_second": round(chunks / run.seconds, 1),
-        "tokens_per_second": round(tokens / run.seconds, 1),
-        "offered_per_second": round(offered, 1),
+        "errors": len(run.served) - len(served),
+        "seconds": round(run.seconds, 2),
+        "chunks_per_second": round(sum(len(each.chunk_s) for each in served) / run.seconds, 1),
+        "tokens_per_second": round(sum(each.num_tokens for each in served) / run.seconds, 1),
         "gap_p50_ms": round(median(gaps), 2),
         "gap_p99_ms": round(quantiles(gaps, n=100)[-1], 2),
         "first_token_p50_ms": round(median(first), 2),
-        "cpu_us_per_chunk": round(1e6 * sum(server.values()) / chunks, 1),
-        "cpu_us_per_token": round(1e6 * sum(server.values()) / tokens, 1),
+        "first_together_p50_ms": round(median(together), 2),
+        "client_cpu_share": round(run.client_cpu_share or 0.0, 2),
+    }
+
+
+def spent_figures(run: LoadRun, before: dict[int, tuple[str, float]]) -> dict[str, Any]:
+    """Return CPU time per chunk and per token, by process."""
+    spent: dict[str, float] = defaultdict(float)
+    for pid, (kind, seconds) in cpu_seconds().items():
+        spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
+    chunks = sum(len(served.chunk_s) for served in run.served)
+    tokens = sum(served.num_tokens for served in run.served)
+    server = sum(seconds for kind, seconds in spent.items() if kind != CLIENTS)
+    return {
+        "cpu_us_per_chunk": round(1e6 * server / chunks, 1),
+        "cpu_us_per_token": round(1e6 * server / tokens, 1),
         "by_process": {kind: round(1e6 * s / chunks, 1) for kind, s in sorted(spent.items())},
     }
 
 
 def round_times(url: str) -> dict[str, Any]:
-    """Return how late the newest rounds were, and the host's time of a round."""
+    """Return what the engine says of its newest rounds: see `shown`, or `paced_engine`."""
     time.sleep(REPORT_S)
     (state,) = httpx.get(f"{url}/server_info").raise_for_status().json()["internal_states"]
-    return {name: state[name] for name in ("late_ms", "host_ms") if name in state}
+    paced = {name: state[name] for name in ("late_ms", "host_ms") if name in state}
+    return paced or shown(state["speculation"])
+
+
+def shown(metrics: dict[str, Any]) -> dict[str, Any]:
+    """Return the share of the newest 1,024 rounds' time that the device waited for the host."""
+    return {"idle_share": metrics["window"]["idle_share"]}
 
 
 def main() -> None:
-    """Print a line for every number of routers and repetition."""
+    """Print a line for every load."""
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--deploy", type=Path, help="measure the engine of this Serve file")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of its engine")
     parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--rounds", type=float, default=20.0, help="of the engine, per second")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64])
+    parser.add_argument("--rounds", type=float, default=20.0, help="of the paced engine, a second")
+    parser.add_argument("--prompt-chars", type=int, default=400)
     parser.add_argument("--output-tokens", type=int, default=192)
     parser.add_argument("--requests-per-stream", type=int, default=2)
+    parser.add_argument("--fewest-requests", type=int, default=8, help="of a load")
     parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--clients", type=int, default=1, help="processes that share a load")
     parser.add_argument("--port", type=int, default=8123)
-    parser.add_argument("--checkouts", type=absolute, nargs="+", default=[absolute(".")])
-    parser.add_argument("--json", type=absolute)
+    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
     args = parser.parse_args()
     os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
-    append_row(args.json, {"section": "run", "environment": environment(None)})
-    count = args.streams * args.requests_per_stream
-    requests = text_requests(
-        count, prompt_chars=400, output_tokens=args.output_tokens, temperature=0.0
+    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
+    file = deployment(args)
+    engine = {k: v for k, v in file["applications"][0]["args"].items() if k != "engine_loop"}
+    facts = environment(load_config(engine)) | {"command": shlex.join(sys.argv)}
+    append_row(args.json, {"section": "run", "environment": facts})
+    for row in rows(file, args):
+        print(json.dumps(row), flush=True)
+        append_row(args.json, {"section": "load", **row})
+
+
+def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the figures of every load: the engine alone, where it can be, and every server."""
+    loads = [(streams, requests_of(streams, args)) for streams in args.streams]
+    with ExitStack() as stack:
+        alone = None
+        if args.deploy is not None:
+            alone = LLM(load_config(file["applications"][0]["args"]))
+            run_offline(alone.engine, ClosedLoop(args.streams[-1]), loads[-1][1])
+        path = stack.enter_context(tempfile.NamedTemporaryFile("w", suffix=".yaml"))
+        path.write(yaml.safe_dump(file))
+        path.flush()
+        url = stack.enter_context(own_server(serve_command(path.name, args.port)))
+        clients = stack.enter_context(Clients(Target(url), args.clients))
+        for streams, requests in loads:
+            clients.run(ClosedLoop(streams), requests[:streams])
+        for repetition in range(args.repetitions):
+            for routers in (*([0] if alone else []), *args.routers):
+                if routers:
+                    scale(file, routers)
+                for streams, requests in loads:
+                    row = {"repetition": repetition, "routers": routers, "streams": streams}
+                    load = ClosedLoop(streams)
+                    if alone and not routers:
+                        run = run_offline(alone.engine, load, requests)
+                        yield row | figures(run, streams) | shown(alone.collector.snapshot())
+                        continue
+                    before = cpu_seconds()
+                    run = clients.run(load, requests)
+                    row |= figures(run, streams) | spent_figures(run, before)
+                    yield row | round_times(url)
+
+
+def requests_of(streams: int, args: argparse.Namespace) -> list[TextRequest]:
+    """Return the requests of a load."""
+    return text_requests(
+        max(streams * args.requests_per_stream, args.fewest_requests),
+        prompt_chars=args.prompt_chars,
+        output_tokens=args.output_tokens,
+        temperature=0.0,
     )
-    for num_routers in args.routers:
-        for checkout in args.checkouts:
-            file = yaml.safe_dump(deployment(num_routers, args.streams))
-            for row in loads(checkout, file, requests, args):
-                shown = {"routers": num_routers, "commit": commit_of(checkout), **row}
-                print(json.dumps(shown), flush=True)
-                append_row(args.json, {"section": "load", **shown})
-
-
-def loads(
-    checkout: Path, deployment: str, requests: list[TextRequest], args: argparse.Namespace
-) -> Iterator[dict[str, Any]]:
-    """Yield the figures of every repetition on the server of a checkout."""
-    offered = args.rounds * args.streams * sum(ACCEPT_LENGTHS) / len(ACCEPT_LENGTHS)
-    os.environ["PYTHONPATH"] = str(checkout)
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(deployment)
-        file.flush()
-        command = serve_command(file.name, args.port)
-        with chdir(checkout), own_server(command) as url, Clients(Target(url)) as clients:
-            clients.run(ClosedLoop(args.streams), requests[: args.streams])
-            for repetition in range(args.repetitions):
-                before = cpu_seconds()
-                run = clients.run(ClosedLoop(args.streams), requests)
-                spent: dict[str, float] = defaultdict(float)
-                for pid, (kind, seconds) in cpu_seconds().items():
-                    spent[kind] += seconds - before.get(pid, (kind, 0.0))[1]
-                row = {"repetition": repetition, **figures(run, spent, offered)}
-                yield {**row, **round_times(url)}
-
-
-def absolute(path: str) -> Path:
-    """Return a path that stays right in another directory."""
-    return Path(path).absolute()
-
-
-def commit_of(checkout: Path) -> str:
-    """Return the short name of the commit that is checked out."""
-    command = ["git", "-C", str(checkout), "rev-parse", "--short", "HEAD"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -51,6 +51,7 @@ class RoundSums:
     busy_ms: float = 0.0
     draft_ms: float = 0.0
     verify_ms: float = 0.0
+    idle_ms: float = 0.0
     step_ms: float = 0.0
     predicted_ms: float = 0.0
     measured_ms: float = 0.0
@@ -78,6 +79,7 @@ class RoundSums:
         if record.decodes_only:
             self.draft_ms += record.draft_ms
             self.verify_ms += record.verify_ms
+            self.idle_ms += record.idle_ms
             self.step_ms += record.step_ms
             if record.notes.predicted_ms is not None:
                 self.predicted_ms += record.notes.predicted_ms
@@ -110,6 +112,7 @@ class RoundSums:
             "overhead_ratio": _ratio(self.draft_ms, self.verify_ms),
             # Host and device may overlap.
             "host_share": _ratio(max(0.0, self.step_ms - models_ms), self.step_ms),
+            "idle_share": _ratio(self.idle_ms, self.step_ms),
         }
 
 
@@ -235,6 +238,7 @@ class MetricsCollector:
             tokens_per_step    tokens a request emits in a round: correct drafts and bonus token
             overhead_ratio     drafting / verification, in time
             host_share         share of round time in which neither model ran
+            idle_share         time the device waited for the host before rounds, over round time
             effective_speedup  time plain rounds would have taken for the tokens of the window's
                                drafting rounds, over the time those took; both sides measured
             estimated_speedup  the same by the throughput equation, without plain rounds: tokens of

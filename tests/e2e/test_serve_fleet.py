@@ -110,6 +110,30 @@ def test_a_killed_engine_ends_its_replica_alone_and_takes_no_stream_with_it(
     assert len(set(before) & set(after)) == 1, "the other one lives on"
 
 
+def test_a_killed_stats_actor_takes_its_memory_and_no_stream_with_it(
+    url: str, offline: Any
+) -> None:
+    import ray
+
+    def actor() -> Any:
+        try:
+            return ray.get_actor("SpecStats", namespace="fleet")
+        except ValueError:
+            return None
+
+    old = eventually(actor, bool)
+
+    async def murder(streams: list[Stream], client: httpx.AsyncClient) -> None:
+        await under_way(streams)
+        ray.kill(old, no_restart=True)
+        info = (await client.get("/server_info")).raise_for_status().json()
+        assert info["internal_states"], "the replicas are asked instead"
+
+    assert said(all_streams(url, LONG, murder)) == offline[LONG]
+    new = eventually(actor, lambda found: found is not None and found != old)
+    eventually(lambda: ray.get(new.view.remote()), lambda view: view["internal_states"])
+
+
 def test_clients_that_leave_in_the_middle_of_a_batch_free_their_pages_alone(
     url: str, offline: Any
 ) -> None:

@@ -214,23 +214,6 @@ def test_another_application_on_the_cluster_is_another_fleet(client: httpx.Clien
     assert ours != other
 
 
-def test_losing_the_stats_actor_costs_nothing_but_its_memory(client: httpx.Client) -> None:
-    import ray
-
-    def actor() -> Any:
-        try:
-            return ray.get_actor("SpecStats", namespace="fake")
-        except ValueError:
-            return None
-
-    old = eventually(actor, bool)
-    ray.kill(old, no_restart=True)
-    assert info(client)["internal_states"], "the replicas are asked instead"
-    assert client.post(COMPLETIONS, json={"prompt": "a"}).status_code == 200
-    new = eventually(actor, lambda found: found is not None and found != old)
-    eventually(lambda: ray.get(new.view.remote()), lambda view: view["internal_states"])
-
-
 def test_a_request_that_kills_its_replica_is_resumed_once(client: httpx.Client) -> None:
     answer = client.post(COMPLETIONS, json={"prompt": "poison now", "max_tokens": 9})
     assert answer.status_code == 500

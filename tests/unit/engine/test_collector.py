@@ -25,10 +25,11 @@ def decode_round(
     step_ms: float = 10.0,
     draft_ms: float | None = None,
     verify_ms: float = 5.0,
+    idle_ms: float = 0.0,
     **fields: Any,
 ) -> StepRecord:
     """`rows` requests of `num_steps` drafts each, `correct` of them kept in each."""
-    times = StepTimes(num_steps if draft_ms is None else draft_ms, verify_ms, step_ms)
+    times = StepTimes(num_steps if draft_ms is None else draft_ms, verify_ms, step_ms, idle_ms)
     return verified_round([correct] * rows, rows, num_steps, times=times, **fields)
 
 
@@ -78,7 +79,8 @@ def test_means_weigh_drafts_and_rows_alike_and_medians_are_over_rounds() -> None
 
 def test_times_are_by_tier_and_of_rounds_without_prompts_alone() -> None:
     slow_prompt = decode_round(3, 1, num_prefill_tokens=50, verify_ms=500.0, step_ms=900.0)
-    shown = view(fed(decode_round(3, 1), decode_round(3, 2, verify_ms=8.0), PREFILL, slow_prompt))
+    late = decode_round(3, 2, verify_ms=8.0, idle_ms=2.0)
+    shown = view(fed(decode_round(3, 1), late, PREFILL, slow_prompt))
     assert shown["window"]["by_num_steps"] == {
         "3": {
             "rounds": 2,
@@ -91,6 +93,7 @@ def test_times_are_by_tier_and_of_rounds_without_prompts_alone() -> None:
         assert shown[span]["rounds"] == 3, "its tokens count all the same"
         assert shown[span]["overhead_ratio"] == pytest.approx(6 / 13, abs=1e-4)
         assert shown[span]["host_share"] == pytest.approx(1 / 20)
+        assert shown[span]["idle_share"] == pytest.approx(2 / 20)
 
 
 def test_stages_that_overlap_leave_no_negative_share_to_the_host() -> None:
