@@ -160,32 +160,32 @@ class GoodputPolicy:
         guard.rounds_left = max(0, guard.rounds_left - 1)
         if times is None or not size or not 0.0 < times.step_ms < math.inf:
             return
-        ms = times.step_ms
-        self._count_exploration(record, ms)
-        if is_first:
-            return  # launched ahead, it may have taken the host's time for the round before
-        drafts = record.num_planned_drafts
+        ms, drafts = times.step_ms, record.num_planned_drafts
         shape = record.shape if drafts or record.num_drafting else PLAIN
         if shape.is_chain and drafts:
             shape = DraftShape.chain(min(record.deepest or shape.depth, self.max_steps))
+        plain = Work(size, record.num_tokens / size, record.num_sampled / size)
+        work = Work(*plain[:3], shape, drafts, record.num_prefill_tokens, record.num_catch_up)
+        self._count_exploration(record, work, ms)
+        if is_first:
+            return  # launched ahead, it may have taken the host's time for the round before
         if shape != PLAIN and 2 * record.num_drafting < size:
             return  # a trial: fewer drafts are made than in a batch that drafts
-        work = Work(size, record.num_tokens / size, record.num_sampled / size)
-        unit = self.costs.table_ms(work)
-        prompts, entries = record.num_prefill_tokens, record.num_catch_up
-        if not self.costs.learn(Work(*work[:3], shape, drafts, prompts, entries), ms):
+        unit = self.costs.table_ms(plain)
+        if not self.costs.learn(work, ms):
             return
         if record.is_plain:
             guard.observe_plain(ms / unit)
         elif record.batch_size:
             guard.observe(record.num_output_tokens / record.batch_size, ms / unit)
 
-    def _count_exploration(self, record: StepRecord, ms: float) -> None:
+    def _count_exploration(self, record: StepRecord, work: Work, ms: float) -> None:
         fade = math.exp(-ms / BUDGET_MS)
         self._total_ms = self._total_ms * fade + ms
         self._explored_ms *= fade
         if record.notes.is_probe and self._chosen is not None:
-            # What the plan's own choice would have taken for as many tokens is no loss.
+            # Prompts are no loss, nor what the plan's own choice would take for as many tokens.
+            ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
             lost = ms - record.num_output_tokens / self._chosen.tokens_per_ms
             self._explored_ms = max(0.0, self._explored_ms + lost)
 

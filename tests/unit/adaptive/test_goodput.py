@@ -42,17 +42,24 @@ def goodput(**fields: object) -> GoodputPolicy:
     return GoodputPolicy(recorded_table(GPU_8B, SIZES), **fields)  # type: ignore[arg-type]
 
 
-def play(policy: GoodputPolicy, size: int, num: int, rate: int) -> Counter[DraftShape]:
-    """Play rounds in which each request keeps up to `rate` drafts; return how often what ran."""
+def play(
+    policy: GoodputPolicy, size: int, num: int, rate: int, prompt_ms: float = 0.0
+) -> Counter[DraftShape]:
+    """Play rounds in which each request keeps up to `rate` drafts; return how often what ran.
+
+    prompt_ms: what prompts add to rounds that explore.
+    """
     ran: Counter[DraftShape] = Counter()
     for _ in range(num):
         steps = policy.choose(decode_batch(size))
         rows = steps.row_steps or [steps.shape.depth] * size
         kept = [min(rate, k) for k in rows]
-        ms = 5.0 + 0.5 * steps.shape.depth
+        has_prompts = steps.notes.is_probe and prompt_ms > 0.0
+        ms = 5.0 + 0.5 * steps.shape.depth + has_prompts * prompt_ms
         times = StepTimes(0.0, ms, ms)
         ran[steps.shape] += 1
         record = verified_round(kept, size, steps.shape.depth, row_steps=rows, times=times)
+        record = replace(record, num_prefill_tokens=64 * has_prompts)
         policy.observe(replace(record, shape=steps.shape, notes=steps.notes))
     return ran
 
@@ -94,13 +101,15 @@ def test_drafts_without_shares_are_verified_whole() -> None:
     assert policy.choose(decode_batch(128)).budget is None
 
 
-def test_drafts_that_fail_are_given_up_and_tried_again_for_good() -> None:
+@pytest.mark.parametrize("prompt_ms", [0.0, 40.0])
+def test_drafts_that_fail_are_given_up_and_tried_again_for_good(prompt_ms: float) -> None:
     policy = goodput()
-    play(policy, 64, 400, 0)
+    play(policy, 64, 400, 0, prompt_ms)
     assert policy.choose(decode_batch(64)).shape == PLAIN
-    ran = play(policy, 64, 2000, 0)
-    assert 4 <= sum(n for shape, n in ran.items() if shape != PLAIN) <= 100
-    assert play(policy, 64, 2000, 7)[PLAIN] < 1000, "what drafts are worth now is found out"
+    ran = play(policy, 64, 2000, 0, prompt_ms)
+    assert 4 <= sum(n for shape, n in ran.items() if shape != PLAIN) <= 150
+    ran = play(policy, 64, 2000, 7, prompt_ms)
+    assert ran[PLAIN] < 1000, "what drafts are worth now is found out"
 
 
 def test_exploration_keeps_to_its_share_of_the_time() -> None:
