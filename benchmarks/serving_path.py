@@ -235,7 +235,7 @@ def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, A
                         yield row | figures(run, streams) | shown(alone.collector.snapshot())
                         continue
                     before = cpu_seconds()
-                    run = clients.run(load, requests)
+                    run = clients.run(load, requests, poll_s=None)
                     row |= figures(run, streams) | spent_figures(run, before)
                     yield row | round_times(url)
 

@@ -296,6 +296,8 @@ class EngineClient:
 
     def _take(self, message: EngineMessage) -> None:
         self._heard_at = time.monotonic()
+        if message.deltas or message.failed:  # first: nothing else is waited for
+            self._in_loop(partial(self._deliver, message))
         for record in message.records:
             self._observe(record)
         if message.snapshot is not None:
@@ -304,8 +306,6 @@ class EngineClient:
             self._replies.put(reply)
         if message.death is not None:
             self._lose(f"the engine died: {message.death}")
-        if message.deltas or message.failed:
-            self._in_loop(partial(self._deliver, message))
 
     def _observe(self, record: StepRecord) -> None:
         speedup = self._collector.speedup(record.batch_size)

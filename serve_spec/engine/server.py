@@ -109,12 +109,20 @@ class EngineServer:
         self._flush()
 
     def _flush(self) -> None:
-        """Hand over the message of this step, with a snapshot if it is time for one."""
-        now = time.monotonic()
-        if now >= self._snapshot_at or not self._engine.has_work or self._next.replies:
-            self._snapshot_at = now + _SNAPSHOT_S
+        """Hand over the message of this step, then a snapshot if it is time for one.
+
+        No token waits for a snapshot, which takes milliseconds.
+        """
+        if self._next.replies or self._next.limits:  # the client may look at once
             self._next.snapshot = self._engine.snapshot()
-        message, self._next = self._next, EngineMessage()
+        self._put(self._next)
+        now = time.monotonic()
+        if now >= self._snapshot_at:
+            self._snapshot_at = now + _SNAPSHOT_S
+            self._put(EngineMessage(snapshot=self._engine.snapshot()))
+
+    def _put(self, message: EngineMessage) -> None:
+        self._next = EngineMessage()
         self._outbox.put(message)
 
     def _wait_s(self) -> float:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-import httpx
+import aiohttp
 
 from serve_spec.bench.online.record import Served, TextRequest
 from serve_spec.bench.online.stream import StreamedCompletion, read_stream
@@ -65,20 +65,17 @@ class Client:
         api_key: str | None = None,
         timeout_s: float = 600.0,
     ) -> None:
+        self._url = url
         self._model = {} if model is None else {"model": model}
+        self._key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
         self._timeout_s = timeout_s
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={
-                "Accept-Encoding": "identity",
-                **({} if api_key is None else {"Authorization": f"Bearer {api_key}"}),
-            },
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S),
-            timeout=None,
-            trust_env=False,  # a proxy of the environment would be measured along
-        )
 
     async def __aenter__(self) -> Client:
+        self._http = aiohttp.ClientSession(
+            headers={"Accept-Encoding": "identity", **self._key},
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE_S),
+            timeout=aiohttp.ClientTimeout(total=None),
+        )
         return self
 
     async def __aexit__(
@@ -87,7 +84,7 @@ class Client:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        await self._http.aclose()
+        await self._http.close()
 
     async def complete(self, request: TextRequest) -> Exchange:
         """Streams one completion; whatever goes wrong is in the answer."""
@@ -97,28 +94,31 @@ class Client:
         try:
             async with (
                 asyncio.timeout(self._timeout_s),
-                self._http.stream("POST", "/v1/completions", json=self._body(request)) as answer,
+                self._http.post(f"{self._url}/v1/completions", json=self._body(request)) as answer,
             ):
-                if answer.status_code != 200:
-                    error = str(answer.status_code)
-                    await answer.aread()
+                if answer.status != 200:
+                    error = str(answer.status)
+                    await answer.read()
                 else:
-                    async for data in answer.aiter_raw():
+                    async for data in answer.content.iter_any():
                         arrivals.append((time.perf_counter(), data))
         except TimeoutError:
             error = "timeout"
-        except httpx.ConnectError:
+        except aiohttp.ClientConnectorError:
             error = "no connection"
-        except httpx.TransportError:
+        except aiohttp.ClientError:
             error = "disconnected"
         return Exchange(sent_s, time.perf_counter(), tuple(arrivals), error)
 
     async def server_info(self) -> Mapping[str, Any] | None:
         """What the server says of itself; None where it does not, or not now."""
         try:
-            answer = await self._http.get("/server_info", timeout=_INFO_WITHIN_S)
-            info = answer.json() if answer.status_code == 200 else None
-        except (httpx.TransportError, ValueError):
+            async with (
+                asyncio.timeout(_INFO_WITHIN_S),
+                self._http.get(f"{self._url}/server_info") as answer,
+            ):
+                info = await answer.json() if answer.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
         return info if isinstance(info, dict) else None
 

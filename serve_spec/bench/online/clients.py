@@ -47,11 +47,16 @@ class Clients:
             self._pool.shutdown(cancel_futures=True)
 
     def run(
-        self, load: Load, requests: Sequence[TextRequest], *, seed: int = 0, poll_s: float = 0.5
+        self,
+        load: Load,
+        requests: Sequence[TextRequest],
+        *,
+        seed: int = 0,
+        poll_s: float | None = 0.5,
     ) -> LoadRun:
         """Runs `requests` once as `load` says; an open loop's schedule comes from `seed`.
 
-        The server is asked about itself every `poll_s`, by one of the clients.
+        The server is asked about itself every `poll_s`, by one of the clients; None: never.
         """
         shares = deal(load, requests, seed, self._count)
         if self._pool is None:
