@@ -47,7 +47,7 @@ class DraftKnowledge:
         for record in reversed(records):
             if num_requests < MOST_REQUESTS and any(record.row_steps or record.row_drafted):
                 newest.append(record)
-                num_requests += len(record.row_steps)
+                num_requests += sum(map(bool, record.row_drafted or record.row_steps))
         chains = [r for r in newest if r.shape.is_chain]
         self._learn_shares([r for r in chains if r.draft_shares is not None])
         if without_shares := [r.model_drafts for r in chains if r.draft_shares is None]:

@@ -220,7 +220,7 @@ class GoodputPolicy:
         """Return every shape with its best budget, plain rounds first."""
         size, most = batch.size, batch.max_draft_tokens
         bound = min(self._bound(size), max(batch.max_steps))
-        survivals = self.drafts.survivals(size)[:, : max(bound, 1)]
+        survivals = self.drafts.survivals(size if self._shape.depth else 1)[:, : max(bound, 1)]
         weights = np.full(survivals.shape[1], size / len(survivals))
         if min(batch.max_steps) < bound:
             caps = np.asarray(batch.max_steps)
@@ -265,7 +265,7 @@ class GoodputPolicy:
                 return chosen
             num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
             lacks = batch.backlogs or [0] * batch.size
-            rows = sorted(range(batch.size), key=lacks.__getitem__)[:num]
+            rows = sorted(reversed(range(batch.size)), key=lacks.__getitem__)[:num]
             self._trial = frozenset([batch.request_ids[row] for row in rows])
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
             self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE

@@ -112,6 +112,23 @@ def test_drafts_that_fail_are_given_up_and_tried_again_for_good(prompt_ms: float
     assert ran[PLAIN] < 1000, "what drafts are worth now is found out"
 
 
+def test_one_trial_of_a_few_requests_brings_drafts_back_to_a_large_batch() -> None:
+    shapes: list[DraftShape] = []
+    policy = goodput()
+    simulator = Simulator(
+        policy,
+        TRACES,
+        noisy(GPU_8B, 0.02),
+        on_round=lambda _, steps, __: shapes.append(steps.shape),
+    )
+    simulator.run(Phase("unpredictable", 256, 512, 48, 0.4))
+    assert shapes[40:80].count(PLAIN) > 30
+    shapes.clear()
+    simulator.run(Phase("predictable", 128, 1024, 48, 0.4))
+    trial = next(n for n, shape in enumerate(shapes) if shape != PLAIN)
+    assert shapes[trial : trial + 100].count(PLAIN) < 20
+
+
 def test_exploration_keeps_to_its_share_of_the_time() -> None:
     policy = goodput()
     play(policy, 8, 3000, 3)
