@@ -186,8 +186,8 @@ class GoodputPolicy:
         if record.notes.is_probe and self._chosen is not None:
             # Prompts are no loss, nor what the plan's own choice would take for as many tokens.
             ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
-            lost = ms - record.num_output_tokens / self._chosen.tokens_per_ms
-            self._explored_ms = max(0.0, self._explored_ms + lost)
+            per_token = self._chosen.ms / (self._load.work.size + self._chosen.expected)
+            self._explored_ms = max(0.0, self._explored_ms + ms - record.num_output_tokens * per_token)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:
         moved, self._at = at != self._at, at
@@ -265,7 +265,7 @@ class GoodputPolicy:
                 return chosen
             num = min(batch.size, SAMPLE_REQUESTS // PLAN_ROUNDS)
             lacks = batch.backlogs or [0] * batch.size
-            rows = sorted(reversed(range(batch.size)), key=lacks.__getitem__)[:num]
+            rows = sorted(range(batch.size), key=lambda row: (lacks[row], -row))[:num]
             self._trial = frozenset([batch.request_ids[row] for row in rows])
             tried = max(found[1:3], key=lambda each: each.tokens_per_ms)
             self._unexplored, self._rounds_left, self.last_reason = 0, PLAN_ROUNDS, Reason.PROBE

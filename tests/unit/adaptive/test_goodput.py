@@ -137,6 +137,27 @@ def test_exploration_keeps_to_its_share_of_the_time() -> None:
     assert 0 < share <= EXPLORED_SHARE
 
 
+@pytest.mark.parametrize("prompt_ms", [0.0, 15.0])
+def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> None:
+    """Also if every round has prompts, which no trial pays for and none is paid by."""
+    table = recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))
+    policy, costs = GoodputPolicy(table), Costs(table)
+    lost_ms = total_ms = 0.0
+    for _ in range(4000):
+        steps = policy.choose(decode_batch(16))
+        rows = steps.row_steps or [steps.shape.depth] * 16
+        ms = costs.ms(Work(16, 128.0, 0.0, steps.shape, sum(rows)))
+        lost_ms += ms - costs.ms(Work(16, 128.0))
+        total_ms += ms + prompt_ms
+        times = StepTimes(0.0, ms, ms + prompt_ms)
+        ended = {"num_prefill_tokens": 16, "num_ended": 1} if prompt_ms else {}
+        ended |= {"num_ended_prompt_rows": 64, "num_ended_tokens": 64} if prompt_ms else {}
+        depth = steps.shape.depth
+        record = verified_round([0] * 16, 16, depth, row_steps=rows, times=times, **ended)
+        policy.observe(replace(record, notes=steps.notes))
+    assert lost_ms < 2 * EXPLORED_SHARE * total_ms
+
+
 @pytest.mark.parametrize("bound", [0, 1, 3])
 def test_slots_bound_the_depth(bound: int) -> None:
     policy = goodput(bounds={1: 7, 32: bound})

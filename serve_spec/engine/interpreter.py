@@ -1,8 +1,9 @@
-"""Settings of Python's garbage collector, which would make the device wait."""
+"""Settings of Python's interpreter that keep the device and the clients from waiting."""
 
 from __future__ import annotations
 
 import gc
+import sys
 
 _DEFAULT_THRESHOLDS = gc.get_threshold()
 
@@ -25,3 +26,11 @@ def unfreeze_gc() -> None:
     """Restore Python's settings."""
     gc.unfreeze()
     gc.set_threshold(*_DEFAULT_THRESHOLDS)
+
+
+_SWITCH_S = 2e-4
+
+
+def switch_threads_soon() -> None:
+    """Let a thread that has tokens to pass on run after 0.2 ms of another one's work, not 5 ms."""
+    sys.setswitchinterval(_SWITCH_S)
