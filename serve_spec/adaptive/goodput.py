@@ -183,11 +183,11 @@ class GoodputPolicy:
         fade = math.exp(-ms / BUDGET_MS)
         self._total_ms = self._total_ms * fade + ms
         self._explored_ms *= fade
-        if record.notes.is_probe and self._chosen is not None:
+        if record.notes.is_probe and (plan := self._chosen) is not None:
             # Prompts are no loss, nor what the plan's own choice would take for as many tokens.
             ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
-            per_token = self._chosen.ms / (self._load.work.size + self._chosen.expected)
-            self._explored_ms = max(0.0, self._explored_ms + ms - record.num_output_tokens * per_token)
+            lost = ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
+            self._explored_ms = max(0.0, self._explored_ms + lost)
 
     def _plan(self, batch: DecodeBatch, at: int) -> None:
         moved, self._at = at != self._at, at
