@@ -152,5 +152,4 @@ def _tree_odds(tree: DraftShape, num_levels: int) -> Floats:
 
 
 def _odds(rates: Floats) -> Floats:
-    odds: Floats = rates / (1.0 - rates)
-    return odds
+    return np.asarray(rates / (1.0 - rates))

@@ -85,7 +85,8 @@ class GoodputPolicy:
         self._total_ms = self._explored_ms = 0.0
         # Prompt tokens, emitted tokens and number of requests that ended lately.
         self._ended: Floats = np.zeros(3)
-        self._mixed, self._tried_plain = 0.0, False
+        # Shares of recent rounds that had prompts, and that would if every end let one begin.
+        self._mixed, self._tried_plain = np.zeros(2), False
         self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
 
@@ -147,7 +148,8 @@ class GoodputPolicy:
         self.drafts.learn(records)
         self.costs.age(records[-1].num_planned_seqs or 1, len(records))
         for record in records:
-            self._mixed += ((record.num_prefill_tokens > 0) - self._mixed) / PLAN_ROUNDS
+            begun = min(1.0, record.num_output_tokens * self._ended[2] / max(self._ended[1], 1.0))
+            self._mixed += ((record.num_prefill_tokens > 0, begun) - self._mixed) / SAMPLE_REQUESTS
             if num := record.num_ended:
                 self._ended *= math.exp(-num / SAMPLE_REQUESTS)
                 self._ended += record.num_ended_prompt_rows, record.num_ended_tokens, num
@@ -196,7 +198,7 @@ class GoodputPolicy:
             Work(size, batch.context, batch.num_sampled / size),
             prompts=float(self._ended[0] / max(self._ended[1], 1.0)),
             prompt_tokens=float(self._ended[0] / max(self._ended[2], 1.0)),
-            mixed=self._mixed,
+            mixed=float(min(1.0, self._mixed[0] / max(self._mixed[1], 1e-9))),
         )
         found = self._weighed(batch, load)
         self._candidates = {each.shape: each for each in found}

@@ -30,7 +30,7 @@ class Load:
     work: Work  # its rounds, without drafts
     prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
     prompt_tokens: float = 0.0  # tokens of a prompt, which share a round
-    mixed: float = 0.0  # share of the rounds that had prompts lately
+    mixed: float = 0.0  # share of the ends that were followed by a prompt lately
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,6 @@ class Planner:
                 prompt_ms = self.costs.prompt_ms(
                     load.work, drafts[rows], together[rows], drafts=is_drafting
                 )
-                usual[rows] += np.minimum(load.mixed, begin[rows]) * prompt_ms
+                usual[rows] += load.mixed * np.minimum(begin[rows], 1.0) * prompt_ms
         usual[1:] += load.prompts * self.costs.entry_ms * tokens[1:]
-        speeds: Floats = tokens / usual
-        return speeds
+        return np.asarray(tokens / usual)

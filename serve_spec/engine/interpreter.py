@@ -11,6 +11,8 @@ GC_THRESHOLD = 50_000
 """New objects that trigger a collection. A step of 256 requests has some thousands, without cycles;
 with Python's default of 700 every step would be scanned several times."""
 
+_SWITCH_S = 2e-4
+
 
 def freeze_gc() -> None:
     """Exclude existing objects from collection, and collect rarely.
@@ -26,9 +28,6 @@ def unfreeze_gc() -> None:
     """Restore Python's settings."""
     gc.unfreeze()
     gc.set_threshold(*_DEFAULT_THRESHOLDS)
-
-
-_SWITCH_S = 2e-4
 
 
 def switch_threads_soon() -> None:
