@@ -337,6 +337,30 @@ def test_sure_drafts_are_admitted_before_doubtful_ones() -> None:
     assert best.budget <= 128 * 3 + 48
 
 
+def test_rounds_that_end_more_requests_are_priced_with_more_prompts() -> None:
+    """A batch that runs plain has prompts in few rounds; one that drafts would have more."""
+    policy, work = GoodputPolicy(recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))), Work(16, 128.0)
+    chance = random.Random(0)
+    for _ in range(512):
+        has_prompt = chance.random() < 0.25  # 16 tokens a round, 64 a request
+        times = StepTimes(0.0, 12.0, 12.0 + 20.0 * has_prompt)
+        ended = dict.fromkeys(("num_prefill_tokens", "num_ended_prompt_rows"), 64 * has_prompt)
+        ended |= {"num_ended_tokens": 64 * has_prompt, "num_ended": int(has_prompt)}
+        policy.choose(decode_batch(16))
+        policy.observe(verified_round([0] * 16, 16, 0, times=times, **ended))
+    policy._rounds_left = 0
+    policy.choose(decode_batch(16))
+    load, costs = policy._load, policy.costs
+    assert load.mixed == pytest.approx(1.0, abs=0.4)
+    drafts, expected, ms = (
+        np.array([[x], [y]]) for x, y in ((0.0, 16.0), (0.0, 12.0), (12.0, 12.0))
+    )
+    plain, drafted = policy._planner._speeds(replace(load, mixed=1.0), drafts, expected, ms)[:, 0]
+    one = [costs.prompt_ms(work, d, 64.0, drafts=bool(d[0])) for d in drafts]
+    assert 16 / plain - 12.0 == pytest.approx(0.25 * float(one[0][0]), rel=0.1)
+    assert 28 / drafted - 12.0 == pytest.approx(28 / 64 * float(one[1][0]), rel=0.1)
+
+
 def test_prompts_that_follow_from_tokens_make_drafts_less_worth() -> None:
     survivals = [[0.8, 0.6, 0.4]]
     gains = []
