@@ -14,8 +14,8 @@ from serve_spec.core.request import FinishReason, SamplingParams, TokenDelta
 from serve_spec.core.round import NO_NOTES, RoundNotes
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.costs import UNUSED, CostSource
+from serve_spec.engine.garbage import unfreeze_gc
 from serve_spec.engine.inputs import EngineLimits, InputProcessor
-from serve_spec.engine.interpreter import unfreeze_gc
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink

@@ -17,7 +17,6 @@ from serve_spec.core.record import StepRecord
 from serve_spec.core.request import FinishReason, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.engine import SpecEngine
-from serve_spec.engine.interpreter import switch_threads_soon
 from serve_spec.engine.messages import (
     Abort,
     Add,
@@ -72,7 +71,6 @@ class EngineServer:
 
     def run(self) -> None:
         """Serve until the client stops the engine or is gone. Log the error if the engine dies."""
-        switch_threads_soon()
         receiver = threading.Thread(target=self._receive, name="receive", daemon=True)
         sender = threading.Thread(target=self._send, name="send", daemon=True)
         self._next.limits = self._engine.limits

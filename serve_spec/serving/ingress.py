@@ -11,7 +11,6 @@ from ray.exceptions import RayError
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from serve_spec.config import ServeSpecConfig
-from serve_spec.engine.interpreter import switch_threads_soon
 from serve_spec.log import get_logger
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
@@ -34,7 +33,6 @@ class Router:
                 CALLBACK_VARIABLE,
                 CALLBACK,
             )
-        switch_threads_soon()
         context = serve.get_replica_context()
         self._config = config
         self._fleet = RayFleet(engines, context.app_name, context.replica_id.unique_id, config)

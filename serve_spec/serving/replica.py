@@ -13,7 +13,6 @@ from ray import serve
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
-from serve_spec.engine.interpreter import switch_threads_soon
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
 from serve_spec.serving.messages import (
@@ -57,7 +56,6 @@ class EngineReplica:
     """
 
     def __init__(self, config: ServeSpecConfig, engine_loop: str) -> None:
-        switch_threads_soon()
         context = serve.get_replica_context()
         self._name = context.replica_id.unique_id
         self._identity = {

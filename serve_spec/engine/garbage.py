@@ -1,17 +1,14 @@
-"""Settings of Python's interpreter that keep the device and the clients from waiting."""
+"""Settings of Python's garbage collector, which would make the device wait."""
 
 from __future__ import annotations
 
 import gc
-import sys
 
 _DEFAULT_THRESHOLDS = gc.get_threshold()
 
 GC_THRESHOLD = 50_000
 """New objects that trigger a collection. A step of 256 requests has some thousands, without cycles;
 with Python's default of 700 every step would be scanned several times."""
-
-_SWITCH_S = 2e-4
 
 
 def freeze_gc() -> None:
@@ -28,8 +25,3 @@ def unfreeze_gc() -> None:
     """Restore Python's settings."""
     gc.unfreeze()
     gc.set_threshold(*_DEFAULT_THRESHOLDS)
-
-
-def switch_threads_soon() -> None:
-    """Let a thread that has tokens to pass on run after 0.2 ms of another one's work, not 5 ms."""
-    sys.setswitchinterval(_SWITCH_S)
