@@ -85,7 +85,7 @@ class GoodputPolicy:
         self._total_ms = self._explored_ms = 0.0
         # Prompt tokens, emitted tokens and number of requests that ended lately.
         self._ended: Floats = np.zeros(3)
-        # Shares of recent rounds that had prompts, and that would if every end let one begin.
+        # Share of recent rounds with prompts, and what it would be if one followed every request.
         self._mixed, self._tried_plain = np.zeros(2), False
         self._before: DraftShape | None = None
         self._load = Load(Work(1, 0.0))
@@ -186,7 +186,7 @@ class GoodputPolicy:
         self._total_ms = self._total_ms * fade + ms
         self._explored_ms *= fade
         if record.notes.is_probe and (plan := self._chosen) is not None:
-            # Prompts are no loss, nor what the plan's own choice would take for as many tokens.
+            # Neither prompts nor the time of the plan's choice for as many tokens count as lost.
             ms = self.costs.ms(work) + self.costs.entry_ms * work.entries if work.prompts else ms
             lost = ms - record.num_output_tokens * plan.ms / (self._load.work.size + plan.expected)
             self._explored_ms = max(0.0, self._explored_ms + lost)

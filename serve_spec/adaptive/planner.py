@@ -30,7 +30,7 @@ class Load:
     work: Work  # its rounds, without drafts
     prompts: float = 0.0  # prompt tokens per emitted token: requests that end make room for others
     prompt_tokens: float = 0.0  # tokens of a prompt, which share a round
-    mixed: float = 0.0  # share of the ends that were followed by a prompt lately
+    mixed: float = 0.0  # share of ended requests that a prompt followed lately
 
 
 @dataclass(frozen=True)

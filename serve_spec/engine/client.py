@@ -296,7 +296,7 @@ class EngineClient:
 
     def _take(self, message: EngineMessage) -> None:
         self._heard_at = time.monotonic()
-        if message.deltas or message.failed:  # first: nothing else is waited for
+        if message.deltas or message.failed:  # first: tokens do not wait for metrics
             self._in_loop(partial(self._deliver, message))
         for record in message.records:
             self._observe(record)

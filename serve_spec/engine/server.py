@@ -113,10 +113,10 @@ class EngineServer:
 
         No token waits for a snapshot, which takes milliseconds.
         """
-        if self._next.replies or self._next.limits:  # the client may look at once
-            self._next.snapshot = self._engine.snapshot()
-        self._put(self._next)
-        now = time.monotonic()
+        now, message = time.monotonic(), self._next
+        if message.replies or message.limits:  # the client may look at once
+            self._snapshot_at, message.snapshot = now + _SNAPSHOT_S, self._engine.snapshot()
+        self._put(message)
         if now >= self._snapshot_at:
             self._snapshot_at = now + _SNAPSHOT_S
             self._put(EngineMessage(snapshot=self._engine.snapshot()))

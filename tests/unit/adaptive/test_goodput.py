@@ -139,7 +139,7 @@ def test_exploration_keeps_to_its_share_of_the_time() -> None:
 
 @pytest.mark.parametrize("prompt_ms", [0.0, 15.0])
 def test_trials_of_drafts_keep_to_their_share_of_the_time(prompt_ms: float) -> None:
-    """Also if every round has prompts, which no trial pays for and none is paid by."""
+    """The same holds if every round has prompts."""
     table = recorded_table(TWO_CPU_CORES, (1, 4, 8, 16))
     policy, costs = GoodputPolicy(table), Costs(table)
     lost_ms = total_ms = 0.0
