@@ -106,8 +106,11 @@ class SchedulerConfig(StrictModel):
     max_num_batched_tokens: int = Field(
         2048, ge=1, le=1 << 20, description="Most rows of one target forward, drafts included."
     )
-    chunked_prefill: bool = Field(
-        True, description="Split long prompts over rounds, so that decoding rows keep moving."
+    chunked_prefill_size: int | None = Field(
+        1024,
+        ge=1,
+        description="Most prompt tokens of a round while requests decode, so that none of them "
+        "waits long for its next token; null: no prompt is split over rounds.",
     )
     max_waiting_seqs: int = Field(
         1024,

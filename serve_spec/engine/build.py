@@ -446,8 +446,8 @@ def _check_sizes(config: ServeSpecConfig, num_pages: int, max_model_len: int) ->
             "memory_fraction) or lower max_model_len"
         )
     budget = config.scheduler.max_num_batched_tokens
-    if not config.scheduler.chunked_prefill and budget < max_model_len:
+    if config.scheduler.chunked_prefill_size is None and budget < max_model_len:
         raise ValueError(
             f"max_num_batched_tokens={budget} is below max_model_len={max_model_len} while "
-            "chunked_prefill is off: no step could hold the longest prompt; raise it"
+            "chunked_prefill_size=null: no step could hold the longest prompt; raise it"
         )

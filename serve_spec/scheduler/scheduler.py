@@ -177,7 +177,9 @@ class Scheduler:
         draft_budget = usable_budget(steps, reqs, may_choose=_may_choose(reqs, prompts))
         if draft_budget is not None:
             num_tokens = len(reqs) + draft_budget
-        reqs += prefill_requests(prompts, budget - num_tokens, chunked=self.limits.chunked_prefill)
+        prompt_budget = self._prompt_budget(budget - num_tokens, decoding)
+        is_chunked = self.limits.chunked_prefill_size is not None
+        reqs += prefill_requests(prompts, prompt_budget, chunked=is_chunked)
         if not reqs:
             return None
         return self._planned(
@@ -349,6 +351,11 @@ class Scheduler:
                 decoding.append(seq)
         return decoding, prompts
 
+    def _prompt_budget(self, room: int, decoding: list[Sequence]) -> int:
+        """Return how many prompt tokens may join the round, if it has room for so many."""
+        chunk = self.limits.chunked_prefill_size
+        return room if chunk is None or not decoding else min(room, chunk)
+
     def _decode_batch(
         self,
         decoding: list[Sequence],
@@ -361,7 +368,8 @@ class Scheduler:
         reqs_before: the same requests in the step in flight.
         """
         budget -= len(decoding)
-        num_prompt_rows = max(0, min(sum(prompt.num_pending for prompt in prompts), budget))
+        num_pending = sum(prompt.num_pending for prompt in prompts)
+        num_prompt_rows = max(0, min(num_pending, self._prompt_budget(budget, decoding)))
         # Prefill chunks get up to half of what the decoding requests leave.
         budget -= min(num_prompt_rows, budget // 2)
         lengths = [len(seq) for seq in decoding]

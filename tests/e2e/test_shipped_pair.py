@@ -64,7 +64,7 @@ def test_nothing_that_happens_to_a_request_changes_its_text(
         num_pages=24,
         page_size=4,
         max_num_batched_tokens=32 if chunked else 96,
-        chunked_prefill=chunked,
+        chunked_prefill_size=8 if chunked else None,
     )
     switch_every_round(llm, (0, 7, 1, 3, 0, 0, 7))
     assert texts(llm.generate(*requests(llm))) == plain

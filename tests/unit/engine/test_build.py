@@ -29,7 +29,7 @@ from tests.helpers.engines import MakeLLM, Pair, texts
         ({"max_model_len": 513}, "max_model_len=513 .* max_position_embeddings=512"),
         ({"num_pages": 8}, "num_pages=8 .* hold 32 tokens, less than max_model_len=128"),
         (
-            {"chunked_prefill": False, "max_num_batched_tokens": 64},
+            {"chunked_prefill_size": None, "max_num_batched_tokens": 64},
             "max_num_batched_tokens=64 is below max_model_len=128",
         ),
         ({"speculative_num_step": 3}, "speculative_num_steps"),

@@ -52,7 +52,7 @@ def cut(seq: Sequence, tokens: list[int]) -> tuple[int, FinishReason | None]:
 
 
 def make(num_pages: int = 64, **limits: int | bool) -> Scheduler:
-    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "chunked_prefill": True}
+    settings = {"max_num_seqs": 8, "max_num_batched_tokens": 64}
     cache = KVCacheManager(num_pages, 4)
     return Scheduler(SchedulerConfig(**{**settings, **limits}), cache)
 
@@ -183,7 +183,7 @@ def test_a_prompt_moves_on_even_where_decode_rows_fill_the_budget() -> None:
 
 def test_a_whole_prompt_is_served_under_a_stream_of_short_ones() -> None:
     """Without chunks, a prompt longer than what is left must not wait for ever."""
-    scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
+    scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     worker = PretendedWorker(random.Random(8))
     scheduler.add(sequence("1", 3, max_tokens=100))
     for round_number in range(2, 8):
@@ -207,12 +207,27 @@ def test_a_last_chunk_of_one_token_is_prefill_not_a_round() -> None:
 
 
 def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
-    scheduler = make(max_num_batched_tokens=48, chunked_prefill=False)
+    scheduler = make(max_num_batched_tokens=48, chunked_prefill_size=None)
     for name in ("1", "2"):
         scheduler.add(sequence(name, 40, max_tokens=2))
     plan = planned(scheduler, 3)
     assert [len(row.token_ids) for row in plan.requests] == [40]
     assert plan.requests[0].samples
+
+
+def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise() -> None:
+    """A round with a long chunk would hold up everyone who decodes."""
+    scheduler = make(chunked_prefill_size=10)
+    worker = PretendedWorker(random.Random(4))
+    scheduler.add(sequence("1", 30, max_tokens=50))
+    sizes = []
+    for _ in range(3):
+        plan = planned(scheduler, 3)
+        sizes.append(sum(len(req.token_ids) for req in plan.prefill_requests))
+        scheduler.commit(plan, worker.execute(plan), cut)
+        if len(sizes) == 1:
+            scheduler.add(sequence("2", 15, max_tokens=50))
+    assert sizes == [30, 10, 5]
 
 
 def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> None:
