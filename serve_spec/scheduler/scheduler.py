@@ -37,6 +37,10 @@ MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing
 them again."""
 
+_CHUNK_PER_REQUEST = 12
+"""Prompt tokens per decoding request that a round has room for: it takes about three times as long
+as one without prompts."""
+
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
 
@@ -353,8 +357,10 @@ class Scheduler:
 
     def _prompt_budget(self, room: int, decoding: list[Sequence]) -> int:
         """Return how many prompt tokens may join the round, if it has room for so many."""
-        chunk = self.limits.chunked_prefill_size
-        return room if chunk is None or not decoding else min(room, chunk)
+        size = self.limits.chunked_prefill_size
+        if size is None or not decoding:
+            return room
+        return min(room, max(size, _CHUNK_PER_REQUEST * len(decoding)))
 
     def _decode_batch(
         self,

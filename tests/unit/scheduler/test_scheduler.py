@@ -217,7 +217,7 @@ def test_without_chunked_prefill_a_prompt_is_computed_in_one_round() -> None:
 
 def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise() -> None:
     """A round with a long chunk would hold up everyone who decodes."""
-    scheduler = make(chunked_prefill_size=10)
+    scheduler = make(chunked_prefill_size=2)
     worker = PretendedWorker(random.Random(4))
     scheduler.add(sequence("1", 30, max_tokens=50))
     sizes = []
@@ -227,7 +227,7 @@ def test_prompts_are_cut_small_while_others_decode_and_whole_otherwise() -> None
         scheduler.commit(plan, worker.execute(plan), cut)
         if len(sizes) == 1:
             scheduler.add(sequence("2", 15, max_tokens=50))
-    assert sizes == [30, 10, 5]
+    assert sizes == [30, 12, 3]
 
 
 def test_the_policy_knows_the_prompts_that_share_the_round_and_their_rows() -> None:
