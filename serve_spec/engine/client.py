@@ -8,7 +8,6 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -28,6 +27,7 @@ from serve_spec.engine.messages import (
     Abort,
     Add,
     Call,
+    Command,
     EngineMessage,
     NewRequest,
     Reply,
@@ -37,6 +37,7 @@ from serve_spec.engine.messages import (
     hang_up,
 )
 from serve_spec.engine.output import OutputProcessor
+from serve_spec.engine.sender import Sender
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.log import get_logger
 from serve_spec.metrics import MetricsSink, NullSink
@@ -128,7 +129,7 @@ class EngineClient:
         self._calls = itertools.count()
         self._replies: queue.SimpleQueue[Reply] = queue.SimpleQueue()
         self._call_lock = threading.Lock()
-        self._commands: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
+        self._sender = Sender[list[msgspec.Raw]](connection, encode, list.extend)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._failure: str | None = None
         self._snapshot: dict[str, object] = {}
@@ -137,8 +138,6 @@ class EngineClient:
         self._take(first)
         self._reader = threading.Thread(target=self._read, name="engine reader", daemon=True)
         self._reader.start()
-        self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
-        self._writer.start()
 
     async def submit(
         self,
@@ -171,11 +170,11 @@ class EngineClient:
             stats = SpeculationStats(synthetic_acceptance=self._forces_acceptance)
             stream.put(TokenDelta(request_id, (), "", FinishReason.ABORT, stats))
             return stream
-        command = encode(Add(request_id, msgspec.Raw(encode(NewRequest.of(seq)))))
+        command = Add(request_id, msgspec.Raw(encode(NewRequest.of(seq))))
         self._loop = asyncio.get_running_loop()
         self._streams[request_id] = stream
         self._outputs.add(seq)
-        self._commands.put(command)
+        self._command(command)
         # The engine may have died since the first check, before this stream could be told.
         self.check_health()
         return stream
@@ -249,23 +248,22 @@ class EngineClient:
     def shutdown(self) -> None:
         """Stop the engine after the current step; unfinished streams are aborted."""
         self._stopping = True
-        self._commands.put(encode(Stop()))
+        self._command(Stop())
         self._reader.join(self._stuck_after_s)
-        self._commands.put(None)
         hang_up(self._connection)
         self._reader.join()
-        self._writer.join()
+        self._sender.close()
         self._connection.close()
 
     def _abort(self, request_id: str) -> None:
-        self._commands.put(encode(Abort(request_id)))
+        self._command(Abort(request_id))
 
     def _call(self, method: str, argument: object) -> None:
         """Call a method of the engine between steps and wait; its refusal is raised here."""
         self.check_health()
         with self._call_lock:
             number = next(self._calls)
-            self._commands.put(encode(Call(number, method, argument)))
+            self._command(Call(number, method, argument))
             try:
                 reply = self._replies.get(timeout=self._stuck_after_s)
                 while reply.number != number:  # of a call that was given up
@@ -277,11 +275,8 @@ class EngineClient:
         if reply.error is not None:
             raise ValueError(reply.error)
 
-    def _write(self) -> None:
-        """Send commands, so that the event loop never waits for the engine."""
-        with suppress(OSError):
-            while (command := self._commands.get()) is not None:
-                self._connection.send_bytes(command)
+    def _command(self, command: Command) -> None:
+        self._sender.put([msgspec.Raw(encode(command))])
 
     def _read(self) -> None:
         """Take the engine's messages until it ends."""

@@ -1,6 +1,6 @@
 """Messages between an engine's process and its client, encoded as MessagePack.
 
-The engine sends one `EngineMessage` for every step. The client sends commands, one at a time.
+The engine sends one `EngineMessage` for every step. The client sends lists of commands.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from serve_spec.core.record import StepRecord
 from serve_spec.core.request import SamplingParams, TokenDelta
 from serve_spec.core.sequence import Sequence
 from serve_spec.engine.inputs import EngineLimits
+
+_MOST_RECORDS = 8192
+"""Most step records that wait: some seconds of the fastest engine."""
 
 
 class NewRequest(msgspec.Struct, array_like=True):
@@ -118,6 +121,36 @@ def for_metrics(record: StepRecord) -> StepRecord:
     return replace(record, request_ids=(), draft_shares=None, is_sampled=(), is_from_text=())
 
 
+def merge(waiting: EngineMessage, message: EngineMessage) -> None:
+    """Add a message to one that waits. Of the tokens of one request one delta is made."""
+    deltas = waiting.deltas
+    last = {delta.request_id: place for place, delta in enumerate(deltas)}
+    for delta in message.deltas:
+        place = last.get(delta.request_id)
+        # Statistics belong to the tokens they come with: the text may end among these.
+        if place is not None and deltas[place].speculation is None:
+            deltas[place] = _joined(deltas[place], delta)
+        else:
+            deltas.append(delta)
+    waiting.records = (waiting.records + message.records)[-_MOST_RECORDS:]
+    waiting.snapshot = message.snapshot or waiting.snapshot
+    waiting.failed |= message.failed
+    waiting.replies += message.replies
+    waiting.death = message.death or waiting.death
+
+
+def _joined(first: TokenDelta, then: TokenDelta) -> TokenDelta:
+    logprobs = then.logprobs
+    if first.logprobs is not None:
+        logprobs = first.logprobs + (then.logprobs or ())
+    return then._replace(
+        token_ids=first.token_ids + then.token_ids,
+        logprobs=logprobs,
+        prompt_logprobs=first.prompt_logprobs or then.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens + then.num_cached_tokens,
+    )
+
+
 def hang_up(connection: Connection) -> None:
     """Break a connection, so that threads at both ends stop waiting for messages."""
     with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as end:
@@ -125,6 +158,7 @@ def hang_up(connection: Connection) -> None:
 
 
 encode = msgspec.msgpack.Encoder().encode
+decode_commands = msgspec.msgpack.Decoder(list[msgspec.Raw]).decode
 decode_command = msgspec.msgpack.Decoder(Command).decode
 decode_request = msgspec.msgpack.Decoder(NewRequest).decode
 decode_message = msgspec.msgpack.Decoder(EngineMessage).decode

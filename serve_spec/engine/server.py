@@ -1,4 +1,4 @@
-"""The engine's end of the channel: steps in the caller's thread, a thread for each direction."""
+"""The engine's end of the channel: steps in the caller's thread, commands in one of their own."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ from serve_spec.engine.messages import (
     Reply,
     Stop,
     decode_command,
+    decode_commands,
     decode_request,
     encode,
     for_metrics,
-    hang_up,
+    merge,
 )
-from serve_spec.engine.outbox import EngineOutbox
+from serve_spec.engine.sender import Sender
 from serve_spec.log import get_logger
 
 logger = get_logger(__name__)
@@ -60,7 +61,7 @@ class EngineServer:
         # A client that receives nothing for longer considers the engine hung.
         self._idle_s = min(_IDLE_S, config.replica.round_timeout_s / 4)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        self._outbox = EngineOutbox()
+        self._sender = Sender(connection, encode, merge)
         self._next = EngineMessage()
         self._snapshot_at = 0.0
         self._open: set[str] = set()
@@ -72,11 +73,9 @@ class EngineServer:
     def run(self) -> None:
         """Serve until the client stops the engine or is gone. Log the error if the engine dies."""
         receiver = threading.Thread(target=self._receive, name="receive", daemon=True)
-        sender = threading.Thread(target=self._send, name="send", daemon=True)
         self._next.limits = self._engine.limits
         self._flush()
         receiver.start()
-        sender.start()
         try:
             while not self._stopping:
                 self._advance()
@@ -86,9 +85,8 @@ class EngineServer:
             logger.exception("the engine died")
             self._next.death = repr(error)
         self._compiler.shutdown(wait=False, cancel_futures=True)
-        self._outbox.put(self._next)
-        self._outbox.close()
-        sender.join()
+        self._sender.put(self._next)
+        self._sender.close()
         receiver.join()
         self._connection.close()
         self._engine.shutdown()
@@ -123,7 +121,7 @@ class EngineServer:
 
     def _put(self, message: EngineMessage) -> None:
         self._next = EngineMessage()
-        self._outbox.put(message)
+        self._sender.put(message)
 
     def _wait_s(self) -> float:
         """Return for how long an idle engine waits for a command."""
@@ -195,16 +193,25 @@ class EngineServer:
         """Decode commands until the client stops the engine or is gone."""
         with suppress(EOFError, OSError):
             while not self._stopping:
-                self._obey(self._connection.recv_bytes())
+                self._obey_all(self._connection.recv_bytes())
         if not self._stopping:
             self._stopping = True
             self._engine.give_up("the engine's client is gone")
             self._on_lost()
         self._commands.put(lambda: None)
 
-    def _obey(self, message: bytes) -> None:
+    def _obey_all(self, message: bytes) -> None:
         try:
-            command = decode_command(message)
+            commands = decode_commands(message)
+        except msgspec.MsgspecError as error:
+            logger.error("commands cannot be decoded: %s", error)
+            return
+        for command in commands:
+            self._obey(command)
+
+    def _obey(self, encoded: msgspec.Raw) -> None:
+        try:
+            command = decode_command(encoded)
         except msgspec.MsgspecError as error:
             logger.error("a command cannot be decoded: %s", error)
             return
@@ -224,14 +231,3 @@ class EngineServer:
                 self._commands.put(lambda: self._call(command))
             case Stop():
                 self._stopping = True
-
-    def _send(self) -> None:
-        """Send what the engine has to say, merged while the client does not read."""
-        try:
-            while (message := self._outbox.take()) is not None:
-                self._connection.send_bytes(encode(message))
-        except OSError:
-            logger.info("the client does not listen any more")
-        except Exception:
-            logger.exception("the engine's messages cannot be sent")
-            hang_up(self._connection)

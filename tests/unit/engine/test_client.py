@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from msgspec import Raw
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
@@ -394,7 +395,7 @@ def test_a_message_that_cannot_be_decoded_ends_its_request_alone(
 ) -> None:
     async def scenario() -> list[TokenDelta]:
         other = await loop.submit(PROMPT, params(), "other")
-        loop._commands.put(b"\xc1 is no MessagePack")
+        loop._sender.put([Raw(b"\xc1 is no MessagePack")])
         with monkeypatch.context() as broken:
             broken.setattr(NewRequest, "of", lambda seq: {"token_ids": "nonsense"})
             bad = await loop.submit(PROMPT, params(), "bad")
@@ -412,15 +413,16 @@ def test_a_client_that_does_not_read_stalls_no_round_and_finds_its_tokens_merged
     loop: LocalEngine, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reads = threading.Event()
-    connection = loop.server._connection
+    sender = loop.server._sender
+    connection = sender._connection
 
     def send_bytes(message: bytes) -> None:
         reads.wait()
         connection.send_bytes(message)
 
     asked = [params(seed=i, max_tokens=60, logprobs=0) for i in range(3)]
-    slow = SimpleNamespace(send_bytes=send_bytes, recv_bytes=connection.recv_bytes)
-    monkeypatch.setattr(loop.server, "_connection", slow)
+    monkeypatch.setattr(sender, "_connection", SimpleNamespace(send_bytes=send_bytes))
+    monkeypatch.setattr(sender, "_poll", SimpleNamespace(poll=lambda timeout: []))
 
     async def scenario() -> list[list[TokenDelta]]:
         streams = [await loop.submit(PROMPT, p, str(i)) for i, p in enumerate(asked)]

@@ -1,16 +1,21 @@
-"""Laws of what an engine has yet to send: merging loses nothing and keeps the order."""
+"""Laws of the channel: no one waits for it, merging loses nothing and keeps the order."""
 
 from __future__ import annotations
 
+import threading
+from multiprocessing import Pipe
 from typing import Any
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
-from serve_spec.engine.messages import EngineMessage, Reply, decode_message, encode
-from serve_spec.engine.outbox import EngineOutbox
+from serve_spec.engine.messages import EngineMessage, Reply, decode_message, encode, hang_up, merge
+from serve_spec.engine.sender import Sender
+
+decode = msgspec.msgpack.Decoder(list[tuple[int, str]]).decode
 
 
 @given(
@@ -21,7 +26,7 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
     rounds: list[list[int]], taken: set[int]
 ) -> None:
     """Request 0 has log-probabilities, request 1 statistics with every delta."""
-    outbox, said = EngineOutbox(), []
+    waiting, said = None, []
     for number, sizes in enumerate(rounds):
         deltas = []
         for index, size in enumerate(sizes):
@@ -31,12 +36,15 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
             reason = FinishReason.LENGTH if number == len(rounds) - 1 else None
             first = int(number == 0)
             deltas.append(TokenDelta(str(index), tokens, "", reason, stats, logprobs, None, first))
-        outbox.put(EngineMessage(deltas=deltas, replies=[Reply(number, None)]))
-        if number in taken:
-            said.append(outbox.take())
-    outbox.close()
-    said += iter(outbox.take, None)
-    messages: Any = [decode_message(encode(message)) for message in said]
+        message = EngineMessage(deltas=deltas, replies=[Reply(number, None)])
+        if waiting is None:
+            waiting = message
+        else:
+            merge(waiting, message)
+        if number in taken or number == len(rounds) - 1:
+            said.append(decode_message(encode(waiting)))
+            waiting = None
+    messages: Any = said
     assert [reply.number for m in messages for reply in m.replies] == [*range(len(rounds))]
     for index in range(3):
         found = [d for m in messages for d in m.deltas if d.request_id == str(index)]
@@ -53,3 +61,32 @@ def test_whenever_the_channel_takes_them_the_tokens_of_a_request_come_once_and_i
             ]
         else:
             assert len(found) == len(messages)
+
+
+def test_a_sender_never_waits_for_its_reader_and_keeps_the_order() -> None:
+    ours, theirs = Pipe()
+    sender = Sender[list[tuple[int, str]]](ours, encode, list.extend)
+    sent = [(number, "x" * (100_000 if number % 100 == 50 else 1000)) for number in range(1000)]
+    for message in sent:  # more than the socket has room for
+        sender.put([message])
+    closing = threading.Thread(target=sender.close)
+    closing.start()
+    found: list[tuple[int, str]] = []
+    num_messages = 0
+    while len(found) < len(sent):
+        found += decode(theirs.recv_bytes())
+        num_messages += 1
+    closing.join()
+    assert found == sent
+    assert 10 < num_messages < len(sent), "what has room is sent at once, the rest merges"
+
+
+def test_a_sender_ends_when_the_other_end_is_gone() -> None:
+    ours, theirs = Pipe()
+    sender = Sender[list[str]](ours, encode, list.extend)
+    for _ in range(10):
+        sender.put(["x" * 100_000])
+    theirs.close()
+    sender.put(["y"])
+    hang_up(ours)
+    sender.close()
