@@ -107,9 +107,9 @@ class SchedulerConfig(StrictModel):
         2048, ge=1, le=1 << 20, description="Most rows of one target forward, drafts included."
     )
     chunked_prefill_size: int | None = Field(
-        768,
+        704,
         ge=1,
-        description="Most prompt tokens of a round while requests decode, or 12 for each of these "
+        description="Most prompt tokens of a round while requests decode, or 11 for each of these "
         "if that is more, so that none waits long for its next token; null: no prompt is split.",
     )
     max_waiting_seqs: int = Field(

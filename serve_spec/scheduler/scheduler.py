@@ -37,7 +37,7 @@ MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing
 them again."""
 
-_CHUNK_PER_REQUEST = 12
+_CHUNK_PER_REQUEST = 11
 """Prompt tokens per decoding request that a round has room for: it takes about three times as long
 as one without prompts."""
 

@@ -196,12 +196,13 @@ class _Bench:
 
     def warm_up(self, batch_size: int) -> float:
         """Run first steps, which are slow; return the milliseconds of a plain one."""
-        load = Load("heated", batch_size, WARM_UP_TOKENS, is_steady=True)
+        load = Load("heated", batch_size, OUTPUT_TOKENS, is_steady=True)
         deepest = [arm for arm in self.arms if arm.is_static][-1]
         for arm in (deepest, self.arms[0]):
             requests = load.requests(0, self.prompts)
             loop = ClosedLoop(self.engines[arm.name], requests, batch_size)
-            rounds = loop.advance(2 * batch_size * WARM_UP_TOKENS)
+            loop.fill()
+            rounds = loop.advance(loop.num_emitted + batch_size * WARM_UP_TOKENS)
             loop.close()
         return median(r.ms for r in rounds if r.record.decodes_only)
 
