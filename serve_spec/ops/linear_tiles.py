@@ -2,7 +2,7 @@
 
 The weights are read once, so the speed depends on bytes in flight: a program for every
 multiprocessor, all resident at once, each with a deep pipeline. Constants: measured on one H200
-with the products of an 8B model and its draft (docs/results/kernels-h200).
+with the products of an 8B model and its draft.
 """
 
 from __future__ import annotations

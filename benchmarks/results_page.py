@@ -1,0 +1,151 @@
+"""Write docs/results/README.md from docs/results/history.csv: newest figures and commands.
+
+PYTHONPATH=. python benchmarks/results_page.py [--plot docs/speed.png]
+
+A row of the CSV is one figure of one run. A benchmark's raw rows are in MACHINE-BENCHMARK.json(l).
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path("docs/results")
+MACHINES = {
+    "cpu": "two CPU cores, float32",
+    "h200": "one NVIDIA H200, bfloat16, the cost of an 8B model",
+}
+HEAD = """\
+# Results
+
+Written by `benchmarks/results_page.py` from [history.csv](history.csv), which has every figure of
+every run, the newest last. Each section shows the newest run of one benchmark on one kind of
+machine: its command, its raw rows, and its figures beside their aims.
+"""
+OPERATORS = {">=": float.__ge__, "<=": float.__le__}
+
+Row = dict[str, str]
+
+
+def newest(rows: list[Row]) -> dict[tuple[str, str], dict[str, dict[str, Row]]]:
+    """Return the figures of the newest runs: by machine and benchmark, variant, metric."""
+    last = {(row["machine"], row["benchmark"]): row["commit"] for row in rows}
+    rows = [row for row in rows if row["commit"] == last[row["machine"], row["benchmark"]]]
+    found: dict[tuple[str, str], dict[str, dict[str, Row]]] = {}
+    for row in rows:
+        variants = found.setdefault((row["machine"], row["benchmark"]), {})
+        variants.setdefault(row["variant"], {})[row["metric"]] = row
+    return found
+
+
+def verdict(row: Row) -> str:
+    """Return the value and, if it has an aim, whether that is reached."""
+    if not row["aim"]:
+        return row["value"]
+    operator, aim = row["aim"].split()
+    reached = OPERATORS[operator](float(row["value"]), float(aim))
+    return (
+        f"{row['value']} ({row['aim']})"
+        if reached
+        else f"**{row['value']}** (missed: {row['aim']})"
+    )
+
+
+def table(variants: dict[str, dict[str, Row]]) -> list[str]:
+    """Return a Markdown table of variants by metrics."""
+    metrics = list(dict.fromkeys(metric for row in variants.values() for metric in row))
+    lines = [" | ".join(["| variant", *metrics, "commit |"]), "|---" * (len(metrics) + 2) + "|"]
+    for variant, row in variants.items():
+        values = [verdict(row[metric]) if metric in row else "" for metric in metrics]
+        commit = next(iter(row.values()))["commit"]
+        lines.append(" | ".join([f"| {variant}", *values, f"{commit} |"]))
+    return lines
+
+
+def raw_file(name: str) -> Path | None:
+    """Return the file that has the raw rows of a benchmark's newest run, if it is kept."""
+    return next((path for path in sorted(RESULTS.glob(f"{name}.json*"))), None)
+
+
+def environment(path: Path) -> dict[str, Any]:
+    """Return commit, machine, versions and command of a file's run."""
+    text = path.read_text()
+    first = json.loads(text.splitlines()[0]) if path.suffix == ".jsonl" else json.loads(text)
+    facts: dict[str, Any] = first.get("environment", first)
+    return facts
+
+
+def section(machine: str, benchmark: str, variants: dict[str, dict[str, Row]]) -> list[str]:
+    """Return a benchmark's command and figures."""
+    lines = ["", f"### {benchmark}, {machine}", ""]
+    path = raw_file(f"{machine}-{benchmark}")
+    if path is not None:
+        facts = environment(path)
+        versions = ", ".join(f"{name} {value}" for name, value in facts["versions"].items())
+        device = facts.get("gpu") or facts["cpu"]
+        lines += [
+            f"[{path.name}]({path.name}), {device}, Python {facts['python']}, {versions}.",
+            "",
+        ]
+        lines += ["```sh", facts["command"], "```", ""]
+    return lines + table(variants)
+
+
+def page(rows: list[Row]) -> str:
+    """Return the whole page."""
+    lines = [HEAD]
+    for machine, title in MACHINES.items():
+        lines += ["", f"## {title[0].upper()}{title[1:]}"]
+        for (of, benchmark), variants in newest(rows).items():
+            if of == machine:
+                lines += section(machine, benchmark, variants)
+    return "\n".join(lines).replace("\n\n\n", "\n\n") + "\n"
+
+
+def plot(rows: list[Row], path: Path) -> None:
+    """Draw the speed of the default policy over off by batch size."""
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 3.2))
+    cells = newest(rows)
+    for temperature in ("0", "0.7", "1"):
+        points = []
+        for benchmark in ("adaptive-cells-small", "adaptive-cells"):
+            for variant, metrics in cells["h200", benchmark].items():
+                if variant.endswith(f"T={temperature}") and "tokens/s over off" in metrics:
+                    size = int(variant.removeprefix("batch ").partition(",")[0])
+                    points.append((size, float(metrics["tokens/s over off"]["value"])))
+        axes.plot(*zip(*sorted(points), strict=True), "o-", label=f"temperature {temperature}")
+    axes.axhline(1.0, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set(xlabel="requests in the batch", ylabel="tokens/s over no speculation", ylim=(0, None))
+    axes.set_xticks(
+        [1, 4, 8, 16, 32, 64, 128, 256], ["1", "4", "8", "16", "32", "64", "128", "256"]
+    )
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    """Write the page, and the plot if asked."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--plot", type=Path, help="draw the README's plot into this file")
+    args = parser.parse_args()
+    rows = read()
+    (RESULTS / "README.md").write_text(page(rows))
+    if args.plot:
+        plot(rows, args.plot)
+
+
+def read() -> list[Row]:
+    """Return the rows of the history."""
+    with (RESULTS / "history.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+"""The page of figures says what the history of figures does."""
+
+from __future__ import annotations
+
+from benchmarks.results_page import RESULTS, environment, page, read
+
+
+def test_the_page_of_results_is_the_one_that_the_script_writes() -> None:
+    assert (RESULTS / "README.md").read_text() == page(read())
+
+
+def test_every_raw_file_says_which_commit_and_command_made_it() -> None:
+    for path in RESULTS.glob("*.json*"):
+        facts = environment(path)
+        assert facts["commit"], path
+        assert facts["command"], path
