@@ -27,13 +27,13 @@ from serve_spec.serving.answers import (
     ChatFormat,
     Completion,
     CompletionFormat,
+    Echo,
     ErrorAnswer,
     Model,
     ModelList,
     fingerprint,
     model_entry,
 )
-from serve_spec.serving.choice_text import Echo
 from serve_spec.serving.choices import choices_of
 from serve_spec.serving.completions import (
     CompletionRunner,
@@ -51,7 +51,6 @@ from serve_spec.serving.error_answers import (
 )
 from serve_spec.serving.errors import no_replica, too_many_choices, unknown_model
 from serve_spec.serving.fields import Prompt
-from serve_spec.serving.large_body import LargeBodyRoute
 from serve_spec.serving.logprobs import Spell
 from serve_spec.serving.messages import GenerateRequest
 from serve_spec.serving.middleware import (
@@ -60,6 +59,7 @@ from serve_spec.serving.middleware import (
     Arrival,
     BodyLimit,
     BodyTimeout,
+    LargeBodyRoute,
 )
 from serve_spec.serving.model_text import ModelText
 from serve_spec.serving.openai import ChatRequest, CompletionRequest

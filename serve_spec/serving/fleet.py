@@ -39,8 +39,7 @@ from serve_spec.serving.messages import (
     Submission,
     Submitted,
 )
-from serve_spec.serving.rebalance import requests_to_move
-from serve_spec.serving.routing_policy import first_block
+from serve_spec.serving.routing_policy import first_block, requests_to_move
 from serve_spec.serving.snapshots import section
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 

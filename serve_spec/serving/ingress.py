@@ -15,8 +15,8 @@ from serve_spec.log import get_logger
 from serve_spec.serving.admission import Admission
 from serve_spec.serving.api import create_api
 from serve_spec.serving.fleet import RayFleet
-from serve_spec.serving.prometheus import fleet_metrics
 from serve_spec.serving.proxy import CALLBACK, CALLBACK_VARIABLE
+from serve_spec.serving.ray_metrics import fleet_metrics
 from serve_spec.serving.telemetry import DoorTelemetry
 
 logger = get_logger(__name__)

@@ -14,8 +14,7 @@ from typing import Protocol
 
 from serve_spec.log import get_logger
 from serve_spec.serving.errors import ApiError, ReplicaLost, engine_failed, no_replica
-from serve_spec.serving.messages import News, ReplicaRows
-from serve_spec.serving.wire import decode
+from serve_spec.serving.messages import News, ReplicaRows, decode
 
 logger = get_logger(__name__)
 

@@ -19,8 +19,12 @@ from serve_spec.core.errors import CheckpointError, InvalidRequest, TextTooLong
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.encoding import encode_async
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.serving.chat_template import RESERVED, ChatTemplate, ChatTemplateError
-from serve_spec.serving.control_tokens import ControlTokens
+from serve_spec.serving.chat_template import (
+    RESERVED,
+    ChatTemplate,
+    ChatTemplateError,
+    ControlTokens,
+)
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import Prompt
 from serve_spec.serving.logprobs import Spell

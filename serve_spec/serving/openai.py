@@ -26,7 +26,7 @@ from serve_spec.core.logprobs import MAX_LOGPROBS
 from serve_spec.core.request import SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
-from serve_spec.serving.grammar_fields import grammar_of
+from serve_spec.serving.fields import grammar_of
 from serve_spec.serving.unavailable import Unavailable
 
 MAX_CHOICES_PER_PROMPT = 128

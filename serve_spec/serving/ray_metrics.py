@@ -7,13 +7,17 @@ by its rank, which its replacement takes over, not by its id.
 
 from __future__ import annotations
 
+import asyncio
+import urllib.request
 from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+import ray
 from ray.util import metrics as ray_metrics
 
 from serve_spec.core.record import StepRecord
+from serve_spec.log import get_logger
 from serve_spec.metrics import (
     FORCED_ACCEPTANCE,
     LAST_REASON,
@@ -24,6 +28,55 @@ from serve_spec.metrics import (
 )
 from serve_spec.metrics import readings as round_readings
 from serve_spec.serving.snapshots import Snapshot, number, section
+
+logger = get_logger(__name__)
+
+_PREFIX = "ray_serve_spec_"
+_ANSWER_WITHIN_S = 2.0
+
+
+async def fleet_metrics() -> str:
+    """What every living node exports of ours; a node that does not answer is left out."""
+    nodes = await asyncio.to_thread(ray.nodes)
+    urls = [
+        f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
+        for node in nodes
+        if node["Alive"]
+    ]
+    return ours(await asyncio.gather(*(asyncio.to_thread(_read, url) for url in urls)))
+
+
+def ours(expositions: Iterable[str]) -> str:
+    """Our metrics of several expositions as one: each metric's samples stand together."""
+    comments: dict[str, list[str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in expositions:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                name = line.split(" ", 3)[2]
+                known = comments.setdefault(name, [])
+                if line[:7] not in {comment[:7] for comment in known}:
+                    known.append(line)
+            else:
+                samples.setdefault(name, []).append(line)
+    return "".join(
+        f"{line}\n"
+        for name, lines in samples.items()
+        if name.startswith(_PREFIX)
+        for line in (*comments[name], *lines)
+    )
+
+
+def _read(url: str) -> str:
+    try:
+        with urllib.request.urlopen(url, timeout=_ANSWER_WITHIN_S) as answer:
+            text: str = answer.read().decode()
+    except OSError as error:
+        logger.warning("no metrics of one node: %s: %r", url, error)
+        return ""
+    return text
+
 
 LABELS = ("application", "deployment", "replica")
 """On every series, besides the metric's own."""

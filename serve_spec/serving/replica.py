@@ -27,13 +27,12 @@ from serve_spec.serving.messages import (
     ReplicaRows,
     Submission,
     Submitted,
+    encode,
 )
-from serve_spec.serving.orphaned import end_orphaned
-from serve_spec.serving.outbox import Outbox, Outboxes
+from serve_spec.serving.outbox import Outbox, Outboxes, end_orphaned
 from serve_spec.serving.replica_actors import ReplicaActors
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
-from serve_spec.serving.wire import encode
 
 logger = get_logger(__name__)
 

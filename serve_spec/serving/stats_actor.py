@@ -19,9 +19,8 @@ from ray.exceptions import RayError
 from serve_spec.config import ServeSpecConfig, StatsConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.fleet_stats import FleetStats, open_view
-from serve_spec.serving.pace import ReportPace
 from serve_spec.serving.replica_actors import ReplicaActors
-from serve_spec.serving.reports import Report
+from serve_spec.serving.reports import Report, ReportPace
 
 logger = get_logger(__name__)
 

@@ -17,10 +17,10 @@ from serve_spec.serving.answers import (
     AnswerHead,
     ChatFormat,
     CompletionFormat,
+    Echo,
     fingerprint,
     usage,
 )
-from serve_spec.serving.choice_text import Echo
 from tests.serving.fakes import delta
 
 COUNTS = usage(2, 3, SpeculationStats())

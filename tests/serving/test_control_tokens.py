@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.engine.tokenizer import Tokenizer
-from serve_spec.serving.control_tokens import ControlTokens
+from serve_spec.serving.chat_template import ControlTokens
 from tests.serving.texts import BOS, EOS, THINK, TURN, byte_tokenizer, write_text_files
 
 FRAGMENTS = ["a", " ", "\n", "é", "<", "|>", "<|tu", "rn|>", "\ufdd0", BOS, EOS, TURN]

@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator
 
 import pytest
 
-from serve_spec.serving.deadline import Deadline
+from serve_spec.serving.completions import Deadline
 from tests.serving.fakes import FAR_S, settle
 
 

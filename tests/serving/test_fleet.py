@@ -34,9 +34,9 @@ from serve_spec.serving.messages import (
     ReplicaRows,
     Submission,
     Submitted,
+    encode,
 )
 from serve_spec.serving.stats_actor import StatsUnavailable
-from serve_spec.serving.wire import encode
 from tests.serving.fakes import delta, request, settle
 
 ACCEPTED = Accepted(1, "there")

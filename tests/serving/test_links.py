@@ -9,8 +9,7 @@ import pytest
 
 from serve_spec.serving.errors import ApiError, ReplicaLost, no_replica
 from serve_spec.serving.links import Links
-from serve_spec.serving.messages import Items, News, ReplicaRows
-from serve_spec.serving.wire import encode
+from serve_spec.serving.messages import Items, News, ReplicaRows, encode
 from tests.serving.fakes import delta, settle
 
 ITEMS: Items = [("cmpl-1", delta("a", 1))]

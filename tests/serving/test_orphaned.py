@@ -10,8 +10,7 @@ from ray.exceptions import RaySystemError
 
 from serve_spec.serving import replica_actors
 from serve_spec.serving.messages import Items
-from serve_spec.serving.orphaned import end_orphaned
-from serve_spec.serving.outbox import Outbox, Outboxes
+from serve_spec.serving.outbox import Outbox, Outboxes, end_orphaned
 from serve_spec.serving.replica_actors import ReplicaActors
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.serving.pace import ReportPace
+from serve_spec.serving.reports import ReportPace
 
 LONGEST_S = 7.5
 BATCH = 40

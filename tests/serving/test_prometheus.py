@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from serve_spec.serving.prometheus import ours
+from serve_spec.serving.ray_metrics import ours
 
 NODE = """\
 # HELP ray_node_cpu CPU

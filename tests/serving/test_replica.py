@@ -23,11 +23,11 @@ from serve_spec.serving.messages import (
     Failed,
     News,
     Submission,
+    decode,
     is_last,
 )
 from serve_spec.serving.replica import EngineReplica
 from serve_spec.serving.stats_actor import StatsUnavailable
-from serve_spec.serving.wire import decode
 from tests.serving.fake_engine import FakeLoop
 from tests.serving.fakes import request
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
-from serve_spec.serving.messages import Accepted, Failed, News, Refused, ReplicaRows
-from serve_spec.serving.wire import decode, encode
+from serve_spec.serving.messages import Accepted, Failed, News, Refused, ReplicaRows, decode, encode
 
 TEXTS = st.text(st.characters(), max_size=5)  # half surrogate pairs, too
 DELTAS = st.builds(
