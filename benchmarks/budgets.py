@@ -26,7 +26,7 @@ from serve_spec.bench.closed_loop import ClosedLoop, engine_beside
 from serve_spec.bench.report import append_row, environment
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundNotes
 from serve_spec.engine.llm import LLM
 

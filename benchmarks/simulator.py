@@ -25,7 +25,7 @@ from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.report import table
 from serve_spec.bench.trace import TraceSet
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import GREEDY, SAMPLED, Calibration, DecodeBatch, Reason, RoundSteps
 

@@ -11,7 +11,7 @@ from serve_spec.adaptive.settings import PolicySettings
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import NO_NOTES, DecodeBatch, Reason, RoundSteps
 

@@ -18,7 +18,7 @@ import numpy as np
 from serve_spec.adaptive.calibration import Floats
 from serve_spec.config.cost_surface import CostSurface
 from serve_spec.config.cost_table import CostTable, Grid
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 
 TABLE_ROUNDS = 4.0
 """Rounds that the table, or what is known of other cells, is worth."""

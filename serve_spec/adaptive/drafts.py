@@ -9,7 +9,7 @@ import numpy as np
 
 from serve_spec.adaptive.calibration import DraftCalibration, Floats
 from serve_spec.adaptive.rates import PRIOR_TRIALS, PositionRates, tallied
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import DraftColumns, StepRecord
 from serve_spec.core.round import AS_DRAWN
 

@@ -14,7 +14,7 @@ from serve_spec.config.adaptive_file import (
     parse_slot,
     slot_of,
 )
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 

@@ -20,7 +20,7 @@ from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.config.adaptive_file import slot_of
 from serve_spec.config.cost_table import CostTable
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundNotes, RoundSteps
 

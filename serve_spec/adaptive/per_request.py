@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from functools import partial
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 

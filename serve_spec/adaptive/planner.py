@@ -15,7 +15,7 @@ import numpy as np
 
 from serve_spec.adaptive.calibration import Floats
 from serve_spec.adaptive.costs import Costs, Work
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 BUDGETS = 16
 """Budgets that are weighed where no graphs are captured."""

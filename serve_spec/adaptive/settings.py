@@ -18,7 +18,7 @@ from serve_spec.config import SpeculativeConfig
 from serve_spec.config.adaptive_file import SlotConfig, load_slots
 from serve_spec.config.cost_table import CostTable
 from serve_spec.config.speculative import Strategy, parse_update
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 _FIELDS = {
     "speculative_adaptive": "adaptive",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from serve_spec.config.adaptive_file import SlotConfig
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 SMALL_TREES = {1: (DraftShape(4, 15, 4), DraftShape(6, 31, 4)), 9: ()}
 """Trees that goodput may choose though none are configured, by the least batch size."""

@@ -28,7 +28,7 @@ from serve_spec.bench.report import table
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.engine import SpecEngine

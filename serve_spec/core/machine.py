@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 import platform
+from functools import cache
 from pathlib import Path
+
+import torch
+
+
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Return whether `device` is a Hopper GPU, for which the small matrix products are tuned."""
+    return torch.cuda.get_device_capability(device)[0] == 9
 
 
 def cpu_model() -> str:

@@ -10,9 +10,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from serve_spec.core.draft_shape import PLAIN, DraftShape
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import SamplingParams
+from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.request import SamplingParams, TokenLogprob
 from serve_spec.core.round import AS_DRAWN, FROM_TEXT, GREEDY, SAMPLED, Calibration
 
 

@@ -10,7 +10,22 @@ from typing import NamedTuple
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.logprobs import MAX_LOGPROBS, TokenLogprob
+
+MAX_LOGPROBS = 20
+"""Most alternatives a request may ask for, as in the OpenAI API and vLLM."""
+
+
+class TokenLogprob(NamedTuple):
+    """A token, its natural log-probability, and the likeliest tokens at its position.
+
+    `rank` is 1 for the likeliest token; ties rank by token id. `top` holds (token id,
+    log-probability), likeliest first: as many as requested, or as the filters leave.
+    """
+
+    token_id: int
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...] = ()
 
 
 class FinishReason(StrEnum):

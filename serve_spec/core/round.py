@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TypeAlias
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 Calibration: TypeAlias = tuple[tuple[tuple[float, float], ...], ...]
 """How shares of drafts become chances, see `ops.admission`: (weight, bias) by kind and position.

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenLogprob
 
 
 @dataclass(eq=False)

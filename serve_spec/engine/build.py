@@ -17,9 +17,8 @@ from serve_spec.core.draft import TextDrafter
 from serve_spec.core.errors import CheckpointError
 from serve_spec.engine.costs import Clock, CostSource, cost_key
 from serve_spec.engine.draft_precision import draft_dtype, draft_weights
-from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.engine import SpecEngine, freeze_gc
 from serve_spec.engine.first_logits import check_first_logits
-from serve_spec.engine.garbage import freeze_gc
 from serve_spec.engine.profile import Measurement, measure_costs
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.kvcache.manager import KVCacheManager

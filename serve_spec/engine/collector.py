@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord
 from serve_spec.metrics import (
     RowCounts,

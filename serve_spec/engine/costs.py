@@ -25,7 +25,7 @@ from serve_spec.config.cost_table import (
     load_cost_table,
     write_cost_table,
 )
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.machine import cpu_model
 from serve_spec.engine.draft_precision import draft_weights
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from serve_spec.core.context import torch_dtype
-from serve_spec.core.gpu import is_hopper
+from serve_spec.core.machine import is_hopper
 from serve_spec.models.draft import DraftWeights
 
 # Default compute dtype for quantized weights.

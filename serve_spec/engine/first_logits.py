@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from serve_spec.core.draft_shape import PLAIN
+from serve_spec.core.draft import PLAIN
 from serve_spec.core.errors import BrokenLogits, CheckpointError
 from serve_spec.core.request import FinishReason, SamplingParams
 from serve_spec.core.round import RoundSteps

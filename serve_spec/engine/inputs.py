@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -12,8 +12,44 @@ from serve_spec.core.errors import InvalidRequest, TextTooLong
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence
-from serve_spec.engine.drawable import check_token_ids, held_token_ids
 from serve_spec.engine.tokenizer import Tokenizer
+
+
+def held_token_ids(
+    params: SamplingParams, eos_token_ids: Collection[int], num_ids: int
+) -> tuple[int, ...]:
+    """Return the tokens masked until `min_tokens`: end-of-text and stop tokens below `num_ids`."""
+    if not params.min_tokens:
+        return ()
+    return tuple(sorted(t for t in {*eos_token_ids, *params.stop_token_ids} if 0 <= t < num_ids))
+
+
+def check_token_ids(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
+    """Raise InvalidRequest if score edits name an unknown token, or leave no token.
+
+    held: see `held_token_ids`.
+    """
+    named: dict[str, Iterable[int]] = {
+        "logit_bias": params.logit_bias,
+        "allowed_token_ids": params.allowed_token_ids or (),
+        "bad_token_ids": params.bad_token_ids,
+    }
+    for field, token_ids in named.items():
+        unknown = next((t for t in token_ids if not 0 <= t < num_ids), None)
+        if unknown is not None:
+            raise InvalidRequest(field, unknown, f"token ids must be in [0, {num_ids})")
+    _check_some_left(params, held, num_ids)
+
+
+def _check_some_left(params: SamplingParams, held: Collection[int], num_ids: int) -> None:
+    if params.allowed_token_ids is not None:
+        left = set(params.allowed_token_ids) - set(params.bad_token_ids)
+        if not left - set(held):
+            fix = "bad_token_ids and min_tokens mask all of them; allow other tokens, too"
+            raise InvalidRequest("allowed_token_ids", f"<{len(params.allowed_token_ids)}>", fix)
+    elif len({*params.bad_token_ids, *held}) >= num_ids:
+        fix = "no token is left until min_tokens are generated; name fewer"
+        raise InvalidRequest("bad_token_ids", f"<{len(params.bad_token_ids)}>", fix)
 
 
 class EngineLimits(msgspec.Struct, frozen=True):

@@ -18,7 +18,7 @@ from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 import numpy as np
 
 from serve_spec.config.cost_table import Grid, TreeCosts
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch
 from serve_spec.engine.cost_grid import (
     Milliseconds,

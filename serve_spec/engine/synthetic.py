@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 

@@ -10,8 +10,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as HFTokenizer
 
 from serve_spec.core.errors import CheckpointError, TextTooLong
-from serve_spec.engine.max_token_bytes import max_token_bytes
-from serve_spec.engine.token_bytes import TokenToBytes
+from serve_spec.engine.token_bytes import TokenToBytes, max_token_bytes
 
 # A text with more characters per token than prose or code is counted in parts first.
 _USUAL_CHARS_PER_TOKEN = 8

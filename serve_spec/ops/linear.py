@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from serve_spec.core.gpu import is_hopper
+from serve_spec.core.machine import is_hopper
 from serve_spec.ops import linear_tiles
 from serve_spec.ops.activation import silu_and_mul
 from serve_spec.ops.dispatch import has_kernel

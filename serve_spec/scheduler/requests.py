@@ -3,14 +3,129 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from serve_spec.core.draft import TextDrafts
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter, TextDrafts
 from serve_spec.core.plan import EditedText, ScheduledRequest, WorkerLimits
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
+
+
+class TextDraftCache:
+    """Keeps what a text drafter proposed for each sequence, so it is asked once a step.
+
+    An id beyond the target's `vocab_size` becomes -1: the step counts it as a broken draft, and
+    its sequence stops drafting.
+    """
+
+    def __init__(self, drafter: TextDrafter, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+        self._chains: dict[str, tuple[int, ...]] = {}
+
+    def find(self, sequences: SequenceOf[Sequence], most: SequenceOf[int]) -> list[int]:
+        """Propose up to `most` drafts for each sequence. Return how many were found."""
+        for seq, count in zip(sequences, most, strict=True):
+            found = self.drafter.propose(seq.request_id, seq.token_ids, count)
+            self._chains[seq.request_id] = self._known(found)
+        return [len(self._chains[seq.request_id]) for seq in sequences]
+
+    def drafts(self, seq: Sequence, wanted: RequestDrafts) -> TextDrafts:
+        """Return the chain that was found, or a tree if one is wanted."""
+        if wanted.shape.is_chain:
+            return TextDrafts(self._chains[seq.request_id], match=self._match(seq))
+        tree = self.drafter.propose_tree(seq.request_id, seq.token_ids, wanted.shape)
+        return tree._replace(token_ids=self._known(tree.token_ids), match=self._match(seq))
+
+    def _match(self, seq: Sequence) -> int:
+        return self.drafter.match_length(seq.request_id)
+
+    def forget(self, request_id: str) -> None:
+        """Drop the state of a sequence that leaves the batch."""
+        self.drafter.forget(request_id)
+        self._chains.pop(request_id, None)
+
+    def _known(self, token_ids: tuple[int, ...]) -> tuple[int, ...]:
+        if not token_ids or max(token_ids) < self.vocab_size:
+            return token_ids
+        return tuple(token if token < self.vocab_size else -1 for token in token_ids)
+
+    def __len__(self) -> int:
+        """Return the number of sequences with drafts."""
+        return len(self._chains)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A sequence whose tokens are not computed from position `start` on."""
+
+    seq: Sequence
+    start: int
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that the target has not computed."""
+        return len(self.seq) - self.start
+
+
+def prefill_requests(
+    prompts: SequenceOf[Prompt], budget: int, *, chunked: bool
+) -> list[ScheduledRequest]:
+    """Return prefill chunks of prompts that hold pages, the oldest first, of `budget` tokens.
+
+    The first may exceed the budget, by one token or, without chunking, by the whole prompt.
+    Otherwise decoding requests could starve it.
+    """
+    reqs: list[ScheduledRequest] = []
+    for prompt in prompts:
+        seq, start, count = prompt.seq, prompt.start, prompt.num_pending
+        is_first = not reqs
+        if chunked:
+            count = min(count, max(budget, 1 if is_first else 0))
+        elif count > budget and not is_first:
+            count = 0
+        if count > 0 and seq.page_ids:
+            reqs.append(prefill_request(seq, start, count, samples=count == prompt.num_pending))
+            budget -= count
+    return reqs
+
+
+@dataclass(frozen=True)
+class PostponedChoice:
+    """Draft counts by request id. Requests may end or change places before the step is planned."""
+
+    steps: RoundSteps
+    row_steps: dict[str, int]
+    text_steps: dict[str, int] | None
+
+    @classmethod
+    def of(cls, steps: RoundSteps, batch: DecodeBatch) -> PostponedChoice:
+        """Return what the policy answered for `batch`."""
+        ids, from_text = batch.request_ids, steps.text_steps
+        return cls(
+            steps,
+            dict(zip(ids, wanted_steps(steps, batch), strict=True)),
+            None if from_text is None else dict(zip(ids, from_text, strict=True)),
+        )
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether the postponed step drafts."""
+        return any(self.row_steps.values()) or any((self.text_steps or {}).values())
+
+    def now(self, batch: DecodeBatch) -> RoundSteps:
+        """Return the same answer for the requests that are left."""
+        ids, from_text = batch.request_ids, self.text_steps
+        return replace(
+            self.steps,
+            row_steps=[self.row_steps.get(request_id, 0) for request_id in ids],
+            text_steps=None
+            if from_text is None
+            else [from_text.get(request_id, 0) for request_id in ids],
+        )
+
 
 SHORT_EXTEND = 32
 """Most missing draft KV entries whose tokens are sent for a request that does not draft."""

@@ -10,28 +10,28 @@ from itertools import islice
 from typing import NamedTuple
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft import TextDrafter
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape, TextDrafter
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
 from serve_spec.core.request import FinishReason
 from serve_spec.core.round import AS_DRAWN, DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.radix import PrefixHit
-from serve_spec.scheduler.choice import PostponedChoice
-from serve_spec.scheduler.prompts import Prompt, prefill_requests
 from serve_spec.scheduler.requests import (
+    PostponedChoice,
+    Prompt,
     RequestDrafts,
+    TextDraftCache,
     decode_request,
     extend_limit,
     fair_drafts,
     max_committed,
     missing_after,
     ngram_request,
+    prefill_requests,
     usable_budget,
     usable_steps,
 )
-from serve_spec.scheduler.text_drafts import TextDraftCache
 
 MIN_SHARED_TOKENS = 128
 """Fewest prompt tokens for which waiting for another request's prefill costs less than computing

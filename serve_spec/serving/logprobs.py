@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from typing_extensions import TypedDict  # Python 3.11's own is not enough for FastAPI's schema
 
-from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import TokenLogprob
 from serve_spec.engine.token_bytes import TokenBytes
 
 Spell: TypeAlias = Callable[[int], TokenBytes]

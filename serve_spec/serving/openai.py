@@ -22,8 +22,7 @@ from pydantic import (
 from serve_spec.config.base import unknown_key
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import MAX_GRAMMAR_CHARS
-from serve_spec.core.logprobs import MAX_LOGPROBS
-from serve_spec.core.request import SamplingParams, SpeculativeOptions
+from serve_spec.core.request import MAX_LOGPROBS, SamplingParams, SpeculativeOptions
 from serve_spec.serving import fields
 from serve_spec.serving.errors import ApiError
 from serve_spec.serving.fields import grammar_of

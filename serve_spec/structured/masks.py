@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat, takewhile
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,9 +13,97 @@ from numpy.typing import NDArray
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import ScheduledRequest
 from serve_spec.log import get_logger
-from serve_spec.structured.bans import Bans
 from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
-from serve_spec.structured.paths import Node, follow
+
+
+class Node(NamedTuple):
+    """A draft: whether it can be drawn where it stands, and what may be drawn after it (None:
+    anything, for nobody will look at it)."""
+
+    is_legal: bool
+    mask: Mask | None = None
+
+
+_ILLEGAL = Node(is_legal=False)
+_LAST = Node(is_legal=True)
+
+
+def follow(
+    matcher: Matcher,
+    root: Mask,
+    token_ids: Sequence[int],
+    parents: Sequence[int],
+    ends: Mask,
+    mask_at: Callable[[int], Mask],
+) -> list[Node]:
+    """One node per draft; the matcher is back where it was, unless it has a `problem` now.
+
+    root: what may be drawn at the root. ends: the tokens that end a text; a draft of one, or of -1
+    (no token), is the last of its path.
+    token_ids, parents: of each draft, parents before children, -1 for the root.
+    mask_at: what may be drawn where the matcher stands, so many drafts after the root.
+    """
+    nodes: list[Node] = []
+    path: list[int] = []
+    for number, (token, parent) in enumerate(zip(token_ids, parents, strict=True)):
+        before = root if parent < 0 else nodes[parent].mask
+        if before is None or matcher.problem or not (token < 0 or allows(before, token)):
+            nodes.append(_ILLEGAL)
+        elif token < 0 or allows(ends, token):
+            nodes.append(_LAST)
+        else:
+            path = _move(matcher, path, [*_ancestors(parents, parent), number], token_ids)
+            nodes.append(Node(is_legal=True, mask=mask_at(len(path))))
+    if not matcher.problem:
+        matcher.go_back(len(path))
+    return nodes
+
+
+def allows(mask: Mask, token: int) -> bool:
+    """Whether the mask has the token."""
+    return bool(mask[token >> 5] >> (token & 31) & 1)
+
+
+def _ancestors(parents: Sequence[int], node: int) -> list[int]:
+    """From the root's child down to the node itself."""
+    found = []
+    while node >= 0:
+        found.append(node)
+        node = parents[node]
+    return found[::-1]
+
+
+def _move(matcher: Matcher, old: list[int], new: list[int], token_ids: Sequence[int]) -> list[int]:
+    """Brings the matcher from the end of one path to the end of another, which it returns."""
+    same = 0
+    while same < min(len(old), len(new)) and old[same] == new[same]:
+        same += 1
+    matcher.go_back(len(old) - same)
+    matcher.advance([token_ids[node] for node in new[same:]])
+    return new
+
+
+class Bans:
+    """`bad_token_ids`, `allowed_token_ids` and `min_tokens` of one request, as masks.
+
+    A grammar is the stronger: where they rule out everything that it allows, they yield. So a text
+    that is complete may end before `min_tokens`.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, row: ScheduledRequest) -> None:
+        params = row.params
+        self._always = compiler.mask_of(params.bad_token_ids)
+        if params.allowed_token_ids is not None:
+            self._always |= ~compiler.mask_of(params.allowed_token_ids)
+        self._held = compiler.mask_of(() if row.edited is None else row.edited.held_ids)
+        self._min_tokens = params.min_tokens
+
+    def off(self, mask: Mask, num_generated: int) -> Mask:
+        """What is left of a mask after so many tokens: never nothing."""
+        is_early = num_generated < self._min_tokens
+        left = mask & ~(self._always | self._held if is_early else self._always)
+        return left if np.any(left) else mask
+
 
 logger = get_logger(__name__)
 

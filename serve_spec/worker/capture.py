@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.log import get_logger
 from serve_spec.ops import admission
 from serve_spec.parallel.group import SINGLE, TensorParallel

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import DraftHead
 from serve_spec.ops import draft_tree, draw
@@ -20,7 +20,7 @@ from serve_spec.ops import layout as token_layout
 from serve_spec.ops.draft_tree import Beam, root_beam
 from serve_spec.ops.layout import TokenLayout
 from serve_spec.ops.paged_attention import AttentionPlan
-from serve_spec.worker.attention import SlotAttention
+from serve_spec.worker.forward import SlotAttention
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
 

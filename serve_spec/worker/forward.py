@@ -2,24 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext
+from serve_spec.core.context import ForwardContext, Rotation, TokenIndex
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.models.draft import FeatureCapture
 from serve_spec.models.llama import Llama
-from serve_spec.ops import acceptance, kv_move
+from serve_spec.ops import acceptance, kv_move, paged_attention, rotary
 from serve_spec.ops import layout as token_layout
 from serve_spec.ops.acceptance import AcceptedPath, num_bits
 from serve_spec.ops.layout import TokenLayout
 from serve_spec.ops.paged_attention import MAX_TREE_ROWS, AttentionKind, AttentionPlan
-from serve_spec.worker.attention import SlotAttention
 from serve_spec.worker.graphs import StepSize
 from serve_spec.worker.step_buffers import StepBuffers
+
+
+class SlotAttention:
+    """A `LayerAttention` whose layout is in device tensors, so that a CUDA graph can replay it.
+
+    kinds: how each layer attends. slots: int64 [T], KV slots of the tokens; padding tokens write to
+    a scratch slot. queries: the tokens that attend, as in `plan`; None: all.
+    """
+
+    def __init__(
+        self,
+        pool: PagedKVPool,
+        kinds: Sequence[AttentionKind],
+        slots: Tensor,
+        plan: AttentionPlan,
+        queries: TokenIndex | None = None,
+    ) -> None:
+        self._pool = pool
+        self._kinds = kinds
+        self._slots = slots
+        self._plan = plan
+        self._queries = queries
+
+    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        """See `LayerAttention`: [T, num_heads + 2·kv_heads, d] -> [R, num_heads, d]."""
+        keys, values = self._pool.keys[layer], self._pool.values[layer]
+        num_heads = heads.shape[-2] - 2 * keys.shape[1]
+        query = rotary.rotate_and_store(heads, rotation, self._slots, keys, values, num_heads)
+        if self._queries is not None:
+            query = query[self._queries]
+        if not len(query):
+            return query
+        return paged_attention.paged_attention(query, keys, values, self._plan, self._kinds[layer])
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.plan import ScheduledBatch, ScheduledRequest
+from serve_spec.core.request import TokenLogprob
 from serve_spec.ops.draw import DrawParams
 from serve_spec.ops.logprobs import score_in_slices
 from serve_spec.ops.transfer import to_device

@@ -7,14 +7,36 @@ of several occurrences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 
 from serve_spec.config import SpeculativeConfig
-from serve_spec.core.draft import TextDrafts
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape, TextDrafts
 from serve_spec.worker.corpus import Corpus, load_corpus
-from serve_spec.worker.text_trees import branched
+
+
+def branched(
+    continuations: Iterable[Sequence[int]], topk: int, num_draft_tokens: int
+) -> TextDrafts:
+    """Return the trie of `continuations`, cut to `num_draft_tokens` tokens of `topk` children."""
+    token_ids: list[int] = []
+    parents: list[int] = []
+    children: list[dict[int, int]] = [{}]
+    for continuation in continuations:
+        parent = 0
+        for token in continuation:
+            if token not in children[parent]:
+                if len(children[parent]) == topk or len(token_ids) == num_draft_tokens:
+                    break
+                token_ids.append(token)
+                parents.append(parent)
+                children[parent][token] = len(token_ids)
+                children.append({})
+            parent = children[parent][token]
+        if len(token_ids) == num_draft_tokens:
+            break
+    return TextDrafts(tuple(token_ids), tuple(parents))
+
 
 BRANCHING_PLACES = 16
 """Most occurrences that a tree takes continuations from; each costs the host about 2 µs."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, WorkerLimits
 from serve_spec.parallel.followers import Followers
 from serve_spec.worker.capture import SpecRuntimeState

@@ -14,7 +14,7 @@ import torch
 from serve_spec import LLM
 from serve_spec.adaptive import PolicySettings
 from serve_spec.config import ServeSpecConfig
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch, ScheduledRequest
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import RequestOutput, SamplingParams, TokenDelta

@@ -12,7 +12,7 @@ from torch import Tensor
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.kvcache.pool import PagedKVPool
 from serve_spec.ops.paged_attention import AttentionPlan
-from serve_spec.worker.attention import SlotAttention
+from serve_spec.worker.forward import SlotAttention
 
 
 class PagedSequences:

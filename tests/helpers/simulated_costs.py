@@ -11,7 +11,7 @@ from functools import cache
 
 from benchmarks.simulator import RoundCosts, RoundShape
 from serve_spec.config.cost_table import FORMAT_VERSION, CostTable, TreeCosts
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepTimes
 from tests.helpers.costs import KEY
 

@@ -17,8 +17,7 @@ import pytest
 import torch
 
 from serve_spec import LLM, SamplingParams
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import SpeculationStats, TokenDelta
+from serve_spec.core.request import SpeculationStats, TokenDelta, TokenLogprob
 from serve_spec.engine.output import OutputProcessor
 from tests.helpers.checkpoints import (
     make_eagle,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import TokenLogprob
 
 
 def entry_of(before: Sequence[int], token: int, num_top: int) -> TokenLogprob:

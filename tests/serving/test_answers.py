@@ -9,8 +9,7 @@ import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
 from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.serving.answers import (
     AnswerFormat,

@@ -6,8 +6,7 @@ import asyncio
 
 import pytest
 
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import FinishReason, TokenDelta
+from serve_spec.core.request import FinishReason, TokenDelta, TokenLogprob
 from serve_spec.serving.batching import ItemStream
 from serve_spec.serving.errors import ApiError, ClientTooSlow, no_replica
 from serve_spec.serving.messages import Accepted, Withdrawn, merged

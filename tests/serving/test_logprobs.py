@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.request import TokenLogprob
 from serve_spec.engine.token_bytes import TokenBytes
 from serve_spec.serving.logprobs import (
     CompletionLogprobs,

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
 from serve_spec.serving.messages import Accepted, Failed, News, Refused, ReplicaRows, decode, encode
 
 TEXTS = st.text(st.characters(), max_size=5)  # half surrogate pairs, too

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import RoundNotes
 from serve_spec.metrics import (

@@ -9,7 +9,7 @@ from typing import Any
 
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.config.adaptive_file import PRESETS
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 OFF = "off"
 ADAPTIVE_ARMS = ("ema", "ema-aggressive", "per-request", "goodput", "goodput-chains")

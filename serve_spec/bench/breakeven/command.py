@@ -27,7 +27,7 @@ from serve_spec.bench.throughput import (
 )
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostTable, load_cost_table
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 _COLUMNS = ["batch", "K", "tokens/round", "ms/round", "x off", "pays from rate"]
 _TIMES = ("draft_ms", "target_ms", "verify_ms_per_row", "batch_size")

@@ -33,7 +33,7 @@ from serve_spec.bench.tune.trees import swept_trees
 from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.root import parse_override
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.engine.costs import code_version, fingerprint
 from serve_spec.engine.llm import LLM
 

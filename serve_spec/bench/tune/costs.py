@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostKey, load_cost_table, write_cost_table
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.engine.costs import as_table, cost_key
 from serve_spec.engine.llm import LLM
 from serve_spec.engine.profile import finish, measure_costs

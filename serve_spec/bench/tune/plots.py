@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from serve_spec.bench.tune.cells import Cell, label
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 
 
 def plot_tune(result: Mapping[str, Any], path: Path) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 from serve_spec.bench.tune.cells import Cell, label
-from serve_spec.core.draft_shape import PLAIN
+from serve_spec.core.draft import PLAIN
 
 AdaptiveFile: TypeAlias = dict[str, dict[str, Any]]
 """What `config.adaptive_file` reads: candidate steps, and trees, by the lower bound of the batch

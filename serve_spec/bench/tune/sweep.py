@@ -14,7 +14,7 @@ from serve_spec.bench.phases import TextKind, shuffled
 from serve_spec.bench.tune.cells import Cell, CellFile
 from serve_spec.bench.workload import held_out_prompts
 from serve_spec.config import ConfigError
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.core.sequence import Sequence as TextSequence
 from serve_spec.engine.engine import SpecEngine

@@ -8,7 +8,7 @@ from serve_spec.adaptive import PolicySettings
 from serve_spec.adaptive.trees import ladder
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.speculative import MAX_TREE_ROWS, most_tree_rows
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 
 def swept_trees(

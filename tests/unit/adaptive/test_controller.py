@@ -18,7 +18,7 @@ from serve_spec.adaptive.controller import FALLBACK_ROUNDS
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.round import Reason
 from tests.helpers.rounds import decode_batch, verified_round
 from tests.helpers.simulated_costs import GPU_8B, recorded_table

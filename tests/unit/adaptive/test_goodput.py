@@ -25,7 +25,7 @@ from serve_spec.adaptive.rates import PositionRates
 from serve_spec.adaptive.speed_guard import SpeedGuard
 from serve_spec.bench.phases import Phase
 from serve_spec.bench.trace import load_traces
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes
 from serve_spec.core.round import Reason
 from tests.helpers.rounds import decode_batch, verified_round

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from serve_spec.adaptive import AdaptiveSpeculator
 from serve_spec.adaptive.per_request import PerRequestPolicy
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from tests.helpers.rounds import decode_batch
 
 verifications = st.integers(0, 8).flatmap(lambda k: st.tuples(st.just(k), st.integers(0, k)))

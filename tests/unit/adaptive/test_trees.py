@@ -14,7 +14,7 @@ from serve_spec.adaptive.trees import SMALL_TREES, candidates, ladder, of_depth
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.base import judge
-from serve_spec.core.draft_shape import PLAIN, DraftShape, most_drafts
+from serve_spec.core.draft import PLAIN, DraftShape, most_drafts
 from tests.helpers.rounds import decode_batch, verified_round
 
 TOPK = 4

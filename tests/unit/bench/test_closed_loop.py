@@ -10,7 +10,7 @@ import pytest
 
 from serve_spec.bench.closed_loop import ClosedLoop, MeasuredRound, engine_beside, run_phase
 from serve_spec.bench.phases import TextKind, TextRequest
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import SwitchingController, llm_maker, make_pair
 

@@ -23,7 +23,7 @@ from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.bench.phases import Phase, TextKind
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
 from serve_spec.scheduler.requests import fair_drafts

@@ -27,7 +27,7 @@ from serve_spec.bench.trace import (
     save_traces,
 )
 from serve_spec.config import ConfigError
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.engine.engine import SpecEngine
 from tests.helpers.engines import MakeLLM, llm_maker, make_pair
 from tests.helpers.simulated_costs import TWO_CPU_CORES

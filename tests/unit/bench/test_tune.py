@@ -18,7 +18,7 @@ from serve_spec.bench.tune.report import adaptive_config, best_cells, markdown, 
 from serve_spec.config import ConfigError
 from serve_spec.config.adaptive_file import load_slots
 from serve_spec.config.cost_table import load_cost_table
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.llm import LLM
 from tests.unit.bench.configs import write_config

@@ -14,7 +14,7 @@ from serve_spec.adaptive import PolicySettings
 from serve_spec.bench.tune.trees import swept_trees
 from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.base import judge
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 
 
 def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> SpeculativeConfig:

@@ -14,8 +14,7 @@ from torch import Tensor
 from serve_spec import LLM
 from serve_spec.config import SpeculativeConfig
 from serve_spec.config.algorithms import ALGORITHMS, Algorithm
-from serve_spec.core.draft import TextDrafts
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape, TextDrafts
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import SamplingParams
 from tests.helpers.engines import MakeLLM, heard_steps, texts

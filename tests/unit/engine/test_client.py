@@ -13,13 +13,13 @@ from msgspec import Raw
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.core.logprobs import TokenLogprob
 from serve_spec.core.record import StepRecord
 from serve_spec.core.request import (
     FinishReason,
     SamplingParams,
     SpeculativeOptions,
     TokenDelta,
+    TokenLogprob,
 )
 from serve_spec.engine.client import TokenStream
 from serve_spec.engine.messages import NewRequest, hang_up
@@ -159,9 +159,8 @@ def test_a_dead_engine_tells_every_stream_and_the_health_check(
     monkeypatch.setattr(loop.engine.worker, "submit", explode)
 
     async def scenario() -> None:
-        stream = await loop.submit(PROMPT, params(), "1")
-        with pytest.raises(RuntimeError, match="device lost"):
-            await collect(stream)
+        with pytest.raises(RuntimeError, match="device lost"):  # it may die before this returns
+            await collect(await loop.submit(PROMPT, params(), "1"))
         with pytest.raises(RuntimeError, match="device lost"):
             loop.check_health()
         with pytest.raises(RuntimeError, match="device lost"):

@@ -16,7 +16,7 @@ import torch
 
 import serve_spec
 from serve_spec.config.cost_table import CostKey, CostTable, load_cost_table, write_cost_table
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.engine.costs import (
     _STEP_PACKAGES,
     Clock,

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from serve_spec import LLM
 from serve_spec.core.errors import InvalidRequest
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams
+from serve_spec.core.request import FinishReason, RequestOutput, SamplingParams, TokenLogprob
 from tests.helpers.checkpoints import EOS_ID, VOCAB
 from tests.helpers.engines import MakeLLM, Pair
 from tests.helpers.plain_edits import edited

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from serve_spec.engine.garbage import GC_THRESHOLD, freeze_gc, unfreeze_gc
+from serve_spec.engine.engine import GC_THRESHOLD, freeze_gc, unfreeze_gc
 
 
 @pytest.fixture(autouse=True)

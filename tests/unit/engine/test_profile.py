@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from serve_spec.config.root import leaf_sections
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest
 from serve_spec.engine.profile import MeasuredCosts, Measurement, finish, measure_costs
 from serve_spec.engine.synthetic import Point, SyntheticPlans

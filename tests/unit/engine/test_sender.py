@@ -10,8 +10,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.logprobs import TokenLogprob
-from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta
+from serve_spec.core.request import FinishReason, SpeculationStats, TokenDelta, TokenLogprob
 from serve_spec.engine.messages import EngineMessage, Reply, decode_message, encode, hang_up, merge
 from serve_spec.engine.sender import Sender
 

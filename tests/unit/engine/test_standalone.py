@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from serve_spec import LLM
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.layers.int4_weight import int4_works
 from serve_spec.layers.int8_weight import int8_works

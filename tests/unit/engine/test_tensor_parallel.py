@@ -20,7 +20,7 @@ import pytest
 from torch import Tensor
 
 from serve_spec import LLM
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.request import RequestOutput, SamplingParams

@@ -16,8 +16,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import serve_spec
 from serve_spec.core.errors import CheckpointError, TextTooLong
 from serve_spec.engine import tokenizer as module
-from serve_spec.engine.max_token_bytes import max_token_bytes
-from serve_spec.engine.token_bytes import TokenBytes, TokenToBytes
+from serve_spec.engine.token_bytes import TokenBytes, TokenToBytes, max_token_bytes
 from serve_spec.engine.tokenizer import Tokenizer
 from tests.helpers.checkpoints import BOS_ID, make_tokenizer
 from tests.serving.texts import BOS, EOS, THINK, TURN, write_text_files

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.core.draft_shape import most_drafts
+from serve_spec.core.draft import most_drafts
 from serve_spec.ops import draft_tree
 from serve_spec.ops.draft_tree import choose_drafts, grow_beam, likeliest_children, root_beam
 from tests.helpers.memory import poisoned_memory

@@ -6,10 +6,9 @@ from collections.abc import Iterator
 import pytest
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft_shape import DraftShape
-from serve_spec.core.logprobs import TokenLogprob
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, ScheduledBatch, ScheduledRequest, WorkerLimits
-from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculativeOptions, TokenLogprob
 from serve_spec.core.round import DecodeBatch, RoundSteps
 from serve_spec.core.sequence import Sequence
 from serve_spec.kvcache.manager import KVCacheManager

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from serve_spec.config import SchedulerConfig
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import (
     BatchResult,

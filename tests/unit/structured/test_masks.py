@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.grammar import Grammar
 from serve_spec.core.plan import EditedText, ScheduledRequest
 from serve_spec.core.request import SamplingParams

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from serve_spec.core.grammar import Grammar
 from serve_spec.structured.compiler import Mask
-from serve_spec.structured.paths import allows, follow
+from serve_spec.structured.masks import allows, follow
 from tests.helpers.checkpoints import EOS_ID
 from tests.helpers.grammars import PARENTHESES, byte_compiler, ids_of
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.grammar import Grammar
-from serve_spec.structured.schema import MAX_DEPTH, MAX_REMAINDERS, checked_schema
+from serve_spec.structured.compiler import MAX_DEPTH, MAX_REMAINDERS, checked_schema
 
 
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=4), st.integers(0, 3))

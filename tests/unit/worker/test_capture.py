@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from serve_spec import LLM
-from serve_spec.core.draft_shape import PLAIN, DraftShape
+from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine import build
 from serve_spec.worker.capture import MAX_CAPTURED_PROMPT_TOKENS, WIDE_EXTEND, CapturedShapes

@@ -6,7 +6,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.core.draft_shape import DraftShape
+from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import EditedText, ScheduledBatch, ScheduledRequest
 from serve_spec.core.request import SamplingParams
 from serve_spec.worker.plan_delta import PlanDecoder, PlanEncoder

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from serve_spec.core.draft import TextDrafts
-from serve_spec.worker.text_trees import branched
+from serve_spec.worker.ngram import branched
 
 CONTINUATIONS = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=5).map(tuple), max_size=8)
 TOPK = st.integers(1, 4)
