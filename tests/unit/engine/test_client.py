@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -61,9 +62,15 @@ def params(**changes: Any) -> SamplingParams:
 
 
 def pages_in_use(loop: LocalEngine) -> int:
-    cache = loop.snapshot()["kv"]
-    assert isinstance(cache, dict)
-    return int(cache["total_pages"] - cache["free_pages"])
+    """Return the pages in use once a snapshot says none, or after ten seconds."""
+    for _ in range(100):
+        cache = loop.snapshot()["kv"]
+        assert isinstance(cache, dict)
+        num_pages = int(cache["total_pages"] - cache["free_pages"])
+        if num_pages == 0:
+            break
+        time.sleep(0.1)  # an engine sends a snapshot a second
+    return num_pages
 
 
 def test_streams_that_run_together_say_what_each_says_alone(
