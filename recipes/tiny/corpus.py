@@ -20,8 +20,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import cast
 
-from serve_spec.training.licences import judge
-from serve_spec.training.settings import CorpusLimits
+from recipes.tiny.licences import judge
+from recipes.tiny.settings import CorpusLimits
 
 STDLIB = "python-standard-library"
 # Copies of other people's packages: their licence is not the one the distribution declares.

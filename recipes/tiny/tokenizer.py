@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from serve_spec.training.settings import EOS_ID, EOS_TOKEN
+from recipes.tiny.settings import EOS_TOKEN
+from serve_spec.training.settings import EOS_ID
 
 _BATCH_DOCUMENTS = 2000
 
