@@ -1,8 +1,9 @@
-"""The decoder layer targets and drafts share."""
+"""The decoder layer that targets and drafts share, and its compilation."""
 
 from __future__ import annotations
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from serve_spec.core.context import ForwardContext, Rotation
 from serve_spec.layers.attention import Attention, AttentionShape
@@ -92,3 +93,30 @@ def attention_shape(shape: ModelShape, in_features: int) -> AttentionShape:
         qk_norm=shape.qk_norm,
         rms_norm_eps=shape.rms_norm_eps,
     )
+
+
+_REGIONS = ("before_attention", "after_attention")
+
+# Compiled variants of one region, over all models of a process. Above it a region runs eagerly, on
+# our kernels; torch's default of 8 is too few for a target and a draft.
+_MAX_COMPILED = 64
+
+
+def compile_layers(model: object, backend: str = "inductor") -> None:
+    """Compile the regions of all decoder layers of `model`, in place.
+
+    A region is everything before a layer's attention, or everything after it; the compiler traces
+    the reference implementations of `ops`. It is compiled when it first runs: once for one token
+    and once for any larger number (each again for inputs made outside inference mode), and equal
+    layers share the code. No CUDA graphs are made here, so that a stage can be captured around the
+    compiled code. backend: of torch.compile; inductor cannot compile `Linear` on CPUs.
+    """
+    assert isinstance(model, nn.Module), "models are made of layers"
+    torch._dynamo.config.recompile_limit = _MAX_COMPILED
+    # An epsilon is a constant; `dynamic` is meant for tokens, and would make it an input.
+    torch._dynamo.config.specialize_float = True
+    for layer in model.modules():
+        if all(hasattr(layer, region) for region in _REGIONS):
+            for region in _REGIONS:
+                written = getattr(layer, region)
+                setattr(layer, region, torch.compile(written, dynamic=True, backend=backend))

@@ -15,7 +15,7 @@ from serve_spec.layers.int8_weight import Int8Weight, int8_works
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftOptions
+from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
 

@@ -13,27 +13,24 @@ import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.models.draft_file import DraftFile, DraftOptions, read_draft
-from serve_spec.models.draft_shape import layer_shape
-from serve_spec.models.eagle import READ_ELSEWHERE as EAGLE_ELSEWHERE
-from serve_spec.models.eagle import make_eagle
-from serve_spec.models.eagle3 import READ_ELSEWHERE as EAGLE3_ELSEWHERE
-from serve_spec.models.eagle3 import make_eagle3
-from serve_spec.models.eagle3_shape import (
+from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, read_draft
+from serve_spec.models.draft_probe import TRAINER_THETA
+from serve_spec.models.draft_shape import (
     aux_layers_mean,
     both_readings,
     capture_layers,
     configured_ids,
     convention,
+    layer_shape,
     switch,
 )
-from serve_spec.models.expansion import open_weights
+from serve_spec.models.eagle import EAGLE3_ELSEWHERE, EAGLE_ELSEWHERE, make_eagle, make_eagle3
 from serve_spec.models.llama import Llama
 from serve_spec.models.medusa import READ_ELSEWHERE as MEDUSA_ELSEWHERE
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
-from serve_spec.models.theta_probe import TRAINER_THETA
+from serve_spec.models.upscale import open_weights
 
 Facts = dict[str, str]
 

@@ -20,8 +20,8 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
-from serve_spec.models.draft_ids import TOKEN_MAP, read_token_map
+from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
+from serve_spec.models.draft_shape import TOKEN_MAP, read_token_map
 from serve_spec.models.llama import FeatureCapture, Llama
 
 _log = get_logger(__name__)

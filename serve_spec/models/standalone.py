@@ -12,11 +12,9 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftOptions, open_draft
-from serve_spec.models.llama import Llama
+from serve_spec.models.draft_checkpoint import DraftOptions, check_same_tokens, open_draft
+from serve_spec.models.llama import Llama, load_target
 from serve_spec.models.shape import ModelShape
-from serve_spec.models.target import load_target
-from serve_spec.models.vocabulary import check_same_tokens
 
 _log = get_logger(__name__)
 

@@ -13,9 +13,8 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models import FeatureCapture, Llama, ModelShape
 from serve_spec.models.draft import DraftHead
-from serve_spec.models.eagle import Eagle
-from serve_spec.models.eagle3 import Eagle3
-from serve_spec.models.eagle3_shape import Eagle3Shape, capture_layers
+from serve_spec.models.draft_shape import Eagle3Shape, capture_layers
+from serve_spec.models.eagle import Eagle, Eagle3
 from serve_spec.models.medusa import Medusa, MedusaShape
 from serve_spec.models.shape import read_json
 from serve_spec.training.settings import Recipe

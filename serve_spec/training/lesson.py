@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve_spec.models import FeatureCapture, Llama
-from serve_spec.models.eagle3_shape import capture_layers
+from serve_spec.models.draft_shape import capture_layers
 from serve_spec.training.attention import causal_context
 from serve_spec.training.loop import compiled
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from serve_spec.layers.module import Layer, tensor_defaults
 from serve_spec.models import Llama, ModelShape
-from serve_spec.models.expansion import open_weights
+from serve_spec.models.upscale import open_weights
 
 
 @dataclass(frozen=True)

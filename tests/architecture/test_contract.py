@@ -50,7 +50,7 @@ CONFINED = {
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
     "pydantic": ["config/", "serving/openai.py"],
-    "transformers": ["engine/tokenizer.py", "models/shape.py"],
+    "transformers": ["engine/tokenizer.py"],
     "llguidance": ["structured/compiler.py"],
     "msgspec": ["engine/"],
     "safetensors": ["models/weights.py"],

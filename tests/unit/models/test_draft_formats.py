@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
-from serve_spec.models.draft_file import draft_family, open_draft_file, read_draft
-from serve_spec.models.eagle3_shape import capture_layers, convention
+from serve_spec.models.draft_checkpoint import draft_family, open_draft_file, read_draft
+from serve_spec.models.draft_shape import capture_layers, convention
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,

@@ -10,8 +10,8 @@ import torch
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import Llama, load_target
+from serve_spec.models.draft_checkpoint import read_vocabulary
 from serve_spec.models.standalone import load_standalone
-from serve_spec.models.vocabulary import read_vocabulary
 from tests.helpers.checkpoints import make_eagle, make_target
 from tests.helpers.paged import PagedSequences
 

@@ -15,11 +15,10 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import DraftHead, FeatureCapture, Llama, ModelShape, load_draft, load_target
-from serve_spec.models.command import main
-from serve_spec.models.draft_file import draft_family, open_draft_file
-from serve_spec.models.eagle3_shape import num_draft_ids
-from serve_spec.models.expand import Size, expand_draft, expand_target, size_of
-from serve_spec.models.expansion import moved_layer, open_weights
+from serve_spec.models.draft_checkpoint import draft_family, open_draft_file
+from serve_spec.models.draft_shape import num_draft_ids
+from serve_spec.models.upscale import moved_layer, open_weights
+from serve_spec.models.upscale_command import Size, expand_draft, expand_target, main, size_of
 from tests.helpers.checkpoints import (
     VOCAB,
     make_eagle,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, Llama, load_target
-from serve_spec.models.draft_file import DraftOptions
+from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.medusa import Medusa, load_medusa
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import (

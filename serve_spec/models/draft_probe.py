@@ -25,8 +25,7 @@ from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
-from serve_spec.models.eagle import Eagle
-from serve_spec.models.eagle3 import Eagle3
+from serve_spec.models.eagle import Eagle, Eagle3
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
 
