@@ -14,16 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
-from serve_spec.layers.attention import Attention
 from serve_spec.layers.linear import Linear
-from serve_spec.layers.mlp import GatedMLP
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
-from serve_spec.models.decoder import DecoderLayer, attention_shape
+from serve_spec.models.decoder import DecoderLayer
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
 from serve_spec.models.draft_shape import (
     Eagle3Shape,
@@ -48,7 +46,7 @@ EAGLE3_ELSEWHERE = (*EAGLE_ELSEWHERE, "d2t", "t2d")
 
 
 class Eagle(Layer):
-    """See `DraftHead`. Uninitialised: `load_eagle` fills it.
+    """EAGLE-1 / EAGLE-2 head; see `DraftHead`. Uninitialised: `load_eagle` fills it.
 
     `fc_bias`, `input_norm` (a norm before the first layer's attention) and `own_head` follow from
     the tensors of the file.
@@ -85,11 +83,11 @@ class Eagle(Layer):
         )
 
     def encode(self, features: Tensor) -> Tensor:
-        """The feature is the hidden state: [T, H] -> [T, H]."""
+        """Return the features, which are the hidden states: [T, H] -> [T, H]."""
         return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] target ids, [T, H] -> [R, H]."""
+        """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
         stream = self.fc(torch.cat((embedded, hidden), dim=-1))
         residual: Tensor | None = None
@@ -102,11 +100,11 @@ class Eagle(Layer):
     __call__ = forward
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """[R, H] -> float32 [R, V], without a norm."""
+        """Return logits float32 [R, V] of hidden [R, H], without a norm."""
         return without_padding(self.lm_head(hidden.to(self.head_dtype)), self.num_ids)
 
     def tensors(self) -> dict[str, Destination]:
-        """The published names; what is shared with the target is not among them."""
+        """Return destinations by published name, without those shared with the target."""
         tensors = self.fc.tensors()
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -127,7 +125,7 @@ def load_eagle(path: Path | str, target: Llama, options: DraftOptions, dtype: to
 
 
 def make_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
-    """The head in `file` without its weights, on the target's device.
+    """Return the head in `file` without its weights, on the target's device.
 
     Raises:
         CheckpointError: a head for another target.
@@ -149,59 +147,34 @@ def make_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: tor
         )
 
 
-class Eagle3FirstLayer(Layer):
+class Eagle3FirstLayer(DecoderLayer):
     """A decoder layer whose attention reads the embedding beside the hidden state (2H wide)."""
 
+    inputs = 2
+
     def __init__(self, shape: Eagle3Shape) -> None:
-        super().__init__()
-        layers = shape.layers
-        hidden, eps = layers.hidden_size, layers.rms_norm_eps
+        super().__init__(shape.layers, index=0)
         self.norm_before_residual = shape.norm_before_residual
-        self.input_norm = RMSNorm(hidden, eps)
-        self.hidden_norm = RMSNorm(hidden, eps)
-        self.attention = Attention(attention_shape(layers, 2 * hidden), index=0)
-        self.post_attention_norm = RMSNorm(hidden, eps)
-        self.mlp = GatedMLP(hidden, layers.intermediate_size)
+        self.hidden_norm = RMSNorm(shape.layers.hidden_size, shape.layers.rms_norm_eps)
 
-    def forward(
-        self, embedded: Tensor, hidden: Tensor, rotation: Rotation, ctx: ForwardContext
-    ) -> tuple[Tensor, Tensor]:
-        """Both inputs [T, H] -> (last addend, residual stream before it) [R, H]: `DecoderLayer`."""
-        heads, residual = self.before_attention(embedded, hidden)
-        attended = self.attention.attend(heads, rotation, ctx)
-        residual = ctx.select_queries(residual)
-        if not len(residual):
-            return residual, residual
-        return self.after_attention(attended, residual)
+    def before_attention(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (the heads that attend, the residual stream).
 
-    __call__ = forward
-
-    def before_attention(self, embedded: Tensor, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """(the heads that attend, the residual stream)."""
-        normed = self.hidden_norm(hidden)
-        residual = normed if self.norm_before_residual else hidden
-        inputs = torch.cat((self.input_norm(embedded), normed), dim=-1)
-        return self.attention.heads(inputs), residual
-
-    def after_attention(self, attended: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """What `forward` returns, from what the heads saw, [T, heads·d]."""
-        projected = self.attention.output.addends(attended)
-        normed, residual = self.post_attention_norm.add(projected, residual)
-        return self.mlp(normed), residual
+        hidden: the token's embedding. residual: the hidden state. Both [T, H].
+        """
+        assert self.input_norm is not None
+        assert residual is not None, "a first layer of EAGLE-3 reads a hidden state"
+        normed = self.hidden_norm(residual)
+        inputs = torch.cat((self.input_norm(hidden), normed), dim=-1)
+        return self.attention.heads(inputs), normed if self.norm_before_residual else residual
 
     def tensors(self) -> dict[str, Destination]:
-        """The published names within `midlayer.` / `layers.0.`."""
-        return {
-            **prefixed("input_layernorm.", self.input_norm.tensors()),
-            **prefixed("hidden_norm.", self.hidden_norm.tensors()),
-            **prefixed("self_attn.", self.attention.tensors()),
-            **prefixed("post_attention_layernorm.", self.post_attention_norm.tensors()),
-            **prefixed("mlp.", self.mlp.tensors()),
-        }
+        """Return destinations by the published names within `midlayer.` / `layers.0.`."""
+        return {**super().tensors(), **prefixed("hidden_norm.", self.hidden_norm.tensors())}
 
 
 class Eagle3(Layer):
-    """See `DraftHead`. Uninitialised: `load_eagle3` fills it."""
+    """EAGLE-3 head; see `DraftHead`. Uninitialised: `load_eagle3` fills it."""
 
     def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
         super().__init__()
@@ -236,7 +209,7 @@ class Eagle3(Layer):
         )
 
     def encode(self, features: Tensor) -> Tensor:
-        """[T, F] -> [T, H]: optional norms, then fc."""
+        """Return fc of features [T, F] after optional norms: [T, H]."""
         features = features.to(self.dtype)
         if self.input_norm is not None:
             features = self.input_norm(features)
@@ -247,7 +220,7 @@ class Eagle3(Layer):
         return self.fc(features)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] target ids, [T, H] -> [R, H]."""
+        """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
         rotation = self.rope.at(ctx.positions)
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
         addend, residual = self.first_layer(embedded, hidden, rotation, ctx)
@@ -259,12 +232,12 @@ class Eagle3(Layer):
     __call__ = forward
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """[R, H] as `forward` returned it -> float32 [R, Vd]."""
+        """Return logits float32 [R, Vd] of hidden [R, H] as `forward` returned it."""
         normed = hidden if self.options.norm_output else self.norm(hidden)
         return without_padding(self.lm_head(normed), self.num_ids)
 
     def tensors(self) -> dict[str, Destination]:
-        """The published names, with `layers.0.` for `midlayer.`; no shared tensors, no id maps."""
+        """Return destinations by published name (`layers.0.` for `midlayer.`), without shared ones."""
         tensors = {**self.fc.tensors(), **prefixed("layers.0.", self.first_layer.tensors())}
         if self.input_norm is not None:
             tensors |= prefixed("input_norm.", self.input_norm.tensors())
@@ -309,7 +282,7 @@ def _fill(
 def make_eagle3(
     file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Eagle3:
-    """The head in `file` without its weights, on the target's device.
+    """Return the head in `file` without its weights, on the target's device.
 
     Raises:
         CheckpointError: a head for another target, or id maps that contradict each other.

@@ -12,66 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.causal import CausalAttention, Rows
 from serve_spec.models import ModelShape
-
-
-class _Rows:
-    """Split, rotate and join heads of B rows."""
-
-    def __init__(self, shape: ModelShape, num_rows: int) -> None:
-        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
-        self.num_rows = num_rows
-
-    def split(self, heads: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Return rotated queries and keys, and values: each [B, heads, T, D]."""
-        rows = heads.unflatten(0, (self.num_rows, -1)).transpose(1, 2)
-        # All rows have the same positions.
-        positions = rotation.positions[: rows.shape[2]]
-        cos, sin = (table[positions, 0] for table in (rotation.cos_table, rotation.sin_table))
-        num_kv = self.num_kv_heads
-        query, key, value = rows.split((self.num_heads, num_kv, num_kv), dim=1)
-        return _rotate(query, cos, sin), _rotate(key, cos, sin), value
-
-    def join(self, attended: Tensor) -> Tensor:
-        """Return attended heads [B, heads, T, D] as [B·T, heads, D]."""
-        return attended.transpose(1, 2).flatten(0, 1)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate in float32; the first half of every row of `sin` is negated."""
-    wide = x.float()
-    return (wide * cos + wide.roll(x.shape[-1] // 2, dims=-1) * sin).to(x.dtype)
-
-
-class CausalAttention(_Rows):
-    """Causal attention of whole rows; `cache` receives (keys, values) per layer."""
-
-    def __init__(
-        self,
-        shape: ModelShape,
-        num_rows: int,
-        cache: list[tuple[Tensor, Tensor]] | None = None,
-    ) -> None:
-        super().__init__(shape, num_rows)
-        self._cache = cache
-        self._window = shape.sliding_window
-
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
-        """Return [B·T, heads, D]; see `LayerAttention`."""
-        query, key, value = self.split(heads, rotation)
-        if self._cache is not None:
-            self._cache.append((key, value))
-        mask = None if self._window is None else _window_mask(query, self._window)
-        attended = F.scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=True
-        )
-        return self.join(attended)
-
-
-def _window_mask(query: Tensor, window: int) -> Tensor:
-    place = torch.arange(query.shape[2], device=query.device)
-    distance = place[:, None] - place
-    return (distance >= 0) & (distance < window)
 
 
 class UnrollCache(NamedTuple):
@@ -86,7 +28,7 @@ class UnrollCache(NamedTuple):
     own_v: Tensor
 
 
-class UnrolledAttention(_Rows):
+class UnrolledAttention(Rows):
     """Attention of one unroll step of a one-layer draft; see `unroll.py`.
 
     `cache`: None at step 0; `run` replaces it. `live` [S]: the places of `own_k` that count.
@@ -95,7 +37,7 @@ class UnrolledAttention(_Rows):
     def __init__(
         self, shape: ModelShape, num_rows: int, cache: UnrollCache | None, live: Tensor
     ) -> None:
-        super().__init__(shape, num_rows)
+        super().__init__(num_rows, shape.num_heads, shape.num_kv_heads)
         self.cache = cache
         self._live = live
 
@@ -148,12 +90,12 @@ def attend(
     return attended.to(q.dtype).flatten(1, 2)
 
 
-class CachedAttention(_Rows):
+class CachedAttention(Rows):
     """Attention of one new token per row over a static cache; see `sampling.py`."""
 
     def __init__(self, shape: ModelShape, keys: Tensor, values: Tensor, place: int) -> None:
         """Take keys and values [layers, B, kv_heads, length, D], filled up to `place`."""
-        super().__init__(shape, keys.shape[1])
+        super().__init__(keys.shape[1], shape.num_heads, shape.num_kv_heads)
         self._keys, self._values, self._place = keys, values, place
         self._first = max(0, place + 1 - shape.sliding_window) if shape.sliding_window else 0
 
@@ -175,8 +117,12 @@ def row_positions(num_rows: int, row_tokens: int, device: torch.device, first: i
     return torch.arange(first, first + row_tokens, device=device).repeat(num_rows)
 
 
-def causal_context(shape: ModelShape, tokens: Tensor) -> ForwardContext:
-    """Return the context of whole rows `tokens` [B, T] from position 0."""
+def causal_context(
+    shape: ModelShape, tokens: Tensor, cache: list[tuple[Tensor, Tensor]] | None = None
+) -> ForwardContext:
+    """Return the context of whole rows `tokens` [B, T] from position 0; see `CausalAttention`."""
     num_rows, row_tokens = tokens.shape
-    positions = row_positions(num_rows, row_tokens, tokens.device)
-    return ForwardContext(positions, CausalAttention(shape, num_rows))
+    attention = CausalAttention(
+        num_rows, shape.num_heads, shape.num_kv_heads, shape.sliding_window, cache
+    )
+    return ForwardContext(row_positions(num_rows, row_tokens, tokens.device), attention)

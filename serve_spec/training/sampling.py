@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from serve_spec.core.context import ForwardContext
 from serve_spec.models import Llama
-from serve_spec.training.attention import CachedAttention, CausalAttention, row_positions
+from serve_spec.training.attention import CachedAttention, causal_context, row_positions
 from serve_spec.training.batches import windows
 from serve_spec.training.checkpoint import save_state
 from serve_spec.training.settings import RolloutPlan
@@ -70,9 +70,7 @@ def _prefill(model: Llama, prompts: Tensor, keys: Tensor, values: Tensor) -> Ten
     for start in range(0, len(prompts), _PREFILL_ROWS):
         chunk = prompts[start : start + _PREFILL_ROWS]
         kept: list[tuple[Tensor, Tensor]] = []
-        positions = row_positions(len(chunk), length, prompts.device)
-        attention = CausalAttention(model.shape, len(chunk), kept)
-        out = model.forward(chunk.flatten(), ForwardContext(positions, attention))
+        out = model.forward(chunk.flatten(), causal_context(model.shape, chunk, kept))
         last.append(out.hidden.unflatten(0, chunk.shape)[:, -1])
         rows = slice(start, start + len(chunk))
         for index, (key, value) in enumerate(kept):

@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.causal import Rows
 from serve_spec.models import DraftHead, Llama
-from serve_spec.training.attention import CausalAttention, attend, row_positions
+from serve_spec.training.attention import attend, row_positions
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.lesson import Lesson, Teacher
 from serve_spec.training.settings import draft_recipe
@@ -28,11 +29,11 @@ def teacher(target_folder: Path) -> Teacher:
     return Teacher(model, padding=STEPS + 1)
 
 
-class GrowingCache(CausalAttention):
+class GrowingCache(Rows):
     """Attention of one row over keys and values of earlier calls, as an engine's cache."""
 
     def __init__(self, target: Llama) -> None:
-        super().__init__(target.shape, num_rows=1)
+        super().__init__(1, target.shape.num_heads, target.shape.num_kv_heads)
         empty = torch.empty(1, self.num_kv_heads, 0, target.shape.head_dim).double()
         self.keys, self.values = empty, empty
 
