@@ -74,7 +74,7 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> Tensor:
-    """One int16 stream [N], N <= max_tokens, each document led by `<eos>`."""
+    """Return one int16 stream [N], N <= max_tokens, each document led by `<eos>`."""
     pieces: list[Tensor] = []
     count = 0
     for start in range(0, len(texts), _BATCH_DOCUMENTS):

@@ -31,6 +31,6 @@ ALGORITHMS = {
     "EAGLE": Algorithm("serve_spec.models.eagle:load_eagle"),
     "EAGLE3": Algorithm("serve_spec.models.eagle:load_eagle3"),
     "MEDUSA": Algorithm("serve_spec.models.medusa:load_medusa"),
-    "STANDALONE": Algorithm("serve_spec.models.standalone:load_whole"),
+    "STANDALONE": Algorithm("serve_spec.models.standalone:load_standalone"),
     "NGRAM": Algorithm("serve_spec.worker.ngram:build_ngram", from_text=True),
 }

@@ -40,10 +40,10 @@ _NESTED = ("transformer_layer_config", "speculators_config")
 
 
 def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The config of the head in `directory`, every key at the top.
+    """Return the config of the head in `directory`, every key at the top.
 
     Raises:
-        CheckpointError: a kind of head, or layers, that are not computed here.
+        CheckpointError: a kind of head or of layers that is not supported.
     """
     kind = config["speculators_model_type"]
     if kind not in FAMILIES:
@@ -68,7 +68,7 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_vocabulary(folder: Path) -> dict[str, int] | None:
-    """The id of every token, from `tokenizer.json`; None where there is none.
+    """Return the id of every token, from `tokenizer.json`; None without that file.
 
     Raises:
         CheckpointError: the file holds no vocabulary.
@@ -88,10 +88,10 @@ def read_vocabulary(folder: Path) -> dict[str, int] | None:
 
 
 def check_same_tokens(draft: Path, target: Path) -> bool:
-    """Makes sure that the tokens of both folders are the same; False if one has no tokenizer.
+    """Return whether both folders have a tokenizer, which then is the same.
 
     Raises:
-        CheckpointError: a token has different ids, or is unknown to one of them.
+        CheckpointError: a token has different ids, or one of them lacks it.
     """
     ours, theirs = read_vocabulary(draft), read_vocabulary(target)
     if ours is None or theirs is None:
@@ -129,10 +129,10 @@ _WHOLE_MODEL = ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.
 
 @dataclass(frozen=True)
 class Recognition:
-    """What a checkpoint turned out to be.
+    """Family and layout of a checkpoint.
 
-    `family`: the `speculative_algorithm` that runs it. `layout`: whose files look like this.
-    `evidence`: the tensors that said so, by their stored names.
+    `family`: the `speculative_algorithm` that runs it. `layout`: the exporter.
+    `evidence`: the tensors that tell the family, by their stored names.
     """
 
     family: str
@@ -141,7 +141,7 @@ class Recognition:
 
 
 def current_names(stored: Iterable[str]) -> dict[str, str]:
-    """The name each stored tensor is read by: `layers.0.`, `fc`, `blocks.0.layers.0`, ..."""
+    """Return the current name of each stored tensor: `layers.0.`, `fc`, `blocks.0.layers.0`, ..."""
     return {name: _current_name(name) for name in stored}
 
 
@@ -149,7 +149,7 @@ def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
     """Family and layout of the tensors `stored`, shapes by stored name.
 
     Raises:
-        CheckpointError: no family that this project knows.
+        CheckpointError: no known family.
     """
     origin = {new: old for old, new in current_names(stored).items()}
     shapes = {new: stored[old] for new, old in origin.items()}
@@ -166,7 +166,7 @@ def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
 
 
 def _family(shapes: Shapes) -> tuple[str, list[str], str]:
-    """The family, the tensors that tell it, and what about them does."""
+    """Return the family, the tensors that tell it, and which property of them does."""
     blocks = [name for name in shapes if _MEDUSA_BLOCK.match(name)]
     if blocks:
         return "MEDUSA", blocks[:1], " and its like"
@@ -187,7 +187,7 @@ def _family(shapes: Shapes) -> tuple[str, list[str], str]:
 
 
 def _reads_two(matrix: tuple[int, ...], width: tuple[int, ...]) -> bool:
-    """Whether the matrix [out, in] reads two vectors of the given width."""
+    """Return whether the matrix [out, in] reads two vectors of the given width."""
     return len(matrix) == 2 and matrix[1:] == tuple(2 * size for size in width)
 
 
@@ -228,12 +228,12 @@ _MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
 
 @dataclass(frozen=True)
 class DraftOptions:
-    """What a user may know better than the checkpoint's config. None: believe the checkpoint.
+    """Settings that override the checkpoint's config; None: as in the checkpoint.
 
-    `rope_theta`: some published heads were trained with 10000 whatever their config says.
+    `rope_theta`: some published heads were trained with 10000 although their config names another.
     `aux_layer_ids`: layers of the target whose inputs the head reads (EAGLE-3). `aux_layers_mean`:
-    how to read the config's own ids, as a layer's input or its output. `norm_before_residual` and
-    `norm_output`: EAGLE-3's two switches that configs leave out.
+    whether the config's own ids mean a layer's input or its output. `norm_before_residual`,
+    `norm_output`: two switches of EAGLE-3 that configs leave out.
     """
 
     rope_theta: float | None = None
@@ -244,7 +244,7 @@ class DraftOptions:
 
     @staticmethod
     def of(config: SpeculativeConfig) -> DraftOptions:
-        """What the configuration says. What is to be measured is not known yet: None."""
+        """Return the options of a configuration; those to be measured ("probe") are None."""
         theta = config.speculative_draft_rope_theta
         mean = config.speculative_draft_aux_layers_mean
         return DraftOptions(
@@ -266,24 +266,24 @@ class DraftFile:
     recognition: Recognition
 
     def setting(self, key: str) -> Any:
-        """A key of the config, at the top or inside `eagle_config`; None when absent."""
+        """Return a key of the config, at the top or inside `eagle_config`; None if absent."""
         value = self.config.get(key)
         return self.nested.get(key) if value is None else value
 
     @property
     def nested(self) -> Mapping[str, Any]:
-        """The config's `eagle_config`; empty when absent."""
+        """Return the config's `eagle_config`; empty if absent."""
         return self.config.get("eagle_config") or {}
 
 
 def open_draft(path: Path | str, algorithm: str) -> DraftFile:
-    """Opens the draft in `path` and makes sure it is what `algorithm` runs; reads no weight.
+    """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
 
     Raises:
         CheckpointError: damaged files, another family, or a format not supported.
     """
     file = read_draft(path)
-    family = draft_family(file)
+    family = file.recognition.family
     if family != algorithm:
         raise CheckpointError(
             f"{file.path} is of family {family} by its tensors ({file.recognition.evidence}), but "
@@ -293,7 +293,7 @@ def open_draft(path: Path | str, algorithm: str) -> DraftFile:
 
 
 def read_draft(path: Path | str) -> DraftFile:
-    """Opens the draft in `path`, of whatever family and layout; reads no weight.
+    """Open the draft in `path`, of any family and layout; reads no weight.
 
     Raises:
         CheckpointError: damaged files, or a format not supported.
@@ -317,10 +317,10 @@ def read_draft(path: Path | str) -> DraftFile:
 
 
 def open_draft_file(path: Path | str) -> DraftFile:
-    """Opens the EAGLE or EAGLE-3 head in `path`, if its config is its authors' own.
+    """Open the EAGLE or EAGLE-3 head in `path`, which must be in the official layout.
 
     Raises:
-        CheckpointError: another family, a config that something else wrote, or as `read_draft`.
+        CheckpointError: another family or layout, or as `read_draft`.
     """
     file = read_draft(path)
     if file.recognition.family not in ("EAGLE", "EAGLE3"):
@@ -335,13 +335,8 @@ def open_draft_file(path: Path | str) -> DraftFile:
     return file
 
 
-def draft_family(file: DraftFile) -> str:
-    """The `speculative_algorithm` that runs the draft: `EAGLE`, `EAGLE3`, ..."""
-    return file.recognition.family
-
-
 def _open(directory: Path) -> Checkpoint:
-    """The weights: under the names of any checkpoint, or under Medusa's own."""
+    """Return the weights, from the usual file names or Medusa's own."""
     for name in _MEDUSA_FILES:
         path = directory / name
         if path.exists():

@@ -1,4 +1,4 @@
-"""Measure what a draft's config may give wrongly or not at all, by drafting a text with each answer.
+"""Measure what a draft's config may give wrongly, by drafting a text with each candidate.
 
 The official EAGLE-3 trainer used the rotary base 10000 even if the config names another; a wrong
 base costs a few percent of the drafts and no error. Reading layer ids as outputs where the trainer
@@ -112,7 +112,7 @@ def set_theta(head: Eagle | Eagle3, theta: float) -> None:
 
 
 def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> Callable[[], float]:
-    """Return a function that measures the mean of Σ min(p, q) of `head` over `token_ids` [n], n ≥ 3.
+    """Return a function that measures the mean of Σ min(p, q) of `head` over `token_ids` [n > 2].
 
     p is the target's distribution at temperature 1, q the draft's first step from the target's own
     features: the share of first drafts that an exact rule could accept. The target runs once.

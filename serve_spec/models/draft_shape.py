@@ -14,13 +14,13 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.embedding import Embedding
 from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
-from serve_spec.models.shape import ModelShape, check_sizes, read_rope, whole
+from serve_spec.models.shape import ModelShape, check_sizes, layer_sizes, whole
 
 _EMBEDDING = "embed_tokens.weight"
 
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
-    """The shape of the head's layers beside `target`. Positions reach as far as the target's.
+    """Return the shape of the head's layers for `target`, over the target's positions.
 
     Raises:
         CheckpointError: another vocabulary than the target's, or options not supported.
@@ -41,46 +41,35 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
 def layer_shape(
     file: DraftFile, options: DraftOptions, vocab_size: int | None = None
 ) -> ModelShape:
-    """The shape of the head's layers by itself.
-
-    vocab_size: where the config leaves it out.
+    """Return the shape of the head's layers. vocab_size: default of the config's.
 
     Raises:
         CheckpointError: options not supported, or tensors of other sizes than the config's.
     """
     config, shapes = file.config, file.checkpoint.shapes
-    heads = whole(config, "num_attention_heads")
-    hidden = whole(config, "hidden_size")
-    theta, scaling = read_rope(config)
     attention = "layers.0.self_attn."
     shape = ModelShape(
+        **layer_sizes(config),
         architecture=file.recognition.family,
-        hidden_size=hidden,
         num_layers=_count_layers(shapes),
-        num_heads=heads,
-        num_kv_heads=whole(config, "num_key_value_heads", heads),
-        head_dim=whole(config, "head_dim", hidden // heads),
-        intermediate_size=whole(config, "intermediate_size"),
         vocab_size=whole(config, "vocab_size", vocab_size),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta if options.rope_theta is None else options.rope_theta,
-        rope_scaling=scaling,
         tie_word_embeddings=False,
         qkv_bias=attention + "q_proj.bias" in shapes,
         output_bias=attention + "o_proj.bias" in shapes,
         qk_norm=attention + "q_norm.weight" in shapes,
         sliding_window=_sliding_window(file),
-        max_position_embeddings=whole(config, "max_position_embeddings", 2048),
         eos_token_ids=(),
     )
+    if options.rope_theta is not None:
+        shape = replace(shape, rope_theta=options.rope_theta)
     check_sizes(shape, shapes, file.path, "")
     return shape
 
 
 def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | None:
-    """The file's embedding [V, H] in the target's dtype; None when the target's serves as well.
+    """Return the file's embedding [V, H] in the target's dtype; None if it equals the target's.
 
-    Many files carry a frozen copy of the target's: sharing it saves the memory.
+    Many files hold a copy of the target's; sharing it saves memory.
 
     Raises:
         CheckpointError: neither the file nor the target has one of this width.
@@ -93,7 +82,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
 
 
 def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
-    """Whether the file stores an embedding, by its shape.
+    """Return whether the file stores an embedding; checks its shape.
 
     Raises:
         CheckpointError: neither the file nor the target has one of this width.
@@ -117,14 +106,14 @@ def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
 
 
 def embedding_of(weight: Tensor) -> Embedding:
-    """An embedding layer over `weight` [V, H]."""
+    """Return an embedding layer over `weight` [V, H]."""
     embedding = Embedding(0, 0)
     embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
     return embedding
 
 
 def _sliding_window(file: DraftFile) -> int | None:
-    """Tokens each draft layer sees, itself included; None for all."""
+    """Return how many tokens each draft layer sees, itself included; None: all."""
     config = file.config
     kinds = set(config.get("layer_types") or ())
     is_off = config.get("use_sliding_window") is False or kinds == {"full_attention"}
@@ -149,9 +138,9 @@ TOKEN_MAP = "token_map"
 
 
 def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
-    """int64 [Vd], the target's id of each of `rows` draft ids; None when they are the same.
+    """Return the target's id of each of `rows` draft ids, int64 [Vd]; None if they are the same.
 
-    `t2d` marks which of the target's `vocab` ids are reached.
+    `d2t` holds offsets (target id - draft id); `t2d` marks the target ids that are reached.
 
     Raises:
         CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
@@ -172,17 +161,17 @@ def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
     if rows == vocab and not offsets.any():
         return None
     ids = torch.arange(rows) + offsets.long()
-    _check_target_ids(file, ids, vocab)
+    _check_target_ids(file, "d2t", ids, vocab)
     return ids
 
 
 def read_token_map(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
-    """int64 [Vd], the target's id of each draft id; None when they are the same.
+    """Return the target's id of each draft id, int64 [Vd]; None if they are the same.
 
-    rows: of the output: one for each draft id, or for each of the target's `vocab` ids.
+    rows: output rows, one for each draft id or for each of the target's `vocab` ids.
 
     Raises:
-        CheckpointError: a map that is none, or names ids twice or beyond the target's.
+        CheckpointError: not a map, ids that occur twice, or ids beyond the target's.
     """
     if TOKEN_MAP not in file.checkpoint:
         return None
@@ -195,19 +184,16 @@ def read_token_map(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
             "are needed"
         )
     ids = ids.long()
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or ids.unique().numel() != ids.numel():
-        raise CheckpointError(
-            f"{file.path}: {TOKEN_MAP} names ids {int(ids.min())} .. {int(ids.max())}, not "
-            f"distinct ones below {vocab}; use heads trained for this target"
-        )
+    _check_target_ids(file, TOKEN_MAP, ids, vocab)
     return ids
 
 
-def _check_target_ids(file: DraftFile, ids: Tensor, vocab: int) -> None:
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab or ids.unique().numel() != ids.numel():
+def _check_target_ids(file: DraftFile, name: str, ids: Tensor, vocab: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab or ids.unique().numel() != ids.numel():
         raise CheckpointError(
-            f"{file.path}: d2t maps draft ids to {int(ids.min())} .. {int(ids.max())}, not to "
-            f"distinct ids below {vocab}; it must hold offsets (target id - draft id)"
+            f"{file.path}: {name} maps draft ids to {low} .. {high}, not to distinct ids below "
+            f"{vocab}; d2t must hold offsets (target id - draft id), {TOKEN_MAP} ids of the target"
         )
     if "t2d" not in file.checkpoint:
         return
@@ -226,7 +212,7 @@ def _check_target_ids(file: DraftFile, ids: Tensor, vocab: int) -> None:
 
 @dataclass(frozen=True)
 class Eagle3Shape:
-    """The head around its layers.
+    """Shape of an EAGLE-3 head.
 
     The target's features are `num_features` hidden states of `target_hidden_size` each. Before
     `fc` they pass `input_norm` (one norm over all) or `fc_norm` (one each), or neither.
@@ -247,7 +233,7 @@ class Eagle3Shape:
 
 
 def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3Shape:
-    """Reads and checks everything but tensor contents.
+    """Read and check everything except tensor contents.
 
     Raises:
         CheckpointError: a head for another target, or a variant not supported.
@@ -283,27 +269,26 @@ def switch(
     options: DraftOptions,
     name: Literal["norm_before_residual", "norm_output"],
 ) -> bool:
-    """The user's word on a switch, else the config's, else what the layout means by silence.
+    """Return a switch of the options, else of the config, else the layout's default.
 
-    That is off, but for `norm_before_residual` of speculators: vLLM reads it so, and so do the
-    trainer's defaults.
+    The default is off, except `norm_before_residual` of speculators, as in vLLM and the trainer.
     """
-    for said in (getattr(options, name), file.setting(name)):
-        if said is not None:
-            return bool(said)
+    for value in (getattr(options, name), file.setting(name)):
+        if value is not None:
+            return bool(value)
     return name == "norm_before_residual" and file.recognition.layout == "speculators"
 
 
 def capture_layers(
     ids: Sequence[int] | None, num_layers: int, mean: str | None = None
 ) -> tuple[int, ...]:
-    """The target layers whose inputs the head reads, from the ids its config gives (or not).
+    """Return the target layers whose inputs the head reads, from the ids of its config.
 
     Two conventions are in use and no key tells them apart: "output of layer k" (SpecForge, SGLang,
     ModelOpt) and "input of layer k" (vLLM, speculators). `mean` ("input" / "output") decides if
-    given; else ids that fit only one of them, or its defaults, do; else "output".
+    given, else `convention`.
 
-        no ids, n = 32          -> (2, 16, 29)     everyone's default, as inputs
+        no ids, n = 32          -> (2, 16, 29)     the common default, as inputs
         [1, 15, 28], n = 32     -> (2, 16, 29)     SpecForge's default, as outputs
         [2, 16, 29], n = 32     -> (2, 16, 29)     vLLM's default, as inputs
         [2, 16, 32], n = 32     -> (2, 16, 32)     the output of layer 32 does not exist
@@ -315,14 +300,14 @@ def capture_layers(
 
 
 def convention(ids: Sequence[int], num_layers: int) -> tuple[Literal["input", "output"], str]:
-    """What a config's ids mean by themselves, and why."""
+    """Return what a config's ids mean, and why: ids that fit one convention decide."""
     if max(ids) == num_layers:
         return "input", f"there is no output of layer {num_layers}"
     if tuple(ids) == _default_layers(num_layers):
-        return "input", "they are the default of those who count inputs"
+        return "input", "they are the default of exporters that count inputs"
     if tuple(k + 1 for k in ids) == _default_layers(num_layers):
-        return "output", "they are the default of those who count outputs"
-    return "output", "SpecForge, SGLang and ModelOpt count so; nothing in the file says"
+        return "output", "they are the default of exporters that count outputs"
+    return "output", "as in SpecForge, SGLang and ModelOpt; the file does not tell"
 
 
 def _default_layers(num_layers: int) -> tuple[int, ...]:
@@ -330,14 +315,14 @@ def _default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", "output"] | None:
-    """What is known of the meaning of a config's ids before looking at them."""
+    """Return the meaning of a config's ids if options or layout give it, else None."""
     if options.aux_layers_mean is not None:
         return options.aux_layers_mean
     return "input" if file.recognition.layout == "speculators" else None
 
 
 def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
-    """How many draft ids stand for ids of the target below `num_ids`; None when all do.
+    """Return how many draft ids map to ids of the target below `num_ids`; None: all.
 
     Raises:
         CheckpointError: they are not the first ones.
@@ -354,28 +339,30 @@ def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
 
 
 def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
-    """Which of the target's `num_layers` layers the head reads.
+    """Return which of the target's `num_layers` layers the head reads.
 
     Raises:
-        CheckpointError: ids that are none, or outside the target.
+        CheckpointError: ids that are not valid, or outside the target.
     """
     layers = options.aux_layer_ids
-    said = f"speculative_draft_aux_layer_ids={list(layers or ())}"
+    source = f"speculative_draft_aux_layer_ids={list(layers or ())}"
     if layers is None:
         ids = configured_ids(file)
         layers = capture_layers(ids, num_layers, aux_layers_mean(file, options))
-        said = f"eagle_aux_hidden_state_layer_ids={ids}"
+        source = f"eagle_aux_hidden_state_layer_ids={ids}"
     if min(layers) < 0 or max(layers) > num_layers:
         raise CheckpointError(
-            f"{file.path}: {said} means the inputs of layers {list(layers)}, but the target has "
+            f"{file.path}: {source} means the inputs of layers {list(layers)}, but the target has "
             f"{num_layers}; give speculative_draft_aux_layer_ids within 0 .. {num_layers}"
         )
     return FeatureCapture(tuple(layers))
 
 
 def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ...]:
-    """What the config's ids may mean of a target with `num_layers`: the layers whose inputs, those
-    whose outputs they name. Nothing if there are none, or only one of both can be."""
+    """Return both readings of the config's ids, as inputs and as outputs, as input layers.
+
+    Empty without ids, or if only one reading is possible.
+    """
     ids = configured_ids(file)
     if ids is None or max(ids) >= num_layers:
         return ()
@@ -383,10 +370,9 @@ def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ..
 
 
 def configured_ids(file: DraftFile) -> list[int] | None:
-    """`eagle_aux_hidden_state_layer_ids` as the config gives it, whatever it means.
+    """Return `eagle_aux_hidden_state_layer_ids` of the config, uninterpreted.
 
-    SGLang reads the nested key, vLLM the one at the top. An empty list is ModelOpt's default, and
-    says nothing.
+    SGLang reads the nested key, vLLM the one at the top. ModelOpt's default is an empty list.
 
     Raises:
         CheckpointError: not a list of numbers, or two that differ.

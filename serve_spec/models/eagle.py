@@ -237,7 +237,7 @@ class Eagle3(Layer):
         return without_padding(self.lm_head(normed), self.num_ids)
 
     def tensors(self) -> dict[str, Destination]:
-        """Return destinations by published name (`layers.0.` for `midlayer.`), without shared ones."""
+        """Return destinations by published name (`layers.0.` for `midlayer.`)."""
         tensors = {**self.fc.tensors(), **prefixed("layers.0.", self.first_layer.tensors())}
         if self.input_norm is not None:
             tensors |= prefixed("input_norm.", self.input_norm.tensors())

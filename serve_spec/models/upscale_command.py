@@ -1,13 +1,10 @@
-"""Writes expansions: folders that name a small checkpoint and say how to make it larger.
+"""`serve-spec expand`: a small pair in the shape of a published model, in two small folders.
 
-----
-`serve-spec expand`: a small pair made as large as a published model, in two small folders.
-
-    serve-spec expand --target asset:tiny/target --draft asset:tiny/eagle3 \
+    serve-spec expand --target asset:tiny/target --draft asset:tiny/eagle3 \\
         --shape llama-3.1-8b --output-dir DIR
 
-DIR then holds target/ and eagle3/ (config, recipe, tokenizer; no weights) and expanded.yaml, a
-configuration that runs them. The large weights are built where they run, at every start. They
+DIR then holds target/ and eagle3/ (config, expansion, tokenizer; no weights) and expanded.yaml, a
+configuration that runs them. The large weights are built at every start, on their device. They
 compute what the small ones compute, at the cost of the large shape: speeds are those of a real
 model of that shape, texts and accept lengths are the small pair's.
 """
@@ -26,12 +23,12 @@ import yaml
 
 from serve_spec.config import ConfigError
 from serve_spec.core.errors import CheckpointError
-from serve_spec.models.draft_checkpoint import DraftFile, draft_family, open_draft_file
+from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
 from serve_spec.models.draft_shape import capture_layers
 from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
 from serve_spec.models.upscale import Expansion, check_noise, find_base, moved_layer
 
-# What a target's folder holds beside its config and weights.
+# Files of a target beside its config and weights.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -43,9 +40,9 @@ _COMPANIONS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How large a pair becomes; names as in `Expansion`.
+    """Size of a large pair; names as in `Expansion`.
 
-    `draft_vocab_size=None`: as many ids more for an EAGLE-3 head as for the target.
+    `draft_vocab_size=None`: an EAGLE-3 head gets as many more ids as the target.
     """
 
     hidden_factor: int
@@ -84,10 +81,10 @@ SHAPES = {
 
 
 def size_of(name: str, base: ModelShape) -> Size:
-    """The size that gives `base` the published shape called `name`.
+    """Return the size that gives `base` the published shape called `name`.
 
     Raises:
-        CheckpointError: no whole factors lead there; names what does not fit.
+        CheckpointError: no integer factors lead to that shape.
     """
     wanted = SHAPES[name]
     size = Size(
@@ -114,10 +111,10 @@ def size_of(name: str, base: ModelShape) -> Size:
 
 
 def expand_target(base: str, size: Size, directory: Path, *, noise: float, seed: int) -> None:
-    """Writes the target `base` in the given size into `directory`: config, recipe, tokenizer.
+    """Write the target `base` in the given size into `directory`: config, recipe, tokenizer.
 
     Raises:
-        CheckpointError: a base that can not be used, or a size that does not fit it.
+        CheckpointError: a base that cannot be used, or a size that does not fit it.
     """
     source = find_base(base, Path.cwd())
     shape = ModelShape.from_directory(source)
@@ -143,17 +140,17 @@ def expand_target(base: str, size: Size, directory: Path, *, noise: float, seed:
 def expand_draft(
     base: str, target: ModelShape, size: Size, directory: Path, *, noise: float, seed: int
 ) -> str:
-    """Writes the head `base`, made for a small `target`, in the size of the large one.
+    """Write the head `base`, made for a small `target`, in the size of the large one.
 
     Returns:
         The head's family, `EAGLE` or `EAGLE3`.
 
     Raises:
-        CheckpointError: a base that can not be used, is not of `target`, or does not fit the size.
+        CheckpointError: a base that cannot be used, is not of `target`, or does not fit the size.
     """
     source = find_base(base, Path.cwd())
     file = open_draft_file(source)
-    family = draft_family(file)
+    family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if whole(file.config, key, target.vocab_size) != expected:
             raise CheckpointError(
@@ -171,7 +168,7 @@ def expand_draft(
             file.setting("eagle_aux_hidden_state_layer_ids"), target.num_layers
         )
         config["eagle_aux_hidden_state_layer_ids"] = [
-            # As outputs of the layers before, the one of both conventions that leaves no doubt.
+            # As outputs of the layers before: this convention is the unambiguous one.
             moved_layer(layer, target.num_layers, size.num_layers) - 1
             for layer in captured
         ]
@@ -222,7 +219,7 @@ def _draft_rows(file: DraftFile, vocab_size: int, size: Size) -> int:
 
 
 def _grown(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
-    """A config with the sizes that targets and heads share made larger."""
+    """Return `config` with larger sizes, those that targets and heads share."""
     factors = {
         "hidden_size": size.hidden_factor,
         "num_attention_heads": size.hidden_factor,
@@ -234,7 +231,7 @@ def _grown(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
 
 
 def _window(shape: ModelShape) -> dict[str, Any]:
-    """The keys that give every layer, however many there are, the window of `shape`."""
+    """Return the keys that give every layer the window of `shape`."""
     if shape.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False}
     return {
@@ -257,7 +254,7 @@ _CONFIG_FILE = "expanded.yaml"
 
 
 def main(argv: list[str]) -> int:
-    """Writes the folders and the configuration; prints what they are."""
+    """Write the folders and the configuration; print their names."""
     args = _parser().parse_args(argv)
     base = ModelShape.from_directory(find_base(args.target, Path.cwd()))
     size = _size(args, base)
@@ -299,7 +296,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _size(args: argparse.Namespace, base: ModelShape) -> Size:
-    """The size of the shape, or of the factors; what is not given stays as it is."""
+    """Return the size of the shape or of the factors; sizes not given stay as they are."""
     choices = {
         "hidden_factor": args.hidden_factor,
         "ffn_factor": args.ffn_factor,

@@ -59,7 +59,7 @@ class Workshop(Generic[R]):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the frozen target: bfloat16 on a GPU, float32 on a CPU."""
+        """Return the dtype of the frozen target: bfloat16 on a GPU, float32 on a CPU."""
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def run(self, name: str) -> Run:
@@ -68,7 +68,7 @@ class Workshop(Generic[R]):
 
     @cached_property
     def target(self) -> Llama:
-        """The exported target, frozen, with plain weights."""
+        """Return the exported target, frozen, with plain weights."""
         return load_frozen(self.export / "target", self.device, self.dtype)
 
     @cached_property

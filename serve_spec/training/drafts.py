@@ -31,7 +31,7 @@ class NewDraft:
 
     @property
     def head(self) -> DraftHead:
-        """The model, if it reads features of the target."""
+        """Return the model, if it reads features of the target."""
         assert not isinstance(self.model, Llama), "a stand-alone draft reads none"
         return self.model
 

@@ -68,8 +68,8 @@ THETA = "speculative_draft_rope_theta"
         ([1, 3, 4], {}, "target layers", ["inputs of [2, 4, 5]", "read as outputs"]),
         ([2, 4, 5], {}, "target layers", ["inputs of [2, 4, 5]", "read as inputs"]),
         ([2, 4, 8], {}, "target layers", ["inputs of [2, 4, 8]", "no output of layer 8"]),
-        ([3, 4, 6], {}, "target layers", ["inputs of [4, 5, 7]", "nothing in the file says"]),
-        ([3, 4, 6], {AUX: "input"}, "target layers", ["inputs of [3, 4, 6]", f"{AUX} says so"]),
+        ([3, 4, 6], {}, "target layers", ["inputs of [4, 5, 7]", "the file does not tell"]),
+        ([3, 4, 6], {AUX: "input"}, "target layers", ["inputs of [3, 4, 6]", f"set by {AUX}"]),
         (
             [3, 4, 6],
             {AUX: "probe"},
