@@ -1,10 +1,11 @@
-"""Phases of the shipped pair: corpus, tokenizer and target, then those of `serve_spec.training`."""
+"""Phases of the shipped pair: corpus, tokenizer, target, those of `serve_spec.training`, plots."""
 
 from __future__ import annotations
 
 import json
 
 from recipes.tiny.corpus import build_corpus, find_sources, write_manifest
+from recipes.tiny.plots import plot_losses, plot_survival
 from recipes.tiny.settings import PairRecipe, smoke, tiny
 from recipes.tiny.target import train_target
 from recipes.tiny.tokenizer import encode_documents, load_tokenizer, save_tokenizer, train_tokenizer
@@ -57,6 +58,16 @@ def make_pool(shop: Workshop[PairRecipe]) -> None:
         say(repr(tokenizer.decode(row, skip_special_tokens=False)[:600]))
 
 
+def make_plots(shop: Workshop[PairRecipe]) -> None:
+    """Draw loss curves and survival."""
+    shop.report.mkdir(parents=True, exist_ok=True)
+    plot_losses(shop.work / "logs", shop.report / "losses.png")
+    acceptance = shop.report / "acceptance.json"
+    if acceptance.exists():
+        record = json.loads(acceptance.read_text(encoding="utf-8"))
+        plot_survival(record, shop.report / "survival.png")
+
+
 PROGRAM = Program(
     presets={"tiny": tiny, "smoke": smoke},
     phases={
@@ -64,6 +75,7 @@ PROGRAM = Program(
         "target": (make_target, "export/target/config.json"),
         **DRAFT_PROGRAM.phases,
         "rollout": (make_pool, "pool.pt"),
+        "plot": (make_plots, "report/losses.png"),
     },
     extra={"corpus": show_corpus},
 )

@@ -7,7 +7,7 @@ Every phase leaves its result in the work folder, so that a later phase or run c
     WORK/logs/      *.jsonl  *.state.pt      loss logs and resumable state
     WORK/report/    acceptance.json  *.md  *.png
 
-In a source checkout, recipes/tiny adds the phases that make the shipped target and its corpus.
+In a source checkout, recipes/tiny adds the phases of the shipped target, its corpus, and plots.
 Elsewhere put your target into WORK/export/target, and {"train": ids, "held_out": ids} into
 WORK/tokens.pt with torch.save (integer tensors [N]).
 """
@@ -15,7 +15,6 @@ WORK/tokens.pt with torch.save (integer tensors [N]).
 from __future__ import annotations
 
 import argparse
-import json
 import shutil
 import sys
 import time
@@ -34,7 +33,6 @@ from serve_spec.training.checkpoint import load_state
 from serve_spec.training.evaluate import evaluate, markdown, write_record
 from serve_spec.training.heads import Data, train_head
 from serve_spec.training.loop import Run
-from serve_spec.training.plots import plot_losses, plot_survival
 from serve_spec.training.sampling import build_pool
 from serve_spec.training.settings import DRAFTERS, R, draft_recipe, with_length
 from serve_spec.training.weights import load_frozen
@@ -118,16 +116,6 @@ def make_evaluation(shop: Workshop[R]) -> None:
     say(markdown(record))
 
 
-def make_plots(shop: Workshop[R]) -> None:
-    """Draw loss curves and survival."""
-    shop.report.mkdir(parents=True, exist_ok=True)
-    plot_losses(shop.work / "logs", shop.report / "losses.png")
-    acceptance = shop.report / "acceptance.json"
-    if acceptance.exists():
-        record = json.loads(acceptance.read_text(encoding="utf-8"))
-        plot_survival(record, shop.report / "survival.png")
-
-
 def copy_assets(shop: Workshop[R], out: Path) -> None:
     """Copy checkpoints, manifest, logs and plots to `out`, in the layout of the shipped pair."""
     for folder in sorted(shop.export.iterdir()):
@@ -201,7 +189,6 @@ DRAFT_PROGRAM = Program(
         "rollout": (make_pool, "pool.pt"),
         **{name: (make_head(name), f"export/{name}/config.json") for name in DRAFTERS},
         "evaluate": (make_evaluation, "report/acceptance.json"),
-        "plot": (make_plots, "report/losses.png"),
     },
     extra={},
 )

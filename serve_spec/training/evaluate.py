@@ -24,7 +24,7 @@ from serve_spec.training.batches import windows
 from serve_spec.training.lesson import Lesson, Teacher, forward_rows
 from serve_spec.training.sampling import continue_rows, gumbel_like
 from serve_spec.training.settings import DRAFTERS, EvaluationPlan, Recipe
-from serve_spec.training.unroll import unroll, unroll_step
+from serve_spec.training.unroll import features_of, unroll, unroll_step
 
 DraftLogits = Callable[[Lesson, slice], Iterator[Tensor]]
 """Yield draft logits [B, R, V] in float32 of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
@@ -45,7 +45,8 @@ def load_drafters(recipe: Recipe, target: Llama, export: Path) -> dict[str, Draf
 def _unrolled(head: DraftHead, steps: int) -> DraftLogits:
     def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
         size = (-1, lesson.row_tokens)
-        for state in unroll(head, unroll_step(head), lesson, steps):
+        start = head.encode(features_of(head, lesson))
+        for state in unroll(unroll_step(head), start, lesson, steps):
             yield _logits(head, state.unflatten(0, size)[:, rows])
 
     return logits

@@ -18,7 +18,14 @@ from serve_spec.training.drafts import NewDraft, new_draft
 from serve_spec.training.lesson import Lesson, Teacher, forward_rows
 from serve_spec.training.loop import Run, Trainer, compiled
 from serve_spec.training.settings import Recipe
-from serve_spec.training.unroll import draft_loss, medusa_loss, unroll, unroll_step, unrolled_loss
+from serve_spec.training.unroll import (
+    draft_loss,
+    features_of,
+    medusa_loss,
+    unroll,
+    unroll_step,
+    unrolled_loss,
+)
 
 LessonLoss = Callable[[Lesson], tuple[Tensor, Tensor]]
 """Loss of one lesson, and the mean overlap sum(min(p, q)) per draft step."""
@@ -74,7 +81,7 @@ def lesson_loss(name: str, recipe: Recipe, draft: NewDraft, device: torch.device
 def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> LessonLoss:
     """Return the loss of an EAGLE or EAGLE-3 head."""
     head = draft.head
-    step = compiled(unroll_step(head), device)
+    encode, step = compiled(head.encode, device), compiled(unroll_step(head), device)
 
     def step_loss(state: Tensor, probs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         logits = head.logits(state).unflatten(0, probs.shape[:2])
@@ -85,7 +92,8 @@ def _unrolled_loss(recipe: Recipe, draft: NewDraft, device: torch.device) -> Les
     feature_weight = recipe.feature_weight if isinstance(head, Eagle) else 0.0
 
     def loss(lesson: Lesson) -> tuple[Tensor, Tensor]:
-        states = unroll(head, step, lesson, recipe.unroll_steps)
+        state = encode(features_of(head, lesson))
+        states = unroll(step, state, lesson, recipe.unroll_steps)
         total, overlaps, first = unrolled_loss(states, fast_loss, lesson, recipe.unroll_decay)
         if feature_weight:
             predicted = first.unflatten(0, lesson.last.shape[:2])[:, :-1]

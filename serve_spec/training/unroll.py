@@ -62,11 +62,19 @@ def unroll_step(head: DraftHead) -> Step:
     return step
 
 
-def unroll(head: DraftHead, step: Step, lesson: Lesson, steps: int) -> Iterator[Tensor]:
-    """Yield states [B·T, H] of steps 0..steps-1; `head.logits` turns a state into logits."""
+def features_of(head: DraftHead, lesson: Lesson) -> Tensor:
+    """Return the target features [B·T, F] that `head` reads."""
+    assert head.capture is not None, "a whole model reads no features"
+    features = lesson.last if head.capture.layer_ids is None else lesson.captured
+    return features.flatten(0, 1)
+
+
+def unroll(step: Step, state: Tensor, lesson: Lesson, steps: int) -> Iterator[Tensor]:
+    """Yield states [B·T, H] of steps 0..steps-1; `head.logits` turns a state into logits.
+
+    state: `head.encode` of the features.
+    """
     num_rows, length = lesson.tokens.shape[0], lesson.row_tokens
-    features = lesson.last if head.feature_dim == lesson.last.shape[-1] else lesson.captured
-    state = head.encode(features.flatten(0, 1))
     cache: UnrollCache | None = None
     for index in range(steps):
         positions = row_positions(num_rows, length, state.device, first=index)

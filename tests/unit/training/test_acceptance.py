@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.tiny.plots import plot_survival
 from serve_spec.training.acceptance import in_loop, walk
 from serve_spec.training.checkpoint import export_checkpoint
 from serve_spec.training.evaluate import evaluate, markdown
-from serve_spec.training.plots import plot_survival
 from serve_spec.training.settings import EvaluationPlan, draft_recipe, llama_config
 from serve_spec.training.weights import MasterWeights, initialise, new_llama
 

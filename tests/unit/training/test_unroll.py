@@ -17,7 +17,7 @@ from serve_spec.training.attention import attend, row_positions
 from serve_spec.training.drafts import new_draft
 from serve_spec.training.lesson import Lesson, Teacher
 from serve_spec.training.settings import draft_recipe
-from serve_spec.training.unroll import draft_loss, medusa_loss, unroll, unroll_step
+from serve_spec.training.unroll import draft_loss, features_of, medusa_loss, unroll, unroll_step
 from serve_spec.training.weights import load_frozen
 
 STEPS = 5
@@ -56,8 +56,7 @@ def sequential_states(
     own state fed back, keys appended to a cache. tokens [1, T]; states [H] of steps 0..STEPS-1."""
     cache = GrowingCache(teacher.model)
     states: list[Tensor] = []
-    features = lesson.last if head.capture.layer_ids is None else lesson.captured
-    incoming = head.encode(features[0])[: row + 1]
+    incoming = head.encode(features_of(head, lesson))[: row + 1]
     place = 0
     for _ in range(STEPS):
         width = len(incoming)
@@ -77,7 +76,9 @@ def test_unroll_equals_sequential_drafting_with_a_cache(teacher: Teacher, family
     tokens = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(2))
     lesson = teacher(tokens)
     with torch.no_grad():
-        unrolled = list(unroll(head, unroll_step(head), lesson, STEPS))
+        unrolled = list(
+            unroll(unroll_step(head), head.encode(features_of(head, lesson)), lesson, STEPS)
+        )
         for row in (0, 7, 13):
             drafted = sequential_states(head, teacher, lesson, tokens, row)
             for step in range(STEPS):
@@ -94,8 +95,9 @@ def test_a_compiled_step_is_one_graph(teacher: Teacher, family: str) -> None:
     step = unroll_step(draft.head)
     whole = torch.compile(step, backend="eager", dynamic=False, fullgraph=True)
     draft.weights.bind()
-    found = list(unroll(draft.head, whole, lesson, STEPS))
-    for state, expected in zip(found, unroll(draft.head, step, lesson, STEPS), strict=True):
+    start = draft.head.encode(features_of(draft.head, lesson))
+    found = list(unroll(whole, start, lesson, STEPS))
+    for state, expected in zip(found, unroll(step, start, lesson, STEPS), strict=True):
         torch.testing.assert_close(state, expected)
     found[-1].sum().backward()
     assert all(p.grad is not None for n, p in draft.weights.parameters.items() if "proj" in n)

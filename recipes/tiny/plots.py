@@ -1,4 +1,4 @@
-"""PNG plots from the files a run leaves behind: loss curves and survival by draft position."""
+"""PNG plots of a run: loss curves and survival by draft position."""
 
 from __future__ import annotations
 
