@@ -48,19 +48,19 @@ def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     kind = config["speculators_model_type"]
     if kind not in FAMILIES:
         raise CheckpointError(
-            f"{directory}: speculators_model_type={kind!r} is not supported; use a head of "
+            f"{directory}: speculators_model_type={kind!r}: not supported; use a head of "
             f"{sorted(FAMILIES)}"
         )
     if config.get("layernorms"):
         raise CheckpointError(
-            f"{directory}: layernorms=true is not supported, for its readers disagree on what is "
-            "fed back; use an EAGLE head without extra norms, or an EAGLE-3 head"
+            f"{directory}: layernorms=true: not supported, because implementations differ; "
+            "use an EAGLE head without extra norms, or an EAGLE-3 head"
         )
     layers = config.get("transformer_layer_config") or {}
     model_type = layers.get("model_type", "llama")
     if model_type not in _CLASS_DEFAULTS:
         raise CheckpointError(
-            f"{directory}: transformer_layer_config.model_type={model_type!r} is not supported; "
+            f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported; "
             f"use a head with layers of {sorted(_CLASS_DEFAULTS)}"
         )
     own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}

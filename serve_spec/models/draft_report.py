@@ -145,12 +145,12 @@ def _theta(file: DraftFile, shape: ModelShape, options: DraftOptions) -> str:
     config = file.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "rope_theta" not in {**config, **rope}:
-        return f"{theta}, which is meant where config.json leaves it out"
+        return f"{theta}, the default: config.json has none"
     hint = ""
     is_speculators = file.recognition.layout == "speculators"
     if file.recognition.family == "EAGLE3" and not is_speculators and theta != f"{TRAINER_THETA:g}":
         hint = (
-            f"; the official trainer used {TRAINER_THETA:g} whatever it wrote here, so try "
+            f"; the official trainer used {TRAINER_THETA:g} even if it wrote another, so try "
             "speculative_draft_rope_theta: probe"
         )
     return f"{theta}, from config.json{hint}"
@@ -184,16 +184,16 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
     ids = configured_ids(file)
     given = "config.json names none" if ids is None else f"config.json: {ids}"
     if target is None:
-        return f"{given}; what that means depends on the target: name a configuration file"
+        return f"{given}; its meaning depends on the target: name a configuration file"
     num_layers = target.shape.num_layers
     mean = aux_layers_mean(file, options)
     resolved = f"inputs of {list(capture_layers(ids, num_layers, mean))} of {num_layers}"
     if ids is None:
-        return f"{resolved}, everyone's default; {given}"
+        return f"{resolved}, the common default; {given}"
     if options.aux_layers_mean is not None:
         why = "set by speculative_draft_aux_layers_mean"
     elif mean is not None:
-        why = "speculators counts so"
+        why = "as in speculators"
     else:
         mean, why = convention(ids, num_layers)
     return f"{resolved}; {given}, read as {mean}s: {why}"
@@ -229,7 +229,7 @@ def _norms(file: DraftFile, options: DraftOptions) -> str:
 
 def _fit(config: ServeSpecConfig | None, family: str) -> str:
     if config is None:
-        return "not held against one: name a configuration file"
+        return "not compared: name a configuration file"
     asked = config.speculative.speculative_algorithm
     fix = "" if asked == family else f"; speculative_algorithm={asked!r}: set it to {family!r}"
     return f"{config.model.path}: fits{fix}"

@@ -399,20 +399,18 @@ def _refuse_variants(file: DraftFile) -> None:
     )
     for key, value, fix in refused:
         if file.setting(key) is value:
-            raise CheckpointError(
-                f"{file.path}: {key}={str(value).lower()} is not supported; {fix}"
-            )
+            raise CheckpointError(f"{file.path}: {key}={str(value).lower()}: not supported; {fix}")
     steps = file.setting("parallel_draft_step")
     if steps not in (None, 1):
         raise CheckpointError(
-            f"{file.path}: parallel_draft_step={steps!r} is not supported; use a head that drafts "
+            f"{file.path}: parallel_draft_step={steps!r}: not supported; use a head that drafts "
             "one token a step"
         )
     shapes = file.checkpoint.shapes
     if "input_norm.weight" in shapes and "fc_norm.0.weight" in shapes:
         raise CheckpointError(
-            f"{file.path}: both input_norm and fc_norm are stored, and what follows what is not "
-            "known; use a head with one of them"
+            f"{file.path}: input_norm and fc_norm are both stored, in unknown order; use a head "
+            "with one of them"
         )
 
 

@@ -271,7 +271,7 @@ def check_supported(config: Config) -> None:
     """Raise CheckpointError for settings that no layer implements."""
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise CheckpointError(f"config.json: hidden_act={act!r} is not supported; only 'silu' is")
+        raise CheckpointError(f"config.json: hidden_act={act!r}: not supported; only 'silu' is")
     strange = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if strange:
         raise CheckpointError(
@@ -279,11 +279,11 @@ def check_supported(config: Config) -> None:
             "only 'full_attention' and 'sliding_attention' are"
         )
     if config.get("mlp_bias"):
-        raise CheckpointError("config.json: mlp_bias=true is not supported; only false is")
+        raise CheckpointError("config.json: mlp_bias=true: not supported; only false is")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
-            f"config.json: quantization_config.quant_method={method!r} is not supported; "
+            f"config.json: quantization_config.quant_method={method!r}: not supported; "
             "use the float32, bfloat16 or float16 checkpoint"
         )
 
@@ -301,14 +301,14 @@ def read_rope(config: Config) -> tuple[float, Llama3Scaling | None]:
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
         raise CheckpointError(
-            f"config.json: partial_rotary_factor={partial} is not supported; only 1.0 is"
+            f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         kind = "per layer"
     if kind not in ("default", "llama3"):
         raise CheckpointError(
-            f"config.json: rope type {kind!r} is not supported; use 'default' or 'llama3'"
+            f"config.json: rope type {kind!r}: not supported; use 'default' or 'llama3'"
         )
     scaling = _llama3_scaling(rope) if kind == "llama3" else None
     return 10000.0 if theta is None else float(theta), scaling
@@ -331,7 +331,7 @@ def _architecture(config: Config) -> str:
     if len(names) == 1 and names[0] in FAMILIES:
         return str(names[0])
     raise CheckpointError(
-        f"config.json: architectures={names!r} is not supported; use one of {sorted(FAMILIES)}"
+        f"config.json: architectures={names!r}: not supported; use one of {sorted(FAMILIES)}"
     )
 
 
@@ -342,7 +342,7 @@ def _sliding_window(config: Config, architecture: str, family: _Family) -> int |
         if window is None:
             return None
         raise CheckpointError(
-            f"config.json: sliding_window={window!r} is not supported for {architecture}; set null"
+            f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
         )
     if family.use_sliding_window_key and not config.get("use_sliding_window", False):
         window = None
