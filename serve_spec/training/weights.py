@@ -38,14 +38,16 @@ class MasterWeights:
     """
 
     def __init__(self, model: Layer, stored_name: Callable[[str], str] = str) -> None:
-        views = model.tensors()
-        assert all(isinstance(view, Tensor) for view in views.values()), "one rank trains"
+        views: dict[str, Tensor] = {}
+        for name, view in model.tensors().items():
+            assert isinstance(view, Tensor), "one rank trains"
+            views[stored_name(name)] = view
         self.parameters = {
-            stored_name(name): nn.Parameter(torch.zeros(view.shape, device=_device(view)))
+            name: nn.Parameter(torch.zeros(view.shape, device=view.device))
             for name, view in views.items()
         }
-        self._slots = _slots(model, {stored_name(n): v for n, v in views.items()})
-        self._dtype = next(iter(views.values())).dtype  # type: ignore[union-attr]
+        self._slots = _slots(model, views)
+        self._dtype = next(iter(views.values())).dtype
 
     def bind(self) -> None:
         """Set the model's weights from the parameters; call before each forward with gradients."""
@@ -62,13 +64,8 @@ class MasterWeights:
             self.parameters[name].copy_(tensor)
 
 
-def _device(view: Any) -> torch.device:
-    device: torch.device = view.device
-    return device
-
-
-def _slots(model: Layer, views: Mapping[str, Any]) -> list[_Slot]:
-    """Return the weights that `views` are parts of; removes them from the model's parameters."""
+def _slots(model: Layer, views: Mapping[str, Tensor]) -> list[_Slot]:
+    """Return the weights that `views` are parts of; remove them from the model's parameters."""
     slots: dict[int, _Slot] = {}
     for module in model.modules():
         for attribute, weight in list(module.named_parameters(recurse=False)):
