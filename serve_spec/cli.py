@@ -46,7 +46,7 @@ def _load(command: str) -> Callable[[list[str]], int]:
     elif command == "train":
         from serve_spec.training.command import main as run
     elif command == "expand":
-        from serve_spec.models.command import main as run
+        from serve_spec.models.upscale_command import main as run
     elif command == "tune":
         from serve_spec.bench.tune.command import main as run
     elif command == "breakeven":

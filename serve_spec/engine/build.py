@@ -25,10 +25,10 @@ from serve_spec.kvcache.manager import KVCacheManager
 from serve_spec.kvcache.pool import FeaturePool, PagedKVPool
 from serve_spec.log import get_logger
 from serve_spec.models import DraftHead, DraftOptions, Llama, ModelShape, load_draft, load_target
-from serve_spec.models.compiling import compile_layers
-from serve_spec.models.draft_file import read_draft
-from serve_spec.models.eagle3_shape import both_readings
-from serve_spec.models.theta_probe import probe_text, settle_layers, settle_theta
+from serve_spec.models.decoder import compile_layers
+from serve_spec.models.draft_checkpoint import read_draft
+from serve_spec.models.draft_probe import probe_text, settle_layers, settle_theta
+from serve_spec.models.draft_shape import both_readings
 from serve_spec.parallel.followers import Followers
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from serve_spec.parallel.launch import Launcher, launch

@@ -1,9 +1,8 @@
 """Targets and draft heads, loaded from published checkpoints."""
 
 from serve_spec.models.draft import DraftHead, DraftOptions, load_draft
-from serve_spec.models.llama import FeatureCapture, Llama, TargetOutput
+from serve_spec.models.llama import TARGETS, FeatureCapture, Llama, TargetOutput, load_target
 from serve_spec.models.shape import ModelShape
-from serve_spec.models.target import TARGETS, load_target
 
 __all__ = [
     "TARGETS",

@@ -1,4 +1,4 @@
-"""What every trained draft head offers a drafter, and how one is loaded."""
+"""The interface of draft models, and how one is loaded."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from serve_spec.layers.int8_weight import Int8Weight, int8_works
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftOptions
+from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
 
 DraftWeights = Literal["plain", "fp8", "int8", "int4"]
-"""What a draft reads its matrices in."""
+"""Format of a draft's matrices."""
 
 __all__ = [
     "DraftHead",
@@ -36,79 +36,66 @@ __all__ = [
 class DraftHead(Protocol):
     """A small autoregressive model over (next token, feature) pairs.
 
-    Entry j pairs token j+1 with the feature of position j, sits at position j of its own KV pool,
-    and predicts token j+2. Features of computed positions come from the target, through `encode`;
-    while drafting ahead, the hidden state `forward` returned takes their place as it is.
+    Draft KV entry j pairs token j+1 with the feature of position j, is at position j of the draft's
+    KV pool, and predicts token j+2. Features of computed positions come from the target, through
+    `encode`; further drafts read the hidden state that `forward` returned.
 
-    A whole model (`standalone`) reads no features. Its entry j sits where token j+1 does, and so
-    there is an entry -1, of the first token. Medusa's heads read a feature and nothing else: what
-    they draft does not depend on the drafts before it, and their pool holds nothing.
+    A whole model (`standalone`) reads no features. Its entry j is at the position of token j+1, so
+    entry -1 is that of the first token. Medusa heads read only a feature: their drafts do not
+    depend on each other, and their pool is empty.
     """
 
     @property
     def shift(self) -> int:
-        """Where entry j sits, less j: 0, or 1 for whole models."""
-        ...
+        """Return the position of entry j minus j: 0, or 1 for whole models."""
 
     @property
     def capture(self) -> FeatureCapture | None:
-        """What the target's forward must record, if anything."""
-        ...
+        """Return the hidden states that the target's forward records; None: none."""
 
     @property
     def feature_dim(self) -> int:
-        """Numbers per token of a target feature, F; 0 without features."""
-        ...
+        """Return the width of a target feature, F; 0 without features."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What it computes in: the dtype of its hidden states and of its KV pool."""
-        ...
+        """Return the dtype of its hidden states and of its KV pool."""
 
     @property
     def hidden_size(self) -> int:
-        """Width of the recurrent hidden state, H."""
-        ...
+        """Return the width of the recurrent hidden state, H."""
 
     @property
     def shape(self) -> ModelShape:
-        """Layers, heads and head size: what its KV pool and attention backend are made for."""
-        ...
+        """Return the shape of its layers, for its KV pool and attention backend."""
 
     @property
     def target_ids(self) -> Tensor | None:
-        """int64 [Vd]: the target's id of each draft id; None when the vocabularies are the same."""
-        ...
+        """Return the target's id of each draft id, int64 [Vd]; None if both are the same."""
 
     @property
     def num_ids(self) -> int | None:
-        """Draft ids from here on are padding: their logits are -inf. None when all are real."""
-        ...
+        """Return the number of real draft ids; logits of others are -inf. None: all are real."""
 
     def encode(self, features: Tensor) -> Tensor:
-        """Target features [T, F] -> hidden [T, H]."""
-        ...
+        """Return hidden [T, H] of target features [T, F]."""
 
     @property
     def ends_early(self) -> bool:
-        """Whether `forward` may be asked for some rows only: of one layer, or none, it is made."""
-        ...
+        """Return whether `forward` may compute some tokens only: it has at most one layer."""
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Target ids [T] and hidden [T, H], at the positions of `ctx` -> next hidden [R, H].
+        """Return next hidden [R, H] of target ids [T] and hidden [T, H], at positions of `ctx`.
 
-        R: the rows asked for, which only of a head that `ends_early` may be fewer than all.
+        R: the queries of `ctx`, fewer than T only for a head that `ends_early`.
         """
-        ...
 
     @property
     def max_steps(self) -> int | None:
-        """Most drafts it can make of one feature; None: as many as are wanted."""
-        ...
+        """Return the most drafts it can make from one feature; None: no limit."""
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """Hidden [R, H] as `forward` returned it -> float32 [R, Vd], of the draft number `step`."""
-        ...
+        """Return logits float32 [R, Vd] of draft `step` from hidden [R, H]."""
 
 
 def load_draft(
@@ -120,23 +107,19 @@ def load_draft(
     *,
     weights: DraftWeights = "plain",
 ) -> DraftHead:
-    """Loads the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
+    """Load the draft head in `path` for `target`, on its device and in `dtype` (None: its own).
 
-    weights: what its matrices are read in. fp8: products of few rows; int8, int4: all, and only
-    these are kept.
-
-    `algorithm` is one of `ALGORITHMS`; the files decide what they are, and a disagreement is
-    refused.
+    weights: format of its matrices. fp8: an extra copy for products of few tokens; int8, int4:
+    instead of the stored matrices. algorithm: one of `ALGORITHMS`; must agree with the files.
 
     Raises:
-        ValueError: no such algorithm, or no products with such integers here.
-        CheckpointError: what cannot be used, and the way out.
+        ValueError: an unknown algorithm, or integer products that this machine lacks.
+        CheckpointError: a checkpoint that cannot be used.
     """
     models = {name: known for name, known in ALGORITHMS.items() if not known.from_text}
     if algorithm not in models:
         raise ValueError(
-            f"speculative_algorithm={algorithm!r} has no draft head here; use one of "
-            f"{sorted(models)}"
+            f"speculative_algorithm={algorithm!r}: has no draft model; use one of {sorted(models)}"
         )
     dtype = dtype or target.embed_tokens.weight.dtype
     head: DraftHead = models[algorithm].load()(path, target, options or DraftOptions(), dtype)
@@ -166,15 +149,15 @@ def _keep_integers(
     )  # fmt: skip
     if num_plain:
         _log.warning(
-            "%s: %d of %d draft matrices stay as they are: %s products can not take their shape",
+            "%s: %d of %d draft matrices keep their format: %s products do not support their shape",
             path, num_plain, len(matrices), weights,
         )  # fmt: skip
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what was freed is room for pages
+        torch.cuda.empty_cache()  # the freed memory holds KV pages
 
 
 def own_matrices(head: DraftHead, target: Llama) -> list[Linear]:
-    """The matrices of a draft, but for those it shares with the target."""
+    """Return the matrices of a draft without those it shares with the target."""
     assert isinstance(head, Layer), "every head is made of layers"
     shared = set(target.modules())
     return [m for m in head.modules() if isinstance(m, Linear) and m not in shared]

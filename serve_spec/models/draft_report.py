@@ -1,7 +1,7 @@
-"""What a draft checkpoint was found to be, in words: for `serve-spec check-config --draft`.
+"""Description of a draft checkpoint, for `serve-spec check-config --draft`.
 
-Everything is read as the engine reads it. With a configuration the draft is held against its
-target, tensor by tensor; without one, what depends on the target is named as open.
+Everything is read as the engine reads it. With a configuration the draft is compared with its
+target, tensor by tensor; without one, facts that depend on the target stay open.
 """
 
 from __future__ import annotations
@@ -13,36 +13,33 @@ import torch
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.layers.module import tensor_defaults
-from serve_spec.models.draft_file import DraftFile, DraftOptions, read_draft
-from serve_spec.models.draft_shape import layer_shape
-from serve_spec.models.eagle import READ_ELSEWHERE as EAGLE_ELSEWHERE
-from serve_spec.models.eagle import make_eagle
-from serve_spec.models.eagle3 import READ_ELSEWHERE as EAGLE3_ELSEWHERE
-from serve_spec.models.eagle3 import make_eagle3
-from serve_spec.models.eagle3_shape import (
+from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, read_draft
+from serve_spec.models.draft_probe import TRAINER_THETA
+from serve_spec.models.draft_shape import (
     aux_layers_mean,
     both_readings,
     capture_layers,
     configured_ids,
     convention,
+    layer_shape,
     switch,
 )
-from serve_spec.models.expansion import open_weights
+from serve_spec.models.eagle import EAGLE3_ELSEWHERE, EAGLE_ELSEWHERE, make_eagle, make_eagle3
 from serve_spec.models.llama import Llama
 from serve_spec.models.medusa import READ_ELSEWHERE as MEDUSA_ELSEWHERE
 from serve_spec.models.medusa import make_medusa, medusa_shape
 from serve_spec.models.shape import ModelShape
 from serve_spec.models.standalone import shared_ids
-from serve_spec.models.theta_probe import TRAINER_THETA
+from serve_spec.models.upscale import open_weights
 
 Facts = dict[str, str]
 
 
 def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
-    """One line per fact about the draft in `path`, as the target of `config` would use it.
+    """Return one line per fact about the draft in `path`, as the target of `config` would use it.
 
     Raises:
-        CheckpointError: what cannot be used, and the way out.
+        CheckpointError: a draft that cannot be used.
     """
     file = read_draft(path)
     options = DraftOptions() if config is None else DraftOptions.of(config.speculative)
@@ -64,13 +61,13 @@ def describe_draft(path: Path, config: ServeSpecConfig | None) -> str:
             facts["rope theta"] = "measured at start (speculative_draft_rope_theta: probe)"
         if config is not None and config.speculative.speculative_draft_aux_layers_mean == "probe":
             facts["target layers"] = _probed(file, target) or facts["target layers"]
-    facts["target"] = _verdict(config, family)
+    facts["target"] = _fit(config, family)
     width = max(map(len, facts)) + 2
     return "\n".join(f"{name + ':':<{width}}{text}" for name, text in facts.items())
 
 
 def _head(file: DraftFile, target: Llama | None, options: DraftOptions) -> Facts:
-    """Of an EAGLE or EAGLE-3 head; refuses what loading it would refuse."""
+    """Return facts about an EAGLE or EAGLE-3 head; raise as loading it would."""
     shape = layer_shape(file, options, None if target is None else target.shape.vocab_size)
     is_eagle3 = file.recognition.family == "EAGLE3"
     if target is not None:
@@ -148,15 +145,15 @@ def _theta(file: DraftFile, shape: ModelShape, options: DraftOptions) -> str:
     config = file.config
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     if "rope_theta" not in {**config, **rope}:
-        return f"{theta}, which is meant where config.json leaves it out"
-    doubt = ""
+        return f"{theta}, the default: config.json has none"
+    hint = ""
     is_speculators = file.recognition.layout == "speculators"
     if file.recognition.family == "EAGLE3" and not is_speculators and theta != f"{TRAINER_THETA:g}":
-        doubt = (
-            f"; the official trainer used {TRAINER_THETA:g} whatever it wrote here, so try "
+        hint = (
+            f"; the official trainer used {TRAINER_THETA:g} even if it wrote another, so try "
             "speculative_draft_rope_theta: probe"
         )
-    return f"{theta}, from config.json{doubt}"
+    return f"{theta}, from config.json{hint}"
 
 
 def _biases(file: DraftFile, shape: ModelShape) -> str:
@@ -185,25 +182,25 @@ def _captured(file: DraftFile, target: Llama | None, options: DraftOptions) -> s
     if options.aux_layer_ids is not None:
         return f"inputs of {list(options.aux_layer_ids)}, from speculative_draft_aux_layer_ids"
     ids = configured_ids(file)
-    said = "config.json names none" if ids is None else f"config.json: {ids}"
+    given = "config.json names none" if ids is None else f"config.json: {ids}"
     if target is None:
-        return f"{said}; what that means depends on the target: name a configuration file"
+        return f"{given}; its meaning depends on the target: name a configuration file"
     num_layers = target.shape.num_layers
     mean = aux_layers_mean(file, options)
     resolved = f"inputs of {list(capture_layers(ids, num_layers, mean))} of {num_layers}"
     if ids is None:
-        return f"{resolved}, everyone's default; {said}"
+        return f"{resolved}, the common default; {given}"
     if options.aux_layers_mean is not None:
-        why = "speculative_draft_aux_layers_mean says so"
+        why = "set by speculative_draft_aux_layers_mean"
     elif mean is not None:
-        why = "speculators counts so"
+        why = "as in speculators"
     else:
         mean, why = convention(ids, num_layers)
-    return f"{resolved}; {said}, read as {mean}s: {why}"
+    return f"{resolved}; {given}, read as {mean}s: {why}"
 
 
 def _probed(file: DraftFile, target: Llama | None) -> str:
-    """Which layers are tried; empty where there is only one reading."""
+    """Return the layers to try; empty if there is only one reading."""
     readings = () if target is None else both_readings(file, target.shape.num_layers)
     inputs = " or ".join(str(list(layers)) for layers in readings)
     measured = "measured at start (speculative_draft_aux_layers_mean: probe)"
@@ -230,19 +227,18 @@ def _norms(file: DraftFile, options: DraftOptions) -> str:
     return ", ".join(facts)
 
 
-def _verdict(config: ServeSpecConfig | None, family: str) -> str:
+def _fit(config: ServeSpecConfig | None, family: str) -> str:
     if config is None:
-        return "not held against one: name a configuration file"
+        return "not compared: name a configuration file"
     asked = config.speculative.speculative_algorithm
     fix = "" if asked == family else f"; speculative_algorithm={asked!r}: set it to {family!r}"
     return f"{config.model.path}: fits{fix}"
 
 
 def _without_weights(path: Path) -> Llama:
-    """The model in `path`, its tensors nothing but shapes."""
+    """Return the model in `path` on the meta device."""
     shape = ModelShape.from_directory(path)
     is_tied = shape.tie_word_embeddings and "lm_head.weight" not in open_weights(path)
-    # Which ids are padding is a matter of contents, which are not here.
     shape = replace(shape, tie_word_embeddings=is_tied, num_ids=None)
     with tensor_defaults(torch.float32, "meta"):
         return Llama(shape)

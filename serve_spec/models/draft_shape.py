@@ -1,25 +1,26 @@
-"""What an EAGLE or EAGLE-3 head's layers look like, from its config and tensors."""
+"""What fixes the computation of an EAGLE or EAGLE-3 head, read from its config and tensors."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.embedding import Embedding
-from serve_spec.models.draft_file import DraftFile, DraftOptions
-from serve_spec.models.llama import Llama
-from serve_spec.models.shape import ModelShape, check_sizes, read_rope, whole
+from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions
+from serve_spec.models.llama import FeatureCapture, Llama
+from serve_spec.models.shape import ModelShape, check_sizes, layer_sizes, whole
 
 _EMBEDDING = "embed_tokens.weight"
 
 
 def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelShape:
-    """The shape of the head's layers beside `target`. Positions reach as far as the target's.
+    """Return the shape of the head's layers for `target`, over the target's positions.
 
     Raises:
         CheckpointError: another vocabulary than the target's, or options not supported.
@@ -40,46 +41,35 @@ def draft_shape(file: DraftFile, target: Llama, options: DraftOptions) -> ModelS
 def layer_shape(
     file: DraftFile, options: DraftOptions, vocab_size: int | None = None
 ) -> ModelShape:
-    """The shape of the head's layers by itself.
-
-    vocab_size: where the config leaves it out.
+    """Return the shape of the head's layers. vocab_size: default of the config's.
 
     Raises:
         CheckpointError: options not supported, or tensors of other sizes than the config's.
     """
     config, shapes = file.config, file.checkpoint.shapes
-    heads = whole(config, "num_attention_heads")
-    hidden = whole(config, "hidden_size")
-    theta, scaling = read_rope(config)
     attention = "layers.0.self_attn."
     shape = ModelShape(
+        **layer_sizes(config),
         architecture=file.recognition.family,
-        hidden_size=hidden,
         num_layers=_count_layers(shapes),
-        num_heads=heads,
-        num_kv_heads=whole(config, "num_key_value_heads", heads),
-        head_dim=whole(config, "head_dim", hidden // heads),
-        intermediate_size=whole(config, "intermediate_size"),
         vocab_size=whole(config, "vocab_size", vocab_size),
-        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope_theta=theta if options.rope_theta is None else options.rope_theta,
-        rope_scaling=scaling,
         tie_word_embeddings=False,
         qkv_bias=attention + "q_proj.bias" in shapes,
         output_bias=attention + "o_proj.bias" in shapes,
         qk_norm=attention + "q_norm.weight" in shapes,
         sliding_window=_sliding_window(file),
-        max_position_embeddings=whole(config, "max_position_embeddings", 2048),
         eos_token_ids=(),
     )
+    if options.rope_theta is not None:
+        shape = replace(shape, rope_theta=options.rope_theta)
     check_sizes(shape, shapes, file.path, "")
     return shape
 
 
 def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | None:
-    """The file's embedding [V, H] in the target's dtype; None when the target's serves as well.
+    """Return the file's embedding [V, H] in the target's dtype; None if it equals the target's.
 
-    Many files carry a frozen copy of the target's: sharing it saves the memory.
+    Many files hold a copy of the target's; sharing it saves memory.
 
     Raises:
         CheckpointError: neither the file nor the target has one of this width.
@@ -92,7 +82,7 @@ def own_embedding(file: DraftFile, target: Llama, hidden_size: int) -> Tensor | 
 
 
 def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
-    """Whether the file stores an embedding, by its shape.
+    """Return whether the file stores an embedding; checks its shape.
 
     Raises:
         CheckpointError: neither the file nor the target has one of this width.
@@ -116,14 +106,14 @@ def has_embedding(file: DraftFile, target: Llama, hidden_size: int) -> bool:
 
 
 def embedding_of(weight: Tensor) -> Embedding:
-    """An embedding layer over `weight` [V, H]."""
+    """Return an embedding layer over `weight` [V, H]."""
     embedding = Embedding(0, 0)
     embedding.weight = torch.nn.Parameter(weight, requires_grad=False)
     return embedding
 
 
 def _sliding_window(file: DraftFile) -> int | None:
-    """Tokens each draft layer sees, itself included; None for all."""
+    """Return how many tokens each draft layer sees, itself included; None: all."""
     config = file.config
     kinds = set(config.get("layer_types") or ())
     is_off = config.get("use_sliding_window") is False or kinds == {"full_attention"}
@@ -142,3 +132,307 @@ def _sliding_window(file: DraftFile) -> int | None:
 def _count_layers(names: Iterable[str]) -> int:
     indices = {int(m[1]) for name in names if (m := re.match(r"layers\.(\d+)\.", name))}
     return max(indices, default=0) + 1
+
+
+TOKEN_MAP = "token_map"
+
+
+def read_d2t(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
+    """Return the target's id of each of `rows` draft ids, int64 [Vd]; None if they are the same.
+
+    `d2t` holds offsets (target id - draft id); `t2d` marks the target ids that are reached.
+
+    Raises:
+        CheckpointError: no map for a reduced vocabulary, or maps that contradict each other.
+    """
+    if "d2t" not in file.checkpoint:
+        if rows == vocab:
+            return None
+        raise CheckpointError(
+            f"{file.path}: tensor d2t is missing although the head draws from {rows} of {vocab} "
+            "tokens; fetch the complete file"
+        )
+    offsets = file.checkpoint.read("d2t")
+    if tuple(offsets.shape) != (rows,) or offsets.is_floating_point():
+        raise CheckpointError(
+            f"{file.path}: tensor d2t is {list(offsets.shape)} of {offsets.dtype}, expected "
+            f"[{rows}] integers"
+        )
+    if rows == vocab and not offsets.any():
+        return None
+    ids = torch.arange(rows) + offsets.long()
+    _check_target_ids(file, "d2t", ids, vocab)
+    return ids
+
+
+def read_token_map(file: DraftFile, rows: int, vocab: int) -> Tensor | None:
+    """Return the target's id of each draft id, int64 [Vd]; None if they are the same.
+
+    rows: output rows, one for each draft id or for each of the target's `vocab` ids.
+
+    Raises:
+        CheckpointError: not a map, ids that occur twice, or ids beyond the target's.
+    """
+    if TOKEN_MAP not in file.checkpoint:
+        return None
+    ids = file.checkpoint.read(TOKEN_MAP)
+    is_map = ids.dim() == 1 and ids.numel() > 0 and not ids.is_floating_point()
+    if not is_map or rows not in (len(ids), vocab):
+        raise CheckpointError(
+            f"{file.path}: tensor {TOKEN_MAP} is {list(ids.shape)} of {ids.dtype}, but the output "
+            f"has {rows} rows; one integer for each of them, or some of the target's {vocab} ids, "
+            "are needed"
+        )
+    ids = ids.long()
+    _check_target_ids(file, TOKEN_MAP, ids, vocab)
+    return ids
+
+
+def _check_target_ids(file: DraftFile, name: str, ids: Tensor, vocab: int) -> None:
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high >= vocab or ids.unique().numel() != ids.numel():
+        raise CheckpointError(
+            f"{file.path}: {name} maps draft ids to {low} .. {high}, not to distinct ids below "
+            f"{vocab}; d2t must hold offsets (target id - draft id), {TOKEN_MAP} ids of the target"
+        )
+    if "t2d" not in file.checkpoint:
+        return
+    reached = file.checkpoint.read("t2d")
+    if tuple(reached.shape) != (vocab,):
+        raise CheckpointError(
+            f"{file.path}: tensor t2d is {list(reached.shape)}, expected [{vocab}]; "
+            "use a head trained for this target"
+        )
+    if not torch.equal(reached.nonzero().view(-1), ids.sort().values):
+        raise CheckpointError(
+            f"{file.path}: t2d marks other tokens than d2t reaches; d2t must hold offsets "
+            "(target id - draft id)"
+        )
+
+
+@dataclass(frozen=True)
+class Eagle3Shape:
+    """Shape of an EAGLE-3 head.
+
+    The target's features are `num_features` hidden states of `target_hidden_size` each. Before
+    `fc` they pass `input_norm` (one norm over all) or `fc_norm` (one each), or neither.
+    `norm_before_residual`: the first layer adds to the normed hidden state. `norm_output`: the
+    normed output is fed back.
+    """
+
+    layers: ModelShape
+    capture: FeatureCapture
+    target_hidden_size: int
+    num_features: int
+    draft_vocab_size: int
+    fc_bias: bool
+    input_norm: bool
+    fc_norm: bool
+    norm_before_residual: bool
+    norm_output: bool
+
+
+def read_eagle3_shape(file: DraftFile, target: Llama, options: DraftOptions) -> Eagle3Shape:
+    """Read and check everything except tensor contents.
+
+    Raises:
+        CheckpointError: a head for another target, or a variant not supported.
+    """
+    layers = draft_shape(file, target, options)
+    shapes = file.checkpoint.shapes
+    capture = read_capture(file, target.shape.num_layers, options)
+    _check_features(file, target, capture)
+    _refuse_variants(file)
+    rows = shapes.get("lm_head.weight", (layers.vocab_size,))[0]
+    claimed = file.config.get("draft_vocab_size")
+    if claimed is not None and claimed != rows:
+        raise CheckpointError(
+            f"{file.path}: draft_vocab_size={claimed}, but lm_head.weight has {rows} rows; "
+            "correct config.json or fetch the matching file"
+        )
+    return Eagle3Shape(
+        layers=layers,
+        capture=capture,
+        target_hidden_size=target.shape.hidden_size,
+        num_features=len(capture.layer_ids or ()),
+        draft_vocab_size=rows,
+        fc_bias="fc.bias" in shapes,
+        input_norm="input_norm.weight" in shapes or bool(file.setting("norm_before_fc")),
+        fc_norm="fc_norm.0.weight" in shapes or bool(file.setting("fc_norm")),
+        norm_before_residual=switch(file, options, "norm_before_residual"),
+        norm_output=switch(file, options, "norm_output"),
+    )
+
+
+def switch(
+    file: DraftFile,
+    options: DraftOptions,
+    name: Literal["norm_before_residual", "norm_output"],
+) -> bool:
+    """Return a switch of the options, else of the config, else the layout's default.
+
+    The default is off, except `norm_before_residual` of speculators, as in vLLM and the trainer.
+    """
+    for value in (getattr(options, name), file.setting(name)):
+        if value is not None:
+            return bool(value)
+    return name == "norm_before_residual" and file.recognition.layout == "speculators"
+
+
+def capture_layers(
+    ids: Sequence[int] | None, num_layers: int, mean: str | None = None
+) -> tuple[int, ...]:
+    """Return the target layers whose inputs the head reads, from the ids of its config.
+
+    Two conventions are in use and no key tells them apart: "output of layer k" (SpecForge, SGLang,
+    ModelOpt) and "input of layer k" (vLLM, speculators). `mean` ("input" / "output") decides if
+    given, else `convention`.
+
+        no ids, n = 32          -> (2, 16, 29)     the common default, as inputs
+        [1, 15, 28], n = 32     -> (2, 16, 29)     SpecForge's default, as outputs
+        [2, 16, 29], n = 32     -> (2, 16, 29)     vLLM's default, as inputs
+        [2, 16, 32], n = 32     -> (2, 16, 32)     the output of layer 32 does not exist
+    """
+    if ids is None:
+        return _default_layers(num_layers)
+    mean = mean or convention(ids, num_layers)[0]
+    return tuple(k + 1 for k in ids) if mean == "output" else tuple(ids)
+
+
+def convention(ids: Sequence[int], num_layers: int) -> tuple[Literal["input", "output"], str]:
+    """Return what a config's ids mean, and why: ids that fit one convention decide."""
+    if max(ids) == num_layers:
+        return "input", f"there is no output of layer {num_layers}"
+    if tuple(ids) == _default_layers(num_layers):
+        return "input", "they are the default of exporters that count inputs"
+    if tuple(k + 1 for k in ids) == _default_layers(num_layers):
+        return "output", "they are the default of exporters that count outputs"
+    return "output", "as in SpecForge, SGLang and ModelOpt; the file does not tell"
+
+
+def _default_layers(num_layers: int) -> tuple[int, ...]:
+    return (2, num_layers // 2, num_layers - 3)
+
+
+def aux_layers_mean(file: DraftFile, options: DraftOptions) -> Literal["input", "output"] | None:
+    """Return the meaning of a config's ids if options or layout give it, else None."""
+    if options.aux_layers_mean is not None:
+        return options.aux_layers_mean
+    return "input" if file.recognition.layout == "speculators" else None
+
+
+def num_draft_ids(target_ids: Tensor | None, num_ids: int | None) -> int | None:
+    """Return how many draft ids map to ids of the target below `num_ids`; None: all.
+
+    Raises:
+        CheckpointError: they are not the first ones.
+    """
+    if target_ids is None or num_ids is None:
+        return num_ids
+    is_real = target_ids < num_ids
+    count = int(is_real.sum())
+    if not is_real[:count].all():
+        raise CheckpointError(
+            f"d2t mixes ids below num_ids={num_ids} with padding; padding has to come last"
+        )
+    return count
+
+
+def read_capture(file: DraftFile, num_layers: int, options: DraftOptions) -> FeatureCapture:
+    """Return which of the target's `num_layers` layers the head reads.
+
+    Raises:
+        CheckpointError: ids that are not valid, or outside the target.
+    """
+    layers = options.aux_layer_ids
+    source = f"speculative_draft_aux_layer_ids={list(layers or ())}"
+    if layers is None:
+        ids = configured_ids(file)
+        layers = capture_layers(ids, num_layers, aux_layers_mean(file, options))
+        source = f"eagle_aux_hidden_state_layer_ids={ids}"
+    if min(layers) < 0 or max(layers) > num_layers:
+        raise CheckpointError(
+            f"{file.path}: {source} means the inputs of layers {list(layers)}, but the target has "
+            f"{num_layers}; give speculative_draft_aux_layer_ids within 0 .. {num_layers}"
+        )
+    return FeatureCapture(tuple(layers))
+
+
+def both_readings(file: DraftFile, num_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Return both readings of the config's ids, as inputs and as outputs, as input layers.
+
+    Empty without ids, or if only one reading is possible.
+    """
+    ids = configured_ids(file)
+    if ids is None or max(ids) >= num_layers:
+        return ()
+    return tuple(capture_layers(ids, num_layers, mean) for mean in ("input", "output"))
+
+
+def configured_ids(file: DraftFile) -> list[int] | None:
+    """Return `eagle_aux_hidden_state_layer_ids` of the config, uninterpreted.
+
+    SGLang reads the nested key, vLLM the one at the top. ModelOpt's default is an empty list.
+
+    Raises:
+        CheckpointError: not a list of numbers, or two that differ.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    given = [ids for ids in (file.config.get(key), file.nested.get(key)) if ids not in (None, [])]
+    if not given:
+        return None
+    ids, nested = given[0], given[-1]
+    if not (isinstance(ids, list) and all(type(k) is int for k in ids)):
+        raise CheckpointError(f"{file.path}: {key}={ids!r}; a list of integers from 0 on is needed")
+    if nested != ids:
+        raise CheckpointError(
+            f"{file.path}: {key}={ids} at the top, but {nested} in eagle_config; "
+            "remove one of them from config.json"
+        )
+    return ids
+
+
+def _refuse_variants(file: DraftFile) -> None:
+    refused = (
+        ("use_aux_hidden_state", False, "use a head trained on auxiliary hidden states"),
+        ("use_mtp_layernorm", True, "use a head without it"),
+    )
+    for key, value, fix in refused:
+        if file.setting(key) is value:
+            raise CheckpointError(f"{file.path}: {key}={str(value).lower()}: not supported; {fix}")
+    steps = file.setting("parallel_draft_step")
+    if steps not in (None, 1):
+        raise CheckpointError(
+            f"{file.path}: parallel_draft_step={steps!r}: not supported; use a head that drafts "
+            "one token a step"
+        )
+    shapes = file.checkpoint.shapes
+    if "input_norm.weight" in shapes and "fc_norm.0.weight" in shapes:
+        raise CheckpointError(
+            f"{file.path}: input_norm and fc_norm are both stored, in unknown order; use a head "
+            "with one of them"
+        )
+
+
+def _check_features(file: DraftFile, target: Llama, capture: FeatureCapture) -> None:
+    wide = target.shape.hidden_size
+    claimed = file.config.get("target_hidden_size")
+    if claimed is not None and claimed != wide:
+        raise CheckpointError(
+            f"{file.path}: target_hidden_size={claimed}, but the target's hidden size is {wide}; "
+            "use a head trained for this target"
+        )
+    number = file.setting("num_aux_hidden_states")
+    if number is not None and number != len(capture.layer_ids or ()):
+        raise CheckpointError(
+            f"{file.path}: num_aux_hidden_states={number}, but {list(capture.layer_ids or ())} are "
+            "read; give that many speculative_draft_aux_layer_ids"
+        )
+    found = file.checkpoint.shapes.get("fc.weight")
+    expected = capture.width(wide)
+    if found is not None and found[1:] != (expected,):
+        raise CheckpointError(
+            f"{file.path}: tensor fc.weight is {list(found)}: it reads features of width "
+            f"{found[-1]}, but the target gives {len(capture.layer_ids or ())} x {wide} = "
+            f"{expected}; use a head trained for this target"
+        )

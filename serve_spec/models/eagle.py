@@ -1,8 +1,10 @@
-"""EAGLE-1 / EAGLE-2 heads: one decoder layer over fc([embedding ; feature]), the target's lm_head.
+"""EAGLE heads: decoder layers over the next token's embedding and a feature of the target.
 
-The feature is the target's hidden state after its final norm, and the head's output is the estimate
-of the next one: it is fed back, and read by the lm_head, as it is.
-Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`.
+EAGLE-1 / EAGLE-2: fc([embedding ; feature]) and the target's lm_head. The feature is the target's
+hidden state after its final norm, and the head's output is its estimate of the next one.
+EAGLE-3: [norm(embedding) ; norm(hidden)] and its own lm_head. The hidden state is fc of the
+target's residual stream at three depths, or the head's own output before its final norm.
+Source: github.com/SafeAILab/EAGLE, `eagle/model/cnets1.py`, `cnets.py`; options: SpecForge, vLLM.
 """
 
 from __future__ import annotations
@@ -16,23 +18,35 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
-from serve_spec.layers.norm import stream_of
+from serve_spec.layers.norm import RMSNorm, stream_of
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
-from serve_spec.models.draft_shape import draft_shape, embedding_of, has_embedding, own_embedding
+from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
+from serve_spec.models.draft_shape import (
+    Eagle3Shape,
+    draft_shape,
+    embedding_of,
+    has_embedding,
+    num_draft_ids,
+    own_embedding,
+    read_d2t,
+    read_eagle3_shape,
+)
 from serve_spec.models.llama import FeatureCapture, Llama, without_padding
 from serve_spec.models.shape import ModelShape
 
 _log = get_logger(__name__)
 
-READ_ELSEWHERE = ("embed_tokens.weight",)
+EAGLE_ELSEWHERE = ("embed_tokens.weight",)
 """Tensors of a file that `Eagle.tensors` does not name."""
+
+EAGLE3_ELSEWHERE = (*EAGLE_ELSEWHERE, "d2t", "t2d")
+"""Tensors of a file that `Eagle3.tensors` does not name."""
 
 
 class Eagle(Layer):
-    """See `DraftHead`. Uninitialised: `load_eagle` fills it.
+    """EAGLE-1 / EAGLE-2 head; see `DraftHead`. Uninitialised: `load_eagle` fills it.
 
     `fc_bias`, `input_norm` (a norm before the first layer's attention) and `own_head` follow from
     the tensors of the file.
@@ -69,11 +83,11 @@ class Eagle(Layer):
         )
 
     def encode(self, features: Tensor) -> Tensor:
-        """The feature is the hidden state: [T, H] -> [T, H]."""
+        """Return the features, which are the hidden states: [T, H] -> [T, H]."""
         return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """[T] target ids, [T, H] -> [R, H]."""
+        """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
         embedded = self.embed_tokens(token_ids).to(hidden.dtype)
         stream = self.fc(torch.cat((embedded, hidden), dim=-1))
         residual: Tensor | None = None
@@ -86,11 +100,11 @@ class Eagle(Layer):
     __call__ = forward
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """[R, H] -> float32 [R, V], without a norm."""
+        """Return logits float32 [R, V] of hidden [R, H], without a norm."""
         return without_padding(self.lm_head(hidden.to(self.head_dtype)), self.num_ids)
 
     def tensors(self) -> dict[str, Destination]:
-        """The published names; what is shared with the target is not among them."""
+        """Return destinations by published name, without those shared with the target."""
         tensors = self.fc.tensors()
         for index, layer in enumerate(self.layers):
             assert isinstance(layer, DecoderLayer)
@@ -99,28 +113,19 @@ class Eagle(Layer):
 
 
 def load_eagle(path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
-    """Builds and fills the EAGLE head in `path` for `target`, computing in `dtype`.
+    """Return the EAGLE head in `path` for `target`, computing in `dtype`.
 
     Raises:
         CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
     """
     file = open_draft(path, "EAGLE")
     head = make_eagle(file, target, options, dtype)
-    embedding = own_embedding(file, target, head.hidden_size)
-    if embedding is not None:
-        head.embed_tokens = embedding_of(embedding)
-    file.checkpoint.load_into(head.tensors(), READ_ELSEWHERE)
-    finish_loading(head)
-    _log.info(
-        "EAGLE head %s: %d layers, theta %g, fc bias %s, own embedding %s",
-        file.path, head.shape.num_layers, head.shape.rope_theta, head.fc.bias is not None,
-        embedding is not None,
-    )  # fmt: skip
+    _fill(head, file, target, EAGLE_ELSEWHERE)
     return head
 
 
 def make_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype) -> Eagle:
-    """The head in `file` without its weights, on the target's device.
+    """Return the head in `file` without its weights, on the target's device.
 
     Raises:
         CheckpointError: a head for another target.
@@ -140,3 +145,153 @@ def make_eagle(file: DraftFile, target: Llama, options: DraftOptions, dtype: tor
             input_norm="layers.0.input_layernorm.weight" in file.checkpoint,
             own_head="lm_head.weight" in file.checkpoint,
         )
+
+
+class Eagle3FirstLayer(DecoderLayer):
+    """A decoder layer whose attention reads the embedding beside the hidden state (2H wide)."""
+
+    inputs = 2
+
+    def __init__(self, shape: Eagle3Shape) -> None:
+        super().__init__(shape.layers, index=0)
+        self.norm_before_residual = shape.norm_before_residual
+        self.hidden_norm = RMSNorm(shape.layers.hidden_size, shape.layers.rms_norm_eps)
+
+    def before_attention(self, hidden: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return (the heads that attend, the residual stream).
+
+        hidden: the token's embedding. residual: the hidden state. Both [T, H].
+        """
+        assert self.input_norm is not None
+        assert residual is not None, "a first layer of EAGLE-3 reads a hidden state"
+        normed = self.hidden_norm(residual)
+        inputs = torch.cat((self.input_norm(hidden), normed), dim=-1)
+        return self.attention.heads(inputs), normed if self.norm_before_residual else residual
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return destinations by the published names within `midlayer.` / `layers.0.`."""
+        return {**super().tensors(), **prefixed("hidden_norm.", self.hidden_norm.tensors())}
+
+
+class Eagle3(Layer):
+    """EAGLE-3 head; see `DraftHead`. Uninitialised: `load_eagle3` fills it."""
+
+    def __init__(self, shape: Eagle3Shape, target: Llama, target_ids: Tensor | None) -> None:
+        super().__init__()
+        self.options = shape
+        self.shape = layers = shape.layers
+        self.capture = shape.capture
+        self.shift = 0
+        self.ends_early = layers.num_layers == 1
+        self.max_steps = None
+        self.hidden_size = layers.hidden_size
+        self.feature_dim = shape.num_features * shape.target_hidden_size
+        self.target_ids = target_ids
+        self.num_ids = num_draft_ids(target_ids, layers.num_ids)
+        self.dtype = torch.get_default_dtype()
+        eps = layers.rms_norm_eps
+        self.embed_tokens = target.embed_tokens
+        self.input_norm = RMSNorm(self.feature_dim, eps) if shape.input_norm else None
+        num_fc_norms = shape.num_features if shape.fc_norm else 0
+        self.fc_norms = nn.ModuleList(
+            RMSNorm(shape.target_hidden_size, eps) for _ in range(num_fc_norms)
+        )
+        self.fc = Linear(self.feature_dim, {"fc": layers.hidden_size}, bias=shape.fc_bias)
+        self.first_layer = Eagle3FirstLayer(shape)
+        self.more_layers = nn.ModuleList(
+            DecoderLayer(layers, index) for index in range(1, layers.num_layers)
+        )
+        self.norm = RMSNorm(layers.hidden_size, eps)
+        self.lm_head = Linear(layers.hidden_size, {"lm_head": shape.draft_vocab_size})
+        self.lm_head.out_dtype = torch.float32
+        self.rope = RotaryTable(
+            layers.head_dim, layers.rope_theta, layers.rope_scaling, layers.max_position_embeddings
+        )
+
+    def encode(self, features: Tensor) -> Tensor:
+        """Return fc of features [T, F] after optional norms: [T, H]."""
+        features = features.to(self.dtype)
+        if self.input_norm is not None:
+            features = self.input_norm(features)
+        if self.fc_norms:
+            blocks = features.chunk(len(self.fc_norms), dim=-1)
+            normed = [norm(block) for norm, block in zip(self.fc_norms, blocks, strict=True)]
+            features = torch.cat(normed, dim=-1)
+        return self.fc(features)
+
+    def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
+        """Return next hidden [R, H] from target ids [T] and hidden [T, H]."""
+        rotation = self.rope.at(ctx.positions)
+        embedded = self.embed_tokens(token_ids).to(hidden.dtype)
+        addend, residual = self.first_layer(embedded, hidden, rotation, ctx)
+        for layer in self.more_layers:
+            addend, residual = layer(addend, residual, rotation, ctx)
+        stream = stream_of(addend, residual)
+        return self.norm(stream) if self.options.norm_output else stream
+
+    __call__ = forward
+
+    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
+        """Return logits float32 [R, Vd] of hidden [R, H] as `forward` returned it."""
+        normed = hidden if self.options.norm_output else self.norm(hidden)
+        return without_padding(self.lm_head(normed), self.num_ids)
+
+    def tensors(self) -> dict[str, Destination]:
+        """Return destinations by published name (`layers.0.` for `midlayer.`)."""
+        tensors = {**self.fc.tensors(), **prefixed("layers.0.", self.first_layer.tensors())}
+        if self.input_norm is not None:
+            tensors |= prefixed("input_norm.", self.input_norm.tensors())
+        for index, norm in enumerate(self.fc_norms):
+            assert isinstance(norm, RMSNorm)
+            tensors |= prefixed(f"fc_norm.{index}.", norm.tensors())
+        for index, layer in enumerate(self.more_layers, start=1):
+            assert isinstance(layer, DecoderLayer)
+            tensors |= prefixed(f"layers.{index}.", layer.tensors())
+        return {**tensors, **prefixed("norm.", self.norm.tensors()), **self.lm_head.tensors()}
+
+
+def load_eagle3(
+    path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> Eagle3:
+    """Return the EAGLE-3 head in `path` for `target`, computing in `dtype`.
+
+    Raises:
+        CheckpointError: as `open_draft`; a head for another target, or tensors that do not fit.
+    """
+    file = open_draft(path, "EAGLE3")
+    head = make_eagle3(file, target, options, dtype)
+    _fill(head, file, target, EAGLE3_ELSEWHERE)
+    return head
+
+
+def _fill(
+    head: Eagle | Eagle3, file: DraftFile, target: Llama, read_elsewhere: tuple[str, ...]
+) -> None:
+    """Load the head's weights, and its own embedding if it differs from the target's."""
+    embedding = own_embedding(file, target, head.hidden_size)
+    if embedding is not None:
+        head.embed_tokens = embedding_of(embedding)
+    file.checkpoint.load_into(head.tensors(), read_elsewhere)
+    finish_loading(head)
+    _log.info(
+        "%s head %s: %s, own embedding %s",
+        file.recognition.family, file.path, head.shape, embedding is not None,
+    )  # fmt: skip
+
+
+def make_eagle3(
+    file: DraftFile, target: Llama, options: DraftOptions, dtype: torch.dtype
+) -> Eagle3:
+    """Return the head in `file` without its weights, on the target's device.
+
+    Raises:
+        CheckpointError: a head for another target, or id maps that contradict each other.
+    """
+    shape = read_eagle3_shape(file, target, options)
+    target_ids = read_d2t(file, shape.draft_vocab_size, shape.layers.vocab_size)
+    has_embedding(file, target, shape.layers.hidden_size)
+    device = target.embed_tokens.weight.device
+    if target_ids is not None:
+        target_ids = target_ids.to(device)
+    with tensor_defaults(dtype, device):
+        return Eagle3(shape, target, target_ids)

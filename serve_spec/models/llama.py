@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from serve_spec.config.engine import MAX_POSITIONS
 from serve_spec.core.context import ForwardContext
-from serve_spec.layers.module import Destination, Layer, prefixed
+from serve_spec.core.errors import CheckpointError
+from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.layers.norm import RMSNorm
 from serve_spec.layers.parallel import vocab_embedding, vocab_head
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.shape import ModelShape
+from serve_spec.models.shape import ModelShape, check_size, check_sizes
+from serve_spec.models.upscale import open_weights
+from serve_spec.models.weights import Checkpoint
 from serve_spec.parallel.group import SINGLE, TensorParallel
 
 
 @dataclass(frozen=True)
 class FeatureCapture:
-    """Which hidden states of the target a draft reads.
+    """Hidden states of the target that a draft reads.
 
-    `layer_ids`: the residual stream (before any norm) entering each of these layers, concatenated
-    in this order; layer n of n stands for the stream before the final norm. None: the hidden state
-    after the final norm (EAGLE-1, Medusa).
+    `layer_ids`: the inputs of these layers (residual stream before any norm), concatenated; layer n
+    of n is the stream before the final norm. None: the state after it (EAGLE-1, Medusa).
     """
 
     layer_ids: tuple[int, ...] | None
 
     def width(self, hidden_size: int) -> int:
-        """Numbers per token, F."""
+        """Return the width of a feature, F."""
         return hidden_size * (1 if self.layer_ids is None else len(self.layer_ids))
 
 
@@ -47,7 +50,7 @@ class Llama(Layer):
 
     Created with torch's default dtype and device, uninitialised: `load_target` fills it. With
     tied embeddings `lm_head` reads the embedding's matrix. `shape` is the whole model's,
-    `rank_shape` what this rank computes of it: that is what its KV pool and attention are made for.
+    `rank_shape` this rank's part, for its KV pool and attention.
     """
 
     def __init__(
@@ -70,17 +73,17 @@ class Llama(Layer):
         if shape.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.matrix
         self.max_model_len = max_model_len or shape.max_position_embeddings
-        self.path: Path | None = None  # of the checkpoint it was loaded from
+        self.path: Path | None = None  # of its checkpoint
         self.rope = RotaryTable(
             shape.head_dim, shape.rope_theta, shape.rope_scaling, self.max_model_len
         )
-        # A plain tuple: iterating a ModuleList costs more than the loop it feeds.
+        # A plain tuple: iterating a ModuleList is slow.
         self._layers: tuple[DecoderLayer, ...] = tuple(self.layers)  # type: ignore[arg-type]
 
     def forward(
         self, token_ids: Tensor, ctx: ForwardContext, capture: FeatureCapture | None = None
     ) -> TargetOutput:
-        """token_ids: [T] int64, at the positions of `ctx`."""
+        """Return hidden states of `token_ids` [T] (int64) at the positions of `ctx`."""
         hidden = self.embed_tokens(token_ids)
         residual: Tensor | None = None
         rotation = self.rope.at(ctx.positions)
@@ -100,11 +103,11 @@ class Llama(Layer):
     __call__ = forward
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[R, H] after the final norm -> float32 [R, V], -inf for ids that are padding."""
+        """Return logits float32 [R, V] of hidden [R, H]; -inf for padding ids."""
         return without_padding(self.lm_head(hidden), self.shape.num_ids)
 
     def tensors(self) -> dict[str, Destination]:
-        """Hugging Face's names; `lm_head.weight` only where it has a matrix of its own."""
+        """Return destinations by Hugging Face's names; `lm_head.weight` only if it is not tied."""
         tensors = prefixed("model.embed_tokens.", self.embed_tokens.tensors())
         for index, layer in enumerate(self._layers):
             tensors |= prefixed(f"model.layers.{index}.", layer.tensors())
@@ -115,14 +118,14 @@ class Llama(Layer):
 
 
 def without_padding(logits: Tensor, num_ids: int | None) -> Tensor:
-    """`logits` [R, V] with ids from `num_ids` on (None: no id) set to -inf, in place."""
+    """Set `logits` [R, V] of ids from `num_ids` on (None: none) to -inf, in place."""
     if num_ids is not None:
         logits[:, num_ids:] = float("-inf")
     return logits
 
 
 class _Recorder:
-    """Collects the captured streams of one forward into one [T, F] tensor."""
+    """Captured streams of one forward in one [T, F] tensor."""
 
     def __init__(self, capture: FeatureCapture | None, hidden: Tensor) -> None:
         self.features: Tensor | None = None
@@ -135,6 +138,59 @@ class _Recorder:
             self._columns.setdefault(layer, []).append(block)
 
     def record(self, layer: int, stream: Tensor) -> None:
-        """Keeps the stream entering `layer` if it is captured."""
+        """Keep the stream entering `layer` if it is captured."""
         for block in self._columns.get(layer, ()):
             block.copy_(stream)
+
+
+TARGETS: dict[str, type[Llama]] = {
+    "LlamaForCausalLM": Llama,
+    "MistralForCausalLM": Llama,
+    "Qwen2ForCausalLM": Llama,
+    "Qwen3ForCausalLM": Llama,
+}
+
+
+def load_target(
+    path: Path | str,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    max_model_len: int | None = None,
+    parallel: TensorParallel = SINGLE,
+) -> Llama:
+    """Load a Hugging Face directory, or an expansion of one.
+
+    `max_model_len` bounds positions (default: the config's). Each of several ranks loads its part.
+
+    Raises:
+        CheckpointError: a checkpoint that cannot be used.
+    """
+    shape = ModelShape.from_directory(path)
+    checkpoint = open_weights(path)
+    # A stored matrix wins over the flag: some exporters write both.
+    tied = shape.tie_word_embeddings and "lm_head.weight" not in checkpoint
+    shape = replace(shape, tie_word_embeddings=tied)
+    _check_memory(shape, checkpoint, max_model_len)
+    with tensor_defaults(dtype, device):
+        model = TARGETS[shape.architecture](shape, max_model_len, parallel)
+    checkpoint.load_into(model.tensors())
+    finish_loading(model)
+    model.path = Path(path)
+    return model
+
+
+def _check_memory(shape: ModelShape, checkpoint: Checkpoint, max_model_len: int | None) -> None:
+    """Raise if config.json claims more than the files hold, before memory is allocated."""
+    tensors, directory = checkpoint.shapes, checkpoint.directory
+    check_size(tensors, directory, "model.embed_tokens.weight", 0, "vocab_size", shape.vocab_size)
+    check_sizes(shape, tensors, directory, "model.")
+    if not any(name.startswith(f"model.layers.{shape.num_layers - 1}.") for name in tensors):
+        raise CheckpointError(
+            f"{directory}/config.json: num_hidden_layers={shape.num_layers}: missing "
+            f"model.layers.{shape.num_layers - 1}; correct config.json or fetch the right file"
+        )
+    if max_model_len is None and shape.max_position_embeddings > MAX_POSITIONS:
+        raise CheckpointError(
+            f"{directory}/config.json: max_position_embeddings={shape.max_position_embeddings}: "
+            f"more than {MAX_POSITIONS}; set max_model_len"
+        )

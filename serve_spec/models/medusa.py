@@ -1,7 +1,7 @@
-"""Medusa heads: several guesses from one hidden state, head h at the token h + 1 places after next.
+"""Medusa heads: head h drafts the token h + 1 places after the next from one hidden state.
 
-Each head is a few residual blocks x + SiLU(W·x + b) and an output matrix. Nothing is kept between
-rounds. The feature is the target's hidden state after its final norm (arXiv 2401.10774).
+Each head is a few residual blocks x + SiLU(W·x + b) and an output matrix. There is no draft
+KV. The feature is the target's hidden state after its final norm (arXiv 2401.10774).
 Source: github.com/FasterDecoding/Medusa, `medusa_model.py`; vLLM's naming and `token_map`.
 """
 
@@ -20,8 +20,8 @@ from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.linear import Linear
 from serve_spec.layers.module import Destination, Layer, finish_loading, prefixed, tensor_defaults
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftFile, DraftOptions, open_draft
-from serve_spec.models.draft_ids import TOKEN_MAP, read_token_map
+from serve_spec.models.draft_checkpoint import DraftFile, DraftOptions, open_draft
+from serve_spec.models.draft_shape import TOKEN_MAP, read_token_map
 from serve_spec.models.llama import FeatureCapture, Llama
 
 _log = get_logger(__name__)
@@ -32,10 +32,10 @@ READ_ELSEWHERE = (TOKEN_MAP,)
 
 @dataclass(frozen=True)
 class MedusaShape:
-    """What fixes the heads' computation, by the tensors alone.
+    """Shape of the heads, from the tensors alone.
 
     `num_heads` heads of `num_blocks` residual blocks. `outputs`: the stored output matrices, one
-    for each head or one that all share, of `num_rows` rows; none (None rows): the target's.
+    for each head or one that all share, of `num_rows` rows; empty (None rows): the target's.
     """
 
     num_heads: int
@@ -58,7 +58,7 @@ class ResidualBlocks(Layer):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        """[T, H] -> [T, H]."""
+        """Return all blocks applied to x [T, H]."""
         for block in self.blocks:
             x = x + F.silu(block(x))
         return x
@@ -66,7 +66,7 @@ class ResidualBlocks(Layer):
     __call__ = forward
 
     def tensors(self) -> dict[str, Destination]:
-        """`layers.<block>.{weight,bias}`."""
+        """Return destinations `layers.<block>.{weight,bias}`."""
         tensors: dict[str, Destination] = {}
         for block in self.blocks:
             assert isinstance(block, Linear)
@@ -75,11 +75,7 @@ class ResidualBlocks(Layer):
 
 
 class Medusa(Layer):
-    """All heads. Uninitialised: `load_medusa` fills it.
-
-    `target_ids`: int64 [Vd], the target's id of each draft id; None when the vocabularies are the
-    same.
-    """
+    """All Medusa heads. Uninitialised: `load_medusa` fills it."""
 
     def __init__(self, shape: MedusaShape, target: Llama, target_ids: Tensor | None) -> None:
         super().__init__()
@@ -97,28 +93,28 @@ class Medusa(Layer):
         self.lm_heads = nn.ModuleList(_output_heads(shape, target))
         self.head_dtype = self.dtype if shape.outputs else target.embed_tokens.weight.dtype
         num_rows = shape.num_rows or target.shape.vocab_size
-        # A matrix made for the whole vocabulary has rows that no draft id stands for.
+        # A matrix for the whole vocabulary has rows without a draft id.
         has_idle_rows = target_ids is not None and num_rows > len(target_ids)
         self._rows = target_ids if has_idle_rows else None
         self._is_padding = _padding(target_ids, target)
 
     def encode(self, features: Tensor) -> Tensor:
-        """The feature is what all heads read: [T, H] -> [T, H]."""
+        """Return the features [T, H], which all heads read."""
         return features.to(self.dtype)
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """The feature again, [R, H]: no head reads tokens."""
+        """Return the features of the queries [R, H]: no head reads tokens."""
         return ctx.select_queries(hidden)
 
     __call__ = forward
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """Target features [R, H] -> float32 [R, V or Vd] of head number `step`."""
+        """Return logits float32 [R, V or Vd] of head `step` from target features [R, H]."""
         head, lm_head = self.heads[step], self.lm_heads[step]
-        return self._drawable(lm_head(head(hidden.to(self.dtype)).to(self.head_dtype)))
+        return self._sampleable(lm_head(head(hidden.to(self.dtype)).to(self.head_dtype)))
 
     def tensors(self) -> dict[str, Destination]:
-        """vLLM's names; what is shared with the target is not among them."""
+        """Return destinations by vLLM's names, without those shared with the target."""
         tensors: dict[str, Destination] = {}
         for index, head in enumerate(self.heads):
             assert isinstance(head, ResidualBlocks)
@@ -128,7 +124,7 @@ class Medusa(Layer):
             tensors |= lm_head.tensors()
         return tensors
 
-    def _drawable(self, logits: Tensor) -> Tensor:
+    def _sampleable(self, logits: Tensor) -> Tensor:
         if self._rows is not None:
             logits = logits.index_select(1, self._rows)
         if self._is_padding is not None:
@@ -139,7 +135,7 @@ class Medusa(Layer):
 def load_medusa(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Medusa:
-    """Builds and fills the heads in `path` for `target`, computing in `dtype`; no option is theirs.
+    """Load the heads in `path` for `target`, computing in `dtype`; options: not used.
 
     Raises:
         CheckpointError: as `open_draft`; heads for another target, or tensors that do not fit.
@@ -153,10 +149,10 @@ def load_medusa(
 
 
 def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
-    """The heads in `file` without their weights, on the target's device.
+    """Return the heads in `file` without their weights, on the target's device.
 
     Raises:
-        CheckpointError: heads for another target, or an id map that can not be used.
+        CheckpointError: heads for another target, or an id map that cannot be used.
     """
     shape = medusa_shape(file)
     _check_fit(file, shape, target)
@@ -168,7 +164,7 @@ def make_medusa(file: DraftFile, target: Llama, dtype: torch.dtype) -> Medusa:
 
 
 def medusa_shape(file: DraftFile) -> MedusaShape:
-    """Counts heads and blocks by the tensors; published configs miscount them."""
+    """Count heads and blocks by the tensors; published configs miscount them."""
     shapes = file.checkpoint.shapes
     places = [
         (int(match[1]), int(match[2]))
@@ -189,7 +185,7 @@ def medusa_shape(file: DraftFile) -> MedusaShape:
 
 def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
     if "lm_heads.0.weight" in file.checkpoint:
-        # vLLM may call the one that all share the first one's.
+        # vLLM may give a shared matrix the name of the first one.
         is_shared = file.config.get("original_lm_head")
         if is_shared and "lm_heads.1.weight" not in file.checkpoint:
             return ("lm_heads.0",)
@@ -198,7 +194,7 @@ def _stored_outputs(file: DraftFile, num_heads: int) -> tuple[str, ...]:
 
 
 def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
-    """One for each head."""
+    """Return one output matrix for each head."""
     if shape.num_rows is None:
         stored = [target.lm_head]
     else:
@@ -209,7 +205,7 @@ def _output_heads(shape: MedusaShape, target: Llama) -> list[Linear]:
 
 
 def _padding(target_ids: Tensor | None, target: Llama) -> Tensor | None:
-    """bool [Vd]: the draft ids whose ids of the target are never drawn; None when all are real."""
+    """Return which draft ids map to padding of the target, bool [Vd]; None: none."""
     if target.shape.num_ids is None:
         return None
     if target_ids is None:
@@ -226,6 +222,6 @@ def _check_fit(file: DraftFile, shape: MedusaShape, target: Llama) -> None:
     vocab_size = target.shape.vocab_size
     if TOKEN_MAP not in file.checkpoint and shape.num_rows not in (None, vocab_size):
         raise CheckpointError(
-            f"{file.path}: the heads draw from {shape.num_rows} tokens, the target from "
+            f"{file.path}: the heads draft {shape.num_rows} tokens, the target has "
             f"{vocab_size}, and there is no {TOKEN_MAP}; use heads trained for this target"
         )

@@ -1,7 +1,6 @@
-"""From a Hugging Face `config.json` to the numbers a model is built from.
+"""The shape of a model, from a Hugging Face `config.json`.
 
-The one place that reads foreign names. What this project does not compute is refused here, by name,
-before a single weight is read.
+Settings that no layer implements are refused by name before any weight is read.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from serve_spec.ops.paged_attention import AttentionKind
 Config = Mapping[str, Any]
 
 NUM_IDS_KEY = "serve_spec_num_ids"
-"""The key of `config.json` that says which ids are real: see `ModelShape.num_ids`."""
+"""The key of `config.json` with the number of real ids: see `ModelShape.num_ids`."""
 
 
 @dataclass(frozen=True)
 class _Family:
-    """What an architecture implies beyond the keys of its config (transformers' own defaults)."""
+    """Defaults of an architecture in transformers beyond the keys of its config."""
 
     qkv_bias: bool = False
     attention_bias_key: bool = False
@@ -57,12 +56,12 @@ FAMILIES = {
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Everything that fixes a Llama-like model's computation, weights aside.
+    """Everything but the weights that fixes the computation of a Llama-like model.
 
     `qkv_bias` / `output_bias`: the attention projections carry biases. `sliding_window`: each token
     sees that many tokens, itself included; None for all. `eos_token_ids` joins `config.json` and
-    `generation_config.json`. `num_ids`: ids from here on pad the vocabulary and are never drawn;
-    None when all are real.
+    `generation_config.json`. `num_ids`: ids from here on pad the vocabulary and are never sampled;
+    None: all are real.
     """
 
     architecture: str
@@ -110,10 +109,10 @@ class ModelShape:
         return (KVShape(self.num_kv_heads, self.head_dim, self.head_dim),) * self.num_layers
 
     def on_rank_of(self, size: int) -> ModelShape:
-        """What each of `size` ranks computes: its share of heads and neurons.
+        """Return the shape of each of `size` ranks: its share of heads and neurons.
 
         Raises:
-            CheckpointError: they can not be shared out evenly.
+            CheckpointError: heads or neurons are not divisible by `size`.
         """
         shared = {
             "num_attention_heads": self.num_heads,
@@ -136,10 +135,10 @@ class ModelShape:
 
     @staticmethod
     def from_directory(path: Path | str) -> ModelShape:
-        """Reads `config.json` and, if present, `generation_config.json` of a target.
+        """Read `config.json` and, if present, `generation_config.json` of a target.
 
         Raises:
-            CheckpointError: no readable config, or a model this project does not compute.
+            CheckpointError: no readable config, or a model that is not supported.
         """
         path = Path(path)
         config = read_json(path / "config.json")
@@ -149,47 +148,54 @@ class ModelShape:
 
     @staticmethod
     def from_config(config: Config, generation: Config | None = None) -> ModelShape:
-        """The shape of a target from its parsed `config.json`.
+        """Return the shape of a target from its parsed `config.json`.
 
         Raises:
-            CheckpointError: names the key and value that is missing or not supported.
+            CheckpointError: a key that is missing or not supported.
         """
         architecture = _architecture(config)
         family = FAMILIES[architecture]
         check_supported(config)
-        heads = whole(config, "num_attention_heads")
-        hidden = whole(config, "hidden_size")
         attention_bias = bool(config.get("attention_bias")) and family.attention_bias_key
-        theta, scaling = read_rope(config)
         return ModelShape(
+            **layer_sizes(config),
             architecture=architecture,
-            hidden_size=hidden,
             num_layers=whole(config, "num_hidden_layers"),
-            num_heads=heads,
-            num_kv_heads=whole(config, "num_key_value_heads", heads),
-            head_dim=whole(config, "head_dim", hidden // heads),
-            intermediate_size=whole(config, "intermediate_size"),
             vocab_size=whole(config, "vocab_size"),
-            rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-            rope_theta=theta,
-            rope_scaling=scaling,
             tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
             qkv_bias=family.qkv_bias or attention_bias,
             output_bias=attention_bias,
             qk_norm=family.qk_norm,
             sliding_window=_sliding_window(config, architecture, family),
-            max_position_embeddings=whole(config, "max_position_embeddings", 2048),
             eos_token_ids=_eos_token_ids(config, generation or {}),
             num_ids=None if config.get(NUM_IDS_KEY) is None else whole(config, NUM_IDS_KEY),
         )
 
 
+def layer_sizes(config: Config) -> dict[str, Any]:
+    """Return the fields of `ModelShape` that targets and draft heads read from the same keys."""
+    heads = whole(config, "num_attention_heads")
+    hidden = whole(config, "hidden_size")
+    theta, scaling = read_rope(config)
+    return {
+        "hidden_size": hidden,
+        "num_heads": heads,
+        "num_kv_heads": whole(config, "num_key_value_heads", heads),
+        "head_dim": whole(config, "head_dim", hidden // heads),
+        "intermediate_size": whole(config, "intermediate_size"),
+        "rms_norm_eps": float(config.get("rms_norm_eps", 1e-6)),
+        "rope_theta": theta,
+        "rope_scaling": scaling,
+        "max_position_embeddings": whole(config, "max_position_embeddings", 2048),
+    }
+
+
 def check_sizes(
     shape: ModelShape, tensors: Mapping[str, tuple[int, ...]], directory: Path | str, prefix: str
 ) -> None:
-    """Compares what config.json says of a layer with the tensors, before memory is taken for it.
+    """Compare the sizes of a layer in config.json with the tensors, before memory is allocated.
 
-    tensors: shapes by name. prefix: of the names of layers.
+    tensors: shapes by name. prefix: before `layers.0.` in names.
 
     Raises:
         CheckpointError: a tensor is missing or of another size; names the key of config.json.
@@ -214,7 +220,7 @@ def check_size(
     key: str,
     size: int,
 ) -> None:
-    """Raises CheckpointError unless the tensor is there and of the size that config.json says."""
+    """Raise CheckpointError unless the tensor exists and has the size of config.json."""
     if name not in tensors:
         raise CheckpointError(
             f"{directory}: missing {name}; the files are incomplete or config.json describes "
@@ -230,7 +236,7 @@ def check_size(
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Parses a JSON object.
+    """Parse a JSON object.
 
     Raises:
         CheckpointError: the file is absent, unreadable or not an object.
@@ -247,7 +253,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def whole(config: Config, key: str, default: int | None = None) -> int:
-    """A positive integer of the config; `default` when absent or null.
+    """Return a positive integer of the config; `default` if absent or null.
 
     Raises:
         CheckpointError: absent without a default, or not a positive integer.
@@ -262,10 +268,10 @@ def whole(config: Config, key: str, default: int | None = None) -> int:
 
 
 def check_supported(config: Config) -> None:
-    """Refuses settings that change the computation and that no layer here implements."""
+    """Raise CheckpointError for settings that no layer implements."""
     act = config.get("hidden_act", "silu")
     if act != "silu":
-        raise CheckpointError(f"config.json: hidden_act={act!r} is not supported; only 'silu' is")
+        raise CheckpointError(f"config.json: hidden_act={act!r}: not supported; only 'silu' is")
     strange = set(config.get("layer_types") or ()) - {"full_attention", "sliding_attention"}
     if strange:
         raise CheckpointError(
@@ -273,36 +279,36 @@ def check_supported(config: Config) -> None:
             "only 'full_attention' and 'sliding_attention' are"
         )
     if config.get("mlp_bias"):
-        raise CheckpointError("config.json: mlp_bias=true is not supported; only false is")
+        raise CheckpointError("config.json: mlp_bias=true: not supported; only false is")
     if config.get("quantization_config"):
         method = config["quantization_config"].get("quant_method", "unknown")
         raise CheckpointError(
-            f"config.json: quantization_config.quant_method={method!r} is not supported; "
+            f"config.json: quantization_config.quant_method={method!r}: not supported; "
             "use the float32, bfloat16 or float16 checkpoint"
         )
 
 
 def read_rope(config: Config) -> tuple[float, Llama3Scaling | None]:
-    """Base frequency and scaling, from `rope_theta` + `rope_scaling` or from `rope_parameters`.
+    """Return base frequency and scaling.
 
-    transformers 5 writes both into `rope_parameters`; earlier files keep them apart.
+    transformers 5 writes both into `rope_parameters`, earlier versions into two keys.
 
     Raises:
-        CheckpointError: a rope type other than 'default' and 'llama3', or an incomplete one.
+        CheckpointError: a rope type that is not supported or incomplete.
     """
     rope: Config = config.get("rope_parameters") or config.get("rope_scaling") or {}
     theta = rope.get("rope_theta", config.get("rope_theta"))
     partial = rope.get("partial_rotary_factor", config.get("partial_rotary_factor")) or 1.0
     if partial != 1.0:
         raise CheckpointError(
-            f"config.json: partial_rotary_factor={partial} is not supported; only 1.0 is"
+            f"config.json: partial_rotary_factor={partial}: not supported; only 1.0 is"
         )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if any(isinstance(value, Mapping) for value in rope.values()):
         kind = "per layer"
     if kind not in ("default", "llama3"):
         raise CheckpointError(
-            f"config.json: rope type {kind!r} is not supported; use 'default' or 'llama3'"
+            f"config.json: rope type {kind!r}: not supported; use 'default' or 'llama3'"
         )
     scaling = _llama3_scaling(rope) if kind == "llama3" else None
     return 10000.0 if theta is None else float(theta), scaling
@@ -325,18 +331,18 @@ def _architecture(config: Config) -> str:
     if len(names) == 1 and names[0] in FAMILIES:
         return str(names[0])
     raise CheckpointError(
-        f"config.json: architectures={names!r} is not supported; use one of {sorted(FAMILIES)}"
+        f"config.json: architectures={names!r}: not supported; use one of {sorted(FAMILIES)}"
     )
 
 
 def _sliding_window(config: Config, architecture: str, family: _Family) -> int | None:
-    """The window all layers share. Layers that differ from each other are refused."""
+    """Return the window that all layers share; raise if they differ."""
     window: int | None = config.get("sliding_window", family.default_sliding_window)
     if not family.sliding_window_key:
         if window is None:
             return None
         raise CheckpointError(
-            f"config.json: sliding_window={window!r} is not supported for {architecture}; set null"
+            f"config.json: sliding_window={window!r}: not supported for {architecture}; set null"
         )
     if family.use_sliding_window_key and not config.get("use_sliding_window", False):
         window = None

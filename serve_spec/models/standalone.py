@@ -1,4 +1,4 @@
-"""Stand-alone drafts: whole small models that share the target's tokens."""
+"""Stand-alone drafts: whole small models with the target's tokens."""
 
 from __future__ import annotations
 
@@ -12,20 +12,18 @@ from serve_spec.core.context import ForwardContext
 from serve_spec.core.errors import CheckpointError
 from serve_spec.layers.module import Layer
 from serve_spec.log import get_logger
-from serve_spec.models.draft_file import DraftOptions, open_draft
-from serve_spec.models.llama import Llama
+from serve_spec.models.draft_checkpoint import DraftOptions, check_same_tokens, open_draft
+from serve_spec.models.llama import Llama, load_target
 from serve_spec.models.shape import ModelShape
-from serve_spec.models.target import load_target
-from serve_spec.models.vocabulary import check_same_tokens
 
 _log = get_logger(__name__)
 
 
 class Standalone(Layer):
-    """A whole model as a draft head, see `DraftHead`: it reads tokens, and no features.
+    """A whole model as a `DraftHead`: it reads tokens and no features.
 
-    Models of one family pad their vocabularies differently. It draws from the ids that both have;
-    one that only the target has it reads as its own last.
+    Models of one family pad their vocabularies differently. It drafts ids that both have, and reads
+    an id that only the target has as its own last.
     """
 
     capture = None
@@ -35,7 +33,7 @@ class Standalone(Layer):
     max_steps = None
 
     def __init__(self, model: Llama, vocab_size: int | None = None) -> None:
-        """vocab_size: the target's; None: the model's own."""
+        """Wrap `model`. vocab_size: the target's; None: the model's own."""
         super().__init__()
         own = model.shape.vocab_size
         self.num_shared = own if vocab_size is None else min(own, vocab_size)
@@ -49,11 +47,11 @@ class Standalone(Layer):
         self.num_ids = model.shape.num_ids
 
     def encode(self, features: Tensor) -> Tensor:
-        """Nothing to encode: [T, 0]."""
+        """Return `features` [T, 0]."""
         return features
 
     def forward(self, token_ids: Tensor, hidden: Tensor, ctx: ForwardContext) -> Tensor:
-        """Ids [T], at the positions of `ctx` -> what `logits` reads, [T, H]."""
+        """Return hidden [T, H] of ids [T], at the positions of `ctx`."""
         if self.is_shorter:
             token_ids = token_ids.clamp_max(self.num_shared - 1)
         return self.model.forward(token_ids, ctx).hidden
@@ -61,54 +59,40 @@ class Standalone(Layer):
     __call__ = forward
 
     def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """[R, H] as `forward` returned it -> float32 [R, Vd], of the ids that both have."""
+        """Return logits float32 [R, Vd] of hidden [R, H], for ids that both have."""
         return self.model.logits(hidden)[:, : self.num_shared]
 
 
-def load_whole(
+def load_standalone(
     path: Path | str, target: Llama, options: DraftOptions, dtype: torch.dtype
 ) -> Standalone:
-    """The model in `path` as a draft head for `target`, computing in `dtype`; no option is its own.
+    """Load the model in `path` to draft for `target`, on its device and over its positions.
 
-    Raises:
-        CheckpointError: as `load_standalone`.
-    """
-    assert target.path is not None, "a target that was loaded knows from where"
-    model = load_standalone(path, target, target.path, dtype)
-    return Standalone(model, target.shape.vocab_size)
-
-
-def load_standalone(
-    path: Path | str, target: Llama, target_path: Path | str, dtype: torch.dtype | None = None
-) -> Llama:
-    """Loads the model in `path` to draft for `target`, on its device, over its positions.
-
-    dtype: None: the target's. `target_path` is where the target came from: its tokenizer is
-    compared. Ids that only one of both has are padding, and are never drafted.
+    options: not used. Ids that only one of both has are padding, and are never drafted.
 
     Raises:
         CheckpointError: as `load_target`; a draft head; other tokens than the target's.
     """
+    assert target.path is not None, "a target that was loaded has a path"
     open_draft(path, "STANDALONE")
     shape = ModelShape.from_directory(path)
-    num_ids = shared_ids(shape, Path(path), target.shape, Path(target_path))
-    weight = target.embed_tokens.weight
-    model = load_target(path, dtype or weight.dtype, weight.device, target.max_model_len)
+    num_ids = shared_ids(shape, Path(path), target.shape, target.path)
+    model = load_target(path, dtype, target.embed_tokens.weight.device, target.max_model_len)
     model.shape = replace(model.shape, num_ids=num_ids)
     if shape.max_position_embeddings < target.max_model_len:
         _log.warning(
-            "%s: made for %d positions, and drafts up to %d: fewer drafts are kept beyond",
+            "%s: made for %d positions, drafts up to %d: fewer drafts are accepted beyond",
             path, shape.max_position_embeddings, target.max_model_len,
         )  # fmt: skip
-    return model
+    return Standalone(model, target.shape.vocab_size)
 
 
 def shared_ids(
     draft: ModelShape, draft_path: Path, target: ModelShape, target_path: Path
 ) -> int | None:
-    """Ids of the draft from here on are not the target's (`ModelShape.num_ids`); None: all are.
+    """Return how many ids of the draft are the target's (`ModelShape.num_ids`); None: all.
 
-    Vocabularies of one family are padded differently, so sizes may differ where tokenizers agree.
+    Vocabularies of one family are padded differently, so sizes may differ if tokenizers agree.
 
     Raises:
         CheckpointError: other tokens, or sizes that differ and no tokenizers to compare.

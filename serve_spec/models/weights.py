@@ -1,7 +1,7 @@
-"""Reading Hugging Face weight files into a model, strictly.
+"""Strict loading of Hugging Face weight files into a model.
 
-Nothing is skipped in silence: a tensor that is missing, surplus or of another shape, and a file
-that is absent, damaged or at odds with its index, is refused by name.
+A tensor that is missing, surplus or of another shape is refused by name, and so is a file that is
+absent, damaged or contradicts its index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _MAX_NAMED = 5
 
 
 class Checkpoint:
-    """The tensors of one directory, by name: shapes at once, contents when read."""
+    """The tensors of one directory by name; contents are read on demand."""
 
     def __init__(self, files: Iterable[TensorFile], directory: Path) -> None:
         self.directory = directory
@@ -45,14 +45,14 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every tensor, by name."""
+        """Return the shape of every tensor, by name."""
         return {name: file.shapes[stored] for name, (file, stored) in self._homes.items()}
 
     def __contains__(self, name: str) -> bool:
         return name in self._homes
 
     def read(self, name: str) -> Tensor:
-        """One tensor, on the CPU, in its stored dtype.
+        """Return one tensor, on the CPU, in its stored dtype.
 
         Raises:
             CheckpointError: the file holds no such tensor, or cannot be read.
@@ -61,16 +61,16 @@ class Checkpoint:
         return file.read(stored)
 
     def read_floats(self, name: str) -> Tensor:
-        """As `read`, for a tensor of weights.
+        """Return a tensor of weights, as `read`.
 
         Raises:
-            CheckpointError: as `read`, or it does not hold floats.
+            CheckpointError: as `read`, or not floats.
         """
         file, stored = self._home(name)
         return file.read_floats(stored)
 
     def rename(self, new_names: Mapping[str, str]) -> None:
-        """Makes tensors known by other names: `new_names[old] = new`.
+        """Rename tensors: `new_names[old] = new`.
 
         Raises:
             CheckpointError: two tensors would share a name.
@@ -89,7 +89,7 @@ class Checkpoint:
     def load_into(
         self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
-        """Copies every tensor, or a shard of it, to its destination, cast to its dtype and device.
+        """Copy every tensor, or a shard of it, to its destination, cast to its dtype and device.
 
         `read_elsewhere` names tensors the caller reads itself.
 
@@ -107,7 +107,7 @@ class Checkpoint:
     def check(
         self, destinations: Mapping[str, Destination], read_elsewhere: Collection[str] = ()
     ) -> None:
-        """The refusals of `load_into`, from names and shapes alone."""
+        """Raise the errors of `load_into`, from names and shapes alone."""
         shapes = self.shapes
         missing = [name for name in destinations if name not in shapes]
         if missing:
@@ -124,8 +124,8 @@ class Checkpoint:
         ]
         if surplus:
             raise CheckpointError(
-                f"{self.directory}: surplus {_listed(surplus)}; the model would ignore what it was "
-                "trained with: correct config.json, or use a supported architecture"
+                f"{self.directory}: surplus {_listed(surplus)}; the model has no place for "
+                "them: correct config.json, or use a supported architecture"
             )
         for name, destination in destinations.items():
             if shapes[name] != tuple(destination.shape):
@@ -141,7 +141,7 @@ class Checkpoint:
 
 
 def open_checkpoint(path: Path | str) -> Checkpoint:
-    """Opens `model.safetensors`, the shards of its index, or `pytorch_model.bin`; reads no weight.
+    """Open `model.safetensors`, the shards of its index, or `pytorch_model.bin`; reads no weight.
 
     Raises:
         CheckpointError: none of these is there, or one is damaged or incomplete.
@@ -161,17 +161,16 @@ def open_checkpoint(path: Path | str) -> Checkpoint:
 
 
 class TensorFile(Protocol):
-    """One source of tensors: shapes at once, contents when asked for."""
+    """One file of tensors; contents are read on demand."""
 
     path: Path
     shapes: dict[str, tuple[int, ...]]
 
     def read(self, name: str) -> Tensor:
-        """The tensor, on the CPU, as it is stored."""
-        ...
+        """Return the tensor on the CPU, in its stored dtype."""
 
     def read_floats(self, name: str) -> Tensor:
-        """As `read`.
+        """Return a tensor of weights, as `read`.
 
         Raises:
             CheckpointError: the tensor does not hold floats.
@@ -185,11 +184,11 @@ class TensorFile(Protocol):
         return tensor
 
     def copy_into(self, name: str, destination: Tensor) -> None:
-        """Fills `destination`, of the tensor's shape, in its own dtype and on its device."""
+        """Fill `destination`, of the tensor's shape, in its own dtype and on its device."""
         destination.copy_(self.read_floats(name))
 
     def copy_shard(self, name: str, shard: Shard) -> None:
-        """As `copy_into`, for a part of the tensor. Of a mapped file nothing else is read."""
+        """Fill a part of a parameter, as `copy_into`."""
         shard.tensor.copy_(self.read_floats(name)[shard.index])
 
 
@@ -214,7 +213,7 @@ class SafetensorsFile(TensorFile):
 
 
 class PickleFile(TensorFile):
-    """One `torch.save` file of tensors. Code in it is never run (`weights_only`)."""
+    """One `torch.save` file of tensors; code in it never runs (`weights_only`)."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -262,6 +261,6 @@ def _shards(directory: Path) -> list[SafetensorsFile]:
 
 
 def _listed(names: Collection[Any]) -> str:
-    """The first few of many names, and how many there are."""
+    """Return the first few of many names, and their number."""
     shown = ", ".join(str(name) for name in list(names)[:_MAX_NAMED])
     return shown if len(names) <= _MAX_NAMED else f"{shown}, ... ({len(names)} in all)"

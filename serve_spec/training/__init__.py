@@ -1,4 +1,5 @@
-"""Training room: the shipped target and every draft head, from Python source on the machine.
+"""Training of draft heads for a target: `serve-spec train`.
 
-Order: corpus, tokenizer, target, rollout (on-policy text), the draft heads, evaluate, plot, export.
+Models are those of `serve_spec.models`; `weights.py` makes them differentiable. The corpus,
+tokenizer and target of the shipped pair are made by `recipes/tiny/` of a source checkout.
 """

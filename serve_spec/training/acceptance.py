@@ -10,34 +10,34 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Acceptance:
-    """Outcome of speculating with chains of `num_steps` drafts over a set of sequences."""
+    """Acceptance of chains of `num_steps` drafts over a set of sequences."""
 
     num_steps: int
-    accept_length: float  # tokens emitted per round: kept drafts + 1
+    accept_length: float  # tokens emitted per round: accepted drafts + 1
     standard_error: float  # of accept_length, over sequences
-    survival: list[float]  # share of rounds that keep at least 1, 2, .. num_steps drafts
+    survival: list[float]  # share of rounds that accept at least 1, 2, .. num_steps drafts
     rounds: int
 
 
 def walk(matches: Tensor, counted: Tensor | None = None) -> Acceptance:
-    """Play the rounds of every sequence.
+    """Return the acceptance of chains, from the rounds of every sequence.
 
     Args:
-        matches: bool [K, B, R]; matches[k, b, r] says that the k-th draft of a round whose root is
+        matches: bool [K, B, R]; matches[k, b, r] is true if the k-th draft of a round whose root is
             at place r equals the emitted token at place r + 1 + k.
-        counted: bool [B, R]; only rounds whose root is counted enter the figures. All by default.
+        counted: bool [B, R]; only rounds whose root is counted are included. Default: all.
 
-    A round at root r keeps m drafts (the matches before the first miss), emits m + 1 tokens, and
+    A round at root r accepts m drafts (the matches before the first miss), emits m + 1 tokens, and
     the next root is r + m + 1.
 
         matches of one sequence, K=2:   r:      0 1 2 3
                                         k=0:    1 0 1 1
                                         k=1:    0 1 1 0
-        rounds: root 0 keeps 1, root 2 keeps 2 -> accept length (2 + 3) / 2
+        rounds: root 0 accepts 1, root 2 accepts 2 -> accept length (2 + 3) / 2
     """
     matches = matches.cpu()
     steps, rows, places = matches.shape
-    kept = matches.int().cumprod(0).sum(0)
+    accepted = matches.int().cumprod(0).sum(0)
     if counted is None:
         counted = torch.ones(rows, places, dtype=torch.bool)
     counted = counted.cpu()
@@ -47,7 +47,7 @@ def walk(matches: Tensor, counted: Tensor | None = None) -> Acceptance:
     while bool((root < places).any()):
         inside = root < places
         at = root.clamp(max=places - 1)
-        correct = kept[every, at].long()
+        correct = accepted[every, at].long()
         use = inside & counted[every, at]
         tally[every[use], correct[use]] += 1
         root = root + correct + 1
@@ -55,7 +55,7 @@ def walk(matches: Tensor, counted: Tensor | None = None) -> Acceptance:
 
 
 def _summary(tally: Tensor, steps: int) -> Acceptance:
-    """Figures from rounds per sequence and number of kept drafts, [B, K + 1]."""
+    """Return figures from rounds per sequence and number of accepted drafts, [B, K + 1]."""
     rounds = int(tally.sum())
     if rounds == 0:
         return Acceptance(steps, float("nan"), float("nan"), [], 0)
@@ -72,10 +72,10 @@ def _summary(tally: Tensor, steps: int) -> Acceptance:
 
 
 def in_loop(tokens: Tensor, longest: int) -> Tensor:
-    """Which tokens sit in a repetition loop: bool, the shape of `tokens` [B, T].
+    """Return which tokens are in a repetition loop: bool, the shape of `tokens` [B, T].
 
-    Definition: a token is in a loop when, for some n <= `longest`, the last n tokens up to and
-    including it have just been said three times in a row.
+    A token is in a loop if, for some n <= `longest`, the last n tokens up to and including it
+    appear three times in a row.
     """
     looping = torch.zeros_like(tokens, dtype=torch.bool)
     for period in range(1, min(longest, tokens.shape[1] // 3) + 1):

@@ -7,24 +7,22 @@ from torch import Tensor
 
 
 def windows(stream: Tensor, rows: int, row_tokens: int, rng: torch.Generator) -> Tensor:
-    """`rows` random windows of `stream` [N] as int64 [rows, row_tokens].
+    """Return `rows` random windows of `stream` [N] as int64 [rows, row_tokens].
 
     Offsets come from the CPU generator `rng`, so they are the same on every device.
 
     Raises:
-        ValueError: when the stream is shorter than one row.
+        ValueError: the stream is shorter than one row.
     """
     room = len(stream) - row_tokens
     if room <= 0:
-        raise ValueError(
-            f"row_tokens={row_tokens} but the stream has {len(stream)} tokens; add text"
-        )
+        raise ValueError(f"row_tokens={row_tokens}: the stream has {len(stream)} tokens; add text")
     starts = torch.randint(0, room, (rows,), generator=rng).to(stream.device)
     return stream[starts[:, None] + torch.arange(row_tokens, device=stream.device)].long()
 
 
 def pool_rows(pool: Tensor, rows: int, rng: torch.Generator) -> Tensor:
-    """`rows` random rows of the on-policy pool [R, T] as int64 [rows, T]."""
+    """Return `rows` random rows of the on-policy pool [R, T] as int64 [rows, T]."""
     chosen = torch.randint(0, len(pool), (rows,), generator=rng).to(pool.device)
     return pool[chosen].long()
 
@@ -37,7 +35,7 @@ def mixed_rows(
     row_tokens: int,
     rng: torch.Generator,
 ) -> Tensor:
-    """Corpus on odd steps, on-policy text on even ones; the same number of tokens either way."""
+    """Return corpus rows on odd steps, on-policy rows on even ones, with equal token counts."""
     if step % 2:
         return windows(stream, max(1, tokens_per_batch // row_tokens), row_tokens, rng)
     return pool_rows(pool, max(1, tokens_per_batch // pool.shape[1]), rng)

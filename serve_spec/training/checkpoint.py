@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor
 
 SHARD_BYTES = 16_000_000
-# Room for a shard's own header, so that the whole file stays within SHARD_BYTES.
+# Room for the header of a shard, so that the whole file stays within SHARD_BYTES.
 _HEADER_BYTES = 64_000
 
 
@@ -26,32 +26,9 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path, device: torch.device) -> dict[str, Any]:
-    """Read what `save_state` wrote."""
+    """Return what `save_state` wrote."""
     state: dict[str, Any] = torch.load(path, map_location=device, weights_only=True)
     return state
-
-
-def plan_shards(
-    sizes: Mapping[str, int], limit: int = SHARD_BYTES - _HEADER_BYTES
-) -> list[list[str]]:
-    """Split tensors (name -> bytes), in order, into shards of at most `limit` bytes.
-
-    Raises:
-        ValueError: when one tensor alone is larger than a shard.
-    """
-    shards: list[list[str]] = [[]]
-    filled = 0
-    for name, size in sizes.items():
-        if size > limit:
-            raise ValueError(
-                f"tensor {name} has {size} bytes, a shard holds {limit}; raise SHARD_BYTES"
-            )
-        if filled + size > limit and shards[-1]:
-            shards.append([])
-            filled = 0
-        shards[-1].append(name)
-        filled += size
-    return shards
 
 
 def export_checkpoint(
@@ -67,43 +44,6 @@ def export_checkpoint(
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("model*.safetensors*"):
         old.unlink()
-    ready = {name: t.detach().to("cpu", dtype).contiguous() for name, t in tensors.items()}
-    shards = plan_shards({name: t.numel() * t.element_size() for name, t in ready.items()})
-    names = ["model.safetensors"]
-    if len(shards) > 1:
-        names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    for name, members in zip(names, shards, strict=True):
-        save_file({m: ready[m] for m in members}, folder / name, metadata={"format": "pt"})
-    if len(shards) > 1:
-        total = sum(t.numel() * t.element_size() for t in ready.values())
-        index = {
-            "metadata": {"total_size": total},
-            "weight_map": {m: n for n, members in zip(names, shards, strict=True) for m in members},
-        }
-        _write_json(folder / "model.safetensors.index.json", index)
-    _write_json(folder / "config.json", config)
-
-
-def load_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
-    """All tensors of an exported checkpoint.
-
-    Raises:
-        FileNotFoundError: when the folder holds no safetensors file.
-    """
-    files = sorted(folder.glob("model*.safetensors"))
-    if not files:
-        raise FileNotFoundError(f"no model*.safetensors in {folder}; run the phase that exports it")
-    tensors: dict[str, Tensor] = {}
-    for file in files:
-        tensors.update(load_file(file, device=str(device)))
-    return tensors
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of an exported checkpoint."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    return config
-
-
-def _write_json(path: Path, record: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    ready = {name: tensor.detach().to("cpu", dtype) for name, tensor in tensors.items()}
+    save_torch_state_dict(ready, folder, max_shard_size=SHARD_BYTES - _HEADER_BYTES)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")

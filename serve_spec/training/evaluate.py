@@ -1,7 +1,7 @@
-"""Acceptance of every drafter on held-out prompts, measured on text the target emits itself.
+"""Acceptance of every drafter on held-out prompts, measured on text that the target emits.
 
-Verification keeps a draft when it equals the token the target emits, so it is enough to generate
-the text once and ask each drafter, at every root, what it would have drafted after the true prefix.
+Verification accepts a draft that equals the token the target emits. So the text is generated once,
+and each drafter drafts at every root after the true prefix.
 Coupled drafts share the target's Gumbel noise (arXiv 2408.07978): the draft for a place is
 argmax(log q / tau + gumbel) with tau = 0.85 T.
 """
@@ -17,82 +17,77 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from serve_spec.models import DraftHead, Llama, load_draft, load_target
+from serve_spec.models.standalone import Standalone
 from serve_spec.training.acceptance import in_loop, walk
 from serve_spec.training.batches import windows
-from serve_spec.training.checkpoint import load_tensors, read_config
-from serve_spec.training.eagle import EagleHead
-from serve_spec.training.eagle3 import Eagle3Head
-from serve_spec.training.llama import Llama
-from serve_spec.training.medusa import MedusaHeads
-from serve_spec.training.rollout import continue_rows, gumbel_like
-from serve_spec.training.settings import EvaluationPlan, Recipe
-from serve_spec.training.target import load_llama
-from serve_spec.training.teacher import Lesson, Teacher
-from serve_spec.training.unroll import DraftLayer, UnrollOps, unroll
+from serve_spec.training.lesson import Lesson, Teacher, forward_rows
+from serve_spec.training.sampling import continue_rows, gumbel_like
+from serve_spec.training.settings import DRAFTERS, EvaluationPlan, Recipe
+from serve_spec.training.unroll import features_of, unroll, unroll_step
 
-# Draft logits [B, R, V] in float32 of steps 0, 1, ..: step k at row i predicts x_{i+2+k}, for rows
-# i in the given slice.
 DraftLogits = Callable[[Lesson, slice], Iterator[Tensor]]
+"""Yield draft logits [B, R, V] in float32 of steps 0, 1, ..: step k at row i predicts x_{i+2+k}."""
 
 
-def load_drafters(recipe: Recipe, teacher: Teacher, export: Path) -> dict[str, DraftLogits]:
-    """Every drafter that has been exported under `export`."""
-    device, dtype = teacher.device, teacher.model.embedding.dtype
+def load_drafters(recipe: Recipe, target: Llama, export: Path) -> dict[str, DraftLogits]:
+    """Return every drafter that has been exported under `export`."""
     found: dict[str, DraftLogits] = {}
-    if (export / "eagle3" / "config.json").exists():
-        head3 = Eagle3Head(recipe.target)
-        head3.load_state_dict(load_tensors(export / "eagle3", torch.device("cpu")))
-        found["eagle3"] = _unrolled(head3.to(device, dtype), teacher, recipe)
-    if (export / "eagle" / "config.json").exists():
-        head1 = EagleHead(recipe.target, teacher.model.embedding.detach())
-        head1.load_state_dict(load_tensors(export / "eagle", torch.device("cpu")))
-        found["eagle"] = _unrolled(head1.to(device, dtype), teacher, recipe)
-    if (export / "medusa" / "config.json").exists():
-        heads = int(read_config(export / "medusa")["num_heads"])
-        medusa = MedusaHeads(recipe.target, heads, teacher.model.embedding.detach())
-        medusa.load_state_dict(load_tensors(export / "medusa", torch.device("cpu")))
-        found["medusa"] = _medusa(medusa.to(device, dtype))
-    if (export / "standalone" / "config.json").exists():
-        draft = load_llama(export / "standalone", device, dtype)
-        found["standalone"] = _standalone(draft, max(recipe.evaluation.num_steps))
+    steps = max(recipe.evaluation.num_steps)
+    for name in DRAFTERS:
+        if (export / name / "config.json").exists():
+            head = load_draft(export / name, target, name.upper())
+            logits = {"medusa": _medusa, "standalone": _standalone}.get(name, _unrolled)
+            found[name] = logits(head, steps)
     return found
 
 
-def _unrolled(layer: DraftLayer, teacher: Teacher, recipe: Recipe) -> DraftLogits:
-    ops = UnrollOps.of(layer, torch.device("cpu"))  # "cpu": run as written, nothing is compiled
-    steps = max(recipe.evaluation.num_steps)
-
+def _unrolled(head: DraftHead, steps: int) -> DraftLogits:
     def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
-        for state in unroll(layer, ops, teacher, lesson, steps):
-            yield layer.logits(state[:, rows]).float()
+        size = (-1, lesson.row_tokens)
+        start = head.encode(features_of(head, lesson))
+        for state in unroll(unroll_step(head), start, lesson, steps):
+            yield _logits(head, state.unflatten(0, size)[:, rows])
 
     return logits
 
 
-def _medusa(heads: MedusaHeads) -> DraftLogits:
+def _medusa(head: DraftHead, steps: int) -> DraftLogits:
     def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
-        for head in range(len(heads.blocks)):
-            yield heads.logits(lesson.last[:, rows], head).float()
+        assert head.max_steps is not None, "Medusa has a number of heads"
+        for index in range(head.max_steps):
+            yield _logits(head, head.encode(lesson.last[:, rows]), index)
 
     return logits
 
 
-def _standalone(draft: Llama, steps: int) -> DraftLogits:
+def _standalone(head: DraftHead, steps: int) -> DraftLogits:
+    assert isinstance(head, Standalone)
+
     def logits(lesson: Lesson, rows: slice) -> Iterator[Tensor]:
-        last = draft(lesson.tokens_from(0)).last
+        last, _ = forward_rows(head.model, lesson.tokens_from(0))
         for step in range(steps):
-            shifted = slice(rows.start + 1 + step, rows.stop + 1 + step)
-            yield draft.logits(last[:, shifted]).float()
+            yield _logits(head, last[:, rows.start + 1 + step : rows.stop + 1 + step])
 
+    return logits
+
+
+def _logits(head: DraftHead, states: Tensor, step: int = 0) -> Tensor:
+    """Return logits [B, R, V] of states [B, R, H]."""
+    logits: Tensor = head.logits(states.flatten(0, 1), step).unflatten(0, states.shape[:2])
     return logits
 
 
 @torch.no_grad()
-def evaluate(recipe: Recipe, target: Llama, held_out: Tensor, export: Path) -> dict[str, Any]:
-    """Acceptance record: per temperature the share of loops, per drafter the figures."""
+def evaluate(recipe: Recipe, export: Path, held_out: Tensor, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the acceptance record of the target and the drafts under `export`.
+
+    Per temperature: the share of tokens in loops, and the figures of every drafter.
+    """
     plan = recipe.evaluation
+    target = load_target(export / "target", dtype, held_out.device)
     teacher = Teacher(target, padding=recipe.unroll_steps + 1, fast=False)
-    drafters = load_drafters(recipe, teacher, export)
+    drafters = load_drafters(recipe, target, export)
     rng = torch.Generator().manual_seed(plan.seed)
     prompts = windows(held_out, plan.prompts, plan.prompt_tokens, rng)
     record: dict[str, Any] = {"plan": asdict(plan), "temperatures": {}}
@@ -140,7 +135,7 @@ def _match_tables(
     noise: Tensor,
     modes: dict[str, float],
 ) -> dict[str, Tensor]:
-    """Per mode, bool [K, B, R]: does the k-th draft at root place r equal the emitted token?
+    """Return per mode bool [K, B, R]: whether the k-th draft at root r equals the emitted token.
 
     The root at place r is x_{P+r}; its drafts come from row i = P + r - 1 and stand for the places
     r + 1 + k.
@@ -164,7 +159,7 @@ def _match_tables(
 
 
 def _figures(plan: EvaluationPlan, matches: Tensor, outside_loops: Tensor) -> dict[str, Any]:
-    """Acceptance at every chain length the drafter can serve, in all and outside loops."""
+    """Return acceptance at every chain length the drafter supports, in all and outside loops."""
     reachable = sorted({min(k, len(matches)) for k in plan.num_steps})
     return {
         "all": [asdict(walk(matches[:k])) for k in reachable],
@@ -173,7 +168,7 @@ def _figures(plan: EvaluationPlan, matches: Tensor, outside_loops: Tensor) -> di
 
 
 def write_record(record: dict[str, Any], folder: Path) -> None:
-    """Write acceptance.json and, for people, acceptance.md."""
+    """Write acceptance.json and acceptance.md."""
     folder.mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1) + "\n"
     (folder / "acceptance.json").write_text(text, encoding="utf-8")
@@ -181,7 +176,7 @@ def write_record(record: dict[str, Any], folder: Path) -> None:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """Tables: accept length by drafter, temperature and chain length; survival by position."""
+    """Return tables of accept length and survival, by drafter and temperature."""
     lengths = [
         "| T | drafter | drafts | K: accept length ± standard error | outside loops |",
         "|---|---|---|---|---|",

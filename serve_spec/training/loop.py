@@ -1,4 +1,4 @@
-"""The one training loop: schedule, clipping, log, checkpoint, resume."""
+"""The training loop: optimizers, schedule, clipping, log, checkpoint, resume."""
 
 from __future__ import annotations
 
@@ -7,23 +7,71 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from serve_spec.training.checkpoint import load_state, save_state
-from serve_spec.training.optimizer import build_optimizers
 from serve_spec.training.settings import Phase
 
-# Loss of training step `step` and figures worth logging, each a 0-d or 1-d tensor on the device.
+P = ParamSpec("P")
+R = TypeVar("R")
+
 LossFunction = Callable[[int], tuple[Tensor, Mapping[str, Tensor]]]
+"""Return the loss of a step and figures to log, each a 0-d or 1-d tensor on the device."""
+
+# Of the state file; another number is an older version's, whose optimizer state differs.
+_STATE_FORMAT = 2
+
+
+def compiled(function: Callable[P, R], device: torch.device) -> Callable[P, R]:
+    """Return `function`, compiled for fixed shapes if `device` is a GPU."""
+    if device.type != "cuda":
+        return function
+    # Two row lengths and four drafters share some code: the default limit of 8 graphs is too few.
+    torch._dynamo.config.recompile_limit = 32
+    fast: Callable[P, R] = torch.compile(function, dynamic=False)
+    return fast
+
+
+def build_optimizers(
+    parameters: Mapping[str, nn.Parameter], lr: float, weight_decay: float
+) -> list[torch.optim.Optimizer]:
+    """Return Muon for matrices inside layers, AdamW for embeddings, output heads and vectors.
+
+    Muon's update is scaled to the root-mean-square of an AdamW update (arXiv 2502.16982), so both
+    take one learning rate.
+    """
+    tables = [p for n, p in parameters.items() if p.ndim > 1 and _is_table(n)]
+    matrices = [p for n, p in parameters.items() if p.ndim > 1 and not _is_table(n)]
+    vectors = [p for p in parameters.values() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": params, "weight_decay": decay}
+        for params, decay in ((tables, weight_decay), (vectors, 0.0))
+        if params
+    ]
+    optimizers: list[torch.optim.Optimizer] = []
+    if matrices:
+        optimizers.append(
+            torch.optim.Muon(
+                matrices, lr=lr, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+        )
+    if groups:
+        fused = bool(groups[0]["params"][0].is_cuda)
+        optimizers.append(torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), fused=fused))
+    return optimizers
+
+
+def _is_table(name: str) -> bool:
+    return "embed_tokens" in name or "lm_head" in name
 
 
 @dataclass(frozen=True)
 class Run:
-    """Where one phase keeps its log and its resumable state."""
+    """Log and resumable state of one phase."""
 
     name: str
     folder: Path
@@ -40,29 +88,26 @@ class Run:
 
 
 class Trainer:
-    """Trains `module` by `loss_fn` until the phase's schedule ends.
+    """Train `parameters` by `loss_fn` until the phase's schedule ends.
 
-    `rng` is the CPU generator that the loss function draws its batches from; its state travels
-    with the checkpoint, so a resumed run sees the batches the interrupted one would have seen.
+    `rng` is the CPU generator that the loss function draws its batches from. Its state is part of
+    the checkpoint, so a resumed run sees the same batches as an uninterrupted one.
     """
 
     def __init__(
         self,
-        module: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
         phase: Phase,
         run: Run,
         rng: torch.Generator,
         heldout: Callable[[], Tensor] | None = None,
     ) -> None:
-        self.module = module
+        self.parameters = parameters
         self.phase = phase
         self.run = run
         self.rng = rng
         self.heldout = heldout
-        self.optimizers = build_optimizers(
-            module.named_parameters(), phase.learning_rate, phase.weight_decay
-        )
-        self.params = [p for p in module.parameters() if p.requires_grad]
+        self.optimizers = build_optimizers(parameters, phase.learning_rate, phase.weight_decay)
         self.step = 0
         self.elapsed_seconds = 0.0
         self._saved_at = 0.0
@@ -95,7 +140,7 @@ class Trainer:
                 group["lr"] = self.phase.learning_rate * factor
         loss, figures = loss_fn(self.step)
         loss.backward()
-        nn.utils.clip_grad_norm_(self.params, self.phase.clip_norm)
+        nn.utils.clip_grad_norm_(self.parameters.values(), self.phase.clip_norm)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -125,9 +170,10 @@ class Trainer:
         """Write everything a bit-identical continuation needs."""
         self._saved_at = self.elapsed_seconds
         state = {
+            "format": _STATE_FORMAT,
             "step": self.step,
             "elapsed_seconds": self.elapsed_seconds,
-            "module": self.module.state_dict(),
+            "module": {name: p.detach() for name, p in self.parameters.items()},
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
             "rng": self.rng.get_state(),
         }
@@ -138,9 +184,16 @@ class Trainer:
         if not self.run.state_path.exists():
             self.run.log_path.unlink(missing_ok=True)
             return
-        device = self.params[0].device
+        device = next(iter(self.parameters.values())).device
         state = load_state(self.run.state_path, device)
-        self.module.load_state_dict(state["module"])
+        if state.get("format") != _STATE_FORMAT:
+            raise ValueError(
+                f"{self.run.state_path}: written by another version; remove it to start the phase "
+                "again"
+            )
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["module"][name])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
         self.rng.set_state(state["rng"].cpu())
@@ -157,7 +210,7 @@ def _rounded(value: Tensor) -> float | list[float]:
 
 
 def _drop_rows_after(path: Path, step: int) -> None:
-    """Forget log rows past the checkpoint: those steps are about to be run again."""
+    """Remove log rows past the checkpoint: these steps run again."""
     if path.exists():
         rows = read_log(path)
         kept = [json.dumps(row) + "\n" for row in rows if row["step"] <= step]
@@ -165,5 +218,5 @@ def _drop_rows_after(path: Path, step: int) -> None:
 
 
 def read_log(path: Path) -> Sequence[dict[str, Any]]:
-    """Rows of a JSONL log."""
+    """Return the rows of a JSONL log."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]

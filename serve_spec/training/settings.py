@@ -1,44 +1,62 @@
-"""Shapes, schedules and recipes of the trained pair, as frozen records.
-
-Two presets: `tiny` is the shipped pair (one NVIDIA H200, about twenty minutes), `smoke` is the same
-pipeline at toy size for a CPU.
-"""
+"""Schedules, plans and recipes of a training run, as frozen records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
 
 EOS_ID = 0
-EOS_TOKEN = "<eos>"
+DRAFTERS = ("eagle3", "medusa", "standalone", "eagle")
 
 
-@dataclass(frozen=True)
-class LlamaShape:
-    """Sizes of one Llama decoder with tied embeddings; names follow the public config.json."""
+def llama_config(
+    *,
+    vocab_size: int = 8192,
+    hidden_size: int = 512,
+    intermediate_size: int = 1792,
+    num_hidden_layers: int = 8,
+    num_attention_heads: int = 4,
+    num_key_value_heads: int = 1,
+    head_dim: int = 128,
+    max_position_embeddings: int = 2048,
+) -> dict[str, Any]:
+    """Return the config.json of a Llama with tied embeddings.
 
-    vocab_size: int = 8192
-    hidden_size: int = 512
-    intermediate_size: int = 1792
-    num_hidden_layers: int = 8
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 1
-    head_dim: int = 128
-    max_position_embeddings: int = 2048
-    rms_norm_eps: float = 1e-5
-    rope_theta: float = 10000.0
-
-    @property
-    def captures(self) -> tuple[int, int, int]:
-        """Layers whose input EAGLE-3 reads when the config names none: low, middle, high."""
-        n = self.num_hidden_layers
-        return (2, n // 2, n - 3)
+    `rope_theta` is written in the classic place and in transformers 5's `rope_parameters`.
+    """
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": vocab_size,
+        "hidden_size": hidden_size,
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": num_hidden_layers,
+        "num_attention_heads": num_attention_heads,
+        "num_key_value_heads": num_key_value_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": max_position_embeddings,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": True,
+        "torch_dtype": "bfloat16",
+        "bos_token_id": EOS_ID,
+        "eos_token_id": EOS_ID,
+        "pad_token_id": None,
+        "initializer_range": 0.02,
+        "use_cache": True,
+    }
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Warm-up, stable, linear decay; the length is given in steps or in seconds, never both.
+    """Learning-rate schedule: warm-up, constant, linear decay.
 
-    A schedule in steps is reproducible bit for bit; one in seconds ends on time on any machine.
+    Its length is given in steps or in seconds. A schedule in steps is reproducible bit for bit; one
+    in seconds ends on time on any machine.
     """
 
     steps: int | None = None
@@ -50,18 +68,19 @@ class Schedule:
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
             raise ValueError(
-                f"schedule has steps={self.steps} and seconds={self.seconds}; give exactly one"
+                f"steps={self.steps} and seconds={self.seconds}: a schedule has one length; "
+                "give exactly one"
             )
 
     def progress(self, step: int, elapsed_seconds: float) -> float:
-        """Share of the schedule that is done, 0..1."""
+        """Return the fraction of the schedule that is done, 0..1."""
         if self.steps is not None:
             return min(1.0, step / self.steps)
         assert self.seconds is not None
         return min(1.0, elapsed_seconds / self.seconds)
 
     def factor(self, step: int, progress: float) -> float:
-        """Learning-rate factor at `step`, 0..1."""
+        """Return the learning-rate factor at `step`, 0..1."""
         warm = min(1.0, (step + 1) / max(1, self.warmup_steps))
         if progress <= self.stable_fraction:
             return warm
@@ -71,7 +90,7 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Phase:
-    """One training phase: optimiser, batch and length."""
+    """Optimizer, batch and length of one training phase."""
 
     learning_rate: float
     schedule: Schedule
@@ -85,21 +104,8 @@ class Phase:
 
 
 @dataclass(frozen=True)
-class CorpusLimits:
-    """What of the machine's Python source is read. Sizes in characters and tokens."""
-
-    held_out: tuple[str, ...] = ("networkx", "aiohttp", "werkzeug", "seaborn")
-    min_chars: int = 200
-    max_chars: int = 200_000
-    max_files: int = 200_000
-    max_train_tokens: int = 140_000_000
-    max_heldout_tokens: int = 4_000_000
-    tokenizer_chars: int = 40_000_000
-
-
-@dataclass(frozen=True)
 class RolloutPlan:
-    """On-policy pool: rows of `prompt_tokens` corpus tokens continued by the target itself."""
+    """On-policy pool: rows of `prompt_tokens` corpus tokens continued by the target."""
 
     rows_per_batch: int = 8192
     row_tokens: int = 512
@@ -126,12 +132,10 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Everything that decides the result, apart from the machine's own Python source."""
+    """Settings of a run; `standalone` is the config.json of the stand-alone draft."""
 
-    target: LlamaShape
-    standalone: LlamaShape
+    standalone: dict[str, Any]
     phases: dict[str, Phase]
-    corpus: CorpusLimits = field(default_factory=CorpusLimits)
     rollout: RolloutPlan = field(default_factory=RolloutPlan)
     evaluation: EvaluationPlan = field(default_factory=EvaluationPlan)
     unroll_steps: int = 8
@@ -142,21 +146,18 @@ class Recipe:
     seed: int = 0
 
 
-def _head_phase(seconds: float) -> Phase:
-    return Phase(
-        2e-3,
-        Schedule(seconds=seconds, stable_fraction=0.2),
-        rows=24,
-        row_tokens=1024,
-        clip_norm=0.5,
-        heldout_every=1000,
-    )
+R = TypeVar("R", bound=Recipe)
 
 
-def _tiny() -> Recipe:
+def draft_recipe() -> Recipe:
+    """Return the settings that the shipped drafts were trained with."""
+
+    def head(seconds: float) -> Phase:
+        schedule = Schedule(seconds=seconds, stable_fraction=0.2)
+        return Phase(2e-3, schedule, 24, 1024, clip_norm=0.5, heldout_every=1000)
+
     return Recipe(
-        target=LlamaShape(),
-        standalone=LlamaShape(
+        standalone=llama_config(
             hidden_size=256,
             intermediate_size=896,
             num_hidden_layers=2,
@@ -164,12 +165,9 @@ def _tiny() -> Recipe:
             head_dim=64,
         ),
         phases={
-            "target": Phase(
-                2e-3, Schedule(seconds=480, warmup_steps=150), 64, 1024, weight_decay=0.1
-            ),
-            "eagle3": _head_phase(350),
-            "eagle": _head_phase(85),
-            "medusa": _head_phase(70),
+            "eagle3": head(350),
+            "eagle": head(85),
+            "medusa": head(70),
             "standalone": Phase(
                 3e-3, Schedule(seconds=70, warmup_steps=100), 48, 1024, heldout_every=1000
             ),
@@ -177,55 +175,13 @@ def _tiny() -> Recipe:
     )
 
 
-def _smoke() -> Recipe:
-    shape = LlamaShape(
-        vocab_size=512,
-        hidden_size=64,
-        intermediate_size=128,
-        head_dim=16,
-        max_position_embeddings=256,
-    )
-    phase = Phase(3e-3, Schedule(seconds=20), 4, 64, log_every=5, heldout_every=20)
-    names = ("target", "eagle3", "eagle", "medusa", "standalone")
-    return Recipe(
-        target=shape,
-        standalone=replace(shape, hidden_size=32, intermediate_size=64, num_hidden_layers=2),
-        phases=dict.fromkeys(names, phase),
-        corpus=CorpusLimits(
-            max_files=300,
-            max_train_tokens=400_000,
-            max_heldout_tokens=60_000,
-            tokenizer_chars=1_000_000,
-        ),
-        rollout=RolloutPlan(
-            rows_per_batch=32, row_tokens=48, prompt_tokens=16, max_batches=2, seconds=20
-        ),
-        evaluation=EvaluationPlan(
-            prompts=8, rows_per_chunk=4, prompt_tokens=24, new_tokens=32, loop_tokens=8
-        ),
-    )
-
-
-def recipe_named(preset: str) -> Recipe:
-    """The recipe called `preset`.
-
-    Raises:
-        ValueError: for an unknown name.
-    """
-    presets = {"tiny": _tiny, "smoke": _smoke}
-    if preset not in presets:
-        raise ValueError(f"preset={preset!r} is unknown; use one of {sorted(presets)}")
-    return presets[preset]()
-
-
-def with_length(
-    recipe: Recipe, name: str, seconds: float | None = None, steps: int | None = None
-) -> Recipe:
-    """`recipe` with the length of phase `name` replaced; also accepts "rollout" (seconds only)."""
+def with_length(recipe: R, name: str, seconds: float | None = None, steps: int | None = None) -> R:
+    """Return `recipe` with another length of phase `name`, or of "rollout" (seconds only)."""
     if name == "rollout" and seconds is not None:
         return replace(recipe, rollout=replace(recipe.rollout, seconds=seconds))
     if name not in recipe.phases:
-        raise ValueError(f"phase {name!r} is unknown; use one of {[*recipe.phases, 'rollout']}")
+        known = [*recipe.phases, "rollout"]
+        raise ValueError(f"phase={name!r}: unknown; use one of {known}")
     phase = recipe.phases[name]
     schedule = replace(phase.schedule, seconds=seconds, steps=steps)
     phases = {**recipe.phases, name: replace(phase, schedule=schedule)}

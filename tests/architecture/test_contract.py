@@ -50,10 +50,10 @@ CONFINED = {
     "fastapi": ["serving/"],
     "starlette": ["serving/"],
     "pydantic": ["config/", "serving/openai.py"],
-    "transformers": ["engine/tokenizer.py", "models/shape.py", "training/"],
+    "transformers": ["engine/tokenizer.py"],
     "llguidance": ["structured/compiler.py"],
     "msgspec": ["engine/"],
-    "safetensors": ["models/weights.py", "training/"],
+    "safetensors": ["models/weights.py"],
 }
 TORCH_FREE = ["config/", "adaptive/", "serving/", "structured/", "metrics.py"]
 

@@ -11,7 +11,7 @@ from serve_spec import LLM
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.request import SamplingParams
 from serve_spec.engine.costs import cost_key
-from serve_spec.models.compiling import compile_layers
+from serve_spec.models.decoder import compile_layers
 from tests.helpers.engines import MakeLLM, switch_every_round
 
 PROMPTS = [[5, 9, 200, 31], [17], list(range(30))]

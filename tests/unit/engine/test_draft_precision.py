@@ -93,7 +93,7 @@ def test_a_matrix_whose_shape_int4_does_not_take_stays_as_it_is_and_the_log_says
     plain = [m for m in own_matrices(head, target) if m.integers is None]
     assert [list(m.parts) for m in plain] == [["lm_head"]]
     (warning,) = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert f"1 of {len(own_matrices(head, target))} draft matrices stay as they are" in warning
+    assert f"1 of {len(own_matrices(head, target))} draft matrices keep their format" in warning
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE3", "EAGLE"])

@@ -12,9 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.models import Llama, ModelShape, load_draft, load_target
-from serve_spec.models.compiling import compile_layers
-from serve_spec.models.decoder import DecoderLayer
-from serve_spec.models.eagle3 import Eagle3, Eagle3FirstLayer
+from serve_spec.models.decoder import DecoderLayer, compile_layers
+from serve_spec.models.eagle import Eagle3, Eagle3FirstLayer
 from serve_spec.worker.graphs import token_counts
 from tests.helpers.checkpoints import make_eagle3
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
-from serve_spec.models.draft_file import draft_family, open_draft_file, read_draft
-from serve_spec.models.eagle3_shape import capture_layers, convention
+from serve_spec.models.draft_checkpoint import open_draft_file, read_draft
+from serve_spec.models.draft_shape import capture_layers, convention
 from tests.helpers.checkpoints import (
     make_eagle,
     make_eagle3,
@@ -199,7 +199,7 @@ def test_the_family_is_told_by_tensors_alone(
     [
         ({"speculators_model_type": "peagle"}, {}, ["'peagle'", "['eagle', 'eagle3']"]),
         ({"speculators_model_type": "eagle"}, {}, ["'eagle'", "are of EAGLE3"]),
-        ({"layernorms": True}, {}, ["layernorms=true", "disagree"]),
+        ({"layernorms": True}, {}, ["layernorms=true", "implementations differ"]),
         ({}, {"model_type": "deepseek"}, ["model_type='deepseek'", "llama"]),
         (
             {},
@@ -227,7 +227,7 @@ def test_speculators_heads_that_are_not_computed_are_refused_by_name(
 def test_what_expands_heads_is_given_none_whose_config_it_would_misread(
     tmp_path: Path, eagle3: Path
 ) -> None:
-    assert draft_family(open_draft_file(eagle3)) == "EAGLE3"
+    assert open_draft_file(eagle3).recognition.family == "EAGLE3"
     as_speculators(eagle3, tmp_path / "speculators")
     make_target(tmp_path / "model", "llama2")
     for name, word in (("speculators", "speculators checkpoint"), ("model", "STANDALONE")):

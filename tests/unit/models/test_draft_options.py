@@ -14,7 +14,7 @@ from serve_spec.engine.build import load_models
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models import DraftOptions, load_target
 from serve_spec.models.draft import load_draft
-from serve_spec.models.theta_probe import probe_text, settle_layers, settle_theta
+from serve_spec.models.draft_probe import probe_text, settle_layers, settle_theta
 from serve_spec.parallel.group import SINGLE
 from tests.helpers.checkpoints import make_eagle3
 

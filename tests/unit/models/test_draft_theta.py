@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from serve_spec.config.base import ASSETS
 from serve_spec.engine.tokenizer import Tokenizer
 from serve_spec.models import DraftOptions, FeatureCapture, Llama, load_draft, load_target
-from serve_spec.models.draft_file import read_draft
-from serve_spec.models.eagle3_shape import both_readings
-from serve_spec.models.theta_probe import (
+from serve_spec.models.draft_checkpoint import read_draft
+from serve_spec.models.draft_probe import (
     TRAINER_THETA,
     best_theta,
     overlap_measure,
@@ -26,6 +25,7 @@ from serve_spec.models.theta_probe import (
     settle_layers,
     settle_theta,
 )
+from serve_spec.models.draft_shape import both_readings
 from tests.helpers.checkpoints import make_eagle, make_eagle3
 from tests.helpers.paged import PagedSequences
 from tests.helpers.plain_heads import PlainHead

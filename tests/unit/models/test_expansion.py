@@ -15,11 +15,10 @@ from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.errors import CheckpointError
 from serve_spec.core.request import SamplingParams
 from serve_spec.models import DraftHead, FeatureCapture, Llama, ModelShape, load_draft, load_target
-from serve_spec.models.command import main
-from serve_spec.models.draft_file import draft_family, open_draft_file
-from serve_spec.models.eagle3_shape import num_draft_ids
-from serve_spec.models.expand import Size, expand_draft, expand_target, size_of
-from serve_spec.models.expansion import moved_layer, open_weights
+from serve_spec.models.draft_checkpoint import open_draft_file
+from serve_spec.models.draft_shape import num_draft_ids
+from serve_spec.models.upscale import moved_layer, open_weights
+from serve_spec.models.upscale_command import Size, expand_draft, expand_target, main, size_of
 from tests.helpers.checkpoints import (
     VOCAB,
     make_eagle,
@@ -249,7 +248,7 @@ def test_the_shipped_pair_reaches_the_shape_of_llama_3_1_8b(tmp_path: Path) -> N
     assert sum(parameter.numel() for parameter in model.parameters()) == 8_030_261_248
     for name, family in (("eagle3", "EAGLE3"), ("eagle", "EAGLE")):
         file = open_draft_file(tmp_path / name)
-        assert draft_family(file) == family
+        assert file.recognition.family == family
         assert file.config["hidden_size"] == 4096
     assert open_weights(tmp_path / "eagle3").shapes["lm_head.weight"] == (32000, 4096)
     written = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
@@ -319,7 +318,7 @@ def test_a_base_that_is_missing_or_an_expansion_is_refused(
         ({"hidden_factor": 0}, "hidden_factor is 0"),
         ({"hidden_factor": "2"}, "hidden_factor is '2'"),
         ({"noise": True}, "noise=True"),
-        ({"seed": None}, "seed a number"),
+        ({"seed": None}, "seed an integer"),
         ({"num_layers": 9}, "missing model.layers.9|surplus model.layers"),
         ({"hidden_factor": 4}, "expected"),
     ],

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, Llama, load_target
-from serve_spec.models.draft_file import DraftOptions
+from serve_spec.models.draft_checkpoint import DraftOptions
 from serve_spec.models.medusa import Medusa, load_medusa
 from tests.helpers.checkpoints import make_target, read_checkpoint, write_checkpoint
 from tests.unit.models.draft_formats import (
@@ -159,7 +159,7 @@ def test_ids_that_pad_the_targets_vocabulary_are_never_drafted(
         ({"lm_heads.2.weight": torch.ones(VOCAB, HIDDEN)}, ["surplus lm_heads.2.weight"]),
         ({"lm_head.weight": torch.ones(VOCAB, HIDDEN)}, ["surplus lm_head.weight"]),
         ({"lm_heads.1.weight": torch.ones(9, HIDDEN)}, ["lm_heads.1.weight", "[9, 32]"]),
-        ({"lm_heads.0.weight": torch.ones(9, HIDDEN)}, ["draw from 9", "288", "no token_map"]),
+        ({"lm_heads.0.weight": torch.ones(9, HIDDEN)}, ["draft 9", "288", "no token_map"]),
         ({"token_map": torch.tensor([1, 1])}, ["token_map", "distinct", "288"]),
         ({"token_map": torch.tensor([1, 288])}, ["token_map", "1 .. 288"]),
         ({"token_map": torch.tensor([0.5])}, ["token_map", "float32"]),

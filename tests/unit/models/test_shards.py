@@ -11,8 +11,8 @@ from torch import Tensor
 
 from serve_spec.core.errors import CheckpointError
 from serve_spec.models import FeatureCapture, Llama, load_draft, load_target
-from serve_spec.models.expand import Size, expand_target
 from serve_spec.models.shape import ModelShape
+from serve_spec.models.upscale_command import Size, expand_target
 from serve_spec.parallel.group import SINGLE, TensorParallel
 from tests.helpers.checkpoints import make_eagle, make_eagle3, make_target
 from tests.helpers.paged import PagedSequences

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from serve_spec.models.widening import Widening, widen
+from serve_spec.models.upscale import Widening, widen
 
 EXACT = torch.float64
 COPIES = (2, 3, 4, 5, 8, 16)

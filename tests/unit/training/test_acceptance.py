@@ -1,4 +1,4 @@
-"""Laws of the acceptance figures, and of the evaluation that feeds them."""
+"""Acceptance figures, and the evaluation that measures them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.tiny.plots import plot_survival
 from serve_spec.training.acceptance import in_loop, walk
 from serve_spec.training.checkpoint import export_checkpoint
 from serve_spec.training.evaluate import evaluate, markdown
-from serve_spec.training.llama import Llama, llama_config
-from serve_spec.training.plots import plot_survival
-from serve_spec.training.settings import recipe_named
+from serve_spec.training.settings import EvaluationPlan, draft_recipe, llama_config
+from serve_spec.training.weights import MasterWeights, initialise, new_llama
 
 
 def test_the_walk_plays_the_worked_example() -> None:
@@ -48,17 +48,22 @@ def test_a_token_loops_from_the_end_of_the_third_repetition_on(period: int) -> N
 
 
 def test_a_stand_alone_draft_that_is_the_target_is_always_right(tmp_path: Path) -> None:
-    """Coupled at tau = T the draft sees the same law and the same noise: every draft is kept."""
-    recipe = recipe_named("smoke")
-    plan = replace(recipe.evaluation, prompts=4, draft_temperature_ratio=1.0)
-    target = Llama(recipe.target)
-    target.initialise(torch.Generator().manual_seed(0))
-    target.requires_grad_(False)
-    export_checkpoint(
-        tmp_path / "standalone", target.state_dict(), llama_config(recipe.target), torch.float32
-    )
+    """Coupled at tau = T the draft has the same distribution and noise: every draft is accepted."""
+    plan = EvaluationPlan(
+        prompts=4, rows_per_chunk=4, prompt_tokens=24, new_tokens=32, loop_tokens=8,
+        draft_temperature_ratio=1.0,
+    )  # fmt: skip
+    config = llama_config(
+        vocab_size=512, hidden_size=64, intermediate_size=128, head_dim=16,
+        max_position_embeddings=256,
+    )  # fmt: skip
+    masters = MasterWeights(new_llama(config, torch.device("cpu"), torch.float32))
+    initialise(masters, 8, torch.Generator().manual_seed(0))
+    for name in ("target", "standalone"):
+        export_checkpoint(tmp_path / name, masters.parameters, config, torch.float32)
     held_out = torch.randint(0, 512, (400,), generator=torch.Generator().manual_seed(1))
-    record = evaluate(replace(recipe, evaluation=plan), target, held_out, tmp_path)
+    recipe = replace(draft_recipe(), evaluation=plan)
+    record = evaluate(recipe, tmp_path, held_out, torch.float32)
     for temperature, figures in record["temperatures"].items():
         modes = figures["drafters"]["standalone"]
         best = modes["greedy" if temperature == "0.0" else "coupled"]

@@ -1,4 +1,4 @@
-"""Laws of the training loop: resuming changes nothing, schedules end where they say."""
+"""The training loop: resuming changes nothing, schedules end where they say."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from serve_spec.training.batches import windows
+from serve_spec.training.batches import mixed_rows, windows
 from serve_spec.training.loop import LossFunction, Run, Trainer, read_log
-from serve_spec.training.optimizer import orthogonalise
-from serve_spec.training.settings import Phase, Schedule, recipe_named, with_length
+from serve_spec.training.settings import Phase, Schedule
 
 PHASE = Phase(1e-2, Schedule(steps=12, warmup_steps=3), rows=2, row_tokens=8, log_every=1)
 
@@ -32,7 +31,9 @@ def trainer_in(folder: Path) -> tuple[Trainer, LossFunction]:
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten())
         return loss, {"seen": rows.float().mean()}
 
-    return Trainer(module, PHASE, Run("toy", folder, show_progress=False), rng), loss_fn
+    return Trainer(
+        dict(module.named_parameters()), PHASE, Run("toy", folder, show_progress=False), rng
+    ), loss_fn
 
 
 def losses(folder: Path) -> list[tuple[int, float, float]]:
@@ -47,8 +48,15 @@ def test_a_resumed_run_has_bit_identical_losses_to_an_uninterrupted_one(tmp_path
     second, loss_fn = trainer_in(tmp_path / "cut")
     second.train(loss_fn)
     assert losses(tmp_path / "cut") == losses(tmp_path / "whole")
-    for ours, theirs in zip(second.params, trainer.params, strict=True):
-        assert torch.equal(ours, theirs)
+    for name, parameter in trainer.parameters.items():
+        assert torch.equal(second.parameters[name], parameter)
+
+
+def test_the_state_of_an_older_version_is_refused(tmp_path: Path) -> None:
+    trainer, loss_fn = trainer_in(tmp_path)
+    torch.save({"step": 3}, tmp_path / "toy.state.pt")
+    with pytest.raises(ValueError, match="another version; remove it"):
+        trainer.train(loss_fn)
 
 
 def test_a_crash_after_the_checkpoint_leaves_no_step_in_the_log_twice(tmp_path: Path) -> None:
@@ -75,16 +83,14 @@ def test_a_schedule_in_both_steps_and_seconds_is_refused() -> None:
         Schedule(steps=3, seconds=4)
 
 
-def test_an_unknown_phase_or_preset_names_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="eagle3"):
-        with_length(recipe_named("tiny"), "eagle4", seconds=1)
-    with pytest.raises(ValueError, match="smoke"):
-        recipe_named("huge")
+def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts() -> None:
+    stream, pool = torch.ones(100, dtype=torch.int16), torch.full((5, 8), 2, dtype=torch.int16)
+    rng = torch.Generator().manual_seed(0)
+    batches = [mixed_rows(step, stream, pool, 32, 16, rng) for step in range(2)]
+    assert [int(batch[0, 0]) for batch in batches] == [2, 1]
+    assert [batch.numel() for batch in batches] == [32, 32]
 
 
-@pytest.mark.parametrize("shape", [(3, 16, 24), (2, 24, 16)])
-def test_orthogonalised_matrices_have_singular_values_near_one(shape: tuple[int, ...]) -> None:
-    matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    singular = torch.linalg.svdvals(orthogonalise(matrices).float())
-    assert singular.min() > 0.5
-    assert singular.max() < 1.4
+def test_a_stream_shorter_than_a_row_is_an_error_that_says_so() -> None:
+    with pytest.raises(ValueError, match="row_tokens=9: the stream has 4"):
+        windows(torch.zeros(4, dtype=torch.int16), 1, 9, torch.Generator())

@@ -1,85 +1,106 @@
-"""Laws of the training-time test: the unroll is what the drafter does when it drafts."""
+"""Training-time test: the unroll is what the drafter does when it drafts."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.training.eagle import eagle_from
-from serve_spec.training.eagle3 import eagle3_from
-from serve_spec.training.llama import Llama, rotary_table
-from serve_spec.training.medusa import MedusaHeads, medusa_loss
-from serve_spec.training.settings import LlamaShape
-from serve_spec.training.teacher import Lesson, Teacher
-from serve_spec.training.unroll import DraftLayer, UnrollOps, attend, draft_loss, unroll
+from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.layers.causal import Rows
+from serve_spec.models import DraftHead, Llama
+from serve_spec.training.attention import attend, row_positions
+from serve_spec.training.drafts import new_draft
+from serve_spec.training.lesson import Lesson, Teacher
+from serve_spec.training.settings import draft_recipe
+from serve_spec.training.unroll import draft_loss, features_of, medusa_loss, unroll, unroll_step
+from serve_spec.training.weights import load_frozen
 
-SHAPE = LlamaShape(
-    vocab_size=64,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=8,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-)
 STEPS = 5
 
 
-@pytest.fixture(scope="module")
-def teacher() -> Teacher:
-    model = Llama(SHAPE)
-    model.initialise(torch.Generator().manual_seed(0))
-    # Larger weights than at initialisation, so that attention is far from uniform.
-    with torch.no_grad():
-        for weight in model.parameters():
-            if weight.ndim == 2:
-                weight.mul_(8)
-    return Teacher(model.double().requires_grad_(False), padding=STEPS + 1)
+@pytest.fixture
+def teacher(target_folder: Path) -> Teacher:
+    model = load_frozen(target_folder, torch.device("cpu"), torch.float64)
+    return Teacher(model, padding=STEPS + 1)
+
+
+class GrowingCache(Rows):
+    """Attention of one row over keys and values of earlier calls, as an engine's cache."""
+
+    def __init__(self, target: Llama) -> None:
+        super().__init__(1, target.shape.num_heads, target.shape.num_kv_heads)
+        empty = torch.empty(1, self.num_kv_heads, 0, target.shape.head_dim).double()
+        self.keys, self.values = empty, empty
+
+    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
+        query, key, value = self.split(heads, rotation)
+        is_causal = self.keys.shape[2] == 0
+        self.keys = torch.cat([self.keys, key], 2)
+        self.values = torch.cat([self.values, value], 2)
+        return self.join(
+            F.scaled_dot_product_attention(
+                query, self.keys, self.values, is_causal=is_causal, enable_gqa=True
+            )
+        )
 
 
 def sequential_states(
-    layer: DraftLayer, teacher: Teacher, lesson: Lesson, tokens: Tensor, row: int
+    head: DraftHead, teacher: Teacher, lesson: Lesson, tokens: Tensor, row: int
 ) -> list[Tensor]:
     """Draft from row `row` of one sequence as an engine does: prefill, then one token at a time,
     own state fed back, keys appended to a cache. tokens [1, T]; states [H] of steps 0..STEPS-1."""
-    cos, sin = rotary_table(64, SHAPE.head_dim, SHAPE.rope_theta, tokens.device)
-    cache_k = cache_v = torch.empty(1, SHAPE.num_key_value_heads, 0, SHAPE.head_dim).double()
+    cache = GrowingCache(teacher.model)
     states: list[Tensor] = []
-    incoming = layer.enter(lesson)[:, : row + 1]
+    incoming = head.encode(features_of(head, lesson))[: row + 1]
     place = 0
-    for step in range(STEPS):
-        width = incoming.shape[1]
-        at = slice(place, place + width)
-        embeds = teacher.embed(tokens[:, place + 1 : place + 1 + width])
-        residual, q, k, v = layer.project(embeds, incoming, cos[at].double(), sin[at].double())
-        cache_k, cache_v = torch.cat([cache_k, k], 2), torch.cat([cache_v, v], 2)
-        attended = F.scaled_dot_product_attention(
-            q, cache_k, cache_v, is_causal=step == 0, enable_gqa=True
-        )
-        incoming = layer.finish(residual, attended)[:, -1:]
-        states.append(incoming[0, 0])
+    for _ in range(STEPS):
+        width = len(incoming)
+        positions = row_positions(1, width, tokens.device, first=place)
+        following = tokens[0, place + 1 : place + 1 + width]
+        incoming = head.forward(following, incoming, ForwardContext(positions, cache))[-1:]
+        states.append(incoming[0])
         place += width
     return states
 
 
 @pytest.mark.parametrize("family", ["eagle3", "eagle"])
 def test_unroll_equals_sequential_drafting_with_a_cache(teacher: Teacher, family: str) -> None:
-    build = {"eagle3": eagle3_from, "eagle": eagle_from}[family]
-    layer = build(teacher.model, torch.Generator().manual_seed(1)).double()
+    draft = new_draft(family, teacher.model, draft_recipe())
+    draft.weights.bind()
+    head = draft.head
     tokens = torch.randint(0, 64, (1, 20), generator=torch.Generator().manual_seed(2))
     lesson = teacher(tokens)
-    ops = UnrollOps.of(layer, torch.device("cpu"))
     with torch.no_grad():
-        unrolled = list(unroll(layer, ops, teacher, lesson, STEPS))
+        unrolled = list(
+            unroll(unroll_step(head), head.encode(features_of(head, lesson)), lesson, STEPS)
+        )
         for row in (0, 7, 13):
-            drafted = sequential_states(layer, teacher, lesson, tokens, row)
+            drafted = sequential_states(head, teacher, lesson, tokens, row)
             for step in range(STEPS):
                 # Softmax and norms run in float32 in both, in another order of summation.
-                torch.testing.assert_close(
-                    unrolled[step][0, row], drafted[step], rtol=2e-4, atol=2e-5
-                )
+                torch.testing.assert_close(unrolled[step][row], drafted[step], rtol=2e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("family", ["eagle3", "eagle"])
+def test_a_compiled_step_is_one_graph(teacher: Teacher, family: str) -> None:
+    """Graph breaks would make training on a GPU several times slower, and run kernels without
+    gradients."""
+    draft = new_draft(family, teacher.model, draft_recipe())
+    lesson = teacher(torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(2)))
+    step = unroll_step(draft.head)
+    whole = torch.compile(step, backend="eager", dynamic=False, fullgraph=True)
+    draft.weights.bind()
+    start = draft.head.encode(features_of(draft.head, lesson))
+    found = list(unroll(whole, start, lesson, STEPS))
+    for state, expected in zip(found, unroll(step, start, lesson, STEPS), strict=True):
+        torch.testing.assert_close(state, expected)
+    found[-1].sum().backward()
+    assert all(p.grad is not None for n, p in draft.weights.parameters.items() if "proj" in n)
 
 
 def test_attention_over_unused_own_places_ignores_their_content() -> None:
@@ -105,17 +126,18 @@ def test_draft_loss_is_smallest_where_draft_and_target_agree() -> None:
     assert less < overlap
 
 
-def test_medusa_head_h_is_trained_on_the_law_of_token_j_plus_2_plus_h(teacher: Teacher) -> None:
-    """Heads that are the identity at row j reproduce the law of x_{j+1}; a lesson whose law of
-    x_{j+2+h} is that very law therefore gives head h full overlap, and any other shift does not."""
+def test_medusa_head_h_is_trained_on_token_j_plus_2_plus_h(teacher: Teacher) -> None:
+    """Heads that are the identity at row j reproduce the distribution of x_{j+1}. A lesson whose
+    x_{j+2+h} has that distribution gives head h full overlap, and any other shift does not."""
     tokens = torch.randint(0, 64, (1, 12), generator=torch.Generator().manual_seed(3))
     lesson = teacher(tokens)
-    heads = MedusaHeads(SHAPE, 3, teacher.model.embedding).double()
-    law = teacher.model.logits(lesson.last).softmax(-1)
+    draft = new_draft("medusa", teacher.model, replace(draft_recipe(), medusa_heads=3))
+    draft.weights.bind()
+    probs_of_next = teacher.model.logits(lesson.last[0]).softmax(-1)[None]
     for head in range(3):
         probs = torch.zeros_like(lesson.probs)
-        # probs[:, i] is the law of x_{i+1}; head h at j must be compared with i = j + 1 + h.
-        probs[:, 1 + head : 1 + head + 12] = law[:, : probs.shape[1] - 1 - head]
+        # probs[:, i] is the distribution of x_{i+1}; head h at j is compared with i = j+1+h.
+        probs[:, 1 + head : 1 + head + 12] = probs_of_next[:, : probs.shape[1] - 1 - head]
         shifted = Lesson(lesson.tokens, lesson.captured, lesson.last, probs, lesson.row_tokens)
-        _, overlaps = medusa_loss(heads, shifted, decay=0.8, overlap_weight=0.0)
+        _, overlaps = medusa_loss(draft.head, shifted, decay=0.8, overlap_weight=0.0)
         assert [o > 0.999 for o in overlaps] == [h == head for h in range(3)]

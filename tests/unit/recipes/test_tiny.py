@@ -1,18 +1,22 @@
-"""Laws of the data: licences, held-out files, tokenizer."""
+"""The recipe of the shipped pair: licences, held-out files, tokenizer, its phases."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
-from serve_spec.training.batches import mixed_rows, windows
-from serve_spec.training.corpus import Source, build_corpus
-from serve_spec.training.licences import judge
-from serve_spec.training.settings import EOS_ID, CorpusLimits
-from serve_spec.training.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+from recipes.tiny.corpus import Source, build_corpus
+from recipes.tiny.licences import check_licence
+from recipes.tiny.program import PROGRAM
+from recipes.tiny.settings import CorpusLimits
+from recipes.tiny.tokenizer import encode_documents, save_tokenizer, train_tokenizer
+from serve_spec.training.command import DRAFT_PROGRAM, Workshop
+from serve_spec.training.loop import read_log
+from serve_spec.training.settings import EOS_ID, with_length
 
 OSI = "License :: OSI Approved :: "
 
@@ -32,7 +36,7 @@ OSI = "License :: OSI Approved :: "
 def test_permissive_licences_are_accepted(
     expression: str | None, classifiers: list[str], field: str | None
 ) -> None:
-    assert judge(expression, classifiers, field).accepted
+    assert check_licence(expression, classifiers, field).accepted
 
 
 @pytest.mark.parametrize(
@@ -54,7 +58,7 @@ def test_permissive_licences_are_accepted(
 def test_unknown_and_copyleft_licences_are_refused(
     expression: str | None, classifiers: list[str], field: str | None
 ) -> None:
-    assert not judge(expression, classifiers, field).accepted
+    assert not check_licence(expression, classifiers, field).accepted
 
 
 def sources_in(folder: Path) -> list[Source]:
@@ -114,14 +118,39 @@ def test_every_document_of_a_stream_starts_with_eos() -> None:
     assert tokenizer.decode(stream.tolist()) == "".join(texts)
 
 
-def test_corpus_and_on_policy_rows_alternate_with_equal_token_counts() -> None:
-    stream, pool = torch.ones(100, dtype=torch.int16), torch.full((5, 8), 2, dtype=torch.int16)
-    rng = torch.Generator().manual_seed(0)
-    batches = [mixed_rows(step, stream, pool, 32, 16, rng) for step in range(2)]
-    assert [int(batch[0, 0]) for batch in batches] == [2, 1]
-    assert [batch.numel() for batch in batches] == [32, 32]
+def test_the_recipe_adds_its_phases_to_those_of_the_drafts() -> None:
+    assert list(PROGRAM.phases) == ["tokenizer", "target", *DRAFT_PROGRAM.phases, "plot"]
+    assert [PROGRAM.phases[name][1] for name in DRAFT_PROGRAM.phases] == [
+        mark for _, mark in DRAFT_PROGRAM.phases.values()
+    ]
 
 
-def test_a_stream_shorter_than_a_row_is_an_error_that_says_so() -> None:
-    with pytest.raises(ValueError, match="row_tokens=9 but the stream has 4"):
-        windows(torch.zeros(4, dtype=torch.int16), 1, 9, torch.Generator())
+def test_an_unknown_preset_or_phase_names_the_known_ones() -> None:
+    with pytest.raises(ValueError, match="smoke"):
+        PROGRAM.recipe("huge")
+    with pytest.raises(ValueError, match="eagle3"):
+        with_length(PROGRAM.recipe("tiny"), "eagle4", seconds=1)
+
+
+def test_every_phase_of_the_smoke_recipe_runs(tmp_path: Path) -> None:
+    """From given tokens, on a CPU: target, pool, all drafts, evaluation."""
+    recipe = PROGRAM.recipe("smoke")
+    for name, steps in (("target", 15), ("eagle3", 10), ("eagle", 10), ("medusa", 10)):
+        recipe = with_length(recipe, name, steps=steps)
+    recipe = with_length(recipe, "standalone", steps=10)
+    shop = Workshop(recipe, tmp_path, torch.device("cpu"), quiet=True)
+    cycle = torch.arange(1, 65, dtype=torch.int16).repeat(40)
+    torch.save({"train": cycle, "held_out": cycle[:900]}, tmp_path / "tokens.pt")
+    PROGRAM.phases["target"][0](shop)
+    for name in (*DRAFT_PROGRAM.phases, "plot"):
+        phase, mark = PROGRAM.phases[name]
+        if name == "rollout":
+            phase = DRAFT_PROGRAM.phases[name][0]  # the recipe's also needs a tokenizer
+        phase(shop)
+        assert (tmp_path / mark).exists(), name
+    rows = read_log(tmp_path / "logs" / "target.jsonl")
+    assert rows[-1]["loss"] < rows[0]["loss"]
+    drafters = json.loads((tmp_path / "report" / "acceptance.json").read_text())
+    assert set(drafters["temperatures"]["0.0"]["drafters"]) == {
+        "eagle3", "eagle", "medusa", "standalone",
+    }  # fmt: skip

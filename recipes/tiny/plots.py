@@ -1,4 +1,4 @@
-"""PNG plots from the files a run leaves behind: loss curves and survival by draft position."""
+"""PNG plots of a run: loss curves and survival by draft position."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PHASES = ("target", "eagle3", "eagle", "medusa", "standalone")
 
 
 def plot_losses(logs: Path, out: Path) -> None:
-    """One panel per phase that has a log: training loss and held-out loss over tokens seen."""
+    """Draw one panel per phase with a log: training and held-out loss over tokens seen."""
     found = [name for name in _PHASES if (logs / f"{name}.jsonl").exists()]
     if not found:
-        raise FileNotFoundError(f"no phase log (*.jsonl) in {logs}; train a phase first")
+        raise FileNotFoundError(f"logs={logs}: holds no phase log (*.jsonl); train a phase first")
     figure, axes = plt.subplots(
         1, len(found), figsize=(3.6 * len(found), 3.2), squeeze=False, layout="constrained"
     )
@@ -32,7 +32,7 @@ def plot_losses(logs: Path, out: Path) -> None:
         axis.set_ylabel("loss (nats)")
         losses = _curve(rows, "loss")[1]
         if losses:
-            # The first steps would flatten the rest; held-out losses always stay in the frame.
+            # The losses of the first steps are far above all others.
             bulk = sorted(losses)[: max(1, int(0.9 * len(losses)))]
             axis.set_ylim(top=max([bulk[-1], *_curve(rows, "heldout_loss")[1]]) * 1.05)
         axis.grid(alpha=0.3)
@@ -47,7 +47,7 @@ def _curve(rows: list[dict[str, Any]], key: str) -> tuple[list[float], list[floa
 
 
 def plot_survival(record: dict[str, Any], out: Path) -> None:
-    """Share of rounds that keep at least k drafts, per drafter, at the coldest and hottest T."""
+    """Draw the share of rounds that accept at least k drafts, at the lowest and highest T."""
     temperatures = list(record["temperatures"])
     shown = [temperatures[0], temperatures[-1]]
     figure, axes = plt.subplots(1, 2, figsize=(8.4, 3.4), sharey=True, layout="constrained")
@@ -60,7 +60,7 @@ def plot_survival(record: dict[str, Any], out: Path) -> None:
         axis.set_xlabel("draft position k")
         axis.grid(alpha=0.3)
         axis.set_ylim(0, 1)
-    axes[0].set_ylabel("rounds keeping at least k drafts")
+    axes[0].set_ylabel("rounds accepting at least k drafts")
     axes[0].legend(fontsize=8)
     figure.savefig(out, dpi=110)
     plt.close(figure)

@@ -1,7 +1,6 @@
-"""Which licences let a package's source into the training corpus.
+"""Selection of packages for the training corpus by licence.
 
-Only permissive licences are accepted. What is copyleft, proprietary or not understood is refused:
-the answer "unknown" never means "yes".
+Only permissive licences are accepted; copyleft, proprietary and unknown ones are refused.
 """
 
 from __future__ import annotations
@@ -71,34 +70,36 @@ _NAME_CHARS = 120
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """Outcome for one package: `name` is the licence found, or why none was accepted."""
+class Decision:
+    """Decision for one package: `name` is the licence, or the reason of a refusal."""
 
     accepted: bool
     name: str
 
 
-def judge(expression: str | None, classifiers: Sequence[str], field: str | None) -> Verdict:
-    """Decide from metadata `License-Expression`, trove classifiers and `License`, in this order."""
+def check_licence(
+    expression: str | None, classifiers: Sequence[str], field: str | None
+) -> Decision:
+    """Return the decision from `License-Expression`, trove classifiers, then `License`."""
     if expression:
-        return _judge_expression(expression)
+        return _check_expression(expression)
     short = (field or "").strip()
     if len(short) > _NAME_CHARS:
         short = ""
     if _REFUSED_WORDS.search(short):
-        return Verdict(False, short)
+        return Decision(False, short)
     names = [c.split("::")[-1].strip() for c in classifiers if c.startswith("License ::")]
     names = [n for n in names if n != "OSI Approved"]
     if names:
-        return _judge_names(names)
-    return _judge_names([short]) if short else Verdict(False, "unknown")
+        return _check_names(names)
+    return _check_names([short]) if short else Decision(False, "unknown")
 
 
-def _judge_names(names: Sequence[str]) -> Verdict:
-    """Every name must be permissive: several classifiers may mean "and"."""
-    results = [_judge_expression(_canonical(name)) for name in names]
-    joined = " AND ".join(verdict.name for verdict in results)
-    return Verdict(all(verdict.accepted for verdict in results), joined)
+def _check_names(names: Sequence[str]) -> Decision:
+    """Return the decision on several names, which must all be permissive."""
+    results = [_check_expression(_canonical(name)) for name in names]
+    joined = " AND ".join(result.name for result in results)
+    return Decision(all(result.accepted for result in results), joined)
 
 
 def _canonical(name: str) -> str:
@@ -107,13 +108,13 @@ def _canonical(name: str) -> str:
     return _ALIASES.get(key, name.strip())
 
 
-def _judge_expression(expression: str) -> Verdict:
+def _check_expression(expression: str) -> Decision:
     tokens = re.findall(r"\(|\)|[^\s()]+", expression)
     try:
         accepted, rest = _parse_or(tokens)
     except IndexError:
-        return Verdict(False, expression)
-    return Verdict(accepted and not rest, expression)
+        return Decision(False, expression)
+    return Decision(accepted and not rest, expression)
 
 
 def _parse_or(tokens: list[str]) -> tuple[bool, list[str]]:

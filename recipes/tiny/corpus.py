@@ -1,7 +1,7 @@
 """Corpus: permissively licensed Python source found on the machine, with a manifest.
 
-The text itself never leaves memory: only token ids go to the work folder and only the manifest
-(names, versions, licences, counts) goes anywhere else.
+Only token ids are written to the work folder, and the manifest (names, versions, licences, counts);
+the text itself stays in memory.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from importlib import metadata
 from pathlib import Path
 from typing import cast
 
-from serve_spec.training.licences import judge
-from serve_spec.training.settings import CorpusLimits
+from recipes.tiny.licences import check_licence
+from recipes.tiny.settings import CorpusLimits
 
 STDLIB = "python-standard-library"
-# Copies of other people's packages: their licence is not the one the distribution declares.
+# Copies of other packages: the distribution does not declare their licence.
 _VENDORED = frozenset(
     {"_vendor", "vendor", "vendored", "_vendored", "third_party", "extern", "externals", "_extern"}
 )
@@ -33,7 +33,7 @@ _EXCLUDED_PACKAGES = frozenset({"serve-spec"})
 
 @dataclass(frozen=True)
 class Source:
-    """One package and the files it offers."""
+    """One package and its files."""
 
     name: str
     version: str
@@ -43,7 +43,7 @@ class Source:
 
 @dataclass
 class PackageEntry:
-    """Manifest row: what was taken from one package."""
+    """Manifest row of one package: number and size of its files."""
 
     name: str
     version: str
@@ -64,7 +64,7 @@ class Corpus:
     duplicates: int = 0
 
     def manifest(self) -> dict[str, object]:
-        """JSON-ready summary: totals, one row per package, refused packages with the reason."""
+        """Return totals, one row per package, and refused packages with the reason."""
         used = [entry for entry in self.packages if entry.files]
         totals = {
             name: {
@@ -87,9 +87,9 @@ class Corpus:
 
 
 def find_sources() -> tuple[list[Source], dict[str, str]]:
-    """Standard library and every installed distribution with a permissive licence.
+    """Return the standard library and installed distributions with a permissive licence.
 
-    Returns the accepted sources and, per refused package, its licence or "unknown".
+    Also, per refused package, its licence or "unknown".
     """
     accepted = [_standard_library()]
     refused: dict[str, str] = {}
@@ -100,18 +100,18 @@ def find_sources() -> tuple[list[Source], dict[str, str]]:
         if not name or name in seen:
             continue
         seen.add(name)
-        verdict = judge(
+        licence = check_licence(
             meta.get("License-Expression"), meta.get_all("Classifier") or [], meta.get("License")
         )
-        if not verdict.accepted:
-            refused[name] = verdict.name[:80]
+        if not licence.accepted:
+            refused[name] = licence.name[:80]
             continue
         paths = tuple(
             Path(str(dist.locate_file(f)))
             for f in dist.files or []
             if f.suffix == ".py" and ".." not in f.parts and not _VENDORED & set(f.parts)
         )
-        accepted.append(Source(name, dist.version, verdict.name[:80], paths))
+        accepted.append(Source(name, dist.version, licence.name[:80], paths))
     return accepted, refused
 
 
@@ -125,8 +125,10 @@ def _standard_library() -> Source:
 def build_corpus(
     sources: Sequence[Source], refused: dict[str, str], limits: CorpusLimits, seed: int
 ) -> Corpus:
-    """Read, filter and deduplicate. Held-out packages are read first, so that a copy of a
-    held-out file in another package never reaches the training set."""
+    """Read, filter and deduplicate files.
+
+    Held-out packages are read first, so that copies of their files in other packages are dropped.
+    """
     corpus = Corpus(refused=refused)
     seen: set[bytes] = set()
     ordered = sorted(sources, key=lambda s: (s.name not in limits.held_out, s.name))
@@ -163,7 +165,7 @@ def _read_all(paths: Sequence[Path]) -> Iterable[str]:
 
 
 def _read(path: Path) -> str | None:
-    """Text of one file, or None when it is missing or is not UTF-8."""
+    """Return the text of one file, or None if it is missing or not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -1,7 +1,17 @@
-"""Writes expansions: folders that name a small checkpoint and say how to make it larger."""
+"""`serve-spec expand`: a small pair in the shape of a published model, in two small folders.
+
+    serve-spec expand --target asset:tiny/target --draft asset:tiny/eagle3 \\
+        --shape llama-3.1-8b --output-dir DIR
+
+DIR then holds target/ and eagle3/ (config, expansion, tokenizer; no weights) and expanded.yaml, a
+configuration that runs them. The large weights are built at every start, on their device. They
+compute what the small ones compute, at the cost of the large shape: speeds are those of a real
+model of that shape, texts and accept lengths are the small pair's.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 from collections.abc import Mapping
@@ -9,13 +19,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve_spec.core.errors import CheckpointError
-from serve_spec.models.draft_file import DraftFile, draft_family, open_draft_file
-from serve_spec.models.eagle3_shape import capture_layers
-from serve_spec.models.expansion import Expansion, check_noise, find_base, moved_layer
-from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
+import yaml
 
-# What a target's folder holds beside its config and weights.
+from serve_spec.config import ConfigError
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models.draft_checkpoint import DraftFile, open_draft_file
+from serve_spec.models.draft_shape import capture_layers
+from serve_spec.models.shape import NUM_IDS_KEY, ModelShape, read_json, whole
+from serve_spec.models.upscale import Expansion, check_noise, find_base, moved_layer
+
+# Files of a target beside its config and weights.
 _COMPANIONS = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -27,9 +40,9 @@ _COMPANIONS = (
 
 @dataclass(frozen=True)
 class Size:
-    """How large a pair becomes; names as in `Expansion`.
+    """Size of a large pair; names as in `Expansion`.
 
-    `draft_vocab_size=None`: as many ids more for an EAGLE-3 head as for the target.
+    `draft_vocab_size=None`: an EAGLE-3 head gets as many more ids as the target.
     """
 
     hidden_factor: int
@@ -68,10 +81,10 @@ SHAPES = {
 
 
 def size_of(name: str, base: ModelShape) -> Size:
-    """The size that gives `base` the published shape called `name`.
+    """Return the size that gives `base` the published shape called `name`.
 
     Raises:
-        CheckpointError: no whole factors lead there; names what does not fit.
+        CheckpointError: no integer factors lead to that shape.
     """
     wanted = SHAPES[name]
     size = Size(
@@ -98,10 +111,10 @@ def size_of(name: str, base: ModelShape) -> Size:
 
 
 def expand_target(base: str, size: Size, directory: Path, *, noise: float, seed: int) -> None:
-    """Writes the target `base` in the given size into `directory`: config, recipe, tokenizer.
+    """Write the target `base` in the given size into `directory`: config, recipe, tokenizer.
 
     Raises:
-        CheckpointError: a base that can not be used, or a size that does not fit it.
+        CheckpointError: a base that cannot be used, or a size that does not fit it.
     """
     source = find_base(base, Path.cwd())
     shape = ModelShape.from_directory(source)
@@ -127,17 +140,17 @@ def expand_target(base: str, size: Size, directory: Path, *, noise: float, seed:
 def expand_draft(
     base: str, target: ModelShape, size: Size, directory: Path, *, noise: float, seed: int
 ) -> str:
-    """Writes the head `base`, made for a small `target`, in the size of the large one.
+    """Write the head `base`, made for a small `target`, in the size of the large one.
 
     Returns:
         The head's family, `EAGLE` or `EAGLE3`.
 
     Raises:
-        CheckpointError: a base that can not be used, is not of `target`, or does not fit the size.
+        CheckpointError: a base that cannot be used, is not of `target`, or does not fit the size.
     """
     source = find_base(base, Path.cwd())
     file = open_draft_file(source)
-    family = draft_family(file)
+    family = file.recognition.family
     for key, expected in (("hidden_size", target.hidden_size), ("vocab_size", target.vocab_size)):
         if whole(file.config, key, target.vocab_size) != expected:
             raise CheckpointError(
@@ -155,7 +168,7 @@ def expand_draft(
             file.setting("eagle_aux_hidden_state_layer_ids"), target.num_layers
         )
         config["eagle_aux_hidden_state_layer_ids"] = [
-            # As outputs of the layers before, the one of both conventions that leaves no doubt.
+            # As outputs of the layers before: this convention is the unambiguous one.
             moved_layer(layer, target.num_layers, size.num_layers) - 1
             for layer in captured
         ]
@@ -206,7 +219,7 @@ def _draft_rows(file: DraftFile, vocab_size: int, size: Size) -> int:
 
 
 def _grown(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
-    """A config with the sizes that targets and heads share made larger."""
+    """Return `config` with larger sizes, those that targets and heads share."""
     factors = {
         "hidden_size": size.hidden_factor,
         "num_attention_heads": size.hidden_factor,
@@ -218,7 +231,7 @@ def _grown(config: Mapping[str, Any], size: Size) -> dict[str, Any]:
 
 
 def _window(shape: ModelShape) -> dict[str, Any]:
-    """The keys that give every layer, however many there are, the window of `shape`."""
+    """Return the keys that give every layer the window of `shape`."""
     if shape.sliding_window is None:
         return {"sliding_window": None, "use_sliding_window": False}
     return {
@@ -235,3 +248,92 @@ def _write(directory: Path, config: Mapping[str, Any], recipe: Expansion) -> Non
         raise CheckpointError(f"{directory} holds weights ({weights[0]}); give another folder")
     (directory / "config.json").write_text(json.dumps(config, indent=1) + "\n")
     recipe.write(directory)
+
+
+_CONFIG_FILE = "expanded.yaml"
+
+
+def main(argv: list[str]) -> int:
+    """Write the folders and the configuration; print their names."""
+    args = _parser().parse_args(argv)
+    base = ModelShape.from_directory(find_base(args.target, Path.cwd()))
+    size = _size(args, base)
+    how: dict[str, Any] = {"noise": args.noise, "seed": args.seed}
+    folder: Path = args.output_dir
+    expand_target(args.target, size, folder / "target", **how)
+    drafts = {}
+    for draft in args.draft:
+        name = Path(draft.removeprefix("asset:")).name
+        if name == "target" or name in drafts:
+            raise ConfigError(f"draft={draft!r}: another folder is called {name!r}; rename one")
+        drafts[name] = expand_draft(draft, base, size, folder / name, **how)
+    config = folder / _CONFIG_FILE
+    config.write_text(_config(args.shape or "expanded", drafts))
+    print(f"{config}: {size}; drafts: {', '.join(drafts) or 'none'}")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="serve-spec expand",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--target", required=True, help="folder of the small target, or 'asset:'")
+    parser.add_argument("--draft", nargs="+", default=[], help="folders of its EAGLE heads")
+    parser.add_argument("--output-dir", type=Path, required=True)
+    parser.add_argument("--shape", choices=sorted(SHAPES), help="a published model's")
+    parser.add_argument("--hidden-factor", type=int, help="copies of hidden vectors and heads")
+    parser.add_argument("--ffn-factor", type=int, help="copies of neurons (default: as hidden)")
+    parser.add_argument("--layers", dest="num_layers", type=int, help="layers of the large target")
+    parser.add_argument("--vocab-size", type=int, help="ids of the large target")
+    parser.add_argument("--draft-vocab-size", type=int, help="ids an EAGLE-3 head draws from")
+    parser.add_argument(
+        "--noise", type=float, default=1.0, help="0: weights repeat; 1: they look like any others"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the noise")
+    return parser
+
+
+def _size(args: argparse.Namespace, base: ModelShape) -> Size:
+    """Return the size of the shape or of the factors; sizes not given stay as they are."""
+    choices = {
+        "hidden_factor": args.hidden_factor,
+        "ffn_factor": args.ffn_factor,
+        "num_layers": args.num_layers,
+        "vocab_size": args.vocab_size,
+        "draft_vocab_size": args.draft_vocab_size,
+    }
+    given = {name: value for name, value in choices.items() if value is not None}
+    if args.shape:
+        if given:
+            raise ConfigError(
+                f"shape={args.shape!r} and {next(iter(given))}: give one or the other"
+            )
+        return size_of(args.shape, base)
+    factor = given.get("hidden_factor", 1)
+    same: dict[str, int] = {
+        "hidden_factor": factor,
+        "ffn_factor": factor,
+        "num_layers": base.num_layers,
+        "vocab_size": base.vocab_size,
+    }
+    return Size(**{**same, **given})
+
+
+def _config(name: str, drafts: dict[str, str]) -> str:
+    sections: dict[str, dict[str, Any]] = {"model": {"path": "target", "served_model_name": name}}
+    if drafts:
+        folder, family = next(iter(drafts.items()))
+        sections["speculative"] = {
+            "speculative_algorithm": family,
+            "speculative_draft_model_path": folder,
+            "speculative_num_steps": 3,
+            "speculative_adaptive": True,
+            "speculative_adaptive_strategy": "goodput",
+        }
+    return (
+        "# Written by `serve-spec expand`: a small pair in a large shape. Texts and accept\n"
+        "# lengths are the small pair's; the cost of a round is the large shape's.\n"
+        + yaml.safe_dump(sections, sort_keys=False)
+    )

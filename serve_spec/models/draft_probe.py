@@ -1,13 +1,10 @@
-"""What a draft's config may say wrongly or not at all, found by drafting a text with each answer.
+"""Measure what a draft's config may give wrongly, by drafting a text with each candidate.
 
-The official EAGLE-3 trainer used the rotary base 10000 whatever the config says, and some published
-configs say otherwise; a wrong base costs a few percent of the drafts and no error. Nor does one if
-the target's layers are counted by their outputs where the trainer meant inputs: that costs between
-a tenth of a token a round and nearly all drafts. The probes run only when asked for
-(`speculative_draft_rope_theta: probe`, `speculative_draft_aux_layers_mean: probe`): a config that
-gives a base is right more often than not, one that gives none is of the trainer that used 10000,
-most ids tell by themselves how they are counted, and a start should not depend on a measurement
-that nobody wanted.
+The official EAGLE-3 trainer used the rotary base 10000 even if the config names another; a wrong
+base costs a few percent of the drafts and no error. Reading layer ids as outputs where the trainer
+meant inputs costs between a tenth of a token a round and nearly all drafts. The probes run only on
+request (`speculative_draft_rope_theta: probe`, `speculative_draft_aux_layers_mean: probe`): most
+configs are right, and a start should not depend on a measurement.
 """
 
 from __future__ import annotations
@@ -17,16 +14,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from serve_spec.core.context import ForwardContext, Rotation
+from serve_spec.core.context import ForwardContext
+from serve_spec.layers.causal import CausalAttention
 from serve_spec.layers.module import tensor_defaults
 from serve_spec.layers.rope import RotaryTable
 from serve_spec.log import get_logger
 from serve_spec.models.draft import DraftHead
-from serve_spec.models.eagle import Eagle
-from serve_spec.models.eagle3 import Eagle3
+from serve_spec.models.eagle import Eagle, Eagle3
 from serve_spec.models.llama import FeatureCapture, Llama
 from serve_spec.models.shape import ModelShape
 
@@ -36,21 +32,21 @@ TRAINER_THETA = 10000.0
 """What the official EAGLE-3 trainer always used."""
 
 NUM_TOKENS = 1024
-"""Of the text that is drafted; a wrong base shows at distance."""
+"""Length of the drafted text; a wrong base shows at distance."""
 
 _ROWS_AT_ONCE = 128
 
 
 def probe_text() -> str:
-    """A text long enough for any tokenizer: English and Python, this package's own."""
+    """Return English and Python of this package, enough for any tokenizer."""
     folder = Path(__file__).parent
     return "\n".join((folder / name).read_text() for name in ("shape.py", "weights.py"))
 
 
 def settle_theta(head: DraftHead, target: Llama, token_ids: Sequence[int]) -> float:
-    """Gives `head` the rotary base with which it drafts `token_ids` best; returns it.
+    """Set the rotary base of `head` to the one that drafts `token_ids` best; return it.
 
-    Candidates are the head's own, the trainer's, and the target's, in this order where equal.
+    Candidates are the head's own, the trainer's and the target's; the first of equals wins.
     Reads no more than `NUM_TOKENS`, and needs three.
     """
     assert isinstance(head, Eagle | Eagle3), "only these rotate"
@@ -78,10 +74,10 @@ def settle_layers(
     token_ids: Sequence[int],
     readings: Sequence[tuple[int, ...]],
 ) -> tuple[int, ...]:
-    """Gives `head` the layers of the target with which it drafts `token_ids` best; returns them.
+    """Set the layers that `head` reads to those that draft `token_ids` best; return them.
 
-    readings: the candidates, of as many layers as the head reads; it keeps its own where they draft
-    as well. `token_ids` as for `settle_theta`.
+    readings: candidates, each with as many layers as the head reads. Its own win a tie. token_ids:
+    see `settle_theta`.
     """
     assert isinstance(head, Eagle3), "only these read layers"
     own = head.capture.layer_ids
@@ -102,12 +98,12 @@ def settle_layers(
 
 
 def best_theta(candidates: Iterable[float], score: Callable[[float], float]) -> float:
-    """The candidate of the highest score, the first of equals. Each is scored once."""
+    """Return the candidate of the highest score, the first of equals. Each is scored once."""
     return max(dict.fromkeys(candidates), key=score)
 
 
 def set_theta(head: Eagle | Eagle3, theta: float) -> None:
-    """Makes `head` rotate by another base."""
+    """Set the rotary base of `head`."""
     shape = head.shape = replace(head.shape, rope_theta=theta)
     with tensor_defaults(head.dtype, head.fc.weight.device):
         head.rope = RotaryTable(
@@ -116,10 +112,10 @@ def set_theta(head: Eagle | Eagle3, theta: float) -> None:
 
 
 def overlap_measure(head: Eagle | Eagle3, target: Llama, token_ids: Tensor) -> Callable[[], float]:
-    """A measure of `head` as it is when called: mean of Σ min(p, q) over `token_ids` [n], n ≥ 3.
+    """Return a function that measures the mean of Σ min(p, q) of `head` over `token_ids` [n > 2].
 
     p is the target's distribution at temperature 1, q the draft's first step from the target's own
-    features: the share of first drafts that an exact rule could keep. The target runs once.
+    features: the share of first drafts that an exact rule could accept. The target runs once.
     """
     with torch.no_grad():
         hidden, features = target.forward(
@@ -148,38 +144,5 @@ def _overlap(head: Eagle | Eagle3, target: Llama, hidden: Tensor, drafted: Tenso
 
 
 def _whole_text(shape: ModelShape, token_ids: Tensor) -> ForwardContext:
-    positions = torch.arange(len(token_ids), device=token_ids.device)
-    return ForwardContext(positions, _WholeText(shape, positions))
-
-
-class _WholeText:
-    """Causal attention of one text computed at once; nothing is kept (`LayerAttention`)."""
-
-    def __init__(self, shape: ModelShape, positions: Tensor) -> None:
-        self._num_heads, self._num_kv_heads = shape.num_heads, shape.num_kv_heads
-        distance = positions.unsqueeze(1) - positions
-        self._is_seen = distance >= 0
-        if shape.sliding_window is not None:
-            self._is_seen &= distance < shape.sliding_window
-
-    def run(self, layer: int, heads: Tensor, rotation: Rotation) -> Tensor:
-        """[T, num_heads + 2·kv_heads, d] -> [T, num_heads, d]."""
-        num_kv = self._num_kv_heads
-        query, key, value = heads.split((self._num_heads, num_kv, num_kv), dim=1)
-        attended = F.scaled_dot_product_attention(
-            self._spread(_rotated(query, rotation)),
-            self._spread(_rotated(key, rotation)),
-            self._spread(value),
-            attn_mask=self._is_seen,
-        )
-        return attended.transpose(0, 1)
-
-    def _spread(self, heads: Tensor) -> Tensor:
-        """[T, any number, d] -> [num_heads, T, d]: what each query head meets."""
-        return heads.repeat_interleave(self._num_heads // heads.shape[1], dim=1).transpose(0, 1)
-
-
-def _rotated(heads: Tensor, rotation: Rotation) -> Tensor:
-    x = heads.float()
-    turned = x * rotation.cos + x.roll(x.shape[-1] // 2, dims=-1) * rotation.sin
-    return turned.to(heads.dtype)
+    attention = CausalAttention(1, shape.num_heads, shape.num_kv_heads, shape.sliding_window)
+    return ForwardContext(torch.arange(len(token_ids), device=token_ids.device), attention)

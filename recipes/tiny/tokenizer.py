@@ -10,7 +10,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor
 
-from serve_spec.training.settings import EOS_ID, EOS_TOKEN
+from recipes.tiny.settings import EOS_TOKEN
+from serve_spec.training.settings import EOS_ID
 
 _BATCH_DOCUMENTS = 2000
 
@@ -19,7 +20,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_chars: int) -> To
     """Train on the first `max_chars` characters of `texts`.
 
     Raises:
-        ValueError: when the texts hold too few distinct pairs for `vocab_size`.
+        ValueError: too few distinct pairs in the texts for `vocab_size`.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -33,7 +34,7 @@ def train_tokenizer(texts: Sequence[str], vocab_size: int, max_chars: int) -> To
     tokenizer.train_from_iterator(_head(texts, max_chars), trainer)
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"vocab_size={vocab_size} but the corpus yields {tokenizer.get_vocab_size()} tokens; "
+            f"vocab_size={vocab_size}: the corpus yields {tokenizer.get_vocab_size()} tokens; "
             "give more text or a smaller vocabulary"
         )
     tokenizer.post_processor = processors.TemplateProcessing(
@@ -73,14 +74,14 @@ def load_tokenizer(folder: Path) -> Tokenizer:
 
 
 def encode_documents(tokenizer: Tokenizer, texts: Sequence[str], max_tokens: int) -> Tensor:
-    """One int16 stream [N], N <= max_tokens, each document led by `<eos>`."""
-    pieces: list[Tensor] = []
+    """Return one int16 stream [N], N <= max_tokens, each document led by `<eos>`."""
+    parts: list[Tensor] = []
     count = 0
     for start in range(0, len(texts), _BATCH_DOCUMENTS):
         batch = tokenizer.encode_batch_fast(list(texts[start : start + _BATCH_DOCUMENTS]))
         for encoding in batch:
-            pieces.append(torch.tensor(encoding.ids, dtype=torch.int16))
-            count += len(pieces[-1])
+            parts.append(torch.tensor(encoding.ids, dtype=torch.int16))
+            count += len(parts[-1])
         if count >= max_tokens:
             break
-    return torch.cat(pieces)[:max_tokens]
+    return torch.cat(parts)[:max_tokens]

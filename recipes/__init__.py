@@ -1,0 +1,1 @@
+"""Recipes of shipped models; not part of the wheel."""

@@ -1,0 +1,1 @@
+"""Recipe of the shipped pair: corpus, tokenizer and target; `serve-spec train` runs it."""

@@ -1,0 +1,346 @@
+"""Draft checkpoints of any public layout: a flat config, tensors by their current names.
+
+Published configs are often wrong (number of layers, biases, tied embeddings), so the tensors decide
+what their presence or shape tells. Neither file names nor `architectures` tell the family: official
+EAGLE-3 heads call themselves LlamaForCausalLM. Only whether `speculators` wrote a file follows from
+its config, because the same tensors have another meaning there.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from serve_spec.config import SpeculativeConfig
+from serve_spec.core.errors import CheckpointError
+from serve_spec.models.shape import check_supported, read_json
+from serve_spec.models.upscale import open_weights
+from serve_spec.models.weights import Checkpoint, PickleFile, SafetensorsFile, TensorFile
+
+FAMILIES = {"eagle": "EAGLE", "eagle3": "EAGLE3"}
+"""The families among the values of `speculators_model_type`."""
+
+# Of transformers' LlamaConfig and Qwen3Config.
+_SHARED_DEFAULTS = {"hidden_size": 4096, "num_attention_heads": 32, "rms_norm_eps": 1e-6}
+_CLASS_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {**_SHARED_DEFAULTS, "intermediate_size": 11008, "vocab_size": 32000},
+    "qwen3": {
+        **_SHARED_DEFAULTS,
+        "intermediate_size": 22016,
+        "num_key_value_heads": 32,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "use_sliding_window": False,
+    },
+}
+_NESTED = ("transformer_layer_config", "speculators_config")
+
+
+def flat_config(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the config of the head in `directory`, every key at the top.
+
+    Raises:
+        CheckpointError: a kind of head or of layers that is not supported.
+    """
+    kind = config["speculators_model_type"]
+    if kind not in FAMILIES:
+        raise CheckpointError(
+            f"{directory}: speculators_model_type={kind!r}: not supported; use a head of "
+            f"{sorted(FAMILIES)}"
+        )
+    if config.get("layernorms"):
+        raise CheckpointError(
+            f"{directory}: layernorms=true: not supported, because implementations differ; "
+            "use an EAGLE head without extra norms, or an EAGLE-3 head"
+        )
+    layers = config.get("transformer_layer_config") or {}
+    model_type = layers.get("model_type", "llama")
+    if model_type not in _CLASS_DEFAULTS:
+        raise CheckpointError(
+            f"{directory}: transformer_layer_config.model_type={model_type!r}: not supported; "
+            f"use a head with layers of {sorted(_CLASS_DEFAULTS)}"
+        )
+    own = {key: value for key, value in config.items() if key not in _NESTED and value is not None}
+    return {**_CLASS_DEFAULTS[model_type], **layers, **own}
+
+
+def read_vocabulary(folder: Path) -> dict[str, int] | None:
+    """Return the id of every token, from `tokenizer.json`; None without that file.
+
+    Raises:
+        CheckpointError: the file holds no vocabulary.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    content = read_json(path)
+    try:
+        listed: Any = content["model"]["vocab"]
+        if isinstance(listed, list):  # Unigram: [piece, score] by id
+            listed = {piece: index for index, (piece, _) in enumerate(listed)}
+        added = {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+        return {**listed, **added}
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{path} holds no vocabulary ({error!r}); fetch it again") from error
+
+
+def check_same_tokens(draft: Path, target: Path) -> bool:
+    """Return whether both folders have a tokenizer, which then is the same.
+
+    Raises:
+        CheckpointError: a token has different ids, or one of them lacks it.
+    """
+    ours, theirs = read_vocabulary(draft), read_vocabulary(target)
+    if ours is None or theirs is None:
+        return False
+    for token in (*ours, *theirs):
+        if ours.get(token) != theirs.get(token):
+            raise CheckpointError(
+                f"{draft}: token {token!r} has id {ours.get(token)}, but {theirs.get(token)} in "
+                f"{target}; use a draft with the target's own tokenizer"
+            )
+    return True
+
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+_ALIASES = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^aux_norm_low\."), "fc_norm.0."),
+    (re.compile(r"^aux_norm_mid\."), "fc_norm.1."),
+    (re.compile(r"^aux_norm_high\."), "fc_norm.2."),
+    # speculators' EAGLE-1.
+    (re.compile(r"^fusion_fc\."), "fc."),
+    (re.compile(r"^transformer\."), "layers.0."),
+    # Medusa, in its own naming: `{head}.{block}.linear` and, last in each head, a plain matrix.
+    (re.compile(r"^medusa_heads?\."), ""),
+    (re.compile(r"^(\d+)\.(\d+)\.linear\."), r"blocks.\1.layers.\2."),
+    (re.compile(r"^(\d+)\.\d+\.weight$"), r"lm_heads.\1.weight"),
+)
+_MEDUSA_BLOCK = re.compile(r"^blocks\.\d+\.layers\.\d+\.weight$")
+_QUERY, _OUTPUT = "layers.0.self_attn.q_proj.weight", "layers.0.self_attn.o_proj.weight"
+_HIDDEN_NORM, _FC = "layers.0.hidden_norm.weight", "fc.weight"
+_WHOLE_MODEL = ("embed_tokens.weight", "norm.weight", "layers.0.input_layernorm.weight")
+
+
+@dataclass(frozen=True)
+class Recognition:
+    """Family and layout of a checkpoint.
+
+    `family`: the `speculative_algorithm` that runs it. `layout`: the exporter.
+    `evidence`: the tensors that tell the family, by their stored names.
+    """
+
+    family: str
+    layout: str
+    evidence: str
+
+
+def current_names(stored: Iterable[str]) -> dict[str, str]:
+    """Return the current name of each stored tensor: `layers.0.`, `fc`, `blocks.0.layers.0`, ..."""
+    return {name: _current_name(name) for name in stored}
+
+
+def recognise(stored: Shapes, config: Mapping[str, Any]) -> Recognition:
+    """Family and layout of the tensors `stored`, shapes by stored name.
+
+    Raises:
+        CheckpointError: no known family.
+    """
+    origin = {new: old for old, new in current_names(stored).items()}
+    shapes = {new: stored[old] for new, old in origin.items()}
+    _refuse_foreign_layouts(shapes)
+    family, names, why = _family(shapes)
+    claimed = FAMILIES.get(config.get("speculators_model_type", ""))
+    if claimed not in (None, family):
+        raise CheckpointError(
+            f"speculators_model_type={config['speculators_model_type']!r} in config.json, but the "
+            f"tensors are of {family}; fetch the matching file"
+        )
+    evidence = ", ".join(origin[name] for name in names) + why
+    return Recognition(family, _layout(family, stored, config), evidence)
+
+
+def _family(shapes: Shapes) -> tuple[str, list[str], str]:
+    """Return the family, the tensors that tell it, and which property of them does."""
+    blocks = [name for name in shapes if _MEDUSA_BLOCK.match(name)]
+    if blocks:
+        return "MEDUSA", blocks[:1], " and its like"
+    if _HIDDEN_NORM in shapes:
+        return "EAGLE3", [_HIDDEN_NORM], ""
+    if _reads_two(shapes.get(_QUERY, ()), shapes.get(_OUTPUT, ())[:1]):
+        return "EAGLE3", [_QUERY], f" reads two states (width {shapes[_QUERY][1]})"
+    fc = shapes.get(_FC, ())
+    if _reads_two(fc, fc[:1]):
+        return "EAGLE", [_FC], f" reads a token and a feature (width {fc[1]})"
+    if all(name in shapes for name in _WHOLE_MODEL) and _FC not in shapes:
+        return "STANDALONE", list(_WHOLE_MODEL), ""
+    raise CheckpointError(
+        f"neither an EAGLE or EAGLE-3 head (fc.weight with layers.0.*), nor Medusa heads "
+        f"(blocks.*.layers.*), nor a stand-alone model (embed_tokens, norm, layers.*) is here; "
+        f"the first tensors are {sorted(shapes)[:4]}"
+    )
+
+
+def _reads_two(matrix: tuple[int, ...], width: tuple[int, ...]) -> bool:
+    """Return whether the matrix [out, in] reads two vectors of the given width."""
+    return len(matrix) == 2 and matrix[1:] == tuple(2 * size for size in width)
+
+
+def _layout(family: str, stored: Shapes, config: Mapping[str, Any]) -> str:
+    if config.get("speculators_model_type"):
+        return "speculators"
+    if isinstance(config.get("model"), dict):
+        return "vLLM's early wrapping"
+    if family == "MEDUSA":
+        return "vLLM" if any("blocks." in name for name in stored) else "official"
+    if family == "EAGLE3":
+        is_official = any("midlayer." in name for name in stored)
+        return "official, SpecForge, AngelSlim" if is_official else "vLLM, ModelOpt"
+    return "official" if family == "EAGLE" else "Hugging Face"
+
+
+def _refuse_foreign_layouts(shapes: Shapes) -> None:
+    if "eagle_linear.weight" in shapes or "layers.0.attention.wq.weight" in shapes:
+        raise CheckpointError(
+            "its tensors have Mistral's own names (eagle_linear, attention.wq), whose rotary "
+            "layout and norms differ; convert it to Hugging Face's names"
+        )
+    if any(_MEDUSA_BLOCK.match(name) for name in shapes) and _QUERY in shapes:
+        raise CheckpointError(
+            "it holds a whole model beside its Medusa heads, so these belong to that model and no "
+            "other; serve it as the target and keep the heads alone in the draft's folder"
+        )
+
+
+def _current_name(name: str) -> str:
+    for pattern, replacement in _ALIASES:
+        name = pattern.sub(replacement, name)
+    return name
+
+
+_MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt")
+
+
+@dataclass(frozen=True)
+class DraftOptions:
+    """Settings that override the checkpoint's config; None: as in the checkpoint.
+
+    `rope_theta`: some published heads were trained with 10000 although their config names another.
+    `aux_layer_ids`: layers of the target whose inputs the head reads (EAGLE-3). `aux_layers_mean`:
+    whether the config's own ids mean a layer's input or its output. `norm_before_residual`,
+    `norm_output`: two switches of EAGLE-3 that configs leave out.
+    """
+
+    rope_theta: float | None = None
+    aux_layer_ids: tuple[int, ...] | None = None
+    aux_layers_mean: Literal["input", "output"] | None = None
+    norm_before_residual: bool | None = None
+    norm_output: bool | None = None
+
+    @staticmethod
+    def of(config: SpeculativeConfig) -> DraftOptions:
+        """Return the options of a configuration; those to be measured ("probe") are None."""
+        theta = config.speculative_draft_rope_theta
+        mean = config.speculative_draft_aux_layers_mean
+        return DraftOptions(
+            rope_theta=None if theta == "probe" else theta,
+            aux_layer_ids=config.speculative_draft_aux_layer_ids,
+            aux_layers_mean=None if mean == "probe" else mean,
+            norm_before_residual=config.speculative_draft_norm_before_residual,
+            norm_output=config.speculative_draft_norm_output,
+        )
+
+
+@dataclass(frozen=True)
+class DraftFile:
+    """A draft's config (flat) and tensors (by their current names: `layers.0.`, `fc`, ...)."""
+
+    path: Path
+    config: Mapping[str, Any]
+    checkpoint: Checkpoint
+    recognition: Recognition
+
+    def setting(self, key: str) -> Any:
+        """Return a key of the config, at the top or inside `eagle_config`; None if absent."""
+        value = self.config.get(key)
+        return self.nested.get(key) if value is None else value
+
+    @property
+    def nested(self) -> Mapping[str, Any]:
+        """Return the config's `eagle_config`; empty if absent."""
+        return self.config.get("eagle_config") or {}
+
+
+def open_draft(path: Path | str, algorithm: str) -> DraftFile:
+    """Open the draft in `path`, which must be one for `algorithm`; reads no weight.
+
+    Raises:
+        CheckpointError: damaged files, another family, or a format not supported.
+    """
+    file = read_draft(path)
+    family = file.recognition.family
+    if family != algorithm:
+        raise CheckpointError(
+            f"{file.path} is of family {family} by its tensors ({file.recognition.evidence}), but "
+            f"speculative_algorithm={algorithm!r}; set it to {family!r}"
+        )
+    return file
+
+
+def read_draft(path: Path | str) -> DraftFile:
+    """Open the draft in `path`, of any family and layout; reads no weight.
+
+    Raises:
+        CheckpointError: damaged files, or a format not supported.
+    """
+    directory = Path(path)
+    config = read_json(directory / "config.json")
+    if isinstance(config.get("model"), dict):
+        # Early vLLM conversions wrap the head's config: {"model_type": "eagle", "model": {...}}.
+        config = {**config, **config["model"]}
+    if config.get("speculators_model_type"):
+        config = flat_config(directory, config)
+    check_supported(config)
+    checkpoint = _open(directory)
+    stored = checkpoint.shapes
+    checkpoint.rename(current_names(stored))
+    try:
+        recognition = recognise(stored, config)
+    except CheckpointError as error:
+        raise CheckpointError(f"{directory}: {error}") from None
+    return DraftFile(directory, config, checkpoint, recognition)
+
+
+def open_draft_file(path: Path | str) -> DraftFile:
+    """Open the EAGLE or EAGLE-3 head in `path`, which must be in the official layout.
+
+    Raises:
+        CheckpointError: another family or layout, or as `read_draft`.
+    """
+    file = read_draft(path)
+    if file.recognition.family not in ("EAGLE", "EAGLE3"):
+        raise CheckpointError(
+            f"{file.path} is of family {file.recognition.family} ({file.recognition.evidence}); "
+            "an EAGLE or EAGLE-3 head is needed here"
+        )
+    if file.recognition.layout == "speculators":
+        raise CheckpointError(
+            f"{file.path} is a speculators checkpoint; a head in the official layout is needed here"
+        )
+    return file
+
+
+def _open(directory: Path) -> Checkpoint:
+    """Return the weights, from the usual file names or Medusa's own."""
+    for name in _MEDUSA_FILES:
+        path = directory / name
+        if path.exists():
+            is_safe = path.suffix == ".safetensors"
+            file: TensorFile = SafetensorsFile(path) if is_safe else PickleFile(path)
+            return Checkpoint([file], directory)
+    return open_weights(directory)

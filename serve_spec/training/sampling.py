@@ -1,0 +1,104 @@
+"""Text written by the target: a static cache and one batch of rows, and the on-policy pool."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from serve_spec.core.context import ForwardContext
+from serve_spec.models import Llama
+from serve_spec.training.attention import CachedAttention, causal_context, row_positions
+from serve_spec.training.batches import windows
+from serve_spec.training.checkpoint import save_state
+from serve_spec.training.settings import RolloutPlan
+
+_PREFILL_ROWS = 512
+
+
+def next_tokens(logits: Tensor, temperature: Tensor, gumbel: Tensor) -> Tensor:
+    """Return argmax(logits + T · gumbel): a sample at temperature T, the argmax at T = 0.
+
+    Args:
+        logits, gumbel: float32 [B, V]. temperature: [B, 1].
+    """
+    return (logits + temperature * gumbel).argmax(-1)
+
+
+def gumbel_like(logits: Tensor) -> Tensor:
+    """Return fresh standard Gumbel noise with the shape of `logits`."""
+    return torch.empty_like(logits).exponential_().log_().neg_()
+
+
+@torch.no_grad()
+def continue_rows(
+    model: Llama, prompts: Tensor, new_tokens: int, temperature: Tensor, noise: Tensor | None = None
+) -> Tensor:
+    """Continue prompts [B, P] by `new_tokens` each; return [B, P + new_tokens] int64.
+
+    model: as `load_target` returns it.
+    `<eos>` does not stop a row: it starts the next document. `noise` [B, new_tokens, V] fixes the
+    Gumbel noise by place; without it noise is drawn from the global generator.
+    """
+    rows, start = prompts.shape
+    shape, weight = model.shape, model.embed_tokens.weight
+    size = (shape.num_layers, rows, shape.num_kv_heads, start + new_tokens, shape.head_dim)
+    keys = torch.empty(size, device=weight.device, dtype=weight.dtype)
+    values = torch.empty_like(keys)
+    tokens = torch.cat([prompts, prompts.new_zeros(rows, new_tokens)], dim=1)
+    hidden = _prefill(model, prompts, keys, values)
+    for place in range(new_tokens):
+        # float32: bfloat16 logits change about one token in a hundred.
+        logits = model.logits(hidden)
+        gumbel = gumbel_like(logits) if noise is None else noise[:, place]
+        tokens[:, start + place] = next_tokens(logits, temperature, gumbel)
+        if place + 1 < new_tokens:
+            attention = CachedAttention(shape, keys, values, start + place)
+            positions = row_positions(rows, 1, weight.device, first=start + place)
+            context = ForwardContext(positions, attention)
+            hidden = model.forward(tokens[:, start + place], context).hidden
+    return tokens
+
+
+def _prefill(model: Llama, prompts: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+    """Fill the cache from prompts [B, P]; return the hidden state of their last token, [B, H]."""
+    last: list[Tensor] = []
+    length = prompts.shape[1]
+    for start in range(0, len(prompts), _PREFILL_ROWS):
+        chunk = prompts[start : start + _PREFILL_ROWS]
+        kept: list[tuple[Tensor, Tensor]] = []
+        out = model.forward(chunk.flatten(), causal_context(model.shape, chunk, kept))
+        last.append(out.hidden.unflatten(0, chunk.shape)[:, -1])
+        rows = slice(start, start + len(chunk))
+        for index, (key, value) in enumerate(kept):
+            keys[index, rows, :, :length] = key
+            values[index, rows, :, :length] = value
+    return torch.cat(last)
+
+
+def build_pool(model: Llama, train: Tensor, plan: RolloutPlan, seed: int, path: Path) -> Tensor:
+    """Write on-policy rows [R, row_tokens], temperatures in equal parts, to `path`; return them.
+
+    Stops at `plan.max_batches` or before a batch would overrun `plan.seconds`.
+    """
+    rng = torch.Generator().manual_seed(seed)
+    torch.manual_seed(seed)
+    count = len(plan.temperatures)
+    temperature = torch.tensor(plan.temperatures, device=train.device)
+    temperature = temperature[torch.arange(plan.rows_per_batch, device=train.device) % count, None]
+    new_tokens = plan.row_tokens - plan.prompt_tokens
+    batches: list[Tensor] = []
+    started = time.monotonic()
+    for done in tqdm(range(plan.max_batches), desc="rollout"):
+        spent = time.monotonic() - started
+        if done and spent * (done + 1) / done > plan.seconds:
+            break
+        prompts = windows(train, plan.rows_per_batch, plan.prompt_tokens, rng)
+        rows = continue_rows(model, prompts, new_tokens, temperature)
+        batches.append(rows.to(train.dtype).cpu())
+    pool = torch.cat(batches)
+    save_state(path, {"pool": pool, "temperatures": list(plan.temperatures)})
+    return pool.to(train.device)

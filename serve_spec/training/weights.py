@@ -1,0 +1,112 @@
+"""Trainable float32 weights for the inference models of `serve_spec.models`.
+
+An inference model joins several checkpoint matrices into one parameter without gradients. Here
+every checkpoint tensor is a parameter of its own, and `bind` sets the model's weights to the joined
+tensors, so that the model's own forward is differentiable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from serve_spec.layers.module import Layer, tensor_defaults
+from serve_spec.models import Llama, ModelShape
+from serve_spec.models.upscale import open_weights
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """One weight of the model, the modules that hold it and the tensors it consists of."""
+
+    holders: tuple[tuple[nn.Module, str], ...]
+    names: tuple[str, ...]
+    shape: torch.Size
+
+
+class MasterWeights:
+    """float32 parameters of `model` by checkpoint name.
+
+    Args:
+        model: not finished (`finish_loading`): packed weights have no gradient.
+        stored_name: maps a name of `model.tensors()` to the name in the exported file.
+    """
+
+    def __init__(self, model: Layer, stored_name: Callable[[str], str] = str) -> None:
+        views: dict[str, Tensor] = {}
+        for name, view in model.tensors().items():
+            assert isinstance(view, Tensor), "one rank trains"
+            views[stored_name(name)] = view
+        self.parameters = {
+            name: nn.Parameter(torch.zeros(view.shape, device=view.device))
+            for name, view in views.items()
+        }
+        self._slots = _slots(model, views)
+        self._dtype = next(iter(views.values())).dtype
+
+    def bind(self) -> None:
+        """Set the model's weights from the parameters; call before each forward with gradients."""
+        for slot in self._slots:
+            parts = [self.parameters[name].to(self._dtype) for name in slot.names]
+            weight = (parts[0] if len(parts) == 1 else torch.cat(parts)).view(slot.shape)
+            for module, attribute in slot.holders:
+                setattr(module, attribute, weight)
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Copy `tensors` into the parameters of these names."""
+        for name, tensor in tensors.items():
+            self.parameters[name].copy_(tensor)
+
+
+def _slots(model: Layer, views: Mapping[str, Tensor]) -> list[_Slot]:
+    """Return the weights that `views` are parts of; remove them from the model's parameters."""
+    slots: dict[int, _Slot] = {}
+    for module in model.modules():
+        for attribute, weight in list(module.named_parameters(recurse=False)):
+            storage = weight.untyped_storage().data_ptr()
+            parts = {n: v for n, v in views.items() if v.untyped_storage().data_ptr() == storage}
+            if not parts:
+                continue
+            names = tuple(sorted(parts, key=lambda name: int(parts[name].storage_offset())))
+            known = slots.get(storage)
+            holders = (*(known.holders if known else ()), (module, attribute))
+            slots[storage] = _Slot(holders, names, weight.shape)
+            delattr(module, attribute)
+    return list(slots.values())
+
+
+def new_llama(config: Mapping[str, Any], device: torch.device, dtype: torch.dtype) -> Llama:
+    """Return a Llama of this config.json without weights."""
+    with tensor_defaults(dtype, device):
+        model = Llama(ModelShape.from_config(config))
+    # A product whose output has another dtype than its input has no gradient on GPUs.
+    model.lm_head.out_dtype = None
+    return model
+
+
+def initialise(masters: MasterWeights, num_layers: int, generator: torch.Generator) -> None:
+    """Draw N(0, 0.02) matrices, smaller by sqrt(2 layers) where a branch joins the residual."""
+    joined = 0.02 / (2 * num_layers) ** 0.5
+    for name, weight in masters.parameters.items():
+        if weight.ndim < 2:
+            masters.fill({name: torch.ones_like(weight)})
+            continue
+        std = joined if name.endswith(("o_proj.weight", "down_proj.weight")) else 0.02
+        masters.fill({name: torch.randn(weight.shape, generator=generator) * std})
+
+
+def load_frozen(folder: Path, device: torch.device, dtype: torch.dtype) -> Llama:
+    """Return the target in `folder` with plain weights, so gradients flow through its lm_head."""
+    shape = ModelShape.from_directory(folder)
+    with tensor_defaults(dtype, device):
+        model = Llama(shape)
+    open_weights(folder).load_into(model.tensors())
+    model.lm_head.out_dtype = None
+    model.path = folder
+    return model.requires_grad_(False)
