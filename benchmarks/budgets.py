@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.bench.adaptive.loads import CELL_TOKENS, Load
-from serve_spec.bench.closed_loop import ClosedLoop, engine_beside
-from serve_spec.bench.report import append_row, environment
-from serve_spec.bench.workload import held_out_prompts
+from serve_spec.bench.harness import ClosedLoop, engine_beside, is_full
+from serve_spec.bench.report import append_record, environment
+from serve_spec.bench.workload import STEADY_TOKENS, Load, held_out_prompts
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundNotes
@@ -58,9 +57,9 @@ class ForcedPolicy(GoodputPolicy):
 def measured(loop: ClosedLoop, size: int) -> dict[str, float]:
     """Return sums over the steps in which all requests decode."""
     loop.fill()
-    rounds = loop.advance(loop.num_emitted + int(MEASURED_SHARE * size * CELL_TOKENS))
+    rounds = loop.advance(loop.num_emitted + int(MEASURED_SHARE * size * STEADY_TOKENS))
     loop.close()
-    full = [r for r in rounds if r.record.decodes_only and r.record.batch_size == size]
+    full = [r for r in rounds if is_full(r.record, size)]
     full = full[SETTLE_STEPS:-1]
     return {
         "steps": len(full),
@@ -96,14 +95,14 @@ def main() -> None:
         max_num_seqs=largest,
         max_num_batched_tokens=max(2048, 2 * largest * (deepest + 1)),
     )
-    append_row(args.json, {"section": "run", "environment": environment(llm.config)})
+    append_record(args.json, {"section": "run", "environment": environment(llm.config)})
     prompts = {"code": held_out_prompts(llm.engine.tokenizer.encode, count=256, num_tokens=64)}
     policy = llm.engine.controller._policy
     assert isinstance(policy, GoodputPolicy), "costs are needed"
     gc.collect()
     gc.freeze()
     for size, temperature in cells:
-        load = Load("predictable", size, CELL_TOKENS, temperature, is_steady=True)
+        load = Load("predictable", size, STEADY_TOKENS, temperature, is_steady=True)
         engines = {}
         sums: dict[tuple[int, Any], dict[str, float]] = {}
         for choice in choices(size, args.depths, args.tokens):
@@ -134,7 +133,7 @@ def main() -> None:
                 "predicted_accepted": round(each["predicted_accepted"] / each["steps"] / size, 3),
             }
             print(json.dumps(row), flush=True)
-            append_row(args.json, {"section": "choice", **row})
+            append_record(args.json, {"section": "choice", **row})
 
 
 if __name__ == "__main__":

@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-from serve_spec.bench.adaptive.arms import make_arms
-from serve_spec.bench.configuration import add_configuration, configured
-from serve_spec.bench.report import environment, write_row
-from serve_spec.bench.waves import Wave, figures, run_wave, with_room
+from serve_spec.bench.arguments import add_configuration, configured
+from serve_spec.bench.report import environment, print_record
+from serve_spec.bench.steady import SteadyLoad, figures, run_variants, with_room
+from serve_spec.bench.variants import make_variants
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.record import StepRecord
@@ -74,7 +74,7 @@ def time_exchanges(
         forward_ms = (of_layers + us["sum_us"] + us["logits_us"] + us["draws_us"]) / 1e3
         if rank == 0:
             row = {"tensor_parallel_size": size, "rows": count, **us, "forward_ms": forward_ms}
-            write_row(args.json, section="exchanges", **row)
+            print_record(args.json, section="exchanges", **row)
     group.close()
 
 
@@ -130,13 +130,14 @@ def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
     for batch_size in args.batch_sizes:
         measured: dict[tuple[str, int], list[StepRecord]] = {}
         for seed in range(-1, args.repetitions):  # -1: warm-up
-            wave = Wave(batch_size, args.prompt_tokens, args.output_tokens, seed)
+            load = SteadyLoad(batch_size, args.prompt_tokens, args.output_tokens, seed)
             for size in random.Random(seed).sample(args.sizes, len(args.sizes)):
                 llm = llms[size]
                 steps = [args.num_steps] if args.num_steps else []
-                arms = make_arms(llm.engine.controller, steps, [])
-                variants = {arm.name: [arm.controller] for arm in arms}
-                found = run_wave(llm.engine, wave, arms[0].controller, variants)
+                variants = make_variants(llm.engine.controller, steps, [])
+                plain = variants[0].controller
+                controllers = {each.name: [each.controller] for each in variants}
+                found = run_variants(llm.engine, load, plain, controllers)
                 for name, rounds in found.items():
                     measured.setdefault((name, size), []).extend(rounds if seed >= 0 else [])
         speeds = {key: figures(rounds) for key, rounds in sorted(measured.items())}
@@ -146,7 +147,7 @@ def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
                 row["scaling"] = row["tokens_per_second"] / one["tokens_per_second"] / size
                 row["verify_scaling"] = one["verify_ms"] / row["verify_ms"] / size
             at = {"tensor_parallel_size": size, "batch_size": batch_size, "variant": name}
-            write_row(args.json, section="rounds", **at, **row)
+            print_record(args.json, section="rounds", **at, **row)
     for llm in llms.values():
         llm.shutdown()
 
@@ -167,7 +168,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
     args = parser.parse_args(argv)
-    longest = Wave(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
+    longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
     config = with_room(configured(args), longest, args.num_steps)
     args.device = config.model.device if torch.cuda.is_available() else "cpu"
     args.dtype = None if config.model.dtype == "auto" else config.model.dtype
@@ -181,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.num_steps = 0
     here = environment(config) | {"command": shlex.join(sys.argv)}
-    write_row(args.json, section="environment", **here)
+    print_record(args.json, section="environment", **here)
     shape = ModelShape.from_directory(config.model.path)
     for size in args.sizes:
         if size > 1:

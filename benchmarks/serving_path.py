@@ -34,12 +34,11 @@ import httpx
 import yaml
 
 from serve_spec import LLM
-from serve_spec.bench.online.clients import Clients, Target
-from serve_spec.bench.online.load import ClosedLoop
-from serve_spec.bench.online.offline import run_offline
-from serve_spec.bench.online.record import LoadRun, TextRequest, text_requests
+from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.command import run_offline
+from serve_spec.bench.online.load import ClosedLoop, CompletionRequest, LoadRun, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
-from serve_spec.bench.report import append_row, environment
+from serve_spec.bench.report import append_record, environment
 from serve_spec.serving.app import load_config
 
 CLIENTS = "serving_path"
@@ -202,10 +201,10 @@ def main() -> None:
     file = deployment(args)
     engine = {k: v for k, v in file["applications"][0]["args"].items() if k != "engine_loop"}
     facts = environment(load_config(engine)) | {"command": shlex.join(sys.argv)}
-    append_row(args.json, {"section": "run", "environment": facts})
+    append_record(args.json, {"section": "run", "environment": facts})
     for row in rows(file, args):
         print(json.dumps(row), flush=True)
-        append_row(args.json, {"section": "load", **row})
+        append_record(args.json, {"section": "load", **row})
 
 
 def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -240,7 +239,7 @@ def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, A
                     yield row | round_times(url)
 
 
-def requests_of(streams: int, args: argparse.Namespace) -> list[TextRequest]:
+def requests_of(streams: int, args: argparse.Namespace) -> list[CompletionRequest]:
     """Return the requests of a load."""
     return text_requests(
         max(streams * args.requests_per_stream, args.fewest_requests),

@@ -18,11 +18,11 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.phases import Phase
 from benchmarks.regret import best_arms, phase_regrets, relative_rates, trace_regret
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.calibration import logits
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
-from serve_spec.bench.phases import Phase
 from serve_spec.bench.report import table
 from serve_spec.bench.trace import TraceSet
 from serve_spec.core.draft_shape import PLAIN, DraftShape

@@ -1,4 +1,4 @@
-"""A server of one's own: `serve-spec serve FILE` in a process beside this one."""
+"""Servers: one that the benchmark starts, its variants, and the first tokens a server counts."""
 
 from __future__ import annotations
 
@@ -6,63 +6,78 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+import time
+import urllib.request
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, TypeAlias
+
+import yaml
 
 from serve_spec.config import ConfigError
+from serve_spec.metrics import FIRST_TOKEN_WAIT_MS, FIRST_TOKENS, Metric
 
 _READY = re.compile(r"^ready: (?:.* at )?(https?://\S+)")
 _STOP_WITHIN_S = 120.0
+_METRICS_WITHIN_S = 20.0
+_METRICS_POLL_S = 0.25
+_METRICS_TIMEOUT_S = 10.0
+_PLACE = re.compile(r'measured_at="(\w+)"')
+PLACES = ("door", "engine")
+"""Where a server measures first tokens: at its frontend and at its engine."""
+Places: TypeAlias = Mapping[str, "FirstTokens"]
 
 
 def serve_command(file: str, port: int | None) -> list[str]:
-    """The command that an operator would type."""
+    """Return the command that starts a server."""
     chosen = [] if port is None else ["--port", str(port)]
     return [sys.executable, "-u", "-m", "serve_spec", "serve", file, *chosen]
 
 
 @contextmanager
 def own_server(command: Sequence[str], client_cores: int = 0) -> Iterator[str]:
-    """The base URL that `command` announces; it is terminated, and waited for, at the end.
+    """Start a server, yield its base URL, and stop it at the end; its output goes to stderr.
 
-    What it prints goes to standard error.
-
-    client_cores: the body runs on so many cores, and the server on all others; 0: no difference.
+    client_cores: the body runs on so many cores, the server on all others; 0: both use all.
 
     Raises:
-        ConfigError: it ended before it was ready, or would have no core.
+        ConfigError: the server ended before it was ready, or would have no core.
     """
     cores = sorted(os.sched_getaffinity(0))
     kept = len(cores) - client_cores
     if kept < 1:
-        raise ConfigError(f"client_cores={client_cores!r}: there are {len(cores)}; leave some")
-    with _on(cores[:kept]):  # a child inherits them
+        raise ConfigError(
+            f"client_cores={client_cores!r}: the machine has {len(cores)} cores; leave some"
+        )
+    with _on_cores(cores[:kept]):  # a child inherits them
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours to hand on, once
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
-    assert process.stdout is not None, "it was asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         url = _ready_url(process.stdout)
         if url is None:
             raise ConfigError(
-                f"command={' '.join(command)!r}: it ended with status {process.wait()} before "
-                "it was ready; see what it printed"
+                f"command={' '.join(command)!r}: ended with status {process.wait()} before it was "
+                "ready; see its output"
             )
         # A full pipe would stop the server.
         threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True).start()
-        with _on(cores[kept:] or cores):
+        with _on_cores(cores[kept:] or cores):
             yield url
     finally:
         _stop(process)
 
 
 @contextmanager
-def _on(cores: Collection[int]) -> Iterator[None]:
+def _on_cores(cores: Collection[int]) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -72,7 +87,7 @@ def _on(cores: Collection[int]) -> Iterator[None]:
 
 
 def announced_url(line: str) -> str | None:
-    """The URL in a line such as `ready: tiny at http://127.0.0.1:8000   (Ctrl-C stops it)`."""
+    """Return the URL of a line such as `ready: tiny at http://127.0.0.1:8000   (Ctrl-C ...)`."""
     match = _READY.match(line)
     return None if match is None else match.group(1)
 
@@ -94,8 +109,140 @@ def _pass_on(output: IO[str]) -> None:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        process.terminate()  # a shell's background jobs are born deaf to interrupts
+        process.terminate()  # background jobs of a shell ignore interrupts
     try:
         process.wait(_STOP_WITHIN_S)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+@dataclass(frozen=True)
+class ServerVariant:
+    """A server configuration to compare."""
+
+    name: str
+    """Its settings: KEY=VALUE[,KEY=VALUE...]."""
+    num_replicas: int
+    deployment: Mapping[str, Any]
+
+
+def server_variant(deploy: Path, name: str) -> ServerVariant:
+    """Return a Serve file or configuration with the settings of `name`.
+
+    Raises:
+        ConfigError: the file or a key is invalid, or the file has no application of this package.
+    """
+    # These import Ray, which takes a second.
+    from serve_spec.serving.app import load_config
+    from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
+    from serve_spec.serving.ranks import placement_of
+
+    deployment = read_deployment(deploy)
+    ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
+    if not ours:
+        raise ConfigError(
+            f"deploy={str(deploy)!r}: no application imports {APP_IMPORT_PATH}; add one"
+        )
+    args = ours[0].setdefault("args", {})
+    args.update(_settings(name))
+    config = load_config(args)
+    placement_of(config)  # raises before other variants are measured
+    return ServerVariant(name, config.replica.num_replicas, deployment)
+
+
+@contextmanager
+def serve_file(variant: ServerVariant) -> Iterator[str]:
+    """Yield a temporary Serve file of the variant."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deploy.yaml"
+        file.write_text(yaml.safe_dump(dict(variant.deployment), sort_keys=False))
+        yield str(file)
+
+
+def _settings(name: str) -> dict[str, str]:
+    """Return the settings as texts, which `load_config` parses."""
+    pairs = [pair.partition("=") for pair in name.split(",")]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise ConfigError(f"variants={name!r}: give KEY=VALUE, separated by commas")
+    return {key: value for key, _, value in pairs}
+
+
+def counter_name(metric: Metric) -> str:
+    """Return the name under which Ray exports a counter."""
+    return f"ray_{metric.name}_total"
+
+
+@dataclass(frozen=True)
+class FirstTokens:
+    """Requests that received a first token, and the sum of their waiting times."""
+
+    count: int = 0
+    wait_ms: float = 0.0
+
+
+def first_tokens(exposition: str) -> dict[str, FirstTokens]:
+    """Return the sums of `/metrics` by place; empty if the server does not count first tokens."""
+    sums: dict[str, dict[str, float]] = {}
+    for line in exposition.splitlines():
+        name, _, rest = line.partition("{")
+        place = _PLACE.search(rest)
+        if place is not None:
+            place_sums = sums.setdefault(place.group(1), {})
+            place_sums[name] = place_sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
+    counted = counter_name(FIRST_TOKENS)
+    return {
+        place: FirstTokens(round(each[counted]), each.get(counter_name(FIRST_TOKEN_WAIT_MS), 0.0))
+        for place, each in sums.items()
+        if counted in each
+    }
+
+
+def mean_ms(before: Places, after: Places) -> dict[str, float]:
+    """Return the mean wait, by place, of the requests that only `after` counts."""
+    new = {place: (now, before.get(place, FirstTokens())) for place, now in after.items()}
+    return {
+        place: (now.wait_ms - then.wait_ms) / (now.count - then.count)
+        for place, (now, then) in new.items()
+        if now.count > then.count
+    }
+
+
+class FirstTokenReader:
+    """Reads the mean time to first token of a server from `/metrics`, run by run.
+
+    Counters arrive there seconds late, so it waits until they hold every request of the run.
+    """
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        self._request = urllib.request.Request(f"{url}/metrics", headers=key)
+        self._before: Places = {}
+
+    def after(self, num_requests: int) -> dict[str, float]:
+        """Return the mean, by place, of the `num_requests` since the last call.
+
+        It waits until all are counted; empty if they are not within 20 s.
+        """
+        deadline = time.monotonic() + _METRICS_WITHIN_S
+        while True:
+            now = self._read()
+            before, complete = self._before, _hold(now, self._before, num_requests)
+            if complete or time.monotonic() > deadline:
+                self._before = now
+                return mean_ms(before, now) if complete else {}
+            time.sleep(_METRICS_POLL_S)
+
+    def _read(self) -> dict[str, FirstTokens]:
+        try:
+            with urllib.request.urlopen(self._request, timeout=_METRICS_TIMEOUT_S) as answer:
+                return first_tokens(answer.read().decode())
+        except OSError:
+            return {}
+
+
+def _hold(now: Places, before: Places, num_requests: int) -> bool:
+    none = FirstTokens()
+    return all(
+        now.get(place, none).count >= before.get(place, none).count + num_requests
+        for place in PLACES
+    )

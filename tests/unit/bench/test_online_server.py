@@ -1,17 +1,37 @@
-"""Laws of a server of one's own: found by what it announces, ended with the benchmark."""
+"""Servers of `bench online`: starting and stopping, variants, first tokens."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_spec.bench.online.server import announced_url, own_server, serve_command
+from serve_spec.bench.online import server as online_server
+from serve_spec.bench.online.server import (
+    FirstTokenReader,
+    FirstTokens,
+    announced_url,
+    counter_name,
+    first_tokens,
+    mean_ms,
+    own_server,
+    serve_command,
+    serve_file,
+    server_variant,
+)
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.serving.command import Plan, announcement
+from serve_spec.metrics import FIRST_TOKEN_WAIT_MS, FIRST_TOKENS
+from serve_spec.serving.app import load_config
+from serve_spec.serving.command import Plan, announcement, read_plan
+from serve_spec.serving.ray_metrics import exported_names
+from tests.unit.bench.online_fakes import Message, Receive, Send, serving
 
 SERVER = """
 import pathlib, signal, sys, time
@@ -30,7 +50,7 @@ time.sleep(60)
 
 
 def wait_for(file: Path) -> str:
-    """What somebody else writes into `file`."""
+    """Return what the server writes into `file`."""
     while not (file.exists() and (text := file.read_text())):
         time.sleep(0.01)
     return text
@@ -66,7 +86,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can not be shared out")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
 def test_clients_and_server_have_cores_of_their_own_and_all_come_back() -> None:
     everything = os.sched_getaffinity(0)
     with own_server([sys.executable, "-c", CORES], client_cores=1) as url:
@@ -92,3 +112,131 @@ def test_a_server_that_does_not_start_is_refused_with_its_status() -> None:
     command = [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"]
     with pytest.raises(ConfigError, match="ended with status 3 before it was ready"):
         own_server(command).__enter__()
+
+
+TWO = "num_replicas=2,routing_policy=balanced"
+
+
+@pytest.fixture
+def deploy(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}}))
+    app = {
+        "name": "serve_spec",
+        "route_prefix": "/llm",
+        "import_path": "serve_spec.serving:build_app",
+        "args": {"config": str(tmp_path / "config.yaml"), "num_replicas": 3},
+    }
+    file = tmp_path / "deploy.yaml"
+    file.write_text(yaml.safe_dump({"http_options": {"port": 8123}, "applications": [app]}))
+    return file
+
+
+def test_a_variant_is_the_file_with_its_keys_set(deploy: Path) -> None:
+    variant = server_variant(deploy, TWO)
+    assert (variant.name, variant.num_replicas) == (TWO, 2)
+    with serve_file(variant) as file:
+        plan = read_plan(Path(file), None, None)
+    (config,) = plan.configs
+    assert (config.replica.num_replicas, config.router.routing_policy) == (2, "balanced")
+    assert plan.url == "http://127.0.0.1:8123/llm"
+    assert not Path(file).exists()
+    assert server_variant(deploy, "routing_policy=prefix").num_replicas == 3
+
+
+def test_a_configuration_also_has_variants(deploy: Path) -> None:
+    variant = server_variant(deploy.parent / "config.yaml", "num_replicas=4")
+    (app,) = variant.deployment["applications"]
+    assert load_config(app["args"]).replica.num_replicas == variant.num_replicas == 4
+
+
+@pytest.mark.parametrize("name", ["", "num_replicas", "num_replicas=2,", "=2", "num_replica=2"])
+def test_invalid_variants_are_refused(deploy: Path, name: str) -> None:
+    with pytest.raises(ConfigError):
+        server_variant(deploy, name)
+
+
+def test_a_file_without_an_application_of_this_package_is_refused(deploy: Path) -> None:
+    given = yaml.safe_load(deploy.read_text())
+    given["applications"][0]["import_path"] = "elsewhere:app"
+    deploy.write_text(yaml.safe_dump(given))
+    with pytest.raises(ConfigError, match="no application imports"):
+        server_variant(deploy, "num_replicas=2")
+
+
+def test_a_variant_whose_ranks_have_no_device_is_refused(deploy: Path) -> None:
+    with pytest.raises(ConfigError, match="set num_gpus to 2"):
+        server_variant(deploy, "tensor_parallel_size=2,num_gpus=1")
+    server_variant(deploy, "tensor_parallel_size=2,num_gpus=2")
+
+
+COUNTS = st.integers(1, 1000)
+
+
+def exposition(replicas: Mapping[str, tuple[str, int, float]]) -> str:
+    """What `/metrics` says of replicas: where each measures, requests, ms."""
+    lines = ["# HELP ray_serve_spec_first_tokens_total Requests that got to a first token."]
+    for name, (place, count, wait_ms) in replicas.items():
+        labels = f'{{replica="{name}",measured_at="{place}"}}'
+        lines += [
+            f"{counter_name(FIRST_TOKENS)}{labels} {float(count)}",
+            f"{counter_name(FIRST_TOKEN_WAIT_MS)}{labels} {wait_ms}",
+            f'ray_serve_spec_requests_total{{measured_at="{place}",outcome="done"}} 9.0',
+        ]
+    return "\n".join(lines)
+
+
+class MetricsApp:
+    """Says of `/metrics` one text after the other, the last one for ever."""
+
+    def __init__(self, *texts: str) -> None:
+        self.texts = list(texts)
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": text.encode()})
+
+
+def test_the_names_are_those_under_which_ray_exports_ours() -> None:
+    for metric in (FIRST_TOKENS, FIRST_TOKEN_WAIT_MS):
+        assert exported_names(metric) == (counter_name(metric),)
+
+
+def test_replicas_and_routers_add_up_by_the_place_where_they_measure() -> None:
+    text = exposition({"a": ("engine", 3, 30.0), "b": ("engine", 1, 50.0), "r": ("door", 4, 100.0)})
+    assert first_tokens(text) == {"engine": FirstTokens(4, 80.0), "door": FirstTokens(4, 100.0)}
+    assert first_tokens('ray_other_total{a="b"} 1.0\n# nothing') == {}
+
+
+@given(COUNTS, COUNTS, st.floats(0, 1e6), st.floats(0, 1e6))
+def test_a_mean_is_over_the_new_requests_alone(
+    before: int, new: int, before_ms: float, mean: float
+) -> None:
+    then = FirstTokens(before, before_ms)
+    now = FirstTokens(before + new, before_ms + new * mean)
+    found = mean_ms({"door": then}, {"door": now, "engine": FirstTokens(new, new * mean)})
+    assert found["door"] == pytest.approx(mean, abs=1e-3)
+    assert found["engine"] == pytest.approx(mean)
+    assert mean_ms({"door": now}, {"door": now}) == {}
+
+
+def test_a_run_is_read_once_every_request_is_counted_at_every_place() -> None:
+    first = exposition({"a": ("engine", 2, 20.0), "r": ("door", 2, 30.0)})
+    half = exposition({"a": ("engine", 5, 90.0), "r": ("door", 2, 30.0)})
+    whole = exposition({"a": ("engine", 6, 100.0), "r": ("door", 6, 130.0)})
+    with serving(MetricsApp("", first, half, half, whole)) as url:
+        reader = FirstTokenReader(url)
+        assert reader.after(2) == {"engine": 10.0, "door": 15.0}
+        assert reader.after(4) == {"engine": 20.0, "door": 25.0}
+
+
+@pytest.mark.parametrize(
+    "said", [lambda: "", lambda: exposition({"a": ("engine", 1, 1.0), "r": ("door", 1, 1.0)})]
+)
+def test_incomplete_counters_give_no_figure(
+    said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(online_server, "_METRICS_WITHIN_S", 0.0)
+    with serving(MetricsApp(said())) as url:
+        assert FirstTokenReader(url).after(2) == {}

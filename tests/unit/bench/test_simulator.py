@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.phases import Phase
 from benchmarks.simulator import (
     PhaseReport,
     Simulator,
@@ -21,8 +22,8 @@ from benchmarks.simulator import (
 from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
-from serve_spec.bench.phases import Phase, TextKind
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
+from serve_spec.bench.workload import TextKind
 from serve_spec.core.draft_shape import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
