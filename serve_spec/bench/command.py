@@ -170,8 +170,6 @@ def _online_report(group: argparse._ArgumentGroup) -> None:
         help="goodput limit of the time per output token, in ms")
     add("--poll-s", type=positive, default=0.5, metavar="S",
         help="seconds between reads of /server_info")
-    add("--split-ttft", action="store_true",
-        help="time to first token at the frontend and at the engine, from /metrics")
     add("--compare-offline", metavar="CONFIG",
         help="configuration of an engine without HTTP, to compare with")
     add("--set", nargs="+", default=[], metavar="KEY=VALUE",
@@ -198,16 +196,16 @@ def _tune(parser: argparse.ArgumentParser) -> None:
     add("config", metavar="CONFIG", help="configuration (YAML) of the pair")
     add("--output-dir", type=Path, required=True, metavar="DIR", help="folder of the results")
     add_configuration(parser, config=False)
-    add("--batch-sizes", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
+    add("--batch-sizes", type=_COUNT, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
         help="requests that decode together")
-    add("--num-steps", type=int, nargs="+", default=[0, 1, 2, 3, 5, 7], metavar="K",
+    add("--num-steps", type=at_least(0), nargs="+", default=[0, 1, 2, 3, 5, 7], metavar="K",
         help="depths; 0 is always measured")
     add("--trees", type=tree_size, nargs="+", metavar="LEVELSxDRAFTS", help="trees, the root not "
         "counted, if speculative_eagle_topk is above 1 (default: those a policy may draft)")
-    add("--num-prompts", type=int, default=8, metavar="N", help="prompts, in whole batches")
-    add("--prompt-tokens", type=int, default=128, metavar="N", help="tokens per prompt")
-    add("--output-tokens", type=int, default=128, metavar="N", help="output tokens per request")
-    add("--repetitions", type=int, default=3, metavar="N", help="runs of every measurement")
+    add("--num-prompts", type=_COUNT, default=8, metavar="N", help="prompts, in whole batches")
+    add("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="tokens per prompt")
+    add("--output-tokens", type=_COUNT, default=128, metavar="N", help="output tokens per request")
+    add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every measurement")
     add("--fresh", action="store_true", help="measure again what DIR already holds")
 
 

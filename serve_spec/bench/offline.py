@@ -9,7 +9,7 @@ import argparse
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
@@ -51,30 +51,6 @@ class Runs:
     steps: list[StepRecord] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Figures of a variant at one temperature and batch size."""
-
-    variant: str
-    temperature: float
-    batch_size: int
-    tokens_per_second: float
-    """Median of the repetitions."""
-    tokens_per_second_range: tuple[float, float]
-    """Slowest and fastest repetition."""
-    speedup: float
-    decode_tokens_per_second: float | None
-    """Speed of full batches; None if all texts were too short."""
-    decode_speedup: float | None
-    accept_length: float
-    same_texts: int
-    num_texts: int
-    draft_ms_per_round: float
-    verify_ms_per_round: float
-    host_ms_per_round: float
-    rounds_by_num_steps: dict[int, int]
-
-
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark and print its table; return 1 if texts differ where they must not."""
     num_tokens = args.prompt_tokens + args.output_tokens
@@ -106,8 +82,8 @@ def run(args: argparse.Namespace) -> int:
             for _, variant in tqdm(turns, desc=title, leave=False):
                 _repeat(llm, variant, runs[variant.name], requests, args.output_tokens, batch_size)
             for found in measure(runs, temperature, batch_size):
-                measurements.append(asdict(found))
-                append_record(args.json, {"section": "measurement", **measurements[-1]})
+                measurements.append(found)
+                append_record(args.json, {"section": "measurement", **found})
     show(_table(measurements), head)
     if args.plot is not None:
         plot(head, measurements, args.plot)
@@ -166,11 +142,15 @@ def _repeat(
     runs.steps = [step for steps in batches for step in steps]
 
 
-def measure(by_variant: dict[str, Runs], temperature: float, batch_size: int) -> list[Measurement]:
-    """Return the figures of every variant; the first is the reference for speeds and texts."""
+def measure(by_variant: dict[str, Runs], temperature: float, batch_size: int) -> list[Record]:
+    """Return the figures of every variant; the first is the reference for speeds and texts.
+
+    Speeds are of the median repetition, the range from the slowest to the fastest. Decode speeds
+    are of full batches; None if all texts were too short.
+    """
     off, *_ = by_variant.values()
     off_seconds, off_speed = median(off.seconds), _decode_speed(off)
-    found = []
+    found: list[Record] = []
     for name, runs in by_variant.items():
         seconds, speed = median(runs.seconds), _decode_speed(runs)
         tokens = sum(len(output.token_ids) for output in runs.outputs)
@@ -184,23 +164,23 @@ def measure(by_variant: dict[str, Runs], temperature: float, batch_size: int) ->
         )
         same = [a.token_ids == b.token_ids for a, b in zip(runs.outputs, off.outputs, strict=True)]
         found.append(
-            Measurement(
-                variant=name,
-                temperature=temperature,
-                batch_size=batch_size,
-                tokens_per_second=tokens / seconds,
-                tokens_per_second_range=(tokens / max(runs.seconds), tokens / min(runs.seconds)),
-                speedup=off_seconds / seconds,
-                decode_tokens_per_second=speed,
-                decode_speedup=speed / off_speed if speed and off_speed else None,
-                accept_length=1 + num_correct / max(1, rounds.total()),
-                same_texts=sum(same),
-                num_texts=len(same),
-                draft_ms_per_round=draft_ms,
-                verify_ms_per_round=verify_ms,
-                host_ms_per_round=runs.seconds[-1] * 1e3 / num_steps - draft_ms - verify_ms,
-                rounds_by_num_steps=dict(rounds),
-            )
+            {
+                "variant": name,
+                "temperature": temperature,
+                "batch_size": batch_size,
+                "tokens_per_second": tokens / seconds,
+                "tokens_per_second_range": (tokens / max(runs.seconds), tokens / min(runs.seconds)),
+                "speedup": off_seconds / seconds,
+                "decode_tokens_per_second": speed,
+                "decode_speedup": speed / off_speed if speed and off_speed else None,
+                "accept_length": 1 + num_correct / max(1, rounds.total()),
+                "same_texts": sum(same),
+                "num_texts": len(same),
+                "draft_ms_per_round": draft_ms,
+                "verify_ms_per_round": verify_ms,
+                "host_ms_per_round": runs.seconds[-1] * 1e3 / num_steps - draft_ms - verify_ms,
+                "rounds_by_num_steps": dict(rounds),
+            }
         )
     return found
 

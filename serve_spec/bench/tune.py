@@ -78,9 +78,8 @@ class Workload:
 
 def run(args: argparse.Namespace) -> int:
     """Measure what is missing and write the files; return 1 if texts differ in float32."""
-    batch_sizes = _distinct("batch_sizes", args.batch_sizes, least=1)
-    num_steps = _distinct("num_steps", [0, *args.num_steps], least=0)
-    work = _workload(args)
+    batch_sizes, num_steps = sorted({*args.batch_sizes}), sorted({0, *args.num_steps})
+    work = Workload(**{key: getattr(args, key) for key in Workload.__dataclass_fields__})
     config = _configuration(args)
     trees = swept_trees(args.trees, config.speculative)
     shapes = [*map(DraftShape.chain, num_steps), *trees]
@@ -302,20 +301,6 @@ def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bo
         except ValueError as error:
             raise ConfigError(str(error)) from error
     write_cost_table(as_table(key, costs), path)
-
-
-def _distinct(name: str, values: Sequence[int], *, least: int) -> list[int]:
-    if min(values) < least:
-        raise ConfigError(f"{name}={list(values)}: give integers from {least} on")
-    return sorted(set(values))
-
-
-def _workload(args: argparse.Namespace) -> Workload:
-    sizes = {name: getattr(args, name) for name in Workload.__dataclass_fields__}
-    for name, value in sizes.items():
-        if value < 1:
-            raise ConfigError(f"{name}={value}: give at least 1")
-    return Workload(**sizes)
 
 
 def _configuration(args: argparse.Namespace) -> ServeSpecConfig:

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -42,7 +42,6 @@ from serve_spec.bench.online.report import (
     tables,
 )
 from serve_spec.bench.online.server import (
-    FirstTokenReader,
     ServerVariant,
     own_server,
     serve_command,
@@ -208,25 +207,15 @@ def _online(
             file = args.deploy if variant is None else stack.enter_context(serve_file(variant))
             url = stack.enter_context(own_server(serve_command(file, args.port), args.client_cores))
         api_key = os.environ.get("SERVE_SPEC_API_KEY")
-        reader = FirstTokenReader(url, api_key) if args.split_ttft else None
         target = Target(url, args.model, api_key, args.timeout_s)
         clients = stack.enter_context(Clients(target, args.clients))
 
         def run_once(load: Load, seed: int) -> LoadRun:
             there = on_replicas(load, num_replicas)
-            run = clients.run(there, plan[load], seed=seed, poll_s=args.poll_s)
-            return _with_first_tokens(reader, run)
+            return clients.run(there, plan[load], seed=seed, poll_s=args.poll_s)
 
-        widest = _widest(on_replicas(load, num_replicas) for load in plan)
-        _with_first_tokens(reader, clients.run(widest, warm_up))
+        clients.run(_widest(on_replicas(load, num_replicas) for load in plan), warm_up)
         return _repeat(args, HTTP, plan, run_once)
-
-
-def _with_first_tokens(reader: FirstTokenReader | None, run: LoadRun) -> LoadRun:
-    if reader is None:
-        return run
-    num_answered = sum(bool(served.chunk_s) for served in run.served)
-    return replace(run, first_token_ms=reader.after(num_answered))
 
 
 def _offline(

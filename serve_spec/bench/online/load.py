@@ -174,8 +174,6 @@ class LoadRun:
     samples: Sequence[Sample] = ()
     client_cpu_share: float | None = None
     """CPU time of the client over wall time; near 1, the client is the limit."""
-    first_token_ms: Mapping[str, float] = field(default_factory=dict)
-    """Mean time to first token as the server measures it, by place (`FirstTokenReader`)."""
 
     @property
     def seconds(self) -> float:

@@ -95,8 +95,6 @@ class Measurement:
     same_texts: int
     """Texts that equal the first complete text of their request on any side."""
     num_texts: int
-    first_token_ms: dict[str, float]
-    """Mean time to first token as the server measures it, by place: median of repetitions."""
     client_cpu_share: float | None
     samples: list[Sample]
     """Of the last repetition."""
@@ -151,7 +149,6 @@ def measure(
             for number, served in enumerate(run.served)
         ),
         num_texts=len(whole),
-        first_token_ms=_first_token_ms(runs),
         client_cpu_share=max(shares, default=None),
         samples=list(runs[-1].samples),
         num_replicas=num_replicas,
@@ -282,11 +279,6 @@ def _speculation(whole: Sequence[Served]) -> dict[str, Any]:
     }
 
 
-def _first_token_ms(runs: Sequence[LoadRun]) -> dict[str, float]:
-    known = [run.first_token_ms for run in runs if run.first_token_ms]
-    return {place: median(each[place] for each in known) for place in (known[0] if known else ())}
-
-
 def tables(run: Record, measurements: Sequence[Record]) -> str:
     """Return speeds, latencies and, if there are several sides, comparisons."""
     shown = [
@@ -301,13 +293,6 @@ def tables(run: Record, measurements: Sequence[Record]) -> str:
             list(map(_latency_row, measurements)),
         ),
     ]
-    split = [_split_row(each) for each in measurements if each.get("first_token_ms")]
-    if split:
-        columns = ["load", "side", "client", "frontend", "engine", "client - engine"]
-        shown += [
-            "Time to first token, mean ms, from arrival at each place.",
-            table(columns, split),
-        ]
     offline = against_offline(measurements)
     if offline:
         columns = ["load", "side", "tok/s over offline", "added TTFT p50", "added TPOT p50"]
@@ -350,12 +335,6 @@ def _latency_row(each: Record) -> list[object]:
             for place in places
         ),
     ]
-
-
-def _split_row(each: Record) -> list[object]:
-    client, places = each["ttft_ms"]["mean"], each["first_token_ms"]
-    frontend, engine = places["door"], places["engine"]
-    return [each["load"], each["side"], client, frontend, engine, client - engine]
 
 
 def plot(run: Record, measurements: Sequence[Record], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Servers: one that the benchmark starts, its variants, and the first tokens a server counts."""
+"""Servers that the benchmark starts, and their variants."""
 
 from __future__ import annotations
 
@@ -8,28 +8,18 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-import urllib.request
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, TypeAlias
+from typing import IO, Any
 
 import yaml
 
 from serve_spec.config import ConfigError
-from serve_spec.metrics import FIRST_TOKEN_WAIT_MS, FIRST_TOKENS, Metric
 
 _READY = re.compile(r"^ready: (?:.* at )?(https?://\S+)")
 _STOP_WITHIN_S = 120.0
-_METRICS_WITHIN_S = 20.0
-_METRICS_POLL_S = 0.25
-_METRICS_TIMEOUT_S = 10.0
-_PLACE = re.compile(r'measured_at="(\w+)"')
-PLACES = ("door", "engine")
-"""Where a server measures first tokens: at its frontend and at its engine."""
-Places: TypeAlias = Mapping[str, "FirstTokens"]
 
 
 def serve_command(file: str, port: int | None) -> list[str]:
@@ -165,84 +155,3 @@ def _settings(name: str) -> dict[str, str]:
     if not all(key and equals for key, equals, _ in pairs):
         raise ConfigError(f"variants={name!r}: give KEY=VALUE, separated by commas")
     return {key: value for key, _, value in pairs}
-
-
-def counter_name(metric: Metric) -> str:
-    """Return the name under which Ray exports a counter."""
-    return f"ray_{metric.name}_total"
-
-
-@dataclass(frozen=True)
-class FirstTokens:
-    """Requests that received a first token, and the sum of their waiting times."""
-
-    count: int = 0
-    wait_ms: float = 0.0
-
-
-def first_tokens(exposition: str) -> dict[str, FirstTokens]:
-    """Return the sums of `/metrics` by place; empty if the server does not count first tokens."""
-    sums: dict[str, dict[str, float]] = {}
-    for line in exposition.splitlines():
-        name, _, rest = line.partition("{")
-        place = _PLACE.search(rest)
-        if place is not None:
-            place_sums = sums.setdefault(place.group(1), {})
-            place_sums[name] = place_sums.get(name, 0.0) + float(line.rsplit(" ", 1)[1])
-    counted = counter_name(FIRST_TOKENS)
-    return {
-        place: FirstTokens(round(each[counted]), each.get(counter_name(FIRST_TOKEN_WAIT_MS), 0.0))
-        for place, each in sums.items()
-        if counted in each
-    }
-
-
-def mean_ms(before: Places, after: Places) -> dict[str, float]:
-    """Return the mean wait, by place, of the requests that only `after` counts."""
-    new = {place: (now, before.get(place, FirstTokens())) for place, now in after.items()}
-    return {
-        place: (now.wait_ms - then.wait_ms) / (now.count - then.count)
-        for place, (now, then) in new.items()
-        if now.count > then.count
-    }
-
-
-class FirstTokenReader:
-    """Reads the mean time to first token of a server from `/metrics`, run by run.
-
-    Counters arrive there seconds late, so it waits until they hold every request of the run.
-    """
-
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        key = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-        self._request = urllib.request.Request(f"{url}/metrics", headers=key)
-        self._before: Places = {}
-
-    def after(self, num_requests: int) -> dict[str, float]:
-        """Return the mean, by place, of the `num_requests` since the last call.
-
-        It waits until all are counted; empty if they are not within 20 s.
-        """
-        deadline = time.monotonic() + _METRICS_WITHIN_S
-        while True:
-            now = self._read()
-            before, complete = self._before, _hold(now, self._before, num_requests)
-            if complete or time.monotonic() > deadline:
-                self._before = now
-                return mean_ms(before, now) if complete else {}
-            time.sleep(_METRICS_POLL_S)
-
-    def _read(self) -> dict[str, FirstTokens]:
-        try:
-            with urllib.request.urlopen(self._request, timeout=_METRICS_TIMEOUT_S) as answer:
-                return first_tokens(answer.read().decode())
-        except OSError:
-            return {}
-
-
-def _hold(now: Places, before: Places, num_requests: int) -> bool:
-    none = FirstTokens()
-    return all(
-        now.get(place, none).count >= before.get(place, none).count + num_requests
-        for place in PLACES
-    )

@@ -205,21 +205,6 @@ def test_variants_are_compared_under_the_same_load_and_the_same_streams_per_repl
     assert [row["over_first_per_stream"] for row in rows[:2]] == [1.0, 1.0]
 
 
-def test_first_tokens_at_the_server_are_the_median_of_repetitions() -> None:
-    told = [
-        {"door": 9.0, "engine": 5.0},
-        {},
-        {"door": 7.0, "engine": 6.0},
-        {"door": 8.0, "engine": 1.0},
-    ]
-    runs = [LoadRun([answer(first=0.01)], first_token_ms=each) for each in told]
-    found = figures(*runs)
-    assert found.first_token_ms == {"door": 8.0, "engine": 5.0}
-    shown = tables({"objective": asdict(Objective())}, [asdict(found)])
-    (row,) = [line.split() for line in shown.splitlines() if " 10.00 " in line and " 8.00 " in line]
-    assert row == ["load", "http", "10.00", "8.00", "5.00", "5.00"]
-
-
 def test_a_load_that_was_refused_altogether_still_has_its_row() -> None:
     refused = figures(LoadRun([failed("429"), failed("429"), failed("500")]))
     assert refused.errors == {"429": 2, "500": 1}

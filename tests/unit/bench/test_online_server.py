@@ -1,37 +1,25 @@
-"""Servers of `bench online`: starting and stopping, variants, first tokens."""
+"""Servers of `bench online`: starting, stopping, variants."""
 
 from __future__ import annotations
 
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given
-from hypothesis import strategies as st
 
-from serve_spec.bench.online import server as online_server
 from serve_spec.bench.online.server import (
-    FirstTokenReader,
-    FirstTokens,
     announced_url,
-    counter_name,
-    first_tokens,
-    mean_ms,
     own_server,
     serve_command,
     serve_file,
     server_variant,
 )
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.metrics import FIRST_TOKEN_WAIT_MS, FIRST_TOKENS
 from serve_spec.serving.app import load_config
 from serve_spec.serving.command import Plan, announcement, read_plan
-from serve_spec.serving.ray_metrics import exported_names
-from tests.unit.bench.online_fakes import Message, Receive, Send, serving
 
 SERVER = """
 import pathlib, signal, sys, time
@@ -168,75 +156,3 @@ def test_a_variant_whose_ranks_have_no_device_is_refused(deploy: Path) -> None:
     with pytest.raises(ConfigError, match="set num_gpus to 2"):
         server_variant(deploy, "tensor_parallel_size=2,num_gpus=1")
     server_variant(deploy, "tensor_parallel_size=2,num_gpus=2")
-
-
-COUNTS = st.integers(1, 1000)
-
-
-def exposition(replicas: Mapping[str, tuple[str, int, float]]) -> str:
-    """What `/metrics` says of replicas: where each measures, requests, ms."""
-    lines = ["# HELP ray_serve_spec_first_tokens_total Requests that got to a first token."]
-    for name, (place, count, wait_ms) in replicas.items():
-        labels = f'{{replica="{name}",measured_at="{place}"}}'
-        lines += [
-            f"{counter_name(FIRST_TOKENS)}{labels} {float(count)}",
-            f"{counter_name(FIRST_TOKEN_WAIT_MS)}{labels} {wait_ms}",
-            f'ray_serve_spec_requests_total{{measured_at="{place}",outcome="done"}} 9.0',
-        ]
-    return "\n".join(lines)
-
-
-class MetricsApp:
-    """Says of `/metrics` one text after the other, the last one for ever."""
-
-    def __init__(self, *texts: str) -> None:
-        self.texts = list(texts)
-
-    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        await send({"type": "http.response.start", "status": 200, "headers": []})
-        await send({"type": "http.response.body", "body": text.encode()})
-
-
-def test_the_names_are_those_under_which_ray_exports_ours() -> None:
-    for metric in (FIRST_TOKENS, FIRST_TOKEN_WAIT_MS):
-        assert exported_names(metric) == (counter_name(metric),)
-
-
-def test_replicas_and_routers_add_up_by_the_place_where_they_measure() -> None:
-    text = exposition({"a": ("engine", 3, 30.0), "b": ("engine", 1, 50.0), "r": ("door", 4, 100.0)})
-    assert first_tokens(text) == {"engine": FirstTokens(4, 80.0), "door": FirstTokens(4, 100.0)}
-    assert first_tokens('ray_other_total{a="b"} 1.0\n# nothing') == {}
-
-
-@given(COUNTS, COUNTS, st.floats(0, 1e6), st.floats(0, 1e6))
-def test_a_mean_is_over_the_new_requests_alone(
-    before: int, new: int, before_ms: float, mean: float
-) -> None:
-    then = FirstTokens(before, before_ms)
-    now = FirstTokens(before + new, before_ms + new * mean)
-    found = mean_ms({"door": then}, {"door": now, "engine": FirstTokens(new, new * mean)})
-    assert found["door"] == pytest.approx(mean, abs=1e-3)
-    assert found["engine"] == pytest.approx(mean)
-    assert mean_ms({"door": now}, {"door": now}) == {}
-
-
-def test_a_run_is_read_once_every_request_is_counted_at_every_place() -> None:
-    first = exposition({"a": ("engine", 2, 20.0), "r": ("door", 2, 30.0)})
-    half = exposition({"a": ("engine", 5, 90.0), "r": ("door", 2, 30.0)})
-    whole = exposition({"a": ("engine", 6, 100.0), "r": ("door", 6, 130.0)})
-    with serving(MetricsApp("", first, half, half, whole)) as url:
-        reader = FirstTokenReader(url)
-        assert reader.after(2) == {"engine": 10.0, "door": 15.0}
-        assert reader.after(4) == {"engine": 20.0, "door": 25.0}
-
-
-@pytest.mark.parametrize(
-    "said", [lambda: "", lambda: exposition({"a": ("engine", 1, 1.0), "r": ("door", 1, 1.0)})]
-)
-def test_incomplete_counters_give_no_figure(
-    said: Callable[[], str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(online_server, "_METRICS_WITHIN_S", 0.0)
-    with serving(MetricsApp(said())) as url:
-        assert FirstTokenReader(url).after(2) == {}

@@ -310,10 +310,7 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--batch-sizes", "0", "4"], r"batch_sizes=\[0, 4\]: give integers from 1 on"),
-        (["--num-steps", "-1"], r"num_steps=\[0, -1\]: give integers from 0 on"),
         (["--num-steps", "0"], r"num_steps=\[0\]: give one above 0, to compare with 0"),
-        (["--num-prompts", "0"], "num_prompts=0: give at least 1"),
         (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
         (
