@@ -1,10 +1,10 @@
-"""Measure the speed of every depth and budget of drafts, beside what the planner predicts of it.
+"""Measure the speed of every depth and draft budget, and what the planner predicts for it.
 
 python benchmarks/budgets.py --config FILE --cells 64:0 128:1 --depths 2 3 4 --tokens 1.5 2 3 \\
     [--repetitions 2] [--json FILE]
 
-The best of them is what a perfect choice for a whole cell could reach. A cell is a batch size and a
-temperature. Batches are full, of held-out code; of each the first steps do not count.
+The best of them is the limit of any constant choice. Batches are full, of held-out code; their
+first steps do not count.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from serve_spec.engine.llm import LLM
 
 SETTLE_STEPS = 2
 MEASURED_SHARE = 0.9
-"""Of the tokens of a batch: its end is not full."""
+"""Share of the tokens of a batch that is measured: its end is not full."""
 
 
 class ForcedPolicy(GoodputPolicy):
@@ -72,21 +72,24 @@ def measured(loop: ClosedLoop, size: int) -> dict[str, float]:
 
 
 def choices(size: int, depths: Sequence[int], tokens: Sequence[float]) -> list[tuple[int, Any]]:
-    """Return plain decoding, every depth whole, and with budgets of so many tokens a request."""
+    """Return depths with budgets: plain decoding, every depth without a budget and with each."""
     found: list[tuple[int, Any]] = [(0, None), *((depth, None) for depth in depths)]
     budgets = [round((each - 1.0) * size) for each in tokens]
     return found + [(depth, b) for depth in depths for b in budgets if 0 < b < depth * size]
 
 
 def main() -> None:
-    """Print a line for every choice, the fastest of a cell first."""
+    """Print a line for every choice, the fastest first."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--cells", nargs="+", required=True, metavar="SIZE:T")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--tokens", type=float, nargs="+", default=[1.5, 2.0, 2.5, 3.0, 4.0])
-    parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--config", required=True, metavar="FILE", help="configuration (YAML)")
+    sizes = "batch sizes and temperatures to measure"
+    parser.add_argument("--cells", nargs="+", required=True, metavar="SIZE:T", help=sizes)
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4], help="draft steps")
+    tokens = "budgets, in verified tokens per request"
+    budgets = [1.5, 2.0, 2.5, 3.0, 4.0]
+    parser.add_argument("--tokens", type=float, nargs="+", default=budgets, help=tokens)
+    parser.add_argument("--repetitions", type=int, default=2, help="batches of every choice")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args()
     cells = [(int(size), float(t)) for size, t in (each.split(":") for each in args.cells)]
     largest, deepest = max(size for size, _ in cells), max(args.depths)

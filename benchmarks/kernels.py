@@ -1,4 +1,4 @@
-"""Time one pair on one device: matrix products, draws, rounds of every depth, depth switches.
+"""Time a pair on one device: matrix products, draws, rounds of every depth, depth switches.
 
     python benchmarks/kernels.py --config configs/tiny.yaml --sections rounds --json kernels.jsonl
 
@@ -9,8 +9,8 @@ Sections:
     rounds    rounds of every fixed depth and of the goodput policy, at a forced acceptance
     switch    rounds that alternate between two depths, and rounds of each depth alone
 
-Every row is printed, and added to the file of --json as one line, as soon as it is measured. To
-time compiled layers or another policy setting, run again with --set KEY=VALUE.
+Every row is printed, and appended to the file of --json, as soon as it is measured. To time
+compiled layers or another policy setting, run again with --set KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -258,16 +258,21 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_configuration(parser)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    what = "sections to run"
+    parser.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help=what
+    )
+    sizes = [1, 8, 16, 32, 64, 128]
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=sizes, help="requests")
     parser.add_argument("--num-steps", type=int, nargs="+", default=list(range(8)), help="depths")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=256, help="mean of a batch")
-    parser.add_argument("--repetitions", type=int, default=2)
-    forced = "forced: one accept length (at least 1), or the chance of each draft position"
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
+    parser.add_argument("--output-tokens", type=int, default=256, help="mean tokens per request")
+    parser.add_argument("--repetitions", type=int, default=2, help="batches of every variant")
+    forced = "forced acceptance: one accept length (at least 1), or the chance of each position"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[2.5], help=forced)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512])
-    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    rows = [1, 8, 32, 64, 128, 256, 512]
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of products")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args(argv)
     args.num_steps = sorted({0, *args.num_steps})
     longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)

@@ -1,8 +1,8 @@
-"""Time one pair on 1, 2, 4, ... ranks: exchanges between ranks, and rounds by number of ranks.
+"""Time a pair on 1, 2, 4, ... ranks: exchanges between ranks, and rounds by number of ranks.
 
     python benchmarks/parallel.py --config configs/tiny.yaml --sizes 1 2 --json parallel.jsonl
 
-Every row is printed, and added to the file of --json as one line, as soon as it is measured.
+Every row is printed, and appended to the file of --json, as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Exchanges = Mapping[str, Callable[[], object]]
 def time_exchanges(
     rank: int, size: int, store_port: int, shape: ModelShape, args: argparse.Namespace
 ) -> None:
-    """Time what ranks exchange, by number of rows; rank 0 writes. Every rank runs this.
+    """Time exchanges between ranks by number of rows. Every rank runs this; rank 0 writes.
 
     add_norm_us: a sum with the addition and norm that follow it; norm_us: those two alone.
     nccl_us, one_shot_us, two_shot_us: the same sum by NCCL and by torch's symmetric memory.
@@ -81,7 +81,7 @@ def time_exchanges(
 def _sums_of_torch(x: torch.Tensor) -> Exchanges:
     import torch.distributed._symmetric_memory as symm_mem
 
-    assert dist.group.WORLD is not None, "it was just made"
+    assert dist.group.WORLD is not None, "init_process_group ran"
     name = dist.group.WORLD.group_name
     shared = symm_mem.empty(*x.shape, dtype=x.dtype, device=x.device)
     symm_mem.rendezvous(shared, name)
@@ -120,12 +120,12 @@ def time_us(group: TensorParallel, run: Callable[[], object], device: torch.devi
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - started) * 1e6 / count)
-    group.smallest(0)  # a graph is freed when no rank runs it any more
+    group.smallest(0)  # no rank may still run the graph when it is freed
     return median(times[1:])
 
 
 def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
-    """Time rounds of every size, in turns; `scaling` is speed over one rank's, per rank."""
+    """Time rounds by number of ranks, interleaved; `scaling` is speed per rank over that of one."""
     llms = {size: LLM(config, tensor_parallel_size=size) for size in args.sizes}
     for batch_size in args.batch_sizes:
         measured: dict[tuple[str, int], list[StepRecord]] = {}
@@ -159,14 +159,15 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_configuration(parser)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--num-steps", type=int, default=3, help="depth beside off; 0: off alone")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=128, help="mean of a batch")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--acceptance", type=float, default=0.69, help="chance that is forced")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32], help="requests")
+    parser.add_argument("--num-steps", type=int, default=3, help="depth besides off; 0: off only")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
+    parser.add_argument("--output-tokens", type=int, default=128, help="mean tokens per request")
+    parser.add_argument("--repetitions", type=int, default=3, help="batches of every variant")
+    parser.add_argument("--acceptance", type=float, default=0.69, help="forced chance per draft")
+    rows = [1, 8, 32, 128, 256]
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of exchanges")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args(argv)
     longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
     config = with_room(configured(args), longest, args.num_steps)

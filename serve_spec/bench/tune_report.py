@@ -120,7 +120,7 @@ def _whole_lines(path: Path) -> list[str]:
 def _refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if changed:
-        way_out = "use that, another --output-dir, or --fresh to measure all anew"
+        way_out = "use that, another --output-dir, or --fresh to measure all again"
         raise ConfigError(
             *(
                 f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; {way_out}"

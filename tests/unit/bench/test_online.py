@@ -167,7 +167,7 @@ def test_a_wrong_offline_configuration_is_refused_before_anything_is_sent() -> N
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[ServeSpecConfig]:
-    """Configurations of the servers that arms have started, in threads of this process."""
+    """Configurations of the servers of all variants, which run in threads of this process."""
     configs: list[ServeSpecConfig] = []
 
     @contextmanager
@@ -192,31 +192,33 @@ def deploy(tmp_path: Path) -> str:
 def test_every_variant_gets_a_server_and_the_same_loads(
     deploy: str, started: list[ServeSpecConfig]
 ) -> None:
-    arms = ["num_replicas=1", "num_replicas=2,routing_policy=balanced"]
+    variants = ["num_replicas=1", "num_replicas=2,routing_policy=balanced"]
     loads = ["--closed", "2", "4", "--poisson", "100", "--requests-per-stream", "3", "--mixed"]
-    found = run(["--deploy", deploy, *SMALL, *loads, "--arms", *arms])
+    found = run(["--deploy", deploy, *SMALL, *loads, "--arms", *variants])
     replicas = [(c.replica.num_replicas, c.router.routing_policy) for c in started]
     assert replicas == [(1, "goodput"), (2, "balanced")]
-    assert [(cell["load"], cell["side"]) for cell in found] == [
-        (load, arm) for load in ("closed 2", "closed 4", "poisson 100/s") for arm in arms
-    ]
     expected = {"closed 2": 12, "closed 4": 24, "poisson 100/s": 10}
+    assert [(cell["load"], cell["side"]) for cell in found] == [
+        (load, variant)
+        for load in ("closed 2", "closed 4", "poisson 100/s")
+        for variant in variants
+    ]
     for cell in found:
         assert cell["same_texts"] == cell["num_texts"] == expected[cell["load"]]
     rows = {(row["load"], row["variant"]): row for row in against_first(found)}
     speed = {at: row["tokens_per_second"] for at, row in rows.items()}
-    two = rows["closed 4", arms[1]]
-    assert two["over_first"] == speed["closed 4", arms[1]] / speed["closed 4", arms[0]]
-    assert two["over_first_per_stream"] == speed["closed 4", arms[1]] / speed["closed 2", arms[0]]
-    assert rows["closed 2", arms[1]]["over_first_per_stream"] is None
-    assert rows["poisson 100/s", arms[1]]["over_first_per_stream"] is None
+    one, two = variants
+    assert rows["closed 4", two]["over_first"] == speed["closed 4", two] / speed["closed 4", one]
+    assert two["over_first_per_stream"] == speed["closed 4", two] / speed["closed 2", one]
+    assert rows["closed 2", two]["over_first_per_stream"] is None
+    assert rows["poisson 100/s", two]["over_first_per_stream"] is None
 
 
 def test_loads_per_replica_grow_with_the_replicas_of_a_variant(
     deploy: str, started: list[ServeSpecConfig]
 ) -> None:
-    arms = ["num_replicas=1", "num_replicas=3"]
+    variants = ["num_replicas=1", "num_replicas=3"]
     loads = ["--closed", "2", "--per-replica", "--requests-per-stream", "5"]
-    one, three = run(["--deploy", deploy, *SMALL, *loads, "--arms", *arms])
+    one, three = run(["--deploy", deploy, *SMALL, *loads, "--arms", *variants])
     assert one["load"] == three["load"] == "closed 2 a replica"
     assert (one["num_texts"], three["num_texts"]) == (20, 60), "two repetitions"

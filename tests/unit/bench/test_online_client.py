@@ -139,7 +139,7 @@ def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered() -> None:
 
 
 def test_waiting_behind_others_counts_from_the_scheduled_time() -> None:
-    """All are due at once and served in turn: the last one's latency holds everybody's service."""
+    """All are due at once and served in turn: the last latency includes the service of all."""
     delay_s = 0.03
     served = run(ScriptedApp(delay_s, serial=True), Bursty(100.0, 5), ["1 chunks of 1"] * 5).served
     assert len({s.due_s for s in served}) == 1

@@ -107,7 +107,7 @@ def test_a_fixed_depth_takes_the_rounds_of_a_walk_by_hand(num_steps: int) -> Non
 
 
 @pytest.mark.parametrize("make", [lambda: StaticPolicy(DraftShape.chain(3)), ema])
-def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) -> None:  # type: ignore[no-untyped-def]
+def test_costs_do_not_change_the_rounds_of_a_policy_without_a_clock(make) -> None:  # type: ignore[no-untyped-def]
     seen = []
     for costs in (TWO_CPU_CORES, GPU_8B, noisy(GPU_8B, 0.3)):
         policy, rounds = make(), []
