@@ -1,10 +1,10 @@
-"""Measure the speed of every depth and budget of drafts, beside what the planner predicts of it.
+"""Measure the speed of every depth and draft budget, and what the planner predicts for it.
 
 python benchmarks/budgets.py --config FILE --cells 64:0 128:1 --depths 2 3 4 --tokens 1.5 2 3 \\
     [--repetitions 2] [--json FILE]
 
-The best of them is what a perfect choice for a whole cell could reach. A cell is a batch size and a
-temperature. Batches are full, of held-out code; of each the first steps do not count.
+The best of them is the limit of any constant choice. Batches are full, of held-out code; their
+first steps do not count.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from typing import Any
 import numpy as np
 
 from serve_spec.adaptive.goodput import GoodputPolicy
-from serve_spec.bench.adaptive.loads import CELL_TOKENS, Load
-from serve_spec.bench.closed_loop import ClosedLoop, engine_beside
-from serve_spec.bench.report import append_row, environment
-from serve_spec.bench.workload import held_out_prompts
+from serve_spec.bench.harness import ClosedLoop, engine_beside, is_full
+from serve_spec.bench.report import append_record, environment
+from serve_spec.bench.workload import STEADY_TOKENS, Load, held_out_prompts
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.round import DecodeBatch, RoundNotes
@@ -32,7 +31,7 @@ from serve_spec.engine.llm import LLM
 
 SETTLE_STEPS = 2
 MEASURED_SHARE = 0.9
-"""Of the tokens of a batch: its end is not full."""
+"""Share of the tokens of a batch that is measured: its end is not full."""
 
 
 class ForcedPolicy(GoodputPolicy):
@@ -58,9 +57,9 @@ class ForcedPolicy(GoodputPolicy):
 def measured(loop: ClosedLoop, size: int) -> dict[str, float]:
     """Return sums over the steps in which all requests decode."""
     loop.fill()
-    rounds = loop.advance(loop.num_emitted + int(MEASURED_SHARE * size * CELL_TOKENS))
+    rounds = loop.advance(loop.num_emitted + int(MEASURED_SHARE * size * STEADY_TOKENS))
     loop.close()
-    full = [r for r in rounds if r.record.decodes_only and r.record.batch_size == size]
+    full = [r for r in rounds if is_full(r.record, size)]
     full = full[SETTLE_STEPS:-1]
     return {
         "steps": len(full),
@@ -73,21 +72,24 @@ def measured(loop: ClosedLoop, size: int) -> dict[str, float]:
 
 
 def choices(size: int, depths: Sequence[int], tokens: Sequence[float]) -> list[tuple[int, Any]]:
-    """Return plain decoding, every depth whole, and with budgets of so many tokens a request."""
+    """Return depths with budgets: plain decoding, every depth without a budget and with each."""
     found: list[tuple[int, Any]] = [(0, None), *((depth, None) for depth in depths)]
     budgets = [round((each - 1.0) * size) for each in tokens]
     return found + [(depth, b) for depth in depths for b in budgets if 0 < b < depth * size]
 
 
 def main() -> None:
-    """Print a line for every choice, the fastest of a cell first."""
+    """Print a line for every choice, the fastest first."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--cells", nargs="+", required=True, metavar="SIZE:T")
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4])
-    parser.add_argument("--tokens", type=float, nargs="+", default=[1.5, 2.0, 2.5, 3.0, 4.0])
-    parser.add_argument("--repetitions", type=int, default=2)
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--config", required=True, metavar="FILE", help="configuration (YAML)")
+    sizes = "batch sizes and temperatures to measure"
+    parser.add_argument("--cells", nargs="+", required=True, metavar="SIZE:T", help=sizes)
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4], help="draft steps")
+    tokens = "budgets, in verified tokens per request"
+    budgets = [1.5, 2.0, 2.5, 3.0, 4.0]
+    parser.add_argument("--tokens", type=float, nargs="+", default=budgets, help=tokens)
+    parser.add_argument("--repetitions", type=int, default=2, help="batches of every choice")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args()
     cells = [(int(size), float(t)) for size, t in (each.split(":") for each in args.cells)]
     largest, deepest = max(size for size, _ in cells), max(args.depths)
@@ -96,14 +98,14 @@ def main() -> None:
         max_num_seqs=largest,
         max_num_batched_tokens=max(2048, 2 * largest * (deepest + 1)),
     )
-    append_row(args.json, {"section": "run", "environment": environment(llm.config)})
+    append_record(args.json, {"section": "run", "environment": environment(llm.config)})
     prompts = {"code": held_out_prompts(llm.engine.tokenizer.encode, count=256, num_tokens=64)}
     policy = llm.engine.controller._policy
     assert isinstance(policy, GoodputPolicy), "costs are needed"
     gc.collect()
     gc.freeze()
     for size, temperature in cells:
-        load = Load("predictable", size, CELL_TOKENS, temperature, is_steady=True)
+        load = Load("predictable", size, STEADY_TOKENS, temperature, is_steady=True)
         engines = {}
         sums: dict[tuple[int, Any], dict[str, float]] = {}
         for choice in choices(size, args.depths, args.tokens):
@@ -134,7 +136,7 @@ def main() -> None:
                 "predicted_accepted": round(each["predicted_accepted"] / each["steps"] / size, 3),
             }
             print(json.dumps(row), flush=True)
-            append_row(args.json, {"section": "choice", **row})
+            append_record(args.json, {"section": "choice", **row})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Time one pair on one device: matrix products, draws, rounds of every depth, depth switches.
+"""Time a pair on one device: matrix products, draws, rounds of every depth, depth switches.
 
     python benchmarks/kernels.py --config configs/tiny.yaml --sections rounds --json kernels.jsonl
 
@@ -9,8 +9,8 @@ Sections:
     rounds    rounds of every fixed depth and of the goodput policy, at a forced acceptance
     switch    rounds that alternate between two depths, and rounds of each depth alone
 
-Every row is printed, and added to the file of --json as one line, as soon as it is measured. To
-time compiled layers or another policy setting, run again with --set KEY=VALUE.
+Every row is printed, and appended to the file of --json, as soon as it is measured. To time
+compiled layers or another policy setting, run again with --set KEY=VALUE.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import random
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -33,10 +33,10 @@ import torch.nn.functional as F
 from torch.utils.benchmark import Timer
 
 from serve_spec.adaptive import AdaptiveController
-from serve_spec.bench.adaptive.arms import make_arms
-from serve_spec.bench.configuration import add_configuration, configured
-from serve_spec.bench.report import environment, write_row
-from serve_spec.bench.waves import Wave, figures, run_wave, with_room
+from serve_spec.bench.arguments import add_configuration, configured
+from serve_spec.bench.report import environment, print_record
+from serve_spec.bench.steady import Controllers, SteadyLoad, figures, run_variants, with_room
+from serve_spec.bench.variants import make_variants
 from serve_spec.core.record import StepRecord
 from serve_spec.engine.llm import LLM
 from serve_spec.layers.linear import Linear
@@ -44,7 +44,6 @@ from serve_spec.ops import draw
 from serve_spec.ops.draw import DrawParams
 
 Acceptance = float | tuple[float, ...]
-Variants = Mapping[str, Sequence[AdaptiveController]]
 
 _COPIED_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
 # Widths of the logits, numbers of rows, numbers of children.
@@ -63,21 +62,21 @@ class Bench:
 
     def fixed(self, num_steps: int) -> AdaptiveController:
         """Return a policy of one depth."""
-        return make_arms(self.controller, [num_steps], [])[-1].controller
+        return make_variants(self.controller, [num_steps], [])[-1].controller
 
-    def run(self, batch_size: int, *groups: Variants) -> dict[str, list[StepRecord]]:
-        """Return the rounds of every variant; the variants of a group take turns in one batch."""
+    def run(self, batch_size: int, *groups: Controllers) -> dict[str, list[StepRecord]]:
+        """Return the steps of every variant; the variants of a group take turns in one batch."""
         measured: dict[str, list[StepRecord]] = {name: [] for group in groups for name in group}
         for seed in range(self.args.repetitions):
             for group in random.Random(seed).sample(groups, len(groups)):
-                for name, rounds in self.wave(batch_size, seed, group).items():
+                for name, rounds in self.batch(batch_size, seed, group).items():
                     measured[name] += rounds
         return measured
 
-    def wave(self, batch_size: int, seed: int, group: Variants) -> dict[str, list[StepRecord]]:
-        """Return the rounds of one batch; the seed -1 is for one that is not counted."""
-        wave = Wave(batch_size, self.args.prompt_tokens, self.args.output_tokens, seed)
-        return run_wave(self.llm.engine, wave, self.fixed(0), group)
+    def batch(self, batch_size: int, seed: int, group: Controllers) -> dict[str, list[StepRecord]]:
+        """Return the steps of one batch; seed -1 is for warm-up."""
+        load = SteadyLoad(batch_size, self.args.prompt_tokens, self.args.output_tokens, seed)
+        return run_variants(self.llm.engine, load, self.fixed(0), group)
 
 
 @torch.inference_mode()
@@ -175,9 +174,10 @@ def rounds(bench: Bench) -> Iterator[dict[str, Any]]:
     """
     groups = [{f"K={k}": [bench.fixed(k)] for k in bench.args.num_steps}]
     if bench.acceptance is not None:
-        groups.append({"goodput": [make_arms(bench.controller, [], ["goodput"])[-1].controller]})
+        goodput = make_variants(bench.controller, [], ["goodput"])[-1]
+        groups.append({"goodput": [goodput.controller]})
     for batch_size in bench.args.batch_sizes:
-        bench.wave(batch_size, -1, groups[-1])
+        bench.batch(batch_size, -1, groups[-1])
         measured = bench.run(batch_size, *groups)
         expected = {
             name: _expected_speed(mine, bench.acceptance) for name, mine in measured.items()
@@ -213,7 +213,7 @@ def switch(bench: Bench) -> Iterator[dict[str, Any]]:
     fixed = {k: bench.fixed(k) for k in (steps[0], steps[-1])}
     variants = {"both": [*fixed.values()], **{str(k): [one] for k, one in fixed.items()}}
     batch_size = bench.args.batch_sizes[0]
-    bench.wave(batch_size, -1, variants)
+    bench.batch(batch_size, -1, variants)
     before = torch.cuda.memory_allocated()
     measured = bench.run(batch_size, variants)
     alone, alternating = (
@@ -258,19 +258,24 @@ def main(argv: list[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_configuration(parser)
-    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS))
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128])
+    what = "sections to run"
+    parser.add_argument(
+        "--sections", nargs="+", choices=SECTIONS, default=list(SECTIONS), help=what
+    )
+    sizes = [1, 8, 16, 32, 64, 128]
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=sizes, help="requests")
     parser.add_argument("--num-steps", type=int, nargs="+", default=list(range(8)), help="depths")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=256, help="mean of a batch")
-    parser.add_argument("--repetitions", type=int, default=2)
-    forced = "forced: one accept length (at least 1), or the chance of each draft position"
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
+    parser.add_argument("--output-tokens", type=int, default=256, help="mean tokens per request")
+    parser.add_argument("--repetitions", type=int, default=2, help="batches of every variant")
+    forced = "forced acceptance: one accept length (at least 1), or the chance of each position"
     parser.add_argument("--acceptance", type=float, nargs="+", default=[2.5], help=forced)
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64, 128, 256, 512])
-    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    rows = [1, 8, 32, 64, 128, 256, 512]
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of products")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args(argv)
     args.num_steps = sorted({0, *args.num_steps})
-    longest = Wave(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
+    longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
     config = with_room(configured(args), longest, args.num_steps[-1])
     acceptance: Acceptance | None = None
     how: dict[str, Any] = {"speculative_adaptive": False}
@@ -284,15 +289,15 @@ def main(argv: list[str] | None = None) -> int:
     llm = LLM(config, **how)
     bench = Bench(args, llm, llm.engine.controller, acceptance, llm.engine.worker.device)
     here = environment(llm.config) | {"command": shlex.join(sys.argv)}
-    write_row(args.json, section="environment", **here)
+    print_record(args.json, section="environment", **here)
     has_failed = False
     for name in args.sections:
         try:
             for row in SECTIONS[name](bench):
-                write_row(args.json, section=name, **row)
+                print_record(args.json, section=name, **row)
         except (ValueError, RuntimeError) as error:
             has_failed = True
-            write_row(args.json, section=name, failed=str(error))
+            print_record(args.json, section=name, failed=str(error))
     llm.shutdown()
     return int(has_failed)
 

@@ -1,10 +1,9 @@
-"""An engine that computes nothing: it emits recorded numbers of tokens at a given rate.
+"""An engine that computes nothing and emits recorded numbers of tokens at a fixed rate.
 
-`PacedLoop` takes the place of `start_engine` (`engine_loop` of the application), so that everything
-between an engine and its HTTP clients can be measured without a GPU. SERVE_SPEC_PACED_ROUNDS sets
-the rounds a second. The snapshot has `late_ms`, from when a round is due to when it begins, and
-`host_ms`, from then to when the next one is asked for: what all else in its process costs the
-engine.
+`PacedLoop` replaces `start_engine` (`engine_loop` of the application), so the path between an
+engine and its HTTP clients can be measured without a GPU. SERVE_SPEC_PACED_ROUNDS sets the rounds
+per second. The snapshot has `late_ms`, from the due time of a round to its begin, and `host_ms`,
+from there to the next call of `step`: the cost of everything else in the process.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from serve_spec.serving.engine_actor import start_engine
 
 ROUNDS_PER_SECOND = float(os.environ.get("SERVE_SPEC_PACED_ROUNDS", "60"))
 ACCEPT_LENGTHS = (3, 1, 4, 2, 1, 4, 3, 1, 2, 4)
-"""Tokens of a request's rounds, again and again: 2.5 in the mean."""
+"""Tokens of the rounds of a request, repeated: 2.5 on average."""
 TEXT = "the quick brown fox jumps over the lazy dog and runs away from all the other animals "
 
 
@@ -39,7 +38,7 @@ def _spread(values: Any) -> dict[str, float]:
 
 
 class PacedEngine:
-    """Requests that grow by a text, all of them once a round."""
+    """An engine that extends every request by a fixed text once per round."""
 
     def __init__(self, config: ServeSpecConfig) -> None:
         tokenizer = Tokenizer(Path(config.model.path))
@@ -59,7 +58,7 @@ class PacedEngine:
         return bool(self._open)
 
     def step(self) -> list[TokenDelta]:
-        """Wait for the next round; return what it adds to every request."""
+        """Wait for the next round; return its tokens."""
         now = time.monotonic()
         if now - self._due < 1.0 / ROUNDS_PER_SECOND:
             self._host_ms.append((now - self._due) * 1e3)

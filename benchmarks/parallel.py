@@ -1,8 +1,8 @@
-"""Time one pair on 1, 2, 4, ... ranks: exchanges between ranks, and rounds by number of ranks.
+"""Time a pair on 1, 2, 4, ... ranks: exchanges between ranks, and rounds by number of ranks.
 
     python benchmarks/parallel.py --config configs/tiny.yaml --sizes 1 2 --json parallel.jsonl
 
-Every row is printed, and added to the file of --json as one line, as soon as it is measured.
+Every row is printed, and appended to the file of --json, as soon as it is measured.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import spawn
 
-from serve_spec.bench.adaptive.arms import make_arms
-from serve_spec.bench.configuration import add_configuration, configured
-from serve_spec.bench.report import environment, write_row
-from serve_spec.bench.waves import Wave, figures, run_wave, with_room
+from serve_spec.bench.arguments import add_configuration, configured
+from serve_spec.bench.report import environment, print_record
+from serve_spec.bench.steady import SteadyLoad, figures, run_variants, with_room
+from serve_spec.bench.variants import make_variants
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.context import torch_dtype
 from serve_spec.core.record import StepRecord
@@ -40,7 +40,7 @@ Exchanges = Mapping[str, Callable[[], object]]
 def time_exchanges(
     rank: int, size: int, store_port: int, shape: ModelShape, args: argparse.Namespace
 ) -> None:
-    """Time what ranks exchange, by number of rows; rank 0 writes. Every rank runs this.
+    """Time exchanges between ranks by number of rows. Every rank runs this; rank 0 writes.
 
     add_norm_us: a sum with the addition and norm that follow it; norm_us: those two alone.
     nccl_us, one_shot_us, two_shot_us: the same sum by NCCL and by torch's symmetric memory.
@@ -74,14 +74,14 @@ def time_exchanges(
         forward_ms = (of_layers + us["sum_us"] + us["logits_us"] + us["draws_us"]) / 1e3
         if rank == 0:
             row = {"tensor_parallel_size": size, "rows": count, **us, "forward_ms": forward_ms}
-            write_row(args.json, section="exchanges", **row)
+            print_record(args.json, section="exchanges", **row)
     group.close()
 
 
 def _sums_of_torch(x: torch.Tensor) -> Exchanges:
     import torch.distributed._symmetric_memory as symm_mem
 
-    assert dist.group.WORLD is not None, "it was just made"
+    assert dist.group.WORLD is not None, "init_process_group ran"
     name = dist.group.WORLD.group_name
     shared = symm_mem.empty(*x.shape, dtype=x.dtype, device=x.device)
     symm_mem.rendezvous(shared, name)
@@ -120,23 +120,24 @@ def time_us(group: TensorParallel, run: Callable[[], object], device: torch.devi
         if device.type == "cuda":
             torch.cuda.synchronize()
         times.append((time.perf_counter() - started) * 1e6 / count)
-    group.smallest(0)  # a graph is freed when no rank runs it any more
+    group.smallest(0)  # no rank may still run the graph when it is freed
     return median(times[1:])
 
 
 def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
-    """Time rounds of every size, in turns; `scaling` is speed over one rank's, per rank."""
+    """Time rounds by number of ranks, interleaved; `scaling` is speed per rank over that of one."""
     llms = {size: LLM(config, tensor_parallel_size=size) for size in args.sizes}
     for batch_size in args.batch_sizes:
         measured: dict[tuple[str, int], list[StepRecord]] = {}
         for seed in range(-1, args.repetitions):  # -1: warm-up
-            wave = Wave(batch_size, args.prompt_tokens, args.output_tokens, seed)
+            load = SteadyLoad(batch_size, args.prompt_tokens, args.output_tokens, seed)
             for size in random.Random(seed).sample(args.sizes, len(args.sizes)):
                 llm = llms[size]
                 steps = [args.num_steps] if args.num_steps else []
-                arms = make_arms(llm.engine.controller, steps, [])
-                variants = {arm.name: [arm.controller] for arm in arms}
-                found = run_wave(llm.engine, wave, arms[0].controller, variants)
+                variants = make_variants(llm.engine.controller, steps, [])
+                plain = variants[0].controller
+                controllers = {each.name: [each.controller] for each in variants}
+                found = run_variants(llm.engine, load, plain, controllers)
                 for name, rounds in found.items():
                     measured.setdefault((name, size), []).extend(rounds if seed >= 0 else [])
         speeds = {key: figures(rounds) for key, rounds in sorted(measured.items())}
@@ -146,7 +147,7 @@ def time_rounds(config: ServeSpecConfig, args: argparse.Namespace) -> None:
                 row["scaling"] = row["tokens_per_second"] / one["tokens_per_second"] / size
                 row["verify_scaling"] = one["verify_ms"] / row["verify_ms"] / size
             at = {"tensor_parallel_size": size, "batch_size": batch_size, "variant": name}
-            write_row(args.json, section="rounds", **at, **row)
+            print_record(args.json, section="rounds", **at, **row)
     for llm in llms.values():
         llm.shutdown()
 
@@ -158,16 +159,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     add_configuration(parser)
     parser.add_argument("--sizes", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32])
-    parser.add_argument("--num-steps", type=int, default=3, help="depth beside off; 0: off alone")
-    parser.add_argument("--prompt-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=128, help="mean of a batch")
-    parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--acceptance", type=float, default=0.69, help="chance that is forced")
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 256])
-    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 32], help="requests")
+    parser.add_argument("--num-steps", type=int, default=3, help="depth besides off; 0: off only")
+    parser.add_argument("--prompt-tokens", type=int, default=256, help="tokens per prompt")
+    parser.add_argument("--output-tokens", type=int, default=128, help="mean tokens per request")
+    parser.add_argument("--repetitions", type=int, default=3, help="batches of every variant")
+    parser.add_argument("--acceptance", type=float, default=0.69, help="forced chance per draft")
+    rows = [1, 8, 32, 128, 256]
+    parser.add_argument("--rows", type=int, nargs="+", default=rows, help="rows of exchanges")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     args = parser.parse_args(argv)
-    longest = Wave(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
+    longest = SteadyLoad(max(args.batch_sizes), args.prompt_tokens, args.output_tokens)
     config = with_room(configured(args), longest, args.num_steps)
     args.device = config.model.device if torch.cuda.is_available() else "cpu"
     args.dtype = None if config.model.dtype == "auto" else config.model.dtype
@@ -181,7 +183,7 @@ def main(argv: list[str] | None = None) -> int:
     else:
         args.num_steps = 0
     here = environment(config) | {"command": shlex.join(sys.argv)}
-    write_row(args.json, section="environment", **here)
+    print_record(args.json, section="environment", **here)
     shape = ModelShape.from_directory(config.model.path)
     for size in args.sizes:
         if size > 1:

@@ -11,12 +11,13 @@ from itertools import chain
 from pathlib import Path
 from statistics import fmean
 
+from benchmarks.phases import Phase
 from benchmarks.simulator import RoundCosts, Simulator
 from serve_spec.adaptive.goodput import GoodputPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
 from serve_spec.adaptive.trees import SMALL_TREES
-from serve_spec.bench.phases import CLASSES, Phase, TextKind
 from serve_spec.bench.trace import load_traces
+from serve_spec.bench.workload import CLASSES, TextKind
 from serve_spec.core.draft import DraftShape
 from serve_spec.worker.graphs import token_counts
 from tests.helpers.simulated_costs import GPU_8B, TWO_CPU_CORES, noisy, recorded_table

@@ -1,15 +1,14 @@
-"""What the path from an engine to its HTTP clients costs: speed, gaps, CPU time by process.
+"""Measure the path from an engine to its HTTP clients: speed, gaps, CPU time by process.
 
 PYTHONPATH=. python benchmarks/serving_path.py [--routers 1 2 4] [--streams 64] [--rounds 20]
 PYTHONPATH=. python benchmarks/serving_path.py --deploy deploy/gpu.yaml --streams 1 64 256
 
-Without --deploy the engine is `paced_engine`: it emits all streams' tokens so many times a second,
-and says how late its rounds begin. With it, the engine of that file also runs alone, in this
-process, before each turn of the routers. One server takes all loads; routers come and go.
+Without --deploy the engine is `paced_engine`: it emits tokens of all streams at a fixed rate and
+reports how late its rounds begin. With it, the engine of that file also runs in this process,
+without HTTP, before the routers. One server takes all loads; the number of routers changes.
 
-Ray Serve's settings are those of the environment, and those that `serve-spec serve` adds. Chunks
-that come together count as they were sent, so merging them lowers their number: CPU time per
-emitted token is given, too.
+Ray Serve has the settings of the environment and those of `serve-spec serve`. Merged chunks count
+once, so CPU time per token is given, too.
 """
 
 from __future__ import annotations
@@ -34,22 +33,21 @@ import httpx
 import yaml
 
 from serve_spec import LLM
-from serve_spec.bench.online.clients import Clients, Target
-from serve_spec.bench.online.load import ClosedLoop
-from serve_spec.bench.online.offline import run_offline
-from serve_spec.bench.online.record import LoadRun, TextRequest, text_requests
+from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.command import run_offline
+from serve_spec.bench.online.load import ClosedLoop, CompletionRequest, LoadRun, text_requests
 from serve_spec.bench.online.server import own_server, serve_command
-from serve_spec.bench.report import append_row, environment
+from serve_spec.bench.report import append_record, environment
 from serve_spec.serving.app import load_config
 
 CLIENTS = "serving_path"
-"""The kind of this process and of its clients."""
+"""Role of this process and of its clients."""
 PACED = Path("deploy/tiny.yaml")
 """The deployment in which the paced engine takes the engine's place."""
 SETTLED_S = 4.0
-"""Seconds after which HAProxy knows new routers, and clients' connections to old ones are gone."""
+"""Seconds until HAProxy knows new routers and connections to old ones are closed."""
 REPORT_S = 3.0
-"""Seconds within which the engine's newest state reaches the router."""
+"""Seconds until the newest state of the engine reaches the router."""
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 
 
@@ -70,13 +68,13 @@ def deployment(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def with_routers(file: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return a Serve file with so many routers."""
+    """Return the Serve file with `count` routers."""
     app = file["applications"][0] | {"deployments": [{"name": "Router", "num_replicas": count}]}
     return file | {"applications": [app]}
 
 
 def scale(file: dict[str, Any], count: int) -> None:
-    """Give the running server so many routers, and wait until they take requests."""
+    """Give the running server `count` routers, and wait until they accept requests."""
     import ray
     from ray import serve
     from ray.serve.context import _get_global_client
@@ -96,7 +94,7 @@ def scale(file: dict[str, Any], count: int) -> None:
 
 
 def cpu_seconds() -> dict[int, tuple[str, float]]:
-    """Return what each process of this session's children is, and the CPU seconds it has had."""
+    """Return role and CPU seconds of this process and all its children."""
     parents, found = {}, {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdecimal():
@@ -168,7 +166,7 @@ def spent_figures(run: LoadRun, before: dict[int, tuple[str, float]]) -> dict[st
 
 
 def round_times(url: str) -> dict[str, Any]:
-    """Return what the engine says of its newest rounds: see `shown`, or `paced_engine`."""
+    """Return times of the newest rounds: see `shown`, or `paced_engine`."""
     time.sleep(REPORT_S)
     (state,) = httpx.get(f"{url}/server_info").raise_for_status().json()["internal_states"]
     paced = {name: state[name] for name in ("late_ms", "host_ms") if name in state}
@@ -183,18 +181,22 @@ def shown(metrics: dict[str, Any]) -> dict[str, Any]:
 def main() -> None:
     """Print a line for every load."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--deploy", type=Path, help="measure the engine of this Serve file")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of its engine")
-    parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--streams", type=int, nargs="+", default=[64])
-    parser.add_argument("--rounds", type=float, default=20.0, help="of the paced engine, a second")
-    parser.add_argument("--prompt-chars", type=int, default=400)
-    parser.add_argument("--output-tokens", type=int, default=192)
-    parser.add_argument("--requests-per-stream", type=int, default=2)
-    parser.add_argument("--fewest-requests", type=int, default=8, help="of a load")
-    parser.add_argument("--repetitions", type=int, default=2)
+    parser.add_argument("--deploy", type=Path, help="Serve file whose engine is measured")
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="KEY=VALUE", help="override of its engine"
+    )
+    parser.add_argument("--routers", type=int, nargs="+", default=[1, 2, 4], help="routers")
+    parser.add_argument("--streams", type=int, nargs="+", default=[64], help="open requests")
+    parser.add_argument(
+        "--rounds", type=float, default=20.0, help="rounds per second of the paced engine"
+    )
+    parser.add_argument("--prompt-chars", type=int, default=400, help="characters per prompt")
+    parser.add_argument("--output-tokens", type=int, default=192, help="tokens per request")
+    parser.add_argument("--requests-per-stream", type=int, default=2, help="requests per stream")
+    parser.add_argument("--fewest-requests", type=int, default=8, help="least requests per load")
+    parser.add_argument("--repetitions", type=int, default=2, help="runs of every load")
     parser.add_argument("--clients", type=int, default=1, help="processes that share a load")
-    parser.add_argument("--port", type=int, default=8123)
+    parser.add_argument("--port", type=int, default=8123, help="HTTP port of the server")
     parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
     args = parser.parse_args()
     os.environ["SERVE_SPEC_PACED_ROUNDS"] = str(args.rounds)
@@ -202,10 +204,10 @@ def main() -> None:
     file = deployment(args)
     engine = {k: v for k, v in file["applications"][0]["args"].items() if k != "engine_loop"}
     facts = environment(load_config(engine)) | {"command": shlex.join(sys.argv)}
-    append_row(args.json, {"section": "run", "environment": facts})
+    append_record(args.json, {"section": "run", "environment": facts})
     for row in rows(file, args):
         print(json.dumps(row), flush=True)
-        append_row(args.json, {"section": "load", **row})
+        append_record(args.json, {"section": "load", **row})
 
 
 def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -240,7 +242,7 @@ def rows(file: dict[str, Any], args: argparse.Namespace) -> Iterator[dict[str, A
                     yield row | round_times(url)
 
 
-def requests_of(streams: int, args: argparse.Namespace) -> list[TextRequest]:
+def requests_of(streams: int, args: argparse.Namespace) -> list[CompletionRequest]:
     """Return the requests of a load."""
     return text_requests(
         max(streams * args.requests_per_stream, args.fewest_requests),

@@ -1,16 +1,15 @@
-"""Replays recorded acceptance through any policy: no model, and time is the sum of the costs.
+"""Replay recorded acceptance through a policy, without a model.
 
-What a round keeps is looked up (`trace`), what it takes is computed (`RoundCosts`), and the
-policy is asked and told what the engine would ask and tell. Drafts are admitted by their recorded
-shares as on the device (`ops.admission`). Prompts are computed in one piece, in rounds of their own
-or beside the drafts of others.
+Accepted drafts of a round come from a trace, its time from `RoundCosts`. The policy gets the same
+calls as from the engine. Drafts are admitted by their recorded shares as on the device
+(`ops.admission`). Prompts are not chunked; they run in their own rounds or in mixed batches.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from time import thread_time
 from typing import NamedTuple, TypeAlias, TypeVar
@@ -18,12 +17,10 @@ from typing import NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.regret import best_arms, phase_regrets, relative_rates, trace_regret
+from benchmarks.phases import Phase
 from serve_spec.adaptive import AdaptiveController
 from serve_spec.adaptive.calibration import logits
-from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
-from serve_spec.bench.phases import Phase
-from serve_spec.bench.report import table
+from serve_spec.adaptive.policy import StepPolicy
 from serve_spec.bench.trace import TraceSet
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
@@ -33,36 +30,36 @@ OnRound = Callable[[DecodeBatch, RoundSteps, StepRecord], None]
 
 
 class RoundShape(NamedTuple):
-    """Everything a round's time may depend on."""
+    """Everything that may decide the time of a round."""
 
     batch_size: int
-    """Decode rows."""
+    """Decoding requests."""
     drafting: tuple[int, ...]
-    """Rows that draft at least 1, 2, ... steps; as long as the deepest row drafts."""
+    """Requests that draft at least 1, 2, ... steps, up to the deepest."""
     num_tokens: int
-    """Context tokens of all decode rows."""
+    """Context tokens of all decoding requests."""
     num_sampled: int
     num_catch_up: int
-    """Draft entries made up before drafting."""
+    """Missing draft KV entries, computed before drafting."""
     num_prefill_tokens: int
     draft: DraftShape = PLAIN
-    """What rows draft; `drafting` counts the levels, of chains and of trees."""
+    """Draft shape; `drafting` counts the levels, also of trees."""
     num_admitted: int | None = None
     """Drafts that are verified; None: all."""
 
     @property
     def num_steps(self) -> int:
-        """Draft forwards: the deepest row's drafts."""
+        """Return the number of draft forwards."""
         return len(self.drafting)
 
     @property
     def num_rows(self) -> int:
-        """Rows of decoding sequences in the target's forward, roots included."""
+        """Return the tokens of decoding requests in the target's forward, roots included."""
         if self.num_admitted is not None:
             return self.batch_size + self.num_admitted
         if self.draft.is_chain or not self.drafting:
             return self.batch_size + sum(self.drafting)
-        # A row of fewer levels has the drafts its beams make.
+        # A request of fewer levels has the drafts of those levels.
         deeper = (*self.drafting[1:], 0)
         by_levels = enumerate(zip(self.drafting, deeper, strict=True), start=1)
         return self.batch_size + sum(
@@ -71,48 +68,48 @@ class RoundShape(NamedTuple):
 
 
 RoundCosts: TypeAlias = Callable[[RoundShape], StepTimes]
-"""What a round takes."""
+"""Returns the time of a round."""
 
 
 @dataclass
 class PhaseReport:
-    """What one phase came to. The time of rounds without decode rows is kept apart."""
+    """Figures of a phase; the time of rounds without decoding requests is separate."""
 
     phase: Phase
     num_rounds: int = 0
-    """Rounds with decode rows."""
+    """Rounds with decoding requests."""
     num_rows: int = 0
-    """Decode rows of all rounds."""
+    """Decoding requests of all rounds."""
     num_draft_tokens: int = 0
     policy_ms: float = 0.0
     """CPU time of the policy; part of `decode_ms` if it is charged."""
     num_output_tokens: int = 0
-    """Tokens of decode rows; the first of every text comes from its prompt."""
+    """Tokens of decoding; the first token of every text comes from its prompt."""
     decode_ms: float = 0.0
     prompt_ms: float = 0.0
     num_probe_rounds: int = 0
     probe_ms: float = 0.0
-    """Rounds run to learn, whole."""
+    """Time of probe rounds."""
     rounds_by_shape: Counter[DraftShape] = field(default_factory=Counter)
     switches: Counter[Reason] = field(default_factory=Counter)
 
     @property
     def tokens_per_ms(self) -> float:
-        """Speed of decoding."""
+        """Return the decode speed."""
         return self.num_output_tokens / self.decode_ms
 
     @property
     def accept_length(self) -> float:
-        """Tokens per decode row and round."""
+        """Return tokens per decoding request and round."""
         return self.num_output_tokens / self.num_rows if self.num_rows else 1.0
 
     @property
     def probe_share(self) -> float:
-        """Share of the decoding time that rounds run to learn took."""
+        """Return the share of probe rounds in the decode time."""
         return self.probe_ms / self.decode_ms
 
     def count(self, record: StepRecord, decode_ms: float) -> None:
-        """Adds one round with decode rows."""
+        """Add a round with decoding requests."""
         self.num_rounds += 1
         self.num_rows += record.batch_size
         self.num_draft_tokens += record.num_draft_tokens
@@ -149,18 +146,18 @@ class _Row:
     of_trees: Mapping[DraftShape, Sequence[int]]
     sampled: bool
     length: int
-    """Tokens so far, the prompt's included."""
+    """Tokens so far, with the prompt."""
     remaining: int
     """Tokens to go."""
     shares: Sequence[Sequence[float]] = ()
-    """Of the drafts in a round from each entry on."""
+    """Shares of the drafts, by entry of the trace."""
     at: int = 0
-    """Which entry of its trace the next round meets."""
+    """Entry of the trace at which the next round starts."""
     num_draft_computed: int = 0
     num_prompt: int = 0
 
-    def kept(self, shape: DraftShape) -> int:
-        """Return the drafts that would be kept here, of a chain or of a tree."""
+    def accepted(self, shape: DraftShape) -> int:
+        """Return the drafts of a chain or tree that are accepted here."""
         counts = self.num_correct_drafts if shape.is_chain else self.of_trees[shape]
         return counts[self.at]
 
@@ -169,19 +166,19 @@ _Entry = TypeVar("_Entry")
 
 
 def _from(start: int, counts: Sequence[_Entry]) -> Sequence[_Entry]:
-    """The same in a circle, from another place."""
+    """Return the entries rotated to begin at `start`."""
     return [*counts[start:], *counts[:start]]
 
 
 class Simulator:
     """Runs phases one after the other with one policy, which learns throughout, as in a server.
 
-    traces: recorded at least as deep as any tier, and as long as any phase's requests.
+    traces: recorded at least as deep as the policy drafts and as long as the requests.
     max_num_batched_tokens: tokens a round computes at most, prompts and drafts together; drafts
         give way to prompts, which are never cut.
     charge_thinking: the policy's CPU time counts as time of the round.
     mixes_prompts: prompts share the rounds of other requests, and count in their time.
-    on_round: told of every round with decode rows, after the policy.
+    on_round: called after every round with decoding requests.
 
     Raises:
         ValueError: the policy may draft deeper than was recorded.
@@ -213,10 +210,10 @@ class Simulator:
         self._shape: DraftShape | None = None
 
     def run(self, phase: Phase) -> PhaseReport:
-        """One phase, from its first prompt to its last token.
+        """Run a phase from its first prompt to its last token.
 
         Raises:
-            ValueError: a kind of text that was not recorded, or not at this length.
+            ValueError: a kind of text was not recorded, or not at this length.
         """
         report = PhaseReport(phase)
         requests = self._requests(phase)
@@ -231,7 +228,7 @@ class Simulator:
                 report.prompt_ms += self.costs(shape).step_ms
             if rows:
                 rows = self._round(rows, entering, report)
-            for row in entering:  # the prompt's round draws the first token
+            for row in entering:  # the first token comes from the prompt
                 row.length += 1
                 row.remaining -= 1
             rows += [row for row in entering if row.remaining]
@@ -246,7 +243,7 @@ class Simulator:
             if num_tokens > trace.max_tokens:
                 fix = f"the traces hold {trace.max_tokens}; ask for less or record longer ones"
                 raise ValueError(f"num_tokens={num_tokens}: {fix}")
-            # Traces that come a second time start elsewhere, or their rows would run in step.
+            # A repeated trace starts elsewhere, so that equal requests do not run in step.
             start = 37 * lap % len(trace.num_correct_drafts)
             trees = zip(self.traces.trees, trace.of_trees, strict=True)
             yield _Row(
@@ -261,7 +258,7 @@ class Simulator:
             )
 
     def _round(self, rows: list[_Row], entering: list[_Row], report: PhaseReport) -> list[_Row]:
-        """One round with decode rows; those that go on."""
+        """Run a round; return the requests that continue."""
         batch = self._batch(rows, entering)
         started = thread_time()
         steps = self.policy.choose(batch)
@@ -278,8 +275,8 @@ class Simulator:
                 shares, np.array(drafted), kinds, steps.calibration, steps.budget
             ).tolist()
             num_admitted = sum(row_steps)
-        kept = [
-            min(num_steps, row.kept(steps.shape))
+        accepted = [
+            min(num_steps, row.accepted(steps.shape))
             for num_steps, row in zip(row_steps, rows, strict=True)
         ]
         shape = RoundShape(
@@ -294,19 +291,34 @@ class Simulator:
         )
         if self.mixes_prompts:
             shape = shape._replace(num_prefill_tokens=sum([row.length for row in entering]))
-        times = self.costs(shape)
         sampled = [row.sampled for row in rows]
-        live = self._commit(rows, kept)
-        record = StepRecord(
+        live = self._commit(rows, accepted)
+        record = replace(
+            self._record(shape, live),
             shape=steps.shape,
             request_ids=tuple([batch.request_ids[i] for i in live]),
             row_steps=tuple([row_steps[i] for i in live]),
-            row_correct_drafts=tuple([kept[i] for i in live]),
+            row_correct_drafts=tuple([accepted[i] for i in live]),
             row_drafted=() if num_admitted is None else tuple([drafted[i] for i in live]),
             draft_shares=None if shares is None else shares[live].astype(np.float32),
             budget=None if num_admitted is None else steps.budget,
             is_sampled=tuple([sampled[i] for i in live]),
-            accept_lengths=tuple([count + 1 for count in kept]),
+            accept_lengths=tuple([count + 1 for count in accepted]),
+            notes=steps.notes,
+        )
+        started = thread_time()
+        self.policy.observe(record)
+        policy_ms += 1e3 * (thread_time() - started)
+        report.policy_ms += policy_ms
+        report.count(record, record.step_ms + policy_ms * self.charge_thinking)
+        if self._on_round is not None:
+            self._on_round(batch, steps, record)
+        return [rows[i] for i in live]
+
+    def _record(self, shape: RoundShape, live: list[int]) -> StepRecord:
+        """Return the sums and times of a round, of which the requests `live` continue."""
+        return StepRecord(
+            shape=shape.draft,
             num_draft_tokens=shape.num_rows - shape.batch_size,
             num_tokens=shape.num_tokens,
             num_sampled=shape.num_sampled,
@@ -314,20 +326,11 @@ class Simulator:
             deepest=shape.num_steps,
             num_catch_up=shape.num_catch_up,
             num_prefill_tokens=shape.num_prefill_tokens,
-            num_ended=len(rows) - len(live),
+            num_ended=shape.batch_size - len(live),
             num_ended_prompt_rows=sum([ended.num_prompt for ended in self._ended]),
             num_ended_tokens=sum([ended.length - ended.num_prompt for ended in self._ended]),
-            times=times,
-            notes=steps.notes,
+            times=self.costs(shape),
         )
-        started = thread_time()
-        self.policy.observe(record)
-        policy_ms += 1e3 * (thread_time() - started)
-        report.policy_ms += policy_ms
-        report.count(record, times.step_ms + policy_ms * self.charge_thinking)
-        if self._on_round is not None:
-            self._on_round(batch, steps, record)
-        return [rows[i] for i in live]
 
     def _shares(self, rows: list[_Row], steps: RoundSteps) -> NDArray[np.float64] | None:
         """Return the shares of what each request drafts, [B, depth]; None if unknown."""
@@ -346,11 +349,11 @@ class Simulator:
             max_draft_tokens=max(0, budget),
         )
 
-    def _commit(self, rows: list[_Row], kept: list[int]) -> list[int]:
-        """Moves every row on; the indices of those with tokens to go."""
+    def _commit(self, rows: list[_Row], accepted: list[int]) -> list[int]:
+        """Advance every request; return the indices of those that continue."""
         live = []
         self._ended: list[_Row] = []
-        for index, (row, num_correct) in enumerate(zip(rows, kept, strict=True)):
+        for index, (row, num_correct) in enumerate(zip(rows, accepted, strict=True)):
             emitted = num_correct + 1
             row.length += emitted
             row.remaining -= emitted
@@ -364,7 +367,7 @@ class Simulator:
 
 
 def _row_steps(steps: RoundSteps, batch: DecodeBatch) -> list[int]:
-    """Drafts per row, as the scheduler grants them: never more than usable; shares when scarce."""
+    """Return drafts per request as the scheduler grants them, with equal shares if scarce."""
     wanted = [steps.shape.depth] * batch.size if steps.row_steps is None else steps.row_steps
     usable = [
         want if want < most else most for want, most in zip(wanted, batch.max_steps, strict=True)
@@ -400,7 +403,7 @@ def admitted(
 
 
 def _drafting(row_steps: list[int]) -> tuple[int, ...]:
-    """How many rows draft at least 1, 2, ... steps."""
+    """Return how many requests draft at least 1, 2, ... steps."""
     by_steps = Counter(row_steps)
     rows, counts = 0, []
     for depth in range(max(by_steps), 0, -1):
@@ -410,82 +413,10 @@ def _drafting(row_steps: list[int]) -> tuple[int, ...]:
 
 
 def _catch_up(rows: list[_Row], row_steps: list[int]) -> int:
-    """Makes up the missing draft entries of the rows that draft; how many there were."""
+    """Compute the missing draft KV of the requests that draft; return the number of entries."""
     total = 0
     for row, num_steps in zip(rows, row_steps, strict=True):
         if num_steps:
             total += row.length - 1 - row.num_draft_computed
             row.num_draft_computed = row.length - 1
     return total
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """Policies and fixed depths over the same phases."""
-
-    reports: Mapping[str, Sequence[PhaseReport]]
-    """By arm, phase by phase; fixed depths are called `K=n`, off is `K=0`, trees by their shape."""
-    statics: tuple[str, ...]
-
-    @property
-    def rates(self) -> dict[str, list[float]]:
-        """Tokens per ms of every arm, phase by phase."""
-        return {arm: [r.tokens_per_ms for r in reports] for arm, reports in self.reports.items()}
-
-    @property
-    def best(self) -> list[str]:
-        """The fastest fixed depth of every phase."""
-        return best_arms(self.rates, self.statics)
-
-    def phase_regrets(self, arm: str) -> list[float]:
-        """See `regret.phase_regrets`."""
-        regrets = phase_regrets(self.rates, arm, self.best)
-        return [regret for regret in regrets if regret is not None]
-
-    def regret(self, arm: str) -> float:
-        """Of the whole trace: see `regret.trace_regret`."""
-        tokens = [report.phase.total_tokens for report in self.reports[arm]]
-        regret = trace_regret(self.rates, arm, self.best, tokens)
-        assert regret is not None, "every arm runs every phase"
-        return regret
-
-    def worst_cell(self, arm: str) -> float:
-        """The arm's smallest speed relative to off in any phase."""
-        ratios = relative_rates(self.rates, arm, "K=0")
-        return min(ratio for ratio in ratios if ratio is not None)
-
-    def __str__(self) -> str:
-        """Tokens per ms phase by phase, then what every arm lost."""
-        arms = list(self.reports)
-        phases = [report.phase.name for report in self.reports[arms[0]]]
-        rates = [self.rates[arm] for arm in arms]
-        rows: list[list[object]] = [
-            [name, *(f"{rate[i]:.3f}" for rate in rates)] for i, name in enumerate(phases)
-        ]
-        rows.append(["regret", *(f"{self.regret(arm):.1%}" for arm in arms)])
-        rows.append(["worst / off", *(f"{self.worst_cell(arm):.3f}" for arm in arms)])
-        probes = [[report.probe_share for report in self.reports[arm]] for arm in arms]
-        rows.append(["most probing", *(f"{max(shares):.1%}" for shares in probes)])
-        switches = [sum(r.switches.total() for r in self.reports[arm]) for arm in arms]
-        rows.append(["switches", *switches])
-        return table(["tokens/ms", *arms], rows)
-
-
-def compare(
-    policies: Mapping[str, StepPolicy],
-    phases: Sequence[Phase],
-    traces: TraceSet,
-    costs: RoundCosts,
-    static_steps: Sequence[int] = (0, 1, 2, 3, 5, 7),
-) -> Comparison:
-    """Every policy, every fixed depth and every recorded tree over all phases in order.
-
-    static_steps: 0 must be among them.
-    """
-    statics = {f"K={steps}": StaticPolicy(DraftShape.chain(steps)) for steps in static_steps}
-    statics |= {str(tree): StaticPolicy(tree) for tree in traces.trees}
-    reports = {}
-    for arm, policy in {**statics, **policies}.items():
-        simulator = Simulator(policy, traces, costs)
-        reports[arm] = [simulator.run(phase) for phase in phases]
-    return Comparison(reports, tuple(statics))

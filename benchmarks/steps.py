@@ -2,9 +2,9 @@
 
     python benchmarks/steps.py --config 8b/expanded.yaml --acceptance 0.69 --json steps.jsonl
 
-Depths take turns within the same texts. Every row is printed, and added to the file of --json as
-one line, as soon as it is measured. It uses public calls alone, so that it also runs on other
-commits: PYTHONPATH=OTHER_CHECKOUT python benchmarks/steps.py ...
+Depths take turns within the same texts. Every row is printed, and appended to the file of --json,
+as soon as it is measured. It uses only public calls, so it also runs on other commits:
+PYTHONPATH=OTHER_CHECKOUT python benchmarks/steps.py ...
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TURN, NOT_COUNTED = 12, 4
 
 
 def main() -> None:
-    """Time all cells."""
+    """Time all depths, batch sizes and contexts."""
     args = _arguments()
     contexts = [(context, args.batch_sizes) for context in args.contexts] + [
         (int(context), [int(size) for size in sizes.split(",")])
@@ -71,7 +71,7 @@ def first_token(llm: LLM, num_tokens: int, repeats: int) -> dict[str, Any]:
 def steps(
     llm: LLM, depths: list[int], batch_size: int, context: int, turns: int
 ) -> list[dict[str, Any]]:
-    """Return a row for each depth: the median time of a step, and its tenths."""
+    """Return a row for each depth: median, 10th and 90th percentile of the step time."""
     engine, chance = llm.engine, random.Random(batch_size)
     num_tokens = turns * TURN * (max(depths) + 1)
     params = SamplingParams(max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
@@ -120,17 +120,20 @@ def _arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     several = {"type": int, "nargs": "+"}
-    parser.add_argument("--config", default="configs/tiny.yaml")
-    parser.add_argument("--depths", **several, default=[0, 3])
-    parser.add_argument("--batch-sizes", **several, default=[1, 8, 32, 64, 128])
-    parser.add_argument("--contexts", **several, default=[256])
-    cells = "more contexts with batch sizes of their own, e.g. 15000:1,4,8"
+    parser.add_argument("--config", default="configs/tiny.yaml", help="configuration (YAML)")
+    parser.add_argument("--depths", **several, default=[0, 3], help="draft steps; 0: off")
+    sizes = [1, 8, 32, 64, 128]
+    parser.add_argument("--batch-sizes", **several, default=sizes, help="requests")
+    parser.add_argument("--contexts", **several, default=[256], help="context tokens")
+    cells = "more contexts, each with its batch sizes, e.g. 15000:1,4,8"
     parser.add_argument("--cells", nargs="*", default=[], help=cells)
-    parser.add_argument("--turns", type=int, default=12, help="of 12 steps each")
+    parser.add_argument("--turns", type=int, default=12, help="turns of 12 steps")
     parser.add_argument("--first-token", type=int, default=0, help="tokens of a prompt to time")
-    parser.add_argument("--acceptance", type=float, nargs="+", default=[0.69], help="forced")
-    parser.add_argument("--page-size", type=int, default=16)
-    parser.add_argument("--json", type=Path, help="add every row to this file, a line each")
+    parser.add_argument(
+        "--acceptance", type=float, nargs="+", default=[0.69], help="forced chances"
+    )
+    parser.add_argument("--page-size", type=int, default=16, help="tokens per page")
+    parser.add_argument("--json", type=Path, help="file to append every row to (JSON lines)")
     return parser.parse_args()
 
 

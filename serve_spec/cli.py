@@ -1,4 +1,4 @@
-"""`serve-spec COMMAND ...`: one word, one room. A room loads only when it is asked for."""
+"""`serve-spec COMMAND ...`. The code of a command loads when that command runs."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _COMMANDS = {
     "serve": "start Ray Serve with a model and print how to call it",
     "generate": "complete prompts from the command line",
     "train": "train a tokenizer, a target and its drafts from a corpus on this machine",
-    "expand": "a small pair in a published model's shape: its texts at that model's cost",
-    "tune": "measure a pair: its cost table, steps and trees per batch size, a report",
-    "breakeven": "should I speculate: throughput equation, from numbers or a cost table",
-    "bench": "run adaptive, offline, online, trace",
-    "check-config": "a configuration as resolved, or a draft as recognised; else what is wrong",
+    "expand": "write a small pair in the shape of a published model, at that model's cost",
+    "tune": "measure a pair: cost table, depths and trees per batch size, report",
+    "breakeven": "compute from which accept rate on speculation pays",
+    "bench": "run adaptive, offline, online, trace, tune, breakeven",
+    "check-config": "print a configuration as resolved, or what is wrong with it",
 }
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Runs one command; the process exit status."""
+    """Run one command; return the process exit status."""
     args = sys.argv[1:] if argv is None else argv
     if not args or args[0] in ("-h", "--help"):
         print(_usage())
@@ -47,12 +47,13 @@ def _load(command: str) -> Callable[[list[str]], int]:
         from serve_spec.training.command import main as run
     elif command == "expand":
         from serve_spec.models.upscale_command import main as run
-    elif command == "tune":
-        from serve_spec.bench.tune.command import main as run
-    elif command == "breakeven":
-        from serve_spec.bench.breakeven.command import main as run
     elif command == "bench":
         from serve_spec.bench.command import main as run
+    elif command in ("tune", "breakeven"):
+        from serve_spec.bench.command import main as bench
+
+        def run(argv: list[str]) -> int:
+            return bench([command, *argv], "serve-spec")
     else:
         run = _check_config
     return run
@@ -62,7 +63,7 @@ def _check_config(argv: list[str]) -> int:
     from serve_spec.config.command import main
 
     def describe_draft(draft: Path, config: ServeSpecConfig | None) -> str:
-        # What knows tensors loads only when a draft is to be explained.
+        # This loads torch.
         from serve_spec.models.draft_report import describe_draft as describe
 
         return describe(draft, config)

@@ -1,24 +1,276 @@
-"""`serve-spec bench NAME`: one measurement."""
+"""`serve-spec bench NAME`: the flags of every benchmark. Code that measures loads after parsing."""
 
 from __future__ import annotations
 
-import sys
+import argparse
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
 
-from serve_spec.bench import offline, trace
-from serve_spec.bench.adaptive import command as adaptive
-from serve_spec.bench.online import command as online
+from serve_spec.bench.arguments import (
+    HelpFormatter,
+    add_comparison,
+    add_configuration,
+    add_outputs,
+    at_least,
+    positive,
+    rate_range,
+    tree_size,
+)
+from serve_spec.bench.variants import ADAPTIVE_VARIANTS
+from serve_spec.bench.workload import (
+    CLASSES,
+    HELD_OUT_PACKAGES,
+    OUTPUT_TOKENS,
+    STEADY_TOKENS,
+)
 
-_BENCHES = {
-    "adaptive": adaptive.main,
-    "offline": offline.main,
-    "online": online.main,
-    "trace": trace.main,
+_COUNT = at_least(1)
+
+
+class Benchmark(NamedTuple):
+    """A command: its flags, and the module whose `run` takes them."""
+
+    summary: str
+    add_flags: Callable[[argparse.ArgumentParser], None]
+    module: str
+    about: str = ""
+
+
+def main(argv: list[str], prog: str = "serve-spec bench") -> int:
+    """Run one benchmark; return the process exit status.
+
+    Raises:
+        ConfigError: the configuration or an argument is invalid.
+    """
+    parser = argparse.ArgumentParser(prog=prog, description="Measure a pair on this machine.")
+    commands = parser.add_subparsers(dest="bench", metavar="BENCHMARK", required=True)
+    for name, benchmark in BENCHMARKS.items():
+        about = f"{benchmark.summary[0].upper()}{benchmark.summary[1:]}.\n\n{benchmark.about}"
+        command = commands.add_parser(
+            name, help=benchmark.summary, description=about, formatter_class=HelpFormatter
+        )
+        benchmark.add_flags(command)
+    args = parser.parse_args(argv)
+    return int(import_module(BENCHMARKS[args.bench].module).run(args))
+
+
+# fmt: off
+def _adaptive(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_configuration(parser)
+    add("--batch-sizes", type=_COUNT, nargs="+", metavar="N", help="requests of each phase, in "
+        "order (default: 1 4 16 64 16 4 1 on a CPU, 1 8 32 64 128 256 and back on a GPU)")
+    add("--classes", nargs="+", choices=CLASSES, default=list(CLASSES), help="classes of text")
+    add("--temperatures", type=float, nargs="+", metavar="T",
+        help="temperatures of every class (default: those of the class)")
+    add("--cells", "--steady-batches", action="store_true", help="steady-state batches instead of "
+        "phases: requests start together, every measurement has a fresh policy, and only steps "
+        "without prompt tokens count")
+    add("--seconds-per-phase", type=positive, default=5.0, metavar="S",
+        help="seconds of plain decoding per phase")
+    add("--prompt-tokens", type=_COUNT, default=64, metavar="N", help="tokens per prompt")
+    add("--output-tokens", type=_COUNT, metavar="N", help="mean output tokens per request "
+        f"(default: {OUTPUT_TOKENS}; {STEADY_TOKENS} with --cells)")
+    add("--num-steps", type=at_least(0), nargs="+", default=[1, 2, 3, 5, 7], metavar="K",
+        help="fixed depths to compare with, besides off")
+    add("--variants", "--arms", nargs="*", choices=ADAPTIVE_VARIANTS, metavar="NAME",
+        default=["ema", "goodput"], help=f"adaptive policies: {', '.join(ADAPTIVE_VARIANTS)}")
+    add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every phase")
+    add("--trial-ms", "--turn-ms", type=positive, metavar="MS", help="length of a trial in ms of "
+        "plain decoding (default: 100 on a CPU, 400 on a GPU)")
+    add_comparison(parser)
+    add_outputs(parser)
+    add("--from-json", type=Path, metavar="FILE",
+        help="file whose last run is shown, without running anything")
+
+
+def _offline(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_configuration(parser)
+    add("--num-steps", type=at_least(0), nargs="+", default=[1, 3, 7], metavar="K",
+        help="fixed depths to compare with, besides off")
+    add("--temperatures", type=float, nargs="+", default=[0.0, 0.7, 1.0], metavar="T",
+        help="sampling temperatures")
+    add("--batch-sizes", type=_COUNT, nargs="+", default=[1], metavar="N",
+        help="requests that start together")
+    add("--num-prompts", type=_COUNT, default=8, metavar="N",
+        help="prompts per run, at least one batch")
+    add("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="tokens per prompt")
+    add("--output-tokens", type=_COUNT, default=128, metavar="N", help="output tokens per request")
+    add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every variant")
+    add("--packages", nargs="+", default=list(HELD_OUT_PACKAGES), metavar="NAME",
+        help="installed packages whose source files are the prompts")
+    add_comparison(parser)
+    add_outputs(parser)
+
+
+def _online(parser: argparse.ArgumentParser) -> None:
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--url", help="base URL of a running server")
+    source.add_argument("--deploy", metavar="FILE", help="Serve file or configuration to start")
+    source.add_argument("--from-json", type=Path, metavar="FILE",
+        help="file whose last run is shown, without running anything")
+    _online_server(parser.add_argument_group("server and clients"))
+    _online_loads(parser.add_argument_group("loads (default: --closed 1 8)"))
+    _online_requests(parser.add_argument_group("requests"))
+    _online_report(parser.add_argument_group("report"))
+
+
+def _online_server(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--port", type=_COUNT, help="HTTP port of the server that --deploy starts")
+    add("--variants", "--arms", nargs="+", default=[], metavar="KEY=VALUE[,KEY=VALUE...]",
+        help="settings of --deploy to compare, a server each, such as num_replicas=1 "
+        "num_replicas=2,routing_policy=balanced")
+    add("--clients", type=_COUNT, default=1, metavar="N", help="processes that share a load")
+    add("--client-cores", type=at_least(0), default=0, metavar="N",
+        help="last cores, reserved for clients; the server of --deploy gets the others")
+    add("--model", help="model name in requests (default: none is sent)")
+
+
+def _online_loads(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--closed", type=_COUNT, nargs="+", default=[], metavar="STREAMS",
+        help="closed loops: streams with one request at a time each")
+    add("--per-replica", action="store_true", help="STREAMS of --closed for each replica")
+    add("--poisson", type=positive, nargs="+", default=[], metavar="RATE",
+        help="requests per second with exponential gaps")
+    add("--bursty", type=positive, nargs="+", default=[], metavar="RATE",
+        help="requests per second in bursts")
+    add("--burst-size", type=_COUNT, default=8, metavar="N", help="requests per burst")
+    add("--ramp", type=rate_range, nargs="+", default=[], metavar="FROM:TO",
+        help="requests per second that rise or fall linearly")
+    add("--num-requests", type=_COUNT, default=32, metavar="N", help="requests per load")
+    add("--requests-per-stream", type=_COUNT, default=1, metavar="N",
+        help="least requests per stream of closed loops")
+    add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every load")
+    add("--warm-up", type=at_least(0), default=16, metavar="N", help="requests before measuring")
+    add("--seed", type=int, default=0, help="seed of schedules, prompts and texts")
+
+
+def _online_requests(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--prompt-chars", type=_COUNT, default=400, metavar="N", help="characters per prompt")
+    add("--output-tokens", type=_COUNT, default=64, metavar="N", help="output tokens per request")
+    add("--temperature", type=float, default=0.0, metavar="T", help="sampling temperature")
+    add("--mixed", action="store_true",
+        help="every other prompt hard to draft: shuffled words, T = 1")
+    add("--packages", nargs="+", default=list(HELD_OUT_PACKAGES), metavar="NAME",
+        help="installed packages whose source files are the prompts")
+    add("--timeout-s", type=positive, default=600.0, metavar="S", help="seconds per request")
+
+
+def _online_report(group: argparse._ArgumentGroup) -> None:
+    add = group.add_argument
+    add("--slo-ttft-ms", type=positive, metavar="MS",
+        help="goodput limit of the time to first token, in ms")
+    add("--slo-tpot-ms", type=positive, metavar="MS",
+        help="goodput limit of the time per output token, in ms")
+    add("--poll-s", type=positive, default=0.5, metavar="S",
+        help="seconds between reads of /server_info")
+    add("--compare-offline", metavar="CONFIG",
+        help="configuration of an engine without HTTP, to compare with")
+    add("--set", nargs="+", default=[], metavar="KEY=VALUE",
+        help="override of a key of --compare-offline")
+    add_comparison(group)
+    add_outputs(group)
+
+
+def _trace(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add_configuration(parser)
+    add("--num-steps", type=_COUNT, default=7, metavar="K", help="depth to record")
+    add("--trees", type=tree_size, nargs="*", default=[], metavar="LEVELSxDRAFTS",
+        help="trees to record besides, the root not counted")
+    add("--topk", type=_COUNT, default=4, metavar="N", help="children of a token in trees")
+    add("--num-requests", type=_COUNT, default=12, metavar="N", help="requests per kind of text")
+    add("--num-tokens", type=_COUNT, default=96, metavar="N", help="tokens per text")
+    add("--prompt-tokens", type=_COUNT, default=64, metavar="N", help="tokens per prompt")
+    add("--json", type=Path, metavar="FILE", required=True, help="file to write the traces to")
+
+
+def _tune(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("config", metavar="CONFIG", help="configuration (YAML) of the pair")
+    add("--output-dir", type=Path, required=True, metavar="DIR", help="folder of the results")
+    add_configuration(parser, config=False)
+    add("--batch-sizes", type=_COUNT, nargs="+", default=[1, 2, 4, 8, 16, 32, 64], metavar="N",
+        help="requests that decode together")
+    add("--num-steps", type=at_least(0), nargs="+", default=[0, 1, 2, 3, 5, 7], metavar="K",
+        help="depths; 0 is always measured")
+    add("--trees", type=tree_size, nargs="+", metavar="LEVELSxDRAFTS", help="trees, the root not "
+        "counted, if speculative_eagle_topk is above 1 (default: those a policy may draft)")
+    add("--num-prompts", type=_COUNT, default=8, metavar="N", help="prompts, in whole batches")
+    add("--prompt-tokens", type=_COUNT, default=128, metavar="N", help="tokens per prompt")
+    add("--output-tokens", type=_COUNT, default=128, metavar="N", help="output tokens per request")
+    add("--repetitions", type=_COUNT, default=3, metavar="N", help="runs of every measurement")
+    add("--fresh", action="store_true", help="measure again what DIR already holds")
+
+
+def _breakeven(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--accept-rate", type=float, nargs="+", required=True, metavar="RATE",
+        help="chance that a draft is accepted if those before it were, 0 to 1")
+    given = parser.add_argument_group("given times").add_argument
+    given("--draft-ms", type=float, metavar="MS", help="ms of a draft step of the batch")
+    given("--target-ms", type=float, metavar="MS", help="ms of a step without drafts")
+    given("--verify-ms-per-row", type=float, metavar="MS",
+        help="ms that each drafted token adds to verification (default: 0)")
+    given("--batch-size", type=int, metavar="N", help="requests of the batch (default: 1)")
+    measured = parser.add_argument_group("measured times").add_argument
+    measured("--cost-table", type=Path, metavar="FILE", help="cost table that `tune` wrote")
+    measured("--context", type=int, metavar="N",
+        help="context tokens per request (default: the shortest of the table)")
+    measured("--sampled", action="store_true", help="requests with a temperature above 0")
+    add("--max-steps", type=int, metavar="K", help="deepest K (default: 8, or the table's)")
+    add_outputs(parser)
+
+# fmt: on
+
+
+BENCHMARKS = {
+    "adaptive": Benchmark(
+        "adaptive policies against off and every fixed depth, by load and text",
+        _adaptive,
+        "serve_spec.bench.adaptive",
+        "In every phase each variant runs a closed loop of the same requests in short trials that\n"
+        "take turns. A policy keeps what it learned through all phases, as in a server.",
+    ),
+    "offline": Benchmark(
+        "off, fixed depths and the configured policy on held-out prompts",
+        _offline,
+        "serve_spec.bench.offline",
+    ),
+    "online": Benchmark(
+        "load over HTTP, on a running server or on one that is started",
+        _online,
+        "serve_spec.bench.online.command",
+        "  serve-spec bench online --deploy deploy/tiny.yaml --closed 1 8 --poisson 4\n"
+        "  serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --slo-ttft-ms 200\n\n"
+        "Every load has the same requests. The API key is $SERVE_SPEC_API_KEY.",
+    ),
+    "trace": Benchmark(
+        "accepted drafts at every position of texts, for the simulator",
+        _trace,
+        "serve_spec.bench.trace",
+    ),
+    "tune": Benchmark(
+        "measurement of a pair: cost table, depths and trees per batch size, report",
+        _tune,
+        "serve_spec.bench.tune",
+        "DIR receives\n"
+        "  adaptive.json    depths and trees by batch size: speculative_adaptive_config\n"
+        "  cost_table.json  cost of steps on this machine: speculative_cost_table\n"
+        "  report.md        tables of all measurements; tune.png (needs matplotlib), tune.json\n"
+        "  cells.jsonl      finished measurements, from which an interrupted run continues",
+    ),
+    "breakeven": Benchmark(
+        "throughput equation: from which accept rate on does speculation pay",
+        _breakeven,
+        "serve_spec.bench.breakeven",
+        "  serve-spec breakeven --accept-rate 0.7 --draft-ms 1.2 --target-ms 10\n"
+        "  serve-spec breakeven --accept-rate 0.5 0.7 0.9 --cost-table DIR/cost_table.json",
+    ),
 }
-
-
-def main(argv: list[str]) -> int:
-    """Runs one benchmark; the process exit status."""
-    if not argv or argv[0] not in _BENCHES:
-        print(f"usage: serve-spec bench {{{','.join(_BENCHES)}}} [ARGUMENTS]", file=sys.stderr)
-        return 2
-    return _BENCHES[argv[0]](argv[1:])

@@ -1,7 +1,12 @@
-"""Tables, the machine line, plots: what every benchmark shares."""
+"""Records of a run as JSON lines, tables for the terminal, and where a figure was measured.
+
+A file of records holds runs one after the other. Each begins with a record of section `run`; every
+measurement is appended as soon as it is made, so a run that is cut off keeps what it measured.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib.metadata
 import json
 import os
@@ -10,19 +15,22 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.core.machine import cpu_model
 
+Record: TypeAlias = Mapping[str, Any]
+
+OUTPUTS = ("json", "plot", "from_json")
+"""Arguments that decide no figure."""
+_OLD_KEYS = {"arm": "variant", "arms": "variants", "turn": "trial"}
+_OLD_SECTIONS = {"turn": "trial"}
+
 
 def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
-    """Hardware, versions and commit: what a figure is worthless without.
-
-    config: what was measured. If it forces acceptance, that is said here; `show` and `forced_note`
-        repeat it.
-    """
-    import torch  # here: what needs no model, such as `breakeven`, starts without it
+    """Return hardware, versions, commit and command; of `config`, whether it forces acceptance."""
+    import torch  # help texts and `breakeven` start without it
 
     forced = None if config is None else config.speculative.synthetic_acceptance
     cuda = torch.cuda.is_available()
@@ -39,9 +47,48 @@ def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
     }
 
 
+def run_record(
+    bench: str, args: argparse.Namespace, config: ServeSpecConfig | None, **fields: object
+) -> dict[str, Any]:
+    """Return the first record of a run."""
+    arguments = {key: value for key, value in vars(args).items() if key not in OUTPUTS}
+    where = {"environment": environment(config), "arguments": arguments}
+    return {"section": "run", "bench": bench, **where, **fields}
+
+
+def append_record(path: Path | None, record: Record) -> None:
+    """Append a record to a file of JSON lines, if there is one."""
+    if path is not None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            file.write(json.dumps(record, default=str) + "\n")
+
+
+def print_record(path: Path | None, **record: object) -> None:
+    """Print a record as a JSON line and append it to the file, if there is one."""
+    print(json.dumps(record), flush=True)
+    append_record(path, record)
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Return the records of the last run in a file; also of files that older versions wrote."""
+    text = path.read_text()
+    try:
+        whole = json.loads(text)
+    except ValueError:
+        found = [json.loads(line) for line in text.splitlines()]
+    else:
+        found = [whole]
+        if "cells" in whole:  # older files hold one object
+            cells = whole.pop("cells")
+            found = [{"section": "run", **whole}, *({"section": "measurement"} | c for c in cells)]
+    first = max(at for at, record in enumerate(found) if record["section"] == "run")
+    return [_in_new_words(record) for record in found[first:]]
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """An aligned text table; floats with two decimals."""
-    cells = [[_cell(value) for value in row] for row in rows]
+    """Return an aligned text table: floats with two decimals, None as an empty cell."""
+    cells = [list(map(_cell, row)) for row in rows]
     widths = [max(len(c), *(len(row[i]) for row in cells)) for i, c in enumerate(columns)]
     lines = [
         "  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True))
@@ -50,56 +97,34 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     return "\n".join([lines[0], "-" * len(lines[0]), *lines[1:]])
 
 
-def show(tables: str, result: Mapping[str, Any]) -> None:
-    """Prints the tables of a result, fresh or old; above them a banner where it was forced."""
-    forced = forced_acceptance(result)
+def show(tables: str, run: Record) -> None:
+    """Print the tables of a run; if its acceptance was forced, a banner above them."""
+    forced = forced_acceptance(run)
     if forced is not None:
         print(f"*** synthetic_acceptance={forced}: acceptance was forced, no text is real ***")
     print(tables)
 
 
-def forced_acceptance(result: Mapping[str, Any]) -> object:
-    """What acceptance was forced to; None where the target decided."""
-    return result["environment"].get("synthetic_acceptance")
+def forced_acceptance(run: Record) -> object:
+    """Return what acceptance was forced to; None if the target decided."""
+    return run["environment"].get("synthetic_acceptance")
 
 
-def forced_note(result: Mapping[str, Any]) -> str:
-    """The end of a picture's title; empty where acceptance was real."""
-    forced = forced_acceptance(result)
-    return "" if forced is None else f"; acceptance forced to {forced} where drafts are made"
+def plot_title(run: Record) -> str:
+    """Return the hardware, and what acceptance was forced to."""
+    forced = forced_acceptance(run)
+    note = "" if forced is None else f"; acceptance forced to {forced} where drafts are made"
+    return f"{run['environment']['gpu'] or run['environment']['cpu']}{note}"
 
 
-def emit(result: Mapping[str, Any], path: Path | None) -> None:
-    """Prints the JSON line, the last of the output, and writes it to `path` if given."""
-    save(result, path)
-    print(json.dumps(result))
-
-
-def save(result: Mapping[str, Any], path: Path | None) -> None:
-    """Writes the JSON to `path`, if given; early, too, so that a run cut short keeps something."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def write_row(path: Path | None, **row: object) -> None:
-    """Print a row as one JSON line and add it to the file, so that a cut-off run keeps its rows."""
-    print(json.dumps(row), flush=True)
-    append_row(path, row)
-
-
-def append_row(path: Path | None, row: Mapping[str, Any]) -> None:
-    """Add a row to a file of JSON lines, if given."""
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+def _in_new_words(record: Record) -> dict[str, Any]:
+    renamed = {_OLD_KEYS.get(key, key): value for key, value in record.items()}
+    return renamed | {"section": _OLD_SECTIONS.get(record["section"], record["section"])}
 
 
 def _without_outputs(argv: Sequence[str]) -> list[str]:
-    """The arguments that decide a figure: all but where it is written."""
     kept = list(argv)
-    for flag in ("--json", "--markdown", "--plot"):
+    for flag in ("--json", "--plot"):
         if flag in kept:
             at = kept.index(flag)
             del kept[at : at + 2]
@@ -107,6 +132,8 @@ def _without_outputs(argv: Sequence[str]) -> list[str]:
 
 
 def _cell(value: object) -> str:
+    if value is None:
+        return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
@@ -118,15 +145,14 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
-    """The commit of the source tree the package runs from, with `+` when it has changes.
+    """Return the commit of the source tree, with `+` if it has changes.
 
-    Where there is no repository (a container, a copy), SERVE_SPEC_COMMIT may say it.
+    Without a repository (a container, a copy), it is SERVE_SPEC_COMMIT.
     """
-    root = Path(__file__).parents[2]
     try:
         run = subprocess.run(
             ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
-            cwd=root,
+            cwd=Path(__file__).parents[2],
             capture_output=True,
             text=True,
             check=True,

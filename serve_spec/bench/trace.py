@@ -1,8 +1,8 @@
-"""`serve-spec bench trace`: how many drafts would be kept at every position of a text.
+"""`serve-spec bench trace`: record how many drafts are accepted at every position of texts.
 
-A request's text is a function of its prompt and seed, and the drafts at a position depend only on
-the text before it. So what a round would keep there is a fact of the text, whatever policy runs:
-recorded once, it replays any policy without a model (`simulator`).
+The text of a request is a function of its prompt and seed, and the drafts at a position depend only
+on the text before it. So a recorded trace replays any policy without a model
+(`benchmarks/simulator.py`).
 """
 
 from __future__ import annotations
@@ -22,55 +22,50 @@ import numpy as np
 from tqdm import tqdm
 
 from serve_spec.adaptive.calibration import DraftCalibration
-from serve_spec.bench.configuration import tree_size
-from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
+from serve_spec.bench.arguments import overrides
+from serve_spec.bench.harness import sampling_params
 from serve_spec.bench.report import table
-from serve_spec.bench.workload import held_out_prompts
+from serve_spec.bench.workload import CLASSES, TextKind, TextRequest, prompts_by_source
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.config.root import parse_override
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.plan import BatchResult, PendingBatch, ScheduledBatch
-from serve_spec.core.request import SamplingParams
 from serve_spec.engine.engine import SpecEngine
 from serve_spec.engine.llm import LLM
 
 FORMAT = 1
 LEARNED_TOGETHER = 256
-"""Positions of texts that a calibration learns from together."""
+"""Positions from which a calibration learns together."""
 
 
 @dataclass(frozen=True)
 class AcceptanceTrace:
-    """What one request's drafts are worth, position by position."""
+    """Accepted drafts of one request, position by position."""
 
     prompts: str
     temperature: float
     seed: int
     num_prompt_tokens: int
     num_correct_drafts: tuple[int, ...]
-    """Entry i: drafts kept of the most there are, in a round that starts with i + 1 tokens out.
-
-    The prompt's own round draws the first token and no round starts before it.
-    """
+    """Entry i: accepted drafts of a round of full depth that starts after i + 1 output tokens."""
     of_trees: tuple[tuple[int, ...], ...] = ()
-    """The same of every shape in `TraceSet.trees`."""
+    """The same for every shape in `TraceSet.trees`."""
     draft_shares: tuple[tuple[float, ...], ...] = ()
     """The logarithm of each draft's share in such a round (`ops.draw`); empty without a model."""
 
     @property
     def kind(self) -> TextKind:
-        """What was asked for."""
+        """Return the kind of text."""
         return TextKind(self.prompts, self.temperature)
 
     @property
     def max_tokens(self) -> int:
-        """Tokens a replay of it can emit at most."""
+        """Return the most tokens that a replay can emit."""
         return len(self.num_correct_drafts) + 1
 
 
 @dataclass(frozen=True)
 class TraceSet:
-    """Traces recorded at the same depth; rounds of fewer steps are the same traces, cut."""
+    """Traces recorded at one depth; a smaller depth is the same trace, cut."""
 
     num_steps: int
     traces: tuple[AcceptanceTrace, ...]
@@ -78,14 +73,14 @@ class TraceSet:
     """All of one topk."""
 
     def with_tree(self, tree: DraftShape, recorded: TraceSet) -> TraceSet:
-        """These and what the same requests keep of trees, recorded alone.
+        """Return these traces with those of a tree, recorded with the same requests.
 
         Raises:
-            ValueError: they are other requests.
+            ValueError: the requests differ.
         """
         pairs = list(zip(self.traces, recorded.traces, strict=True))
         if any((a.kind, a.seed, a.max_tokens) != (b.kind, b.seed, b.max_tokens) for a, b in pairs):
-            raise ValueError(f"recorded={tree}: of other requests; record all with the same ones")
+            raise ValueError(f"recorded={tree}: has other requests; record all with the same ones")
         traces = (
             replace(mine, of_trees=(*mine.of_trees, theirs.num_correct_drafts))
             for mine, theirs in pairs
@@ -93,7 +88,7 @@ class TraceSet:
         return replace(self, traces=tuple(traces), trees=(*self.trees, tree))
 
     def of(self, kind: TextKind) -> list[AcceptanceTrace]:
-        """Those of one kind, in the order they were recorded.
+        """Return the traces of one kind, in the order they were recorded.
 
         Raises:
             ValueError: there is none.
@@ -106,7 +101,7 @@ class TraceSet:
 
 
 def save_traces(traces: TraceSet, path: Path) -> None:
-    """Writes JSON: a header, and one line per trace."""
+    """Write JSON: a header, and one line per trace."""
     path.parent.mkdir(parents=True, exist_ok=True)
     lines = [json.dumps(asdict(trace), separators=(",", ":")) for trace in traces.traces]
     shapes = [[tree.depth, tree.size] for tree in traces.trees]
@@ -117,23 +112,23 @@ def save_traces(traces: TraceSet, path: Path) -> None:
 
 
 def load_traces(path: Path) -> TraceSet:
-    """Reads what `save_traces` wrote.
+    """Read a file that `save_traces` wrote.
 
     Raises:
-        ValueError: another format, a missing key, or a count that is impossible.
+        ValueError: another format, a missing key, or an impossible count.
     """
     try:
         return _parsed(json.loads(path.read_text()))
     except (KeyError, TypeError) as error:
-        fix = "record it anew with `serve-spec bench trace`"
-        raise ValueError(f"{path}: {error!r} is no acceptance trace; {fix}") from error
+        fix = "record it again with `serve-spec bench trace`"
+        raise ValueError(f"{path}: {error!r}: not an acceptance trace; {fix}") from error
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 
 def _parsed(data: Mapping[str, Any]) -> TraceSet:
     if data["format"] != FORMAT:
-        fix = f"this version reads format {FORMAT}; record it anew"
+        fix = f"this version reads format {FORMAT}; record it again"
         raise ValueError(f"format={data['format']!r}: {fix}")
     most = data["num_steps"]
     topk = data.get("topk", 1)
@@ -157,26 +152,20 @@ def _counts(name: str, counts: Sequence[int], most: int) -> tuple[int, ...]:
 
 
 def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int) -> TraceSet:
-    """Runs every request and notes what each position keeps, for texts of `num_tokens` tokens.
+    """Run every request and record each position of texts of `num_tokens` tokens.
 
-    engine: with one tier, the depth (or tree) to record. Rounds draft it whole and commit one
-    token only.
+    engine: with one depth or tree, the one to record. Rounds draft it in full and commit one token.
 
     Raises:
-        ValueError: the engine has several tiers, or drafts fell short (pages, token budget).
+        ValueError: the engine has several depths, or drafts were cut (pages, token budget).
     """
     depths = sorted({shape.depth for shape in engine.controller.shapes})
     if len(depths) != 1:
         raise ValueError(f"candidate_steps={depths}: build the engine with strategy static")
     num_steps = depths[0]
-    # Rows near their end draft less, so the text runs on for as long as that matters.
+    # Requests near their end draft less, so texts run longer than they are recorded.
     for index, request in enumerate(requests):
-        params = SamplingParams(
-            max_tokens=num_tokens + num_steps,
-            temperature=request.kind.temperature,
-            seed=request.seed,
-            ignore_eos=True,
-        )
+        params = sampling_params(request, num_tokens + num_steps)
         engine.add(engine.new_sequence(str(index), list(request.prompt), params))
     with _one_token_per_round(engine, num_steps) as rounds, tqdm(total=len(requests)) as bar:
         while engine.has_work:
@@ -205,7 +194,7 @@ def record(engine: SpecEngine, requests: Sequence[TextRequest], num_tokens: int)
 
 @dataclass(frozen=True)
 class _Finished:
-    """A `PendingBatch` that ended."""
+    """A `PendingBatch` that has ended."""
 
     outcome: BatchResult
 
@@ -215,12 +204,12 @@ class _Finished:
 
 
 _Round: TypeAlias = tuple[int, tuple[float, ...]]
-"""Drafts kept, and the share of each draft."""
+"""Accepted drafts, and the share of each draft."""
 
 
 @contextmanager
 def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[str, list[_Round]]]:
-    """Let steps commit their first token only. Yield rounds by request, in order.
+    """Let steps commit their first token only; yield rounds by request, in order.
 
     The engine must not schedule ahead.
     """
@@ -248,24 +237,22 @@ def _one_token_per_round(engine: SpecEngine, num_steps: int) -> Iterator[dict[st
         worker.submit = submit  # type: ignore[method-assign]
 
 
-def main(argv: list[str]) -> int:
-    """Records every kind of text the phases use; prints a table."""
-    args = _parser().parse_args(argv)
-    overrides = dict(parse_override(pair) for pair in args.set)
-    if args.device is not None:
-        overrides["device"] = args.device
-    _refuse_forced(ServeSpecConfig.load(args.config, **overrides))
+def run(args: argparse.Namespace) -> int:
+    """Record every kind of text that `CLASSES` has; print a table."""
+    given = overrides(args)
+    forced = ServeSpecConfig.load(args.config, **given).speculative.synthetic_acceptance
+    if forced is not None:
+        fix = "a trace needs real texts; leave the key out"
+        raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")
     fixed = {
         "speculative_adaptive": False,
         "max_num_batched_tokens": 4096,
-        "prefix_caching": False,
         "async_scheduling": False,
     }
-    llm = LLM(args.config, **{**fixed, "speculative_num_steps": args.num_steps, **overrides})
-    code = held_out_prompts(
+    llm = LLM(args.config, **{**fixed, "speculative_num_steps": args.num_steps, **given})
+    prompts = prompts_by_source(
         llm.engine.tokenizer.encode, count=args.num_requests, num_tokens=args.prompt_tokens
     )
-    prompts = {"code": code, "shuffled": shuffled(code)}
     kinds = dict.fromkeys(kind for kinds in CLASSES.values() for kind in kinds)
     requests = [
         TextRequest(kind, prompt, seed)
@@ -281,43 +268,18 @@ def main(argv: list[str]) -> int:
             "speculative_eagle_topk": args.topk,
         }
         llm.shutdown()
-        llm = LLM(args.config, **{**fixed, **shape, **overrides})
+        llm = LLM(args.config, **{**fixed, **shape, **given})
         traces = traces.with_tree(tree, record(llm.engine, requests, args.num_tokens))
     save_traces(traces, args.json)
     print(_table(traces))
     return 0
 
 
-def _refuse_forced(config: ServeSpecConfig) -> None:
-    forced = config.speculative.synthetic_acceptance
-    if forced is not None:
-        fix = "a trace is what drafts are worth on real texts; leave the key out"
-        raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="serve-spec bench trace", description=__doc__)
-    parser.add_argument("--config", default="configs/tiny.yaml")
-    parser.add_argument("--device", help="overrides the configuration")
-    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="other keys")
-    parser.add_argument("--num-steps", type=int, default=7, help="the depth to record")
-    parser.add_argument(
-        "--trees", type=tree_size, nargs="*", default=[], metavar="LEVELSxDRAFTS",
-        help="trees to record beside it, the root not counted",
-    )  # fmt: skip
-    parser.add_argument("--topk", type=int, default=4, help="children of a drafted token in trees")
-    parser.add_argument("--num-requests", type=int, default=12, help="of each kind of text")
-    parser.add_argument("--num-tokens", type=int, default=96)
-    parser.add_argument("--prompt-tokens", type=int, default=64)
-    parser.add_argument("--json", type=Path, required=True, help="where the traces go")
-    return parser
-
-
 def _table(traces: TraceSet) -> str:
     rows = []
     for kind in dict.fromkeys(trace.kind for trace in traces.traces):
         counts = [n for trace in traces.of(kind) for n in trace.num_correct_drafts]
-        # Survival: how often at least k of the drafts of a position are kept.
+        # Survival: share of positions with at least k accepted drafts.
         survival = [
             sum(n >= k for n in counts) / len(counts) for k in range(1, traces.num_steps + 1)
         ]
@@ -332,17 +294,17 @@ def _table(traces: TraceSet) -> str:
             ]
         )
     depths = [f"≥ {k}" for k in range(1, traces.num_steps + 1)]
-    trees = [f"kept of {tree}" for tree in traces.trees]
+    trees = [f"accepted of {tree}" for tree in traces.trees]
     confidence = confidence_of(traces.traces)
     return table(["prompts", "T", "positions", *depths, *confidence, *trees], rows)
 
 
 def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
-    """Return how well shares tell which drafts are kept, of those that were reached.
+    """Return how well shares predict acceptance, of the drafts that were reached.
 
-    `AUC`: chance that a kept draft has a larger share than a rejected one. `error`: mean difference
-    between the calibrated chance, noted before its outcome is learned from, and what was kept, over
-    ten bins of equally many drafts of each position. Empty without shares.
+    `AUC`: chance that an accepted draft has a larger share than a rejected one. `error`: mean
+    difference between the calibrated chance, taken before its outcome is learned, and acceptance,
+    over ten equal bins of each position. Empty without shares.
     """
     rows = [
         (at, index, trace.temperature > 0, kept, shares)
@@ -353,7 +315,7 @@ def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
     ]
     if not rows:
         return {}
-    # As if all texts were written side by side.
+    # In order of position, as if all texts ran in one batch.
     columns = list(zip(*sorted(rows), strict=True))
     kinds, correct, shares = (np.array(columns[i], t) for i, t in ((2, int), (3, int), (4, float)))
     width = shares.shape[1]
@@ -384,6 +346,6 @@ def confidence_of(traces: Sequence[AcceptanceTrace]) -> dict[str, float]:
 
 
 def _kept(traces: TraceSet, kind: TextKind) -> list[float]:
-    """Mean drafts kept of every tree."""
+    """Return the mean accepted drafts of every tree."""
     columns = zip(*(trace.of_trees for trace in traces.of(kind)), strict=True)
     return [fmean(chain.from_iterable(counts)) for counts in columns]

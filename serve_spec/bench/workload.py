@@ -1,14 +1,162 @@
-"""Prompts a benchmark runs on: windows of source files that no model here was trained on."""
+"""What benchmarks run: held-out prompts, kinds of text from easy to hard to draft, and loads."""
 
 from __future__ import annotations
 
 import importlib.util
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count as naturals
 from pathlib import Path
+from typing import TypeAlias
 
-# Held out of the shipped pair's corpus, and installed with torch and Ray wherever we are.
 HELD_OUT_PACKAGES = ("networkx", "aiohttp")
+"""Not in the corpus of the shipped pair, and installed together with torch and Ray."""
+OUTPUT_TOKENS = 64
+"""Mean output tokens of a request in a closed loop."""
+STEADY_TOKENS = 192
+"""Output tokens of a request in a steady-state batch: few requests end while it is measured."""
+SPREAD = 0.5
+"""Lengths lie within this share around the mean, so that requests do not end together."""
+
+_GOLDEN_RATIO = (math.sqrt(5) - 1) / 2
+
+Prompts: TypeAlias = Mapping[str, Sequence[Sequence[int]]]
+"""Prompts by source (`TextKind.prompts`)."""
+
+
+@dataclass(frozen=True)
+class TextKind:
+    """The source of a prompt, and the temperature at which it is continued."""
+
+    prompts: str
+    """`code`: held-out source files; `shuffled`: their tokens in random order."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class TextRequest:
+    """A request of token ids."""
+
+    kind: TextKind
+    prompt: Sequence[int]
+    seed: int
+
+
+CLASSES: dict[str, tuple[TextKind, ...]] = {
+    "predictable": (TextKind("code", 0.0),),
+    "heated": (TextKind("code", 1.0),),
+    "mixture": (TextKind("code", 0.0), TextKind("shuffled", 1.0)),
+    "unpredictable": (TextKind("shuffled", 1.0),),
+}
+"""Classes of text by name. Requests of a class have its kinds in turn."""
+
+
+@dataclass(frozen=True)
+class Load:
+    """`batch_size` open requests of one class; a request that ends is replaced."""
+
+    prompt_class: str
+    batch_size: int
+    num_tokens: int = OUTPUT_TOKENS
+    """Output tokens of a request; a mean unless `is_steady`."""
+    temperature: float | None = None
+    """Temperature of all texts; None: those of the class."""
+    is_steady: bool = False
+    """All requests start together and have the same length."""
+
+    @property
+    def label(self) -> str:
+        """Return batch size, class and temperatures."""
+        temperatures = "/".join(f"{kind.temperature:g}" for kind in self.kinds)
+        return f"batch {self.batch_size}, {self.prompt_class} T={temperatures}"
+
+    @property
+    def kinds(self) -> list[TextKind]:
+        """Return the kinds of its requests, in turn."""
+        kinds = CLASSES[self.prompt_class]
+        if self.temperature is None:
+            return list(kinds)
+        return [TextKind(kind.prompts, self.temperature) for kind in kinds]
+
+    def length(self, request: int) -> int:
+        """Return the output tokens of request number `request`.
+
+        Requests of the first batch are shortened to all ages, as if the load had run for long.
+        """
+        if self.is_steady:
+            return self.num_tokens
+        # Multiples of the golden ratio fill the range evenly, in no order.
+        place = 2 * (request * _GOLDEN_RATIO % 1.0) - 1
+        length = self.num_tokens * (1 + SPREAD * place)
+        if request < self.batch_size:
+            length *= (request + 1) / self.batch_size
+        return max(1, round(length))
+
+    def requests(self, number: int, prompts: Prompts) -> Iterator[tuple[TextRequest, int]]:
+        """Yield the requests of phase `number` and their lengths, endlessly.
+
+        The same number gives the same requests. Prompts repeat with other seeds.
+        """
+        kinds = self.kinds
+        for request in naturals():
+            kind = kinds[request % len(kinds)]
+            pool = prompts[kind.prompts]
+            prompt = pool[(request // len(kinds) + 31 * number) % len(pool)]
+            yield TextRequest(kind, prompt, 1_000_000 * number + request), self.length(request)
+
+
+def phases(
+    batch_sizes: Sequence[int],
+    classes: Sequence[str],
+    temperatures: Sequence[float | None],
+    num_tokens: int = OUTPUT_TOKENS,
+) -> list[Load]:
+    """Return every text at every batch size, in order; in reverse while the batch size falls.
+
+    So the text changes at a constant batch size, and the batch size with a constant text.
+    """
+    texts = [(name, temperature) for name in classes for temperature in temperatures]
+    loads = []
+    for at, batch_size in enumerate(batch_sizes):
+        falls = at > 0 and batch_size < batch_sizes[at - 1]
+        for name, temperature in reversed(texts) if falls else texts:
+            loads.append(Load(name, batch_size, num_tokens, temperature))
+    return loads
+
+
+def steady_batches(
+    batch_sizes: Sequence[int],
+    classes: Sequence[str],
+    temperatures: Sequence[float | None],
+    num_tokens: int = STEADY_TOKENS,
+) -> list[Load]:
+    """Return a steady-state batch of every text at every batch size."""
+    return [
+        Load(name, batch_size, num_tokens, temperature, is_steady=True)
+        for batch_size in sorted(set(batch_sizes))
+        for name in classes
+        for temperature in temperatures
+    ]
+
+
+def prompts_by_source(
+    encode: Callable[[str], list[int]], *, count: int, num_tokens: int
+) -> dict[str, list[list[int]]]:
+    """Return held-out prompts, and the same with shuffled tokens.
+
+    Raises:
+        ValueError: see `held_out_prompts`.
+    """
+    code = held_out_prompts(encode, count=count, num_tokens=num_tokens)
+    return {"code": code, "shuffled": shuffled(code)}
+
+
+def shuffled(prompts: Sequence[Sequence[int]], seed: int = 0) -> list[list[int]]:
+    """Return prompts with their tokens in random order: text that no model can predict."""
+    rng = random.Random(seed)
+    return [rng.sample(prompt, len(prompt)) for prompt in prompts]
 
 
 def held_out_prompts(
@@ -19,9 +167,7 @@ def held_out_prompts(
     seed: int = 0,
     packages: Sequence[str] = HELD_OUT_PACKAGES,
 ) -> list[list[int]]:
-    """`count` prompts of `num_tokens` token ids, from random places in held-out source files.
-
-    Each starts at a line of a file chosen at random, so prompts look like code being continued.
+    """Return `count` prompts of `num_tokens` token ids, from random lines of source files.
 
     Raises:
         ValueError: no package is installed, or none holds a file long enough.

@@ -4,7 +4,7 @@ import pytest
 
 import serve_spec
 from serve_spec import cli
-from serve_spec.bench.command import _BENCHES
+from serve_spec.bench.command import BENCHMARKS
 
 
 @pytest.mark.parametrize("name", serve_spec.__all__)
@@ -28,4 +28,4 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def test_the_help_names_every_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--help"]) == 0
     (line,) = [line for line in capsys.readouterr().out.splitlines() if "  bench " in line]
-    assert line.split("run ")[1].split(", ") == list(_BENCHES)
+    assert line.split("run ")[1].split(", ") == list(BENCHMARKS)

@@ -1,1 +1,1 @@
-"""`serve-spec bench online`: load through HTTP."""
+"""`serve-spec bench online`: load over HTTP."""

@@ -1,237 +1,307 @@
-"""`serve-spec bench online`: load over HTTP, against a server that runs or one of its own.
+"""`serve-spec bench online`: the same loads on servers, one after the other, and on an engine.
 
-    serve-spec bench online --deploy deploy/tiny.yaml --closed 1 8 --poisson 4
-    serve-spec bench online --url http://127.0.0.1:8000 --ramp 1:20 --slo-ttft-ms 200
-
-Requests are the same in every load: held-out source text, a seed each. With --arms the same loads
-run on several servers, one after the other. With --compare-offline they run on an engine in this
-process, too, once the servers are stopped (or beside an idle one that --url names). An API key is
-taken from $SERVE_SPEC_API_KEY.
+With --compare-offline the loads also run on an engine in this process, once the servers have
+stopped, or while the server of --url is idle.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import random
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 from tqdm import tqdm
 
-from serve_spec.bench.online.arguments import Plan, parse, plans_of
-from serve_spec.bench.online.arms import Arm, arm_file, arm_of
-from serve_spec.bench.online.figures import (
+from serve_spec.bench.online.client import Clients, Target
+from serve_spec.bench.online.load import (
+    Bursty,
+    ClosedLoop,
+    CompletionRequest,
+    Load,
+    LoadRun,
+    Poisson,
+    Ramp,
+    Served,
+    on_replicas,
+    text_requests,
+)
+from serve_spec.bench.online.report import (
     HTTP,
     OFFLINE,
-    Cell,
     Objective,
-    against_first_arm,
-    against_offline,
-    cell,
+    add_texts,
     is_forced,
-    reference_texts,
+    measure,
+    plot,
+    tables,
 )
-from serve_spec.bench.online.first_tokens import FirstTokenReader
-from serve_spec.bench.online.load import ClosedLoop, Load, on_replicas
-from serve_spec.bench.online.plots import plot_online
-from serve_spec.bench.online.record import LoadRun, TextRequest
-from serve_spec.bench.online.report import tables
-from serve_spec.bench.online.server import own_server, serve_command
-from serve_spec.bench.report import emit, environment, forced_acceptance, save, show
-from serve_spec.config import ServeSpecConfig
+from serve_spec.bench.online.server import (
+    ServerVariant,
+    own_server,
+    serve_command,
+    serve_file,
+    server_variant,
+)
+from serve_spec.bench.report import (
+    Record,
+    append_record,
+    forced_acceptance,
+    read_records,
+    run_record,
+    show,
+)
+from serve_spec.bench.variants import interleaved
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.config.root import parse_override
+from serve_spec.core.request import TokenDelta
+from serve_spec.core.sequence import Sequence as EngineSequence
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.llm import LLM
+from serve_spec.engine.output import OutputProcessor
 
-Runs = dict[Load, list[LoadRun]]
-"""Repetitions of each load."""
-Sides = dict[str, Runs]
-"""By the name of an arm, `HTTP` where there are none; and `OFFLINE`."""
+Plan: TypeAlias = dict[Load, list[CompletionRequest]]
+"""The requests of each load."""
+Runs: TypeAlias = dict[Load, list[LoadRun]]
+"""The repetitions of each load."""
 
 
-def main(argv: list[str]) -> int:
-    """Runs the benchmark; prints tables and, last, one JSON line.
-
-    0, or 1 where texts differ or a load got no whole answer.
-    """
-    args = parse(argv, __doc__)
-    result = _measured(args) if args.from_json is None else json.loads(args.from_json.read_text())
-    show(tables(result), result)
+def run(args: argparse.Namespace) -> int:
+    """Run the loads, or read an old result; return 1 if texts differ or a load got no answer."""
+    if args.from_json is None:
+        _check(args)
+        records = _measured(args)
+    else:
+        records = list(read_records(args.from_json))
+    head, *measurements = records
+    loads = list(dict.fromkeys(each["load"] for each in measurements))
+    measurements.sort(key=lambda each: loads.index(each["load"]))
+    show(tables(head, measurements), head)
     if args.plot is not None:
-        plot_online(result, args.plot)
-    if args.from_json is not None:
-        return 0
-    emit(result, args.json)
-    if forced_acceptance(result) is not None:
-        return 0  # texts differ by construction
-    same = all(cell["same_texts"] == cell["num_texts"] for cell in result["cells"])
-    answered = all(cell["num_texts"] for cell in result["cells"])
+        plot(head, measurements, args.plot)
+    if args.from_json is not None or forced_acceptance(head) is not None:
+        return 0  # of forced acceptance, texts differ by construction
+    same = all(each["same_texts"] == each["num_texts"] for each in measurements)
+    answered = all(each["num_texts"] for each in measurements)
     return 0 if answered and (same or args.allow_differences) else 1
 
 
-def _measured(args: argparse.Namespace) -> dict[str, Any]:
-    config = _offline_config(args)
-    arms = [arm_of(Path(args.deploy), name) for name in args.arms]
-    servers: Sequence[Arm | None] = arms or [None]
-    plans, warm_up = plans_of(args, {1, *map(_num_replicas, servers)})
-    sides: Sides = {}
-    for arm in servers:
-        plan = plans[_num_replicas(arm)]
-        sides[HTTP if arm is None else arm.name] = _online(args, arm, plan, warm_up)
-        result = _result(args, config, arms, sides)
-        save(result, args.json)  # a server that fails later does not cost this one's figures
-    if config is None:
-        return result
-    sides[OFFLINE] = _offline(args, config, plans[1], warm_up)
-    return _result(args, config, arms, sides)
+def _check(args: argparse.Namespace) -> None:
+    if args.set and args.compare_offline is None:
+        raise ConfigError(f"set={args.set!r}: needs --compare-offline, whose keys it overrides")
+    for option in ("port", "variants", "client_cores"):
+        if getattr(args, option) and args.deploy is None:
+            value = getattr(args, option)
+            raise ConfigError(f"{option}={value!r}: needs --deploy; --url names a running server")
+    if args.per_replica and not args.variants:
+        raise ConfigError("per_replica=True: needs --variants, which give num_replicas")
 
 
-def _num_replicas(arm: Arm | None) -> int:
-    """Those that loads go by."""
-    return 1 if arm is None else arm.num_replicas
-
-
-def _result(
-    args: argparse.Namespace, config: ServeSpecConfig | None, arms: Sequence[Arm], sides: Sides
-) -> dict[str, Any]:
+def _measured(args: argparse.Namespace) -> list[Record]:
+    """Return the record of the run and of every load and side; write each side when it is done."""
+    config = None  # read first, so that a mistake in it does not cost the run
+    if args.compare_offline is not None:
+        config = ServeSpecConfig.load(args.compare_offline, **dict(map(parse_override, args.set)))
+    variants = [server_variant(Path(args.deploy), name) for name in args.variants]
+    servers: Sequence[ServerVariant | None] = variants or [None]
+    plans, warm_up = _plans(args, {1, *map(_num_replicas, servers)})
     objective = Objective(args.slo_ttft_ms, args.slo_tpot_ms)
-    cells = _cells(sides, objective)
-    forced = any(is_forced(run) for run in _runs(sides.values()))
-    outputs = ("json", "plot", "from_json")
-    return {
-        "bench": "online",
-        "environment": {
-            **environment(config),
-            **({"synthetic_acceptance": True} if forced else {}),
-        },
-        "arguments": {k: v for k, v in vars(args).items() if k not in outputs},
-        "objective": asdict(objective),
-        "cells": [asdict(cell) for cell in cells],
-        "against_offline": against_offline(cells),
-        "against_first_arm": _against_first_arm(arms, cells, sides),
-    }
+    texts: dict[int, str] = {}
+    records: list[Record] = []
 
-
-def _against_first_arm(
-    arms: Sequence[Arm], cells: Sequence[Cell], sides: Sides
-) -> list[dict[str, Any]]:
-    if not arms:
-        return []
-    loads = sides[arms[0].name]
-    num_streams = {
-        load.name: load.num_streams
-        for load in loads
-        if isinstance(load, ClosedLoop) and not load.per_replica
-    }
-    return against_first_arm(cells, {arm.name: arm.num_replicas for arm in arms}, num_streams)
-
-
-def _offline_config(args: argparse.Namespace) -> ServeSpecConfig | None:
-    """Read before anything runs, so that a mistake in it does not cost the run."""
-    if args.compare_offline is None:
-        return None
-    overrides = dict(parse_override(pair) for pair in args.set)
-    return ServeSpecConfig.load(args.compare_offline, **overrides)
-
-
-def _online(
-    args: argparse.Namespace, arm: Arm | None, plan: Plan, warm_up: Sequence[TextRequest]
-) -> Runs:
-    with ExitStack() as stack:
-        url = args.url
-        if url is None:
-            file = args.deploy if arm is None else stack.enter_context(arm_file(arm))
-            command = serve_command(file, args.port)
-            url = stack.enter_context(own_server(command, args.client_cores))
-        return _against_server(args, url, _num_replicas(arm), plan, warm_up)
-
-
-def _against_server(
-    args: argparse.Namespace,
-    url: str,
-    num_replicas: int,
-    plan: Plan,
-    warm_up: Sequence[TextRequest],
-) -> Runs:
-    # Here, because only this benchmark needs httpx.
-    from serve_spec.bench.online.clients import Clients, Target
-
-    api_key = os.environ.get("SERVE_SPEC_API_KEY")
-    target = Target(url, args.model, api_key, args.timeout_s)
-    reader = FirstTokenReader(url, api_key) if args.split_ttft else None
-    runs: Runs = {load: [] for load in plan}
-    with Clients(target, args.clients) as clients:
-        loads = {load: on_replicas(load, num_replicas) for load in plan}
-        _told(reader, clients.run(_widest(loads.values()), warm_up))
-        for repetition, load in tqdm(_turns(plan, args.repetitions), desc=HTTP, leave=False):
-            run = clients.run(
-                loads[load], plan[load], seed=args.seed + repetition, poll_s=args.poll_s
+    def add(side: str, runs: Runs, num_replicas: int | None) -> None:
+        every = [run for repetitions in runs.values() for run in repetitions]
+        add_texts(texts, every)
+        if not records:
+            head = run_record("online", args, config, objective=asdict(objective))
+            if any(map(is_forced, every)):
+                head["environment"]["synthetic_acceptance"] = True
+            records.append(head)
+            append_record(args.json, head)
+        for load, mine in runs.items():
+            found = measure(
+                *(load.name, side, mine, objective, texts),
+                num_replicas=num_replicas,
+                num_streams=_num_streams(on_replicas(load, num_replicas or 1)),
             )
-            runs[load].append(_told(reader, run))
+            records.append({"section": "measurement", **asdict(found)})
+            append_record(args.json, records[-1])
+
+    for variant in servers:
+        name, count = (HTTP, None) if variant is None else (variant.name, variant.num_replicas)
+        add(name, _online(args, variant, plans[count or 1], warm_up), count)
+    if config is not None:
+        add(OFFLINE, _offline(args, config, plans[1], warm_up), None)
+    return records
+
+
+def _num_replicas(variant: ServerVariant | None) -> int:
+    return 1 if variant is None else variant.num_replicas
+
+
+def _num_streams(load: Load) -> int | None:
+    return load.num_streams if isinstance(load, ClosedLoop) else None
+
+
+def _plans(
+    args: argparse.Namespace, num_replicas: Collection[int]
+) -> tuple[dict[int, Plan], list[CompletionRequest]]:
+    """Return the requests of each load by number of replicas, and those of the warm-up.
+
+    Raises:
+        ValueError: see `text_requests`.
+    """
+    loads: list[Load] = [
+        *(ClosedLoop(num_streams, args.per_replica) for num_streams in args.closed),
+        *(Poisson(rate) for rate in args.poisson),
+        *(Bursty(rate, args.burst_size) for rate in args.bursty),
+        *(Ramp(*rates) for rates in args.ramp),
+    ]
+    loads = list(dict.fromkeys(loads)) or [ClosedLoop(1), ClosedLoop(8)]
+
+    def size(load: Load) -> int:
+        least = args.requests_per_stream * (_num_streams(load) or 0)
+        return max(int(args.num_requests), int(least))
+
+    sizes = {n: {load: size(on_replicas(load, n)) for load in loads} for n in num_replicas}
+    most = max(max(each.values()) for each in sizes.values())
+    requests = text_requests(
+        most + args.warm_up,
+        prompt_chars=args.prompt_chars,
+        output_tokens=args.output_tokens,
+        temperature=args.temperature,
+        packages=args.packages,
+        seed=args.seed,
+        mixed=args.mixed,
+    )
+    plans = {n: {load: requests[:k] for load, k in each.items()} for n, each in sizes.items()}
+    return plans, requests[most:]
+
+
+def _repeat(
+    args: argparse.Namespace, name: str, plan: Plan, run_once: Callable[[Load, int], LoadRun]
+) -> Runs:
+    """Run every load once per repetition, each with a seed of the repetition."""
+    runs: Runs = {load: [] for load in plan}
+    turns = list(interleaved(args.repetitions, plan))
+    for repetition, load in tqdm(turns, desc=name, leave=False):
+        runs[load].append(run_once(load, args.seed + repetition))
     return runs
 
 
-def _told(reader: FirstTokenReader | None, run: LoadRun) -> LoadRun:
-    """The run, with what the server says of its first tokens."""
-    if reader is None:
-        return run
-    num_answered = sum(bool(served.chunk_s) for served in run.served)
-    return replace(run, first_token_ms=reader.after(num_answered))
+def _online(
+    args: argparse.Namespace,
+    variant: ServerVariant | None,
+    plan: Plan,
+    warm_up: Sequence[CompletionRequest],
+) -> Runs:
+    num_replicas = _num_replicas(variant)
+    with ExitStack() as stack:
+        url = args.url
+        if url is None:
+            file = args.deploy if variant is None else stack.enter_context(serve_file(variant))
+            url = stack.enter_context(own_server(serve_command(file, args.port), args.client_cores))
+        api_key = os.environ.get("SERVE_SPEC_API_KEY")
+        target = Target(url, args.model, api_key, args.timeout_s)
+        clients = stack.enter_context(Clients(target, args.clients))
+
+        def run_once(load: Load, seed: int) -> LoadRun:
+            there = on_replicas(load, num_replicas)
+            return clients.run(there, plan[load], seed=seed, poll_s=args.poll_s)
+
+        clients.run(_widest(on_replicas(load, num_replicas) for load in plan), warm_up)
+        return _repeat(args, HTTP, plan, run_once)
 
 
 def _offline(
     args: argparse.Namespace,
     config: ServeSpecConfig,
     plan: Plan,
-    warm_up: Sequence[TextRequest],
+    warm_up: Sequence[CompletionRequest],
 ) -> Runs:
-    from serve_spec.bench.online.offline import run_offline
-    from serve_spec.engine.llm import LLM
-
-    runs: Runs = {load: [] for load in plan}
     llm = LLM(config)
     try:
         run_offline(llm.engine, _widest(plan), warm_up)
-        for repetition, load in tqdm(_turns(plan, args.repetitions), desc=OFFLINE, leave=False):
-            run = run_offline(llm.engine, load, plan[load], seed=args.seed + repetition)
-            runs[load].append(run)
+        return _repeat(
+            args,
+            OFFLINE,
+            plan,
+            lambda load, seed: run_offline(llm.engine, load, plan[load], seed=seed),
+        )
     finally:
         llm.shutdown()
-    return runs
-
-
-def _turns(loads: Collection[Load], repetitions: int) -> list[tuple[int, Load]]:
-    """Every load once per repetition, in an order of its own each time."""
-    return [
-        (repetition, load)
-        for repetition in range(repetitions)
-        for load in random.Random(repetition).sample(list(loads), len(loads))
-    ]
 
 
 def _widest(loads: Iterable[Load]) -> ClosedLoop:
-    """The closed loop that warms up for all of `loads`."""
-    return ClosedLoop(
-        max(load.num_streams if isinstance(load, ClosedLoop) else 8 for load in loads)
-    )
+    """Return the closed loop that warms up for all of `loads`."""
+    return ClosedLoop(max(_num_streams(load) or 8 for load in loads))
 
 
-def _cells(sides: Sides, objective: Objective) -> list[Cell]:
-    """All sides of each load, one after the other.
+@dataclass
+class _Running:
+    """An open request; deltas count as chunks by the rule of the HTTP stream."""
 
-    Texts are compared with the offline ones, without those with the first server's.
+    due_s: float
+    sent_s: float
+    sequence: EngineSequence
+    chunk_s: list[float] = field(default_factory=list)
+    deltas: list[TokenDelta] = field(default_factory=list)
+
+    def served(self) -> Served:
+        return Served(
+            due_s=self.due_s,
+            sent_s=self.sent_s,
+            ended_s=self.chunk_s[-1],
+            chunk_s=tuple(self.chunk_s),
+            text="".join(delta.text for delta in self.deltas),
+            num_tokens=sum(len(delta.token_ids) for delta in self.deltas),
+            num_prompt_tokens=self.sequence.num_prompt_tokens,
+            speculation=self.sequence.stats.as_dict(),
+        )
+
+
+def run_offline(
+    engine: SpecEngine, load: Load, requests: Sequence[CompletionRequest], *, seed: int = 0
+) -> LoadRun:
+    """Run a load on an idle engine in this process, without HTTP.
+
+    Raises:
+        InvalidRequest: the engine cannot serve a request.
     """
-    offline_first = sorted(sides, key=lambda side: side != OFFLINE)
-    reference = reference_texts(_runs(sides[side] for side in offline_first))
-    return [
-        cell(load.name, side, runs[load], objective, reference)
-        for load in next(iter(sides.values()))
-        for side, runs in sides.items()
-    ]
-
-
-def _runs(sides: Iterable[Runs]) -> Iterator[LoadRun]:
-    return (run for runs in sides for repetitions in runs.values() for run in repetitions)
+    if isinstance(load, ClosedLoop):
+        schedule, most_at_once = None, load.num_streams
+    else:
+        schedule, most_at_once = load.arrivals(len(requests), seed), len(requests)
+    waiting = deque(enumerate(requests))
+    outputs = OutputProcessor(engine.tokenizer, engine.abort)
+    running: dict[str, _Running] = {}
+    served: dict[str, Served] = {}
+    started_s = time.perf_counter()
+    while waiting or running:
+        now_s = time.perf_counter() - started_s
+        while waiting and len(running) < most_at_once:
+            number, request = waiting[0]
+            due_s = now_s if schedule is None else schedule[number]
+            if due_s > now_s:
+                break
+            waiting.popleft()
+            sequence = engine.new_sequence(str(number), request.prompt, request.params)
+            engine.add(sequence)
+            outputs.add(sequence)
+            running[str(number)] = _Running(due_s, now_s, sequence)
+        if not running:
+            time.sleep(due_s - now_s)
+            continue
+        for delta in outputs.process(engine.step()):
+            mine = running[delta.request_id]
+            mine.deltas.append(delta)
+            if delta.text or delta.finish_reason is not None:
+                mine.chunk_s.append(time.perf_counter() - started_s)
+            if delta.finish_reason is not None:
+                served[delta.request_id] = running.pop(delta.request_id).served()
+    return LoadRun([served[str(number)] for number in range(len(requests))])

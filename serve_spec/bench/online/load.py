@@ -1,64 +1,71 @@
-"""When requests come: closed loops of streams, and open loops on a schedule drawn from a seed.
+"""Loads and their requests: closed loops of streams, and open loops on a seeded schedule.
 
-An open loop sends at the scheduled times whatever the server does, and its latencies count from
-the schedule, so a server that stalls can not make its own load lighter (coordinated omission). A
-closed loop asks again only when it was answered; its latencies count from the moment of sending.
+An open loop sends on schedule even if the server stalls, and its latencies count from the schedule
+(no coordinated omission). A closed loop sends when the previous answer is complete; its latencies
+count from sending.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import dataclass
-from itertools import accumulate
-from typing import TypeAlias
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import Any, TypeAlias
+
+from serve_spec.bench.workload import HELD_OUT_PACKAGES, held_out_prompts
+from serve_spec.core.request import SamplingParams
+
+Sample: TypeAlias = Mapping[str, Any]
+"""State of a replica at `time_s` of a run, from `/server_info`."""
 
 
 @dataclass(frozen=True)
 class ClosedLoop:
-    """`num_streams` callers, each with one request at a time and no pause between."""
+    """`num_streams` streams with one request at a time each, without pauses."""
 
     num_streams: int
     per_replica: bool = False
-    """So many for each replica of the server."""
+    """`num_streams` is per replica."""
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Return its name in tables."""
         return f"closed {self.num_streams}" + " a replica" * self.per_replica
 
 
 @dataclass(frozen=True)
 class Poisson:
-    """Independent callers: gaps are exponential, `rate` requests a second on average."""
+    """Requests with exponential gaps, `rate` per second on average."""
 
     rate: float
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Return its name in tables."""
         return f"poisson {self.rate:g}/s"
 
     def arrivals(self, count: int, seed: int) -> list[float]:
-        """Seconds from the start at which `count` requests are due, ascending."""
+        """Return the due times of `count` requests, in seconds from the start, ascending."""
         rng = random.Random(seed)
         return list(accumulate(rng.expovariate(1.0) / self.rate for _ in range(count)))
 
 
 @dataclass(frozen=True)
 class Bursty:
-    """`burst_size` requests at the same instant; bursts are Poisson, `rate` counts requests."""
+    """Bursts of `burst_size` requests at Poisson times; `rate` is in requests per second."""
 
     rate: float
     burst_size: int
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Return its name in tables."""
         return f"bursty {self.rate:g}/s x{self.burst_size}"
 
     def arrivals(self, count: int, seed: int) -> list[float]:
-        """Seconds from the start, ascending; the last burst may be smaller than the others."""
+        """Return due times in seconds, ascending; the last burst may be smaller."""
         num_bursts = -(-count // self.burst_size)
         bursts = Poisson(self.rate / self.burst_size).arrivals(num_bursts, seed)
         return [bursts[request // self.burst_size] for request in range(count)]
@@ -66,35 +73,35 @@ class Bursty:
 
 @dataclass(frozen=True)
 class Ramp:
-    """A Poisson process whose rate goes in a straight line from `first_rate` to `last_rate`."""
+    """A Poisson process whose rate changes linearly from `first_rate` to `last_rate`."""
 
     first_rate: float
     last_rate: float
 
     @property
     def name(self) -> str:
-        """As tables show it."""
+        """Return its name in tables."""
         return f"ramp {self.first_rate:g}-{self.last_rate:g}/s"
 
     def seconds(self, count: int) -> float:
-        """How long the ramp is: `count` requests at the mean of both rates."""
+        """Return the length of the ramp: `count` requests at the mean of both rates."""
         return 2 * count / (self.first_rate + self.last_rate)
 
     def arrivals(self, count: int, seed: int) -> list[float]:
-        """Seconds from the start, ascending, all within `seconds(count)`.
+        """Return due times in seconds, ascending, all within `seconds(count)`.
 
-        A Poisson process of which the number of arrivals is known is that number of independent
-        draws with density proportional to the rate; each is the inverse of a uniform share.
+        Given their number, the arrivals of a Poisson process are independent draws with density
+        proportional to the rate; each is the inverse of a uniform share.
         """
         rng = random.Random(seed)
         shares = sorted(rng.random() for _ in range(count))
         return [self._time_of(share) * self.seconds(count) for share in shares]
 
     def _time_of(self, share: float) -> float:
-        """The part of the ramp, 0 to 1, by which `share` of its requests have come."""
+        """Return the part of the ramp, 0 to 1, by which `share` of its requests are due."""
         first, last = self.first_rate, self.last_rate
-        # The root of (last - first)/2 · x² + first · x = share · (first + last)/2, in the form that
-        # also holds where both rates are the same.
+        # The root of (last - first)/2 · x² + first · x = share · (first + last)/2; this form also
+        # holds for equal rates.
         whole = share * (first + last)
         return whole / (first + math.sqrt(first * first + (last - first) * whole))
 
@@ -104,7 +111,117 @@ Load: TypeAlias = ClosedLoop | OpenLoop
 
 
 def on_replicas(load: Load, num_replicas: int) -> Load:
-    """The load that a server of so many replicas gets."""
+    """Return the load of a server with `num_replicas` replicas."""
     if isinstance(load, ClosedLoop) and load.per_replica:
         return ClosedLoop(load.num_streams * num_replicas)
     return load
+
+
+@dataclass(frozen=True)
+class CompletionRequest:
+    """A request of the completions API."""
+
+    prompt: str
+    params: SamplingParams
+
+
+@dataclass(frozen=True)
+class Served:
+    """The outcome of a request. Times are in seconds since the run began."""
+
+    due_s: float
+    """The scheduled time; in a closed loop, the time of sending."""
+    sent_s: float
+    ended_s: float
+    chunk_s: tuple[float, ...] = ()
+    """Arrival of every chunk with tokens."""
+    text: str = ""
+    num_tokens: int = 0
+    num_prompt_tokens: int = 0
+    speculation: Mapping[str, Any] = field(default_factory=dict)
+    """`usage.speculation` of the answer; empty if the server does not send it."""
+    error: str | None = None
+    """Why the answer is incomplete: an HTTP status or a short reason."""
+
+    @property
+    def ttft_s(self) -> float:
+        """Return the time to first token since the request was due."""
+        return self.chunk_s[0] - self.due_s
+
+    @property
+    def e2e_s(self) -> float:
+        """Return the time to last token since the request was due."""
+        return self.chunk_s[-1] - self.due_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Return the time per output token after the first; None for a single token."""
+        if self.num_tokens < 2:
+            return None
+        return (self.chunk_s[-1] - self.chunk_s[0]) / (self.num_tokens - 1)
+
+    @property
+    def chunk_gaps_s(self) -> list[float]:
+        """Return the times between chunks; a chunk holds the tokens of a round."""
+        return [after - before for before, after in pairwise(self.chunk_s)]
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """A load that ran once. `served` is in the order of the requests."""
+
+    served: Sequence[Served]
+    samples: Sequence[Sample] = ()
+    client_cpu_share: float | None = None
+    """CPU time of the client over wall time; near 1, the client is the limit."""
+
+    @property
+    def seconds(self) -> float:
+        """Return the time from the first due time to the last end."""
+        return max(s.ended_s for s in self.served) - min(s.due_s for s in self.served)
+
+
+def text_requests(
+    count: int,
+    *,
+    prompt_chars: int,
+    output_tokens: int,
+    temperature: float,
+    packages: Sequence[str] = HELD_OUT_PACKAGES,
+    seed: int = 0,
+    mixed: bool = False,
+) -> list[CompletionRequest]:
+    """Return `count` requests with held-out prompts of `prompt_chars` characters.
+
+    mixed: every other request is hard to draft: shuffled words and T = 1.
+
+    Raises:
+        ValueError: see `held_out_prompts`.
+    """
+    prompts = held_out_prompts(
+        lambda text: [ord(character) for character in text],
+        count=count,
+        num_tokens=prompt_chars,
+        seed=seed,
+        packages=packages,
+    )
+    texts = ["".join(map(chr, prompt)) for prompt in prompts]
+    hard = [mixed and number % 2 == 1 for number in range(count)]
+    return [
+        CompletionRequest(
+            _shuffled(text, number) if is_hard else text,
+            SamplingParams(
+                max_tokens=output_tokens,
+                temperature=1.0 if is_hard else temperature,
+                seed=10**6 * seed + number,
+                ignore_eos=True,
+            ),
+        )
+        for number, (text, is_hard) in enumerate(zip(texts, hard, strict=True))
+    ]
+
+
+def _shuffled(text: str, seed: int) -> str:
+    words = text.split(" ")
+    random.Random(seed).shuffle(words)
+    return " ".join(words)

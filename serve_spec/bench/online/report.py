@@ -1,121 +1,379 @@
-"""What `bench online` prints, from its JSON alone."""
+"""Figures, tables and the plot of `serve-spec bench online`.
+
+Percentiles are over the requests of all repetitions, interpolated linearly. Speeds are medians over
+repetitions, each from the first due time to the last end. A request without a complete answer has
+no latency and misses every objective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean, median
 from typing import Any
 
-from serve_spec.bench.report import table
+import numpy as np
 
-Result = Mapping[str, Any]
+from serve_spec.bench.online.load import LoadRun, Sample, Served
+from serve_spec.bench.plots import Panel, Points, draw
+from serve_spec.bench.report import Record, plot_title, table
+
+HTTP = "http"
+OFFLINE = "offline"
 
 _SPEED = [
     *("load", "side", "requests", "errors", "tok/s", "goodput", "goodput tok/s"),
-    *("tok/chunk", "accept", "K", "decoding", "batch", "same texts", "client CPU"),
+    *("tok/chunk", "accept length", "K", "decoding", "batch", "same texts", "client CPU"),
 ]
 _LATENCIES = {
-    "ttft_ms": ("p50", "p90", "p99"),
-    "tpot_ms": ("p50", "p90", "p99"),
-    "e2e_ms": ("p50", "p90", "p99"),
-    "chunk_gap_ms": ("p50", "p99"),
-    "sent_late_ms": ("p99",),
+    "ttft_ms": ("TTFT", ("p50", "p90", "p99")),
+    "tpot_ms": ("TPOT", ("p50", "p90", "p99")),
+    "e2e_ms": ("e2e", ("p50", "p90", "p99")),
+    "chunk_gap_ms": ("gap", ("p50", "p99")),
+    "sent_late_ms": ("sent late", ("p99",)),
 }
-_SPLIT = ["load", "side", "client", "door", "engine", "client - engine"]
-_ARMS = ["load", "arm", "replicas", "tok/s", "x first", "x first per stream"]
-_SHORT = {"ttft_ms": "TTFT", "tpot_ms": "TPOT", "e2e_ms": "e2e", "chunk_gap_ms": "gap"}
 
 
-def tables(result: Result) -> str:
-    """Speeds, latencies and, where there is an offline side, both sides compared."""
-    cells = result["cells"]
-    shown = [
-        f"Goodput: {_objective(result['objective'])}.\n"
-        "Decoding: streams between first and last token, on average; batch: as replicas report it, "
-        "now and then.\nClient CPU: near 100% the client is the limit; give more --clients.",
-        table(_SPEED, [_speed_row(cell) for cell in cells]),
-        "Milliseconds. Open loops count from the scheduled time, sent or not; closed loops from "
-        "sending.\nTPOT is per token after the first, gap per chunk.",
-        table(["load", "side", *_latency_columns()], [_latency_row(cell) for cell in cells]),
+@dataclass(frozen=True)
+class Objective:
+    """Latency limits of a request, in ms; None: no limit."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+    def is_met(self, served: Served) -> bool:
+        """Return whether the answer is complete and within the limits."""
+        if served.error is not None:
+            return False
+        tpot_s = served.tpot_s or 0.0  # a single token has no time per further token
+        return _within(served.ttft_s, self.ttft_ms) and _within(tpot_s, self.tpot_ms)
+
+
+def _within(seconds: float, limit_ms: float | None) -> bool:
+    return limit_ms is None or seconds * 1e3 <= limit_ms
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures of a load on one side; latencies in ms, None if unknown."""
+
+    load: str
+    side: str
+    """`OFFLINE`, or a server: `HTTP`, or the name of a variant."""
+    num_requests: int
+    errors: dict[str, int]
+    """Requests without a complete answer, by HTTP status or reason."""
+    ttft_ms: dict[str, float] | None
+    """Time to first token since the request was due."""
+    tpot_ms: dict[str, float] | None
+    """Time per token after the first, by request."""
+    e2e_ms: dict[str, float] | None
+    chunk_gap_ms: dict[str, float] | None
+    """Time between chunks; a chunk holds the tokens of a round."""
+    sent_late_ms: dict[str, float] | None
+    """Delay of sending; offline, the wait for the step in flight."""
+    tokens_per_second: float
+    tokens_per_second_low: float
+    tokens_per_second_high: float
+    requests_per_second: float
+    goodput_share: float
+    """Share of the requests that met the objective."""
+    goodput_tokens_per_second: float
+    tokens_per_chunk: float | None
+    prompt_tokens: float | None
+    """Mean."""
+    accept_length: float | None
+    num_steps: float | None
+    """Mean over the rounds of requests."""
+    rounds_by_num_steps: dict[str, int]
+    decoding_streams: float
+    """Mean number of streams between their first and last token."""
+    batch_size: float | None
+    """Decoding requests as replicas report them: means, summed over replicas."""
+    same_texts: int
+    """Texts that equal the first complete text of their request on any side."""
+    num_texts: int
+    client_cpu_share: float | None
+    samples: list[Sample]
+    """Of the last repetition."""
+    num_replicas: int | None = None
+    """Replicas of a variant."""
+    num_streams: int | None = None
+    """Streams of a closed loop for all replicas together."""
+
+
+def measure(
+    load: str,
+    side: str,
+    runs: Sequence[LoadRun],
+    objective: Objective,
+    reference: Mapping[int, str],
+    num_replicas: int | None = None,
+    num_streams: int | None = None,
+) -> Measurement:
+    """Return the figures of a load's repetitions; `reference`: the text of each request."""
+    every = [served for run in runs for served in run.served]
+    whole = [served for served in every if served.error is None]
+    speeds = [_tokens_per_second(run) for run in runs]
+    num_chunks = sum(len(served.chunk_s) for served in whole)
+    num_tokens = sum(served.num_tokens for served in whole)
+    shares = [run.client_cpu_share for run in runs if run.client_cpu_share is not None]
+    return Measurement(
+        load=load,
+        side=side,
+        num_requests=len(every),
+        errors=dict(Counter(s.error for s in every if s.error is not None).most_common()),
+        ttft_ms=percentiles_ms(served.ttft_s for served in whole),
+        tpot_ms=percentiles_ms(s.tpot_s for s in whole if s.tpot_s is not None),
+        e2e_ms=percentiles_ms(served.e2e_s for served in whole),
+        chunk_gap_ms=percentiles_ms(gap for served in whole for gap in served.chunk_gaps_s),
+        sent_late_ms=percentiles_ms(served.sent_s - served.due_s for served in every),
+        tokens_per_second=median(speeds),
+        tokens_per_second_low=min(speeds),
+        tokens_per_second_high=max(speeds),
+        requests_per_second=median(
+            sum(served.error is None for served in run.served) / run.seconds for run in runs
+        ),
+        goodput_share=sum(map(objective.is_met, every)) / len(every),
+        goodput_tokens_per_second=median(_tokens_per_second(run, objective) for run in runs),
+        tokens_per_chunk=num_tokens / num_chunks if num_chunks else None,
+        prompt_tokens=fmean(s.num_prompt_tokens for s in whole) if whole else None,
+        **_speculation(whole),
+        decoding_streams=fmean(map(_decoding_streams, runs)),
+        batch_size=_batch_size([sample for run in runs for sample in run.samples]),
+        same_texts=sum(
+            served.error is None and served.text == reference[number]
+            for run in runs
+            for number, served in enumerate(run.served)
+        ),
+        num_texts=len(whole),
+        client_cpu_share=max(shares, default=None),
+        samples=list(runs[-1].samples),
+        num_replicas=num_replicas,
+        num_streams=num_streams,
+    )
+
+
+def percentiles_ms(seconds: Iterable[float]) -> dict[str, float] | None:
+    """Return mean, p50, p90, p99 and maximum in ms; None if there is no value."""
+    values = np.fromiter(seconds, dtype=float) * 1e3
+    if not values.size:
+        return None
+    p50, p90, p99 = np.percentile(values, (50, 90, 99))
+    named = {"mean": values.mean(), "p50": p50, "p90": p90, "p99": p99, "max": values.max()}
+    return {name: round(float(value), 3) for name, value in named.items()}
+
+
+def add_texts(texts: dict[int, str], runs: Iterable[LoadRun]) -> None:
+    """Add the first complete text of every request that has none, by its number."""
+    for run in runs:
+        for number, served in enumerate(run.served):
+            if served.error is None:
+                texts.setdefault(number, served.text)
+
+
+def against_offline(measurements: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return, per load that also ran offline, the share of speed that HTTP keeps, and its delay."""
+    offline = {each["load"]: each for each in measurements if each["side"] == OFFLINE}
+    pairs = [
+        (each, offline[each["load"]])
+        for each in measurements
+        if each["side"] != OFFLINE and each["load"] in offline
     ]
-    split = [cell for cell in cells if cell.get("first_token_ms")]
-    if split:
-        shown.append("Time to first token, mean ms, from arrival at each place.")
-        shown.append(table(_SPLIT, [_split_row(cell) for cell in split]))
-    if result["against_offline"]:
-        columns = ["load", "side", "tok/s of offline", "added TTFT p50", "added TPOT p50"]
-        shown.append(table(columns, [_against_row(row) for row in result["against_offline"]]))
-    if result.get("against_first_arm"):
-        shown.append("x first: under the same load; per stream: at as many streams per replica.")
-        shown.append(table(_ARMS, [_arm_row(row) for row in result["against_first_arm"]]))
+    return [
+        {
+            "load": http["load"],
+            "side": http["side"],
+            "tokens_per_second_over_offline": http["tokens_per_second"] / own["tokens_per_second"],
+            **{
+                f"added_{key}_p50": http[key] and own[key] and http[key]["p50"] - own[key]["p50"]
+                for key in ("ttft_ms", "tpot_ms")
+            },
+        }
+        for http, own in pairs
+    ]
+
+
+def against_first(measurements: Sequence[Record]) -> list[dict[str, Any]]:
+    """Return, per load of each variant, its speed over that of the first variant.
+
+    `over_first`: under the same load. `over_first_per_stream`: under the closed loop that gives a
+    replica of the first variant as many streams; None if there is none.
+    """
+    variants = [each for each in measurements if each.get("num_replicas")]
+    first = [each for each in variants if each["side"] == variants[0]["side"]]
+    by_load = {each["load"]: each["tokens_per_second"] for each in first}
+
+    def streams(each: Record) -> float | None:
+        streams = each["num_streams"]
+        return float(streams / each["num_replicas"]) if streams else None
+
+    by_streams = {streams(each): each["tokens_per_second"] for each in first if streams(each)}
+    return [
+        {
+            "load": each["load"],
+            "variant": each["side"],
+            "num_replicas": each["num_replicas"],
+            "tokens_per_second": each["tokens_per_second"],
+            **{
+                key: each["tokens_per_second"] / speed if speed else None
+                for key, speed in (
+                    ("over_first", by_load.get(each["load"])),
+                    ("over_first_per_stream", by_streams.get(streams(each))),
+                )
+            },
+        }
+        for each in variants
+    ]
+
+
+def is_forced(run: LoadRun) -> bool:
+    """Return whether the server forced acceptance, so that no text is the model's."""
+    return any(served.speculation.get("synthetic_acceptance") for served in run.served)
+
+
+def fleet_course(samples: Iterable[Sample], key: str) -> tuple[list[float], list[list[float]]]:
+    """Return times, and at each the latest known value of `key` of every replica."""
+    times, values = [], []
+    latest: dict[str, float] = {}
+    for sample in sorted(samples, key=lambda sample: sample["time_s"]):
+        if sample[key] is not None:
+            latest[sample["replica"]] = sample[key]
+            times.append(float(sample["time_s"]))
+            values.append(list(latest.values()))
+    return times, values
+
+
+def _tokens_per_second(run: LoadRun, objective: Objective | None = None) -> float:
+    """Return the speed of complete answers; with an objective, of those that met it."""
+    met = (objective or Objective()).is_met
+    return sum(served.num_tokens for served in run.served if met(served)) / run.seconds
+
+
+def _decoding_streams(run: LoadRun) -> float:
+    spans = [served.chunk_s[-1] - served.chunk_s[0] for served in run.served if served.chunk_s]
+    return sum(spans) / run.seconds
+
+
+def _batch_size(samples: Sequence[Sample]) -> float | None:
+    sizes: dict[str, list[float]] = {}
+    for sample in samples:
+        if sample["batch_size"] is not None:
+            sizes.setdefault(sample["replica"], []).append(sample["batch_size"])
+    return sum(map(fmean, sizes.values())) if sizes else None
+
+
+def _speculation(whole: Sequence[Served]) -> dict[str, Any]:
+    rounds: Counter[str] = Counter()
+    for served in whole:
+        rounds.update(served.speculation.get("rounds_by_num_steps", {}))
+    total = rounds.total()
+    accepted = sum(served.speculation.get("num_correct_drafts", 0) for served in whole)
+    drafts = sum(int(num_steps) * count for num_steps, count in rounds.items())
+    return {
+        "accept_length": 1 + accepted / total if total else None,
+        "num_steps": drafts / total if total else None,
+        "rounds_by_num_steps": dict(sorted(rounds.items(), key=lambda item: int(item[0]))),
+    }
+
+
+def tables(run: Record, measurements: Sequence[Record]) -> str:
+    """Return speeds, latencies and, if there are several sides, comparisons."""
+    shown = [
+        f"Goodput: {_objective(run['objective'])}.\n"
+        "Decoding: mean streams between first and last token. Batch: as replicas report it.\n"
+        "Client CPU: near 100%, the client is the limit; use more --clients.",
+        table(_SPEED, list(map(_speed_row, measurements))),
+        "Milliseconds. Open loops count from the scheduled time, closed loops from sending.\n"
+        "TPOT is per token after the first, gap per chunk.",
+        table(
+            ["load", "side", *(f"{n} {p}" for n, ps in _LATENCIES.values() for p in ps)],
+            list(map(_latency_row, measurements)),
+        ),
+    ]
+    offline = against_offline(measurements)
+    if offline:
+        columns = ["load", "side", "tok/s over offline", "added TTFT p50", "added TPOT p50"]
+        shown.append(table(columns, [list(row.values()) for row in offline]))
+    first = against_first(measurements)
+    if first:
+        columns = ["load", "variant", "replicas", "tok/s", "x first", "x first per stream"]
+        shown.append("x first: same load; per stream: same number of streams per replica.")
+        shown.append(table(columns, [list(row.values()) for row in first]))
     return "\n\n".join(shown)
 
 
 def _objective(objective: Mapping[str, float | None]) -> str:
     named = {"TTFT": objective["ttft_ms"], "TPOT": objective["tpot_ms"]}
     limits = [f"{name} <= {limit:g} ms" for name, limit in named.items() if limit is not None]
-    return " and ".join(limits) or "no limit was set, every whole answer counts"
+    return " and ".join(limits) or "no limit, every complete answer counts"
 
 
-def _speed_row(cell: Mapping[str, Any]) -> list[object]:
-    share = cell["client_cpu_share"]
+def _speed_row(each: Record) -> list[object]:
+    share = each["client_cpu_share"]
     return [
-        cell["load"],
-        cell["side"],
-        cell["num_requests"],
-        " ".join(f"{count}x {what}" for what, count in cell["errors"].items()) or 0,
-        cell["tokens_per_second"],
-        f"{cell['goodput_share']:.1%}",
-        cell["goodput_tokens_per_second"],
-        *(_known(cell[key]) for key in ("tokens_per_chunk", "accept_length", "num_steps")),
-        cell["decoding_streams"],
-        _known(cell["batch_size"]),
-        f"{cell['same_texts']}/{cell['num_texts']}",
+        *(each[key] for key in ("load", "side", "num_requests")),
+        " ".join(f"{count}x {what}" for what, count in each["errors"].items()) or 0,
+        each["tokens_per_second"],
+        f"{each['goodput_share']:.1%}",
+        each["goodput_tokens_per_second"],
+        *(each[key] for key in ("tokens_per_chunk", "accept_length", "num_steps")),
+        *(each[key] for key in ("decoding_streams", "batch_size")),
+        f"{each['same_texts']}/{each['num_texts']}",
         "" if share is None else f"{share:.0%}",
     ]
 
 
-def _latency_columns() -> list[str]:
+def _latency_row(each: Record) -> list[object]:
     return [
-        f"{_SHORT.get(key, 'sent late')} {name}"
-        for key, names in _LATENCIES.items()
-        for name in names
-    ]
-
-
-def _latency_row(cell: Mapping[str, Any]) -> list[object]:
-    return [
-        cell["load"],
-        cell["side"],
+        *(each["load"], each["side"]),
         *(
-            "" if cell[key] is None else float(cell[key][name])
-            for key, names in _LATENCIES.items()
-            for name in names
+            each[key] and float(each[key][place])
+            for key, (_, places) in _LATENCIES.items()
+            for place in places
         ),
     ]
 
 
-def _split_row(cell: Mapping[str, Any]) -> list[object]:
-    client, places = cell["ttft_ms"]["mean"], cell["first_token_ms"]
-    door, engine = places["door"], places["engine"]
-    return [cell["load"], cell["side"], client, door, engine, client - engine]
+def plot(run: Record, measurements: Sequence[Record], path: Path) -> None:
+    """Draw latencies, speed and goodput by load, and batch sizes and K by time.
 
+    Times are those of the last repetition.
+    """
+    ticks = [f"{each['load']}\n{each['side']}" for each in measurements]
 
-def _arm_row(row: Mapping[str, Any]) -> list[object]:
-    return [
-        *(row[key] for key in ("load", "arm", "num_replicas", "tokens_per_second")),
-        *(_known(row[key]) for key in ("over_first", "over_first_per_stream")),
+    def bars(title: str, values: Mapping[str, Sequence[float | None]], limit: Any = None) -> Panel:
+        series = {name: list(enumerate(heights)) for name, heights in values.items()}
+        return Panel(title, series, kind="bars", ticks=ticks, baseline=limit)
+
+    def latency(key: str, title: str) -> Panel:
+        by_name = {
+            name: [each[key] and each[key][name] for each in measurements]
+            for name in ("p50", "p90", "p99")
+        }
+        return bars(title, by_name, run["objective"][key])
+
+    def course(key: str, title: str, merge: Any) -> Panel:
+        series: dict[str, Points] = {}
+        for each, tick in zip(measurements, ticks, strict=True):
+            times, values = fleet_course(each["samples"], key)
+            if times:
+                series[tick.replace("\n", ", ")] = list(zip(times, map(merge, values), strict=True))
+        return Panel(title, series, kind="steps", x_label="seconds")
+
+    panels = [
+        latency("ttft_ms", "time to first token, ms"),
+        latency("tpot_ms", "time per output token, ms"),
+        bars(
+            "tokens/s",
+            {
+                "every complete answer": [m["tokens_per_second"] for m in measurements],
+                "within the objective": [m["goodput_tokens_per_second"] for m in measurements],
+            },
+        ),
+        course("batch_size", "decoding requests, all replicas, as reported", sum),
+        course("num_steps", "K, mean of the replicas, as reported", fmean),
     ]
-
-
-def _against_row(row: Mapping[str, Any]) -> Sequence[object]:
-    return [
-        row["load"],
-        row["side"],
-        f"{row['tokens_per_second_over_offline']:.1%}",
-        _known(row["added_ttft_ms_p50"]),
-        _known(row["added_tpot_ms_p50"]),
-    ]
-
-
-def _known(value: float | None) -> object:
-    return "" if value is None else value
+    draw(panels, path, plot_title(run), columns=3)

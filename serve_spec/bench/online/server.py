@@ -1,4 +1,4 @@
-"""A server of one's own: `serve-spec serve FILE` in a process beside this one."""
+"""Servers that the benchmark starts, and their variants."""
 
 from __future__ import annotations
 
@@ -6,10 +6,15 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import IO
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
 
 from serve_spec.config import ConfigError
 
@@ -18,51 +23,51 @@ _STOP_WITHIN_S = 120.0
 
 
 def serve_command(file: str, port: int | None) -> list[str]:
-    """The command that an operator would type."""
+    """Return the command that starts a server."""
     chosen = [] if port is None else ["--port", str(port)]
     return [sys.executable, "-u", "-m", "serve_spec", "serve", file, *chosen]
 
 
 @contextmanager
 def own_server(command: Sequence[str], client_cores: int = 0) -> Iterator[str]:
-    """The base URL that `command` announces; it is terminated, and waited for, at the end.
+    """Start a server, yield its base URL, and stop it at the end; its output goes to stderr.
 
-    What it prints goes to standard error.
-
-    client_cores: the body runs on so many cores, and the server on all others; 0: no difference.
+    client_cores: the body runs on so many cores, the server on all others; 0: both use all.
 
     Raises:
-        ConfigError: it ended before it was ready, or would have no core.
+        ConfigError: the server ended before it was ready, or would have no core.
     """
     cores = sorted(os.sched_getaffinity(0))
     kept = len(cores) - client_cores
     if kept < 1:
-        raise ConfigError(f"client_cores={client_cores!r}: there are {len(cores)}; leave some")
-    with _on(cores[:kept]):  # a child inherits them
+        raise ConfigError(
+            f"client_cores={client_cores!r}: the machine has {len(cores)} cores; leave some"
+        )
+    with _on_cores(cores[:kept]):  # a child inherits them
         process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
             text=True,
-            start_new_session=True,  # Ctrl-C is ours to hand on, once
+            start_new_session=True,  # Ctrl-C reaches only this process
         )
-    assert process.stdout is not None, "it was asked for"
+    assert process.stdout is not None, "stdout is a pipe"
     try:
         url = _ready_url(process.stdout)
         if url is None:
             raise ConfigError(
-                f"command={' '.join(command)!r}: it ended with status {process.wait()} before "
-                "it was ready; see what it printed"
+                f"command={' '.join(command)!r}: ended with status {process.wait()} before it was "
+                "ready; see its output"
             )
         # A full pipe would stop the server.
         threading.Thread(target=_pass_on, args=(process.stdout,), daemon=True).start()
-        with _on(cores[kept:] or cores):
+        with _on_cores(cores[kept:] or cores):
             yield url
     finally:
         _stop(process)
 
 
 @contextmanager
-def _on(cores: Collection[int]) -> Iterator[None]:
+def _on_cores(cores: Collection[int]) -> Iterator[None]:
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:
@@ -72,7 +77,7 @@ def _on(cores: Collection[int]) -> Iterator[None]:
 
 
 def announced_url(line: str) -> str | None:
-    """The URL in a line such as `ready: tiny at http://127.0.0.1:8000   (Ctrl-C stops it)`."""
+    """Return the URL of a line such as `ready: tiny at http://127.0.0.1:8000   (Ctrl-C ...)`."""
     match = _READY.match(line)
     return None if match is None else match.group(1)
 
@@ -94,8 +99,59 @@ def _pass_on(output: IO[str]) -> None:
 
 def _stop(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        process.terminate()  # a shell's background jobs are born deaf to interrupts
+        process.terminate()  # background jobs of a shell ignore interrupts
     try:
         process.wait(_STOP_WITHIN_S)
     except subprocess.TimeoutExpired:
         process.kill()
+
+
+@dataclass(frozen=True)
+class ServerVariant:
+    """A server configuration to compare."""
+
+    name: str
+    """Its settings: KEY=VALUE[,KEY=VALUE...]."""
+    num_replicas: int
+    deployment: Mapping[str, Any]
+
+
+def server_variant(deploy: Path, name: str) -> ServerVariant:
+    """Return a Serve file or configuration with the settings of `name`.
+
+    Raises:
+        ConfigError: the file or a key is invalid, or the file has no application of this package.
+    """
+    # These import Ray, which takes a second.
+    from serve_spec.serving.app import load_config
+    from serve_spec.serving.deploy_file import APP_IMPORT_PATH, read_deployment
+    from serve_spec.serving.ranks import placement_of
+
+    deployment = read_deployment(deploy)
+    ours = [app for app in deployment["applications"] if app["import_path"] == APP_IMPORT_PATH]
+    if not ours:
+        raise ConfigError(
+            f"deploy={str(deploy)!r}: no application imports {APP_IMPORT_PATH}; add one"
+        )
+    args = ours[0].setdefault("args", {})
+    args.update(_settings(name))
+    config = load_config(args)
+    placement_of(config)  # raises before other variants are measured
+    return ServerVariant(name, config.replica.num_replicas, deployment)
+
+
+@contextmanager
+def serve_file(variant: ServerVariant) -> Iterator[str]:
+    """Yield a temporary Serve file of the variant."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "deploy.yaml"
+        file.write_text(yaml.safe_dump(dict(variant.deployment), sort_keys=False))
+        yield str(file)
+
+
+def _settings(name: str) -> dict[str, str]:
+    """Return the settings as texts, which `load_config` parses."""
+    pairs = [pair.partition("=") for pair in name.split(",")]
+    if not all(key and equals for key, equals, _ in pairs):
+        raise ConfigError(f"variants={name!r}: give KEY=VALUE, separated by commas")
+    return {key: value for key, _, value in pairs}

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.phases import Phase
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.costs import Costs, Work
 from serve_spec.adaptive.goodput import EXPLORED_SHARE, GoodputPolicy
@@ -23,7 +24,6 @@ from serve_spec.adaptive.planner import Candidate, Load, Planner
 from serve_spec.adaptive.policy import StaticPolicy
 from serve_spec.adaptive.rates import PositionRates
 from serve_spec.adaptive.speed_guard import SpeedGuard
-from serve_spec.bench.phases import Phase
 from serve_spec.bench.trace import load_traces
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.record import StepTimes

@@ -1,4 +1,4 @@
-"""Servers in a thread of the test: any ASGI app, and one that answers as its prompts command.
+"""Servers in a thread of the test: any ASGI app, and one whose prompts name the answer.
 
 "4 chunks of 3"  that many chunks, each of so many tokens, and usage
 "429", "500"     refuses with that status
@@ -32,7 +32,7 @@ Receive = Callable[[], Awaitable[Message]]
 
 @contextmanager
 def serving(app: Any) -> Iterator[str]:
-    """The base URL of `app`, over real sockets."""
+    """Yield the base URL of `app`, over real sockets."""
     listener = socket.create_server(("127.0.0.1", 0))
     server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
@@ -47,9 +47,9 @@ def serving(app: Any) -> Iterator[str]:
 
 
 class ScriptedApp:
-    """Answers after `delay_s` before each chunk; one request at a time if `serial`.
+    """An app that waits `delay_s` before each chunk; one request at a time if `serial`.
 
-    Nobody gets a chunk before `hold_until` requests have been open at once.
+    No chunk is sent before `hold_until` requests have been open at once.
     """
 
     def __init__(self, delay_s: float = 0.0, *, serial: bool = False, hold_until: int = 0) -> None:
@@ -82,8 +82,8 @@ class ScriptedApp:
             return
         headers = [(b"content-type", b"text/event-stream")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        for piece in _chunks(prompt):
-            await self._event(send, piece)
+        for payload in _chunks(prompt):
+            await self._event(send, payload)
         if prompt == "cut":
             raise ConnectionAbortedError("told to")
         if prompt == "silent":
@@ -100,12 +100,12 @@ class ScriptedApp:
 
 
 def event(payload: Any) -> bytes:
-    """One server-sent event."""
+    """Return a server-sent event."""
     return b"data: " + json.dumps(payload).encode() + b"\n\n"
 
 
 def chunk(text: str, **choice: Any) -> dict[str, Any]:
-    """One piece of a stream."""
+    """Return a chunk of a stream."""
     return {"choices": [{"index": 0, "text": text, "finish_reason": None, **choice}]}
 
 

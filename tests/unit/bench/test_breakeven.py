@@ -1,17 +1,26 @@
-"""Laws of `serve-spec breakeven`."""
+"""`serve-spec breakeven` and its throughput equation."""
 
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from serve_spec.bench.breakeven.command import main
-from serve_spec.bench.throughput import best_num_steps, speedup
+from serve_spec.bench.breakeven import (
+    BreakEven,
+    best_num_steps,
+    break_even,
+    break_even_rate,
+    round_times,
+    speedup,
+    tokens_per_round,
+)
+from serve_spec.bench.command import main
 from serve_spec.config import ConfigError
 from serve_spec.config.cost_table import CostTable, write_cost_table
 from tests.helpers.costs import KEY
@@ -20,10 +29,11 @@ NUMBERS = ["--accept-rate", "0.7", "--draft-ms", "1.2", "--target-ms", "10"]
 
 
 def answer(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What is printed for people, and the JSON line."""
-    assert main(list(arguments)) == 0
-    *text, line = capsys.readouterr().out.splitlines()
-    return "\n".join(text), json.loads(line)
+    """Return what is printed, and the record."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "r.jsonl"
+        assert main(["breakeven", *arguments, "--json", str(file)]) == 0
+        return capsys.readouterr().out, json.loads(file.read_text())
 
 
 @pytest.fixture
@@ -48,7 +58,7 @@ def cost_table(tmp_path: Path) -> Path:
     return tmp_path / "costs.json"
 
 
-def test_numbers_give_the_equation_for_one_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
+def test_given_times_are_weighed_for_one_batch_size(capsys: pytest.CaptureFixture[str]) -> None:
     text, result = answer(capsys, *NUMBERS, "--max-steps", "3", "--verify-ms-per-row", "0.3")
     (batch,) = result["batches"]
     assert batch["round_ms"] == pytest.approx([10, 11.5, 13, 14.5])
@@ -61,7 +71,7 @@ def test_numbers_give_the_equation_for_one_batch_size(capsys: pytest.CaptureFixt
     assert "Drafts pay above an accept rate of 0.15 (1 step)." in text
 
 
-def test_drafts_dearer_than_the_target_never_pay_and_free_ones_always_do(
+def test_drafts_slower_than_the_target_never_pay_and_free_drafts_always_do(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     numbers = ["--target-ms", "10", "--max-steps", "4"]
@@ -79,9 +89,7 @@ def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes_and_accept_rat
     cost_table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     costs = ["--accept-rate", "0.8", "0.1", "--cost-table", str(cost_table)]
-    files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
-    text, result = answer(capsys, *costs, *files)
-    assert json.loads((tmp_path / "r.json").read_text()) == result
+    text, result = answer(capsys, *costs, "--plot", str(tmp_path / "r.png"))
     assert (tmp_path / "r.png").read_bytes().startswith(b"\x89PNG")
     one, eight = result["batches"]
     assert (one["batch_size"], one["round_ms"]) == (1, pytest.approx([10, 11.5, 13]))
@@ -96,7 +104,7 @@ def test_a_cost_table_gives_an_answer_for_each_of_its_batch_sizes_and_accept_rat
         assert batch["at_rates"][0]["best_num_steps"] == best_num_steps(0.8, batch["round_ms"])
 
 
-def test_longer_texts_and_sampled_rows_cost_what_the_table_says(
+def test_context_and_sampling_cost_what_the_table_says(
     cost_table: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     arguments = ["--accept-rate", "0.8", "--cost-table", str(cost_table)]
@@ -112,7 +120,7 @@ def test_longer_texts_and_sampled_rows_cost_what_the_table_says(
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--accept-rate", "1.2"], r"accept_rate=1.2: give the share of drafts kept, from 0 to 1"),
+        (["--accept-rate", "1.2"], r"accept_rate=1.2: give the share of accepted drafts, 0 to 1"),
         (["--accept-rate", "nan"], r"accept_rate=nan: "),
         (["--draft-ms", "-1"], r"draft_ms=-1.0: give milliseconds from 0 on"),
         (["--target-ms", "-1"], r"target_ms=-1.0: give milliseconds above 0"),
@@ -120,39 +128,100 @@ def test_longer_texts_and_sampled_rows_cost_what_the_table_says(
         (["--verify-ms-per-row", "-0.1"], r"verify_ms_per_row=-0.1: "),
         (["--batch-size", "0"], r"batch_size=0: give at least 1"),
         (["--max-steps", "0"], r"max_steps=0: give at least 1"),
-        (["--sampled"], r"sampled=True: belongs to a cost_table; leave out"),
-        (["--context", "64"], r"context=64: belongs to a cost_table; leave out"),
+        (["--sampled"], r"sampled=True: needs a cost_table; leave it out"),
+        (["--context", "64"], r"context=64: needs a cost_table; leave it out"),
     ],
 )
-def test_a_number_that_makes_no_sense_is_refused(arguments: list[str], problem: str) -> None:
+def test_impossible_numbers_are_refused(arguments: list[str], problem: str) -> None:
     with pytest.raises(ConfigError, match=f"^{problem}"):
-        main([*NUMBERS, *arguments])
+        main(["breakeven", *NUMBERS, *arguments])
 
 
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [
-        (["--draft-ms", "1"], r"draft_ms=1.0: the cost_table says it; leave out"),
-        (["--batch-size", "4"], r"batch_size=4: the cost_table says it; leave out"),
-        (["--max-steps", "3"], r"max_steps=3: the table reaches 1 to 2"),
+        (["--draft-ms", "1"], r"draft_ms=1.0: the cost_table has it; leave it out"),
+        (["--batch-size", "4"], r"batch_size=4: the cost_table has it; leave it out"),
+        (["--max-steps", "3"], r"max_steps=3: the table has 1 to 2"),
         (["--context", "0"], r"context=0: give at least 1"),
         (None, r"draft_ms=None: give draft_ms and target_ms, or a cos"),
     ],
 )
-def test_what_contradicts_the_cost_table_or_stands_without_times_is_refused(
+def test_arguments_that_contradict_the_cost_table_are_refused(
     arguments: list[str] | None, problem: str, cost_table: Path
 ) -> None:
     costs = [] if arguments is None else ["--cost-table", str(cost_table), *arguments]
     with pytest.raises(ConfigError, match=f"^{problem}"):
-        main(["--accept-rate", "0.5", *costs])
+        main(["breakeven", "--accept-rate", "0.5", *costs])
 
 
-def test_it_starts_without_torch() -> None:
-    code = (
-        "import sys\n"
-        "from serve_spec.bench.breakeven.command import main\n"
-        f"main({NUMBERS!r})\n"
-        "sys.exit('torch was loaded' if 'torch' in sys.modules else 0)"
-    )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
+RATES = st.floats(0, 1)
+STEPS = st.integers(0, 12)
+ROUND_MS = st.lists(st.floats(0.01, 1000), min_size=2, max_size=10)
+LINEAR = st.builds(
+    round_times,
+    draft_ms=st.floats(1e-3, 100),
+    target_ms=st.floats(1e-2, 1000),
+    verify_ms_per_row=st.floats(0, 10),
+    batch_size=st.integers(1, 256),
+    max_steps=st.integers(1, 12),
+)
+
+
+@given(RATES, STEPS)
+def test_tokens_per_round_are_the_mean_over_every_outcome_of_a_round(
+    rate: float, num_steps: int
+) -> None:
+    """m drafts kept, then a miss or the end: m + 1 tokens."""
+    chances = [rate**m * (1 - rate) for m in range(num_steps)] + [rate**num_steps]
+    mean = sum((m + 1) * chance for m, chance in enumerate(chances))
+    assert tokens_per_round(rate, num_steps) == pytest.approx(mean)
+
+
+@given(RATES, ROUND_MS)
+def test_the_best_depth_emits_most_per_time_and_is_the_smallest_of_equals(
+    rate: float, round_ms: list[float]
+) -> None:
+    best = best_num_steps(rate, round_ms)
+    fastest = speedup(rate, best, round_ms)
+    rivals = [speedup(rate, k, round_ms) for k in range(len(round_ms))]
+    assert fastest == max(rivals)
+    assert best == rivals.index(fastest)
+
+
+@given(ROUND_MS, st.integers(1, 9))
+def test_at_its_break_even_rate_a_depth_is_as_fast_as_off(
+    round_ms: list[float], num_steps: int
+) -> None:
+    num_steps = min(num_steps, len(round_ms) - 1)
+    rate = break_even_rate(num_steps, round_ms)
+    if rate is None:
+        assert speedup(1.0, num_steps, round_ms) < 1
+    elif rate == 0:
+        assert speedup(0.0, num_steps, round_ms) >= 1
+    else:
+        assert speedup(rate, num_steps, round_ms) == pytest.approx(1, abs=1e-6)
+
+
+@given(LINEAR, RATES)
+def test_speculation_pays_exactly_above_the_overall_break_even_rate(
+    round_ms: list[float], rate: float
+) -> None:
+    point = break_even(round_ms)
+    best = best_num_steps(rate, round_ms)
+    if point is None:
+        assert best == 0
+    elif abs(rate - point.accept_rate) > 1e-9:
+        assert (best > 0) == (rate > point.accept_rate)
+
+
+def test_a_worked_case() -> None:
+    """A draft step costs a tenth of the target: 1 + .8 + .64 + .512 tokens in 1.3 of its time."""
+    round_ms = round_times(draft_ms=1, target_ms=10, verify_ms_per_row=0, batch_size=1, max_steps=3)
+    assert round_ms == [10, 11, 12, 13]
+    assert speedup(0.8, 3, round_ms) == pytest.approx(2.952 / 1.3)
+    assert best_num_steps(0.8, round_ms) == 3
+    assert break_even(round_ms) == BreakEven(pytest.approx(0.1), 1)
+    assert break_even_rate(1, [1.0, 2.1]) is None, "dearer than all its tokens"
+    rows = {"verify_ms_per_row": 0.5, "batch_size": 4}  # those beyond the first, of every sequence
+    assert round_times(draft_ms=1, target_ms=10, max_steps=2, **rows) == [10, 13, 16]

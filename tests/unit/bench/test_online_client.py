@@ -1,21 +1,42 @@
-"""Laws of load over HTTP, against a scripted server behind real sockets."""
+"""Clients of `bench online`: streams, loads and samples, against a scripted server."""
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.bench.online.clients import Clients, Target, merged
-from serve_spec.bench.online.load import Bursty, ClosedLoop, Load, Poisson
-from serve_spec.bench.online.record import LoadRun, Served, TextRequest
-from serve_spec.bench.online.run import deal
-from serve_spec.core.request import SamplingParams
-from tests.unit.bench.online_fakes import ScriptedApp, serving
+from serve_spec.bench.online.client import (
+    Clients,
+    SseParser,
+    Target,
+    accounts,
+    deal,
+    merged,
+    news,
+    read_stream,
+)
+from serve_spec.bench.online.load import (
+    Bursty,
+    ClosedLoop,
+    CompletionRequest,
+    Load,
+    LoadRun,
+    Poisson,
+    Sample,
+    Served,
+)
+from serve_spec.core.request import FinishReason, SamplingParams, SpeculationStats, TokenDelta
+from serve_spec.serving import sse
+from serve_spec.serving.answers import AnswerHead, CompletionFormat, usage
+from tests.unit.bench.online_fakes import ScriptedApp, chunk, event, serving
 
 CUTS = {
     "429": "429",
@@ -29,9 +50,9 @@ CUTS = {
 }
 
 
-def requests(*prompts: str) -> list[TextRequest]:
+def requests(*prompts: str) -> list[CompletionRequest]:
     params = SamplingParams(max_tokens=9, temperature=0.5, seed=7, ignore_eos=True)
-    return [TextRequest(prompt, params) for prompt in prompts]
+    return [CompletionRequest(prompt, params) for prompt in prompts]
 
 
 def run(
@@ -92,7 +113,7 @@ def test_a_stream_that_falls_silent_is_given_up() -> None:
     assert (served.error, served.text) == ("timeout", "x")
 
 
-def test_where_nobody_listens_there_is_no_connection() -> None:
+def test_a_closed_port_is_no_connection() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         url = f"http://127.0.0.1:{probe.getsockname()[1]}"
     served = run(ScriptedApp(), ClosedLoop(2), ["a", "b"], url=url).served
@@ -118,7 +139,7 @@ def test_an_open_loop_sends_on_schedule_whether_or_not_it_is_answered() -> None:
 
 
 def test_waiting_behind_others_counts_from_the_scheduled_time() -> None:
-    """All are due at once and served in turn: the last one's latency holds everybody's service."""
+    """All are due at once and served in turn: the last latency includes the service of all."""
     delay_s = 0.03
     served = run(ScriptedApp(delay_s, serial=True), Bursty(100.0, 5), ["1 chunks of 1"] * 5).served
     assert len({s.due_s for s in served}) == 1
@@ -163,3 +184,128 @@ def test_a_client_without_requests_does_not_speak_for_the_busiest() -> None:
     """It ends at once, all of its time on a CPU."""
     busy, idle = LoadRun([Served(0, 0, 1)], client_cpu_share=0.2), LoadRun([], client_cpu_share=1.0)
     assert merged(ClosedLoop(1), [busy, idle]).client_cpu_share == 0.2
+
+
+TEXTS = st.text(max_size=12)
+
+
+@st.composite
+def cut(draw: st.DrawFn, whole: bytes) -> list[bytes]:
+    """`whole` in pieces, some of them empty."""
+    ends = sorted(draw(st.lists(st.integers(0, len(whole)), max_size=12)))
+    return [whole[start:end] for start, end in pairwise([0, *ends, len(whole)])]
+
+
+@settings(max_examples=50)
+@given(st.data(), st.lists(TEXTS, max_size=6), st.sampled_from([b"\n", b"\r\n"]))
+def test_events_do_not_depend_on_how_the_bytes_were_cut(
+    data: st.DataObject, texts: list[str], end: bytes
+) -> None:
+    payloads = [json.dumps(text, ensure_ascii=False) for text in texts]
+    lines = b"".join(
+        b": a comment" + end + b"data: " + payload.encode() + end + b"id: 3" + end * 2
+        for payload in payloads
+    )
+    parser = SseParser()
+    events = [event for piece in data.draw(cut(lines)) for event in parser.feed(piece)]
+    assert events == payloads
+
+
+def test_several_data_lines_are_one_event_and_an_unfinished_one_is_none() -> None:
+    parser = SseParser()
+    assert parser.feed(b"data: a\ndata:b\n\ndata: c\n") == ["a\nb"]
+    assert parser.feed(b"\n") == ["c"]
+
+
+@settings(max_examples=50)
+@given(st.data(), st.lists(TEXTS, min_size=1, max_size=6))
+def test_what_the_server_streams_is_what_is_read(data: st.DataObject, texts: list[str]) -> None:
+    form = CompletionFormat(AnswerHead("cmpl-1", "tiny", 0, "fp_1", include_usage=True))
+    stats = SpeculationStats()
+    stats.observe(3, 2)
+    said = [TokenDelta("cmpl-1-0", (1,), text) for text in texts]
+    said.append(TokenDelta("cmpl-1-0", (), "", FinishReason.LENGTH))
+    frames = [sse.frame(dict(form.chunk(0, delta))) for delta in said]
+    frames.append(sse.frame(dict(form.usage_chunk(usage(7, 11, stats)))))
+    pieces = data.draw(cut(b"".join([*frames, sse.DONE])))
+    answer = read_stream((float(time), piece) for time, piece in enumerate(pieces))
+    assert answer.error is None
+    assert answer.text == "".join(texts)
+    assert (answer.num_tokens, answer.usage["prompt_tokens"]) == (11, 7)
+    assert answer.usage["speculation"]["rounds_by_num_steps"] == {"3": 1}
+    assert len(answer.chunk_s) == sum(map(bool, texts)) + 1, "one time per piece, the end included"
+    assert answer.chunk_s == sorted(answer.chunk_s)
+
+
+def test_a_chunk_came_when_its_last_byte_came() -> None:
+    first, second = event(chunk("a")), event(chunk("b"))
+    arrivals = [(1.0, first[:9]), (2.0, first[9:] + second[:-1]), (5.0, second[-1:])]
+    assert read_stream(arrivals).chunk_s == [2.0, 5.0]
+
+
+def test_tokens_are_counted_by_usage_else_by_ids_and_never_by_chunks() -> None:
+    ids, running = chunk("ab", token_ids=[4, 5]), {**chunk("c"), "usage": {"completion_tokens": 9}}
+    assert read_stream([(1.0, event(ids) + event(ids))]).num_tokens == 4
+    assert read_stream([(1.0, event(ids) + event(running))]).num_tokens == 9
+    assert read_stream([(1.0, event(chunk("a")))]).num_tokens == 0
+
+
+def test_token_ids_without_text_are_a_first_token() -> None:
+    half_a_character = chunk("", token_ids=[200])
+    assert read_stream([(1.0, event(half_a_character))]).chunk_s == [1.0]
+    assert read_stream([(1.0, event(chunk("")))]).chunk_s == []
+
+
+@pytest.mark.parametrize(
+    ("last", "error"),
+    [
+        (b"data: [DONE]\n\n", None),
+        (b"", "broken off"),
+        (b"data: [DONE]\n", "broken off"),
+        (event({"error": {"message": "boom"}}), "error frame"),
+        (event({"error": {"message": "boom"}}) + b"data: [DONE]\n\n", "error frame"),
+        (b"data: {\n\n", "bad frame"),
+        (event([1]), "bad frame"),
+        (event({"text": "no choices"}), "bad frame"),
+    ],
+)
+def test_only_an_answer_that_says_it_is_done_is_whole(last: bytes, error: str | None) -> None:
+    answer = read_stream([(1.0, event(chunk("a"))), (2.0, last)])
+    assert (answer.error, answer.text) == (error, "a")
+
+
+def state(replica: str, age_s: float, **said: Any) -> dict[str, Any]:
+    return {"replica": replica, "age_s": age_s, **said}
+
+
+def test_an_account_is_as_old_as_the_server_says() -> None:
+    info = {"internal_states": [state("a", 0.4, batch_size=3, speculative_num_steps=5)]}
+    (account,) = accounts(info, 2.0)
+    assert account == {
+        "time_s": 1.6, "replica": "a", "batch_size": 3, "num_waiting": None, "num_steps": 5,
+    }  # fmt: skip
+    assert accounts({"anything": "else"}, 2.0) == []
+
+
+@given(
+    st.lists(st.floats(0.6, 5), min_size=1, max_size=8),
+    st.floats(0.06, 0.5),
+    st.floats(0, 0.04),
+)
+def test_however_often_it_is_polled_every_account_counts_once(
+    gaps: list[float], every_s: float, jitter_s: float
+) -> None:
+    """Replica "a" reports at the sums of `gaps`, and once before the run."""
+    reports = [-0.5]
+    for gap in gaps:
+        reports.append(reports[-1] + 0.5 + gap)
+    end_s = reports[-1] + 2 * every_s
+    samples: list[Sample] = []
+    for poll in range(int(end_s / every_s) + 1):
+        now_s = poll * every_s
+        told_at = max(time for time in reports if time <= now_s)
+        # The answer arrives a little later than the server computed the age.
+        late_s = jitter_s * (poll % 2)
+        info = {"internal_states": [state("a", now_s - told_at, batch_size=1)]}
+        samples += news(accounts(info, now_s + late_s), samples)
+    assert len(samples) == len(gaps), "none twice, none missed, none from before the run"

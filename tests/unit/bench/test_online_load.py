@@ -1,4 +1,4 @@
-"""Laws of arrival schedules: drawn from a seed alone, at the rate and in the shape they name."""
+"""Loads of `bench online`: schedules follow from the seed, with the named rate and shape."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.online.load import Bursty, OpenLoop, Poisson, Ramp
+from serve_spec.bench.online.load import Bursty, OpenLoop, Poisson, Ramp, text_requests
 
 RATES = st.floats(0.01, 1000)
 COUNTS = st.integers(1, 200)
@@ -92,3 +92,26 @@ def test_by_any_part_of_a_ramp_as_many_have_come_as_its_rate_adds_up_to(
     expected = (first * part + (last - first) * part**2 / 2) / ((first + last) / 2)
     deviation = sqrt(expected * (1 - expected) / MANY)
     assert share == pytest.approx(expected, abs=5 * deviation)
+
+
+def test_requests_repeat_and_have_the_requested_length() -> None:
+    first, second = (
+        text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5) for _ in range(2)
+    )
+    assert first == second
+    assert [len(request.prompt) for request in first] == [50] * 4
+    assert len({request.params.seed for request in first}) == 4
+    others = text_requests(4, prompt_chars=50, output_tokens=7, temperature=0.5, seed=1)
+    assert not {r.params.seed for r in first} & {r.params.seed for r in others}
+
+
+def test_every_other_mixed_request_is_shuffled_and_sampled() -> None:
+    plain, mixed = (
+        text_requests(6, prompt_chars=80, output_tokens=7, temperature=0.5, mixed=mixed)
+        for mixed in (False, True)
+    )
+    assert mixed[::2] == plain[::2]
+    for hard, easy in zip(mixed[1::2], plain[1::2], strict=True):
+        assert hard.prompt != easy.prompt
+        assert sorted(hard.prompt.split(" ")) == sorted(easy.prompt.split(" "))
+        assert (hard.params.temperature, hard.params.seed) == (1.0, easy.params.seed)

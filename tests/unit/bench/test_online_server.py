@@ -1,4 +1,4 @@
-"""Laws of a server of one's own: found by what it announces, ended with the benchmark."""
+"""Servers of `bench online`: starting, stopping, variants."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
-from serve_spec.bench.online.server import announced_url, own_server, serve_command
+from serve_spec.bench.online.server import (
+    announced_url,
+    own_server,
+    serve_command,
+    serve_file,
+    server_variant,
+)
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.serving.command import Plan, announcement
+from serve_spec.serving.app import load_config
+from serve_spec.serving.command import Plan, announcement, read_plan
 
 SERVER = """
 import pathlib, signal, sys, time
@@ -30,7 +38,7 @@ time.sleep(60)
 
 
 def wait_for(file: Path) -> str:
-    """What somebody else writes into `file`."""
+    """Return what the server writes into `file`."""
     while not (file.exists() and (text := file.read_text())):
         time.sleep(0.01)
     return text
@@ -66,7 +74,7 @@ time.sleep(60)
 """
 
 
-@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core can not be shared out")
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core cannot be divided")
 def test_clients_and_server_have_cores_of_their_own_and_all_come_back() -> None:
     everything = os.sched_getaffinity(0)
     with own_server([sys.executable, "-c", CORES], client_cores=1) as url:
@@ -92,3 +100,59 @@ def test_a_server_that_does_not_start_is_refused_with_its_status() -> None:
     command = [sys.executable, "-c", "print('no such file'); raise SystemExit(3)"]
     with pytest.raises(ConfigError, match="ended with status 3 before it was ready"):
         own_server(command).__enter__()
+
+
+TWO = "num_replicas=2,routing_policy=balanced"
+
+
+@pytest.fixture
+def deploy(tmp_path: Path) -> Path:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({"model": {"path": "model"}}))
+    app = {
+        "name": "serve_spec",
+        "route_prefix": "/llm",
+        "import_path": "serve_spec.serving:build_app",
+        "args": {"config": str(tmp_path / "config.yaml"), "num_replicas": 3},
+    }
+    file = tmp_path / "deploy.yaml"
+    file.write_text(yaml.safe_dump({"http_options": {"port": 8123}, "applications": [app]}))
+    return file
+
+
+def test_a_variant_is_the_file_with_its_keys_set(deploy: Path) -> None:
+    variant = server_variant(deploy, TWO)
+    assert (variant.name, variant.num_replicas) == (TWO, 2)
+    with serve_file(variant) as file:
+        plan = read_plan(Path(file), None, None)
+    (config,) = plan.configs
+    assert (config.replica.num_replicas, config.router.routing_policy) == (2, "balanced")
+    assert plan.url == "http://127.0.0.1:8123/llm"
+    assert not Path(file).exists()
+    assert server_variant(deploy, "routing_policy=prefix").num_replicas == 3
+
+
+def test_a_configuration_also_has_variants(deploy: Path) -> None:
+    variant = server_variant(deploy.parent / "config.yaml", "num_replicas=4")
+    (app,) = variant.deployment["applications"]
+    assert load_config(app["args"]).replica.num_replicas == variant.num_replicas == 4
+
+
+@pytest.mark.parametrize("name", ["", "num_replicas", "num_replicas=2,", "=2", "num_replica=2"])
+def test_invalid_variants_are_refused(deploy: Path, name: str) -> None:
+    with pytest.raises(ConfigError):
+        server_variant(deploy, name)
+
+
+def test_a_file_without_an_application_of_this_package_is_refused(deploy: Path) -> None:
+    given = yaml.safe_load(deploy.read_text())
+    given["applications"][0]["import_path"] = "elsewhere:app"
+    deploy.write_text(yaml.safe_dump(given))
+    with pytest.raises(ConfigError, match="no application imports"):
+        server_variant(deploy, "num_replicas=2")
+
+
+def test_a_variant_whose_ranks_have_no_device_is_refused(deploy: Path) -> None:
+    with pytest.raises(ConfigError, match="set num_gpus to 2"):
+        server_variant(deploy, "tensor_parallel_size=2,num_gpus=1")
+    server_variant(deploy, "tensor_parallel_size=2,num_gpus=2")

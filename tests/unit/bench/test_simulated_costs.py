@@ -1,4 +1,4 @@
-"""Laws of what simulated rounds cost."""
+"""Costs of simulated rounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def round_of(batch_size: int, drafting: tuple[int, ...], num_sampled: int = 0) -
 
 
 @pytest.mark.parametrize(("batch_size", "num_steps", "draft_ms", "verify_ms"), KNOTS)
-def test_a_grid_says_what_was_measured_where_it_was_measured(
+def test_a_grid_returns_what_was_measured_at_its_knots(
     batch_size: int, num_steps: int, draft_ms: float, verify_ms: float
 ) -> None:
     times = TWO_CPU_CORES(round_of(batch_size, (batch_size,) * num_steps))
@@ -56,7 +56,7 @@ def test_rows_that_stop_early_cost_the_steps_they_take() -> None:
     assert costs(round_of(2, (2, 1))).draft_ms == pytest.approx(3.0 + 1.0)
 
 
-def test_noise_is_the_same_every_time_and_has_no_side() -> None:
+def test_noise_repeats_and_is_unbiased() -> None:
     shape = round_of(4, (4, 4))
     first, second = noisy(GPU_8B, 0.2, seed=3), noisy(GPU_8B, 0.2, seed=3)
     times = [first(shape).step_ms for _ in range(400)]

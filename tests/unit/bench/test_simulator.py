@@ -1,4 +1,4 @@
-"""Laws of replayed traces."""
+"""Replays of recorded traces."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.phases import Phase
 from benchmarks.simulator import (
     PhaseReport,
     Simulator,
     _row_steps,
-    compare,
 )
 from serve_spec.adaptive import AdaptiveSpeculativeParams
 from serve_spec.adaptive.ema import EmaPolicy
 from serve_spec.adaptive.policy import StaticPolicy, StepPolicy
-from serve_spec.bench.phases import Phase, TextKind
 from serve_spec.bench.trace import AcceptanceTrace, TraceSet, load_traces
+from serve_spec.bench.workload import TextKind
 from serve_spec.core.draft import DraftShape
 from serve_spec.core.record import StepRecord, StepTimes
 from serve_spec.core.round import DecodeBatch, Reason, RoundSteps
@@ -49,7 +49,7 @@ def ema() -> EmaPolicy:
 
 
 class RandomPolicy:
-    """Asks for anything at all, of rows that can and rows that can not."""
+    """Asks for anything at all, of rows that can and rows that cannot."""
 
     shapes = tuple(map(DraftShape.chain, range(8)))
     last_reason = Reason.STATIC
@@ -107,7 +107,7 @@ def test_a_fixed_depth_takes_the_rounds_of_a_walk_by_hand(num_steps: int) -> Non
 
 
 @pytest.mark.parametrize("make", [lambda: StaticPolicy(DraftShape.chain(3)), ema])
-def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) -> None:  # type: ignore[no-untyped-def]
+def test_costs_do_not_change_the_rounds_of_a_policy_without_a_clock(make) -> None:  # type: ignore[no-untyped-def]
     seen = []
     for costs in (TWO_CPU_CORES, GPU_8B, noisy(GPU_8B, 0.3)):
         policy, rounds = make(), []
@@ -118,7 +118,7 @@ def test_a_policy_without_a_clock_sees_the_same_rounds_whatever_they_cost(make) 
 
 
 @given(st.lists(st.integers(0, 7), min_size=1, max_size=9), st.sampled_from(PHASES))
-def test_whatever_is_asked_every_text_is_emitted_once_and_no_drafts_past_its_end(
+def test_every_text_is_emitted_once_without_drafts_past_its_end(
     numbers: list[int], phase: Phase
 ) -> None:
     policy = RandomPolicy(numbers)
@@ -149,7 +149,7 @@ def test_drafts_are_granted_as_the_scheduler_grants_them(
     assert _row_steps(steps, batch) == granted
 
 
-def test_drafts_give_way_where_the_token_budget_is_small() -> None:
+def test_a_small_token_budget_limits_drafts() -> None:
     phase = Phase("predictable", 8, 8, 60)
     _, rounds = rounds_of(StaticPolicy(DraftShape.chain(7)), phase, max_num_batched_tokens=24)
     assert all(v.num_draft_tokens <= b.max_draft_tokens == 24 - b.size for b, _, v in rounds)
@@ -157,7 +157,7 @@ def test_drafts_give_way_where_the_token_budget_is_small() -> None:
 
 
 @pytest.mark.parametrize("mixes", [False, True])
-def test_prompts_run_alone_or_beside_drafts_and_all_are_computed(mixes: bool) -> None:
+def test_prompts_run_alone_or_in_mixed_batches_and_all_are_computed(mixes: bool) -> None:
     told: list[RoundShape] = []
 
     def costs(shape: RoundShape) -> StepTimes:
@@ -177,11 +177,11 @@ def test_prompts_run_alone_or_beside_drafts_and_all_are_computed(mixes: bool) ->
     assert sum(verified.num_ended_prompt_rows for _, _, verified in rounds) == asked
 
 
-def test_every_change_of_tier_is_a_switch_with_its_reason() -> None:
-    simulator = Simulator(ema(), TRACES, TWO_CPU_CORES, on_round=lambda *told: tiers.append(told))
-    tiers: list[tuple[DecodeBatch, RoundSteps, StepRecord]] = []
+def test_every_change_of_shape_is_a_switch_with_its_reason() -> None:
+    simulator = Simulator(ema(), TRACES, TWO_CPU_CORES, on_round=lambda *told: shapes.append(told))
+    shapes: list[tuple[DecodeBatch, RoundSteps, StepRecord]] = []
     reports = [simulator.run(phase) for phase in PHASES]
-    changes = [a[1].shape != b[1].shape for a, b in pairwise(tiers)]
+    changes = [a[1].shape != b[1].shape for a, b in pairwise(shapes)]
     switches = sum((report.switches for report in reports), Counter[Reason]())
     assert switches.total() == sum(changes)
     assert set(switches) == {Reason.GAIN, Reason.LOSS}
@@ -197,12 +197,3 @@ def test_a_depth_or_a_length_that_was_not_recorded_is_refused() -> None:
         Simulator(StaticPolicy(DraftShape.chain(1)), known, TWO_CPU_CORES).run(
             Phase("mixture", 1, 2, 3)
         )
-
-
-def test_a_comparison_shows_every_arm_and_every_phase() -> None:
-    compared = compare({"ema": ema()}, PHASES, TRACES, TWO_CPU_CORES, static_steps=(0, 1, 7))
-    text = str(compared)
-    assert all(phase.name in text for phase in PHASES)
-    assert all(arm in text.splitlines()[0] for arm in ("K=0", "K=1", "K=7", "ema"))
-    assert compared.worst_cell("K=0") == 1.0
-    assert compared.regret("K=7") > compared.regret("ema") > 0

@@ -1,8 +1,9 @@
-"""Laws of recorded acceptance: what the file says is what the engine does."""
+"""Recorded acceptance: a trace replays to what the engine does."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import takewhile
 from math import log
@@ -13,19 +14,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.phases import Phase
 from benchmarks.simulator import Simulator
 from serve_spec.adaptive.policy import StaticPolicy
-from serve_spec.bench.closed_loop import run_phase
-from serve_spec.bench.phases import Phase, TextKind, TextRequest
+from serve_spec.bench.command import main
+from serve_spec.bench.harness import ClosedLoop, MeasuredStep
 from serve_spec.bench.trace import (
     AcceptanceTrace,
     TraceSet,
     confidence_of,
     load_traces,
-    main,
     record,
     save_traces,
 )
+from serve_spec.bench.workload import TextKind, TextRequest
 from serve_spec.config import ConfigError
 from serve_spec.core.draft import DraftShape
 from serve_spec.engine.engine import SpecEngine
@@ -44,6 +46,14 @@ def requests() -> list[TextRequest]:
     return [TextRequest((KNOWN, FOREIGN)[i % 2], prompt, i) for i, prompt in enumerate(prompts)]
 
 
+def served(
+    engine: SpecEngine, requests: Sequence[TextRequest], batch_size: int
+) -> tuple[list[MeasuredStep], list[list[int]]]:
+    """Return the steps and texts of requests of `NUM_TOKENS` tokens."""
+    loop = ClosedLoop(engine, [(request, NUM_TOKENS) for request in requests], batch_size)
+    return loop.advance(NUM_TOKENS * len(requests)), loop.texts
+
+
 @pytest.fixture(scope="module")
 def make(tmp_path_factory: pytest.TempPathFactory) -> MakeLLM:
     return llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")
@@ -54,7 +64,7 @@ def traces(make: MakeLLM) -> TraceSet:
     return record(make("EAGLE3", DEPTH).engine, requests(), NUM_TOKENS)
 
 
-def test_every_request_has_one_count_for_every_place_a_round_can_start(traces: TraceSet) -> None:
+def test_every_request_has_a_count_for_every_position(traces: TraceSet) -> None:
     counts = [trace.num_correct_drafts for trace in traces.traces]
     assert {0, 1, 2} <= {count for each in counts for count in each}, "any law would hold"
     assert [len(each) for each in counts] == [NUM_TOKENS - 1] * 6
@@ -79,13 +89,13 @@ def test_confidence_is_measured_on_the_drafts_that_were_reached() -> None:
     assert confidence_of([replace(trace, draft_shares=())]) == {}
 
 
-def test_a_recorded_count_is_what_a_round_of_the_engine_keeps_there(
-    make: MakeLLM, traces: TraceSet
-) -> None:
+def test_a_recorded_count_is_what_the_engine_accepts_there(make: MakeLLM, traces: TraceSet) -> None:
     engine = make("EAGLE3", DEPTH).engine
     for request, trace in zip(requests(), traces.traces, strict=True):
         num_out = 1
-        for measured in run_phase(engine, [request], 1, NUM_TOKENS).decode_rounds:
+        for measured in served(engine, [request], 1)[0]:
+            if not measured.record.batch_size:
+                continue
             usable = min(DEPTH, NUM_TOKENS - num_out - 1)
             kept = min(usable, trace.num_correct_drafts[num_out - 1])
             assert measured.record.accept_lengths == (kept + 1,)
@@ -98,10 +108,10 @@ def test_a_recorded_count_is_what_a_round_of_the_engine_keeps_there(
 def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
     make: MakeLLM, traces: TraceSet, num_steps: int, batch_size: int
 ) -> None:
-    run = run_phase(make("EAGLE3", num_steps).engine, requests(), batch_size, NUM_TOKENS)
+    steps, _ = served(make("EAGLE3", num_steps).engine, requests(), batch_size)
     measured = [
         (r.record.batch_size, r.record.num_draft_tokens, r.record.num_output_tokens)
-        for r in run.rounds
+        for r in steps
         if r.record.batch_size
     ]
     replayed: list[tuple[int, int, int]] = []
@@ -119,14 +129,14 @@ def test_a_fixed_depth_replays_to_the_rounds_the_engine_takes(
 
 def test_recording_leaves_the_engine_as_it_was(make: MakeLLM) -> None:
     engine = make("EAGLE3", DEPTH).engine
-    before = run_phase(engine, requests(), 3, NUM_TOKENS)
+    steps, texts = served(engine, requests(), 3)
     record(engine, requests(), NUM_TOKENS)
-    after = run_phase(engine, requests(), 3, NUM_TOKENS)
-    assert after.texts == before.texts
-    assert len(after.rounds) == len(before.rounds)
+    steps_after, texts_after = served(engine, requests(), 3)
+    assert texts_after == texts
+    assert len(steps_after) == len(steps)
 
 
-def test_an_engine_whose_rounds_may_not_draft_whole_can_not_record(make: MakeLLM) -> None:
+def test_an_engine_that_may_cut_drafts_cannot_record(make: MakeLLM) -> None:
     several = {"speculative_adaptive": True, "speculative_adaptive_strategy": "ema"}
     narrow = {"max_num_batched_tokens": 12}
     for keys, problem in ((several, "candidate_steps"), (narrow, "max_num_batched_tokens")):
@@ -151,7 +161,7 @@ def with_tree(make: MakeLLM, traces: TraceSet) -> TraceSet:
     return traces.with_tree(TREE, recorded)
 
 
-def test_a_tree_keeps_at_least_what_a_chain_keeps_in_total(with_tree: TraceSet) -> None:
+def test_trees_accept_more_than_chains_in_total(with_tree: TraceSet) -> None:
     chains = [min(n, 3) for trace in with_tree.traces for n in trace.num_correct_drafts]
     trees = [n for trace in with_tree.traces for n in trace.of_trees[0]]
     assert len(chains) == len(trees)
@@ -163,10 +173,10 @@ def test_trees_replay_to_the_rounds_the_engine_takes_until_texts_near_their_end(
     make: MakeLLM, with_tree: TraceSet, batch_size: int
 ) -> None:
     """There, trees have fewer levels, which is not what was recorded."""
-    run = run_phase(branching(make), requests()[:batch_size], batch_size, NUM_TOKENS)
+    steps, _ = served(branching(make), requests()[:batch_size], batch_size)
     measured = [
         (r.record.num_draft_tokens, r.record.num_output_tokens)
-        for r in run.rounds
+        for r in steps
         if not r.record.shape.is_chain
     ]
     replayed: list[tuple[int, int]] = []
@@ -221,12 +231,12 @@ def test_what_is_written_is_read(file: Path, written: TraceSet) -> None:
 
 
 def test_a_trace_of_forced_acceptance_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace is what drafts"):
-        main(["--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
+    with pytest.raises(ConfigError, match=r"synthetic_acceptance=2\.0: a trace needs real texts"):
+        main(["trace", "--set", "synthetic_acceptance=2.0", "--json", str(tmp_path / "t.json")])
     assert not (tmp_path / "t.json").exists()
 
 
-def test_a_file_that_is_no_trace_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_file_that_is_not_a_trace_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "traces.json"
     good = json.loads(RECORDED.read_text())
     trace = good["traces"][0]

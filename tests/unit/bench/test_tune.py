@@ -1,22 +1,32 @@
-"""Laws of `serve-spec tune`: what follows from cells, what is kept of them, one sweep run whole."""
+"""`serve-spec tune`: what follows from measurements, the file that keeps them, whole sweeps."""
 
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from serve_spec.adaptive import AdaptiveSpeculativeParams
-from serve_spec.bench.tune.cells import Cell, CellFile
-from serve_spec.bench.tune.command import main
-from serve_spec.bench.tune.report import adaptive_config, best_cells, markdown, rows, speedups
-from serve_spec.config import ConfigError
+from serve_spec.adaptive import AdaptiveSpeculativeParams, PolicySettings
+from serve_spec.bench.command import main
+from serve_spec.bench.tune import swept_trees
+from serve_spec.bench.tune_report import (
+    Measurement,
+    MeasurementFile,
+    adaptive_config,
+    best_measurements,
+    markdown,
+    rows,
+    speedups,
+)
+from serve_spec.config import ConfigError, SpeculativeConfig
 from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.base import judge
 from serve_spec.config.cost_table import load_cost_table
 from serve_spec.core.draft import PLAIN, DraftShape
 from serve_spec.core.request import SamplingParams
@@ -33,8 +43,8 @@ def cell(
     num_steps: int,
     speed: float = 100.0,
     shape: DraftShape = PLAIN,
-) -> Cell:
-    return Cell(
+) -> Measurement:
+    return Measurement(
         batch_size=batch_size,
         prompt_class=prompt_class,
         num_steps=num_steps,
@@ -52,7 +62,7 @@ def cell(
 
 
 @st.composite
-def sweeps(draw: st.DrawFn) -> list[Cell]:
+def sweeps(draw: st.DrawFn) -> list[Measurement]:
     """Cells of a whole sweep in any order, with speeds that tie now and then."""
     sizes = draw(st.lists(st.integers(1, 300), min_size=1, max_size=5, unique=True))
     depths = draw(st.lists(st.integers(1, 8), max_size=4, unique=True))
@@ -72,7 +82,7 @@ def trees() -> st.SearchStrategy[DraftShape]:
     )
 
 
-def winners(cells: Sequence[Cell], batch_size: int) -> set[DraftShape]:
+def winners(cells: Sequence[Measurement], batch_size: int) -> set[DraftShape]:
     """The best tier of every class at a batch size, by looking at all of them."""
     found = set()
     for name in CLASSES:
@@ -88,7 +98,7 @@ def winners(cells: Sequence[Cell], batch_size: int) -> set[DraftShape]:
 
 @given(sweeps())
 def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of_every_class(
-    cells: list[Cell],
+    cells: list[Measurement],
 ) -> None:
     slots = load_slots(adaptive_config(cells))
     params = AdaptiveSpeculativeParams(0, slots)
@@ -102,7 +112,7 @@ def test_the_slot_of_every_measured_batch_size_holds_the_best_steps_and_trees_of
 
 
 @given(sweeps())
-def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Cell]) -> None:
+def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Measurement]) -> None:
     text = json.dumps(adaptive_config(cells))
     slots = load_slots(json.loads(text))
     assert all(here != after for here, after in pairwise(slots.values()))
@@ -110,7 +120,9 @@ def test_the_config_loads_as_it_is_and_neighbours_differ(cells: list[Cell]) -> N
 
 
 @given(sweeps())
-def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[Cell]) -> None:
+def test_speedup_is_over_off_at_the_same_class_and_batch_size(
+    cells: list[Measurement],
+) -> None:
     speedup = speedups(cells)
     for c in cells:
         off = next(
@@ -119,7 +131,7 @@ def test_speed_is_relative_to_off_of_the_same_class_and_batch_size(cells: list[C
             if (o.batch_size, o.prompt_class, o.shape) == (c.batch_size, c.prompt_class, PLAIN)
         )
         assert speedup[c] == c.tokens_per_second / off.tokens_per_second
-    assert all(speedup[best] >= 1 for best in best_cells(cells).values())
+    assert all(speedup[best] >= 1 for best in best_measurements(cells).values())
 
 
 def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
@@ -141,27 +153,27 @@ def test_the_report_names_the_two_keys_and_shows_every_cell() -> None:
         assert f"| {row[1]} | {row[2]} | {row[3]} | {row[4]} |" in report
 
 
-def test_a_file_of_cells_gives_back_what_was_put_in(tmp_path: Path) -> None:
+def test_a_file_returns_the_measurements_that_were_appended(tmp_path: Path) -> None:
     path = tmp_path / "new" / "cells.jsonl"
     cells = [
         cell(1, "mixed", 0),
         cell(1, "mixed", 3),
         cell(1, "mixed", 3, shape=DraftShape(3, 3, 2)),
     ]
-    CellFile(path, SETTINGS).append(cells)
-    assert CellFile(path, SETTINGS).cells == {c.place: c for c in cells}
-    assert len(CellFile(path, SETTINGS).cells) == 3
+    MeasurementFile(path, SETTINGS).append(cells)
+    assert MeasurementFile(path, SETTINGS).by_place == {c.place: c for c in cells}
+    assert len(MeasurementFile(path, SETTINGS).by_place) == 3
     again = cell(1, "mixed", 3, speed=200)
-    CellFile(path, SETTINGS).append([again])
-    assert CellFile(path, SETTINGS).cells[again.place] == again, "of two the last one counts"
+    MeasurementFile(path, SETTINGS).append([again])
+    assert MeasurementFile(path, SETTINGS).by_place[again.place] == again, "the last one counts"
 
 
-def test_a_file_from_before_there_were_trees_holds_chains(tmp_path: Path) -> None:
+def test_a_file_without_trees_holds_chains(tmp_path: Path) -> None:
     path = tmp_path / "cells.jsonl"
-    CellFile(path, SETTINGS).append([cell(1, "mixed", 3)])
+    MeasurementFile(path, SETTINGS).append([cell(1, "mixed", 3)])
     path.write_text(path.read_text().replace(', "tree_drafts": 0', ""))
     assert "tree_drafts" not in path.read_text()
-    assert CellFile(path, SETTINGS).cells == {
+    assert MeasurementFile(path, SETTINGS).by_place == {
         (1, "mixed", DraftShape.chain(3)): cell(1, "mixed", 3)
     }
 
@@ -170,43 +182,43 @@ def test_a_file_from_before_there_were_trees_holds_chains(tmp_path: Path) -> Non
 def test_a_line_cut_short_is_dropped_and_the_file_goes_on(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "cells.jsonl"
     kept, lost, after = cell(1, "mixed", 0), cell(1, "mixed", 1), cell(1, "mixed", 3)
-    CellFile(path, SETTINGS).append([kept, lost])
+    MeasurementFile(path, SETTINGS).append([kept, lost])
     path.write_bytes(path.read_bytes()[:-num_bytes])
-    record = CellFile(path, SETTINGS)
-    assert set(record.cells) == {kept.place}
+    record = MeasurementFile(path, SETTINGS)
+    assert set(record.by_place) == {kept.place}
     record.append([after])
-    assert set(CellFile(path, SETTINGS).cells) == {kept.place, after.place}
+    assert set(MeasurementFile(path, SETTINGS).by_place) == {kept.place, after.place}
     path.write_text('{"settings": {"num_p')
-    CellFile(path, SETTINGS).append([after])
-    assert set(CellFile(path, SETTINGS).cells) == {after.place}
+    MeasurementFile(path, SETTINGS).append([after])
+    assert set(MeasurementFile(path, SETTINGS).by_place) == {after.place}
 
 
-def test_cells_of_other_settings_are_refused_by_name_and_replaced_when_asked(
+def test_measurements_with_other_settings_are_refused_by_name_and_replaced_if_asked(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "cells.jsonl"
-    CellFile(path, SETTINGS).append([cell(1, "mixed", 0)])
+    MeasurementFile(path, SETTINGS).append([cell(1, "mixed", 0)])
     others = {**SETTINGS, "model": {"path": "/target", "dtype": "bfloat16"}}
     with pytest.raises(ConfigError) as refused:
-        CellFile(path, others)
+        MeasurementFile(path, others)
     (problem,) = refused.value.problems
     assert problem.startswith("model.dtype='bfloat16': ")
     assert "measured with 'float32'" in problem
     assert "--fresh" in problem
-    assert CellFile(path, SETTINGS).cells, "a refusal must leave the file as it is"
-    assert not CellFile(path, others, fresh=True).cells
-    assert not CellFile(path, others).cells
+    assert MeasurementFile(path, SETTINGS).by_place, "a refusal must leave the file as it is"
+    assert not MeasurementFile(path, others, fresh=True).by_place
+    assert not MeasurementFile(path, others).by_place
 
 
 @pytest.mark.parametrize("line", ["[]", '{"cells": 3}', "something else", '{"settings": 3}'])
 def test_a_file_that_holds_something_else_is_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "cells.jsonl"
     path.write_text(line + "\n")
-    with pytest.raises(ConfigError, match="holds no cells of this version"):
-        CellFile(path, SETTINGS)
+    with pytest.raises(ConfigError, match="holds no measurements of this version"):
+        MeasurementFile(path, SETTINGS)
     path.write_text(json.dumps({"settings": SETTINGS}) + f"\n{line}\n")
-    with pytest.raises(ConfigError, match="holds no cells of this version"):
-        CellFile(path, SETTINGS)
+    with pytest.raises(ConfigError, match="holds no measurements of this version"):
+        MeasurementFile(path, SETTINGS)
 
 
 @pytest.fixture(scope="module")
@@ -221,10 +233,10 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(config: Path, folder: Path, *more: str) -> list[str]:
     sizes = ["--prompt-tokens", "12", "--output-tokens", "24", "--num-prompts", "3"]
-    return [str(config), "--output-dir", str(folder), *sizes, "--repetitions", "1", *more]
+    return ["tune", str(config), "--output-dir", str(folder), *sizes, "--repetitions", "1", *more]
 
 
-def test_an_interrupted_sweep_goes_on_where_it_stopped_and_writes_all_its_files(
+def test_an_interrupted_sweep_continues_and_writes_all_files(
     config: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     steps = ["--num-steps", "1", "3"]
@@ -238,8 +250,8 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_writes_all_its_files(
     after = (tmp_path / "cells.jsonl").read_text().splitlines()
     assert after[: len(before) - 1] == before[:-1]
 
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result == json.loads((tmp_path / "tune.json").read_text())
+    assert capsys.readouterr().out.splitlines()[-1] == "0 texts differ from those of K = 0"
+    result = json.loads((tmp_path / "tune.json").read_text())
     places = [(c["batch_size"], c["prompt_class"], c["num_steps"]) for c in result["cells"]]
     assert sorted(places) == sorted((b, n, k) for b in (1, 2) for n in CLASSES for k in (0, 1, 3))
     for c in result["cells"]:
@@ -253,7 +265,7 @@ def test_an_interrupted_sweep_goes_on_where_it_stopped_and_writes_all_its_files(
     assert (tmp_path / "tune.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_trees_are_measured_beside_chains_and_a_server_takes_both_files_as_they_are(
+def test_trees_are_measured_and_a_server_accepts_both_files(
     config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("SERVE_SPEC_CACHE", str(tmp_path / "cache"))
@@ -298,10 +310,7 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "problem"),
     [
-        (["--batch-sizes", "0", "4"], r"batch_sizes=\[0, 4\]: give integers from 1 on"),
-        (["--num-steps", "-1"], r"num_steps=\[0, -1\]: give integers from 0 on"),
         (["--num-steps", "0"], r"num_steps=\[0\]: give one above 0, to compare with 0"),
-        (["--num-prompts", "0"], "num_prompts=0: give at least 1"),
         (["--output-tokens", "5"], r"output_tokens=5: at batch size \d+ a text ends before"),
         (["--set", "speculative_algorithm=NONE"], "speculative.speculative_algorithm='NONE'"),
         (
@@ -315,8 +324,70 @@ def test_what_is_measured_already_is_not_measured_again(config: Path, tmp_path: 
         ),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(
+def test_invalid_arguments_are_refused(
     config: Path, tmp_path: Path, more: list[str], problem: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"^{problem}"):
         main(arguments(config, tmp_path, *more))
+
+
+def speculative(topk: int, num_steps: int = 2, file: Path | None = None) -> SpeculativeConfig:
+    keys = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": "asset:tiny/eagle3",
+        "speculative_eagle_topk": topk,
+        "speculative_num_steps": num_steps,
+        "speculative_adaptive_config": None if file is None else str(file),
+    }
+    return judge(SpeculativeConfig, keys)
+
+
+def is_swept(tree: tuple[int, int], topk: int) -> bool:
+    config = speculative(topk)
+    try:
+        return swept_trees([tree], config) == [DraftShape(*tree, topk)]
+    except ConfigError:
+        return False
+
+
+def may_be_listed(tree: tuple[int, int], topk: int) -> bool:
+    """Whether a server takes an adaptive config that lists it."""
+    depth, size = tree
+    slot = {"candidate_steps": [depth], "candidate_trees": [[depth, size + 1]]}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "adaptive.json"
+        file.write_text(json.dumps(slot))
+        try:
+            speculative(topk, file=file)
+        except ConfigError:
+            return False
+    return True
+
+
+@example((2, 6), 2)
+@example((33, 63), 2)
+@example((34, 63), 2)
+@given(st.tuples(st.integers(0, 40), st.integers(0, 70)), st.integers(2, 9))
+def test_a_tree_is_swept_exactly_if_a_server_accepts_it(tree: tuple[int, int], topk: int) -> None:
+    assert is_swept(tree, topk) == may_be_listed(tree, topk)
+
+
+@given(topk=st.integers(2, 9), num_steps=st.integers(0, 7))
+def test_by_default_the_trees_are_those_of_the_policy(topk: int, num_steps: int) -> None:
+    config = speculative(topk, num_steps)
+    assert swept_trees(None, config) == list(PolicySettings.of(config).trees)
+
+
+def test_wanted_trees_are_measured_once_each_in_ascending_order() -> None:
+    wanted = [(3, 7), (2, 5), (3, 5), (2, 5)]
+    assert swept_trees(wanted, speculative(2)) == [
+        DraftShape(depth, size, 2) for depth, size in sorted(set(wanted))
+    ]
+
+
+@pytest.mark.parametrize(("topk", "num_steps"), [(1, 3), (2, 0)])
+def test_a_configuration_of_chains_has_no_trees(topk: int, num_steps: int) -> None:
+    config = speculative(topk, num_steps)
+    assert swept_trees(None, config) == []
+    with pytest.raises(ConfigError, match=r"^trees=\['2x3'\]: speculative_eagle_topk=\d with"):
+        swept_trees([(2, 3)], config)

@@ -1,4 +1,4 @@
-"""Laws of the loads of `bench adaptive`."""
+"""Loads and prompts of benchmarks."""
 
 from __future__ import annotations
 
@@ -9,8 +9,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from serve_spec.bench.adaptive.loads import SPREAD, Load, cells, phases
-from serve_spec.bench.phases import CLASSES, TextKind, TextRequest, shuffled
+from serve_spec.bench.workload import (
+    CLASSES,
+    SPREAD,
+    Load,
+    TextKind,
+    TextRequest,
+    held_out_prompts,
+    phases,
+    shuffled,
+    steady_batches,
+)
 
 PROMPTS = {"code": [[i, i + 1, 5, 5] for i in range(20)], "shuffled": [[9, i] for i in range(20)]}
 
@@ -20,7 +29,7 @@ def first(load: Load, count: int, number: int = 0) -> list[TextRequest]:
 
 
 @given(st.integers(1, 64), st.integers(4, 200))
-def test_lengths_lie_around_the_mean_and_the_first_batch_is_of_all_ages(
+def test_lengths_lie_around_the_mean_and_the_first_batch_has_all_ages(
     batch_size: int, num_tokens: int
 ) -> None:
     load = Load("mixture", batch_size, num_tokens)
@@ -32,8 +41,8 @@ def test_lengths_lie_around_the_mean_and_the_first_batch_is_of_all_ages(
     assert sum(later) / 200 == pytest.approx(num_tokens, rel=0.05, abs=1)
 
 
-def test_full_batches_start_together_and_end_together() -> None:
-    loads = cells([4, 1, 4], ["predictable", "mixture"], [None], 50)
+def test_requests_of_a_steady_batch_have_the_same_length() -> None:
+    loads = steady_batches([4, 1, 4], ["predictable", "mixture"], [None], 50)
     assert [load.label for load in loads] == [
         *("batch 1, predictable T=0", "batch 1, mixture T=0/1"),
         *("batch 4, predictable T=0", "batch 4, mixture T=0/1"),
@@ -41,7 +50,7 @@ def test_full_batches_start_together_and_end_together() -> None:
     assert {load.length(request) for load in loads for request in range(9)} == {50}
 
 
-def test_the_way_down_runs_the_texts_backwards() -> None:
+def test_texts_run_in_reverse_order_while_the_batch_size_falls() -> None:
     trace = phases([1, 4, 1], ["predictable"], [0.0, 0.5])
     assert [(load.batch_size, load.temperature) for load in trace] == [
         *((1, 0.0), (1, 0.5)),
@@ -57,7 +66,7 @@ def test_a_temperature_replaces_those_of_the_class() -> None:
     assert kinds == [TextKind("code", 0.7), TextKind("shuffled", 0.7)]
 
 
-def test_half_of_a_mixture_is_of_each_kind_in_every_batch() -> None:
+def test_every_batch_of_a_mixture_has_half_of_each_kind() -> None:
     kinds = [request.kind for request in first(Load("mixture", 4), 12)]
     for start in range(0, 12, 4):
         batch = Counter(kinds[start : start + 4])
@@ -65,9 +74,7 @@ def test_half_of_a_mixture_is_of_each_kind_in_every_batch() -> None:
 
 
 @given(st.sampled_from(list(CLASSES)), st.integers(0, 50))
-def test_requests_are_the_same_every_time_and_no_two_of_a_run_share_a_seed(
-    prompt_class: str, number: int
-) -> None:
+def test_requests_repeat_and_have_distinct_seeds(prompt_class: str, number: int) -> None:
     load = Load(prompt_class, 8)
     requests = first(load, 40, number)
     assert requests == first(load, 40, number)
@@ -81,3 +88,19 @@ def test_shuffling_keeps_the_tokens_of_every_prompt(prompts: list[list[int]]) ->
     mixed = shuffled(prompts)
     assert mixed == shuffled(prompts)
     assert [sorted(prompt) for prompt in mixed] == [sorted(prompt) for prompt in prompts]
+
+
+def byte_ids(text: str) -> list[int]:
+    return list(text.encode())
+
+
+def test_prompts_repeat_and_have_the_requested_length() -> None:
+    first, second = (held_out_prompts(byte_ids, count=5, num_tokens=60) for _ in range(2))
+    assert first == second
+    assert [len(prompt) for prompt in first] == [60] * 5
+    assert first != held_out_prompts(byte_ids, count=5, num_tokens=60, seed=1)
+
+
+def test_prompts_need_an_installed_package() -> None:
+    with pytest.raises(ValueError, match="no_such_package"):
+        held_out_prompts(byte_ids, count=1, num_tokens=10, packages=["no_such_package"])

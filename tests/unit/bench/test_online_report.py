@@ -1,4 +1,4 @@
-"""Laws of the figures: percentiles, speed, goodput, shares; each restated from its definition."""
+"""Figures of `bench online`: percentiles, speed, goodput and shares, by their definitions."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from serve_spec.bench.online.figures import (
+from serve_spec.bench.online.load import LoadRun, Sample, Served
+from serve_spec.bench.online.report import (
     HTTP,
     OFFLINE,
-    Cell,
+    Measurement,
     Objective,
-    against_first_arm,
+    add_texts,
+    against_first,
     against_offline,
-    cell,
     fleet_course,
     is_forced,
+    measure,
     percentiles_ms,
-    reference_texts,
+    tables,
 )
-from serve_spec.bench.online.record import LoadRun, Sample, Served
-from serve_spec.bench.online.report import tables
 
 TIMES = st.floats(0, 100)
 
@@ -43,8 +43,10 @@ def failed(error: str, due: float = 0.0) -> Served:
     return Served(due, due, due + 1, error=error)
 
 
-def figures(*runs: LoadRun, objective: Objective | None = None, side: str = HTTP) -> Cell:
-    return cell("load", side, runs, objective or Objective(), reference_texts(runs))
+def figures(*runs: LoadRun, objective: Objective | None = None, side: str = HTTP) -> Measurement:
+    texts: dict[int, str] = {}
+    add_texts(texts, runs)
+    return measure("load", side, runs, objective or Objective(), texts)
 
 
 @given(st.lists(TIMES, min_size=1, max_size=60))
@@ -141,7 +143,9 @@ def test_a_text_is_compared_with_the_first_whole_one_of_its_request() -> None:
         LoadRun([answer(text="a"), answer(text="c")]),
         LoadRun([answer(text="a"), answer(text="b")]),
     ]
-    assert reference_texts(runs) == {0: "a", 1: "b"}
+    texts: dict[int, str] = {}
+    add_texts(texts, runs)
+    assert texts == {0: "a", 1: "b"}
     found = figures(*runs)
     assert (found.same_texts, found.num_texts) == (4, 5)
 
@@ -176,39 +180,29 @@ def test_both_sides_of_a_load_are_compared() -> None:
     http = figures(LoadRun([answer(first=0.3)]))
     offline = figures(LoadRun([answer(first=0.1)]), side=OFFLINE)
     other = replace(http, load="another load")
-    (row,) = against_offline([http, offline, other])
+    (row,) = against_offline([asdict(each) for each in (http, offline, other)])
     assert row["tokens_per_second_over_offline"] == pytest.approx(0.2 / 0.4)
     assert row["added_ttft_ms_p50"] == pytest.approx(200)
     assert row["added_tpot_ms_p50"] == pytest.approx(0)
 
 
-def test_arms_are_compared_under_the_same_load_and_at_the_same_streams_per_replica() -> None:
+def test_variants_are_compared_under_the_same_load_and_the_same_streams_per_replica() -> None:
     one, two = "num_replicas=1", "num_replicas=2"
     seconds = {("closed 2", one): 1.0, ("closed 4", one): 0.8, ("closed 4", two): 0.5}
-    cells = [
-        replace(figures(LoadRun([answer(first=first, gap=0.0)]), side=arm), load=load)
-        for (load, arm), first in seconds.items()
+    measurements = [
+        replace(
+            figures(LoadRun([answer(first=first, gap=0.0)]), side=variant),
+            load=load,
+            num_replicas=int(variant[-1]),
+            num_streams=int(load[-1]),
+        )
+        for (load, variant), first in seconds.items()
     ]
-    rows = against_first_arm(cells, {one: 1, two: 2}, {"closed 2": 2, "closed 4": 4})
-    assert [(row["load"], row["arm"]) for row in rows] == list(seconds)
+    rows = against_first([asdict(each) for each in measurements])
+    assert [(row["load"], row["variant"]) for row in rows] == list(seconds)
     assert rows[2]["over_first"] == pytest.approx(0.8 / 0.5)
     assert rows[2]["over_first_per_stream"] == pytest.approx(1.0 / 0.5)
     assert [row["over_first_per_stream"] for row in rows[:2]] == [1.0, 1.0]
-
-
-def test_what_the_server_says_of_first_tokens_is_the_median_of_what_it_said() -> None:
-    told = [
-        {"door": 9.0, "engine": 5.0},
-        {},
-        {"door": 7.0, "engine": 6.0},
-        {"door": 8.0, "engine": 1.0},
-    ]
-    runs = [LoadRun([answer(first=0.01)], first_token_ms=each) for each in told]
-    found = figures(*runs)
-    assert found.first_token_ms == {"door": 8.0, "engine": 5.0}
-    result = {"objective": asdict(Objective()), "cells": [asdict(found)], "against_offline": []}
-    (row,) = [line.split() for line in tables(result).splitlines() if "10.00  8.00" in line]
-    assert row == ["load", "http", "10.00", "8.00", "5.00", "5.00"]
 
 
 def test_a_load_that_was_refused_altogether_still_has_its_row() -> None:
@@ -216,12 +210,7 @@ def test_a_load_that_was_refused_altogether_still_has_its_row() -> None:
     assert refused.errors == {"429": 2, "500": 1}
     assert (refused.ttft_ms, refused.tokens_per_second) == (None, 0)
     offline = figures(LoadRun([answer()]), side=OFFLINE)
-    cells = [refused, offline]
-    result = {
-        "objective": asdict(Objective(ttft_ms=100)),
-        "cells": [asdict(c) for c in cells],
-        "against_offline": against_offline(cells),
-    }
-    shown = tables(json.loads(json.dumps(result)))
+    found = json.loads(json.dumps([asdict(each) for each in (refused, offline)]))
+    shown = tables({"objective": asdict(Objective(ttft_ms=100))}, found)
     assert "2x 429 1x 500" in shown
     assert "TTFT <= 100 ms" in shown

@@ -1,0 +1,205 @@
+"""`serve-spec bench adaptive`: adaptive policies against off and every fixed depth.
+
+All variants share one worker. In every phase each variant serves the same requests in short trials
+that take turns, so a change of the machine's speed affects all variants alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import gc
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from tqdm import tqdm
+
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.bench.adaptive_report import plot, summary, tables, trial_figures
+from serve_spec.bench.arguments import configured
+from serve_spec.bench.harness import ClosedLoop, engine_beside, equal_prefixes
+from serve_spec.bench.report import (
+    Record,
+    append_record,
+    forced_acceptance,
+    read_records,
+    run_record,
+    show,
+)
+from serve_spec.bench.variants import Variant, interleaved, make_variants
+from serve_spec.bench.workload import (
+    OUTPUT_TOKENS,
+    SPREAD,
+    STEADY_TOKENS,
+    Load,
+    Prompts,
+    phases,
+    prompts_by_source,
+    steady_batches,
+)
+from serve_spec.config import ServeSpecConfig
+from serve_spec.engine.build import rank_device
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.llm import LLM
+
+BATCH_SIZES = {"cpu": (1, 4, 16, 64, 16, 4, 1), "cuda": (1, 8, 32, 64, 128, 256, 128, 64, 32, 8, 1)}
+TRIAL_MS = {"cpu": 100.0, "cuda": 400.0}
+"""Long enough that the first step of a trial, which is not launched ahead, costs little."""
+MIN_STEPS = 2
+"""Plain steps of a trial."""
+SETTLE_SHARE = 0.25
+"""Part of a steady-state batch that passes before it is measured: fresh policies have to learn."""
+WARM_UP_TOKENS = 12
+NUM_PROMPTS = 256
+MIN_BATCHED_TOKENS = 2048
+
+_MOST_PHASES = 1000
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the benchmark, or read an old result; return 1 if texts differ where they must not."""
+    if args.from_json is not None:
+        records: list[Record] = list(read_records(args.from_json))
+    else:
+        records = []
+        for record in _measured(args):
+            records.append(record)
+            append_record(args.json, record)
+    result = summary(records)
+    show(tables(result), result)
+    if args.plot is not None:
+        plot(result, args.plot)
+    is_forced = forced_acceptance(result) is not None  # texts differ by construction
+    same = all(phase["same_texts"] for phase in result["phases"])
+    return 0 if same or is_forced or args.allow_differences else 1
+
+
+def _measured(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Yield the record of the run, of every trial, and of the texts of every variant and phase."""
+    config = configured(args)
+    device = rank_device(config, 0).type
+    batch_sizes = args.batch_sizes or BATCH_SIZES[device]
+    tokens = args.output_tokens or (STEADY_TOKENS if args.cells else OUTPUT_TOKENS)
+    make_loads = steady_batches if args.cells else phases
+    loads = make_loads(batch_sizes, args.classes, args.temperatures or [None], tokens)
+    llm = LLM(config, **_sizes(config, args, max(batch_sizes), tokens))
+    engine = llm.engine
+    variants = make_variants(engine.controller, args.num_steps, args.variants)
+    prompts = prompts_by_source(
+        engine.tokenizer.encode, count=NUM_PROMPTS, num_tokens=args.prompt_tokens
+    )
+    bench = _Bench(engine, variants, prompts)
+    yield run_record(
+        "adaptive",
+        args,
+        config,
+        phases=[load.label for load in loads],
+        variants={variant.name: variant.is_static for variant in variants},
+    )
+    plain_ms = {size: bench.warm_up(size) for size in tqdm(sorted(set(batch_sizes)), "warm-up")}
+    trial_ms = TRIAL_MS[device] if args.trial_ms is None else args.trial_ms
+    gc.collect()
+    gc.freeze()  # a collection would look through all of torch in the trial of one variant
+    try:
+        for repetition in range(args.repetitions):
+            for number, load in enumerate(tqdm(loads, f"repetition {repetition + 1}")):
+                step_ms = plain_ms[load.batch_size]
+                num_steps = args.seconds_per_phase * 1e3 / step_ms
+                if load.is_steady:
+                    num_steps = min(num_steps, load.num_tokens)
+                num_trials = max(1, round(num_steps / max(MIN_STEPS, trial_ms / step_ms)))
+                place = {"phase": number, "repetition": repetition}
+                for record in bench.run(load, place, round(num_steps), num_trials):
+                    yield {**place, **record}
+    finally:
+        gc.unfreeze()
+
+
+def _sizes(
+    config: ServeSpecConfig, args: argparse.Namespace, max_batch_size: int, num_tokens: int
+) -> dict[str, Any]:
+    """Return room for the largest batch of every variant, so that drafts are never cut.
+
+    The engine is built for strategy goodput: it measures costs and captures every depth.
+    """
+    deepest = max([*args.num_steps, 0])
+    num_batched = max(MIN_BATCHED_TOKENS, 2 * max_batch_size * (deepest + 1))
+    sizes = {
+        "speculative_adaptive": True,
+        "speculative_adaptive_strategy": "goodput",
+        "max_num_seqs": max_batch_size,
+        "max_num_batched_tokens": max(config.scheduler.max_num_batched_tokens, num_batched),
+    }
+    if config.cache.num_pages is not None:
+        longest = args.prompt_tokens + round(num_tokens * (1 + SPREAD)) + deepest
+        num_variants = 1 + len({*args.num_steps} - {0}) + len(args.variants)
+        num_pages = num_variants * max_batch_size * -(-longest // config.cache.page_size)
+        sizes["num_pages"] = max(config.cache.num_pages, num_pages)
+    return sizes
+
+
+class _Bench:
+    """Variants that take turns on the worker of one engine."""
+
+    def __init__(self, engine: SpecEngine, variants: Sequence[Variant], prompts: Prompts) -> None:
+        self.variants = variants
+        self.prompts = prompts
+        self.engines = {each.name: engine_beside(engine, each.controller) for each in variants}
+        self._policies: dict[tuple[int, str], AdaptiveController] = {}
+
+    def warm_up(self, batch_size: int) -> float:
+        """Run first steps, which are slow; return the milliseconds of a plain step."""
+        load = Load("heated", batch_size, OUTPUT_TOKENS, is_steady=True)
+        deepest = [variant for variant in self.variants if variant.is_static][-1]
+        for variant in (deepest, self.variants[0]):
+            requests = load.requests(0, self.prompts)
+            loop = ClosedLoop(self.engines[variant.name], requests, batch_size)
+            loop.fill()
+            steps = loop.advance(loop.num_emitted + batch_size * WARM_UP_TOKENS)
+            loop.close()
+        return median(step.ms for step in steps if step.record.decodes_only)
+
+    def run(
+        self, load: Load, place: Mapping[str, int], num_steps: int, num_trials: int
+    ) -> Iterator[dict[str, Any]]:
+        """Yield every trial; in total each variant emits the tokens of `num_steps` plain steps.
+
+        A trial is a share of the tokens, not of the time, so all variants end in the same trial.
+        """
+        number, repetition = place["phase"], place["repetition"]
+        work = load.batch_size * num_steps
+        settle = round(SETTLE_SHARE * work) if load.is_steady else 0
+        texts = number + _MOST_PHASES * repetition if load.is_steady else number
+        loops = {
+            variant.name: self._start(variant, load, number, texts, settle)
+            for variant in self.variants
+        }
+        starts = {name: loop.num_emitted for name, loop in loops.items()}
+        for trial, name in interleaved(num_trials, loops, f"{repetition} {number}"):
+            loop = loops[name]
+            before, began = loop.num_emitted, time.perf_counter()
+            steps = loop.advance(starts[name] + (work - settle) * (trial + 1) // num_trials)
+            ms = (time.perf_counter() - began) * 1e3
+            figures = trial_figures(steps, ms, loop.num_emitted - before, load)
+            yield {"section": "trial", "trial": trial, "variant": name, **figures}
+        expected = loops[self.variants[0].name].texts
+        for name, loop in loops.items():
+            loop.close()
+            compared = min(len(loop.texts), len(expected))
+            same = equal_prefixes(loop.texts, expected)
+            yield {"section": "texts", "variant": name, "texts": compared, "same_texts": same}
+
+    def _start(
+        self, variant: Variant, load: Load, number: int, texts: int, settle: int
+    ) -> ClosedLoop:
+        """Return a filled loop; in a steady-state batch with a policy of its own, settled."""
+        engine = self.engines[variant.name]
+        if load.is_steady:
+            fresh = copy.deepcopy(variant.controller)
+            engine.controller = self._policies.setdefault((number, variant.name), fresh)
+        loop = ClosedLoop(engine, load.requests(texts, self.prompts), load.batch_size)
+        loop.fill()
+        loop.advance(loop.num_emitted + settle)
+        return loop

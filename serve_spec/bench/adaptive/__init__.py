@@ -1,1 +1,0 @@
-"""`serve-spec bench adaptive`: policies against fixed depths."""

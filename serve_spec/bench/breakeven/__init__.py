@@ -1,1 +1,0 @@
-"""`serve-spec breakeven`: should I speculate."""

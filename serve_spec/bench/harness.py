@@ -1,0 +1,261 @@
+"""Runs requests on an engine so that variants can take turns: closed loops, steady-state batches.
+
+Every variant has its own policy and, in closed loops, its own requests; all share one worker.
+"""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from statistics import fmean, harmonic_mean
+
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.bench.workload import TextRequest
+from serve_spec.core.record import StepRecord
+from serve_spec.core.request import SamplingParams, TokenDelta
+from serve_spec.core.sequence import Sequence as EngineSequence
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.scheduler.scheduler import Scheduler
+
+SETTLE_STEPS = 2
+"""Full steps of a batch that are not counted: drafts are extended over the prompts there."""
+
+
+@dataclass(frozen=True)
+class MeasuredStep:
+    """A step as its caller saw it."""
+
+    ms: float
+    """Wall time, policy included."""
+    record: StepRecord
+
+
+@dataclass(frozen=True)
+class _Recorder:
+    records: list[StepRecord]
+
+    def observe(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+
+@contextmanager
+def recorded_steps(engine: SpecEngine) -> Iterator[list[StepRecord]]:
+    """Yield a list that receives every step; restore metrics and policy afterwards."""
+    records: list[StepRecord] = []
+    sink, controller = engine.metrics, engine.controller
+    engine.metrics = _Recorder(records)
+    try:
+        yield records
+    finally:
+        engine.metrics, engine.controller = sink, controller
+
+
+def engine_beside(engine: SpecEngine, controller: AdaptiveController) -> SpecEngine:
+    """Return an engine with its own requests and policy on the worker and pages of `engine`.
+
+    Each must be drained before another one runs.
+    """
+    of = engine.scheduler
+    return SpecEngine(
+        Scheduler(
+            of.limits,
+            of.cache,
+            text_drafter=None if of.text_drafts is None else copy.deepcopy(of.text_drafts.drafter),
+            first_draft_entry=of.first_draft_entry,
+            has_draft_model=of.has_draft_model,
+            vocab_size=of.vocab_size,
+        ),
+        engine.worker,
+        controller,
+        engine.tokenizer,
+        eos_token_ids=engine.eos_token_ids,
+        max_model_len=engine.max_model_len,
+    )
+
+
+class ClosedLoop:
+    """A fixed number of open requests; a request that ends is replaced.
+
+    It can stop after any step and continue later.
+
+    requests: each with its number of output tokens; may be endless.
+    """
+
+    def __init__(
+        self, engine: SpecEngine, requests: Iterable[tuple[TextRequest, int]], batch_size: int
+    ) -> None:
+        self.engine = engine
+        self.batch_size = batch_size
+        self.texts: list[list[int]] = []
+        """Token ids of every request that was opened, in order."""
+        self.num_emitted = 0
+        self._waiting: Iterator[tuple[TextRequest, int]] = iter(requests)
+        self._open: set[str] = set()
+
+    def fill(self) -> list[MeasuredStep]:
+        """Run the prompts of the first batch."""
+        return self._run(lambda: not self.texts or not all(self.texts[: self.batch_size]))
+
+    def advance(self, num_tokens: int) -> list[MeasuredStep]:
+        """Run until `num_tokens` tokens were emitted in total, or all requests have ended.
+
+        The engine must have no other work. No step is in flight afterwards.
+        """
+        return self._run(lambda: self.num_emitted < num_tokens)
+
+    def close(self) -> None:
+        """Abort the open requests."""
+        for request_id in self._open:
+            self.engine.abort(request_id)
+        self._open.clear()
+
+    def _run(self, goes_on: Callable[[], bool]) -> list[MeasuredStep]:
+        steps: list[MeasuredStep] = []
+        with recorded_steps(self.engine) as records:
+            while goes_on() and self._open_requests():
+                steps += self._step(self.engine.step, records)
+            return steps + self._step(self.engine.drain, records)
+
+    def _step(
+        self, step: Callable[[], list[TokenDelta]], records: list[StepRecord]
+    ) -> list[MeasuredStep]:
+        started = time.perf_counter()
+        deltas = step()
+        ms = (time.perf_counter() - started) * 1e3
+        for delta in deltas:
+            self.texts[int(delta.request_id)] += delta.token_ids
+            self.num_emitted += len(delta.token_ids)
+            if delta.finish_reason is not None:
+                self._open.remove(delta.request_id)
+        return [MeasuredStep(ms, records.pop())] if records else []
+
+    def _open_requests(self) -> bool:
+        """Replace the requests that ended; return whether any is open."""
+        for request, num_tokens in islice(self._waiting, self.batch_size - len(self._open)):
+            request_id = str(len(self.texts))
+            self.engine.add(_new_sequence(self.engine, request_id, request, num_tokens))
+            self._open.add(request_id)
+            self.texts.append([])
+        return bool(self._open)
+
+
+class SteadyBatch:
+    """Requests that start together and decode as one full batch; the engine must be idle.
+
+    As a context: entering computes the prompts without drafts, leaving aborts the requests.
+    """
+
+    def __init__(
+        self,
+        engine: SpecEngine,
+        requests: Sequence[tuple[TextRequest, int]],
+        plain: AdaptiveController,
+    ) -> None:
+        self._engine = engine
+        self._plain = plain
+        self._recording = recorded_steps(engine)
+        self._records: list[StepRecord] = []
+        self.sequences: list[EngineSequence] = [
+            _new_sequence(engine, f"steady-{number}", *request)
+            for number, request in enumerate(requests)
+        ]
+
+    def __enter__(self) -> SteadyBatch:
+        self._records = self._recording.__enter__()
+        try:
+            for sequence in self.sequences:
+                self._engine.add(sequence)
+            while not all(sequence.is_decoding for sequence in self.sequences):
+                self.step(self._plain)
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for sequence in self.sequences:
+            self._engine.abort(sequence.request_id)
+        while self._engine.has_work:  # a step may be in flight
+            self._engine.step()
+        self._recording.__exit__(None, None, None)
+
+    @property
+    def num_remaining(self) -> int:
+        """Return the fewest output tokens that any request lacks."""
+        return min(sequence.num_remaining for sequence in self.sequences)
+
+    def step(self, controller: AdaptiveController) -> StepRecord | None:
+        """Run a step; return its record if all requests decoded in it, without prompt tokens.
+
+        A step launched ahead has the policy of the step before.
+        """
+        self._engine.controller = controller
+        self._records.clear()
+        self._engine.step()
+        full = [r for r in self._records if is_full(r, len(self.sequences))]
+        return full[-1] if full else None
+
+
+def is_full(record: StepRecord, batch_size: int) -> bool:
+    """Return whether a step decoded a full batch and computed no prompt tokens."""
+    return record.decodes_only and record.batch_size == batch_size
+
+
+@dataclass
+class FullBatchSpeed:
+    """Decode speed of full batches, each of which ran from its prompts to its last end.
+
+    In a batch that is refilled, a slow request stays for more steps. So the speed is
+    batch_size · H / T: H is the harmonic mean of the requests' tokens per step, T the mean time of
+    a step, both over the steps in which all requests decode.
+    """
+
+    batch_size: int
+    tokens_per_step: list[float] = field(default_factory=list)
+    """Mean of every request."""
+    step_ms: list[float] = field(default_factory=list)
+
+    def add(self, records: Sequence[StepRecord]) -> None:
+        """Add the steps of a batch that started together; a smaller batch adds nothing."""
+        counted = [r for r in records if is_full(r, self.batch_size)][SETTLE_STEPS:]
+        # No request has ended, so each has the same place in every step.
+        by_request = zip(*(r.accept_lengths for r in counted), strict=True)
+        self.tokens_per_step += map(fmean, by_request)
+        self.step_ms += (r.step_ms for r in counted)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Return the speed; None if no step was counted."""
+        if not self.step_ms:
+            return None
+        tokens = self.batch_size * harmonic_mean(self.tokens_per_step)
+        return tokens / fmean(self.step_ms) * 1e3
+
+
+def equal_prefixes(texts: Sequence[Sequence[int]], expected: Sequence[Sequence[int]]) -> int:
+    """Return how many texts equal the expected ones as far as both were generated."""
+    return sum(
+        all(a == b for a, b in zip(*pair, strict=False))
+        for pair in zip(texts, expected, strict=False)
+    )
+
+
+def sampling_params(request: TextRequest, num_tokens: int) -> SamplingParams:
+    """Return the parameters of a request with exactly `num_tokens` output tokens."""
+    return SamplingParams(
+        max_tokens=num_tokens,
+        temperature=request.kind.temperature,
+        seed=request.seed,
+        ignore_eos=True,
+    )
+
+
+def _new_sequence(
+    engine: SpecEngine, request_id: str, request: TextRequest, num_tokens: int
+) -> EngineSequence:
+    params = sampling_params(request, num_tokens)
+    return engine.new_sequence(request_id, list(request.prompt), params)

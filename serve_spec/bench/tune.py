@@ -1,0 +1,407 @@
+"""`serve-spec tune CONFIG --output-dir DIR`: measure a pair and write how to speculate with it.
+
+Every batch size, class of prompts and draft shape runs in steady-state batches on one engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean, median
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from serve_spec.adaptive import AdaptiveController, PolicySettings
+from serve_spec.adaptive.trees import ladder
+from serve_spec.bench.arguments import overrides
+from serve_spec.bench.harness import SteadyBatch, equal_prefixes
+from serve_spec.bench.report import environment, run_record, table
+from serve_spec.bench.tune_report import (
+    COLUMNS,
+    Measurement,
+    MeasurementFile,
+    adaptive_config,
+    markdown,
+    plot,
+    rows,
+)
+from serve_spec.bench.variants import fixed_controller, interleaved
+from serve_spec.bench.workload import TextKind, TextRequest, held_out_prompts, shuffled
+from serve_spec.config import ConfigError, ServeSpecConfig, SpeculativeConfig
+from serve_spec.config.adaptive_file import load_slots
+from serve_spec.config.cost_table import load_cost_table, write_cost_table
+from serve_spec.config.speculative import MAX_TREE_ROWS, most_tree_rows
+from serve_spec.core.draft import PLAIN, DraftShape
+from serve_spec.core.record import StepRecord
+from serve_spec.engine.costs import as_table, code_version, cost_key, fingerprint
+from serve_spec.engine.engine import SpecEngine
+from serve_spec.engine.llm import LLM
+from serve_spec.engine.profile import finish, measure_costs
+
+PROMPT_CLASSES = {
+    "predictable": TextKind("code", 0.0),
+    "mixed": TextKind("code", 0.7),
+    "unpredictable": TextKind("shuffled", 1.0),
+}
+"""Classes of prompts by how well their continuations can be drafted."""
+COST_BUDGET_S = 300.0
+"""Most time for the cost table; a small pair takes far less."""
+
+_ABOUT = {
+    name: f"{kind.prompts}, T = {kind.temperature:g}" for name, kind in PROMPT_CLASSES.items()
+}
+_POLICY_KEYS = {
+    *("speculative_num_steps", "speculative_num_draft_tokens", "speculative_adaptive"),
+    *("speculative_adaptive_config", "speculative_adaptive_strategy"),
+    *("speculative_per_sequence", "speculative_cost_table"),
+}
+"""Keys that a sweep sets itself, so they decide no measurement."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every measurement runs: at least `num_prompts`, in whole batches."""
+
+    num_prompts: int
+    prompt_tokens: int
+    output_tokens: int
+    repetitions: int
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure what is missing and write the files; return 1 if texts differ in float32."""
+    batch_sizes, num_steps = sorted({*args.batch_sizes}), sorted({0, *args.num_steps})
+    work = Workload(**{key: getattr(args, key) for key in Workload.__dataclass_fields__})
+    config = _configuration(args)
+    trees = swept_trees(args.trees, config.speculative)
+    shapes = [*map(DraftShape.chain, num_steps), *trees]
+    if shapes == [PLAIN]:
+        raise ConfigError(f"num_steps={args.num_steps}: give one above 0, to compare with 0")
+    folder: Path = args.output_dir
+    found = MeasurementFile(folder / "cells.jsonl", _settings(config, work), fresh=args.fresh)
+    llm = _load(config, max(batch_sizes), shapes, work)
+    sweep(llm.engine, found, batch_sizes, shapes, work)
+    write_costs(llm, folder / "cost_table.json", shapes, fresh=args.fresh)
+    measurements = [
+        found.by_place[batch_size, name, shape]
+        for name in PROMPT_CLASSES
+        for batch_size in batch_sizes
+        for shape in shapes
+    ]
+    num_different = sum(each.num_texts - each.same_texts for each in measurements)
+    print(table(COLUMNS, rows(measurements)))
+    print(f"{num_different} texts differ from those of K = 0")
+    _write(args, config, trees, measurements)
+    return int(llm.engine.worker.dtype == torch.float32 and num_different > 0)
+
+
+def swept_trees(
+    wanted: Sequence[tuple[int, int]] | None, speculative: SpeculativeConfig
+) -> list[DraftShape]:
+    """Return the trees to measure in ascending order: the wanted ones, or those of the policy.
+
+    wanted: depth and size of each.
+
+    Raises:
+        ConfigError: a server of this configuration could not draft one of them.
+    """
+    configured, topk = PolicySettings.of(speculative).tree, speculative.topk
+    if wanted is None:
+        return [] if configured is None else list(ladder(configured))
+    if configured is None:
+        raise ConfigError(
+            f"trees={[f'{depth}x{size}' for depth, size in wanted]}: speculative_eagle_topk={topk} "
+            f"with speculative_num_steps={speculative.speculative_num_steps} drafts chains only; "
+            "raise them to at least 2 and 1, or leave --trees out"
+        )
+    trees = sorted({DraftShape(depth, size, topk) for depth, size in wanted})
+    for tree in trees:
+        makes = f"trees={tree}: speculative_eagle_topk={topk} makes trees of"
+        levels, deepest = tree.depth, MAX_TREE_ROWS // topk + 1
+        if not 1 <= levels <= deepest:
+            raise ConfigError(f"{makes} 1 to {deepest} levels; give one of those")
+        most = most_tree_rows(topk, levels) - 1
+        if not levels <= tree.size <= most:
+            raise ConfigError(f"{makes} {levels} levels with {levels} to {most} drafts; change it")
+    return trees
+
+
+def sweep(
+    engine: SpecEngine,
+    found: MeasurementFile,
+    batch_sizes: Sequence[int],
+    shapes: Sequence[DraftShape],
+    work: Workload,
+) -> None:
+    """Measure every class of prompts at every batch size that lacks a shape.
+
+    shapes: plain decoding first; the engine has captured all.
+
+    Raises:
+        ConfigError: the engine has no room for a batch, or the texts are too short.
+    """
+    missing = [
+        (batch_size, name)
+        for batch_size in sorted(batch_sizes, reverse=True)  # the largest may not fit
+        for name in PROMPT_CLASSES
+        if any((batch_size, name, shape) not in found.by_place for shape in shapes)
+    ]
+    controllers = {shape: fixed_controller(engine.controller, shape) for shape in shapes}
+    with tqdm(total=len(missing) * len(shapes) * work.repetitions, unit="run") as bar:
+        for batch_size, name in missing:
+            bar.set_description(f"batch {batch_size}, {name}")
+            found.append(_measure(engine, controllers, batch_size, name, work, bar.update))
+
+
+@dataclass(frozen=True)
+class _Run:
+    """Measured steps of one pass through the prompts, and its texts."""
+
+    steps: list[StepRecord]
+    texts: list[list[int]]
+
+    @property
+    def tokens_per_second(self) -> float:
+        tokens = sum(step.num_output_tokens for step in self.steps)
+        return tokens / sum(step.step_ms for step in self.steps) * 1e3
+
+
+def _measure(
+    engine: SpecEngine,
+    controllers: dict[DraftShape, AdaptiveController],
+    batch_size: int,
+    name: str,
+    work: Workload,
+    tick: Callable[[], object],
+) -> list[Measurement]:
+    """Measure every shape on one class of prompts at one batch size; `tick` after every run."""
+    count = -(-work.num_prompts // batch_size) * batch_size
+    kind = PROMPT_CLASSES[name]
+    prompts = held_out_prompts(engine.tokenizer.encode, count=count, num_tokens=work.prompt_tokens)
+    if kind.prompts == "shuffled":
+        prompts = shuffled(prompts)
+    requests = [TextRequest(kind, prompt, 1000 + i) for i, prompt in enumerate(prompts)]
+    for shape in controllers:  # first steps are slow
+        few = min(work.output_tokens, 4 * (shape.depth + 2))
+        _run_batch(engine, controllers, shape, requests[:batch_size], few)
+    runs: dict[DraftShape, list[_Run]] = {shape: [] for shape in controllers}
+    for _, shape in interleaved(work.repetitions, controllers, f"{batch_size} {name}"):
+        run = _Run([], [])
+        for first in range(0, count, batch_size):
+            group = requests[first : first + batch_size]
+            steps, texts = _run_batch(engine, controllers, shape, group, work.output_tokens)
+            run.steps.extend(steps)
+            run.texts.extend(texts)
+        if not run.steps:
+            raise ConfigError(
+                f"output_tokens={work.output_tokens}: at batch size {batch_size} a text ends "
+                f"before one step of num_steps={shape.depth} could be measured; give more"
+            )
+        runs[shape].append(run)
+        tick()
+    reference = runs[PLAIN][-1].texts
+    return [_measurement(batch_size, name, shape, runs[shape], reference) for shape in controllers]
+
+
+def _run_batch(
+    engine: SpecEngine,
+    controllers: dict[DraftShape, AdaptiveController],
+    shape: DraftShape,
+    requests: Sequence[TextRequest],
+    num_tokens: int,
+) -> tuple[list[StepRecord], list[list[int]]]:
+    """Run a batch until a request can no longer draft in full; return its full steps and texts."""
+    steps: list[StepRecord] = []
+    is_first = True
+    pairs = [(request, num_tokens) for request in requests]
+    with SteadyBatch(engine, pairs, controllers[PLAIN]) as batch:
+        while batch.num_remaining > shape.depth:
+            step = batch.step(controllers[shape])
+            if step is None or step.shape != shape:
+                continue
+            if is_first:  # drafts are extended over the prompts
+                is_first = False
+                continue
+            if step.num_draft_tokens != len(requests) * shape.size:
+                raise ConfigError(
+                    f"batch_size={len(requests)}: there was no room for {shape.size} drafts of "
+                    "every request in every step; raise num_pages, or measure smaller batches"
+                )
+            steps.append(step)
+        return steps, [sequence.output_token_ids for sequence in batch.sequences]
+
+
+def _measurement(
+    batch_size: int,
+    name: str,
+    shape: DraftShape,
+    runs: Sequence[_Run],
+    reference: Sequence[Sequence[int]],
+) -> Measurement:
+    speeds = [run.tokens_per_second for run in runs]
+    steps = [step for run in runs for step in run.steps]
+    return Measurement(
+        batch_size=batch_size,
+        prompt_class=name,
+        num_steps=shape.depth,
+        tree_drafts=shape.tree_size,
+        topk=shape.topk,
+        tokens_per_second=median(speeds),
+        tokens_per_second_low=min(speeds),
+        accept_length=fmean(step.num_output_tokens for step in steps) / batch_size,
+        round_ms=fmean(step.step_ms for step in steps),
+        draft_ms=fmean(step.draft_ms for step in steps),
+        verify_ms=fmean(step.verify_ms for step in steps),
+        same_texts=equal_prefixes(runs[-1].texts, reference),
+        num_texts=len(reference),
+    )
+
+
+def write_costs(llm: LLM, path: Path, shapes: Sequence[DraftShape], *, fresh: bool) -> None:
+    """Measure what steps of the idle engine cost; keep a table that is there and fits.
+
+    Raises:
+        ConfigError: texts, pages or the token budget are too small to measure anything.
+    """
+    key = cost_key(llm.config, llm.engine.worker)
+    max_batch_size = llm.config.scheduler.max_num_seqs
+    max_steps = max(shape.depth for shape in shapes)
+    trees = [shape for shape in shapes if not shape.is_chain]
+    if not fresh and path.exists():
+        try:
+            known = load_cost_table(path)
+            sizes = [(tree.depth, tree.size) for tree in trees]
+            known.refuse_foreign(key, max_steps=max_steps, trees=sizes)
+            if known.batch_sizes[-1] >= max_batch_size:
+                return
+        except ConfigError:
+            pass  # it is measured again
+    with tqdm(total=100.0, desc="cost table", unit="%", bar_format="{l_bar}{bar}") as bar:
+        try:
+            measurement = measure_costs(
+                llm.engine.worker,
+                page_size=llm.config.cache.page_size,
+                num_pages=llm.engine.scheduler.cache.num_pages,
+                max_batch_size=max_batch_size,
+                max_steps=max_steps,
+                max_num_tokens=llm.config.scheduler.max_num_batched_tokens,
+                max_model_len=llm.engine.max_model_len,
+                budget_s=COST_BUDGET_S,
+                trees=dict.fromkeys(trees),
+            )
+            costs = finish(measurement, progress=lambda share: bar.update(100 * share - bar.n))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+    write_cost_table(as_table(key, costs), path)
+
+
+def _configuration(args: argparse.Namespace) -> ServeSpecConfig:
+    config = ServeSpecConfig.load(args.config, **overrides(args))
+    if not config.speculative.enabled:
+        fix = "there is no draft to tune; name an algorithm and its draft"
+        raise ConfigError(f"speculative.speculative_algorithm='NONE': {fix}")
+    forced = config.speculative.synthetic_acceptance
+    if forced is not None:
+        fix = "forced acceptance fits no real text; leave the key out"
+        raise ConfigError(f"speculative.synthetic_acceptance={forced!r}: {fix}")
+    return config
+
+
+def _settings(config: ServeSpecConfig, work: Workload) -> dict[str, Any]:
+    """Return everything that decides a measurement, except its place in the sweep."""
+    here, draft = environment(), config.speculative.speculative_draft_model_path
+    return {
+        **asdict(work),
+        "model": config.model.model_dump(mode="json"),
+        "speculative": config.speculative.model_dump(mode="json", exclude=_POLICY_KEYS),
+        "cache": config.cache.model_dump(mode="json"),
+        "scheduler": config.scheduler.model_dump(mode="json"),
+        "target_fingerprint": fingerprint(config.model.path),
+        "draft_fingerprint": None if draft is None else fingerprint(draft),
+        "code": code_version(),
+        "hardware": here["gpu"] or here["cpu"],
+        "torch_threads": config.replica.torch_num_threads or here["torch_threads"],
+    }
+
+
+def _load(
+    config: ServeSpecConfig, batch_size: int, shapes: Sequence[DraftShape], work: Workload
+) -> LLM:
+    """Return an engine with every shape captured, and room for the largest batch and shape."""
+    scheduler, cache = config.scheduler, config.cache
+    num_tokens = batch_size * (1 + max(shape.size for shape in shapes))
+    sizes = {
+        "max_num_seqs": max(scheduler.max_num_seqs, batch_size),
+        "max_num_batched_tokens": max(scheduler.max_num_batched_tokens, num_tokens),
+    }
+    if cache.num_pages is not None:
+        slots = max(shape.draft_slots for shape in shapes)
+        tokens = work.prompt_tokens + work.output_tokens + slots
+        needed = batch_size * -(-tokens // cache.page_size)
+        sizes["num_pages"] = max(cache.num_pages, needed)
+    with _slots_file(shapes) as file:
+        return LLM(
+            config,
+            **sizes,
+            speculative_adaptive=True,
+            speculative_adaptive_strategy="ema",
+            speculative_adaptive_config=file,
+        )
+
+
+@contextmanager
+def _slots_file(shapes: Sequence[DraftShape]) -> Iterator[Path]:
+    """Yield an adaptive config for which strategy `ema` captures these shapes.
+
+    It has a slot per tree, because a slot drafts only the largest of the trees of one depth.
+    """
+    steps = sorted({shape.depth for shape in shapes})
+    trees = [[shape.depth, shape.size + 1] for shape in shapes if not shape.is_chain]
+    slots: dict[str, Any] = {
+        str(slot): {"candidate_steps": steps, "candidate_trees": [tree]}
+        for slot, tree in enumerate(trees, start=1)
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "slots.json"
+        file.write_text(json.dumps(slots or {"candidate_steps": steps}))
+        yield file
+
+
+def _write(
+    args: argparse.Namespace,
+    config: ServeSpecConfig,
+    trees: Sequence[DraftShape],
+    measurements: Sequence[Measurement],
+) -> None:
+    """Write every file but the cost table."""
+    folder: Path = args.output_dir
+    slots = adaptive_config(measurements)
+    load_slots(slots)  # raises if a server would refuse them
+    (folder / "adaptive.json").write_text(json.dumps(slots, indent=1) + "\n")
+    result = run_record("tune", args, config, classes=_ABOUT, adaptive_config=slots)
+    here = result["environment"]
+    facts = {
+        "hardware": here["gpu"] or here["cpu"],
+        "versions": ", ".join(f"{name} {version}" for name, version in here["versions"].items()),
+        "commit": here["commit"] or "unknown",
+        "command": f"`{here['command']}`",
+    }
+    keys = {
+        **({"speculative_eagle_topk": str(config.speculative.topk)} if trees else {}),
+        "speculative_adaptive_config": str((folder / "adaptive.json").absolute()),
+        "speculative_cost_table": str((folder / "cost_table.json").absolute()),
+    }
+    report = markdown(measurements, classes=_ABOUT, keys=keys, facts=facts)
+    (folder / "report.md").write_text(report, encoding="utf-8")
+    result["cells"] = [asdict(each) for each in measurements]
+    (folder / "tune.json").write_text(json.dumps(result, indent=1, default=str) + "\n")
+    if importlib.util.find_spec("matplotlib") is not None:  # optional
+        plot(result, measurements, folder / "tune.png")

@@ -1,1 +1,0 @@
-"""`serve-spec tune`: how to speculate with a pair, measured."""

@@ -1,0 +1,302 @@
+"""Measurements of `serve-spec tune`: the file that keeps them, the adaptive config, the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from serve_spec.bench.plots import Panel, draw
+from serve_spec.bench.report import Record, plot_title
+from serve_spec.config import ConfigError
+from serve_spec.core.draft import PLAIN, DraftShape
+
+Place: TypeAlias = tuple[int, str, DraftShape]
+"""Where a measurement lies in the sweep: batch size, class of prompts, draft shape."""
+AdaptiveFile: TypeAlias = dict[str, dict[str, Any]]
+"""An adaptive config: candidate steps, and trees, by the lower bound of the batch size."""
+
+COLUMNS = (
+    *("class", "batch", "K", "tok/s", "slowest", "x off", "accept length"),
+    *("round ms", "draft ms", "verify ms", "same texts"),
+)
+_HOW_TO_READ = """## How to read the tables
+
+- K is the number of draft steps per round; 0 is off, in the same engine. A batch starts together.
+- AxB is a tree of A levels and B drafts, the root not counted (the JSON files count it).
+- A round counts if every request of the batch decodes and drafts in full: no prompts, no draft
+  extend over a prompt, no shrinking batch. tok/s is of the median repetition.
+- Accept length is tokens per request and round: accepted drafts, plus one.
+- Same texts: how many equal those of K = 0, token for token. All do in float32, except for
+  near-ties that a GPU rounds differently by batch shape; in bfloat16 such ties are common."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Figures of one draft shape on one class of prompts at one batch size.
+
+    Times and tokens are of rounds in which every request of the batch decodes and drafts in full.
+    """
+
+    batch_size: int
+    prompt_class: str
+    num_steps: int
+    tokens_per_second: float
+    """Median repetition."""
+    tokens_per_second_low: float
+    """Slowest repetition."""
+    accept_length: float
+    round_ms: float
+    draft_ms: float
+    verify_ms: float
+    same_texts: int
+    """Texts that equal those of `num_steps` 0 as far as both were generated."""
+    num_texts: int
+    tree_drafts: int = 0
+    """Drafts of a tree of `num_steps` levels; 0: a chain."""
+    topk: int = 1
+
+    @property
+    def shape(self) -> DraftShape:
+        """Return the draft shape."""
+        return DraftShape(self.num_steps, self.tree_drafts or self.num_steps, self.topk)
+
+    @property
+    def place(self) -> Place:
+        """Return its place in the sweep."""
+        return self.batch_size, self.prompt_class, self.shape
+
+
+class MeasurementFile:
+    """A JSON-lines file: the settings that decide every measurement, then a measurement per line.
+
+    A line that an interruption cut short is dropped. Of a place measured twice, the last counts.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], *, fresh: bool = False) -> None:
+        """Open the file, or start it; with `fresh`, overwrite it.
+
+        Raises:
+            ConfigError: it has measurements with other settings, or no measurements at all.
+        """
+        self._path = path
+        self.by_place: dict[Place, Measurement] = {}
+        header = json.dumps({"settings": settings})
+        lines = [] if fresh or not path.exists() else _whole_lines(path)
+        if lines:
+            try:
+                before = dict(_leaves(json.loads(lines[0])["settings"]))
+                found = [Measurement(**json.loads(line)) for line in lines[1:]]
+            except (ValueError, KeyError, TypeError, AttributeError):
+                raise ConfigError(
+                    f"{path}: holds no measurements of this version; use another --output-dir, "
+                    "or --fresh to overwrite"
+                ) from None
+            _refuse_other_settings(path, before, dict(_leaves(json.loads(header)["settings"])))
+            self.by_place = {each.place: each for each in found}
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(header + "\n", encoding="utf-8")
+
+    def append(self, measurements: Sequence[Measurement]) -> None:
+        """Keep finished measurements, in memory and on disk."""
+        self.by_place.update((each.place, each) for each in measurements)
+        with self._path.open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps(asdict(each)) + "\n" for each in measurements)
+
+
+def _whole_lines(path: Path) -> list[str]:
+    """Return the lines of the file, after cutting it back to its last line end."""
+    content = path.read_bytes()
+    whole = content[: content.rfind(b"\n") + 1]
+    if len(whole) < len(content):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    return whole.decode(errors="replace").splitlines()
+
+
+def _refuse_other_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if changed:
+        way_out = "use that, another --output-dir, or --fresh to measure all again"
+        raise ConfigError(
+            *(
+                f"{key}={now.get(key)!r}: {path} was measured with {before.get(key)!r}; {way_out}"
+                for key in changed
+            )
+        )
+
+
+def _leaves(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every value with its dotted key."""
+    for key, value in settings.items():
+        if isinstance(value, dict):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
+
+
+def label(shape: DraftShape) -> str:
+    """Return the name of a shape in tables and plots."""
+    return f"K={shape}" if shape.is_chain else str(shape)
+
+
+def best_measurements(
+    measurements: Sequence[Measurement],
+) -> dict[tuple[int, str], Measurement]:
+    """Return the fastest of every batch size and class; of equals, fewer drafts, then a chain."""
+
+    def order(each: Measurement) -> tuple[float, ...]:
+        return -each.tokens_per_second, each.shape.size, each.tree_drafts, each.num_steps
+
+    best: dict[tuple[int, str], Measurement] = {}
+    for each in sorted(measurements, key=order):
+        best.setdefault((each.batch_size, each.prompt_class), each)
+    return best
+
+
+def adaptive_config(measurements: Sequence[Measurement]) -> AdaptiveFile:
+    """Return a slot per batch size with the best steps of its classes; equal neighbours are merged.
+
+    A slot reaches to the next batch size. If trees were measured, it lists the best of them, with
+    the root counted, and their levels are among its steps.
+    """
+    best = best_measurements(measurements)
+    slots: AdaptiveFile = {}
+    last: dict[str, Any] | None = None
+    for batch_size in sorted({batch_size for batch_size, _ in best}):
+        shapes = {each.shape for (size, _), each in best.items() if size == batch_size}
+        slot: dict[str, Any] = {"candidate_steps": sorted({shape.depth for shape in shapes})}
+        if _has_trees(measurements):
+            trees = sorted(shape for shape in shapes if not shape.is_chain)
+            slot["candidate_trees"] = [[tree.depth, tree.size + 1] for tree in trees]
+        if slot != last:
+            slots[str(batch_size)] = slot
+        last = slot
+    return slots
+
+
+def speedups(measurements: Sequence[Measurement]) -> dict[Measurement, float]:
+    """Return the speed of every measurement over that of 0 steps, same class and batch size."""
+    off = {
+        (each.batch_size, each.prompt_class): each.tokens_per_second
+        for each in measurements
+        if each.shape == PLAIN
+    }
+    return {
+        each: each.tokens_per_second / off[each.batch_size, each.prompt_class]
+        for each in measurements
+    }
+
+
+def rows(measurements: Sequence[Measurement]) -> list[list[object]]:
+    """Return the rows under `COLUMNS`."""
+    speedup = speedups(measurements)
+    return [
+        [
+            each.prompt_class,
+            each.batch_size,
+            str(each.shape),
+            f"{each.tokens_per_second:.0f}",
+            f"{each.tokens_per_second_low:.0f}",
+            speedup[each],
+            each.accept_length,
+            each.round_ms,
+            each.draft_ms,
+            each.verify_ms,
+            f"{each.same_texts}/{each.num_texts}",
+        ]
+        for each in measurements
+    ]
+
+
+def markdown(
+    measurements: Sequence[Measurement],
+    *,
+    classes: Mapping[str, str],
+    keys: Mapping[str, str],
+    facts: Mapping[str, object],
+) -> str:
+    """Return the report of a sweep.
+
+    classes: what each class of prompts is. keys: what to put into the configuration. facts: where
+    it was measured.
+    """
+    parts = [
+        "# What speculation gives on this machine",
+        "\n".join(f"- {name}: {value}" for name, value in facts.items()),
+        "## What to put into the configuration",
+        "```yaml\nspeculative:\n"
+        + "".join(f"  {key}: {value}\n" for key, value in keys.items())
+        + "```",
+        "`serve-spec breakeven --cost-table FILE` shows from which accept rate on drafts pay.",
+        "## The best steps",
+        "A slot holds the best steps of each class of prompts and reaches up to the next one.",
+        _markdown_table(*_best_table(measurements, list(classes))),
+    ]
+    for name, about in classes.items():
+        mine = [each for each in measurements if each.prompt_class == name]
+        shown = [row[1:] for row in rows(mine)]
+        parts += [f"## {name}: {about}", _markdown_table(COLUMNS[1:], shown)]
+    return "\n\n".join([*parts, _HOW_TO_READ]) + "\n"
+
+
+def _best_table(
+    measurements: Sequence[Measurement], classes: Sequence[str]
+) -> tuple[list[str], list[list[object]]]:
+    best, speedup = best_measurements(measurements), speedups(measurements)
+    slots, has_trees = adaptive_config(measurements), _has_trees(measurements)
+    table: list[list[object]] = []
+    for batch_size in sorted({each.batch_size for each in measurements}):
+        slot = slots[str(max(int(key) for key in slots if int(key) <= batch_size))]
+        fastest = [best[batch_size, name] for name in classes]
+        shown = [f"{label(each.shape)}, {speedup[each]:.2f} x off" for each in fastest]
+        trees = []
+        if has_trees:
+            names = [f"{depth}x{tokens - 1}" for depth, tokens in slot["candidate_trees"]]
+            trees = [", ".join(names) or "none"]
+        table.append([batch_size, slot["candidate_steps"], *trees, *shown])
+    columns = ["candidate steps", *(["candidate trees"] if has_trees else [])]
+    return ["batch", *columns, *classes], table
+
+
+def _has_trees(measurements: Sequence[Measurement]) -> bool:
+    return any(each.tree_drafts for each in measurements)
+
+
+def _markdown_table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(_shown, line)) + " |" for line in lines)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def plot(run: Record, measurements: Sequence[Measurement], path: Path) -> None:
+    """Draw speed over off by batch size: a panel per class of prompts, a line per shape."""
+    speedup = speedups(measurements)
+    sizes = sorted({each.batch_size for each in measurements})
+    shapes = list(dict.fromkeys(each.shape for each in measurements))
+    trees = {"marker": "^", "linestyle": "--"}
+    panels = [
+        Panel(
+            f"{name}: {about}",
+            {
+                label(shape): [
+                    (sizes.index(each.batch_size), speedup[each])
+                    for each in measurements
+                    if each.prompt_class == name and each.shape == shape
+                ]
+                for shape in shapes
+            },
+            ticks=list(map(str, sizes)),
+            x_label="batch size",
+            y_label="tokens/s relative to off",
+            styles={label(shape): {} if shape.is_chain else trees for shape in shapes},
+        )
+        for name, about in run["classes"].items()
+    ]
+    draw(panels, path, plot_title(run))

@@ -1,0 +1,269 @@
+"""Closed loops and steady-state batches: variants share a worker without affecting each other."""
+
+from __future__ import annotations
+
+import copy
+import random
+from itertools import count, pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from serve_spec import LLM
+from serve_spec.adaptive import AdaptiveController
+from serve_spec.bench.harness import (
+    SETTLE_STEPS,
+    ClosedLoop,
+    FullBatchSpeed,
+    MeasuredStep,
+    engine_beside,
+    equal_prefixes,
+)
+from serve_spec.bench.steady import SteadyLoad, figures, run_variants
+from serve_spec.bench.variants import make_variants
+from serve_spec.bench.workload import TextKind, TextRequest
+from serve_spec.config import ConfigError
+from serve_spec.core.draft import DraftShape
+from serve_spec.core.record import StepRecord, StepTimes
+from serve_spec.engine.engine import SpecEngine
+from tests.helpers.engines import SwitchingController, llm_maker, make_pair
+from tests.helpers.rounds import verified_round
+
+POLICIES = {"off": [0], "K=4": [4], "ragged": [3, 0, 4, 1]}
+BATCH_SIZE = 3
+LENGTHS = [20, 9, 31, 14, 25, 18, 22]
+
+
+def request(number: int) -> TextRequest:
+    """Half of them sampled."""
+    prompt = [(7 * number + 3 * j) % 250 for j in range(9)]
+    return TextRequest(TextKind("code", number % 2), prompt, number)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["in step", "ahead"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> SpecEngine:
+    llm = llm_maker(make_pair(tmp_path_factory.mktemp("pair")), "cpu")(
+        "EAGLE3", 4, prefix_caching=False, async_scheduling=request.param
+    )
+    llm.engine.worker.init_states(map(DraftShape.chain, range(5)))
+    return llm.engine
+
+
+def controller(name: str):  # type: ignore[no-untyped-def]
+    """A policy whose rounds depend on no clock."""
+    return SwitchingController(POLICIES[name], ragged=name == "ragged")
+
+
+def loop_beside(engine: SpecEngine, name: str) -> ClosedLoop:
+    """A loop of seven requests under this policy, on the worker and pages of `engine`."""
+    requests = [(request(number), length) for number, length in enumerate(LENGTHS)]
+    return ClosedLoop(engine_beside(engine, controller(name)), requests, BATCH_SIZE)
+
+
+def shapes(rounds: list[MeasuredStep]) -> list[tuple[int, int, int, int]]:
+    return [
+        (
+            r.record.shape.depth,
+            r.record.batch_size,
+            r.record.num_draft_tokens,
+            r.record.num_output_tokens,
+        )
+        for r in rounds
+    ]
+
+
+def test_an_engine_beside_another_has_room_for_the_same_trees(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    """A beam of the last levels lies behind a text whose page would be full without it."""
+    path = make_pair(tmp_path_factory.mktemp("trees"))
+    tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 16}
+    engine = llm_maker(path, "cpu")("EAGLE3", 4, prefix_caching=False, **tree).engine
+    beside = engine_beside(engine, copy.deepcopy(engine.controller))
+    requests = [request(number) for number in range(7)]
+    loops = [
+        ClosedLoop(each, [(request, 25) for request in requests], BATCH_SIZE)
+        for each in (beside, engine)
+    ]
+    for loop in loops:
+        loop.advance(25 * len(requests))
+    assert loops[0].texts == loops[1].texts
+    assert loops[0].num_emitted == 25 * len(requests)
+
+
+@pytest.mark.parametrize("num_turns", [1, 7, 500])
+def test_taking_turns_changes_neither_texts_nor_steps(engine: SpecEngine, num_turns: int) -> None:
+    """Where steps are launched ahead, texts only: a turn ends with none in flight."""
+    ahead = engine.worker.limits.async_scheduling
+    loops = {name: loop_beside(engine, name) for name in POLICIES}
+    rounds: dict[str, list[MeasuredStep]] = {name: [] for name in POLICIES}
+    rng = random.Random(num_turns)
+    for turn in range(1, num_turns + 1):
+        for name in rng.sample(list(loops), len(loops)):
+            rounds[name] += loops[name].advance(sum(LENGTHS) * turn // num_turns)
+    for name, loop in loops.items():
+        alone = loop_beside(engine, name)
+        rounds_alone = alone.advance(sum(LENGTHS))
+        assert loop.texts == alone.texts == loops["off"].texts
+        assert [len(text) for text in loop.texts] == LENGTHS
+        assert ahead or shapes(rounds[name]) == shapes(rounds_alone)
+        assert ahead == any(r.record.follows for r in rounds_alone)
+        assert {r.record.shape.depth for r in rounds[name]} >= set(POLICIES[name])
+
+
+def test_every_page_has_one_owner_after_every_trial_and_none_at_the_end(
+    engine: SpecEngine,
+) -> None:
+    cache = engine.scheduler.cache
+    loops = [loop_beside(engine, name) for name in POLICIES]
+    most_held = 0
+    for turn in range(1, 21):
+        for number in random.Random(turn).sample(range(len(loops)), len(loops)):
+            loops[number].advance(sum(LENGTHS) * turn // 20)
+            held = {
+                f"{owner} {seq.request_id}": seq.page_ids
+                for owner, loop in enumerate(loops)
+                for seq in loop.engine.scheduler.sequences()
+            }
+            cache.allocator.check_integrity(held)
+            most_held = max(most_held, cache.num_pages - cache.num_free_pages)
+    assert most_held > BATCH_SIZE * max(LENGTHS) // cache.page_size, "all had requests open at once"
+    assert cache.num_free_pages == cache.num_pages
+    assert not any(loop.engine.has_work for loop in loops)
+
+
+def test_an_endless_loop_stays_full_and_leaves_nothing_behind(engine: SpecEngine) -> None:
+    endless = ((request(number), 10) for number in count())
+    loop = ClosedLoop(engine_beside(engine, controller("K=4")), endless, BATCH_SIZE)
+    filled = loop.fill()
+    assert all(loop.texts)
+    assert len(loop.texts) >= BATCH_SIZE
+    assert sum(r.record.num_prefill_tokens for r in filled) >= 9 * BATCH_SIZE
+    loop.advance(200)
+    assert 200 <= loop.num_emitted == sum(map(len, loop.texts)) < 200 + 2 * 5 * BATCH_SIZE
+    assert sum(len(text) < 10 for text in loop.texts) <= BATCH_SIZE
+    loop.close()
+    assert not loop.engine.has_work
+    cache = engine.scheduler.cache
+    assert cache.num_free_pages == cache.num_pages
+
+
+def a_round(tokens: list[int], ms: float = 10.0, prompt: int = 0) -> StepRecord:
+    """A round in which the requests emit `tokens`."""
+    kept = [count - 1 for count in tokens]
+    times = StepTimes(1.0, 2.0, ms)
+    return verified_round(kept, len(tokens), 3, times=times, num_prefill_tokens=prompt)
+
+
+def settled(size: int) -> list[StepRecord]:
+    """The rounds that are not counted."""
+    return [a_round([9] * size, ms=1000.0)] * SETTLE_STEPS
+
+
+@given(st.lists(st.tuples(st.integers(1, 8), st.floats(1, 100)), min_size=1, max_size=50))
+def test_the_speed_of_single_requests_is_tokens_over_time(rounds: list[tuple[int, float]]) -> None:
+    speed = FullBatchSpeed(1)
+    speed.add([*settled(1), *(a_round([tokens], ms) for tokens, ms in rounds)])
+    tokens, ms = sum(r[0] for r in rounds), sum(r[1] for r in rounds)
+    assert speed.tokens_per_second == pytest.approx(tokens / ms * 1e3)
+
+
+@given(st.lists(st.integers(1, 8), min_size=1, max_size=8), st.integers(1, 20))
+def test_full_batches_have_the_speed_of_a_refilled_batch(paces: list[int], num_rounds: int) -> None:
+    """Requests of 840 tokens, each at its own pace, in a server where one follows another."""
+    speed = FullBatchSpeed(len(paces))
+    speed.add([*settled(len(paces)), *[a_round(paces, ms=5.0)] * num_rounds])
+    rounds_of_a_request = sum(840 / pace for pace in paces) / len(paces)
+    tokens_per_ms = len(paces) * 840 / rounds_of_a_request / 5.0
+    assert speed.tokens_per_second == pytest.approx(tokens_per_ms * 1e3)
+
+
+def test_prompts_and_shrinking_batches_do_not_count() -> None:
+    alone, among_others = FullBatchSpeed(2), FullBatchSpeed(2)
+    full = [a_round([2, 4])] * 5
+    alone.add([*settled(2), *full])
+    prompts, end = [a_round([], prompt=7), a_round([1, 1], prompt=7)], [a_round([8])] * 9
+    among_others.add([*prompts, *settled(2), *full, *end])
+    assert alone.tokens_per_second == among_others.tokens_per_second
+
+
+def test_batches_that_were_never_full_have_no_speed() -> None:
+    speed = FullBatchSpeed(4)
+    speed.add([*settled(3), a_round([2, 2, 2])])
+    speed.add(settled(4))
+    assert speed.tokens_per_second is None
+
+
+LOAD = SteadyLoad(batch_size=3, prompt_tokens=10, output_tokens=60)
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["sync", "async"])
+def llm(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    make = llm_maker(make_pair(tmp_path_factory.mktemp("waves")), "cpu")
+    how = {"async_scheduling": request.param, "max_num_seqs": 4, "max_model_len": 160}
+    return make("EAGLE3", 3, synthetic_acceptance=2.0, **how)
+
+
+def fixed(llm: LLM, num_steps: int) -> AdaptiveController:
+    return make_variants(llm.engine.controller, [num_steps], [])[-1].controller
+
+
+def test_a_full_step_is_counted_for_the_variant_that_ran_it(llm: LLM) -> None:
+    off, on = fixed(llm, 0), fixed(llm, 3)
+    rounds = run_variants(llm.engine, LOAD, off, {"off": [off], "on": [on]})
+    for name, num_steps in (("off", 0), ("on", 3)):
+        assert rounds[name], f"{name} had a turn"
+        for stats in rounds[name]:
+            assert stats.decodes_only
+            assert stats.num_draft_tokens == num_steps * LOAD.batch_size
+            assert stats.row_steps == (num_steps,) * LOAD.batch_size
+
+
+def test_the_controllers_of_a_variant_alternate_every_step(llm: LLM) -> None:
+    off, on = fixed(llm, 0), fixed(llm, 3)
+    (rounds,) = run_variants(llm.engine, LOAD, off, {"both": [off, on]}).values()
+    assert all(a.shape != b.shape for a, b in pairwise(rounds))
+    assert {stats.shape.depth for stats in rounds} == {0, 3}
+
+
+def test_a_steady_batch_leaves_the_engine_as_it_was(llm: LLM) -> None:
+    engine = llm.engine
+    before = engine.controller, engine.metrics
+    off = fixed(llm, 0)
+    run_variants(engine, LOAD, off, {"off": [off]})
+    assert (engine.controller, engine.metrics) == before
+    assert not engine.has_work
+    cache = engine.scheduler.cache
+    assert cache.num_free_pages == cache.num_pages
+
+
+def test_a_single_variant_runs_until_the_mean_text_is_long_enough(llm: LLM) -> None:
+    on = fixed(llm, 3)
+    (rounds,) = run_variants(llm.engine, LOAD, fixed(llm, 0), {"on": [on]}).values()
+    tokens = sum(stats.num_output_tokens for stats in rounds) / LOAD.batch_size
+    assert 0.6 * LOAD.output_tokens < tokens <= LOAD.output_tokens + 4
+
+
+def test_texts_too_short_for_every_variant_are_refused(llm: LLM) -> None:
+    off, on = fixed(llm, 0), fixed(llm, 3)
+    with pytest.raises(ConfigError, match=r"output_tokens=12: at batch size 3 .* give more"):
+        run_variants(llm.engine, SteadyLoad(3, 10, 12), off, {"off": [off], "on": [on]})
+    assert not llm.engine.has_work
+
+
+def test_figures_are_those_of_the_steps(llm: LLM) -> None:
+    on = fixed(llm, 3)
+    (rounds,) = run_variants(llm.engine, LOAD, fixed(llm, 0), {"on": [on]}).values()
+    shown = figures(rounds)
+    assert shown["rounds"] == len(rounds)
+    assert shown["p10_ms"] <= shown["ms"] <= shown["p90_ms"]
+    assert 1 <= shown["accept_length"] <= 4
+    ms = sum(stats.step_ms for stats in rounds)
+    rows = len(rounds) * LOAD.batch_size
+    assert shown["tokens_per_second"] == pytest.approx(rows * shown["accept_length"] / ms * 1e3)
+
+
+def test_texts_are_compared_as_far_as_both_were_generated() -> None:
+    expected = [[1, 2, 3], [4, 5], [6], [7]]
+    assert equal_prefixes([[1, 2], [4, 5, 6], [9]], expected) == 2
