@@ -63,27 +63,32 @@ class SlotConfig(StrictModel):
     """How one batch-size slot adapts. Keys and defaults are those of SGLang's file."""
 
     candidate_steps: tuple[int, ...] = Field(
-        (1, 3, 7), description="Tiers the slot may take, ascending; 0 is: do not speculate."
+        (1, 3, 7), description="Speculation depths the slot may use, ascending; 0: no speculation."
     )
     candidate_trees: tuple[tuple[int, int], ...] | None = Field(
         None,
-        description="Trees that may be drafted with speculative_eagle_topk > 1: [num_steps, "
-        "num_draft_tokens] each, the root counted; [] is: chains alone; null: the configured tree "
-        "and smaller ones (ema: of each tier's depth).",
+        description="Trees that may be drafted if speculative_eagle_topk > 1, as [num_steps, "
+        "num_draft_tokens] with the root counted; []: chains only; null: the configured "
+        "tree and smaller ones (ema: one of each depth).",
     )
     ema_alpha: float = Field(
-        0.2, gt=0, le=1, description="Weight of the newest round in the moving average."
+        0.2,
+        gt=0,
+        le=1,
+        description="Weight of the newest round in the moving average of accepted drafts.",
     )
     update_interval: int = Field(5, ge=1, description="Rounds between two decisions.")
     warmup_batches: int = Field(10, ge=0, description="Rounds before the first decision.")
     down_hysteresis: float = Field(
-        -0.25, description="Drafts added to the average's threshold for stepping down."
+        -0.25, description="Accepted drafts added to the threshold for a smaller depth."
     )
     up_hysteresis: float = Field(
-        0.0, description="Drafts added to the average's threshold for stepping up."
+        0.0, description="Accepted drafts added to the threshold for a larger depth."
     )
     ceiling_coeff: float = Field(
-        0.0, description="Cap of ceil(average * this) on a tier that does not rise; ≤ 0: off."
+        0.0,
+        description="Limit a depth that does not rise to ceil(average * ceiling_coeff); 0 or less: "
+        "no limit.",
     )
 
     @field_validator("candidate_steps", mode="before")

@@ -46,9 +46,9 @@ class ServeSpecConfig(StrictModel):
     )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The KV cache.")
     scheduler: SchedulerConfig = Field(
-        default_factory=SchedulerConfig, description="How much runs at once."
+        default_factory=SchedulerConfig, description="How much work runs at once."
     )
-    router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP door.")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP frontend.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Engine replicas.")
     stats: StatsConfig = Field(default_factory=StatsConfig, description="Fleet statistics.")
 
