@@ -23,7 +23,7 @@ class Budget(NamedTuple):
 
 
 BUDGETS = {
-    "package lines": Budget(31_000, current=43_417),
+    "package lines": Budget(31_000, current=43_422),
     "package files": Budget(200, current=315),
     "package folders": Budget(18),
     "tests lines": Budget(27_000, current=36_621),

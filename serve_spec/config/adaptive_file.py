@@ -1,6 +1,6 @@
-"""The adaptive config: which steps each batch-size slot may take, and how fast it moves.
+"""The adaptive config: candidate depths per batch-size slot, and how fast a slot adapts.
 
-Both generations of SGLang's JSON file are read as they are:
+Both generations of SGLang's JSON file work unchanged:
 
     flat   {"candidate_steps": [1, 3, 7], "ema_alpha": 0.2}            one slot for all sizes
     slots  {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]},
@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """The adaptive configs that SGLang publishes; `configs/adaptive/` holds the same as files."""
 
 MAX_STEPS = 64
-"""Most drafts of a chain, or levels of a tree: deeper ones are hardly ever kept."""
+"""Maximum depth of a chain or tree; deeper drafts are rarely accepted."""
 
 _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
@@ -127,7 +127,7 @@ def slot_of(keys: Collection[int], batch_size: int) -> int:
 
 
 def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]:
-    """The slots of an adaptive config by the lower bound of their batch sizes, ascending.
+    """Return the slots of an adaptive config by their smallest batch size, ascending.
 
     Raises:
         ConfigError: unreadable, or anything in it is unknown or out of range.
@@ -155,7 +155,7 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[int, SlotConfig]:
-    """As `load_slots`, from the mapping itself."""
+    """Return the slots of a mapping, as `load_slots` does of a file."""
     keyed = {str(key): value for key, value in config.items()}
     slots = {key: value for key, value in keyed.items() if key.isdecimal()}
     shared = {key: value for key, value in keyed.items() if key not in slots}
@@ -182,10 +182,10 @@ def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[in
 def parse_slot(
     own: object, shared: Mapping[str, Any] | None = None, *, where: str = ""
 ) -> SlotConfig:
-    """One slot's config over the shared defaults; its own keys win.
+    """Return a slot's config: its own keys over the shared defaults.
 
     Raises:
-        ConfigError: no mapping, without candidate_steps, or anything unknown or out of range.
+        ConfigError: not a mapping, no candidate_steps, an unknown key or a value out of range.
     """
     if isinstance(own, SlotConfig):
         return own
@@ -199,14 +199,14 @@ def parse_slot(
 
 
 def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
-    """The keys given in `slots` that a strategy does not read, in the order of their fields."""
+    """Return the keys of `slots` that a strategy does not read, in the order of their fields."""
     read = _READ_BY.get(strategy, SlotConfig.model_fields)
     given = set().union(*(slot.model_fields_set for slot in slots.values()))
     return [key for key in SlotConfig.model_fields if key in given and key not in read]
 
 
 def _is_shape(value: object) -> bool:
-    """A tree of at least as many drafts as levels."""
+    """Return whether it is a tree of at least as many drafts as levels."""
     if not isinstance(value, list | tuple) or [type(n) for n in value] != [int, int]:
         return False
     num_steps, num_rows = value

@@ -1,4 +1,4 @@
-"""What runs: the model, its caches, and how much of both one round may use."""
+"""Configuration of the engine: model, caches, scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from serve_spec.config.base import Refusal, StrictModel
 
 MAX_POSITIONS = 1 << 21
-"""Most tokens of a text: rotary tables, one row a position, are made at start."""
+"""Maximum length: rotary tables with a row per position are computed at startup."""
 
 
 class ModelConfig(StrictModel):

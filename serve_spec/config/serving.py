@@ -1,4 +1,4 @@
-"""What surrounds the engine in Ray Serve: router, replicas, the fleet's statistics."""
+"""Configuration of Ray Serve: router, replicas, statistics of the fleet."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from serve_spec.config.base import Refusal, StrictModel
 
 
 class RouterConfig(StrictModel):
-    """The HTTP door and the queue behind it."""
+    """The HTTP frontend and its queue."""
 
     batch_wait_ms: float = Field(
         0.0,
@@ -90,7 +90,7 @@ class RouterConfig(StrictModel):
     @field_validator("api_keys")
     @classmethod
     def _strip(cls, keys: tuple[str, ...]) -> tuple[str, ...]:
-        keys = tuple(key.strip() for key in keys)  # files that hold keys end with a newline
+        keys = tuple(key.strip() for key in keys)  # files of keys end with a newline
         if not all(keys):
             fix = "a key is empty; remove it, or give api_keys=[] to ask for none"
             raise Refusal("api_keys", "", fix)

@@ -103,8 +103,8 @@ class SpeculativeConfig(StrictModel):
     )
     speculative_draft_model_quantization: Literal["auto", "none", "fp8", "int8", "int4"] = Field(
         "auto",
-        description="Quantization of draft weights: fp8 on Hopper GPUs, int8 on CPUs, int4 on any; "
-        "auto: fp8 if it is faster; does not change coupled output.",
+        description="Quantization of draft weights: fp8 on Hopper GPUs, int8 on CPUs, int4 on "
+        "both; auto: fp8 if it is faster; does not change coupled output.",
     )
     speculative_draft_sharpness: float = Field(
         0.85,
@@ -184,7 +184,7 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _readable(cls, path: Preset | Path | None) -> Preset | Path | None:
         if path is not None:
-            load_slots(path)  # judged at the door, not when the first replica starts
+            load_slots(path)  # so that errors appear now, not when the first replica starts
         return path
 
     @field_validator("synthetic_acceptance", mode="before")
@@ -254,7 +254,7 @@ class SpeculativeConfig(StrictModel):
         return self if self.enabled else self._settle(speculative_adaptive=False)
 
     def _check_drafts(self) -> None:
-        """Whether what is drafted is a chain, or a tree, that can be drafted and verified."""
+        """Refuse chains or trees that cannot be drafted and verified."""
         steps, topk = self.speculative_num_steps, self.topk
         rows = self.speculative_num_draft_tokens
         if topk == 1:
@@ -282,10 +282,10 @@ class SpeculativeConfig(StrictModel):
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
 
     def _fits_the_drafter(self) -> None:
-        """What a drafter needs, and what it can not use."""
+        """Refuse keys that the drafter lacks or cannot use."""
         name, path = self.speculative_algorithm, self.speculative_draft_model_path
         if not self.enabled:
-            return  # who switches speculation off for once keeps the rest of his file
+            return  # speculation may be turned off without removing the other keys
         from_text = ALGORITHMS[name].from_text
         if not from_text and path is None:
             fix = f"{name} needs a draft checkpoint; name its folder"
@@ -303,7 +303,7 @@ class SpeculativeConfig(StrictModel):
             raise Refusal("speculative_ngram_corpus", str(corpus), fix)
 
     def _check_listed_trees(self) -> None:
-        """Whether the trees of the adaptive config can be drafted."""
+        """Refuse trees of the adaptive config that cannot be drafted."""
         file, topk = self.speculative_adaptive_config, self.topk
         slots = load_slots(file) if file is not None and self.enabled else {}
         for key, slot in slots.items():
@@ -319,7 +319,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def ignored_adaptive_keys(self) -> str:
-        """What to tell the user of keys that the chosen strategy does not read; empty: nothing."""
+        """Return a warning about keys that the strategy does not read; empty if there are none."""
         source = self.speculative_adaptive_config
         if source is None:
             return ""
@@ -330,11 +330,11 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether anything drafts."""
+        """Return whether there is a drafter."""
         return self.speculative_algorithm != "NONE"
 
     def _refuse_rejection(self) -> None:
-        """What rejection sampling does not go with."""
+        """Refuse what does not work with rejection sampling."""
         key, method = "rejection_sample_method", self.rejection_sample_method
         if self.text_algorithm is not None:
             fix = "drafts from texts come from no distribution; leave it out, or use coupled"
@@ -375,7 +375,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def text_algorithm(self) -> str | None:
-        """Who looks for drafts in texts, alone or beside a model; None: nobody."""
+        """Return the algorithm of n-gram drafts, alone or with a draft model, if any."""
         if not self.enabled:
             return None
         if ALGORITHMS[self.speculative_algorithm].from_text:
@@ -404,35 +404,40 @@ class SpeculativeConfig(StrictModel):
 
 
 def _in_range(value: object, low: float, high: float) -> bool:
-    # bool is an int to Python, never to a user.
+    # In Python a bool is an int.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) and low <= value <= high
 
 
 class PolicyUpdate(StrictModel):
-    """What may change while the engine runs. Keys left out are as configured."""
+    """Settings that may change while the engine runs. Omitted keys keep their configured value."""
 
-    speculative_adaptive: bool = Field(True, description="Whether the number of steps adapts.")
-    speculative_adaptive_strategy: Strategy = Field(
-        "goodput", description="Rule that picks the steps."
+    speculative_adaptive: bool = Field(
+        True, description="Adapt the number of draft steps to measurements."
     )
-    speculative_per_sequence: bool = Field(True, description="goodput: steps for each sequence.")
+    speculative_adaptive_strategy: Strategy = Field(
+        "goodput", description="Strategy that picks the depth."
+    )
+    speculative_per_sequence: bool = Field(
+        True, description="Let goodput choose which drafts of the batch are verified."
+    )
     speculative_num_steps: int = Field(
-        3, ge=0, le=MAX_STEPS, description="Steps of the static strategy."
+        3, ge=0, le=MAX_STEPS, description="Draft steps of strategy static."
     )
     speculative_num_draft_tokens: int | None = Field(
         None,
         ge=2,
         le=MAX_STEPS + 1,
-        description="Rows of the static strategy's tree, root included; null: it drafts chains.",
+        description="Tokens of the tree of strategy static, root included; null: chains.",
     )
     speculative_adaptive_config: Mapping[str, object] | Preset | Path | None = Field(
         None,
-        description="Candidate steps per batch size: the mapping itself, its JSON file, or a "
-        "preset.",
+        description="Candidate steps per batch size: a mapping, a JSON file, or a preset.",
     )
-    min_dwell_rounds: int = Field(8, ge=0, description="Fewest rounds between two switches.")
+    min_dwell_rounds: int = Field(
+        8, ge=0, description="Minimum number of rounds between two changes of depth."
+    )
 
     @field_validator("speculative_adaptive_config")
     @classmethod
@@ -445,10 +450,10 @@ class PolicyUpdate(StrictModel):
 
 
 def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
-    """A live change of policy, judged as a whole.
+    """Return a live change of policy, validated as a whole.
 
     Raises:
-        ConfigError: anything in it is unknown or out of range; nothing is to be applied.
+        ConfigError: a key is unknown or a value out of range; apply nothing then.
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")
