@@ -34,7 +34,7 @@ is a YAML file of sections, such as [configs/tiny.yaml](../configs/tiny.yaml).
 | `bench`, `tune` | `--set KEY=VALUE`, value in YAML: `--set speculative_num_steps=2` |
 | `check-config` | `KEY=VALUE` after the file; keys are unique, so no section is named |
 | Python | a keyword: `LLM("configs/tiny.yaml", speculative_num_steps=2)` |
-| Serve file | `args` of the application: a section (`speculative: {...}`), or a key by its name |
+| Serve file | `args` of the application: `config`, a file or its content, and keys by name |
 """
 
 _ADAPTIVE = """\
