@@ -2,6 +2,7 @@
 #
 #   make serve    install, then serve the shipped model and print a curl line
 #   make test     install, then lint, types and the CPU tests (what .ci/run calls)
+#   make size     print the size of the repository beside its budgets
 #   make fuzz     random lives of engines, as many as wanted: SLICES=40 EXAMPLES=150
 #
 # torch comes from the index pip is configured with. For a small CPU build:
@@ -14,7 +15,7 @@ STAMP := $(VENV)/.installed
 TORCH := $(shell grep '^torch==' constraints.txt)
 EXTRAS ?= dev
 
-# Tests, Ray's workers and torch share few cores: one thread each, unless somebody says otherwise.
+# Tests, Ray's workers and torch share few cores: one thread each, unless the environment sets more.
 export OMP_NUM_THREADS ?= 1
 export MKL_NUM_THREADS ?= 1
 export OPENBLAS_NUM_THREADS ?= 1
@@ -26,7 +27,7 @@ ENGINE_TESTS := tests/unit/engine
 # These run Ray's processes beside them, and some of Ray's limits are times: nothing else runs then.
 RAY_TESTS := tests/e2e tests/serving
 
-.PHONY: install serve test test-engine test-rest test-ray fuzz lint types format bench clean
+.PHONY: install serve test test-engine test-rest test-ray fuzz lint types format bench size clean
 
 install: $(STAMP)
 
@@ -75,6 +76,9 @@ format: install
 
 bench: install
 	$(BIN)/serve-spec bench offline
+
+size: install
+	$(BIN)/python tools/size.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

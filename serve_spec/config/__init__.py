@@ -1,4 +1,4 @@
-"""What the user may say: closed, frozen, judged at the door. Plain Python, no torch."""
+"""The configuration: closed, frozen, validated before anything starts. Plain Python, no torch."""
 
 from serve_spec.config.base import ConfigError, StrictModel
 from serve_spec.config.engine import CacheConfig, ModelConfig, SchedulerConfig

@@ -1,6 +1,6 @@
-"""The adaptive config: which steps each batch-size slot may take, and how fast it moves.
+"""The adaptive config: candidate depths per batch-size slot, and how fast a slot adapts.
 
-Both generations of SGLang's JSON file are read as they are:
+Both generations of SGLang's JSON file work unchanged:
 
     flat   {"candidate_steps": [1, 3, 7], "ema_alpha": 0.2}            one slot for all sizes
     slots  {"1": {"candidate_steps": [1, 3, 7]}, "8": {"candidate_steps": [1, 3]},
@@ -44,7 +44,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 """The adaptive configs that SGLang publishes; `configs/adaptive/` holds the same as files."""
 
 MAX_STEPS = 64
-"""Most drafts of a chain, or levels of a tree: deeper ones are hardly ever kept."""
+"""Maximum depth of a chain or tree; deeper drafts are rarely accepted."""
 
 _TREES_FIX = (
     "give pairs [num_steps, num_draft_tokens], the root counted, such as [[4, 16], [2, 6]]; [] is: "
@@ -63,27 +63,32 @@ class SlotConfig(StrictModel):
     """How one batch-size slot adapts. Keys and defaults are those of SGLang's file."""
 
     candidate_steps: tuple[int, ...] = Field(
-        (1, 3, 7), description="Tiers the slot may take, ascending; 0 is: do not speculate."
+        (1, 3, 7), description="Speculation depths the slot may use, ascending; 0: no speculation."
     )
     candidate_trees: tuple[tuple[int, int], ...] | None = Field(
         None,
-        description="Trees that may be drafted with speculative_eagle_topk > 1: [num_steps, "
-        "num_draft_tokens] each, the root counted; [] is: chains alone; null: the configured tree "
-        "and smaller ones (ema: of each tier's depth).",
+        description="Trees that may be drafted if speculative_eagle_topk > 1, as [num_steps, "
+        "num_draft_tokens] with the root counted; []: chains only; null: the configured "
+        "tree and smaller ones (ema: one of each depth).",
     )
     ema_alpha: float = Field(
-        0.2, gt=0, le=1, description="Weight of the newest round in the moving average."
+        0.2,
+        gt=0,
+        le=1,
+        description="Weight of the newest round in the moving average of accepted drafts.",
     )
     update_interval: int = Field(5, ge=1, description="Rounds between two decisions.")
     warmup_batches: int = Field(10, ge=0, description="Rounds before the first decision.")
     down_hysteresis: float = Field(
-        -0.25, description="Drafts added to the average's threshold for stepping down."
+        -0.25, description="Accepted drafts added to the threshold for a smaller depth."
     )
     up_hysteresis: float = Field(
-        0.0, description="Drafts added to the average's threshold for stepping up."
+        0.0, description="Accepted drafts added to the threshold for a larger depth."
     )
     ceiling_coeff: float = Field(
-        0.0, description="Cap of ceil(average * this) on a tier that does not rise; ≤ 0: off."
+        0.0,
+        description="Limit a depth that does not rise to ceil(average * ceiling_coeff); 0 or less: "
+        "no limit.",
     )
 
     @field_validator("candidate_steps", mode="before")
@@ -122,7 +127,7 @@ def slot_of(keys: Collection[int], batch_size: int) -> int:
 
 
 def load_slots(source: AdaptiveSource = "conservative") -> dict[int, SlotConfig]:
-    """The slots of an adaptive config by the lower bound of their batch sizes, ascending.
+    """Return the slots of an adaptive config by their smallest batch size, ascending.
 
     Raises:
         ConfigError: unreadable, or anything in it is unknown or out of range.
@@ -150,7 +155,7 @@ def _parse_json_object(text: str) -> dict[str, Any]:
 
 
 def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[int, SlotConfig]:
-    """As `load_slots`, from the mapping itself."""
+    """Return the slots of a mapping, as `load_slots` does of a file."""
     keyed = {str(key): value for key, value in config.items()}
     slots = {key: value for key, value in keyed.items() if key.isdecimal()}
     shared = {key: value for key, value in keyed.items() if key not in slots}
@@ -177,10 +182,10 @@ def parse_slots(config: Mapping[str, Any] | Mapping[int, SlotConfig]) -> dict[in
 def parse_slot(
     own: object, shared: Mapping[str, Any] | None = None, *, where: str = ""
 ) -> SlotConfig:
-    """One slot's config over the shared defaults; its own keys win.
+    """Return a slot's config: its own keys over the shared defaults.
 
     Raises:
-        ConfigError: no mapping, without candidate_steps, or anything unknown or out of range.
+        ConfigError: not a mapping, no candidate_steps, an unknown key or a value out of range.
     """
     if isinstance(own, SlotConfig):
         return own
@@ -194,14 +199,14 @@ def parse_slot(
 
 
 def ignored_keys(slots: Mapping[int, SlotConfig], strategy: str) -> list[str]:
-    """The keys given in `slots` that a strategy does not read, in the order of their fields."""
+    """Return the keys of `slots` that a strategy does not read, in the order of their fields."""
     read = _READ_BY.get(strategy, SlotConfig.model_fields)
     given = set().union(*(slot.model_fields_set for slot in slots.values()))
     return [key for key in SlotConfig.model_fields if key in given and key not in read]
 
 
 def _is_shape(value: object) -> bool:
-    """A tree of at least as many drafts as levels."""
+    """Return whether it is a tree of at least as many drafts as levels."""
     if not isinstance(value, list | tuple) or [type(n) for n in value] != [int, int]:
         return False
     num_steps, num_rows = value

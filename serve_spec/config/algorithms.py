@@ -1,4 +1,4 @@
-"""Who can draft: a line for each. Adding one is a file that builds it, and its line here."""
+"""The drafters. A new one needs a builder and a line here."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A way to draft: `builder` is "module:function", imported when it is first wanted.
+    """A drafter; `builder` is "module:function", imported on first use.
 
     Of a model: (folder of the draft, target, DraftOptions, dtype) -> `models.draft.DraftHead`.
     Of a text drafter, with `from_text`: (SpeculativeConfig, encode, most drafts at a time) ->
@@ -21,7 +21,7 @@ class Algorithm:
     from_text: bool = False
 
     def load(self) -> Callable[..., Any]:
-        """The function that builds it."""
+        """Return the builder."""
         module, name = self.builder.split(":")
         build: Callable[..., Any] = getattr(import_module(module), name)
         return build

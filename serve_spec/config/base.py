@@ -1,7 +1,7 @@
-"""How configuration is read and judged: closed models, YAML, environment, paths, errors.
+"""Read and validate configuration: closed models, YAML, paths, errors.
 
-Every refusal names the dotted field, the value and the way out; all of them are reported at once,
-in one `ConfigError`.
+An error names the dotted field, the value and a remedy. All errors are reported at once, in one
+`ConfigError`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ASSET = "asset:"
 
 
 class ConfigError(ValueError):
-    """Everything wrong with a configuration, each problem naming field, value and way out."""
+    """All problems of a configuration, each with field, value and remedy."""
 
     # The problems are `args` themselves, so that the error survives pickling.
     def __init__(self, *problems: str) -> None:
@@ -48,7 +48,7 @@ class ConfigError(ValueError):
 
 
 class Refusal(ValueError):
-    """One value that a validator of ours cannot take; `judge` adds where it was said."""
+    """A value that a validator refuses; `judge` adds its section."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         super().__init__(f"{field}={value!r}: {fix}")
@@ -84,11 +84,11 @@ class StrictModel(BaseModel):
         return judged
 
     def said(self) -> dict[str, Any]:
-        """What was given, without what was derived or left at its default; nested, judgeable."""
+        """Return the fields that were set explicitly, nested; it can be validated again."""
         return self.model_dump(exclude_unset=True)
 
     def _settle(self, **derived: object) -> Self:
-        """Writes derived values while validating; they do not count as given (see `said`)."""
+        """Write derived values during validation; they do not count as set (see `said`)."""
         for name, value in derived.items():
             object.__setattr__(self, name, value)
         return self
@@ -100,7 +100,7 @@ Model = TypeVar("Model", bound=BaseModel)
 def judge(
     model: type[Model], data: object, *, where: str = "", folder: Path | None = None
 ) -> Model:
-    """`data` as a `model`.
+    """Return `data` validated as a `model`.
 
     Args:
         where: dotted place of `data`, put before every field in messages.
@@ -134,7 +134,7 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
     else:
         field = _field_at(model, place)
         hint = f" ({field.description})" if field is not None and field.description else ""
-        # What is a tuple here is a list to whoever writes YAML.
+        # A tuple here is a list in YAML.
         message = (error["msg"][:1].lower() + error["msg"][1:]).replace("valid tuple", "list")
         secret = field is not None and not field.repr
         given = "=<hidden>" if secret else f"={error['input']!r}"
@@ -144,7 +144,7 @@ def _explain(model: type[BaseModel], error: ErrorDetails, where: str) -> Iterato
 
 
 def unknown_key(key: str, known: Iterable[str]) -> str:
-    """The sentence that refuses an unknown dotted key: names the nearest known one.
+    """Return the error for an unknown dotted key, with the nearest known one.
 
     Without the value: a misspelt `api_keys` must not print a secret.
     """
@@ -157,7 +157,7 @@ def unknown_key(key: str, known: Iterable[str]) -> str:
 
 
 def dotted_keys(model: type[BaseModel]) -> list[str]:
-    """Every key a mapping for `model` may hold, nested ones dotted, sections themselves too."""
+    """Return every key of a mapping for `model`: sections, and their keys dotted."""
     keys = []
     for name, field in model.model_fields.items():
         keys.append(name)
@@ -168,7 +168,7 @@ def dotted_keys(model: type[BaseModel]) -> list[str]:
 
 
 def section_model(field: FieldInfo) -> type[BaseModel] | None:
-    """The model of a field that is a section, else None."""
+    """Return the model of a field that is a section, else None."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
@@ -189,10 +189,10 @@ def is_path(field: FieldInfo, value: object) -> bool:
 
 
 def locate(field: str, value: str | Path, folder: Path) -> Path:
-    """The absolute path `value` names: absolute, relative to `folder`, or `asset:` package data.
+    """Return the absolute path of `value`, relative to `folder` or, with `asset:`, to package data.
 
     Raises:
-        Refusal: nothing is there; says which place was tried.
+        Refusal: the path does not exist.
     """
     text = str(value)
     is_asset = text.startswith(_ASSET)
@@ -206,14 +206,14 @@ def locate(field: str, value: str | Path, folder: Path) -> Path:
 
 
 def anchored(value: object, folder: Path) -> object:
-    """A relative path made absolute below `folder`; `asset:` names stay as they are."""
+    """Return a relative path as absolute, below `folder`; `asset:` names stay as they are."""
     if not isinstance(value, str | Path) or str(value).startswith(_ASSET):
         return value
     return folder / Path(value).expanduser()
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML without its two quiet traps: a repeated key is an error, and `1e-3` is a number."""
+    """YAML in which a repeated key is an error and `1e-3` is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -235,7 +235,7 @@ _StrictLoader.add_implicit_resolver(
 
 
 def parse_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Raises:
         ConfigError: not YAML; says where in `name`.
@@ -248,7 +248,7 @@ def parse_yaml(text: str, name: str) -> Any:
 
 
 def read_text(path: Path) -> str:
-    """The text of a configuration file.
+    """Return the text of a configuration file.
 
     Raises:
         ConfigError: it cannot be read; says which place was tried.

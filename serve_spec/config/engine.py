@@ -1,4 +1,4 @@
-"""What runs: the model, its caches, and how much of both one round may use."""
+"""Configuration of the engine: model, caches, scheduler."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, field_validator, model_validator
 from serve_spec.config.base import Refusal, StrictModel
 
 MAX_POSITIONS = 1 << 21
-"""Most tokens of a text: rotary tables, one row a position, are made at start."""
+"""Maximum length: rotary tables with a row per position are computed at startup."""
 
 
 class ModelConfig(StrictModel):
@@ -20,41 +20,47 @@ class ModelConfig(StrictModel):
         description="Checkpoint folder: absolute, relative to the config file, or 'asset:NAME'."
     )
     served_model_name: str = Field(
-        "", description="Name clients send as `model`; null: the last part of `path`."
+        "", description="Model name in requests; null or empty: the last part of `path`."
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="Weights and activations; auto: bfloat16 on a GPU, float32 on a CPU."
+        "auto",
+        description="Data type of weights and activations; auto: bfloat16 on a GPU, float32 on a "
+        "CPU.",
     )
     max_model_len: int | None = Field(
         None,
         ge=1,
         le=MAX_POSITIONS,
-        description="Most tokens of prompt and output; null: what the model allows.",
+        description="Maximum length of prompt and output, in tokens; null: the model's own limit.",
     )
-    tensor_parallel_size: int = Field(1, ge=1, le=1024, description="GPUs that share one model.")
+    tensor_parallel_size: int = Field(
+        1, ge=1, le=1024, description="Number of GPUs that share one model."
+    )
     device: Literal["auto", "cpu", "cuda"] = Field(
-        "auto", description="auto: a GPU when there is one."
+        "auto", description="Device of the model; auto: a GPU if there is one."
     )
     async_scheduling: bool | None = Field(
         None,
-        description="Launch a step before the result of the last one is read, so that the device "
-        "does not wait for the host; null: on a GPU.",
+        description="Launch a step before the result of the previous one is read, so that the "
+        "device does not wait for the host; null: true on a GPU.",
     )
     cuda_graphs: bool = Field(
-        True, description="Capture the stages of a step as CUDA graphs, where there is a GPU."
+        True, description="Capture the stages of a step as CUDA graphs on a GPU."
     )
     attention_backend: Literal["auto", "torch", "flashinfer"] = Field(
-        "auto", description="Without effect: there is one attention. Accepted for old files."
+        "auto",
+        description="No effect, since there is one attention implementation; accepted for old "
+        "files.",
     )
     execution: Literal["auto", "eager", "lanes"] = Field(
         "auto",
-        description="Old name of async_scheduling: eager is false, lanes is true. Accepted for old "
+        description="Old name of async_scheduling (eager: false, lanes: true); accepted for old "
         "files.",
     )
     torch_compile: bool = Field(
         False,
-        description="Leave what layers compute between attention calls to torch's compiler instead "
-        "of our kernels, which takes longer to start; on one GPU.",
+        description="Compile the layers with torch.compile instead of using the Triton kernels; "
+        "slower to start, one GPU only.",
     )
 
     @field_validator("served_model_name", mode="before")
@@ -88,13 +94,13 @@ class CacheConfig(StrictModel):
 
     page_size: int = Field(16, ge=1, le=4096, description="Tokens per page.")
     num_pages: int | None = Field(
-        None, ge=1, description="Pages in all; null: what the memory budget holds."
+        None, ge=1, description="Number of pages; null: as many as fit the memory budget."
     )
     prefix_caching: bool = Field(
-        True, description="Texts that begin alike share pages, and what was computed for them."
+        True, description="Reuse the KV cache of prompts that start with the same tokens."
     )
     memory_fraction: float = Field(
-        0.85, gt=0, lt=1, description="Share of the free GPU memory that the caches may take."
+        0.85, gt=0, lt=1, description="Fraction of the free GPU memory used for the caches."
     )
     cpu_cache_gb: float = Field(1.0, gt=0, description="Memory for the caches on a CPU, in GiB.")
 
@@ -102,19 +108,27 @@ class CacheConfig(StrictModel):
 class SchedulerConfig(StrictModel):
     """How many sequences run together, and how much one round computes."""
 
-    max_num_seqs: int = Field(64, ge=1, le=4096, description="Most sequences that run at once.")
+    max_num_seqs: int = Field(
+        64,
+        ge=1,
+        le=4096,
+        description="Maximum number of sequences that run together in one engine.",
+    )
     max_num_batched_tokens: int = Field(
-        2048, ge=1, le=1 << 20, description="Most rows of one target forward, drafts included."
+        2048,
+        ge=1,
+        le=1 << 20,
+        description="Maximum number of tokens of one target forward pass, drafts included.",
     )
     chunked_prefill_size: int | None = Field(
         704,
         ge=1,
-        description="Most prompt tokens of a round while requests decode, or 11 for each of these "
-        "if that is more, so that none waits long for its next token; null: no prompt is split.",
+        description="Maximum number of prompt tokens of a step while requests decode, or 11 per "
+        "decoding request if that is more; null: prompts are not split.",
     )
     max_waiting_seqs: int = Field(
         1024,
         ge=1,
         le=1 << 20,
-        description="Most sequences that wait in one engine before it refuses more.",
+        description="Maximum number of sequences waiting in one engine; further ones are refused.",
     )

@@ -1,6 +1,6 @@
-"""`ServeSpecConfig`: all sections together, and the one way to load them.
+"""`ServeSpecConfig`: all sections, and how to load them.
 
-Who wins, weakest first: defaults, the file, `SERVE_SPEC_<SECTION>__<KEY>` in the environment,
+Precedence, lowest first: defaults, the file, `SERVE_SPEC_<SECTION>__<KEY>` in the environment,
 keyword arguments. Relative paths start at the folder of the file that names them; those from the
 environment, a mapping or a keyword start at the current directory.
 """
@@ -32,13 +32,13 @@ from serve_spec.config.serving import ReplicaConfig, RouterConfig, StatsConfig
 from serve_spec.config.speculative import SpeculativeConfig
 
 Sections: TypeAlias = dict[str, Any]
-"""What was said, by section: `{"model": {"path": ...}, ...}`; judged by nobody yet."""
+"""Values by section, not yet validated: `{"model": {"path": ...}, ...}`."""
 
 _ENV_PREFIX = "SERVE_SPEC_"
 
 
 class ServeSpecConfig(StrictModel):
-    """Everything a user may say, by section. A leaf key's name is unique over all sections."""
+    """The whole configuration. A key's name is unique over all sections."""
 
     model: ModelConfig = Field(description="The target model.")
     speculative: SpeculativeConfig = Field(
@@ -46,9 +46,9 @@ class ServeSpecConfig(StrictModel):
     )
     cache: CacheConfig = Field(default_factory=CacheConfig, description="The KV cache.")
     scheduler: SchedulerConfig = Field(
-        default_factory=SchedulerConfig, description="How much runs at once."
+        default_factory=SchedulerConfig, description="How much work runs at once."
     )
-    router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP door.")
+    router: RouterConfig = Field(default_factory=RouterConfig, description="The HTTP frontend.")
     replica: ReplicaConfig = Field(default_factory=ReplicaConfig, description="Engine replicas.")
     stats: StatsConfig = Field(default_factory=StatsConfig, description="Fleet statistics.")
 
@@ -59,15 +59,15 @@ class ServeSpecConfig(StrictModel):
         /,
         **overrides: Any,
     ) -> Self:
-        """Reads, merges, judges and resolves a configuration into a new object.
+        """Read, merge, validate and resolve a configuration into a new object.
 
         Args:
             source: a YAML file, the mapping it would hold, or a configuration. The environment
-                applies to the first two; a configuration has already heard it.
+                applies to the first two only.
             overrides: leaf keys, such as `speculative_num_steps=3`; they win.
 
         Raises:
-            ConfigError: everything that is wrong, each problem naming field, value and way out.
+            ConfigError: all problems, each with field, value and remedy.
         """
         here = Path.cwd()
         folder = here
@@ -86,7 +86,7 @@ class ServeSpecConfig(StrictModel):
 
 
 def parse_override(text: str) -> tuple[str, Any]:
-    """`key=value` of a command line; the value is read as YAML.
+    """Parse `key=value` of a command line; the value is YAML.
 
     Raises:
         ConfigError: no `=`, or the value is not YAML.
@@ -99,7 +99,7 @@ def parse_override(text: str) -> tuple[str, Any]:
 
 @cache
 def leaf_sections() -> dict[str, str]:
-    """The section of every leaf key."""
+    """Return the section of every key."""
     return {key: section for section, model in _models().items() for key in model.model_fields}
 
 
@@ -109,7 +109,7 @@ def _models() -> dict[str, type[BaseModel]]:
 
 
 def _sections(given: object) -> Sections:
-    """A copy that can be merged into: sections as dicts, an empty one (YAML null) as `{}`."""
+    """Return a copy to merge into: sections as dicts, an empty one (YAML null) as `{}`."""
     if given is None:
         given = {}
     if not isinstance(given, Mapping):

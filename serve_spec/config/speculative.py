@@ -44,79 +44,85 @@ class SpeculativeConfig(StrictModel):
 
     speculative_algorithm: str = Field(
         "NONE",
-        description=f"Who drafts: {', '.join(ALGORITHMS)}; NONE: plain decoding.",
+        description=f"Draft method: {', '.join(ALGORITHMS)}; NONE: no speculation.",
     )
     speculative_draft_model_path: Path | None = Field(
-        None, description="Draft checkpoint folder; paths as in model.path."
+        None, description="Folder of the draft checkpoint; same forms as model.path."
     )
     speculative_num_steps: int = Field(
         3,
         ge=0,
         le=MAX_STEPS,
-        description="Draft forwards per round; where an adaptive policy starts; 0: none.",
+        description="Draft steps per round, where an adaptive strategy starts; 0: none.",
     )
     speculative_eagle_topk: int | None = Field(
         None,
         ge=1,
-        description="Most children of a drafted token; 1: chains, more: trees; null: chains, and "
-        "under goodput on a GPU small trees of an EAGLE draft for few requests.",
+        description="Maximum number of children of a drafted token; 1: chains; more: trees; null: "
+        "chains, and with goodput and an EAGLE draft on a GPU also small trees for few "
+        "requests.",
     )
     speculative_num_draft_tokens: int | None = Field(
         None,
         ge=1,
         le=MAX_STEPS + 1,
-        description="Rows the target verifies, root included; a chain has steps + 1, a tree (null) "
-        "steps * topk + 1 where the beam makes so many.",
+        description="Tokens the target verifies per request, root included; null: steps + 1 for a "
+        "chain, at most steps * topk + 1 for a tree.",
     )
     speculative_adaptive: bool = Field(
-        True, description="Whether the number of steps follows what is measured."
+        True, description="Adapt the number of draft steps to measurements."
     )
     speculative_adaptive_config: Preset | Path | None = Field(
         None,
-        description="JSON file of candidate steps, and trees, per batch size, or a preset, "
-        "conservative or aggressive: the ladder of ema (null: conservative), the bounds of goodput "
-        "and per_request (null: none).",
+        description="JSON file of candidate steps and trees per batch size, or preset conservative "
+        "or aggressive; null: conservative for ema, no limits for goodput and "
+        "per_request.",
     )
     speculative_adaptive_strategy: Strategy = Field(
-        "goodput", description="Rule that picks the steps; static keeps speculative_num_steps."
+        "goodput", description="Strategy that picks the depth; static keeps speculative_num_steps."
     )
     speculative_per_sequence: bool = Field(
-        True, description="goodput: steps for each sequence; false: the same for the whole batch."
+        True, description="Let goodput choose which drafts of the batch are verified; false: all."
     )
     min_dwell_rounds: int = Field(
         8,
         ge=0,
-        description="ema, goodput: fewest rounds between two switches; 0: as ema is published.",
+        description="Minimum number of rounds between two changes of depth by ema or goodput; 0: "
+        "the published rule of ema.",
     )
     speculative_cost_table: Path | None = Field(
-        None, description="Cost table for goodput, from `tune`; null: measured at start and kept."
+        None,
+        description="Cost table for goodput, from `serve-spec tune`; null: measured at startup and "
+        "cached.",
     )
     speculative_draft_dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="What drafts compute in; auto: float16 beside fp8 weights, float32 beside "
-        "int8, bfloat16 beside int4, else the target's, bfloat16 if native.",
+        description="Data type of the draft; auto: float16 with fp8 weights, float32 with int8, "
+        "bfloat16 with int4, else bfloat16 if the device has native support, else the "
+        "target's.",
     )
     speculative_draft_model_quantization: Literal["auto", "none", "fp8", "int8", "int4"] = Field(
         "auto",
-        description="Whether drafts read their weights in fewer bits: fp8 on Hopper GPUs, int8 on "
-        "CPUs, int4 on either; auto: fp8 where it is faster. Never touches texts.",
+        description="Quantization of draft weights: fp8 on Hopper GPUs, int8 on CPUs, int4 on "
+        "both; auto: fp8 if it is faster; does not change coupled output.",
     )
     speculative_draft_sharpness: float = Field(
         0.85,
-        description="Drafts are drawn at this * the request's temperature. Never touches texts.",
+        description="Draft temperature as a multiple of the request's temperature; does not change "
+        "coupled output.",
     )
     rejection_sample_method: RejectionMethod = Field(
         "coupled",
-        description="How drafts of sampled requests are drawn and judged. coupled: with the "
-        "target's noise, and a text depends on request and seed alone. standard, block: from the "
-        "draft's own distribution, by rejection; more are kept at high temperatures, texts still "
-        "follow the target's distribution, but a seed's text is another one than without "
+        description="How drafts of sampled requests are verified. coupled: drafts share the "
+        "target's noise, and output depends on request and seed alone. standard, block: "
+        "rejection sampling, which accepts more at high temperature; output follows the "
+        "target's distribution, but the same seed gives other text than without "
         "speculation, and may change with the batch.",
     )
     speculative_draft_rope_theta: float | Literal["probe"] | None = Field(
         None,
-        description="The draft's rotary base, if its config.json is wrong (EAGLE, EAGLE3); probe: "
-        "whichever drafts a text best at start.",
+        description="Rotary base of an EAGLE or EAGLE3 draft if its config.json is wrong; probe: "
+        "the value that drafts a sample text best at startup.",
     )
     speculative_draft_aux_layer_ids: tuple[int, ...] | None = Field(
         None,
@@ -125,43 +131,46 @@ class SpeculativeConfig(StrictModel):
     )
     speculative_draft_aux_layers_mean: Literal["input", "output", "probe"] | None = Field(
         None,
-        description="EAGLE3: whether the layer ids of the draft's config.json name inputs or "
-        "outputs of layers; null: by what they are; probe: whichever drafts a text best at start.",
+        description="EAGLE3: whether the layer ids in the draft's config.json mean inputs or "
+        "outputs of layers; null: detected from the checkpoint; probe: the one that "
+        "drafts a sample text best at startup.",
     )
     speculative_draft_norm_before_residual: bool | None = Field(
-        None, description="EAGLE3: the draft's switch of that name; null: as its config.json says."
+        None,
+        description="EAGLE3: override of norm_before_residual; null: as in its config.json.",
     )
     speculative_draft_norm_output: bool | None = Field(
         None,
-        description="EAGLE3: whether the draft is fed its output after the last norm; null: as its "
-        "config.json says.",
+        description="EAGLE3: feed the draft its own output after the last norm; null: as in the "
+        "draft's config.json.",
     )
     speculative_ngram_first: bool = Field(
         False,
-        description="Beside a draft: rows whose text repeats itself verify what followed there "
-        "instead of its drafts.",
+        description="With a draft model: use n-gram drafts for requests whose text repeats, "
+        "and the model for the others.",
     )
     speculative_ngram_corpus: Path | None = Field(
         None,
-        description="Drafts from the text: a text file, or .npy of token ids, to look in where a "
-        "text has no match of its own.",
+        description="Text file, or .npy file of token ids, searched if a request has no n-gram "
+        "match of its own.",
     )
     speculative_ngram_min_match_window_size: int | None = Field(
         None,
         ge=1,
-        description="Drafts from the text: fewest newest tokens that have to occur earlier; null: "
-        "2, and the most with speculative_ngram_first.",
+        description="Minimum length of an n-gram match, in tokens; null: 2, or the maximum with "
+        "speculative_ngram_first.",
     )
     speculative_ngram_max_match_window_size: int = Field(
         5,
         ge=1,
         le=256,
-        description="Drafts from the text: most tokens compared; the longest match goes on.",
+        description="Maximum length of an n-gram match, in tokens; the longest match is used.",
     )
     synthetic_acceptance: float | tuple[float, ...] | None = Field(
         None,
-        description="For load tests; texts are then not the model's. The accept length to force, "
-        "≥ 1, or each position's chance of a kept draft, 0..1; deeper ones have the last.",
+        description="For load tests only, since output is no longer the model's: accept length to "
+        "force (1 or more), or acceptance rate of each position (0 to 1; deeper "
+        "positions use the last).",
     )
 
     @field_validator("speculative_algorithm")
@@ -175,7 +184,7 @@ class SpeculativeConfig(StrictModel):
     @classmethod
     def _readable(cls, path: Preset | Path | None) -> Preset | Path | None:
         if path is not None:
-            load_slots(path)  # judged at the door, not when the first replica starts
+            load_slots(path)  # so that errors appear now, not when the first replica starts
         return path
 
     @field_validator("synthetic_acceptance", mode="before")
@@ -245,7 +254,7 @@ class SpeculativeConfig(StrictModel):
         return self if self.enabled else self._settle(speculative_adaptive=False)
 
     def _check_drafts(self) -> None:
-        """Whether what is drafted is a chain, or a tree, that can be drafted and verified."""
+        """Refuse chains or trees that cannot be drafted and verified."""
         steps, topk = self.speculative_num_steps, self.topk
         rows = self.speculative_num_draft_tokens
         if topk == 1:
@@ -273,10 +282,10 @@ class SpeculativeConfig(StrictModel):
                 raise Refusal("speculative_num_draft_tokens", rows, fix)
 
     def _fits_the_drafter(self) -> None:
-        """What a drafter needs, and what it can not use."""
+        """Refuse keys that the drafter lacks or cannot use."""
         name, path = self.speculative_algorithm, self.speculative_draft_model_path
         if not self.enabled:
-            return  # who switches speculation off for once keeps the rest of his file
+            return  # speculation may be turned off without removing the other keys
         from_text = ALGORITHMS[name].from_text
         if not from_text and path is None:
             fix = f"{name} needs a draft checkpoint; name its folder"
@@ -294,7 +303,7 @@ class SpeculativeConfig(StrictModel):
             raise Refusal("speculative_ngram_corpus", str(corpus), fix)
 
     def _check_listed_trees(self) -> None:
-        """Whether the trees of the adaptive config can be drafted."""
+        """Refuse trees of the adaptive config that cannot be drafted."""
         file, topk = self.speculative_adaptive_config, self.topk
         slots = load_slots(file) if file is not None and self.enabled else {}
         for key, slot in slots.items():
@@ -310,7 +319,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def ignored_adaptive_keys(self) -> str:
-        """What to tell the user of keys that the chosen strategy does not read; empty: nothing."""
+        """Return a warning about keys that the strategy does not read; empty if there are none."""
         source = self.speculative_adaptive_config
         if source is None:
             return ""
@@ -321,11 +330,11 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def enabled(self) -> bool:
-        """Whether anything drafts."""
+        """Return whether there is a drafter."""
         return self.speculative_algorithm != "NONE"
 
     def _refuse_rejection(self) -> None:
-        """What rejection sampling does not go with."""
+        """Refuse what does not work with rejection sampling."""
         key, method = "rejection_sample_method", self.rejection_sample_method
         if self.text_algorithm is not None:
             fix = "drafts from texts come from no distribution; leave it out, or use coupled"
@@ -366,7 +375,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def text_algorithm(self) -> str | None:
-        """Who looks for drafts in texts, alone or beside a model; None: nobody."""
+        """Return the algorithm of n-gram drafts, alone or with a draft model, if any."""
         if not self.enabled:
             return None
         if ALGORITHMS[self.speculative_algorithm].from_text:
@@ -395,35 +404,40 @@ class SpeculativeConfig(StrictModel):
 
 
 def _in_range(value: object, low: float, high: float) -> bool:
-    # bool is an int to Python, never to a user.
+    # In Python a bool is an int.
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
     return math.isfinite(value) and low <= value <= high
 
 
 class PolicyUpdate(StrictModel):
-    """What may change while the engine runs. Keys left out are as configured."""
+    """Settings that may change while the engine runs. Omitted keys keep their configured value."""
 
-    speculative_adaptive: bool = Field(True, description="Whether the number of steps adapts.")
-    speculative_adaptive_strategy: Strategy = Field(
-        "goodput", description="Rule that picks the steps."
+    speculative_adaptive: bool = Field(
+        True, description="Adapt the number of draft steps to measurements."
     )
-    speculative_per_sequence: bool = Field(True, description="goodput: steps for each sequence.")
+    speculative_adaptive_strategy: Strategy = Field(
+        "goodput", description="Strategy that picks the depth."
+    )
+    speculative_per_sequence: bool = Field(
+        True, description="Let goodput choose which drafts of the batch are verified."
+    )
     speculative_num_steps: int = Field(
-        3, ge=0, le=MAX_STEPS, description="Steps of the static strategy."
+        3, ge=0, le=MAX_STEPS, description="Draft steps of strategy static."
     )
     speculative_num_draft_tokens: int | None = Field(
         None,
         ge=2,
         le=MAX_STEPS + 1,
-        description="Rows of the static strategy's tree, root included; null: it drafts chains.",
+        description="Tokens of the tree of strategy static, root included; null: chains.",
     )
     speculative_adaptive_config: Mapping[str, object] | Preset | Path | None = Field(
         None,
-        description="Candidate steps per batch size: the mapping itself, its JSON file, or a "
-        "preset.",
+        description="Candidate steps per batch size: a mapping, a JSON file, or a preset.",
     )
-    min_dwell_rounds: int = Field(8, ge=0, description="Fewest rounds between two switches.")
+    min_dwell_rounds: int = Field(
+        8, ge=0, description="Minimum number of rounds between two changes of depth."
+    )
 
     @field_validator("speculative_adaptive_config")
     @classmethod
@@ -436,10 +450,10 @@ class PolicyUpdate(StrictModel):
 
 
 def parse_update(settings: Mapping[str, object]) -> PolicyUpdate:
-    """A live change of policy, judged as a whole.
+    """Return a live change of policy, validated as a whole.
 
     Raises:
-        ConfigError: anything in it is unknown or out of range; nothing is to be applied.
+        ConfigError: a key is unknown or a value out of range; apply nothing then.
     """
     if not isinstance(settings, Mapping):
         raise ConfigError(f"policy settings={settings!r}: give a mapping of keys to values")

@@ -1,0 +1,154 @@
+"""Print the size of the repository beside its budgets: `make size`."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+ROOT = Path(__file__).parents[1]
+Function: TypeAlias = "ast.FunctionDef | ast.AsyncFunctionDef"
+
+
+class Budget(NamedTuple):
+    """An upper bound: the goal, and today's value if that is larger. Lower `current` only."""
+
+    goal: int
+    current: int | None = None
+
+    @property
+    def limit(self) -> int:
+        """Return the bound that holds today."""
+        return self.goal if self.current is None else self.current
+
+
+BUDGETS = {
+    "package lines": Budget(31_000, current=41_600),
+    "package files": Budget(200, current=245),
+    "package folders": Budget(18),
+    "tests lines": Budget(27_000, current=36_621),
+    "longest file": Budget(500, current=683),
+    "longest class": Budget(250, current=435),
+    "longest function": Budget(60, current=83),
+    "most branches": Budget(12),
+    "most parameters": Budget(8, current=13),
+    "functions over a budget": Budget(0, current=16),
+    "README.md lines": Budget(140),
+    "ARCHITECTURE.md lines": Budget(250),
+    "docs/results bytes": Budget(1_000_000),
+    "docs/results files": Budget(15),
+}
+
+
+class Measure(NamedTuple):
+    """A measured value, and where it was found."""
+
+    value: int
+    where: str = ""
+
+
+def measure(root: Path = ROOT) -> dict[str, Measure]:
+    """Return the value of every budget."""
+    package, tests = (sorted((root / name).rglob("*.py")) for name in ("serve_spec", "tests"))
+    results = [path for path in (root / "docs" / "results").rglob("*") if path.is_file()]
+    return {
+        "package lines": Measure(sum(map(_lines, package))),
+        "package files": Measure(len(package)),
+        "package folders": Measure(len(list((root / "serve_spec").glob("*/__init__.py")))),
+        "tests lines": Measure(sum(map(_lines, tests))),
+        "longest file": max(Measure(_lines(path), _shown(path, root)) for path in package),
+        **_largest(package, root),
+        "README.md lines": Measure(_lines(root / "README.md")),
+        "ARCHITECTURE.md lines": Measure(_lines(root / "ARCHITECTURE.md")),
+        "docs/results bytes": Measure(sum(path.stat().st_size for path in results)),
+        "docs/results files": Measure(len(results)),
+    }
+
+
+def _largest(files: list[Path], root: Path) -> dict[str, Measure]:
+    names = ("longest class", "longest function", "most branches", "most parameters")
+    largest, over = dict.fromkeys(names, Measure(0)), 0
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            sizes = _sizes(node)
+            over += "longest class" not in sizes and any(
+                value > BUDGETS[name].goal for name, value in sizes.items()
+            )
+            where = f"{_shown(path, root)}:{node.lineno}"
+            largest |= {
+                name: max(largest[name], Measure(value, where)) for name, value in sizes.items()
+            }
+    return {**largest, "functions over a budget": Measure(over)}
+
+
+def _sizes(node: ast.ClassDef | Function) -> dict[str, int]:
+    if isinstance(node, ast.ClassDef):
+        return {"longest class": _height(node)}
+    if any("triton.jit" in ast.unparse(each) for each in node.decorator_list):
+        return {}
+    return {
+        "longest function": _height(node),
+        "most branches": branches(node),
+        "most parameters": parameters(node),
+    }
+
+
+def _height(node: ast.ClassDef | Function) -> int:
+    assert node.end_lineno is not None
+    return node.end_lineno - node.lineno + 1
+
+
+def branches(node: ast.AST) -> int:
+    """Return the branches of a function as pylint counts them (R0912), inner functions apart."""
+    inner = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
+    below = [child for child in ast.iter_child_nodes(node) if not isinstance(child, inner)]
+    return sum(_own_branches(child) + branches(child) for child in below)
+
+
+def _own_branches(node: ast.AST) -> int:
+    match node:
+        case ast.If(orelse=[ast.If()]):
+            return 1
+        case ast.If() | ast.For() | ast.AsyncFor() | ast.While():
+            return 1 + bool(node.orelse)
+        case ast.Try():
+            return len(node.handlers) + bool(node.orelse) + bool(node.finalbody)
+        case ast.Match():
+            return len(node.cases)
+    return 0
+
+
+def parameters(node: Function) -> int:
+    """Return the parameters of a function without `self` and `cls`."""
+    args = [*node.args.posonlyargs, *node.args.args]
+    own = [arg for at, arg in enumerate(args) if at or arg.arg not in ("self", "cls")]
+    extra = (node.args.vararg, node.args.kwarg)
+    return len(own) + len(node.args.kwonlyargs) + sum(each is not None for each in extra)
+
+
+def _lines(path: Path) -> int:
+    return len(path.read_text().splitlines())
+
+
+def _shown(path: Path, root: Path) -> str:
+    return path.relative_to(root).as_posix()
+
+
+def main() -> None:
+    """Print lines and files per folder of the package, then every budget."""
+    print(f"{'':24}{'lines':>10}{'files':>10}")
+    for folder in sorted(path.parent for path in (ROOT / "serve_spec").glob("*/__init__.py")):
+        files = list(folder.rglob("*.py"))
+        print(f"{folder.name:24}{sum(map(_lines, files)):>10,}{len(files):>10}")
+    tests = len(list((ROOT / "tests").rglob("*.py")))
+    print(f"{'(files of tests)':34}{tests:>10}")
+    print(f"\n{'':24}{'value':>10}{'limit':>10}{'goal':>10}")
+    for name, (value, where) in measure().items():
+        budget = BUDGETS[name]
+        print(f"{name:24}{value:>10,}{budget.limit:>10,}{budget.goal:>10,}  {where}".rstrip())
+
+
+if __name__ == "__main__":
+    main()
