@@ -5,13 +5,17 @@ from __future__ import annotations
 import platform
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 @cache
 def is_hopper(device: torch.device) -> bool:
     """Return whether `device` is a Hopper GPU, for which the small matrix products are tuned."""
+    import torch
+
     return torch.cuda.get_device_capability(device)[0] == 9
 
 
