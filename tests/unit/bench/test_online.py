@@ -39,7 +39,7 @@ def run(arguments: Sequence[str], expected: int = 0) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "r.jsonl"
         assert main(["online", *arguments, "--json", str(file)]) == expected
-        _, *found = read_records(file)
+        _, *found = read_records(file, "online")
     loads = list(dict.fromkeys(each["load"] for each in found))
     return sorted(found, key=lambda each: loads.index(each["load"]))
 
@@ -70,7 +70,7 @@ def test_every_kind_of_load_runs_and_an_old_result_is_drawn_anew(
         files = ["--json", str(tmp_path / "r.json"), "--plot", str(tmp_path / "r.png")]
         assert main(["online", "--url", url, *SMALL, *loads, *files]) == 0
     printed = capsys.readouterr().out
-    _, *found = read_records(tmp_path / "r.json")
+    _, *found = read_records(tmp_path / "r.json", "online")
     names = ["closed 1", "closed 7", "poisson 100/s", "bursty 100/s x2", "ramp 50-200/s"]
     assert [cell["load"] for cell in found] == names
     for cell in found:
