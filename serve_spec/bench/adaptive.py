@@ -61,7 +61,7 @@ _MOST_PHASES = 1000
 def run(args: argparse.Namespace) -> int:
     """Run the benchmark, or read an old result; return 1 if texts differ where they must not."""
     if args.from_json is not None:
-        records: list[Record] = list(read_records(args.from_json))
+        records: list[Record] = list(read_records(args.from_json, "adaptive"))
     else:
         records = []
         for record in _measured(args):

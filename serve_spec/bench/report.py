@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from serve_spec.config import ServeSpecConfig
+from serve_spec.config import ConfigError, ServeSpecConfig
 from serve_spec.core.machine import cpu_model
 
 Record: TypeAlias = Mapping[str, Any]
@@ -70,20 +70,33 @@ def print_record(path: Path | None, **record: object) -> None:
     append_record(path, record)
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return the records of the last run in a file; also of files that older versions wrote."""
-    text = path.read_text()
+def read_records(path: Path, bench: str) -> list[dict[str, Any]]:
+    """Return the records of the last run in a file; also of files that older versions wrote.
+
+    Raises:
+        ConfigError: the file cannot be read, or holds no records of this benchmark.
+    """
+    try:
+        found = _records(path.read_text())
+        first = max(at for at, record in enumerate(found) if record["section"] == "run")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        fix = "give a file that --json wrote"
+        raise ConfigError(f"from_json={str(path)!r}: {error!r}; {fix}") from error
+    if found[first].get("bench", bench) != bench:
+        fix = f"is of bench {found[first]['bench']}; give one of bench {bench}"
+        raise ConfigError(f"from_json={str(path)!r}: {fix}")
+    return [_in_new_words(record) for record in found[first:]]
+
+
+def _records(text: str) -> list[dict[str, Any]]:
     try:
         whole = json.loads(text)
     except ValueError:
-        found = [json.loads(line) for line in text.splitlines()]
-    else:
-        found = [whole]
-        if "cells" in whole:  # older files hold one object
-            cells = whole.pop("cells")
-            found = [{"section": "run", **whole}, *({"section": "measurement"} | c for c in cells)]
-    first = max(at for at, record in enumerate(found) if record["section"] == "run")
-    return [_in_new_words(record) for record in found[first:]]
+        return [json.loads(line) for line in text.splitlines()]
+    if "cells" not in whole:
+        return [whole]
+    cells = whole.pop("cells")  # older files hold one object
+    return [{"section": "run", **whole}, *({"section": "measurement"} | cell for cell in cells)]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

@@ -77,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
         _check(args)
         records = _measured(args)
     else:
-        records = list(read_records(args.from_json))
+        records = list(read_records(args.from_json, "online"))
     head, *measurements = records
     loads = list(dict.fromkeys(each["load"] for each in measurements))
     measurements.sort(key=lambda each: loads.index(each["load"]))

@@ -17,6 +17,7 @@ from serve_spec.bench.command import main
 from serve_spec.bench.harness import MeasuredStep
 from serve_spec.bench.report import read_records
 from serve_spec.bench.workload import Load
+from serve_spec.config import ConfigError
 from serve_spec.core.record import StepTimes
 from serve_spec.core.round import RoundNotes
 from tests.helpers.rounds import verified_round
@@ -118,12 +119,12 @@ def test_the_last_run_of_a_file_is_read_also_in_the_words_of_older_versions(tmp_
     first, second = trial(0, 0, "off", 1.0), trial(0, 0, "off", 2.0)
     file = tmp_path / "r.jsonl"
     file.write_text("\n".join(json.dumps(each) for each in (RUN, first, RUN, second)))
-    assert read_records(file) == [RUN, second]
+    assert read_records(file, "adaptive") == [RUN, second]
     text = file.read_text()
     for new, old in (("variants", "arms"), ("variant", "arm"), ("trial", "turn")):
         text = text.replace(f'"{new}"', f'"{old}"')
     file.write_text(text)
-    assert read_records(file) == [RUN, second]
+    assert read_records(file, "adaptive") == [RUN, second]
 
 
 def test_a_phase_with_a_different_text_is_marked() -> None:
@@ -151,6 +152,14 @@ def test_a_trial_of_steady_batches_counts_full_steps_without_prompts_only() -> N
     mixed = trial_figures(rounds, 100.0, 40, Load("mixture", 4))
     assert (mixed["ms"], mixed["tokens"], mixed["steps"], mixed["prompt_tokens"]) == (100, 40, 4, 9)
     assert (mixed["predicted_ms"], mixed["measured_ms"]) == (8.0, 9.0), "no prompt shared them"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"section": "run", "bench": "online"}'])
+def test_a_file_without_records_of_this_benchmark_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "r.jsonl").write_text(text)
+    for name in ("r.jsonl", "missing.jsonl"):
+        with pytest.raises(ConfigError, match="from_json="):
+            main(["adaptive", "--from-json", str(tmp_path / name)])
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +242,7 @@ def test_forced_acceptance_is_named_above_the_tables_of_new_and_old_results(
     forced = "--num-steps 2 --variants ema --set synthetic_acceptance=[1.0]"
     run(config, f"--batch-sizes 1 --classes predictable {forced} --json {tmp_path}/r.jsonl")
     fresh = capsys.readouterr().out
-    head, *_ = read_records(tmp_path / "r.jsonl")
+    head, *_ = read_records(tmp_path / "r.jsonl", "adaptive")
     assert head["environment"]["synthetic_acceptance"] == [1.0]
     assert main(["adaptive", "--from-json", f"{tmp_path}/r.jsonl"]) == 0
     old = capsys.readouterr().out
