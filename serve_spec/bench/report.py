@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from serve_spec.config import ConfigError, ServeSpecConfig
-from serve_spec.core.machine import cpu_model
 
 Record: TypeAlias = Mapping[str, Any]
 
@@ -30,7 +29,10 @@ _OLD_SECTIONS = {"turn": "trial"}
 
 def environment(config: ServeSpecConfig | None = None) -> dict[str, Any]:
     """Return hardware, versions, commit and command; of `config`, whether it forces acceptance."""
-    import torch  # help texts and `breakeven` start without it
+    # Help texts and `breakeven` start without torch.
+    import torch
+
+    from serve_spec.core.machine import cpu_model
 
     forced = None if config is None else config.speculative.synthetic_acceptance
     cuda = torch.cuda.is_available()
