@@ -33,7 +33,7 @@ class MetricsSink(Protocol):
     """Takes one round's figures. Must not block the engine and must not raise."""
 
     def observe(self, record: StepRecord) -> None:
-        """Records a round."""
+        """Record a round."""
         ...
 
 
@@ -41,7 +41,7 @@ class NullSink:
     """Keeps nothing: the offline API, tests."""
 
     def observe(self, record: StepRecord) -> None:
-        """Drops the round."""
+        """Drop the round."""
 
 
 _MS_BUCKETS = (0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1000.0)
@@ -237,7 +237,7 @@ STATE_METRICS = (PREDICTED_GOODPUT, LAST_REASON, SLOT, FORCED_ACCEPTANCE)
 TTFT_MS = Metric(
     "serve_spec_time_to_first_token_ms",
     "histogram",
-    "From arrival (at the door, or at the engine) to the first tokens, in ms.",
+    "From arrival (at the router, or at the engine) to the first tokens, in ms.",
     ("measured_at",),
     buckets=(1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0, 1e3, 2e3, 5e3, 1e4, 6e4),
 )
@@ -251,7 +251,7 @@ TPOT_MS = Metric(
 FIRST_TOKEN_WAIT_MS = Metric(
     "serve_spec_first_token_wait_ms",
     "counter",
-    "Times to first token added up, in ms; at the door less at the engine is the framework's.",
+    "Times to first token added up, in ms; at the router less at the engine is the framework's.",
     ("measured_at",),
 )
 FIRST_TOKENS = Metric(
@@ -286,9 +286,9 @@ LATENCY_METRICS = (
 )
 """What requests report, where they arrive and where they run."""
 
-QUEUE_LEN = Metric("serve_spec_queue_len", "gauge", "Requests that wait at the door.")
+QUEUE_LEN = Metric("serve_spec_queue_len", "gauge", "Requests that wait in the router.")
 IN_FLIGHT = Metric("serve_spec_in_flight_requests", "gauge", "Requests handed to replicas.")
-REJECTED = Metric("serve_spec_rejected_requests", "counter", "Requests answered 429 at the door.")
+REJECTED = Metric("serve_spec_rejected_requests", "counter", "Requests answered 429 by the router.")
 RESUMED = Metric(
     "serve_spec_resumed_requests",
     "counter",
@@ -304,7 +304,7 @@ DOOR_METRICS = (QUEUE_LEN, IN_FLIGHT, REJECTED, RESUMED, SUBMISSIONS)
 """What the router reports of its queue."""
 
 METRICS = (*ROUND_METRICS, *STATE_METRICS, *LATENCY_METRICS, *DOOR_METRICS)
-"""Every metric, for whoever declares them."""
+"""Every metric, for the exporters that declare them."""
 
 
 @dataclass(frozen=True)

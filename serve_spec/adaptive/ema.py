@@ -49,7 +49,7 @@ class AdaptiveStepSlot:
 
     @property
     def is_probing(self) -> bool:
-        """Whether these steps are a probe on which nothing is decided yet."""
+        """Return whether these steps are a probe on which nothing is decided yet."""
         return self.current_steps > 0 and self._probe_wait > FIRST_PROBE_WAIT_ROUNDS
 
     def update(self, num_correct_drafts: Sequence[int]) -> bool:

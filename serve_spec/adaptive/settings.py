@@ -81,7 +81,7 @@ class PolicySettings:
 
     @property
     def needs_costs(self) -> bool:
-        """Whether the policy weighs what rounds cost."""
+        """Return whether the policy weighs what rounds cost."""
         return self.adaptive and self.strategy == "goodput" and self._deepest > 0
 
     @property

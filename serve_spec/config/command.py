@@ -25,7 +25,7 @@ ReadDeployment = Callable[[Path], Sequence[ServeSpecConfig]]
 
 
 def main(argv: list[str], describe_draft: DescribeDraft, read_deployment: ReadDeployment) -> int:
-    """Prints the resolved configuration as YAML, or what the draft is; 0, or 1 when refused."""
+    """Print the resolved configuration as YAML, or what the draft is; 0, or 1 when refused."""
     parser = argparse.ArgumentParser(
         prog="serve-spec check-config",
         description=__doc__,

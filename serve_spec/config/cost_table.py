@@ -115,7 +115,7 @@ class CostTable(StrictModel):
                             raise Refusal(f"trees.{i}.{name}.{c}.{b}", ms, "must be positive")
 
     def _check_durations(self, name: str, grid: Grid, free_steps: int) -> None:
-        """Refuses a wrong shape, and any duration but 0 for the first `free_steps` columns."""
+        """Refuse a wrong shape, and any duration but 0 for the first `free_steps` columns."""
         _check_length(name, grid, self.contexts)
         for c, rows in enumerate(grid):
             _check_length(f"{name}.{c}", rows, self.batch_sizes)
@@ -129,7 +129,7 @@ class CostTable(StrictModel):
     def refuse_foreign(
         self, key: CostKey, *, max_steps: int, trees: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Checks that the table speaks of `key`, and of every round that may be drafted.
+        """Check that the table speaks of `key`, and of every round that may be drafted.
 
         max_steps: most drafts of a chain. trees: shapes, (num_steps, num_draft_tokens).
 
@@ -166,10 +166,10 @@ def load_cost_table(path: Path) -> CostTable:
 
 
 def write_cost_table(table: CostTable, path: Path) -> None:
-    """Writes the table, folder included; a reader meets the old file or the new one, whole.
+    """Write the table, folder included; a reader meets the old file or the new one, whole.
 
     Raises:
-        OSError: the place can not be written.
+        OSError: the place cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     # Replicas that start together may write the same table at once.
@@ -196,7 +196,7 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def _as_tuples(value: object) -> object:
-    """Lists of lists as tuples of tuples: strict models take nothing else."""
+    """List of lists as tuples of tuples: strict models take nothing else."""
     return tuple(_as_tuples(item) for item in value) if isinstance(value, list | tuple) else value
 
 

@@ -351,7 +351,7 @@ class SpeculativeConfig(StrictModel):
 
     @property
     def samples_drafts(self) -> bool:
-        """Whether drafts are sampled from distributions of their own, and some rejected."""
+        """Return whether drafts are sampled from distributions of their own, and some rejected."""
         return self.enabled and self.rejection_sample_method != "coupled"
 
     @property

@@ -51,7 +51,7 @@ class DraftShape:
 
     @property
     def is_chain(self) -> bool:
-        """Whether no draft token has siblings."""
+        """Return whether no draft token has siblings."""
         return self.topk == 1
 
     @property

@@ -176,7 +176,7 @@ class ScheduledBatch:
 
     @property
     def has_grammars(self) -> bool:
-        """Whether a grammar masks any draw."""
+        """Return whether a grammar masks any draw."""
         return any(req.params.grammar is not None for req in self.sampling_requests)
 
     def verified_drafts(self, result: BatchResult) -> Sequence[int]:
@@ -194,7 +194,7 @@ class ScheduledBatch:
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether any request asks for log-probabilities of generated tokens."""
+        """Return whether any request asks for log-probabilities of generated tokens."""
         return any(req.params.logprobs is not None for req in self.sampling_requests)
 
 

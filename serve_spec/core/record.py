@@ -146,7 +146,7 @@ class StepRecord:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the step neither drafted nor waited for drafts."""
+        """Return whether the step neither drafted nor waited for drafts."""
         return not (self.num_planned_drafts or self.was_postponed)
 
     @property
@@ -171,7 +171,7 @@ class StepRecord:
 
     @property
     def decodes_only(self) -> bool:
-        """Whether the step was measured and computed no prompt tokens."""
+        """Return whether the step was measured and computed no prompt tokens."""
         return self.batch_size > 0 and self.num_prefill_tokens == 0 and self.step_ms > 0
 
     @property

@@ -129,13 +129,13 @@ class SamplingParams:
 
     @cached_property
     def edits_scores(self) -> bool:
-        """Whether the model's logits are edited before a draw."""
+        """Return whether the model's logits are edited before a draw."""
         is_biased = bool(self.logit_bias or self.bad_token_ids or self.min_tokens)
         return is_biased or self.allowed_token_ids is not None or self.counts_tokens
 
     @property
     def counts_tokens(self) -> bool:
-        """Whether there is a penalty, which depends on the tokens before a draw."""
+        """Return whether there is a penalty, which depends on the tokens before a draw."""
         return (
             self.repetition_penalty != 1.0
             or self.frequency_penalty != 0.0
@@ -144,12 +144,12 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every draw takes the likeliest token."""
+        """Return whether every draw takes the likeliest token."""
         return self.temperature < 1e-5
 
     @property
     def filters(self) -> bool:
-        """Whether any of top-k, top-p, min-p can remove a token."""
+        """Return whether any of top-k, top-p, min-p can remove a token."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 

@@ -72,7 +72,7 @@ class Sequence:
 
     @property
     def is_decoding(self) -> bool:
-        """Whether everything but the last token is computed."""
+        """Return whether everything but the last token is computed."""
         return self.num_computed >= self.num_prompt_tokens and self.num_pending == 1
 
     @property
@@ -82,7 +82,7 @@ class Sequence:
 
     @property
     def finished(self) -> bool:
-        """Whether the text has ended."""
+        """Return whether the text has ended."""
         return self.finish_reason is not None
 
     def cut(self, token_ids: SequenceOf[int]) -> tuple[int, FinishReason | None]:

@@ -165,7 +165,7 @@ class SpecEngine:
 
     @property
     def has_work(self) -> bool:
-        """Whether `step` has anything to do."""
+        """Return whether `step` has anything to do."""
         return self.scheduler.has_work or self._in_flight is not None
 
     def idle_wait_s(self) -> float | None:

@@ -37,5 +37,5 @@ class Embedding(Layer):
 
 
 def is_copy(table: Tensor, original: Tensor) -> bool:
-    """Whether both are the same, but for what a stay in float16 does to numbers."""
+    """Return whether both are the same, but for what a stay in float16 does to numbers."""
     return table.shape == original.shape and torch.allclose(table, original, rtol=1e-2, atol=1e-4)

@@ -33,7 +33,7 @@ class Int4Weight:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether the kernels can cut a weight of this shape into their blocks."""
+        """Return whether the kernels can cut a weight of this shape into their blocks."""
         num_outputs, in_features = weight.shape
         return num_outputs % _ROWS == 0 and in_features % GROUP == 0
 
@@ -75,7 +75,7 @@ def plain_weight(codes: Tensor, grids: Tensor) -> Tensor:
 
 @cache
 def int4_works(device: torch.device) -> bool:
-    """Whether this torch has such products for `device`, and they are right; tried once."""
+    """Return whether this torch has such products for `device`, and they are right; tried once."""
     if device.type == "cuda" and torch.cuda.get_device_capability(device) < _MIN_CAPABILITY:
         return False
     generator = torch.Generator().manual_seed(0)

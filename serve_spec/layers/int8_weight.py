@@ -34,7 +34,7 @@ class Int8Weight:
 
     @staticmethod
     def takes(weight: Tensor) -> bool:
-        """Whether a weight of this shape can be laid out so: any can."""
+        """Return whether a weight of this shape can be laid out so: any can."""
         return True
 
     def linear(self, x: Tensor, out_dtype: torch.dtype) -> Tensor:

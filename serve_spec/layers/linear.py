@@ -53,7 +53,7 @@ class Linear(Layer):
     __call__ = forward
 
     def addends(self, x: Tensor) -> Tensor:
-        """`forward`, whose sums may be left to whoever reads them: see `linear.addends`."""
+        """`forward`, whose partial sums may be left to the reader: see `linear.addends`."""
         is_plain = self.integers is None and self._packed is None and self.bias is None
         if is_plain and self.out_dtype is None:
             return linear.addends(x, self.weight, self.eight_bit)
@@ -75,7 +75,7 @@ class Linear(Layer):
         return views
 
     def add_eight_bit(self) -> None:
-        """Keeps the loaded weight in eight bits too, for products of few rows that take it.
+        """Keep the loaded weight in eight bits too, for products of few rows that take it.
 
         These read half as much and so take less time; all others go on with the exact weight.
         """
@@ -83,7 +83,7 @@ class Linear(Layer):
         self.eight_bit = EightBit.of(self.weight)
 
     def turn_into(self, integers: type[Int4Weight | Int8Weight]) -> int:
-        """Keeps the loaded weight in such integers only; the bytes they take.
+        """Keep the loaded weight in such integers only; the bytes they take.
 
         0: they do not take its shape, and it stays as it is.
         """
@@ -139,7 +139,7 @@ _onednn_verdict: dict[torch.dtype, bool] = {}
 
 
 def onednn_works(dtype: torch.dtype) -> bool:
-    """Whether oneDNN's packed product exists here and is right for `dtype`; tried once."""
+    """Return whether oneDNN's packed product exists here and is right for `dtype`; tried once."""
     if dtype not in _onednn_verdict:
         _onednn_verdict[dtype] = _try_onednn(dtype)
         if not _onednn_verdict[dtype]:

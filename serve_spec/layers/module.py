@@ -56,7 +56,7 @@ class Layer(nn.Module):
 
 
 def finish_loading(model: Layer) -> None:
-    """Lets every layer of a loaded model prepare itself."""
+    """Let every layer of a loaded model prepare itself."""
     for module in model.modules():
         if isinstance(module, Layer):
             module.finish()

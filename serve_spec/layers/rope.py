@@ -21,7 +21,7 @@ class Llama3Scaling:
     original_max_position_embeddings: int
 
 
-# Rounds launched before the last is read may run past the end of a text; nobody keeps their tokens.
+# Rounds launched before the last is read may run past the end of a text; their tokens are dropped.
 _MARGIN = 64
 
 

@@ -58,7 +58,7 @@ class DrawParams(NamedTuple):
 
     @property
     def has_filters(self) -> bool:
-        """Whether any sequence has filters. The host waits for the device."""
+        """Return whether any sequence has filters. The host waits for the device."""
         columns = (self.top_k.tolist(), self.top_p.tolist(), self.min_p.tolist())
         return any(k > 0 or p < 1.0 or m > 0.0 for k, p, m in zip(*columns, strict=True))
 

@@ -155,7 +155,7 @@ def part_words(num_words: int) -> int:
 
 
 def fits(x: Tensor) -> bool:
-    """Whether x can be summed so."""
+    """Return whether x can be summed so."""
     return (
         x.dtype in DTYPES
         and x.is_contiguous()
@@ -166,7 +166,7 @@ def fits(x: Tensor) -> bool:
 
 
 def rows_fit(x: Tensor) -> bool:
-    """Whether the rows of x [T, width] can be summed so, one by each program."""
+    """Return whether the rows of x [T, width] can be summed so, one by each program."""
     num_rows, width = x.shape
     row_bytes = width * x.itemsize
     return (
@@ -178,7 +178,7 @@ def rows_fit(x: Tensor) -> bool:
 
 
 def goes_in_shares(num_bytes: int, size: int) -> bool:
-    """Whether a tensor of so many bytes is summed in shares by so many ranks."""
+    """Return whether a tensor of so many bytes is summed in shares by so many ranks."""
     at_once, in_shares = size - 1, 2 * (1 - 1 / size)
     return num_bytes * (at_once - in_shares) >= _LEAST_SPARED
 

@@ -30,7 +30,7 @@ class Process(Protocol):
         """A few words on its end; None: it runs, also after that many seconds."""
 
     def kill(self) -> None:
-        """Ends it if it runs; returns when it has ended."""
+        """End it if it runs; return when it has ended."""
 
 
 Processes = Mapping[int, Process]
@@ -78,10 +78,10 @@ class Followers:
         atexit.register(self.stop)
 
     def accept(self, processes: Processes) -> None:
-        """Waits until all have called.
+        """Wait until all have called.
 
         Raises:
-            RankLost: one can not start, or ended, or does not call.
+            RankLost: one cannot start, or ended, or does not call.
         """
         self._processes = processes
         deadline = time.monotonic() + _START_S
@@ -116,7 +116,7 @@ class Followers:
         return self._group
 
     def tell(self, order: object) -> None:
-        """Sends `order` to all.
+        """Send `order` to all.
 
         Raises:
             RankLost: one is gone.
@@ -128,7 +128,7 @@ class Followers:
                 line.send_pickled(message)
 
     def check(self) -> None:
-        """Raises RankLost when a rank is gone or out of step."""
+        """Raise RankLost when a rank is gone or out of step."""
         reason = self._loss or self._end
         if reason is not None:
             raise RankLost(reason)
@@ -153,17 +153,17 @@ class Followers:
         self.check()
 
     def give_up(self, reason: str) -> None:
-        """Ends all of them because one does not answer; what rank 0 waits for in them fails."""
+        """End all of them because one does not answer; what rank 0 waits for in them fails."""
         if self._end is None:
             self._loss = self._end = reason
             self._has_lost.set()
-            # First of all: the group of this rank can not close while it waits for them.
+            # First of all: the group of this rank cannot close while it waits for them.
             for process in self._processes.values():
                 process.kill()
             self._let_go(reason)
 
     def stop(self) -> None:
-        """Ends all of them. Safe to call again."""
+        """End all of them. Safe to call again."""
         if self._is_stopped:
             return
         self._is_stopped = True
@@ -195,11 +195,11 @@ class Followers:
         rank, problem = _words(line)
         if problem is not None:
             line.close()
-            raise RankLost(f"rank {rank} of {self.size} can not start: {problem}")
+            raise RankLost(f"rank {rank} of {self.size} cannot start: {problem}")
         self._lines[rank] = line
 
     def _watch(self) -> None:
-        """Waits until one is gone, finds out why, and lets go whoever waits for it."""
+        """Wait until one is gone, find out why, and release what waits for it."""
         wait_for_end(list(self._lines.values()))
         if self._end is not None:  # rank 0's own doing
             return
@@ -220,7 +220,7 @@ class Followers:
         return end or "hung up"
 
     def _let_go(self, reason: str) -> None:
-        """Ends what ranks wait for in each other; followers that hear nothing more end."""
+        """End what ranks wait for in each other; followers that hear nothing more end."""
         self._end = self._end or reason
         for line in self._lines.values():
             line.hang_up()
@@ -228,7 +228,7 @@ class Followers:
             self._group.close()
 
     def _end_joining(self) -> None:
-        """Nobody comes any more; without a store, whoever waits for them hears of it."""
+        """Stop accepting ranks; without a store, what waits for them gets an error."""
         if self._joiner is not None and self._joiner.is_alive():
             self._store = None
             self._joiner.join(_GRACE_S)

@@ -71,7 +71,7 @@ class TensorParallel:
         return value
 
     def close(self) -> None:
-        """Ends the exchange; whatever still waits for another rank fails."""
+        """End the exchange; whatever still waits for another rank fails."""
 
 
 SINGLE = TensorParallel()
@@ -88,7 +88,7 @@ class DeviceGroup(TensorParallel):
     def __init__(
         self, rank: int, size: int, device: torch.device, store: Store, host: str = LOOPBACK
     ) -> None:
-        """Returns when all ranks are here.
+        """Return when all ranks are here.
 
         store: one that all of them see. host: the address at which they reach this one (gloo).
         """
@@ -155,7 +155,7 @@ class DeviceGroup(TensorParallel):
 
         With gloo, the threads of this rank have ended when this returns: one that outlives the
         interpreter takes the process down with it. What waits for other ranks ends when they do,
-        for gloo can not be interrupted, so end them first. NCCL ends behind the caller, for
+        for gloo cannot be interrupted, so end them first. NCCL ends behind the caller, for
         recorded graphs may hold it up.
         """
         group, self._group = self._group, None
@@ -207,7 +207,7 @@ _asides: list[threading.Thread] = []
 
 @atexit.register
 def _wait_for_asides() -> None:
-    """Not for ever: graphs that nobody frees hold NCCL up."""
+    """Wait for a limited time: graphs that are never freed hold NCCL up."""
     for aside in _asides:
         aside.join(_ABORT_S)
 

@@ -25,7 +25,7 @@ class Launcher(Protocol):
     def start(
         self, module: str, settings: object, rank: int, size: int, address: Address
     ) -> Process:
-        """Starts `module.follow(settings, rank, size, address)`; does not wait for it."""
+        """Start `module.follow(settings, rank, size, address)`; does not wait for it."""
 
 
 class ProcessLauncher:
@@ -76,7 +76,7 @@ class ChildProcess:
 
 
 def launch(module: str, size: int, settings: object, launcher: Launcher | None = None) -> Followers:
-    """Starts ranks 1 .. size - 1; returns when all have called.
+    """Start ranks 1 .. size - 1; return when all have called.
 
     module: import path of what has `follow(settings, rank, size, address)`. launcher: None for
     processes of this host.

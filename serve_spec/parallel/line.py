@@ -25,7 +25,7 @@ _NO_TIMEOUT, _PROOF_TIMEOUT = struct.pack("ll", 0, 0), struct.pack("ll", _PROOF_
 
 @dataclass(frozen=True)
 class Address:
-    """Where rank 0 is reached, and what its own ranks know and nobody else.
+    """Where rank 0 is reached, and the secret that only its ranks know.
 
     port: where followers call. store_port: where ranks find each other before they compute.
     """
@@ -55,7 +55,7 @@ class Line:
         return str(self._end.getsockname()[0])
 
     def send(self, message: object) -> None:
-        """Raises OSError when nobody is there."""
+        """Raise OSError if nothing listens there."""
         self.send_pickled(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
 
     def send_pickled(self, message: bytes) -> None:
@@ -70,13 +70,13 @@ class Line:
             raise EOFError from error
 
     def has_message(self) -> bool:
-        """Whether `receive` would not wait."""
+        """Return whether `receive` would not wait."""
         with suppress(OSError):
             return self._connection.poll()
         return False
 
     def is_broken(self, within_s: float = 0.0) -> bool:
-        """Whether the other end is gone, or goes within that time."""
+        """Return whether the other end is gone, or goes within that time."""
         return bool(_wait_for_end([self], within_s))
 
     def hang_up(self) -> None:
@@ -85,7 +85,7 @@ class Line:
             self._end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Gives the socket back. Nobody may wait for its end then."""
+        """Give the socket back. Nothing may wait for its end then."""
         self._connection.close()
         self._end.close()
 
@@ -96,7 +96,7 @@ class Line:
     def agree(self, secret: bytes, mine: bytes, theirs: bytes) -> None:
         """Each end proves that it knows the secret, before anything of the other's is unpickled.
 
-        mine, theirs: names of the two ends, so that a proof can not be sent back as one's own.
+        mine, theirs: names of the two ends, so that a proof cannot be sent back as one's own.
 
         Raises:
             EOFError: the other end does not know it, or says nothing.
@@ -119,7 +119,7 @@ class Line:
 
 
 def wait_for_end(lines: Sequence[Line]) -> None:
-    """Waits until one of them is broken, at either end."""
+    """Wait until one of them is broken, at either end."""
     _wait_for_end(lines, None)
 
 
@@ -140,7 +140,7 @@ def answer(listener: socket.socket, secret: bytes) -> Line | None:
     """A line to the next one that calls; None: it was a stranger.
 
     Raises:
-        TimeoutError: nobody called within the listener's time limit.
+        TimeoutError: no rank called within the listener's time limit.
     """
     end, _ = listener.accept()
     end.setblocking(True)
@@ -151,7 +151,7 @@ def call(address: Address) -> Line:
     """A line to rank 0.
 
     Raises:
-        OSError: nobody is there, or it is not rank 0.
+        OSError: nothing listens there, or it is not rank 0.
     """
     line = Line(socket.create_connection((address.host, address.port)))
     agreed = _agreed(line, address.secret, b"follower", b"rank 0")

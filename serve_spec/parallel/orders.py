@@ -44,7 +44,7 @@ class Orders:
         return self._line.host
 
     def ready(self) -> None:
-        """Tells rank 0 that this one is about to join."""
+        """Tell rank 0 that this one is about to join."""
         self._line.send((self._rank, None))
 
     def __iter__(self) -> Iterator[object]:

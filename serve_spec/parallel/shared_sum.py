@@ -75,7 +75,7 @@ class SharedSum:
         self._aside = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
 
     def fits(self, x: Tensor) -> bool:
-        """Whether x can be summed so. Where it can not, bandwidth counts, and NCCL is better."""
+        """Whether x can be summed so. Where it cannot, bandwidth counts, and NCCL is better."""
         return fits(x)
 
     def add_up(self, x: Tensor) -> None:
@@ -83,7 +83,7 @@ class SharedSum:
         sum_over_ranks(x, self._memory)
 
     def rows_fit(self, x: Tensor, residual: Tensor) -> bool:
-        """Whether `add_norm` takes them."""
+        """Return whether `add_norm` takes them."""
         return rows_fit(x if x.dim() == residual.dim() else residual)
 
     def add_norm(
@@ -117,7 +117,7 @@ def open_shared_sum(group: Ranks, store: Store, device: torch.device) -> SharedS
 
 
 class _Unavailable(Exception):
-    """Why the ranks can not share memory."""
+    """Why the ranks cannot share memory."""
 
 
 def _check_host(group: Ranks) -> None:
@@ -146,7 +146,7 @@ def _together(group: Ranks, step: Callable[[], T]) -> T:
     if group.smallest(int(problem is None)):
         return result
     if problem is None:
-        raise _Unavailable("another rank can not share memory; its log says why")
+        raise _Unavailable("another rank cannot share memory; its log says why")
     # The rest of what torch has to say is a stack of its own.
     reason = next(iter(str(problem).splitlines()), "")
     raise _Unavailable(f"{type(problem).__name__}: {reason}") from problem
@@ -247,7 +247,7 @@ class _RelativeKeys(Store):
 
 
 def _try(shared: SharedSum, rank: int, size: int, device: torch.device) -> None:
-    """Raises if sums are wrong or do not end."""
+    """Raise if sums are wrong or do not end."""
     with torch.cuda.device(device):
         for num_bytes in _TRIAL_BYTES:
             for turn in range(_TRIAL_TURNS):

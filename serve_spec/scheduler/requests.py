@@ -112,7 +112,7 @@ class PostponedChoice:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether the postponed step drafts."""
+        """Return whether the postponed step drafts."""
         return any(self.row_steps.values()) or any((self.text_steps or {}).values())
 
     def now(self, batch: DecodeBatch) -> RoundSteps:

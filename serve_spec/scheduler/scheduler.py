@@ -129,7 +129,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any sequence is unfinished."""
+        """Return whether any sequence is unfinished."""
         return bool(self.running or self.waiting)
 
     def plan(

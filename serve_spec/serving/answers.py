@@ -36,7 +36,7 @@ class Echo:
 class ChoiceText:
     """Says every character, and every token's log-probability, once.
 
-    spell: the tokenizer's; None where nobody asked for log-probabilities.
+    spell: the tokenizer's; None if no log-probabilities are asked for.
     """
 
     def __init__(self, echo: Echo | None, spell: Spell | None) -> None:
@@ -245,7 +245,7 @@ class AnswerFormat(ABC):
 
     What a choice says comes as deltas: text, and whatever else the engine knows of its tokens.
 
-    spell: the tokenizer's; None where nobody asked for log-probabilities.
+    spell: the tokenizer's; None if no log-probabilities are asked for.
     """
 
     def __init__(self, head: AnswerHead, spell: Spell | None = None) -> None:

@@ -86,7 +86,7 @@ _ERRORS = {
 class CompletionAnswer(Response):
     """Runs one request inside the response, so that whatever ends the one frees the other.
 
-    A client that leaves cancels the response: at any point the turns at the door and the choices
+    A client that leaves cancels the response: at any point the turns in the router and the choices
     at their replicas are given back.
     """
 
@@ -189,7 +189,7 @@ class _Door:
         )
 
     def admit(self, body: CompletionRequest | ChatRequest, num_prompts: int) -> None:
-        """Raises ApiError if the request is for another model, or for more than there is room."""
+        """Raise ApiError if the request is for another model, or for more than there is room."""
         if body.model is not None and body.model != self._served:
             raise unknown_model(body.model, self._served)
         most = self._runner.max_choices
@@ -244,7 +244,7 @@ class _Door:
 def _add_completions(api: FastAPI, door: _Door) -> None:
     @api.post("/v1/completions", response_model=Completion, responses=_answers("completion"))
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Completes prompts; with `stream`, as server-sent events."""
+        """Complete prompts; with `stream`, as server-sent events."""
         door.admit(body, len(body.prompt))
         params = body.sampling_params()
         head = door.head("cmpl", body)

@@ -43,7 +43,7 @@ def build_app(args: dict[str, Any]) -> Application:
     engines = serve.deployment(
         name="EngineReplica",
         num_replicas=replica.num_replicas,
-        # Serve counts submissions and cancellations; requests are bounded by the door and by
+        # Serve counts submissions and cancellations; requests are bounded by the router and by
         # `SubmissionRouter`, and a cancellation must never wait for room.
         max_ongoing_requests=_NO_LIMIT,
         request_router_config=routing_of(config),

@@ -17,7 +17,7 @@ def replicas_for_requests(context: AutoscalingContext) -> tuple[float, dict[str,
     factors of the `autoscaling_config` are Serve's to apply.
     """
     reported = (context.aggregated_metrics or {}).get(NUM_REQUESTS)
-    if not reported:  # nobody has said anything yet
+    if not reported:  # no replica has reported yet
         return context.target_num_replicas, {}
     assert context.config is not None, "Serve asks where there is an autoscaling_config"
     return sum(reported.values()) / context.config.get_target_ongoing_requests(), {}

@@ -115,7 +115,7 @@ Nothing says who speaks, and nothing follows the last message, which is what the
 """
 
 RESERVED = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
-"""Variables of a template that `variables` can not set; nor can it set special tokens."""
+"""Variables of a template that `variables` cannot set; nor can it set special tokens."""
 
 # Behind the last message, to be found again in the rendered text. The space shows whether the
 # template strips contents.
@@ -123,7 +123,7 @@ _OPEN_END = "\ufdd1 "
 
 
 class ChatTemplateError(ValueError):
-    """The template can not render this conversation; says why."""
+    """The template cannot render this conversation; says why."""
 
 
 class _GenerationTag(Extension):
@@ -145,14 +145,14 @@ class ChatTemplate:
         try:
             self._template = _environment().from_string(source)
         except TemplateError as error:
-            raise CheckpointError(f"chat_template can not be compiled: {error}") from error
+            raise CheckpointError(f"chat_template cannot be compiled: {error}") from error
 
     @classmethod
     def from_folder(cls, folder: Path) -> ChatTemplate:
         """The template of a checkpoint, `PLAIN` if it has none.
 
         Raises:
-            CheckpointError: a file can not be read, or the template is no template.
+            CheckpointError: a file cannot be read, or the template is no template.
         """
         settings = _read_json(folder / "tokenizer_config.json")
         source = _source(folder, settings.get("chat_template"))

@@ -52,7 +52,7 @@ class Plan:
 
     @property
     def is_open_to_all(self) -> bool:
-        """Whether other machines may send requests, and need no key."""
+        """Return whether other machines may send requests, and need no key."""
         is_local = self.host in ("localhost", "::1") or self.host.startswith("127.")
         return not is_local and any(not c.router.api_keys for c in self.configs)
 
@@ -64,7 +64,7 @@ class Plan:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command; 0 after a clean end, 1 when the app does not start, 2 for bad input."""
+    """Run the command; 0 after a clean end, 1 when the app does not start, 2 for bad input."""
     args = _parser().parse_args(argv)
     # A server has no business sending statistics about its use.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -171,7 +171,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
 
 
 def _remove(plan: Plan) -> None:
-    """Takes the applications off Serve and waits for running requests, until a second Ctrl-C.
+    """Take the applications off Serve and waits for running requests, until a second Ctrl-C.
 
     To be done before Serve is shut down: that closes the proxies, through which streams run.
     """
@@ -186,7 +186,7 @@ def _remove(plan: Plan) -> None:
 
 
 def _deploy(plan: Plan, stop: threading.Event) -> None:
-    """Hands the deployment to Serve and waits until it answers over HTTP, or `stop` is set.
+    """Hand the deployment to Serve and wait until it answers over HTTP, or `stop` is set.
 
     Raises:
         StartFailed: an application failed to deploy.
@@ -248,7 +248,7 @@ def announcement(plan: Plan) -> str:
 
 
 def _check_port(host: str, port: int) -> None:
-    """Serve would wait for ever for a port that somebody else has."""
+    """Raise an error for a port in use; Serve would wait for it for ever."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -1,4 +1,4 @@
-"""The life of one answer at the door: for each choice a turn, a replica, the first token, the rest.
+"""The life of one answer in the router: for each choice a turn, a replica, the tokens.
 
 Plain asyncio: the replicas are behind the `Fleet` protocol.
 """
@@ -108,7 +108,7 @@ class Fleet(Protocol):
         ...
 
     async def num_healthy(self) -> int | None:
-        """Replicas that take requests; None when nobody knows at the moment."""
+        """Return the number of replicas that take requests; None if it is not known now."""
         ...
 
     async def costs(self) -> dict[str, int]:
@@ -157,7 +157,7 @@ class RunningAnswer:
         self._first: list[tuple[int, TokenDelta]] = []
 
     async def start(self) -> None:
-        """Waits for first tokens, so that whatever goes wrong before them gets its status.
+        """Wait for first tokens, so that whatever goes wrong before them gets its status.
 
         Those of every choice, unless one has ended: others may wait for its turn.
 
@@ -250,7 +250,7 @@ class RunningAnswer:
 
 
 class CompletionRunner:
-    """Runs answers: for each choice one turn at the door and a replica, all within one deadline.
+    """Runs answers: for each choice one turn in the router and a replica, all within one deadline.
 
     resume_timeout_s: how long a choice that has lost its replica may wait for another one.
     record: gets how long choices took, and how they ended.
@@ -285,7 +285,7 @@ class CompletionRunner:
         client: str = "",
         is_prompt_only: bool = False,
     ) -> AsyncIterator[RunningAnswer]:
-        """Holds turns and replicas for the body of the `async with`, however it ends.
+        """Hold turns and replicas for the body of the `async with`, however it ends.
 
         num_prompts: how many prompts the choices are for, the same number for each.
         client: whose request it is, for `Admission`.

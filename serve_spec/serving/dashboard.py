@@ -56,7 +56,7 @@ def dashboard() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Prints the dashboard."""
+    """Print the dashboard."""
     print(json.dumps(dashboard(), indent=1))
 
 
@@ -249,7 +249,7 @@ def _quantiles(metric: Metric) -> tuple[tuple[str, str], ...]:
 
 
 def _split(total_ms: Metric, count: Metric) -> tuple[tuple[str, str], ...]:
-    """The engine's part, and what is left of the door's for the framework."""
+    """Return the engine's part, and what is left of the router's for the framework."""
 
     def mean(where: str) -> str:
         only = f'measured_at="{where}"'

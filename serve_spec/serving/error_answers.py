@@ -98,5 +98,5 @@ def _of_framework(request: Request, error: HTTPException) -> ApiError:
         return ApiError(499, "The client closed the connection before its body was complete")
     if error.status_code == 400 and error.__cause__ is not None:
         reason = type(error.__cause__).__name__
-        return ApiError(400, f"The body can not be read as JSON in UTF-8 ({reason})")
+        return ApiError(400, f"The body cannot be read as JSON in UTF-8 ({reason})")
     return ApiError(error.status_code, message.get(error.status_code, str(error.detail)))

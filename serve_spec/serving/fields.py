@@ -1,5 +1,5 @@
 """Values of request fields that come in several shapes. A wrong one is a ValueError saying what to
-send; whoever calls adds which field it was.
+send; the caller adds which field it was.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def grammar_of(
     first json_object too.
 
     Raises:
-        InvalidRequest: there are several, or one can not be; names the field.
+        InvalidRequest: there are several, or one cannot be; names the field.
     """
     found = [] if response_format is None else _of_format(*response_format)
     found += _by_language("guided_", guided)
@@ -37,7 +37,7 @@ def grammar_of(
         _check_known(_NESTED, structured_outputs, tuple(_GRAMMARS))
         found += _by_language(f"{_NESTED}.", structured_outputs)
     if len(found) > 1:
-        raise found[1].refusal(f"the text can not follow {found[0].source} too; give one of them")
+        raise found[1].refusal(f"the text cannot follow {found[0].source} too; give one of them")
     return found[0] if found else None
 
 

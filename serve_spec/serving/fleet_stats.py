@@ -31,11 +31,11 @@ class Series:
         self._values = array("d")
 
     def is_due(self, now_s: float) -> bool:
-        """Whether a point would be kept now."""
+        """Return whether a point would be kept now."""
         return not self._values or now_s - self._values[-self._width] >= self._interval_s
 
     def add(self, now_s: float, point: Sequence[float]) -> None:
-        """Takes a point, one number per column, if one is due."""
+        """Take a point, one number per column, if one is due."""
         if self.is_due(now_s):
             self._values.extend((now_s, *point))
             del self._values[: max(0, len(self._values) - self._max_values)]
@@ -107,11 +107,11 @@ class FleetStats:
         self._summed_s = float("-inf")
 
     def report(self, replica: str, snapshot: Snapshot, now_s: float) -> None:
-        """Takes a replica's snapshot (`EngineClient.snapshot`); a newer one replaces an older."""
+        """Take a replica's snapshot (`EngineClient.snapshot`); a newer one replaces an older."""
         self.take(Report.of(replica, snapshot), now_s)
 
     def take(self, report: Report, now_s: float) -> None:
-        """Takes a snapshot that nobody has opened yet, and mostly nobody ever will."""
+        """Take a snapshot as it came; most are never decoded."""
         replica = self._replicas.get(report.replica)
         if replica is None:
             replica = _Replica(self._new_series(), report, now_s)
@@ -135,7 +135,7 @@ class FleetStats:
         return {name: age_s for name, age_s in ages.items() if age_s > for_s}
 
     def forget(self, replica: str) -> None:
-        """Drops a replica that said goodbye; harmless if it is unknown."""
+        """Drop a replica that said goodbye; harmless if it is unknown."""
         self._replicas.pop(replica, None)
         self._acceptance.forget(replica)
 
@@ -225,7 +225,7 @@ class FleetStats:
         }
 
     def _sum_up(self, now_s: float) -> None:
-        """Adds a point to the fleet's history, if one is due."""
+        """Add a point to the fleet's history, if one is due."""
         self._summed_s = now_s
         if self._series.is_due(now_s):
             self._drop_the_dead(now_s)
@@ -279,7 +279,7 @@ def _accept_length(counters: dict[str, float]) -> float:
 
 
 def _speedup(points: list[Figures]) -> float | None:
-    """Measured speed over measured plain decoding, weighted by busy time; None: nobody knows."""
+    """Measured speed over measured plain decoding, weighted by busy time; None: not known."""
     known = [point for point in points if point.speedup]
     busy_s = sum(point.busy_s for point in known)
     weighted = sum(point.busy_s * point.speedup for point in known)

@@ -1,6 +1,6 @@
 """Time to first token and per output token, where a request arrives and where it runs.
 
-The door measures what a caller waits for, the replica what its engine took; the difference is the
+The router measures what a caller waits for, the replica what its engine took; the difference is the
 framework's: HTTP, queue, routing, and the way between processes. Clocks never cross processes.
 """
 
@@ -48,7 +48,7 @@ class RequestTimer:
         self._outcome = "left"
 
     def saw(self, item: ReplicaItem) -> None:
-        """Takes what the replica just answered."""
+        """Take what the replica just answered."""
         if isinstance(item, Refused | Failed):
             self._outcome = "refused" if isinstance(item, Refused) else "failed"
         elif isinstance(item, TokenDelta):
@@ -58,11 +58,11 @@ class RequestTimer:
                 self._outcome = "done"
 
     def fail(self) -> None:
-        """The request broke off, and nobody said so in an item."""
+        """Note that the request broke off without an item that says so."""
         self._outcome = "failed"
 
     def end(self) -> None:
-        """Records the request as a whole."""
+        """Record the request as a whole."""
         self._record(Reading(REQUESTS, 1, {**self._labels, "outcome": self._outcome}))
         if self._num_later:
             wait_ms = (self._last - self._first) * 1e3

@@ -59,7 +59,7 @@ class ApiKeyCheck:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes on what may pass."""
+        """Pass on what may pass."""
         app = self._app
         if scope["type"] == "http":
             key = self._key(scope)
@@ -85,7 +85,7 @@ class Arrival:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything on."""
+        """Pass everything on."""
         if scope["type"] == "http":
             ARRIVED.set(time.perf_counter())
             TRACE_ID.set(trace_id(Request(scope)))
@@ -130,7 +130,7 @@ class BodyLimit:
         self._max_bytes = max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Passes everything on; who reads too much of a body gets an exception."""
+        """Pass everything on; who reads too much of a body gets an exception."""
         num_bytes = 0
 
         async def limited() -> Message:
@@ -146,5 +146,5 @@ class BodyLimit:
 
 
 def _is_open(scope: Scope) -> bool:
-    """Whether the path, without the route prefix of the application, needs no key."""
+    """Return whether the path, without the route prefix of the application, needs no key."""
     return scope["path"].removeprefix(scope.get("root_path", "")) in _OPEN_PATHS

@@ -1,4 +1,4 @@
-"""What the door knows of the model's text: how conversations become prompts, what token ids say.
+"""What the router knows of the model's text: how conversations become prompts, what token ids say.
 
 Everything is read from the checkpoint folder when it is first asked for, and tokenizers work in
 threads of their own, so that streams go on meanwhile.
@@ -120,7 +120,7 @@ class ModelText:
                 try:
                     self._loaded = _Loaded(self._model)
                 except (CheckpointError, OSError) as error:
-                    message = f"The router can not read the model's tokenizer: {error}"
+                    message = f"The router cannot read the model's tokenizer: {error}"
                     raise ApiError(500, message, kind="server_error", code="no_tokenizer") from None
             return self._loaded
 
@@ -220,10 +220,10 @@ def _max_model_len(folder: Path) -> int:
     """What the model allows, as the engine reads it.
 
     Raises:
-        CheckpointError: config.json can not be read.
+        CheckpointError: config.json cannot be read.
     """
     path = folder / "config.json"
     try:
         return int(json.loads(path.read_text()).get("max_position_embeddings", _DEFAULT_MODEL_LEN))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} can not be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error

@@ -60,7 +60,7 @@ class _Closed(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _one_unknown_field_will_do(cls, data: object) -> object:
-        """Drops the other ones: a body may hold a million, and each would become an error."""
+        """Drop the other ones: a body may hold a million, and each would become an error."""
         if not isinstance(data, dict) or len(data) <= len(cls.model_fields):
             return data
         unknown = next(name for name in data if name not in cls.model_fields)
@@ -237,7 +237,7 @@ class _Request(_Closed):
 
     @property
     def include_usage(self) -> bool:
-        """Whether a stream ends with a usage chunk."""
+        """Return whether a stream ends with a usage chunk."""
         return self.stream_options is not None and self.stream_options.include_usage
 
     def _params(
@@ -252,7 +252,7 @@ class _Request(_Closed):
         logprobs, prompt_logprobs: as in `SamplingParams`.
 
         Raises:
-            InvalidRequest: a value out of range, or one this version can not honour.
+            InvalidRequest: a value out of range, or one this version cannot honour.
         """
         for name, field in self.unavailable.items():
             field.check(name, getattr(self, name))
@@ -319,10 +319,10 @@ class CompletionRequest(_Request):
         return self.max_tokens == 0 and bool(self.echo)
 
     def sampling_params(self) -> SamplingParams:
-        """How to draw the tokens of choice 0; `is_prompt_only`: one, which nobody is to see.
+        """How to draw the tokens of choice 0; `is_prompt_only`: one, which is not shown.
 
         Raises:
-            InvalidRequest: a value out of range, or one this version can not honour.
+            InvalidRequest: a value out of range, or one this version cannot honour.
         """
         if self.max_tokens == 0 and not self.echo:
             fix = "use an integer in [1, 2³¹); 0 goes with echo=true alone"
@@ -441,7 +441,7 @@ class ChatRequest(_Request):
 
     @property
     def generation_prompt(self) -> bool:
-        """Whether the template begins the assistant's turn."""
+        """Return whether the template begins the assistant's turn."""
         if self.add_generation_prompt is None:
             return not self.continue_final_message
         return self.add_generation_prompt
@@ -450,7 +450,7 @@ class ChatRequest(_Request):
         """How to draw the tokens of choice 0; `max_tokens` is a default where `limit` is None.
 
         Raises:
-            InvalidRequest: a value out of range, or one this version can not honour.
+            InvalidRequest: a value out of range, or one this version cannot honour.
         """
         for index, message in enumerate(self.messages):
             for name, field in message.unavailable.items():

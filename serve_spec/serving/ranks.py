@@ -117,7 +117,7 @@ class _Follower:
         os.environ["TQDM_DISABLE"] = "1"  # progress is rank 0's to show
 
     def follow(self, module: str, *arguments: Any) -> None:
-        """Runs `module.follow(*arguments)` to its end."""
+        """Run `module.follow(*arguments)` to its end."""
         follow: Callable[..., None] = import_module(module).follow
         try:
             follow(*arguments)

@@ -109,7 +109,7 @@ class RayMetrics:
             self._declare(metric, dict(labels))
 
     def record(self, reading: Reading) -> None:
-        """Adds to a counter, sets a gauge, puts a value into a histogram: some microseconds."""
+        """Add to a counter, set a gauge, or put a value into a histogram: some microseconds."""
         metric = reading.metric
         if metric.kind == "counter":
             self._counters[metric].inc(reading.value, dict(reading.labels))
@@ -141,7 +141,7 @@ class RoundSink:
         self._waiting: deque[StepRecord] = deque(maxlen=_MOST_WAITING)
 
     def observe(self, record: StepRecord) -> None:
-        """Keeps a round for the next `flush`; where nobody flushes, the oldest are dropped."""
+        """Keep a round for the next `flush`; without flushes, the oldest are dropped."""
         self._waiting.append(record)
 
     def flush(self) -> None:

@@ -110,7 +110,7 @@ class EngineReplica:
             self._loop.cancel(request_id)
 
     async def check_health(self) -> None:
-        """Raises when the engine is dead or stuck; Serve then replaces this replica."""
+        """Raise when the engine is dead or stuck; Serve then replaces this replica."""
         self._loop.check_health()
         self._has_started = True  # Serve asks for the first time at the end of the start
 
@@ -150,7 +150,7 @@ class EngineReplica:
         return {NUM_REQUESTS: float(sum(self._outboxes.num_requests().values()))}
 
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
-        """Changes policy knobs of the running engine (`user_config` of the deployment).
+        """Change policy knobs of the running engine (`user_config` of the deployment).
 
         Wrong ones change nothing, and that is said. It is no error, for then Serve would take this
         replica down, its streams with it, and start one that refuses them, too.
@@ -180,7 +180,7 @@ class EngineReplica:
             self._loop.shutdown()
 
     async def _answer(self, request: GenerateRequest, outbox: Outbox) -> None:
-        """Puts everything that one request says into the outbox, the last item included."""
+        """Put everything that one request says into the outbox, the last item included."""
 
         def say(item: ReplicaItem) -> None:
             timer.saw(item)
@@ -242,7 +242,7 @@ class EngineReplica:
         return True
 
     async def _report_forever(self) -> None:
-        """Keeps the stats actor informed. No request waits for it, and it survives the actor."""
+        """Keep the stats actor informed. No request waits for it, and it survives the actor."""
         while True:
             pace_s = 0.0
             try:

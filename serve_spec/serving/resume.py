@@ -53,7 +53,7 @@ class FleetSpeculation(SpeculationStats):
     """How often a replica took the request over from one that had failed it."""
 
     def add(self, counts: SpeculationStats) -> None:
-        """Adds what one replica counted."""
+        """Add what one replica counted."""
         self.num_rounds += counts.num_rounds
         self.num_draft_tokens += counts.num_draft_tokens
         self.num_correct_drafts += counts.num_correct_drafts
@@ -109,7 +109,7 @@ class _Attempts:
         )
 
     def take(self, item: ReplicaItem) -> ReplicaItem | None:
-        """Notes an item; what the caller is to hear of it, if anything.
+        """Note an item; what the caller is to hear of it, if anything.
 
         Raises:
             ReplicaLost: the item is a failure, and another replica may do better.

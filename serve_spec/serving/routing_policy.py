@@ -160,7 +160,7 @@ def _order(
 
 
 def is_short_of_pages(stats: Mapping[str, Any]) -> bool:
-    """Whether a queue is there to stay: for a moment, every request that arrives waits."""
+    """Return whether a queue is there to stay: for a moment, every request that arrives waits."""
     pages = stats.get("kv")
     if not pages or not stats.get("num_waiting"):
         return False

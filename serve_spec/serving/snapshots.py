@@ -51,7 +51,7 @@ def number(snapshot: Snapshot, name: str) -> float:
 
 
 def sums(snapshots: Iterable[Snapshot], names: Iterable[str]) -> dict[str, float]:
-    """Sums by name, whole ones as integers."""
+    """Sum by name, whole ones as integers."""
     totals = dict.fromkeys(names, 0.0)
     for snapshot in snapshots:
         for name in totals:

@@ -40,7 +40,7 @@ class StatsUnavailable(RuntimeError):
 class SpecStats:
     """The actor: clocks and a process around `FleetStats`.
 
-    Reports are taken many at a time, as soon as enough have come or somebody asks: between two of
+    Reports are taken many at a time, as soon as enough have come or a reader asks: between two of
     Ray's calls the host's caches are cold, and the same lines take several times as long.
 
     Replicas that do not report are looked after: the dead are forgotten, and one that lives but
@@ -80,7 +80,7 @@ class SpecStats:
             threading.Thread(target=self._look_after, args=(replicas,), daemon=True).start()
 
     def report(self, packed: bytes) -> float:
-        """Takes a `Report`; says how many seconds its replica should wait at least."""
+        """Take a `Report`; says how many seconds its replica should wait at least."""
         self._reported_s = time.time()
         self._waiting.append((packed, self._reported_s))
         if len(self._waiting) >= _TAKEN_AT_ONCE:
@@ -89,7 +89,7 @@ class SpecStats:
         return self._interval_s
 
     def forget(self, replica: str) -> None:
-        """Drops a replica that is shutting down."""
+        """Drop a replica that is shutting down."""
         with self._lock:
             self._fleet.forget(replica)
 
@@ -154,7 +154,7 @@ class SpecStats:
             try:
                 self._known.take(Report.unpacked(packed), time_s)
             except Exception as error:  # one replica's nonsense is not another's
-                logger.warning("a report that can not be read: %r", error)
+                logger.warning("a report that cannot be read: %r", error)
         self._pace.count(len(waiting))
         self._interval_s = self._pace.interval_s(self._known.num_replicas)
 
@@ -171,7 +171,7 @@ class StatsClient:
         self._actor: Any = None
 
     async def report(self, replica: str, snapshot: Mapping[str, object]) -> float:
-        """Sends a replica's snapshot; seconds to wait before the next one, at least.
+        """Send a replica's snapshot; seconds to wait before the next one, at least.
 
         Raises:
             StatsUnavailable: it did not arrive.
@@ -198,7 +198,7 @@ class StatsClient:
         return status
 
     def prior(self, pair: str, max_steps: int) -> list[float] | None:
-        """What the fleet knows of a pair's acceptance; None also where nobody answers in time.
+        """What the fleet knows of a pair's acceptance; None also without an answer in time.
 
         Blocks, for two seconds at most: for a replica that has yet to load its models.
         """
@@ -212,7 +212,7 @@ class StatsClient:
         return prior
 
     def forget(self, replica: str) -> None:
-        """Tells the actor that a replica leaves; does not wait, and may get lost."""
+        """Tell the actor that a replica leaves; does not wait, and may get lost."""
         if self._actor is not None:
             with contextlib.suppress(RayError):
                 self._actor.forget.remote(replica)
@@ -252,7 +252,7 @@ def actor_options(config: StatsConfig, app_name: str) -> dict[str, Any]:
         "num_cpus": 0,
         # Otherwise it is born into the creating replica's placement group and dies with it.
         "scheduling_strategy": "DEFAULT",
-        # Nobody asks for the story of a report, and writing it down costs as much as the report.
+        # A log line per report costs as much as the report.
         "enable_task_events": False,
     }
 

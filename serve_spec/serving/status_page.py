@@ -25,7 +25,7 @@ _POLICY = (
 
 
 def add_status_page(api: FastAPI) -> None:
-    """Adds `/` and its assets; the figures come from `/status.json`."""
+    """Add `/` and its assets; the figures come from `/status.json`."""
     page = _read("status.html").decode()
     assets = {name: _read(name) for name in _ASSETS}
 

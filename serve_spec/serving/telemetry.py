@@ -45,7 +45,7 @@ def serve_labels(context: Any) -> dict[str, str]:
 def pair_name(config: ServeSpecConfig) -> str:
     """What two replicas must have in common to learn from each other: target and draft.
 
-    Where acceptance is forced, also to what: a load test must teach nobody who serves real texts.
+    Where acceptance is forced, also to what: a load test must not teach replicas with real texts.
     """
     speculative = config.speculative
     draft = speculative.speculative_draft_model_path or speculative.speculative_algorithm
@@ -76,12 +76,12 @@ class ReplicaTelemetry:
         return RequestTimer(self._metrics.record, "engine", time.perf_counter())
 
     def show(self, snapshot: Snapshot) -> None:
-        """Exports what only a snapshot says."""
+        """Export what only a snapshot says."""
         for reading in self._state.of(snapshot):
             self._metrics.record(reading)
 
     def close(self) -> None:
-        """Ends the export."""
+        """End the export."""
         self._exporter.cancel()
 
 
@@ -96,7 +96,7 @@ class DoorTelemetry:
         self._exporter = asyncio.get_running_loop().create_task(_export_forever(self.export))
 
     async def export(self) -> None:
-        """Exports queue and counts as of now; on the event loop, whose figures they are."""
+        """Export queue and counts as of now; on the event loop, whose figures they are."""
         for reading in self._readings(self._show()):
             self._metrics.record(reading)
 
@@ -129,14 +129,14 @@ async def _export_forever(export: Callable[[], Awaitable[None]]) -> None:
 
 
 def start_warm(config: ServeSpecConfig, engine: Any, stats: StatsClient) -> None:
-    """Lets an engine start from what the fleet knows; where nobody answers, it starts cold.
+    """Let an engine start from what the fleet knows; without an answer it starts cold.
 
     Blocks, for two seconds at most; before the first request.
     """
     max_steps = PolicySettings.of(config.speculative).max_depth
     prior = stats.prior(pair_name(config), max_steps) if max_steps else None
     if prior is None:
-        logger.info("nobody knows this pair's acceptance yet: a cold start")
+        logger.info("the fleet has no acceptance of this pair yet: a cold start")
         return
     try:
         engine.start_from(prior)

@@ -1,4 +1,4 @@
-"""Fields of the OpenAI API that this version can not honour."""
+"""Fields of the OpenAI API that this version cannot honour."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from serve_spec.core.errors import InvalidRequest
 
 
 class Unavailable:
-    """A field that this version can not honour: the values that ask for nothing, and a way out."""
+    """A field that this version cannot honour: the values that ask for nothing, and a way out."""
 
     def __init__(self, *neutral: object, instead: str = "") -> None:
         self._neutral = neutral
@@ -16,7 +16,7 @@ class Unavailable:
             self._fix = f"{self._fix}; {instead}"
 
     def check(self, name: str, value: object) -> None:
-        """Raises InvalidRequest unless `value` asks for nothing."""
+        """Raise InvalidRequest unless `value` asks for nothing."""
         if value is not None and value not in self._neutral:
             raise InvalidRequest(name, _summary(value), self._fix)
 

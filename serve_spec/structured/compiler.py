@@ -127,11 +127,11 @@ class Matcher:
         return Matcher(self._matcher.deep_copy(), self._num_words)
 
     def advance(self, token_ids: Sequence[int]) -> bool:
-        """Takes tokens in; whether the text may go like this. After False it may not go on."""
+        """Take tokens in; whether the text may go like this. After False it may not go on."""
         return not token_ids or bool(self._matcher.consume_tokens(list(token_ids)))
 
     def go_back(self, num_tokens: int) -> None:
-        """Takes the last tokens back."""
+        """Take the last tokens back."""
         if num_tokens:
             self._matcher.rollback(num_tokens)
 
@@ -167,7 +167,7 @@ class GrammarCompiler:
         self._compiled: dict[Grammar, Matcher] = {}
 
     def prepare(self) -> None:
-        """Reads the vocabulary. Every thread waits for that, seconds for a large one, so it is done
+        """Read the vocabulary. Every thread waits for that, seconds for a large one, so it is done
         before the first request."""
         try:
             _ = self._vocabulary
@@ -181,7 +181,7 @@ class GrammarCompiler:
         for the limits of all of them.
 
         Raises:
-            InvalidRequest: no text matches the grammar, or it can not be compiled.
+            InvalidRequest: no text matches the grammar, or it cannot be compiled.
         """
         compiled = None if anew else self._compiled.get(grammar)
         if compiled is None:

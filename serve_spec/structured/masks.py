@@ -18,7 +18,7 @@ from serve_spec.structured.compiler import GrammarCompiler, Mask, Matcher
 
 class Node(NamedTuple):
     """A draft: whether it can be drawn where it stands, and what may be drawn after it (None:
-    anything, for nobody will look at it)."""
+    anything, for it is never read)."""
 
     is_legal: bool
     mask: Mask | None = None
@@ -60,7 +60,7 @@ def follow(
 
 
 def allows(mask: Mask, token: int) -> bool:
-    """Whether the mask has the token."""
+    """Return whether the mask has the token."""
     return bool(mask[token >> 5] >> (token & 31) & 1)
 
 
@@ -112,7 +112,7 @@ logger = get_logger(__name__)
 class RoundMasks:
     """What the draws of a round may be.
 
-    num_drafts: of each sampling row, the drafts to verify: those before the first that can not be
+    num_drafts: of each sampling row, the drafts to verify: those before the first that cannot be
         drawn, unless all are kept.
     places: of each draw of those rows, in order, its row of `words`; -1: anything may be drawn.
     words: [M, ceil(V / 32)], see `Mask`.
@@ -138,12 +138,12 @@ class Grammars:
         """Compiles a grammar, which may take a second. May be asked from any thread.
 
         Raises:
-            InvalidRequest: no text matches it, or it can not be compiled.
+            InvalidRequest: no text matches it, or it cannot be compiled.
         """
         self.compiler.matcher(grammar)
 
     def read(self, rows: Sequence[ScheduledRequest]) -> None:
-        """Goes on to where the texts of a round's sampling rows stand, which asks for no draft."""
+        """Go on to where the texts of a round's sampling rows stand, which asks for no draft."""
         for row in rows:
             if row.params.grammar is not None:
                 self._text(row, row.params.grammar)
@@ -205,7 +205,7 @@ class Grammars:
         matcher = text.matcher
 
         def left(mask: Mask | None, depth: int) -> Mask:
-            # What can not go on, be it that its grammar is too much for the limits, may end.
+            # What cannot go on, be it that its grammar is too much for the limits, may end.
             mask = self.compiler.ends if mask is None else mask
             return text.bans.off(mask, len(row.generated_ids) + depth)
 
@@ -250,11 +250,11 @@ class _Text:
         self.mask = self.matcher.mask()
 
     def goes_on_to(self, grammar: Grammar, token_ids: tuple[int, ...]) -> bool:
-        """Whether this is the beginning of that."""
+        """Return whether this is the beginning of that."""
         return self.grammar == grammar and token_ids[: len(self.token_ids)] == self.token_ids
 
     def read(self, token_ids: tuple[int, ...]) -> None:
-        """Goes on to the end of these, of which it is the beginning."""
+        """Go on to the end of these, of which it is the beginning."""
         if token_ids != self.token_ids:
             self.matcher.advance(token_ids[len(self.token_ids) :])
             self.token_ids, self.mask = token_ids, self.matcher.mask()

@@ -71,7 +71,7 @@ def api(server: Server) -> Any:
 
 
 CHECKS = [
-    # Not `positive_data_acceptance`: JSON Schema can not say what depends on two fields.
+    # Not `positive_data_acceptance`: JSON Schema cannot say what depends on two fields.
     content_type_conformance,
     negative_data_rejection,
     not_a_server_error,

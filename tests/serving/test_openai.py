@@ -1,4 +1,4 @@
-"""The request schema is closed, strict, and honest about what this version can not do."""
+"""The request schema is closed, strict, and honest about what this version cannot do."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def knowing(prior: list[float]) -> Any:
 
 
 class Choosy(FakeLoop):
-    """An engine that can not start from anything."""
+    """An engine that cannot start from anything."""
 
     def start_from(self, accept_rates: Any) -> None:
         raise ValueError("not one rate per position")

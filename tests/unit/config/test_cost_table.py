@@ -83,7 +83,7 @@ def test_a_table_comes_back_from_the_disk_as_it_went_and_nothing_lies_beside_it(
 
 
 def test_a_write_that_fails_leaves_the_old_table_whole(tmp_path: Path) -> None:
-    (tmp_path / "costs.json").mkdir()  # a folder can not be replaced by a file
+    (tmp_path / "costs.json").mkdir()  # a folder cannot be replaced by a file
     with pytest.raises(OSError, match=r"costs\.json"):
         write_cost_table(judge(CostTable, TABLE), tmp_path / "costs.json")
     assert [file.name for file in tmp_path.iterdir()] == ["costs.json"]

@@ -1,6 +1,6 @@
 """What an engine drafts is what a head written plainly drafts after the same text.
 
-Texts can not tell: whatever is drafted they stay the same. So this holds the logits of every draft
+Texts cannot tell: whatever is drafted they stay the same. So this holds the logits of every draft
 against a recomputation of all that came before it: the target's features of the text, one to a
 token, and the head over them. A feature of the wrong token, a missing entry, one left over from a
 rejected draft or a wrong position would show.

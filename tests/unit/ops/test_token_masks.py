@@ -1,4 +1,4 @@
-"""Masks of tokens: what they allow stays as it is, the rest can not be drawn."""
+"""Masks of tokens: what they allow stays as it is, the rest cannot be drawn."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ def test_after_the_end_nothing_can_be_ordered_and_ending_again_is_nothing(two: F
 
 
 def test_one_that_can_not_start_says_why(start: Start) -> None:
-    with pytest.raises(RankLost, match="rank 1 of 2 can not start: ValueError: no such model"):
+    with pytest.raises(RankLost, match="rank 1 of 2 cannot start: ValueError: no such model"):
         start("say no")
 
 
