@@ -254,7 +254,7 @@ def _exchange_flags(
     turn, number, released, flags,
     RANK: tl.constexpr, SIZE: tl.constexpr, PROGRAMS: tl.constexpr,
 ):  # fmt: skip
-    """Tell all others that what this program has stored is there, and waits for theirs."""
+    """Tell all others that what this program has stored is there, and wait for theirs."""
     first = (turn * PROGRAMS + tl.program_id(0)) * SIZE
     rank = tl.arange(0, triton.next_power_of_2(SIZE))
     place = flags[0] + first + RANK + tl.zeros_like(rank)

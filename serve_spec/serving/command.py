@@ -171,7 +171,7 @@ def _serve(plan: Plan, stop: threading.Event, address: str | None, *, dashboard:
 
 
 def _remove(plan: Plan) -> None:
-    """Take the applications off Serve and waits for running requests, until a second Ctrl-C.
+    """Take the applications off Serve and wait for running requests, until a second Ctrl-C.
 
     To be done before Serve is shut down: that closes the proxies, through which streams run.
     """
