@@ -1,4 +1,4 @@
-"""Send messages without waiting for their reader. What there is no room for merges meanwhile."""
+"""Send messages without waiting for their reader. Messages that do not fit yet are merged."""
 
 from __future__ import annotations
 

@@ -38,8 +38,8 @@ MIN_SHARED_TOKENS = 128
 them again."""
 
 _CHUNK_PER_REQUEST = 11
-"""Prompt tokens per decoding request that a round has room for: it takes about three times as long
-as one without prompts."""
+"""Maximum prompt tokens per decoding request in a round. Such a round takes about three times as
+long as one without prompts."""
 
 ChooseSteps = Callable[[DecodeBatch], RoundSteps]
 CutOutput = Callable[[Sequence, list[int]], tuple[int, FinishReason | None]]
@@ -356,7 +356,7 @@ class Scheduler:
         return decoding, prompts
 
     def _prompt_budget(self, room: int, decoding: list[Sequence]) -> int:
-        """Return how many prompt tokens may join the round, if it has room for so many."""
+        """Return the number of prompt tokens that may join a round with `room` tokens left."""
         size = self.limits.chunked_prefill_size
         if size is None or not decoding:
             return room

@@ -1,4 +1,4 @@
-"""What a replica has to say to each router, collected into one stream per router.
+"""Collect the messages of a replica for each router into one stream.
 
     request ─┐                                 ┌─ one message per round ─> router 1
     request ─┼─ put ─> Outbox of their router ─┤

@@ -83,7 +83,7 @@ class EngineReplica:
         for request in submission.requests:
             answer = asyncio.create_task(self._answer(request, outbox))
             outbox.answers[request.request_id] = answer
-        await asyncio.sleep(0)  # they start before the reply is sent, which takes a millisecond
+        await asyncio.sleep(0)  # start them before the reply, which takes a millisecond
         return Submitted(self._name, outbox.session)
 
     async def attach(self, attachment: Attachment) -> AsyncGenerator[bytes, None]:
