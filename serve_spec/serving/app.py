@@ -8,7 +8,6 @@ from typing import Any
 
 from ray import serve
 from ray.serve import Application
-from ray.serve.config import RequestRouterConfig
 
 import serve_spec
 from serve_spec.config import ConfigError, ServeSpecConfig
@@ -43,10 +42,8 @@ def build_app(args: dict[str, Any]) -> Application:
     engines = serve.deployment(
         name="EngineReplica",
         num_replicas=replica.num_replicas,
-        # Serve counts submissions and cancellations; requests are bounded by the router and by
-        # `SubmissionRouter`, and a cancellation must never wait for room.
+        # Serve counts calls; requests come by connections of their own and the router bounds them.
         max_ongoing_requests=_NO_LIMIT,
-        request_router_config=routing_of(config),
         **placement_of(config),
         health_check_period_s=replica.health_check_period_s,
         health_check_timeout_s=replica.health_check_timeout_s,
@@ -65,21 +62,6 @@ def build_app(args: dict[str, Any]) -> Application:
         graceful_shutdown_wait_loop_s=_DRAIN_POLL_S,
     )(serve.ingress()(Router))
     return router.bind(engines, config)
-
-
-def routing_of(config: ServeSpecConfig) -> RequestRouterConfig:
-    """How Serve routes submissions to replicas."""
-    options: dict[str, Any] = {
-        "request_router_class": "serve_spec.serving.routing.SubmissionRouter",
-        "request_router_kwargs": {
-            "policy": config.router.routing_policy,
-            "num_places": config.scheduler.max_num_seqs,
-            "max_rows": config.replica.max_ongoing_requests,
-            "load_factor": config.router.prefix_load_factor,
-        },
-        "request_routing_stats_period_s": config.router.routing_stats_period_s,
-    }
-    return RequestRouterConfig(**options)
 
 
 def load_config(args: Mapping[str, Any]) -> ServeSpecConfig:

@@ -1,33 +1,30 @@
 """Requests that arrive together travel together, and all answers of a replica come together.
 
-    generate(request) ─┐                                          ┌─> items of that request
-    generate(request) ─┼─> Submission ─> replica ─> its stream ───┼─> items of that request
-    generate(request) ─┘                (one message per round)   └─> items of that request
+    generate(request) ─┐                                        ┌─> items of that request
+    generate(request) ─┼─> one message ─> replica ─> its news ──┼─> items of that request
+    generate(request) ─┘                (one message per round) └─> items of that request
 
 If there are several replicas, a batch is shared out first: all of it on one while another has
 nothing to do would take longer.
 
-Plain asyncio: how a submission reaches a replica is the `Transport`'s business, and `hear` takes
-what comes back.
+Plain asyncio: how requests reach a replica is the `Transport`'s business, and `hear` takes what
+comes back.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterable, Sequence
 from contextvars import Context
-from typing import Any, Protocol
+from typing import Protocol
 
 from serve_spec.core.request import TokenDelta
-from serve_spec.serving.errors import ApiError, ReplicaLost, client_too_slow, engine_failed
+from serve_spec.serving.errors import ApiError, client_too_slow, engine_failed
 from serve_spec.serving.messages import (
-    Cancellation,
     GenerateRequest,
     News,
     ReplicaItem,
-    Submission,
-    Submitted,
     Withdrawn,
     is_last,
     merged,
@@ -106,15 +103,19 @@ _MAX_REPLICAS = 64
 class Transport(Protocol):
     """The way to the replicas."""
 
-    async def submit(self, submission: Submission) -> Submitted:
-        """Give the requests to one replica, whose news go to `Batcher.hear`.
+    async def ready(self) -> None:
+        """Return when there is a replica for `send`.
 
         Raises:
-            ApiError: no replica can take them, or the one that had them is gone.
+            ApiError: there is none, and none is to be expected.
         """
         ...
 
-    async def cancel(self, cancellation: Cancellation) -> None:
+    def send(self, requests: Sequence[GenerateRequest]) -> str:
+        """Send requests to one replica and return its name; `Batcher.hear` hears from it."""
+        ...
+
+    def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
         """End requests where they run; harmless if they, or the replica, are gone."""
         ...
 
@@ -126,34 +127,27 @@ class _Request:
         self.request = request
         self.group = group
         self.items = ItemStream(max_unread_bytes)
-        self.submission: Submission | None = None
         self.sent_at = 0.0
-        """When it was handed over, in seconds of the event loop's clock."""
+        """When it was sent, in seconds of the event loop's clock."""
         self.replica: str | None = None
-        self.session = 0
+        """Where it was sent."""
         self.is_open = True
         """Whether its last item is still to come."""
-        self.is_unwanted = False
-        """Whether it is to be ended where it runs, once that is known."""
         self.has_begun = False
         """Whether tokens have come."""
 
     def close(self, last: ReplicaItem | ApiError | None = None) -> None:
         """End the request here, with its last item if there is a client to read it."""
-        if not self.is_open:
-            return
-        self.is_open = False
-        if self.submission is not None:
-            self.submission.num_open -= 1
-        if last is not None:
+        if self.is_open and last is not None:
             self.items.put(last)
+        self.is_open = False
 
 
 class Batcher:
     """Collects requests for `batch_wait_s` and hands them over, `max_batch_size` at most.
 
-    num_shares: how many submissions a batch may become, of sizes that differ by one at most; which
-    replica each goes to is decided elsewhere.
+    num_shares: into how many parts a batch is split at most, of sizes that differ by one at most;
+    which replica each goes to is decided elsewhere.
     group_of: requests of different groups do not travel together.
     max_unread_bytes: most memory, about, of what one client has not read.
     """
@@ -161,7 +155,6 @@ class Batcher:
     def __init__(
         self,
         transport: Transport,
-        sender: str,
         *,
         batch_wait_s: float,
         max_batch_size: int,
@@ -170,7 +163,6 @@ class Batcher:
         max_unread_bytes: int = 2**20,
     ) -> None:
         self._transport = transport
-        self._sender = sender
         self._batch_wait_s = batch_wait_s
         self._max_batch_size = max_batch_size
         self._num_shares = num_shares
@@ -179,9 +171,8 @@ class Batcher:
         self._waiting: dict[Hashable, list[_Request]] = {}
         self._timers: dict[Hashable, asyncio.TimerHandle] = {}
         self._requests: dict[str, _Request] = {}
-        self._sessions: dict[str, int] = {}
         self._to_cancel: dict[str, list[str]] = {}
-        self._calls: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._submission_sizes = SizeHistogram()
         self._replica_sizes: dict[str, SizeHistogram] = {}
         self.num_interrupted = 0
@@ -197,7 +188,8 @@ class Batcher:
         Deltas that come while the caller is busy are one delta.
 
         Raises:
-            ApiError: as `Transport.submit`, or the caller has been busy for too long.
+            ApiError: as `Transport.ready`, the replica is lost, or the caller has been busy for too
+                long.
         """
         # Those that a replica failed travel apart from those it did not.
         group = self._group_of(request), request.avoid
@@ -226,8 +218,8 @@ class Batcher:
         before = asyncio.get_running_loop().time() - for_s
         waiting: dict[str, list[str]] = {}
         for request_id, asked in self._requests.items():
-            is_waiting = asked.is_open and not asked.has_begun and asked.sent_at <= before
-            if asked.replica and is_waiting:
+            is_waiting = asked.is_open and not asked.has_begun
+            if asked.replica and is_waiting and asked.sent_at <= before:
                 waiting.setdefault(asked.replica, []).append(request_id)
         return waiting
 
@@ -252,13 +244,10 @@ class Batcher:
 
     def hear(self, replica: str, news: News) -> None:
         """Take what a replica says; each item goes to its request."""
-        if news.session > self._sessions.get(replica, 0):
-            self._begin_session(replica, news.session)
         for request_id, item in news.items:
             asked = self._requests.get(request_id)
             if asked is None or not asked.is_open:
                 continue
-            asked.replica, asked.session = replica, news.session
             if is_last(item):
                 asked.close(item)
                 continue
@@ -292,21 +281,23 @@ class Batcher:
         if self._requests.pop(request_id, None) is None or not asked.is_open:
             return
         asked.close()
-        if asked.submission is None:
-            waiting = self._waiting[asked.group]
+        if asked.replica is not None:
+            self._cancel(asked.replica, request_id)
+        elif asked in (waiting := self._waiting.get(asked.group, [])):
             waiting.remove(asked)
             if not waiting:
                 self._stop_waiting(asked.group)
-        elif asked.replica is None:
-            asked.is_unwanted = True
-        else:
-            self._cancel(asked.replica, request_id)
 
     def _submit_group(self, group: Hashable) -> None:
         requests = self._stop_waiting(group)
         num_shares = min(self._num_shares, len(requests))
         for share in range(num_shares):
-            self._call(self._submit(requests[share::num_shares]))
+            # Serve and Ray find a call's parent in its context, and cancel it with the parent: no
+            # task may inherit the context of the request that happens to start it.
+            work = self._submit(requests[share::num_shares])
+            task = asyncio.create_task(work, context=Context())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def _stop_waiting(self, group: Hashable) -> list[_Request]:
         timer = self._timers.pop(group, None)
@@ -314,52 +305,29 @@ class Batcher:
             timer.cancel()
         return self._waiting.pop(group)
 
-    def _submit(self, requests: list[_Request]) -> Coroutine[Any, Any, None]:
+    async def _submit(self, requests: list[_Request]) -> None:
         self._submission_sizes.add(len(requests))
-        submission = Submission(self._sender, [asked.request for asked in requests])
-        now = asyncio.get_running_loop().time()
-        for asked in requests:
-            asked.submission, asked.sent_at = submission, now
-        return self._carry(submission, requests)
-
-    async def _carry(self, submission: Submission, requests: list[_Request]) -> None:
         lost: ApiError = engine_failed("the way to the replica was cut")
         try:
-            taken = await self._transport.submit(submission)
-            self._bind(requests, taken)
+            await self._transport.ready()
+            requests = [asked for asked in requests if asked.is_open]
+            if requests:
+                self._bind(requests, self._transport.send([asked.request for asked in requests]))
         except ApiError as error:
             lost = error
         except Exception as error:  # whatever broke, no request may wait for ever
             lost = engine_failed(f"the way to the replica broke ({error!r})")
         finally:
             self._fail([asked for asked in requests if asked.replica is None], lost)
-            for asked in requests:
-                replica = asked.replica or submission.replica
-                if asked.is_unwanted and replica is not None:
-                    self._cancel(replica, asked.request.request_id)
 
-    def _bind(self, requests: list[_Request], taken: Submitted) -> None:
-        replica, session = taken
+    def _bind(self, requests: list[_Request], replica: str) -> None:
+        now = asyncio.get_running_loop().time()
         for asked in requests:
-            asked.replica, asked.session = replica, session
+            asked.replica, asked.sent_at = replica, now
         sizes = self._replica_sizes.setdefault(replica, SizeHistogram())
-        sizes.add(max(1, self.num_open(replica)))
+        sizes.add(self.num_open(replica))
         if len(self._replica_sizes) > _MAX_REPLICAS:
             del self._replica_sizes[next(iter(self._replica_sizes))]
-        if session < self._sessions.get(replica, 0):
-            self._fail(requests, _forgotten(replica))
-
-    def _begin_session(self, replica: str, session: int) -> None:
-        """A replica has forgotten the requests of its earlier sessions with this router."""
-        self._sessions[replica] = session
-        if len(self._sessions) > _MAX_REPLICAS:
-            del self._sessions[next(iter(self._sessions))]
-        earlier = [
-            asked
-            for asked in self._requests.values()
-            if asked.replica == replica and asked.session < session
-        ]
-        self._fail(earlier, _forgotten(replica))
 
     def _fail(self, requests: Iterable[_Request], error: ApiError) -> None:
         """Fail those that have not ended; if they still run somewhere, they end there."""
@@ -367,33 +335,16 @@ class Batcher:
             if asked.is_open:
                 self.num_interrupted += 1
                 asked.close(error)
-                asked.is_unwanted = True
                 if asked.replica is not None:
                     self._cancel(asked.replica, asked.request.request_id)
 
     def _cancel(self, replica: str, request_id: str) -> None:
         """End a request on a replica; those of one moment are one message."""
         if not self._to_cancel:
-            loop = asyncio.get_running_loop()
-            loop.call_soon(self._send_cancellations, context=Context())
+            asyncio.get_running_loop().call_soon(self._send_cancellations)
         self._to_cancel.setdefault(replica, []).append(request_id)
 
     def _send_cancellations(self) -> None:
         to_cancel, self._to_cancel = self._to_cancel, {}
         for replica, request_ids in to_cancel.items():
-            self._call(self._transport.cancel(Cancellation(replica, tuple(request_ids))))
-
-    def _call(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run a task that inherits nothing from the request that happens to start it.
-
-        Serve and Ray find a call's parent in its context, and cancel the children with the parent:
-        one client that leaves would end the requests of all that travelled with it.
-        """
-        call = asyncio.create_task(work, context=Context())
-        self._calls.add(call)
-        call.add_done_callback(self._calls.discard)
-
-
-def _forgotten(replica: str) -> ReplicaLost:
-    error = engine_failed("the replica has forgotten the request")
-    return ReplicaLost(error, replica=replica)
+            self._transport.cancel(replica, request_ids)

@@ -6,52 +6,33 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
 from ray import serve
-from ray.exceptions import RayActorError, RayError
-from ray.serve.exceptions import (
-    BackPressureError,
-    DeploymentUnavailableError,
-    RayServeException,
-    ReplicaUnavailableError,
-)
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
 
 from serve_spec.config import ServeSpecConfig
 from serve_spec.log import get_logger
 from serve_spec.serving.batching import Batcher
-from serve_spec.serving.errors import (
-    ApiError,
-    ReplicaLost,
-    engine_failed,
-    no_replica,
-    queue_full,
-)
+from serve_spec.serving.errors import ApiError, no_replica
 from serve_spec.serving.fleet_stats import FleetStats
-from serve_spec.serving.links import Links, does_not_answer
-from serve_spec.serving.messages import (
-    Attachment,
-    Cancellation,
-    GenerateRequest,
-    ReplicaItem,
-    Submission,
-    Submitted,
-)
+from serve_spec.serving.links import Links
+from serve_spec.serving.messages import GenerateRequest, News, ReplicaItem, encode_commands
+from serve_spec.serving.routing import ReplicaChooser
 from serve_spec.serving.routing_policy import first_block, requests_to_move
 from serve_spec.serving.snapshots import section
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 
 logger = get_logger(__name__)
 
-# A cancellation that no replica takes has nothing to end.
-_CANCEL_WITHIN_S = 10.0
 _STATUS_WITHIN_S = 5.0
 _SNAPSHOT_WITHIN_S = 2.0
 _WATCH_EVERY_S = 0.5
-# A replica takes a submission within milliseconds; one that waits for longer looks at the fleet.
-_LOOKS_AT_FLEET_EVERY = 2
+# Between two calls that tell new replicas where this router listens.
+_CALL_EVERY_S = 1.0
 # A request without a token for so long may be waiting while another replica is idle.
 _WAITS_LONG_S = 1.0
 # UPDATING: it is taking a new user_config, in place.
@@ -62,14 +43,13 @@ class RayFleet:
     """Replicas of the deployment behind `handle`, in the Serve application `app_name`.
 
     sender: the name of this router, unlike that of any other.
+    host: the address at which replicas reach this process.
     """
 
-    def __init__(self, handle: Any, app_name: str, sender: str, config: ServeSpecConfig) -> None:
+    def __init__(
+        self, handle: Any, app_name: str, sender: str, host: str, config: ServeSpecConfig
+    ) -> None:
         self._handle = handle
-        self._sender = sender
-        self._attach = handle.options(stream=True, method_name="attach")
-        self._submit = handle.options(method_name="submit")
-        self._cancel = handle.options(method_name="cancel")
         self._app_name = app_name
         self._stats_config = config.stats
         self._stats = StatsClient(config, app_name)
@@ -79,22 +59,31 @@ class RayFleet:
         router = config.router
         self._batcher = Batcher(
             self,
-            sender,
             batch_wait_s=router.batch_wait_ms / 1000,
             max_batch_size=router.max_batch_size,
             num_shares=self._num_replicas,
             max_unread_bytes=router.max_unread_bytes,
             **({"group_of": first_block} if router.routing_policy == "prefix" else {}),
         )
-        self._links = Links(self._messages, self._batcher, self._max_silent_looks)
+        self._chooser = ReplicaChooser(
+            router.routing_policy,
+            sender,
+            self._batcher.num_open,
+            num_places=self._num_places,
+            max_rows=config.replica.max_ongoing_requests,
+            load_factor=router.prefix_load_factor,
+        )
+        self._links = Links(sender, host, self, self._max_silent_looks)
+        self._is_wanted = asyncio.Event()
+        """Set when a request waits for a replica."""
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Begin to look after replicas that fall silent and requests that wait for nothing."""
-        loop = asyncio.get_running_loop()
-        self._tasks = [loop.create_task(self._watch_for_silence())]
+        """Call for replicas, look after those that fall silent and requests that wait in vain."""
+        work = [self._links.serve(), self._call_forever(), self._watch_for_silence()]
         if self._num_replicas > 1:
-            self._tasks.append(loop.create_task(self._share_out_forever()))
+            work.append(self._share_out_forever())
+        self._tasks = [asyncio.get_running_loop().create_task(each) for each in work]
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[ReplicaItem, None]:
         """See `Fleet.generate`."""
@@ -108,38 +97,36 @@ class RayFleet:
         """See `Fleet.batching`."""
         return self._batcher.snapshot()
 
-    async def submit(self, submission: Submission) -> Submitted:
-        """See `Transport.submit`."""
-        submission.heard, submission.silent = self._links.rows, self._links.silent
-        response = self._submit.remote(submission)
-        try:
-            taken = await self._reply(response, submission)
-        except (RayError, RayServeException) as error:
-            raise _as_api_error(error, submission.replica) from error
-        self._links.open(taken.replica)
-        return taken
+    async def ready(self) -> None:
+        """See `Transport.ready`."""
+        num_looks = 0
+        while not self._links.usable():
+            self._is_wanted.set()
+            await self._links.changed(within_s=_WATCH_EVERY_S)
+            num_looks += 1
+            if num_looks >= self._max_silent_looks:
+                raise no_replica("none answers")
+            if num_looks % 2 == 0 and await self.num_healthy() == 0:
+                raise no_replica("none is running")
 
-    async def cancel(self, cancellation: Cancellation) -> None:
+    def send(self, requests: Sequence[GenerateRequest]) -> str:
+        """See `Transport.send`."""
+        replica = self._chooser.choose(requests, self._links.usable())
+        self._links.send(replica, encode_commands(requests))
+        return replica
+
+    def cancel(self, replica: str, request_ids: Sequence[str]) -> None:
         """See `Transport.cancel`."""
-        with suppress(RayError, RayServeException, TimeoutError):
-            async with asyncio.timeout(_CANCEL_WITHIN_S):
-                await self._cancel.remote(cancellation)
+        self._links.send(replica, encode_commands(cancelled=request_ids))
 
-    async def _messages(self, replica: str) -> AsyncGenerator[bytes, None]:
-        """Yield the messages of a replica; see `Links`."""
-        responses = self._attach.remote(Attachment(replica, self._sender))
-        has_ended = False
-        try:
-            async for message in responses:
-                yield message
-            has_ended = True
-        except (RayError, RayServeException) as error:
-            raise _as_api_error(error, replica) from error
-        finally:
-            if not has_ended:
-                # A response that never reached a replica raises its error here once more.
-                with suppress(RayError, RayServeException):
-                    responses.cancel()
+    def hear(self, replica: str, news: News) -> None:
+        """See `Listener.hear`."""
+        self._batcher.hear(replica, news)
+
+    def lose(self, replica: str, error: ApiError) -> None:
+        """See `Listener.lose`."""
+        self._chooser.forget(replica)
+        self._batcher.lose(replica, error)
 
     async def num_healthy(self) -> int | None:
         """See `Fleet.num_healthy`; asks Serve's controller."""
@@ -181,6 +168,20 @@ class RayFleet:
             logger.warning("asking the replicas, for the stats actor does not answer: %s", error)
             return (await self._heard_from_replicas()).status(time.time())
 
+    async def _call_forever(self) -> None:
+        """Tell all replicas where this router listens, again and again, for there are new ones."""
+        while True:
+            try:
+                await self._handle.broadcast("connect", self._links.address).results_async(
+                    timeout_s=_CALL_EVERY_S, return_exceptions=True
+                )
+            except (RayError, RayServeException, TimeoutError) as error:
+                logger.info("not all replicas were called: %r", error)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_CALL_EVERY_S):
+                    await self._is_wanted.wait()
+            self._is_wanted.clear()
+
     async def _watch_for_silence(self) -> None:
         """Take requests from replicas that have been silent for too long."""
         while True:
@@ -207,30 +208,6 @@ class RayFleet:
         for request_id in requests_to_move(not_begun, stats, self._num_places):
             self._batcher.withdraw(request_id)
 
-    async def _reply(self, response: Awaitable[Submitted], submission: Submission) -> Submitted:
-        """Wait for the reply to a submission.
-
-        Serve would wait for ever if no replica is left, or if the one that has it hangs.
-        """
-        reply = asyncio.ensure_future(_awaited(response))
-        num_looks = 0
-        try:
-            while True:
-                done, _ = await asyncio.wait({reply}, timeout=_WATCH_EVERY_S)
-                if done:
-                    return reply.result()
-                num_looks += 1
-                if submission.replica is None:
-                    if num_looks % _LOOKS_AT_FLEET_EVERY == 0 and await self.num_healthy() == 0:
-                        raise no_replica("none is running")
-                elif num_looks >= self._max_silent_looks:
-                    self._links.note_silence(submission.replica)
-                    raise does_not_answer(submission.replica)
-        finally:
-            reply.cancel()
-            # Serve makes an error of the cancellation, which asyncio would log unless it is read.
-            reply.add_done_callback(lambda task: task.cancelled() or task.exception())
-
     async def _heard_from_replicas(self) -> FleetStats:
         config = self._stats_config
         fleet = FleetStats(stale_after_s=config.stale_after_s, history_s=config.history_s)
@@ -245,18 +222,3 @@ class RayFleet:
             if isinstance(state, dict):
                 fleet.report(str(state["replica"]), state, time.time())
         return fleet
-
-
-async def _awaited(response: Awaitable[Submitted]) -> Submitted:
-    return await response
-
-
-def _as_api_error(error: Exception, replica: str | None) -> ApiError:
-    if isinstance(error, BackPressureError):
-        return queue_full("the replicas' queue is full", 1)
-    if isinstance(error, DeploymentUnavailableError | ReplicaUnavailableError):
-        return no_replica(error.message)
-    if isinstance(error, RayActorError):
-        gone = no_replica("the replica that had this request is gone")
-        return ReplicaLost(gone, replica=replica)
-    return engine_failed(f"the replica failed ({type(error).__name__})")

@@ -5,6 +5,7 @@
 import os
 from typing import Any
 
+import ray
 from fastapi import FastAPI
 from ray import serve
 from ray.exceptions import RayError
@@ -35,7 +36,9 @@ class Router:
             )
         context = serve.get_replica_context()
         self._config = config
-        self._fleet = RayFleet(engines, context.app_name, context.replica_id.unique_id, config)
+        host = ray.util.get_node_ip_address()  # type: ignore[no-untyped-call]
+        name = context.replica_id.unique_id
+        self._fleet = RayFleet(engines, context.app_name, name, host, config)
         self._fleet.start()
         self._admission = Admission(
             max_in_flight=config.replica.num_replicas * requests_per_replica(config),

@@ -1,19 +1,17 @@
 """What crosses between router and replica. Plain data, picklable.
 
-A router sends `Submission`s and `Cancellation`s, which are short calls. It reads all answers of a
-replica from one stream, which an `Attachment` opens. The stream is made of `News`, one per engine
-round: the items of all requests of that router. Each request has an `Accepted` item, then a
-`TokenDelta` per engine round, the last one with its finish reason. Or it ends early with `Refused`
-or `Failed`: values, not exceptions, because Ray prints a full traceback for each exception that
-crosses a process.
+Each replica has one connection to each router. The router sends `Commands`; the replica sends
+`News`, one per engine round: the items of all requests of that router. Each request has an
+`Accepted` item, then a `TokenDelta` per engine round, the last one with its finish reason. Or it
+ends early with `Refused` or `Failed`: values, because an error ends its request alone.
 """
 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
 
 from serve_spec.core.errors import InvalidRequest
 from serve_spec.core.request import SamplingParams, TokenDelta
@@ -32,26 +30,38 @@ def encode(news: News) -> bytes:
         else (request_id, pickle.dumps(item, pickle.HIGHEST_PROTOCOL))
         for request_id, item in news.items
     ]
-    message = (news.session, entries, news.rows, news.is_over)
-    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+    return pickle.dumps((entries, *news[1:]), pickle.HIGHEST_PROTOCOL)
 
 
 def decode(message: bytes) -> News:
     """Return the news in a message; an item that cannot be read becomes `Failed`."""
-    session, entries, rows, is_over = pickle.loads(message)
+    entries, *rest = pickle.loads(message)
     items: Items = [
         (entry[0], TokenDelta(*entry) if len(entry) == 3 else _decoded(*entry)) for entry in entries
     ]
-    return News(session, items, rows, is_over)
+    return News(items, *rest)
 
 
-def _decoded(request_id: str, data: bytes) -> ReplicaItem:
+def encode_commands(
+    requests: Iterable[GenerateRequest] = (), cancelled: Sequence[str] = ()
+) -> bytes:
+    """Return the bytes that `decode_commands` reads. cancelled: ids of requests to end."""
+    entries = [(r.request_id, pickle.dumps(r, pickle.HIGHEST_PROTOCOL)) for r in requests]
+    return pickle.dumps((entries, cancelled), pickle.HIGHEST_PROTOCOL)
+
+
+def decode_commands(message: bytes) -> Commands:
+    """Return what a router wants; a request that cannot be read becomes `Failed`."""
+    entries, cancelled = pickle.loads(message)
+    return Commands([(name, _decoded(name, data)) for name, data in entries], cancelled)
+
+
+def _decoded(request_id: str, data: bytes) -> Any:
     try:
-        item: ReplicaItem = pickle.loads(data)
+        return pickle.loads(data)
     except Exception as error:
-        logger.error("request %s: an item of its replica cannot be read: %r", request_id, error)
-        return Failed(f"an item of the replica cannot be read ({type(error).__name__})")
-    return item
+        logger.error("request %s: a message about it cannot be read: %r", request_id, error)
+        return Failed(f"a message about the request cannot be read ({type(error).__name__})")
 
 
 @dataclass(frozen=True)
@@ -72,64 +82,6 @@ class GenerateRequest:
     """Replicas that have failed this request; others come first."""
     is_resumption: bool = False
     """Whether the replica that had it last has failed it."""
-
-
-@dataclass(frozen=True)
-class ReplicaRows:
-    """How many requests a replica has, by the router they came from.
-
-    time_s: when, by the replica's own clock.
-    """
-
-    replica: str
-    time_s: float
-    by_sender: Mapping[str, int]
-
-
-@dataclass(eq=False)
-class Submission:
-    """Requests that go to one replica together, at least one."""
-
-    sender: str
-    """Which router sends it."""
-    requests: Sequence[GenerateRequest]
-    num_open: int = field(init=False)
-    """How many have not ended. The sender counts it down; the replica's copy stays as it was."""
-    heard: Mapping[str, ReplicaRows] = field(default_factory=dict)
-    """What replicas last said to the sender, by name. It does not travel."""
-    silent: Set[str] = frozenset()
-    """Replicas that do not answer the sender; others come first. It does not travel."""
-    replica: str | None = None
-    """Where it was routed to, for its sender to know. It does not travel."""
-
-    def __post_init__(self) -> None:
-        self.num_open = len(self.requests)
-
-    def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "heard": {}, "silent": frozenset()}
-
-
-class Submitted(NamedTuple):
-    """The reply to a submission: where it is, and in which session of its sender there."""
-
-    replica: str
-    session: int
-
-
-@dataclass(frozen=True)
-class Cancellation:
-    """Ends some requests of a router on the replica that has them."""
-
-    replica: str
-    request_ids: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Attachment:
-    """Opens the stream on which a replica answers a router."""
-
-    replica: str
-    sender: str
 
 
 @dataclass(frozen=True)
@@ -167,18 +119,24 @@ Items: TypeAlias = list[tuple[str, ReplicaItem]]
 
 
 class News(NamedTuple):
-    """One message of a replica to a router: the items of a round.
+    """One message of a replica to a router: the items of a round, if any, and how busy it is."""
 
-    Without items it says that the replica is alive.
-    """
-
-    session: int
-    """Grows when a replica has forgotten the requests of the router that it had before."""
     items: Items
-    rows: ReplicaRows | None = None
-    """How busy the replica is, unless the router was told a moment ago."""
-    is_over: bool = False
-    """Whether the replica ends the stream, for it has had nothing to say for a while."""
+    rows: Mapping[str, int] = {}
+    """How many requests the replica has, by the router they came from."""
+    load: Mapping[str, Any] | None = None
+    """`EngineReplica.record_routing_stats`, once in a while."""
+    is_closing: bool = False
+    """Whether the replica takes no more requests, for it is to end."""
+
+
+class Commands(NamedTuple):
+    """One message of a router to a replica."""
+
+    requests: Sequence[tuple[str, GenerateRequest | Failed]]
+    """Requests to start, by their ids."""
+    cancelled: Sequence[str]
+    """Ids of requests to end; harmless if they have ended."""
 
 
 def is_last(item: ReplicaItem) -> bool:

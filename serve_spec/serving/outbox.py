@@ -1,4 +1,4 @@
-"""Collect the messages of a replica for each router into one stream.
+"""The replica's ends of its connections to routers.
 
     request ─┐                                 ┌─ one message per round ─> router 1
     request ─┼─ put ─> Outbox of their router ─┤
@@ -10,61 +10,41 @@ No request waits for a slow router: deltas that it has not taken yet become one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from itertools import count
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any
 
 from serve_spec.log import get_logger
-from serve_spec.serving.messages import Items, ReplicaItem, is_last, merged_items
+from serve_spec.serving.connection import RouterAddress, configure, read_message, write_message
+from serve_spec.serving.messages import (
+    Commands,
+    Failed,
+    GenerateRequest,
+    Items,
+    News,
+    ReplicaItem,
+    decode_commands,
+    encode,
+    is_last,
+    merged_items,
+)
 
 logger = get_logger(__name__)
 
-# One question to Ray's control service per router with requests here.
-_LOOK_EVERY_S = 1.0
-# A router opens its stream within milliseconds of its first request.
-_MAX_UNREAD_LOOKS = 30
-
-
-async def end_orphaned(
-    outboxes: Outboxes, is_there: Callable[[str], bool], look_every_s: float = _LOOK_EVERY_S
-) -> None:
-    """Close outboxes whose router is gone, or does not read them; never return.
-
-    is_there: whether a router lives; may block.
-    """
-    while True:
-        await asyncio.sleep(look_every_s)
-        for outbox in outboxes:
-            outbox.num_unread_looks = 0 if outbox.has_reader else outbox.num_unread_looks + 1
-            is_read = outbox.num_unread_looks < _MAX_UNREAD_LOOKS
-            if is_read and await asyncio.to_thread(is_there, outbox.sender):
-                continue
-            why = "is gone" if is_read else "does not read its stream"
-            logger.warning("router %s %s: %d requests end", outbox.sender, why, len(outbox.answers))
-            outboxes.close(outbox)
-
-
-# An outbox without requests ends at this beat, so that a replica that is to go is not kept by it.
-_NUM_IDLE_BEATS = 2
+_CONNECT_WITHIN_S = 5.0
+_DRAIN_LOOK_S = 0.02
 
 
 class Outbox:
-    """Items of one router's requests; iterating gives lists of what has come since the last one.
+    """Items of one router's requests; iterating gives lists of what has come since the last one."""
 
-    session: see `News.session`.
-    """
-
-    def __init__(self, sender: str, session: int) -> None:
-        self.sender = sender
-        self.session = session
+    def __init__(self) -> None:
         self.answers: dict[str, asyncio.Task[None]] = {}
         """The requests whose last item has not been handed out, and what works on each."""
-        self.has_reader = False
-        self.num_unread_looks = 0
-        """How often in a row it was found without a reader."""
-        self.is_closed = False
+        self.is_load_due = False
+        """Whether the router is to hear how busy the replica is."""
         self._items: Items = []
         self._has_news = asyncio.Event()
-        self._num_idle_beats = 0
+        self._is_closed = False
 
     def put(self, request_id: str, item: ReplicaItem) -> None:
         """Add an item of a request."""
@@ -72,27 +52,22 @@ class Outbox:
         self._has_news.set()
 
     def beat(self) -> None:
-        """Let the reader have a list, if need be an empty one: the replica is alive."""
-        self._num_idle_beats = 0 if self.answers else self._num_idle_beats + 1
+        """Let the reader have a list, if need be an empty one, and the load with it."""
+        self.is_load_due = True
         self._has_news.set()
 
     def close(self) -> None:
-        """End the iteration; what has not been read is lost."""
-        self.is_closed = True
+        """End the iteration once everything is handed out."""
+        self._is_closed = True
         self._has_news.set()
 
     async def __aiter__(self) -> AsyncIterator[Items]:
-        yield []  # the reader learns the session
-        while True:
+        while not self._is_closed or self._items:
             await self._has_news.wait()
             # The requests of a round put their items one by one: let all of them do so.
             await asyncio.sleep(0)
             self._has_news.clear()
-            if self.is_closed:
-                return
             items, self._items = self._items, []
-            if not items and not self.answers and self._num_idle_beats >= _NUM_IDLE_BEATS:
-                return
             if len(items) > len(self.answers):
                 items = merged_items(items)
             for request_id, item in items:
@@ -101,53 +76,123 @@ class Outbox:
             yield items
 
 
-class Outboxes:
-    """The outboxes of all routers that have requests here.
+class RouterConnections:
+    """The connections to all routers that have called for this replica.
 
+    A connection that breaks ends the requests of its router.
+
+    name: of this replica.
+    answer: puts everything that a request says into an outbox, the last item included.
     cancel: ends a request in the engine; harmless if it has ended.
+    load: how busy the replica is, for `News.load`.
     """
 
-    def __init__(self, cancel: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        name: str,
+        answer: Callable[[GenerateRequest, Outbox], Coroutine[Any, Any, None]],
+        cancel: Callable[[str], None],
+        load: Callable[[], Mapping[str, Any]],
+    ) -> None:
+        self._name = name
+        self._answer = answer
         self._cancel = cancel
-        self._by_sender: dict[str, Outbox] = {}
-        self._sessions = count(1)
+        self._load = load
+        self._outboxes: dict[str, Outbox] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_closing = False
 
-    def __iter__(self) -> Iterator[Outbox]:
-        return iter(list(self._by_sender.values()))
+    async def connect(self, router: RouterAddress) -> None:
+        """Connect to a router unless there is a connection, and serve it from now on.
 
-    def of(self, sender: str) -> Outbox:
-        """Return the outbox of a router, a new one if it has none."""
-        outbox = self._by_sender.get(sender)
-        if outbox is None:
-            outbox = self._by_sender[sender] = Outbox(sender, next(self._sessions))
-        return outbox
-
-    def attach(self, sender: str) -> Outbox:
-        """Return the outbox that a router reads from now on.
-
-        A router that reads another stream has given up the first one, and the requests with it.
+        Raises:
+            OSError: it does not listen any more.
         """
-        outbox = self.of(sender)
-        if outbox.has_reader:
-            self.close(outbox)
-            outbox = self.of(sender)
-        outbox.has_reader = True
-        return outbox
+        if router.name in self._outboxes or self._is_closing:
+            return
+        self._outboxes[router.name] = outbox = Outbox()
+        try:
+            async with asyncio.timeout(_CONNECT_WITHIN_S):
+                reader, writer = await asyncio.open_connection(router.host, router.port)
+        except BaseException:
+            del self._outboxes[router.name]
+            raise
+        configure(writer)
+        write_message(writer, router.secret + self._name.encode())
+        self.beat()
+        self._start(self._send(outbox, writer))
+        self._start(self._serve(router.name, outbox, reader, writer))
 
-    def close(self, outbox: Outbox) -> None:
-        """Forget an outbox and end its requests."""
-        if self._by_sender.get(outbox.sender) is outbox:
-            del self._by_sender[outbox.sender]
-        outbox.close()
-        for request_id, answer in outbox.answers.items():
-            self._cancel(request_id)
-            answer.cancel()
-        outbox.answers.clear()
+    def beat(self) -> None:
+        """Tell all routers how busy the replica is, which shows them that it is alive, too."""
+        for outbox in self._outboxes.values():
+            outbox.beat()
 
     def num_requests(self) -> dict[str, int]:
         """Return how many requests are here, by router."""
-        return {
-            sender: len(outbox.answers)
-            for sender, outbox in self._by_sender.items()
-            if outbox.answers
-        }
+        return {name: len(box.answers) for name, box in self._outboxes.items() if box.answers}
+
+    async def drain(self) -> None:
+        """Return once all requests have ended. Routers are told to send no more."""
+        self._is_closing = True
+        self.beat()
+        while self.num_requests():
+            await asyncio.sleep(_DRAIN_LOOK_S)
+        self.close()
+
+    def close(self) -> None:
+        """Close all connections once what their requests said has left."""
+        self._is_closing = True
+        for outbox in self._outboxes.values():
+            outbox.close()
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(
+        self, router: str, outbox: Outbox, reader: asyncio.StreamReader, writer: Any
+    ) -> None:
+        """Do what a router wants until the connection ends; then end its requests."""
+        try:
+            while True:
+                self._take(decode_commands(await read_message(reader)), outbox)
+        except (EOFError, OSError) as error:
+            logger.info(
+                "router %s is gone, %d requests end: %r", router, len(outbox.answers), error
+            )
+        except Exception:
+            logger.exception("a message of router %s cannot be read", router)
+        finally:
+            del self._outboxes[router]
+            for request_id, answer in outbox.answers.items():
+                self._cancel(request_id)
+                answer.cancel()
+            outbox.answers.clear()
+            outbox.close()
+            writer.close()
+
+    def _take(self, commands: Commands, outbox: Outbox) -> None:
+        for request_id, request in commands.requests:
+            if isinstance(request, Failed):
+                outbox.put(request_id, request)
+            else:
+                answer = asyncio.create_task(self._answer(request, outbox))
+                outbox.answers[request_id] = answer
+        for request_id in commands.cancelled:
+            self._cancel(request_id)
+
+    async def _send(self, outbox: Outbox, writer: asyncio.StreamWriter) -> None:
+        """Send what requests say until the outbox is closed."""
+        try:
+            async for items in outbox:
+                load = self._load() if outbox.is_load_due else None
+                outbox.is_load_due = False
+                news = News(items, self.num_requests(), load, self._is_closing)
+                write_message(writer, encode(news))
+                await writer.drain()
+        except OSError as error:
+            logger.debug("`_serve` notices it as well: %r", error)
+        finally:
+            writer.close()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pkgutil
-import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import Awaitable, Mapping
 from typing import Any
 
 from ray import serve
@@ -15,41 +14,24 @@ from serve_spec.config import ServeSpecConfig
 from serve_spec.core.errors import EngineOverloaded, InvalidRequest
 from serve_spec.log import TRACE_ID, get_logger
 from serve_spec.serving.autoscaling import NUM_REQUESTS
-from serve_spec.serving.messages import (
-    Accepted,
-    Attachment,
-    Cancellation,
-    Failed,
-    GenerateRequest,
-    News,
-    Refused,
-    ReplicaItem,
-    ReplicaRows,
-    Submission,
-    Submitted,
-    encode,
-)
-from serve_spec.serving.outbox import Outbox, Outboxes, end_orphaned
-from serve_spec.serving.replica_actors import ReplicaActors
+from serve_spec.serving.connection import RouterAddress
+from serve_spec.serving.messages import Accepted, Failed, GenerateRequest, Refused, ReplicaItem
+from serve_spec.serving.outbox import Outbox, RouterConnections
 from serve_spec.serving.stats_actor import StatsClient, StatsUnavailable
 from serve_spec.serving.telemetry import ReplicaTelemetry, pair_name, start_warm
 
 logger = get_logger(__name__)
 
-# A router hears how busy a replica is at most every so many seconds.
-_NEWS_AGE_S = 0.005
-# Routers hear from a replica at least so often while it has requests of theirs.
-_BEAT_S = 1.0
 # What the last words of a replica take to leave its process.
 _FAREWELL_S = 1.0
 
 
 class EngineReplica:
-    """Answers `Submission`s with one engine.
+    """Answers the requests of routers with one engine.
 
-    Its methods are the names Serve looks for: `check_health`, `record_routing_stats`,
-    `record_autoscaling_stats`, `reconfigure`, `__del__`. Serve routes to it once `__init__` has
-    returned, that is once the engine is loaded; on shutdown it lets running requests finish first.
+    Its methods have the names Serve looks for: `check_health`, `record_routing_stats`,
+    `record_autoscaling_stats`, `reconfigure`, `__del__`. Routers find it once `__init__` has returned, that is once the engine
+    is loaded; on shutdown it lets running requests finish first.
 
     engine_loop: import path `module:name` of `start_engine`, or of a stand-in for it.
     """
@@ -64,50 +46,25 @@ class EngineReplica:
         self._interval_s = config.stats.push_interval_s
         self._stats = StatsClient(config, context.app_name)
         self._loop = pkgutil.resolve_name(engine_loop)(config)
-        self._outboxes = Outboxes(self._loop.cancel)
-        self._told: dict[str, float] = {}
+        self._routers = RouterConnections(
+            self._name, self._answer, self._loop.cancel, self.record_routing_stats
+        )
         self._has_started = False
         self._refused_user_config: str | None = None
         self._telemetry = ReplicaTelemetry(context, self._loop)
         start_warm(config, self._loop, self._stats)
-        routers = ReplicaActors(context.app_name, "Router")
         tasks = asyncio.get_running_loop()
         self._reporter = tasks.create_task(self._report_forever())
-        self._beat_s = min(_BEAT_S, config.replica.stall_timeout_s / 5)
+        self._beat_s = min(config.router.routing_stats_period_s, config.replica.stall_timeout_s / 5)
         self._watch = tasks.create_task(self._watch_forever())
-        self._hearing = tasks.create_task(end_orphaned(self._outboxes, routers.is_there))
 
-    async def submit(self, submission: Submission) -> Submitted:
-        """Start requests; what becomes of them is in the stream of their router, see `attach`."""
-        outbox = self._outboxes.of(submission.sender)
-        for request in submission.requests:
-            answer = asyncio.create_task(self._answer(request, outbox))
-            outbox.answers[request.request_id] = answer
-        await asyncio.sleep(0)  # start them before the reply, which takes a millisecond
-        return Submitted(self._name, outbox.session)
+    async def connect(self, router: RouterAddress) -> None:
+        """Take requests of a router from now on; harmless if it has called before.
 
-    async def attach(self, attachment: Attachment) -> AsyncGenerator[bytes, None]:
-        """Yield `News` for a router, encoded: one message per engine round for all its requests.
-
-        If there is none for a second, a message without items. Closed or cancelled early, it ends
-        the router's requests in the engine, which frees their pages.
+        Raises:
+            OSError: the router does not listen any more.
         """
-        if attachment.replica != self._name:  # it is gone
-            return
-        outbox = self._outboxes.attach(attachment.sender)
-        try:
-            async for items in outbox:
-                yield encode(News(outbox.session, items, self._news_for(attachment.sender)))
-            if not outbox.is_closed:
-                self._outboxes.close(outbox)
-                yield encode(News(outbox.session, [], is_over=True))
-        finally:
-            self._outboxes.close(outbox)
-
-    async def cancel(self, cancellation: Cancellation) -> None:
-        """End some requests of a router; the others do not notice."""
-        for request_id in cancellation.request_ids:
-            self._loop.cancel(request_id)
+        await self._routers.connect(router)
 
     async def check_health(self) -> None:
         """Raise when the engine is dead or stuck; Serve then replaces this replica."""
@@ -126,7 +83,7 @@ class EngineReplica:
         }
 
     def record_routing_stats(self) -> dict[str, object]:
-        """What `routing_policy` weighs; Serve collects it every `routing_stats_period_s`."""
+        """Return what `routing_policy` weighs; routers hear it every `routing_stats_period_s`."""
         state: Mapping[str, Any] = self._loop.snapshot()
         wanted = (
             "batch_size",
@@ -141,13 +98,12 @@ class EngineReplica:
             **{name: state.get(name) for name in wanted},
             "replica": self._name,
             "is_healthy": self._is_healthy(),
-            "rows": self._outboxes.num_requests(),
-            "time_s": time.time(),
+            "rows": self._routers.num_requests(),
         }
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `autoscaling` goes by; Serve collects it where the deployment scales."""
-        return {NUM_REQUESTS: float(sum(self._outboxes.num_requests().values()))}
+        return {NUM_REQUESTS: float(sum(self._routers.num_requests().values()))}
 
     async def reconfigure(self, user_config: Mapping[str, object]) -> None:
         """Change policy knobs of the running engine (`user_config` of the deployment).
@@ -169,15 +125,18 @@ class EngineReplica:
         else:
             self._refused_user_config = None
 
-    def __del__(self) -> None:
-        """Serve's farewell, after the last request has ended."""
-        if hasattr(self, "_reporter"):
-            self._reporter.cancel()
-            self._watch.cancel()
-            self._hearing.cancel()
-            self._telemetry.close()
-            self._stats.forget(self._name)
-            self._loop.shutdown()
+    def __del__(self) -> Awaitable[None] | None:
+        """Return what Serve awaits before it ends this process."""
+        has_ended = not hasattr(self, "_reporter") or self._reporter.done()
+        return None if has_ended else self._end()
+
+    async def _end(self) -> None:
+        await self._routers.drain()
+        self._reporter.cancel()
+        self._watch.cancel()
+        self._telemetry.close()
+        self._stats.forget(self._name)
+        self._loop.shutdown()
 
     async def _answer(self, request: GenerateRequest, outbox: Outbox) -> None:
         """Put everything that one request says into the outbox, the last item included."""
@@ -217,21 +176,10 @@ class EngineReplica:
             except RuntimeError as error:
                 logger.error("this replica ends, its requests go on elsewhere: %s", error)
                 break
-            for outbox in self._outboxes:
-                outbox.beat()
-        for outbox in self._outboxes:
-            outbox.close()
+            self._routers.beat()
+        self._routers.close()
         await asyncio.sleep(_FAREWELL_S)
         _end_process()
-
-    def _news_for(self, sender: str) -> ReplicaRows | None:
-        """Return how busy this replica is, unless the router was told a moment ago."""
-        now_s = time.time()
-        self._told = {r: told for r, told in self._told.items() if 0 <= now_s - told < _NEWS_AGE_S}
-        if sender in self._told:
-            return None
-        self._told[sender] = now_s
-        return ReplicaRows(self._name, now_s, self._outboxes.num_requests())
 
     def _is_healthy(self) -> bool:
         """Health checks take their time; meanwhile a dead engine must not attract requests."""

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from serve_spec.serving.messages import GenerateRequest, ReplicaRows
+from serve_spec.serving.messages import GenerateRequest
 
 
 def requests_to_move(
@@ -84,22 +84,19 @@ class ReplicaLoad:
 
     @classmethod
     def of(
-        cls, name: str, stats: Mapping[str, Any], sender: str, heard: ReplicaRows | None = None
+        cls, name: str, load: Mapping[str, Any], rows: Mapping[str, int], router: str
     ) -> ReplicaLoad:
-        """What a replica says to router `sender`; nothing is known before it said anything.
+        """Return what is known of a replica from what it said.
 
-        stats: its last report, `EngineReplica.record_routing_stats`, a second old as a rule. heard:
-        what came with its answers, milliseconds ago while it has requests of this router.
+        load: `EngineReplica.record_routing_stats`, a second old as a rule. rows: requests there by router,
+        milliseconds old while it has requests of this router.
         """
-        rows: Mapping[str, int] = stats.get("rows", {})
-        if heard is not None and heard.time_s > stats.get("time_s", 0.0):
-            rows = heard.by_sender
-        by_rows: Mapping[str, float] | None = stats.get("marginal_ms_by_rows")
+        by_rows: Mapping[str, float] | None = load.get("marginal_ms_by_rows")
         return cls(
             name,
-            other_rows=sum(n for router, n in rows.items() if router != sender),
-            is_short_of_pages=is_short_of_pages(stats),
-            is_healthy=stats.get("is_healthy", True),
+            other_rows=sum(n for sender, n in rows.items() if sender != router),
+            is_short_of_pages=is_short_of_pages(load),
+            is_healthy=load.get("is_healthy", True),
             marginal_ms_by_rows={int(k): ms for k, ms in by_rows.items()} if by_rows else None,
         )
 
